@@ -1,0 +1,341 @@
+"""Host bookkeeping: who holds which block, and what the device must be told.
+
+Knows block ids, requests, groups and growth. Knows nothing of bytes or arrays and
+never imports jax. Where `jaxkv.block_tables` is the device's picture of the tables,
+this module is the truth that the picture is drawn from.
+
+A serving loop calls, per step: `BlockManager.grow` for every scheduled request,
+`BlockManager.finish` for every one that ends or is preempted, and then
+`BlockManager.take_update` once for all that the device has to learn.
+"""
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxkv.planning import Plan
+from jaxkv.specs import check_positive
+
+NULL_BLOCK = 0  # reserved, never handed out; tables are padded with it
+ZERO_POLICIES = ("never", "when_needed", "always")
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pool has fewer free blocks than asked for. Nothing was changed.
+
+    needed_blocks, free_blocks: what was asked for and what there is.
+    """
+
+    def __init__(self, needed_blocks: int, free_blocks: int):
+        super().__init__(
+            f"{needed_blocks} blocks needed and {free_blocks} free; finish or preempt a request"
+        )
+        self.needed_blocks = needed_blocks
+        self.free_blocks = free_blocks
+
+
+class BlockPool:
+    """Free list and reference counts of block ids 1 .. num_blocks - 1.
+
+    Ids come back in the order they were freed, so a freed block stays untouched for as
+    long as the pool allows. Every operation takes O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int):
+        check_positive(num_blocks=num_blocks)
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}; at least 2 (the null block and one more)")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._free = deque(range(NULL_BLOCK + 1, num_blocks))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes ``count`` free blocks, each with one reference.
+
+        Raises:
+          OutOfBlocksError: fewer are free; none is taken.
+        """
+        if count < 0:
+            raise ValueError(f"count must be >= 0, got {count}")
+        if count > len(self._free):
+            raise OutOfBlocksError(count, len(self._free))
+        block_ids = [self._free.popleft() for _ in range(count)]
+        for block_id in block_ids:
+            self._references[block_id] = 1
+        return block_ids
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Adds a reference to blocks that are held already (a shared prefix)."""
+        self._check_held(block_ids)
+        for block_id in block_ids:
+            self._references[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drops one reference per id; a block without references becomes free.
+
+        Raises:
+          ValueError: an id that is not held, the null block, or one id more often than
+            it has references. Nothing is freed then.
+        """
+        self._check_held(block_ids)
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free.append(block_id)
+
+    def references(self, block_id: int) -> int:
+        return self._references[block_id]
+
+    def _check_held(self, block_ids: Sequence[int]) -> None:
+        counts: dict[int, int] = {}
+        for block_id in block_ids:
+            counts[block_id] = counts.get(block_id, 0) + 1
+            in_pool = NULL_BLOCK < block_id < self.num_blocks
+            held = self._references[block_id] if in_pool else 0
+            if counts[block_id] > held:
+                raise ValueError(
+                    f"block_ids holds {block_id} {counts[block_id]} time(s) but it has {held} "
+                    f"references; pass ids in 1..{self.num_blocks - 1} that are held"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class TableEntry:
+    """New ids for one row of one group: appended, or replacing the row's content."""
+
+    row: int
+    group: int
+    block_ids: tuple[int, ...]
+    overwrite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TableUpdate:
+    """What one step changes: table entries, and per group the fresh ids to zero."""
+
+    entries: tuple[TableEntry, ...]
+    zero_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Holding:
+    """The blocks that one request holds: per group its row, null where nothing is held."""
+
+    row: int
+    block_ids: list[list[int]]
+    first_live: list[int]  # per group: no block is held below this index
+    encoder_tokens: int
+
+
+class _Change(NamedTuple):
+    """What growing does to one group of one request, in indices into its row."""
+
+    fresh: list[int]  # to allocate
+    dropped: list[int]  # to give back
+    first_live: int
+
+
+class BlockManager:
+    """Blocks of every running request, over all groups of one pool.
+
+    Not thread-safe; one scheduler owns it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_requests: int,
+        zero_policy: str = "when_needed",
+    ):
+        """Starts with every block free.
+
+        Args:
+          plan: says how many blocks there are and how each group of layers grows.
+          max_requests: rows of the block tables.
+          zero_policy: which fresh blocks to list for zeroing. ``"never"``: none.
+            ``"when_needed"``: those of groups whose bytes another group reads
+            differently. ``"always"``: all, so that no tenant sees another's bytes.
+        """
+        check_positive(max_requests=max_requests)
+        if zero_policy not in ZERO_POLICIES:
+            raise ValueError(f"zero_policy={zero_policy!r}; use one of {ZERO_POLICIES}")
+        self.pool = BlockPool(plan.num_blocks)
+        self._specs = tuple(group.spec for group in plan.groups)
+        self._zero = {
+            "never": (False,) * len(self._specs),
+            "when_needed": plan.groups_to_zero,
+            "always": (True,) * len(self._specs),
+        }[zero_policy]
+        self._requests: dict[Hashable, _Holding] = {}
+        self._free_rows = deque(range(max_requests))
+        self._entries: dict[tuple[int, int], TableEntry] = {}
+        self._zero_ids: list[list[int]] = [[] for _ in self._specs]
+
+    @property
+    def requests(self) -> Mapping[Hashable, int]:
+        """Running requests and the table row of each."""
+        return {request: holding.row for request, holding in self._requests.items()}
+
+    def held_blocks(self) -> tuple[int, ...]:
+        """Per group, table entries that hold a block (a shared block counts for each)."""
+        rows = [holding.block_ids for holding in self._requests.values()]
+        return tuple(
+            sum(block_id != NULL_BLOCK for row in rows for block_id in row[group])
+            for group in range(len(self._specs))
+        )
+
+    def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
+        """Per group, the ids of the request's blocks in order; null where none is held."""
+        return tuple(tuple(ids) for ids in self._holding(request).block_ids)
+
+    def start(
+        self,
+        request: Hashable,
+        *,
+        shared_block_ids: Sequence[Sequence[int]] | None = None,
+        encoder_tokens: int = 0,
+    ) -> int:
+        """Gives a request a table row and no blocks yet. Returns the row.
+
+        Args:
+          request: any hashable name.
+          shared_block_ids: per group, the leading blocks of a prefix that another
+            request computed; they are shared, not copied and not zeroed.
+          encoder_tokens: for cross attention.
+
+        Raises:
+          ValueError: the request runs already, or no row is free.
+        """
+        if request in self._requests:
+            raise ValueError(f"request={request!r} is running already; finish it first")
+        if not self._free_rows:
+            raise ValueError(
+                f"request={request!r} finds no free row: {len(self._requests)} requests run; "
+                "raise max_requests or finish one"
+            )
+        prefix = [list(ids) for ids in shared_block_ids or [()] * len(self._specs)]
+        if len(prefix) != len(self._specs):
+            raise ValueError(
+                f"shared_block_ids has {len(prefix)} groups; the pool has {len(self._specs)}"
+            )
+        self.pool.share([i for ids in prefix for i in ids if i != NULL_BLOCK])
+        row = self._free_rows.popleft()
+        self._requests[request] = _Holding(row, prefix, [0] * len(prefix), encoder_tokens)
+        for group, ids in enumerate(prefix):
+            self._entries[row, group] = TableEntry(row, group, tuple(ids), overwrite=True)
+        return row
+
+    def missing_blocks(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> int:
+        """Free blocks that `grow` would take, beyond those it gives back itself."""
+        holding = self._holding(request)
+        changes = self._changes(holding, num_computed_tokens, num_tokens)
+        returned = sum(self.pool.references(i) == 1 for i in _dropped_ids(holding, changes))
+        return max(0, sum(len(change.fresh) for change in changes) - returned)
+
+    def grow(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> None:
+        """Makes the request hold every block it needs to compute up to ``num_tokens``.
+
+        Blocks that fell out of a window are given back first, so they may be handed
+        out again at once: every step that reads them must have been dispatched.
+
+        Args:
+          request: a running request.
+          num_computed_tokens: its tokens already in the cache.
+          num_tokens: its tokens in the cache after the step.
+
+        Raises:
+          OutOfBlocksError: not enough free blocks; nothing is changed.
+        """
+        missing = self.missing_blocks(request, num_computed_tokens, num_tokens)
+        if missing > self.pool.num_free_blocks:
+            raise OutOfBlocksError(missing, self.pool.num_free_blocks)
+        holding = self._holding(request)
+        changes = self._changes(holding, num_computed_tokens, num_tokens)
+        self.pool.free(_dropped_ids(holding, changes))
+        for group, change in enumerate(changes):
+            for index in change.dropped:
+                holding.block_ids[group][index] = NULL_BLOCK
+            holding.first_live[group] = change.first_live
+            if change.fresh:
+                self._extend(holding, group, change.fresh)
+
+    def finish(self, request: Hashable) -> None:
+        """Gives back the request's row and drops its reference to every block."""
+        holding = self._holding(request)
+        self.pool.free([i for ids in holding.block_ids for i in ids if i != NULL_BLOCK])
+        for group in range(len(self._specs)):
+            entry = TableEntry(holding.row, group, (), overwrite=True)
+            self._entries[holding.row, group] = entry
+        self._free_rows.append(holding.row)
+        del self._requests[request]
+
+    def take_update(self) -> TableUpdate:
+        """Everything that changed since the last call; call it once per step.
+
+        At most one entry per row and group, so the order of entries does not matter.
+        """
+        update = TableUpdate(
+            tuple(self._entries.values()), tuple(tuple(ids) for ids in self._zero_ids)
+        )
+        self._entries = {}
+        self._zero_ids = [[] for _ in self._specs]
+        return update
+
+    def _holding(self, request: Hashable) -> _Holding:
+        if request not in self._requests:
+            raise ValueError(f"request={request!r} is not running; start it first")
+        return self._requests[request]
+
+    def _changes(
+        self, holding: _Holding, num_computed_tokens: int, num_tokens: int
+    ) -> list[_Change]:
+        if not 0 <= num_computed_tokens <= num_tokens:
+            raise ValueError(
+                f"num_computed_tokens={num_computed_tokens} must lie between 0 and "
+                f"num_tokens={num_tokens}"
+            )
+        changes = []
+        for spec, ids, start in zip(
+            self._specs, holding.block_ids, holding.first_live, strict=True
+        ):
+            live = spec.live_blocks(
+                num_computed_tokens, num_tokens, encoder_tokens=holding.encoder_tokens
+            )
+            first = max(start, min(live[0] if live else start, len(ids)))
+            fresh = [i for i in live[bisect.bisect_left(live, len(ids)) :]]
+            # A range has no holes, so only what lies below it can fall out.
+            stop = first if isinstance(live, range) else len(ids)
+            held = (i for i in range(start, stop) if ids[i] != NULL_BLOCK)
+            changes.append(_Change(fresh, [i for i in held if i not in live], first))
+        return changes
+
+    def _extend(self, holding: _Holding, group: int, fresh: list[int]) -> None:
+        """Allocates blocks for the indices in ``fresh``, all beyond the row's end."""
+        ids = holding.block_ids[group]
+        start = len(ids)
+        new_ids = self.pool.allocate(len(fresh))
+        ids.extend([NULL_BLOCK] * (fresh[-1] + 1 - start))
+        for index, block_id in zip(fresh, new_ids, strict=True):
+            ids[index] = block_id
+        if self._zero[group]:
+            self._zero_ids[group].extend(new_ids)
+        key = holding.row, group
+        pending = self._entries.get(key, TableEntry(*key, ()))
+        self._entries[key] = dataclasses.replace(
+            pending, block_ids=(*pending.block_ids, *ids[start:])
+        )
+
+
+def _dropped_ids(holding: _Holding, changes: Sequence[_Change]) -> list[int]:
+    return [
+        ids[index]
+        for ids, change in zip(holding.block_ids, changes, strict=True)
+        for index in change.dropped
+    ]
