@@ -1,0 +1,144 @@
+"""Sets blocks of arrays to zero, in place under donation.
+
+One block is one index of an array's block axis; block ids that are out of range are
+ignored, so id lists can be padded to a fixed length with -1.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import _mosaic_gpu
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+
+
+class Blocks(NamedTuple):
+    """One array seen as rows of pages.
+
+    pages: dtype[rows, page], where rows = outer * num_blocks.
+    block_ids: int32[K].
+    """
+
+    pages: Array
+    block_ids: Array
+    num_blocks: int
+
+
+def zero_blocks(
+    buffers: Any,
+    block_ids: Any,
+    *,
+    block_axis: Any = 0,
+    include_null_block: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Zeroes blocks of one array, or of every array in a tree, with one kernel launch.
+
+    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``),
+    and in place where the buffers are donated there. Zero means every byte: NaN, Inf
+    and padding go too.
+
+    Args:
+      buffers: an array or a tree of arrays; any shape, real numeric dtype.
+      block_ids: int32[K], the blocks to zero in every buffer; or a tree like
+        ``buffers`` with a list for each. Ids below 0 or beyond a buffer's blocks are
+        ignored; an id may repeat.
+      block_axis: which axis counts blocks; an int, or a tree of ints like ``buffers``.
+      include_null_block: zero block 0 too when it is listed; by default it is left
+        alone, since block tables are padded with it and it is never written.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best that the
+        default device supports.
+
+    Returns:
+      The buffers, same tree, shapes and dtypes.
+
+    Raises:
+      TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
+      ValueError: an unknown implementation, a block axis out of range, or trees that
+        do not match.
+      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it.
+    """
+    leaves, tree = jax.tree.flatten(buffers)
+    lists = _match(tree, block_ids, "block_ids")
+    axes = _match(tree, block_axis, "block_axis")
+    first = 0 if include_null_block else 1
+    work = [
+        _as_pages(jnp.asarray(buffer), ids, axis, first)
+        for buffer, ids, axis in zip(leaves, lists, axes, strict=True)
+    ]
+    if (implementation or default_implementation()) == "mosaic_gpu":
+        _check_mosaic(implementation, work)
+        zeroed = _mosaic_gpu.zero_pages(work)
+    elif implementation in (None, "xla"):
+        zeroed = [_zero_pages_xla(blocks) for blocks in work]
+    else:
+        raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS} or None")
+    return tree.unflatten(
+        pages.reshape(jnp.shape(buffer)) for pages, buffer in zip(zeroed, leaves, strict=True)
+    )
+
+
+def default_implementation() -> str:
+    """The implementation that ``None`` stands for on the default device."""
+    return "xla" if _mosaic_gpu.why_unsupported() else "mosaic_gpu"
+
+
+def _zero_pages_xla(blocks: Blocks) -> Array:
+    if not blocks.pages.size:
+        return blocks.pages
+    dtype = blocks.pages.dtype
+    # XLA's CPU backend scatters fp8 by way of a wider type and loses NaN payloads.
+    is_fp8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+    pages = lax.bitcast_convert_type(blocks.pages, jnp.uint8) if is_fp8 else blocks.pages
+    pages = pages.at[_rows_of(blocks)].set(0, mode="drop", wrap_negative_indices=False)
+    return lax.bitcast_convert_type(pages, dtype) if is_fp8 else pages
+
+
+def _rows_of(blocks: Blocks) -> Array:
+    """Rows to zero, int32[outer * K]; ids out of range become rows out of range."""
+    num_rows = blocks.pages.shape[0]
+    known = (blocks.block_ids >= 0) & (blocks.block_ids < blocks.num_blocks)
+    starts = jnp.arange(0, num_rows, blocks.num_blocks, dtype=jnp.int32)
+    rows = starts[:, None] + blocks.block_ids[None]
+    return jnp.where(known[None], rows, num_rows).reshape(-1)
+
+
+def _as_pages(buffer: Array, block_ids: Any, axis: int, first: int) -> Blocks:
+    if not -buffer.ndim <= axis < buffer.ndim:
+        raise ValueError(f"block_axis={axis} is out of range for a buffer of shape {buffer.shape}")
+    ids = jnp.asarray(block_ids)
+    if ids.dtype != jnp.int32 or ids.ndim != 1:
+        raise TypeError(f"block_ids must be int32[K], got {ids.dtype}{list(ids.shape)}")
+    if not jnp.issubdtype(buffer.dtype, jnp.number) or jnp.iscomplexobj(buffer):
+        raise TypeError(f"buffers must be real and numeric, got {buffer.dtype}")
+    axis %= buffer.ndim
+    num_blocks, page = buffer.shape[axis], math.prod(buffer.shape[axis + 1 :])
+    rows = math.prod(buffer.shape[: axis + 1])
+    ids = jnp.where(ids >= first, ids, -1)
+    return Blocks(buffer.reshape(rows, page), ids, num_blocks)
+
+
+def _match(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
+    """One value per buffer: the same for all, or taken from a tree of the same form."""
+    leaves, values_tree = jax.tree.flatten(values)
+    if values_tree == tree:
+        return leaves
+    if len(leaves) == 1 and jax.tree_util.treedef_is_leaf(values_tree):
+        return leaves * tree.num_leaves
+    raise ValueError(f"{name} is neither one value nor a tree like buffers: {values_tree}")
+
+
+def _check_mosaic(asked: str | None, work: list[Blocks]) -> None:
+    reason = _mosaic_gpu.why_unsupported(any_platform=asked is not None)
+    if reason:
+        raise NotImplementedError(f'implementation="mosaic_gpu": {reason}; use "xla"')
+    for blocks in work:
+        if blocks.pages.dtype.name not in _mosaic_gpu.DTYPES:
+            raise TypeError(
+                f'implementation="mosaic_gpu" cannot store {blocks.pages.dtype}; use "xla" or one '
+                f"of {', '.join(_mosaic_gpu.DTYPES)}"
+            )
