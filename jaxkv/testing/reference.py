@@ -1,0 +1,190 @@
+"""What tables, pool and zeroing must do, from the definitions: lists, loops and bytes."""
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxkv.block_tables import (
+    BAD_BLOCK_ID,
+    BAD_ROW,
+    DUPLICATE,
+    NO_BLOCK,
+    ROW_FULL,
+    TOO_NARROW,
+)
+from jaxkv.blocks import TableEntry
+from jaxkv.groups import PoolLayout
+from jaxkv.specs import ChunkedAttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
+
+
+class ReferenceTables:
+    """Block tables as lists of lists; ``flags`` collects what was dropped and why."""
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        widths: Sequence[int],
+        *,
+        max_requests: int,
+        pool_blocks: int,
+        kernel_block_sizes: Sequence[int] | None = None,
+    ):
+        self.specs, self.widths, self.pool_blocks = specs, widths, pool_blocks
+        self.kernel_block_sizes = kernel_block_sizes or [spec.block_size for spec in specs]
+        self.rows: list[list[list[int]]] = [[[] for _ in range(max_requests)] for _ in specs]
+        self.flags = 0
+
+    @property
+    def max_requests(self) -> int:
+        return len(self.rows[0])
+
+    def append(self, entries: Iterable[TableEntry]) -> None:
+        """Entries of one row and group compose in order, then apply whole or not at all."""
+        by_place: dict[tuple[int, int], list[TableEntry]] = {}
+        for entry in entries:
+            by_place.setdefault((entry.row, entry.group), []).append(entry)
+        for (row, group), parts in by_place.items():
+            self.flags |= self._try_append(row, group, parts)
+
+    def _try_append(self, row: int, group: int, parts: list[TableEntry]) -> int:
+        if not (0 <= row < self.max_requests and 0 <= group < len(self.specs)):
+            # Ids are judged wherever they were headed.
+            return BAD_ROW | self._judge(_compose([], parts))
+        ids = _compose(self.rows[group][row], parts)
+        new = _compose([], parts)
+        flags = self._judge(new) | (ROW_FULL if len(ids) > self.widths[group] else 0)
+        if not flags:
+            self.rows[group][row] = ids
+        return flags
+
+    def _judge(self, ids: list[int]) -> int:
+        return 0 if all(0 <= i < self.pool_blocks for i in ids) else BAD_BLOCK_ID
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if not 0 <= row < self.max_requests:
+                self.flags |= BAD_ROW
+                continue
+            for table in self.rows:
+                table[row] = []
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        pairs = list(zip(sources, destinations, strict=True))
+        known = [p for p in pairs if all(0 <= row < self.max_requests for row in p)]
+        if len(known) < len(pairs):
+            self.flags |= BAD_ROW
+        moving = [p for p in known if p[0] != p[1]]
+        clear = [p for p in moving if sum(q[0] == p[0] or q[1] == p[1] for q in moving) == 1]
+        if len(clear) < len(moving):
+            self.flags |= DUPLICATE
+        before = copy.deepcopy(self.rows)
+        for group, table in enumerate(self.rows):
+            for source, _ in clear:
+                table[source] = []
+            for source, destination in clear:
+                table[destination] = list(before[group][source])
+
+    def gather(
+        self, rows: Sequence[int], first_positions: Sequence[int], widths: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Per group int32[B, width * kernel blocks per block]."""
+        gathered = []
+        for group, (spec, width) in enumerate(zip(self.specs, widths, strict=True)):
+            parts = spec.block_size // self.kernel_block_sizes[group]
+            table = np.zeros((len(rows), width * parts), np.int32)
+            for i, (row, first) in enumerate(zip(rows, first_positions, strict=True)):
+                if not 0 <= row < self.max_requests:
+                    self.flags |= BAD_ROW if row != -1 else 0
+                    continue
+                ids = self.rows[group][row]
+                self.flags |= TOO_NARROW if len(ids) > width else 0
+                for j, block_id in enumerate(ids[:width]):
+                    last_position = (j + 1) * spec.block_size - 1
+                    if block_id and last_position >= _oldest_seen(spec, first):
+                        for k in range(parts):
+                            table[i, j * parts + k] = block_id * parts + k
+            gathered.append(table)
+        return gathered
+
+    def slots(self, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        """int32[G, T], through kernel blocks as an attention kernel would find them."""
+        slots = np.full((len(self.specs), len(rows)), -1, np.int32)
+        for t, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            if position < 0 or row == -1:
+                continue
+            if not 0 <= row < self.max_requests:
+                self.flags |= BAD_ROW
+                continue
+            for group, spec in enumerate(self.specs):
+                if isinstance(spec, StateSpec):
+                    continue
+                block_id = dict(enumerate(self.rows[group][row])).get(position // spec.block_size)
+                if not block_id:
+                    self.flags |= NO_BLOCK
+                    continue
+                kernel = self.kernel_block_sizes[group]
+                part, offset = divmod(position % spec.block_size, kernel)
+                kernel_block = block_id * (spec.block_size // kernel) + part
+                slots[group, t] = kernel_block * kernel + offset
+        return slots
+
+
+def _compose(ids: list[int], parts: list[TableEntry]) -> list[int]:
+    for part in parts:
+        ids = list(part.block_ids) if part.overwrite else [*ids, *part.block_ids]
+    return ids
+
+
+def _oldest_seen(spec: LayerSpec, position: int) -> int:
+    """Oldest position that the token at ``position`` attends to."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - (spec.sliding_window - 1))
+    if isinstance(spec, ChunkedAttentionSpec):
+        return position - position % spec.chunk_size
+    return 0
+
+
+def reference_zero_blocks(
+    buffer: np.ndarray,
+    block_ids: Iterable[int],
+    *,
+    block_axis: int = 0,
+    include_null_block: bool = False,
+) -> np.ndarray:
+    """A copy of ``buffer`` with the listed blocks zeroed; ids out of range do nothing."""
+    zeroed = buffer.copy()
+    by_block = np.moveaxis(zeroed, block_axis, 0)
+    for block_id in block_ids:
+        if (0 if include_null_block else 1) <= block_id < len(by_block):
+            by_block[block_id] = 0
+    return zeroed
+
+
+class ReferencePool:
+    """The bytes of a pool: per slot uint8[num_blocks, page]."""
+
+    def __init__(self, layout: PoolLayout, num_blocks: int, fill: int = 0):
+        self.layout, self.num_blocks = layout, num_blocks
+        self.slots = [
+            np.full((num_blocks, slot.page_bytes), fill, np.uint8) for slot in layout.slots
+        ]
+
+    def write(self, layer: str, block_id: int, offset: int, data: np.ndarray) -> None:
+        """Writes the bytes of ``data`` into the layer's page of a block; null is refused."""
+        if 0 < block_id < self.num_blocks:
+            page = self.slots[self.layout.place_of(layer).slot][block_id]
+            raw = np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8)
+            page[offset : offset + len(raw)] = raw
+
+    def page(self, layer: str, block_id: int) -> np.ndarray:
+        """The bytes of the layer's page of a block; zeros for null and unknown blocks."""
+        pages = self.slots[self.layout.place_of(layer).slot]
+        return pages[block_id] if 0 < block_id < self.num_blocks else np.zeros_like(pages[0])
+
+    def zero(self, zero_ids: Sequence[Iterable[int]]) -> None:
+        """Per group, zeroes the listed blocks in the slots that hold its layers."""
+        for group, ids in zip(self.layout.groups, zero_ids, strict=True):
+            for layer in group.layers:
+                slot = self.layout.place_of(layer).slot
+                self.slots[slot] = reference_zero_blocks(self.slots[slot], ids)
