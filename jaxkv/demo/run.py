@@ -1,0 +1,157 @@
+"""What ``python -m jaxkv demo`` does: plan, serve, compare, and show the bug."""
+
+import argparse
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from tqdm import tqdm
+
+from jaxkv.demo.engine import Engine, Report
+from jaxkv.demo.model import Model, init_params
+from jaxkv.demo.plot import plot_occupancy
+from jaxkv.demo.reference import dense_outputs
+from jaxkv.demo.trace import Request, make_trace
+from jaxkv.models import layers_from_config, load_config, model_len
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.specs import Limits
+from pallas_kernels import default_implementation
+
+CARD_BYTES = 141_000_000_000
+KV_DTYPES = ("fp8_e4m3", "fp8_e5m2", "bf16", "f16", "f32")
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=64, help="how many (default 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and trace (default 0)")
+    parser.add_argument(
+        "--kv-dtype",
+        default=KV_DTYPES[0],
+        choices=KV_DTYPES,
+        help=f"of keys and values: {', '.join(KV_DTYPES)} (default {KV_DTYPES[0]})",
+        metavar="DTYPE",
+    )
+    parser.add_argument(
+        "--pool-bytes", type=int, default=1_500_000, help="memory of the pool (default 1500000)"
+    )
+    parser.add_argument(
+        "--implementation", choices=("xla", "mosaic_gpu"), help="of the zeroing kernel"
+    )
+    parser.add_argument(
+        "--no-zeroing", action="store_true", help="serve once, without zeroing fresh blocks"
+    )
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("demo_output/occupancy.png")
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo. Returns 0 when everything served equals the reference."""
+    if options.requests < 1 or options.seed < 0:
+        raise ValueError(
+            f"--requests must be at least 1 and --seed at least 0, got {options.requests} and "
+            f"{options.seed}"
+        )
+    config = load_config("qwen3-next-demo")
+    layers = layers_from_config(config, kv_dtype=options.kv_dtype)
+    plan = plan_cache(
+        layers,
+        options.pool_bytes,
+        max_model_len=model_len(config),
+        limits=Limits(max_in_flight_tokens=64),
+    )
+    _show_large_plan()
+    _title(f"The same shape scaled down, {options.kv_dtype} keys and values: the plan served here")
+    print(plan)
+    model = Model(config, tuple(layers))
+    params = init_params(model, jax.random.key(options.seed))
+    trace = make_trace(options.requests, options.seed)
+    implementation = options.implementation or default_implementation()
+    _title(f"Serving {len(trace)} requests on {jax.devices()[0].device_kind} ({implementation})")
+
+    def serve(zeroing: bool) -> Report:
+        engine = Engine(model, params, plan, zeroing=zeroing, implementation=implementation)
+        engine.warm_up()
+        with count_compilations() as compilations, _bar(trace, zeroing) as bar:
+            report = engine.serve(trace, bar.update)
+        _show_report(plan, report, len(compilations))
+        return report
+
+    if options.no_zeroing:
+        _show_nans(serve(zeroing=False))
+        return 0
+    report = serve(zeroing=True)
+    equal = _compare(model, params, layers, trace, plan, report)
+    plot_occupancy(plan, report, options.output)
+    print(f"occupancy         {options.output}")
+    _title("The same trace without zeroing")
+    _show_nans(serve(zeroing=False))
+    return 0 if equal else 1
+
+
+def _show_large_plan() -> None:
+    config = load_config("qwen3-next-80b-a3b")
+    _title("Qwen3-Next-80B-A3B: the cache that a 141 GB card could hold")
+    print(plan_cache(layers_from_config(config), CARD_BYTES, max_model_len=model_len(config)))
+
+
+def _compare(model, params, layers, trace, plan: Plan, report: Report) -> bool:
+    with tqdm(total=len(trace), desc="dense reference", unit="request") as bar:
+        expected = dense_outputs(
+            model,
+            params,
+            layers,
+            trace,
+            max_model_len=plan.max_model_len,
+            on_finish=bar.update,
+        )
+    equal = sum(report.outputs[name] == tokens for name, tokens in expected.items())
+    print(f"against dense     {equal}/{len(trace)} requests equal")
+    return equal == len(trace)
+
+
+def _show_report(plan: Plan, report: Report, compilations: int) -> None:
+    reuse = report.blocks_allocated / plan.usable_blocks
+    rows = {
+        "steps": f"{report.steps:,} in {report.seconds:.1f} s, {report.new_tokens:,} new tokens, "
+        f"{report.new_tokens / report.seconds:,.0f} tokens/s",
+        "blocks": f"{report.blocks_allocated:,} handed out: each of {plan.usable_blocks} used "
+        f"{reuse:.1f} times; {len(report.preemptions)} preemptions",
+        "zeroed": f"{report.blocks_zeroed:,} blocks, {report.bytes_zeroed:,} bytes",
+        "compilations": f"{compilations} after warm-up",
+    }
+    for name, text in rows.items():
+        print(f"{name:<17} {text}")
+
+
+def _show_nans(report: Report) -> None:
+    first = report.first_nan_request
+    where = "" if first is None else f"; request {first} first"
+    print(f"NaN logits        {report.nan_rows:,} of {report.new_tokens:,} rows{where}")
+
+
+def _bar(trace: list[Request], zeroing: bool) -> tqdm:
+    name = "paged" if zeroing else "paged, no zeroing"
+    return tqdm(total=len(trace), desc=name, unit="request")
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[float]]:
+    """Collects the duration of every compilation while it is open."""
+    seen: list[float] = []
+    is_open = True
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if is_open and event == COMPILE_EVENT:
+            seen.append(duration_secs)
+
+    # jax has no public way to take a listener away again; this one falls silent.
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    is_open = False
+
+
+def _title(text: str) -> None:
+    print(f"\n{text}\n{'-' * len(text)}", flush=True)
