@@ -3,13 +3,14 @@
 Knows rows, groups and block ids. Knows nothing of who owns a block (`jaxkv.blocks`) or
 of the bytes in it (`jaxkv.pool`).
 
-Every function is ``state -> state`` and leaves its argument valid; donate the tables in
-your own ``jit`` where the old ones are not needed. Rows and ids that are out of range
-never clamp or wrap: what they ask for is dropped whole, and a bit of
+Every function is jitted, ``state -> state``, and leaves its argument valid; inside your
+own ``jit`` it becomes part of it, and there you may donate the tables. Rows and ids that
+are out of range never clamp or wrap: what they ask for is dropped whole, and a bit of
 `BlockTables.overflow` remembers it until `check_overflow` raises it on the host.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxkv.blocks import NULL_BLOCK
+from jaxkv.checks import check_int32, check_positive, check_same_shape
 from jaxkv.planning import Plan
-from jaxkv.specs import StateSpec, check_positive
+from jaxkv.specs import StateSpec
 
 PAD_SLOT = -1  # slot of a token that must not be written
 PAD_ROW = -1  # row of a batch entry that is padding
@@ -160,6 +162,7 @@ def check_overflow(tables: BlockTables) -> None:
         raise BlockTableError(flags)
 
 
+@functools.partial(jax.jit, static_argnames="blocks_per_kv_block")
 def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
     """Logical block ids -> ids of the kernel blocks that they consist of.
 
@@ -171,11 +174,13 @@ def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
       int32[..., N * blocks_per_kv_block]: id ``b`` becomes ``b * k .. b * k + k - 1``.
     """
     check_positive(blocks_per_kv_block=blocks_per_kv_block)
+    check_int32(block_ids=block_ids)
     first = jnp.repeat(block_ids * blocks_per_kv_block, blocks_per_kv_block, axis=-1)
     part = lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1)
     return first + part % blocks_per_kv_block
 
 
+@jax.jit
 def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     """Appends ids to, or replaces, the rows that the entries name; all groups at once.
 
@@ -183,7 +188,9 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     when its row or group is out of range, one of its ids is outside the pool, its row
     has no room, or another entry names the same row and group.
     """
-    entries = TableEntries(*map(jnp.asarray, entries))
+    check_int32(**entries._asdict())
+    check_same_shape(rows=entries.rows, groups=entries.groups, overwrite=entries.overwrite)
+    check_same_shape(block_ids=entries.block_ids, entry_of_id=entries.entry_of_id)
     num_groups, num_rows = tables.num_blocks.shape
     num_entries, num_ids = entries.rows.shape[0], entries.block_ids.shape[0]
     given = entries.groups != PAD_GROUP
@@ -232,8 +239,10 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     )
 
 
+@jax.jit
 def release_rows(tables: BlockTables, rows: Array) -> BlockTables:
     """Empties rows, int32[M], in every group. Naming a row twice is harmless."""
+    check_int32(rows=rows)
     known = _within(rows, tables.max_requests)
     target = jnp.where(known, rows, tables.max_requests)
     return dataclasses.replace(
@@ -243,6 +252,7 @@ def release_rows(tables: BlockTables, rows: Array) -> BlockTables:
     )
 
 
+@jax.jit
 def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> BlockTables:
     """Moves rows, all at once: what was at ``sources[i]`` ends at ``destinations[i]``.
 
@@ -253,6 +263,8 @@ def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> Block
     Args:
       sources, destinations: int32[M].
     """
+    check_int32(sources=sources, destinations=destinations)
+    check_same_shape(sources=sources, destinations=destinations)
     num_rows = tables.max_requests
     known = _within(sources, num_rows) & _within(destinations, num_rows)
     moving = known & (sources != destinations)
@@ -274,13 +286,15 @@ def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> Block
     )
 
 
+@jax.jit
 def swap_rows(tables: BlockTables, first: Array, second: Array) -> BlockTables:
     """Exchanges ``first[i]`` with ``second[i]``, int32[M] each, all pairs at once."""
     return move_rows(tables, jnp.concatenate([first, second]), jnp.concatenate([second, first]))
 
 
+@functools.partial(jax.jit, static_argnames="widths")
 def gather_block_tables(
-    tables: BlockTables, rows: Array, first_positions: Array, *, widths: Sequence[int]
+    tables: BlockTables, rows: Array, first_positions: Array, *, widths: tuple[int, ...]
 ) -> tuple[BlockTables, tuple[Array, ...]]:
     """Rows of a padded batch, at kernel granularity, as attention kernels take them.
 
@@ -296,6 +310,10 @@ def gather_block_tables(
       exist), and per group int32[B, width * blocks_per_kv_block]; tails, padding and
       null blocks read 0.
     """
+    check_int32(rows=rows, first_positions=first_positions)
+    check_same_shape(rows=rows, first_positions=first_positions)
+    if len(widths) != len(tables.groups):
+        raise ValueError(f"widths has {len(widths)} groups, the tables have {len(tables.groups)}")
     known = _within(rows, tables.max_requests)
     flags = _flag(BAD_ROW, ~known & (rows != PAD_ROW))
     gathered = []
@@ -318,6 +336,7 @@ def gather_block_tables(
     return dataclasses.replace(tables, overflow=tables.overflow | flags), tuple(gathered)
 
 
+@jax.jit
 def map_slots(tables: BlockTables, rows: Array, positions: Array) -> tuple[BlockTables, Array]:
     """Where in the pool each token goes: ``block_id * block_size + offset``.
 
@@ -332,6 +351,7 @@ def map_slots(tables: BlockTables, rows: Array, positions: Array) -> tuple[Block
       The tables (with `NO_BLOCK` or `BAD_ROW` set where a token has no place), and
       int32[G, *S]: the slot, or `PAD_SLOT`. Groups of recurrent state have no slots.
     """
+    check_int32(rows=rows, positions=positions)
     rows, positions = jnp.broadcast_arrays(rows, positions)
     wanted = (positions >= 0) & (rows != PAD_ROW)
     known = wanted & _within(rows, tables.max_requests)

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxkv.checks import check_count, check_positive
 from jaxkv.planning import Plan
-from jaxkv.specs import check_positive
 
 NULL_BLOCK = 0  # reserved, never handed out; tables are padded with it
 ZERO_POLICIES = ("never", "when_needed", "always")
@@ -61,8 +61,7 @@ class BlockPool:
         Raises:
           OutOfBlocksError: fewer are free; none is taken.
         """
-        if count < 0:
-            raise ValueError(f"count must be >= 0, got {count}")
+        check_count(count=count)
         if count > len(self._free):
             raise OutOfBlocksError(count, len(self._free))
         block_ids = [self._free.popleft() for _ in range(count)]
@@ -90,11 +89,16 @@ class BlockPool:
                 self._free.append(block_id)
 
     def references(self, block_id: int) -> int:
+        """How many holders a block has; 0: it is free."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block_id={block_id} is not in 0..{self.num_blocks - 1}")
         return self._references[block_id]
 
     def _check_held(self, block_ids: Sequence[int]) -> None:
         counts: dict[int, int] = {}
         for block_id in block_ids:
+            if not isinstance(block_id, int):
+                raise TypeError(f"block_ids must be ints, got {block_id!r}")
             counts[block_id] = counts.get(block_id, 0) + 1
             in_pool = NULL_BLOCK < block_id < self.num_blocks
             held = self._references[block_id] if in_pool else 0
@@ -167,6 +171,7 @@ class BlockManager:
         if zero_policy not in ZERO_POLICIES:
             raise ValueError(f"zero_policy={zero_policy!r}; use one of {ZERO_POLICIES}")
         self.pool = BlockPool(plan.num_blocks)
+        self._plan = plan
         self._specs = tuple(group.spec for group in plan.groups)
         self._zero = {
             "never": (False,) * len(self._specs),
@@ -213,6 +218,12 @@ class BlockManager:
         Raises:
           ValueError: the request runs already, or no row is free.
         """
+        check_count(encoder_tokens=encoder_tokens)
+        if encoder_tokens > self._plan.limits.max_encoder_tokens:
+            raise ValueError(
+                f"encoder_tokens={encoder_tokens} is more than the plan admits: "
+                f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
+            )
         if request in self._requests:
             raise ValueError(f"request={request!r} is running already; finish it first")
         if not self._free_rows:
@@ -296,10 +307,11 @@ class BlockManager:
     def _changes(
         self, holding: _Holding, num_computed_tokens: int, num_tokens: int
     ) -> list[_Change]:
-        if not 0 <= num_computed_tokens <= num_tokens:
+        check_count(num_computed_tokens=num_computed_tokens, num_tokens=num_tokens)
+        if not num_computed_tokens <= num_tokens <= self._plan.max_model_len:
             raise ValueError(
-                f"num_computed_tokens={num_computed_tokens} must lie between 0 and "
-                f"num_tokens={num_tokens}"
+                f"num_computed_tokens={num_computed_tokens} and num_tokens={num_tokens} must "
+                f"ascend and stay within the plan's max_model_len={self._plan.max_model_len}"
             )
         changes = []
         for spec, ids, start in zip(

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxkv.checks import check_positive
 from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 
 
@@ -118,8 +119,10 @@ def unify_pages(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
     pages, and attention pages that do not divide, are padded instead.
 
     Raises:
-      ValueError: an MLA page that neither divides nor may be padded.
+      ValueError: no layers, or an MLA page that neither divides nor may be padded.
     """
+    if not layers:
+        raise ValueError("layers is empty: there is no page to unify")
     page_bytes = max(spec.page_bytes for spec in layers.values())
     return {name: _with_page(name, spec, page_bytes) for name, spec in layers.items()}
 
@@ -176,6 +179,9 @@ def make_layout(groups: Sequence[Group], layers: Sequence[str] | None = None) ->
         any (a pipeline stage of encoder layers, say) gets a pool of no slots.
     """
     here = None if layers is None else set(layers)
+    unknown = (here or set()) - {name for group in groups for name in group.layers}
+    if unknown:
+        raise ValueError(f"layers {sorted(unknown)} are in none of the groups")
     kept = tuple(_restrict(group, here) for group in groups)
     if len(kept) == 1:  # one group overlays nothing: every layer has a slot of its own width
         pairs = zip(kept[0].layers, kept[0].specs, strict=True)
@@ -202,5 +208,6 @@ def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) 
     one pool the attention block grows: ``a * ceil(state_page / (a * token_bytes))``
     with ``a`` the block size asked for (at least 128 for MLA).
     """
+    check_positive(state_page_bytes=state_page_bytes)
     step = max(spec.block_size, 128) if isinstance(spec, MLASpec) else spec.block_size
     return step * -(-state_page_bytes // (step * spec.token_bytes))

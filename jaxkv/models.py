@@ -11,8 +11,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.checks import check_positive
 from jaxkv.groups import hybrid_block_size
-from jaxkv.specs import FullAttentionSpec, LayerSpec, StateSpec, check_positive
+from jaxkv.specs import FullAttentionSpec, LayerSpec, StateSpec, canonical_dtype
 
 PRESETS = pathlib.Path(__file__).parent / "presets"
 
@@ -65,7 +66,8 @@ def layers_from_config(
             f"model_type={model_type!r} (architectures={config.get('architectures')}) is not "
             f"understood; understood: {', '.join(_FAMILIES)}. Write its layer specs by hand"
         )
-    return _FAMILIES[model_type](config, kv_dtype or _dtype(config), block_size)
+    dtype = _dtype(config) if kv_dtype is None else canonical_dtype(kv_dtype, "kv_dtype")
+    return _FAMILIES[model_type](config, dtype, block_size)
 
 
 def model_len(config: Config) -> int:

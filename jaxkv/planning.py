@@ -11,8 +11,9 @@ for ever. Block 0 is the null block: reserved, never handed out, the padding of 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxkv.checks import check_positive
 from jaxkv.groups import Group, PoolLayout, make_groups, make_layout
-from jaxkv.specs import LayerSpec, Limits, StateSpec, check_positive
+from jaxkv.specs import LayerSpec, Limits, StateSpec
 
 NULL_BLOCKS = 1  # block 0
 MAX_SLOTS = 2**31 - 1  # slot ids are int32
@@ -111,7 +112,7 @@ class Plan:
         rows = {
             "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
             "groups": _describe_groups(self.groups),
-            "block": f"{max(self.bytes_per_block):,} bytes in {slots} slots",
+            "block": f"{max(self.bytes_per_block):,} bytes in {slots} slot{'s' * (slots != 1)}",
             "memory": f"{given:,} bytes ({_readable(given)}) given, {given - used:,} left over",
             "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
             "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
@@ -195,9 +196,7 @@ def plan_cache(
     budgets = _check_budgets(memory_bytes, len(workers))
     check_positive(max_model_len=max_model_len)
     limits = limits or Limits()
-    groups = make_groups({name: spec for worker in workers for name, spec in worker.items()})
-    if not groups:
-        raise ValueError("layers is empty: no layer of this model keeps a cache to plan")
+    groups = make_groups(_merge(workers))
     layouts = tuple(make_layout(groups, tuple(worker)) for worker in workers)
     num_blocks = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
     _check_slots(groups, num_blocks)
@@ -215,8 +214,21 @@ def plan_cache(
     )
 
 
+def _merge(workers: Sequence[Mapping[str, LayerSpec]]) -> dict[str, LayerSpec]:
+    """The layers of all workers; tensor-parallel ranks name the same ones."""
+    merged: dict[str, LayerSpec] = {}
+    for worker in workers:
+        for name, spec in worker.items():
+            if merged.setdefault(name, spec) != spec:
+                raise ValueError(f"layers: workers disagree about the spec of {name!r}")
+    if not merged:
+        raise ValueError("layers is empty: no layer of this model keeps a cache to plan")
+    return merged
+
+
 def _check_budgets(memory_bytes: int | Sequence[int], num_workers: int) -> tuple[int, ...]:
-    budgets = (memory_bytes,) if isinstance(memory_bytes, int) else tuple(memory_bytes)
+    several = isinstance(memory_bytes, Sequence)
+    budgets = tuple(memory_bytes) if several else (memory_bytes,)
     if len(budgets) != num_workers:
         raise ValueError(
             f"memory_bytes has {len(budgets)} figures for {num_workers} workers; give one each"

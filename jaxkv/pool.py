@@ -24,9 +24,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxkv.blocks import NULL_BLOCK
+from jaxkv.checks import check_int32, check_positive
 from jaxkv.groups import PoolLayout
 from jaxkv.planning import Plan
-from jaxkv.specs import FullAttentionSpec, MLASpec, StateSpec, check_positive
+from jaxkv.specs import FullAttentionSpec, MLASpec, StateSpec
 from pallas_kernels import zero_blocks
 
 
@@ -184,6 +185,7 @@ def write_rows(pool: KVPool, layer: str, slots: Array, rows: Array) -> KVPool:
       slots: int32[T]; the slot of any token of a row names the row.
       rows: [T, ...], ``token_bytes`` bytes each.
     """
+    check_int32(slots=slots)
     spec = _token_spec(pool, layer)
     row_bytes = _to_bytes(rows, slots.ndim)
     if row_bytes.shape != (*slots.shape, spec.token_bytes):
@@ -221,6 +223,7 @@ def read_tokens(
 
 def read_rows(pool: KVPool, layer: str, block_ids: Array) -> Array:
     """Stored rows of whole blocks, int32[..., W], in the layer's dtype: [..., W * rows, *row]."""
+    check_int32(block_ids=block_ids)
     spec = _token_spec(pool, layer)
     row_shape, dtype = _row_format(spec)
     data = _read(pool, layer, block_ids, spec.data_bytes)
@@ -235,6 +238,7 @@ def write_state(pool: KVPool, layer: str, block_ids: Array, arrays: Sequence[Arr
       block_ids: int32[B]; distinct, or out of range for padding.
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
     """
+    check_int32(block_ids=block_ids)
     spec = _state_spec(pool, layer)
     shapes = tuple((*block_ids.shape, *shape) for shape in spec.shapes)
     given = tuple(array.shape for array in arrays)
@@ -250,6 +254,7 @@ def write_state(pool: KVPool, layer: str, block_ids: Array, arrays: Sequence[Arr
 
 def read_state(pool: KVPool, layer: str, block_ids: Array) -> tuple[Array, ...]:
     """Recurrent state by block id, int32[B]: the spec's arrays, each [B, *shape]."""
+    check_int32(block_ids=block_ids)
     spec = _state_spec(pool, layer)
     data = _read(pool, layer, block_ids, spec.data_bytes)
     ends = np.cumsum(spec.array_bytes)
@@ -270,6 +275,7 @@ def zero_new_blocks(pool: KVPool, zero_ids: Array, *, implementation: str | None
       zero_ids: int32[G, Z], per group the fresh ids; anything out of range is ignored.
       implementation: of `pallas_kernels.zero_blocks`.
     """
+    check_int32(zero_ids=zero_ids)
     sizes = [len(group.layers) for group in pool.layout.groups]
     if zero_ids.shape[0] != len(sizes):
         raise ValueError(f"zero_ids has {zero_ids.shape[0]} rows for {len(sizes)} groups")

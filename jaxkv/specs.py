@@ -16,6 +16,8 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
+from jaxkv.checks import check_count, check_positive
+
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
     "bfloat16": 2,
@@ -48,15 +50,6 @@ def canonical_dtype(dtype: str, argument: str = "dtype") -> str:
     return name
 
 
-def check_positive(**values: int) -> None:
-    """Raises TypeError or ValueError for the first value that is not an int >= 1."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a scheduler promises never to exceed; admission bounds depend on it.
@@ -71,8 +64,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_positive(max_in_flight_tokens=self.max_in_flight_tokens)
-        if self.max_encoder_tokens < 0:
-            raise ValueError(f"max_encoder_tokens must be >= 0, got {self.max_encoder_tokens}")
+        check_count(max_encoder_tokens=self.max_encoder_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +82,10 @@ class LayerSpec(abc.ABC):
 
     def __post_init__(self) -> None:
         check_positive(block_size=self.block_size)
-        if self.page_bytes_padded is not None and self.page_bytes_padded < self.data_bytes:
+        if self.page_bytes_padded is None:
+            return
+        check_positive(page_bytes_padded=self.page_bytes_padded)
+        if self.page_bytes_padded < self.data_bytes:
             raise ValueError(
                 f"page_bytes_padded={self.page_bytes_padded} is smaller than the "
                 f"{self.data_bytes} bytes of data in a page of this {self.kind} layer; "
@@ -339,6 +334,8 @@ class StateSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))
+        if any(isinstance(shape, int) for shape in self.shapes):
+            raise TypeError(f"shapes must be a tuple of shapes, got {self.shapes!r}")
         object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
         if len(self.shapes) != len(self.dtypes) or not self.shapes:
             raise ValueError(
@@ -349,8 +346,7 @@ class StateSpec(LayerSpec):
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
         if self.cache_mode not in ("none", "align", "all"):
             raise ValueError(f'cache_mode={self.cache_mode!r}; use "none", "align" or "all"')
-        if self.speculative_blocks < 0:
-            raise ValueError(f"speculative_blocks must be >= 0, got {self.speculative_blocks}")
+        check_count(speculative_blocks=self.speculative_blocks)
         super().__post_init__()
 
     @property

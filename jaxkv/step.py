@@ -9,6 +9,7 @@ device, `apply_step` updates the tables and returns what the step's kernels need
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -171,13 +172,14 @@ def pack_step(
     return upload
 
 
+@functools.partial(jax.jit, static_argnames="shape")
 def apply_step(
     tables: BlockTables, upload: Array, *, shape: StepShape
 ) -> tuple[BlockTables, StepBatch]:
     """Appends, expands, gathers and maps slots: all of a step's table work, in your jit.
 
     Args:
-      tables: before the step; donate them in your ``jit``.
+      tables: before the step; donate them in your ``jit``, or use `apply_step_donating`.
       upload: int32[shape.size], from `pack_step`.
       shape: static, the one the upload was packed with.
     """
@@ -201,6 +203,10 @@ def apply_step(
         slots=slots,
         extra=parts["extra"],
     )
+
+
+apply_step_donating = jax.jit(apply_step, static_argnames="shape", donate_argnames="tables")
+"""`apply_step` for use outside a ``jit``: the tables given are consumed."""
 
 
 def lay_out_tokens(

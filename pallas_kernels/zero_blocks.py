@@ -91,11 +91,13 @@ def _zero_pages_xla(blocks: Blocks) -> Array:
     if not blocks.pages.size:
         return blocks.pages
     dtype = blocks.pages.dtype
-    # XLA's CPU backend scatters fp8 by way of a wider type and loses NaN payloads.
-    is_fp8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
-    pages = lax.bitcast_convert_type(blocks.pages, jnp.uint8) if is_fp8 else blocks.pages
+    # XLA's CPU backend scatters narrow floats by way of float32 and loses NaN payloads
+    # of blocks that should stay, so those go through as integers.
+    narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
+    bits = jnp.dtype(f"uint{8 * dtype.itemsize}") if narrow else dtype
+    pages = lax.bitcast_convert_type(blocks.pages, bits)
     pages = pages.at[_rows_of(blocks)].set(0, mode="drop", wrap_negative_indices=False)
-    return lax.bitcast_convert_type(pages, dtype) if is_fp8 else pages
+    return lax.bitcast_convert_type(pages, dtype)
 
 
 def _rows_of(blocks: Blocks) -> Array:
