@@ -1,0 +1,21 @@
+"""Strict modes, virtual devices, and one Hypothesis profile for the whole suite."""
+
+import os
+
+import jax
+from hypothesis import HealthCheck, settings
+
+# On a CPU the sharding tests need several devices; on a GPU they take what is there.
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+settings.register_profile(
+    "default",
+    deadline=None,  # the first example compiles
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("long", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("JAXKV_HYPOTHESIS_PROFILE", "default"))

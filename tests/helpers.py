@@ -1,0 +1,82 @@
+"""Small shared pieces of the suite: a hybrid plan, devices, compilation counts."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.specs import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    Limits,
+    SlidingWindowSpec,
+    StateSpec,
+)
+
+ON_GPU = jax.default_backend() == "gpu"
+HAS_MOSAIC = jax.__version_info__ >= (0, 11)
+needs_mosaic = pytest.mark.skipif(
+    not HAS_MOSAIC, reason=f"Mosaic kernels need jax >= 0.11, this is {jax.__version__}"
+)
+IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=needs_mosaic)]
+
+
+@contextlib.contextmanager
+def kernels_run() -> Iterator[None]:
+    """Lets Mosaic kernels run: on a GPU as they are, elsewhere in GPU interpret mode."""
+    if ON_GPU or not HAS_MOSAIC:
+        yield
+        return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+
+
+def hybrid_layers(kv_dtype: str = "fp8_e4m3") -> dict[str, LayerSpec]:
+    """Five groups of every growth, all on one page size: 4 tokens of 2 x 4 x 2 heads."""
+    common = {"num_kv_heads": 2, "head_size": 4, "dtype": kv_dtype}
+    item = 1 if kv_dtype.startswith("fp8") else 2
+    full = FullAttentionSpec(block_size=4, **common)
+    sliding = SlidingWindowSpec(block_size=4, sliding_window=6, **common)
+    chunked = ChunkedAttentionSpec(block_size=4, chunk_size=6, **common)
+    state = StateSpec(block_size=4, shapes=((3,), (2, 2 * item)), dtypes=("f32", "f32"))
+    return {
+        "full.0": full,
+        "full.1": full,
+        "sliding.0": sliding,
+        "sliding.1": sliding,
+        "chunked.0": chunked,
+        "chunked.1": chunked,
+        "state.0": state,
+        "state.1": state,
+        "state.2": state,
+    }
+
+
+def hybrid_plan(num_blocks: int = 40, max_model_len: int = 24, **options: str) -> Plan:
+    layers = hybrid_layers(**options)
+    return plan_cache(
+        layers,
+        2**30,
+        max_model_len=max_model_len,
+        num_blocks_override=num_blocks,
+        limits=Limits(max_in_flight_tokens=8),
+    )
+
+
+def pointers(tree: object) -> list[int]:
+    return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)]
+
+
+def snapshot(tree: object) -> list[np.ndarray]:
+    return [np.array(array) for array in jax.tree.leaves(tree)]
+
+
+def assert_unchanged(tree: object, before: list[np.ndarray]) -> None:
+    for array, old in zip(jax.tree.leaves(tree), before, strict=True):
+        np.testing.assert_array_equal(np.asarray(array), old)

@@ -1,0 +1,367 @@
+"""Block tables against lists: every operation, long random runs, bad rows and ids."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxkv.block_tables import (
+    BAD_BLOCK_ID,
+    BAD_ROW,
+    DUPLICATE,
+    NO_BLOCK,
+    ROW_FULL,
+    TOO_NARROW,
+    BlockTableError,
+    BlockTables,
+    TableEntries,
+    append_block_ids,
+    check_overflow,
+    expand_blocks,
+    gather_block_tables,
+    make_block_tables,
+    map_slots,
+    move_rows,
+    release_rows,
+    swap_rows,
+)
+from jaxkv.blocks import TableEntry
+from jaxkv.step import pack_entries
+from jaxkv.testing import ReferenceTables
+from tests.helpers import assert_unchanged, hybrid_plan, snapshot
+
+PLAN = hybrid_plan()
+ROWS, BATCH, TOKENS, ENTRIES, IDS = 5, 4, 6, 8, 12
+KERNEL_SIZES = (2, 4, 1, 4, 4)
+GROUPS = len(PLAN.groups)
+EXTREMES = [-(2**31), -1, 2**31 - 1]
+
+append = append_block_ids
+release = release_rows
+move = move_rows
+swap = swap_rows
+gather = gather_block_tables
+slots_of = map_slots
+
+
+def make() -> tuple[BlockTables, ReferenceTables]:
+    tables = make_block_tables(PLAN, max_requests=ROWS, kernel_block_sizes=KERNEL_SIZES)
+    reference = ReferenceTables(
+        [group.spec for group in PLAN.groups],
+        tables.widths,
+        max_requests=ROWS,
+        pool_blocks=PLAN.num_blocks,
+        kernel_block_sizes=KERNEL_SIZES,
+    )
+    return tables, reference
+
+
+def int32(values) -> np.ndarray:
+    return np.asarray(values, np.int32)
+
+
+def pack(entries: list[TableEntry]) -> TableEntries:
+    return pack_entries(entries, max_entries=ENTRIES, max_block_ids=IDS)
+
+
+good_rows = st.integers(0, ROWS - 1)
+any_rows = good_rows | st.sampled_from([*EXTREMES, ROWS])
+good_ids = st.integers(0, PLAN.num_blocks - 1)
+any_ids = good_ids | st.sampled_from([*EXTREMES, PLAN.num_blocks])
+positions = st.integers(-2, 30) | st.sampled_from(EXTREMES)
+
+
+@st.composite
+def entry_lists(draw: st.DrawFn, rows=good_rows, ids=good_ids, groups=GROUPS):
+    sizes = draw(st.lists(st.integers(0, 3), max_size=4))
+    return [
+        TableEntry(
+            row=draw(rows),
+            group=draw(st.integers(0, groups - 1)),
+            block_ids=tuple(draw(st.lists(ids, min_size=size, max_size=size))),
+            overwrite=draw(st.booleans()),
+        )
+        for size in sizes
+    ]
+
+
+class TablesMachine(RuleBasedStateMachine):
+    """Drives the tables and the lists side by side; keeps old states and checks them."""
+
+    @initialize()
+    def start(self) -> None:
+        self.tables, self.reference = make()
+        self.old: list[tuple[BlockTables, list[np.ndarray]]] = []
+
+    def remember(self) -> None:
+        if len(self.old) < 5:
+            self.old.append((self.tables, snapshot(self.tables)))
+
+    @rule(entries=entry_lists())
+    def append_good(self, entries) -> None:
+        self.remember()
+        self.tables = append(self.tables, pack(entries))
+        self.reference.append(entries)
+
+    @rule(entries=entry_lists(rows=any_rows, ids=any_ids, groups=GROUPS + 1))
+    def append_anything(self, entries) -> None:
+        self.append_good(entries)
+
+    @rule(rows=st.tuples(any_rows, any_rows))
+    def release(self, rows) -> None:
+        self.remember()
+        self.tables = release(self.tables, int32(rows))
+        self.reference.release(rows)
+
+    @rule(pairs=st.tuples(*[st.tuples(any_rows, any_rows)] * 3))
+    def move(self, pairs) -> None:
+        self.remember()
+        sources, destinations = zip(*pairs, strict=True)
+        self.tables = move(self.tables, int32(sources), int32(destinations))
+        self.reference.move(sources, destinations)
+
+    @rule(first=good_rows, second=good_rows)
+    def swap(self, first, second) -> None:
+        self.tables = swap(self.tables, int32([first]), int32([second]))
+        self.reference.move([first, second], [second, first])
+
+    @rule(
+        batch=st.tuples(*[st.tuples(any_rows, st.integers(0, 30))] * BATCH),
+        narrow=st.booleans(),
+    )
+    def gather(self, batch, narrow) -> None:
+        widths = tuple(max(1, width - 1) if narrow else width for width in self.tables.widths)
+        rows, first = zip(*batch, strict=True)
+        self.tables, got = gather(self.tables, int32(rows), int32(first), widths=widths)
+        for ids, expected in zip(got, self.reference.gather(rows, first, widths), strict=True):
+            np.testing.assert_array_equal(ids, expected)
+
+    @rule(tokens=st.tuples(*[st.tuples(any_rows, positions)] * TOKENS))
+    def map_slots(self, tokens) -> None:
+        rows, places = zip(*tokens, strict=True)
+        self.tables, got = slots_of(self.tables, int32(rows), int32(places))
+        np.testing.assert_array_equal(got, self.reference.slots(rows, places))
+
+    @invariant()
+    def rows_and_flags_agree(self) -> None:
+        assert int(self.tables.overflow) == self.reference.flags
+        used = np.asarray(self.tables.num_blocks)
+        for group, rows in enumerate(self.reference.rows):
+            table = np.asarray(self.tables.tables[group])
+            assert [list(table[r, : used[group, r]]) for r in range(ROWS)] == rows
+
+    def teardown(self) -> None:
+        for tables, before in getattr(self, "old", []):
+            assert_unchanged(tables, before)
+
+
+TestTablesMachine = TablesMachine.TestCase
+
+
+def test_nothing_compiled_twice_in_all_those_runs() -> None:
+    tables, _ = make()
+    for _ in range(3):  # warm, whichever test ran first
+        tables = append(tables, pack([TableEntry(0, 0, (1,))]))
+        tables = move(tables, int32([0, 0, 0]), int32([1, 1, 1]))
+    assert append._cache_size() == 1
+    assert move._cache_size() == 1
+    assert gather._cache_size() <= 2  # one for each tuple of widths
+    assert slots_of._cache_size() <= 1
+
+
+@given(ids=st.lists(st.integers(0, 1000), min_size=6, max_size=6), parts=st.sampled_from([1, 2, 7]))
+def test_a_block_expands_to_the_kernel_blocks_it_consists_of(ids, parts) -> None:
+    expected = [block_id * parts + k for block_id in ids for k in range(parts)]
+    np.testing.assert_array_equal(expand_blocks(jnp.array(ids, jnp.int32), parts), expected)
+
+
+def test_expanding_keeps_leading_axes() -> None:
+    ids = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
+    assert expand_blocks(ids, 4).shape == (2, 12)
+    with pytest.raises(ValueError, match="blocks_per_kv_block"):
+        expand_blocks(ids, 0)
+
+
+def test_entries_for_one_row_compose_in_order() -> None:
+    tables, _ = make()
+    entries = [
+        TableEntry(2, 0, (9, 8)),
+        TableEntry(2, 0, (5,), overwrite=True),
+        TableEntry(2, 0, (6, 7)),
+    ]
+    tables = append(tables, pack(entries))
+    check_overflow(tables)
+    assert list(np.asarray(tables.tables[0])[2, : int(tables.num_blocks[0, 2])]) == [5, 6, 7]
+
+
+def raw_entries(**changes) -> TableEntries:
+    """One good entry (row 1, group 0, ids 3 and 4) as arrays, with changes."""
+    fields = {
+        "rows": [1, 0],
+        "groups": [0, -1],
+        "overwrite": [0, 0],
+        "block_ids": [3, 4, 0],
+        "entry_of_id": [0, 0, 2],
+    }
+    return TableEntries(**{name: int32(changes.get(name, v)) for name, v in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"rows": [-1, 0]}, BAD_ROW),
+        ({"rows": [ROWS, 0]}, BAD_ROW),
+        ({"rows": [2**31 - 1, 0]}, BAD_ROW),
+        ({"groups": [GROUPS, -1]}, BAD_ROW),
+        ({"groups": [2**31 - 1, -1]}, BAD_ROW),
+        ({"block_ids": [3, -1, 0]}, BAD_BLOCK_ID),
+        ({"block_ids": [3, PLAN.num_blocks, 0]}, BAD_BLOCK_ID),
+        ({"block_ids": [3, 2**31 - 1, 0]}, BAD_BLOCK_ID),
+        ({"rows": [1, 1], "groups": [0, 0], "entry_of_id": [0, 1, 2]}, DUPLICATE),
+        ({"groups": [3 if GROUPS > 3 else 0, -1]}, ROW_FULL),
+    ],
+)
+def test_a_bad_entry_is_dropped_whole_and_reported_until_it_is_read(changes, flag) -> None:
+    tables, _ = make()
+    before = snapshot(tables.num_blocks)
+    tables = append(tables, raw_entries(**changes))
+    assert_unchanged(tables.num_blocks, before)
+    assert int(tables.overflow) == flag
+    tables = append(tables, raw_entries())  # a good one does not clear the flag
+    with pytest.raises(BlockTableError, match="dropped") as caught:
+        check_overflow(tables)
+    assert caught.value.flags == flag
+
+
+def test_garbage_owners_of_ids_are_padding() -> None:
+    tables, _ = make()
+    tables = append(tables, raw_entries(entry_of_id=[0, -1, 2**31 - 1]))
+    check_overflow(tables)
+    assert int(tables.num_blocks[0, 1]) == 1
+
+
+def test_a_width_that_cuts_a_row_is_reported() -> None:
+    tables = append(make()[0], raw_entries())
+    widths = (1,) * GROUPS
+    tables, (ids, *_) = gather(tables, int32([1] * BATCH), int32([0] * BATCH), widths=widths)
+    np.testing.assert_array_equal(ids[0], [6, 7])  # block 3 as two kernel blocks
+    assert int(tables.overflow) == TOO_NARROW
+
+
+def test_a_width_beyond_the_row_pads_with_null() -> None:
+    tables = append(make()[0], raw_entries())
+    widths = tuple(width + 3 for width in tables.widths)
+    tables, gathered = gather(tables, int32([1] * BATCH), int32([0] * BATCH), widths=widths)
+    check_overflow(tables)
+    assert gathered[0].shape == (BATCH, widths[0] * 2)
+    np.testing.assert_array_equal(gathered[0][0, :6], [6, 7, 8, 9, 0, 0])
+
+
+def test_a_position_without_a_block_has_no_slot_and_is_reported() -> None:
+    tables = append(make()[0], raw_entries())
+    tables, slots = slots_of(tables, int32([1] * TOKENS), int32([0, 7, 8, -1, -1, -1]))
+    np.testing.assert_array_equal(slots[0], [12, 19, -1, -1, -1, -1])
+    assert int(tables.overflow) == NO_BLOCK
+
+
+def test_blocks_below_the_window_read_null_though_the_row_still_lists_them() -> None:
+    tables, _ = make()
+    group = next(i for i, g in enumerate(tables.groups) if g.sliding_window)
+    tables = append(tables, pack([TableEntry(0, group, (11, 12, 13))]))
+    rows = int32([0] * BATCH)
+    # Window 6, block 4: position 8 sees 3..8, position 9 sees 4..9 and no longer block 0.
+    tables, gathered = gather(tables, rows, int32([8, 9, 13, 14]), widths=tables.widths)
+    kernel = 4 // KERNEL_SIZES[group]
+    first_of_block = np.asarray(gathered[group])[:, ::kernel] // kernel
+    np.testing.assert_array_equal(
+        first_of_block[:, :3], [[11, 12, 13], [0, 12, 13], [0, 0, 13], [0, 0, 13]]
+    )
+
+
+def test_old_tables_stay_valid_unless_the_caller_donates_them() -> None:
+    tables, _ = make()
+    before = snapshot(tables)
+    new = append(tables, raw_entries())
+    assert_unchanged(tables, before)
+    donating = jax.jit(append_block_ids, donate_argnums=0)
+    donating(new, raw_entries())
+    assert all(array.is_deleted() for array in jax.tree.leaves(new))
+
+
+def test_appending_in_a_donating_jit_copies_no_table() -> None:
+    tables, _ = make()
+    compiled = jax.jit(append_block_ids, donate_argnums=0).lower(tables, raw_entries()).compile()
+    table_bytes = sum(array.nbytes for array in jax.tree.leaves(tables))
+    assert compiled.memory_analysis().alias_size_in_bytes >= table_bytes
+    where = [array.unsafe_buffer_pointer() for array in tables.tables]
+    tables = compiled(tables, raw_entries())
+    assert [array.unsafe_buffer_pointer() for array in tables.tables] == where
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: release(t, [1]), TypeError, "rows must be an array of int32, got list"),
+        (lambda t: release(t, jnp.ones(2)), TypeError, "rows must be an array of int32"),
+        (lambda t: move(t, int32([1]), int32([1, 2])), ValueError, "destinations"),
+        (lambda t: slots_of(t, int32([1]), jnp.ones(1)), TypeError, "positions must be"),
+        (lambda t: expand_blocks(jnp.ones(2), 2), TypeError, "block_ids must be"),
+        (
+            lambda t: gather(t, int32([1]), int32([1]), widths=(1,)),
+            ValueError,
+            "widths has 1 groups",
+        ),
+        (
+            lambda t: gather(t, int32([1]), int32([1, 2]), widths=t.widths),
+            ValueError,
+            "first_positions",
+        ),
+        (lambda t: append(t, raw_entries(rows=[1])), ValueError, "one shape: rows"),
+        (lambda t: append(t, raw_entries(block_ids=[1])), ValueError, "one shape: block_ids"),
+    ],
+)
+def test_arrays_of_the_wrong_kind_are_refused_by_name(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call(make()[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_requests": 0}, "max_requests must be at least 1"),
+        ({"max_requests": 2, "kernel_block_sizes": [4]}, "kernel_block_sizes has 1 groups"),
+        ({"max_requests": 2, "kernel_block_sizes": [3] * GROUPS}, "3 does not divide"),
+        ({"max_requests": 2, "kernel_block_sizes": [0] * GROUPS}, "kernel_block_sizes must be"),
+    ],
+)
+def test_tables_that_cannot_be_made_are_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_block_tables(PLAN, **arguments)
+
+
+def test_the_printed_form_is_one_line_without_arrays() -> None:
+    text = repr(make()[0])
+    assert "5 rows" in text and "\n" not in text and "Array" not in text
+
+
+def test_tables_can_be_the_carry_of_a_scan() -> None:
+    tables, _ = make()
+
+    @functools.partial(jax.jit, static_argnames="count")
+    def grow(tables: BlockTables, count: int) -> BlockTables:
+        def body(carry, block_id):
+            ids = jnp.stack([block_id, jnp.int32(0), jnp.int32(0)])
+            return append_block_ids(
+                carry, raw_entries()._replace(block_ids=ids, entry_of_id=int32([0, 2, 2]))
+            ), None
+
+        return jax.lax.scan(body, tables, jnp.arange(1, count + 1, dtype=jnp.int32))[0]
+
+    grown = grow(tables, 4)
+    check_overflow(grown)
+    np.testing.assert_array_equal(np.asarray(grown.tables[0])[1, :4], [1, 2, 3, 4])

@@ -1,0 +1,29 @@
+"""The README's example runs as it stands, and prints what the README says."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_example_runs_and_reads_back_what_it_wrote(capsys: pytest.CaptureFixture) -> None:
+    (example,) = blocks("python")
+    scope: dict = {}
+    exec(compile(example, "README.md", "exec"), scope)
+    keys = np.asarray(scope["keys"])[0]
+    assert (keys[:40] == 1).all() and (keys[40:48] == 0).all()
+    print(scope["plan"])
+    assert capsys.readouterr().out == blocks("text")[0]
+
+
+def test_the_example_is_about_25_lines() -> None:
+    (example,) = blocks("python")
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 26

@@ -1,0 +1,185 @@
+"""Packing a step into one upload, and taking it apart again in one dispatch."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.block_tables import (
+    append_block_ids,
+    check_overflow,
+    gather_block_tables,
+    make_block_tables,
+    map_slots,
+)
+from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
+from jaxkv.step import (
+    StepShape,
+    apply_step,
+    apply_step_donating,
+    compose_entries,
+    lay_out_tokens,
+    pack_entries,
+    pack_step,
+)
+from tests.helpers import hybrid_plan, pointers
+
+PLAN = hybrid_plan(num_blocks=60)
+GROUPS = len(PLAN.groups)
+TABLES = make_block_tables(PLAN, max_requests=4)
+SHAPE = StepShape(
+    entries=20, block_ids=40, zero_ids=6, batch=3, widths=TABLES.widths, tokens=16, extra=5
+)
+NOTHING = TableUpdate((), ((),) * GROUPS)
+step = apply_step
+
+
+def pack(**changes) -> np.ndarray:
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    return pack_step(SHAPE, **{**step, **changes})
+
+
+def test_one_step_equals_its_parts() -> None:
+    manager = BlockManager(PLAN, max_requests=4)
+    rows = [manager.start(name) for name in "abc"]
+    lengths, extra = [8, 3, 5], [7, 8, 9]
+    for name, length in zip("abc", lengths, strict=True):
+        manager.grow(name, 0, length)
+    update = manager.take_update()
+    first = [0, 0, 0]
+    upload = pack(update=update, rows=rows, first_positions=first, lengths=lengths, extra=extra)
+    tables, batch = step(TABLES, upload, shape=SHAPE)
+    check_overflow(tables)
+
+    expected = TABLES
+    for entry in update.entries:  # one by one, through the public function
+        upload = pack(update=dataclasses.replace(NOTHING, entries=(entry,)))
+        expected, _ = step(expected, upload, shape=SHAPE)
+    for got, wanted in zip(tables.tables, expected.tables, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    _, gathered = gather_block_tables(
+        expected, jnp.array(rows), jnp.array(first), widths=SHAPE.widths
+    )
+    for got, wanted in zip(batch.block_tables, gathered, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    token_rows = np.repeat(rows, lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    _, slots = map_slots(expected, jnp.array(token_rows), jnp.array(positions, jnp.int32))
+    np.testing.assert_array_equal(batch.slots, slots)
+    np.testing.assert_array_equal(batch.positions, positions)
+    np.testing.assert_array_equal(batch.extra, [7, 8, 9, 0, 0])
+    for ids, wanted in zip(np.asarray(batch.zero_ids), update.zero_ids, strict=True):
+        np.testing.assert_array_equal(ids, [*wanted, *[-1] * (SHAPE.zero_ids - len(wanted))])
+
+
+def test_an_empty_step_changes_nothing_and_is_all_padding() -> None:
+    tables, batch = step(TABLES, pack(), shape=SHAPE)
+    check_overflow(tables)
+    np.testing.assert_array_equal(tables.num_blocks, TABLES.num_blocks)
+    assert (np.asarray(batch.rows) == -1).all() and (np.asarray(batch.slots) == -1).all()
+    assert all((np.asarray(ids) == 0).all() for ids in batch.block_tables)
+
+
+@given(
+    lengths=st.tuples(*[st.integers(0, 5)] * 3),
+    first=st.tuples(*[st.integers(0, 9)] * 3),
+    padding=st.integers(0, 3),
+)
+def test_tokens_lie_end_to_end(lengths, first, padding) -> None:
+    rows = [2, 0, 3][: 3 - padding] + [-1] * padding
+    lengths = [n if row >= 0 else 0 for n, row in zip(lengths, rows, strict=True)]
+    expected = [
+        (row, start + i)
+        for row, start, length in zip(rows, first, lengths, strict=True)
+        for i in range(length)
+    ]
+    expected += [(-1, -1)] * (16 - len(expected))
+    got = lay_out_tokens(*(jnp.array(v, jnp.int32) for v in (rows, first, lengths)), num_tokens=16)
+    np.testing.assert_array_equal(np.stack(got, axis=1), expected)
+
+
+entries = st.builds(
+    TableEntry,
+    row=st.integers(0, 2),
+    group=st.integers(0, 1),
+    block_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    overwrite=st.booleans(),
+)
+
+
+@given(st.lists(entries, max_size=8))
+def test_composed_entries_do_what_the_originals_do_in_order(listed) -> None:
+    def replay(entries: list[TableEntry]) -> dict[tuple[int, int], list[int]]:
+        rows: dict[tuple[int, int], list[int]] = {}
+        for entry in entries:
+            before = [] if entry.overwrite else rows.get((entry.row, entry.group), [77])
+            rows[entry.row, entry.group] = [*before, *entry.block_ids]
+        return rows
+
+    composed = compose_entries(listed)
+    assert replay(composed) == replay(listed)
+    assert len({(e.row, e.group) for e in composed}) == len(composed)
+
+
+def test_every_upload_is_a_fresh_buffer() -> None:
+    first, second = pack(), pack()
+    assert not np.shares_memory(first, second)
+
+
+def test_packed_entries_work_on_their_own() -> None:
+    entries = pack_entries([TableEntry(3, 0, (4, 5))], max_entries=2, max_block_ids=4)
+    tables = append_block_ids(TABLES, entries)
+    check_overflow(tables)
+    assert int(tables.num_blocks[0, 3]) == 2
+
+
+def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
+    tables = make_block_tables(PLAN, max_requests=4)
+    where = pointers(tables.tables)
+    for _ in range(3):
+        tables, _ = apply_step_donating(tables, pack(), shape=SHAPE)
+    assert pointers(tables.tables) == where
+    assert apply_step_donating._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": [0, 1, 2, 3]}, "differ in length"),
+        (
+            {"rows": [0] * 4, "first_positions": [0] * 4, "lengths": [1] * 4},
+            "4 batch and its shape has 3",
+        ),
+        ({"rows": [0], "first_positions": [0], "lengths": [17]}, "17 tokens and its shape has 16"),
+        ({"extra": range(6)}, "6 extra and its shape has 5"),
+        ({"extra": [2**31]}, "extra holds a value that int32 does not"),
+        ({"update": TableUpdate((), ((),))}, "update has 1 groups"),
+        (
+            {"update": TableUpdate((), ((1,) * 7, *((),) * (GROUPS - 1)))},
+            "7 zero_ids and its shape has 6",
+        ),
+        (
+            {"update": TableUpdate((TableEntry(0, 0, (1,) * 41),), ((),) * GROUPS)},
+            "41 block_ids and its shape has 40",
+        ),
+        (
+            {"update": TableUpdate(tuple(TableEntry(i, 0, ()) for i in range(21)), ((),) * GROUPS)},
+            "21 entries and its shape has 20",
+        ),
+        (
+            {"update": TableUpdate((TableEntry(0, -1, ()),), ((),) * GROUPS)},
+            "group=-1 of row 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_shape_is_refused_by_name(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(**changes)
+
+
+def test_an_upload_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="this step shape wants"):
+        apply_step(TABLES, jnp.zeros(3, jnp.int32), shape=SHAPE)
