@@ -128,6 +128,21 @@ def layer_view(pool: KVPool, layer: str, *, blocks_per_kv_block: int = 1) -> Arr
     return _from_bytes(pages.reshape(-1), shape, dtype)
 
 
+def with_layer_view(pool: KVPool, layer: str, view: Array) -> KVPool:
+    """The way back: the pool with a layer's part replaced by what a kernel made of it.
+
+    Args:
+      view: as `layer_view` returned it, of any ``blocks_per_kv_block``.
+    """
+    wanted = jax.eval_shape(lambda pool: layer_view(pool, layer), pool)
+    if view.size != wanted.size or view.dtype != wanted.dtype:
+        raise ValueError(
+            f"view is {view.dtype}{list(view.shape)}; layer {layer!r} wants as many elements as "
+            f"{wanted.dtype}{list(wanted.shape)}"
+        )
+    return _with_pages(pool, layer, _to_bytes(view, 1))
+
+
 def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
     """``values / scale`` in a cache dtype, saturating at the largest finite value.
 
@@ -329,9 +344,14 @@ def _write(pool: KVPool, layer: str, block_ids: Array, offsets: Array, data: Arr
         unique_indices=True,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
+    return _with_pages(pool, layer, written)
+
+
+def _with_pages(pool: KVPool, layer: str, pages: Array) -> KVPool:
+    """The pool with the buffer that holds a layer replaced."""
     index = 0 if pool.stacked else pool.layout.place_of(layer).slot
     buffers = list(pool.buffers)
-    buffers[index] = written.reshape(buffers[index].shape)
+    buffers[index] = pages.reshape(buffers[index].shape)
     return dataclasses.replace(pool, buffers=tuple(buffers))
 
 

@@ -118,7 +118,7 @@ def pool_state(pool: BlockPool) -> tuple[int, list[int], list[int]]:
 
 
 ACTIONS = st.sampled_from(["allocate", "share", "free"])
-ANY_ID = st.integers(-9, 9)
+ANY_IDS = st.lists(st.integers(-9, 9), max_size=4)
 
 
 @given(st.integers(2, 8), st.data())
@@ -127,9 +127,10 @@ def test_the_pool_equals_a_list_of_free_ids_and_a_count_per_id(
 ) -> None:
     pool = BlockPool(num_blocks)
     free, count = list(range(1, num_blocks)), [0] * num_blocks
-    for action in data.draw(st.lists(ACTIONS, max_size=30)):
-        some_id = st.sampled_from(sorted({*range(num_blocks)} - {*free})) | ANY_ID
-        ids = data.draw(st.lists(some_id, max_size=4), label=action)
+    for action in data.draw(st.lists(ACTIONS, min_size=5, max_size=30)):
+        owned = [i for i, owners in enumerate(count) if owners] or [NULL_BLOCK]
+        some_ids = st.lists(st.sampled_from(owned), max_size=3, unique=True) | ANY_IDS
+        ids = data.draw(some_ids, label=action)
         before = pool_state(pool)
         ids = ids if action == "free" else list(dict.fromkeys(ids))
         uses = Counter(ids)
@@ -558,6 +559,7 @@ BAD_INPUTS: list[tuple[str, Callable[[BlockManager], object]]] = [
     ("num_computed_tokens", lambda m: m.grow("r", 9, 8)),
     ("num_computed_tokens", lambda m: m.grow("r", -1, 8)),
     ("num_tokens", lambda m: m.grow("r", 8, 9.5)),
+    ("max_model_len", lambda m: m.grow("r", 8, 17)),
 ]
 
 

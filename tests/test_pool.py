@@ -20,6 +20,7 @@ from jaxkv.pool import (
     read_rows,
     read_state,
     read_tokens,
+    with_layer_view,
     write_rows,
     write_state,
     write_tokens,
@@ -240,6 +241,33 @@ def test_a_layer_view_shows_kernel_blocks_of_what_was_written(stacked, parts) ->
     tokens = view[first:].reshape(20, 2, 16)
     np.testing.assert_array_equal(tokens[slots, :, :8], keys)
     np.testing.assert_array_equal(tokens[slots, :, 8:], -keys)
+    doubled = jax.jit(
+        lambda pool: with_layer_view(
+            pool, "b", 2 * layer_view(pool, "b", blocks_per_kv_block=parts)
+        )
+    )(pool)
+    got, _ = read_tokens(doubled, "b", jnp.array([1, 2, 4], jnp.int32))
+    np.testing.assert_array_equal(got[jnp.array([0, 5, 11])], 2 * keys.astype(jnp.float32))
+
+
+def test_a_view_and_the_way_back_cost_nothing_on_a_gpu() -> None:
+    """XLA's CPU backend copies, which `layer_view` says; there only the answer counts."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
+    plan = plan_cache({"a": spec}, 2**26, max_model_len=64)
+
+    def touch(pool: KVPool) -> KVPool:
+        view = layer_view(pool, "a")
+        return with_layer_view(pool, "a", view.at[3, 2].set(1.0))
+
+    pool = make_pool(plan)
+    compiled = jax.jit(touch, donate_argnums=0).lower(pool).compile()
+    if ON_GPU:
+        assert compiled.memory_analysis().temp_size_in_bytes < 100_000
+    where = pointers(pool)
+    pool = compiled(pool)
+    assert pointers(pool) == where
+    keys, _ = read_tokens(pool, "a", jnp.array([3], jnp.int32))
+    assert float(keys.sum()) == 2 * 64
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2])
@@ -337,6 +365,7 @@ def test_the_old_pool_stays_valid_without_donation() -> None:
             TypeError,
             "slots must be",
         ),
+        (lambda p: with_layer_view(p, "kv.0", jnp.ones(3)), ValueError, "view is float32"),
         (lambda p: layer_view(p, "kv.0", blocks_per_kv_block=3), ValueError, "does not divide"),
         (lambda p: quantize(jnp.ones(1), "uint8", 1.0), TypeError, "use write_rows"),
     ],
