@@ -118,9 +118,15 @@ def make_block_tables(
         works on; each must divide the group's block size. None: the block size.
 
     Raises:
-      ValueError: a kernel block size that does not divide the block size.
+      ValueError: a kernel block size that does not divide the block size, or a plan for
+        context parallelism.
     """
     check_positive(max_requests=max_requests)
+    if plan.context_parallel > 1:
+        raise ValueError(
+            f"plan.context_parallel={plan.context_parallel}: tables do not divide positions among "
+            "ranks yet; plan with context_parallel=1"
+        )
     sizes = [group.block_size for group in plan.groups]
     kernel_sizes = list(kernel_block_sizes or sizes)
     if len(kernel_sizes) != len(sizes):

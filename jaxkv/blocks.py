@@ -70,8 +70,8 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to blocks that are held already (a shared prefix)."""
-        self._check_held(block_ids)
+        """Adds a reference, for each time it is named, to blocks that are held already."""
+        self._check_held(tuple(dict.fromkeys(block_ids)))
         for block_id in block_ids:
             self._references[block_id] += 1
 
@@ -171,6 +171,8 @@ class BlockManager:
         if zero_policy not in ZERO_POLICIES:
             raise ValueError(f"zero_policy={zero_policy!r}; use one of {ZERO_POLICIES}")
         self.pool = BlockPool(plan.num_blocks)
+        #: per group, the blocks of attention sinks, which all requests share
+        self.sink_block_ids = tuple(self.pool.allocate(g.reserved_blocks) for g in plan.groups)
         self._plan = plan
         self._specs = tuple(group.spec for group in plan.groups)
         self._zero = {
@@ -293,7 +295,9 @@ class BlockManager:
         At most one entry per row and group, so the order of entries does not matter.
         """
         update = TableUpdate(
-            tuple(self._entries.values()), tuple(tuple(ids) for ids in self._zero_ids)
+            tuple(self._entries.values()),
+            # A block may have changed hands since the last call; zero it once.
+            tuple(tuple(dict.fromkeys(ids)) for ids in self._zero_ids),
         )
         self._entries = {}
         self._zero_ids = [[] for _ in self._specs]
@@ -318,8 +322,11 @@ class BlockManager:
             self._specs, holding.block_ids, holding.first_live, strict=True
         ):
             live = spec.live_blocks(
-                num_computed_tokens, num_tokens, encoder_tokens=holding.encoder_tokens
+                self._plan.local_tokens(num_computed_tokens),
+                self._plan.local_tokens(num_tokens),
+                encoder_tokens=holding.encoder_tokens,
             )
+            _check_still_held(live, ids, start, num_computed_tokens)
             first = max(start, min(live[0] if live else start, len(ids)))
             fresh = [i for i in live[bisect.bisect_left(live, len(ids)) :]]
             # A range has no holes, so only what lies below it can fall out.
@@ -342,6 +349,17 @@ class BlockManager:
         pending = self._entries.get(key, TableEntry(*key, ()))
         self._entries[key] = dataclasses.replace(
             pending, block_ids=(*pending.block_ids, *ids[start:])
+        )
+
+
+def _check_still_held(live: Sequence[int], ids: list[int], start: int, computed: int) -> None:
+    """Refuses to go back to blocks that were given back (or skipped) already."""
+    # A range has no holes: it is held from ``start`` on.
+    known = live[:1] if isinstance(live, range) else live
+    if any(i < start or (i < len(ids) and ids[i] == NULL_BLOCK) for i in known if i < len(ids)):
+        raise ValueError(
+            f"num_computed_tokens={computed} needs a block that was given back already; it may "
+            "not fall below what an earlier call said"
         )
 
 

@@ -3,19 +3,25 @@
 Knows how layers of different kinds are cut into groups and which layers lie on the
 same bytes. Knows nothing of memory sizes, requests or arrays, and never imports jax.
 
-All groups draw block ids from one pool. A pool is a row of *slots*; a slot holds one
-page per block. Layer ``i`` of every group lives in slot ``i``: a block belongs to one
-group at a time, so layers of different groups can overlay each other, and the bytes
-of a block mean whatever the group that owns it says.
+All groups draw block ids from one pool, and a block belongs to one group at a time, so
+layers of different groups can overlay each other: the bytes of a block mean whatever
+the group that owns it says. A pool is a row of *slots*; a slot holds one page per block.
+
+- Pages of one size: layer ``i`` of every group lives in slot ``i``.
+- One group: every layer has a slot of its own width.
+- Several groups of mixed pages: one slot, in which each group packs its layers.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxkv.checks import check_positive
 from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+
+Layers = Mapping[str, LayerSpec]
+GROUPINGS = ("auto", "rule", "least_waste", "packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +40,34 @@ class Group:
     def block_size(self) -> int:
         return self.spec.block_size
 
+    @property
+    def reserved_blocks(self) -> int:
+        return max(spec.reserved_blocks for spec in self.specs)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block's pages, over the layers of the group."""
+        return sum(spec.page_bytes for spec in self.specs)
+
     def __str__(self) -> str:
         return f"{len(self.layers)} {self.spec.kind} @ {self.block_size}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One page per block, and the layers that lie on it, at most one per group."""
+    """One page per block, and the layers that lie on it."""
 
     page_bytes: int
     layers: tuple[str, ...]
 
 
 class Place(NamedTuple):
-    """Where one layer lives: the group whose ids it reads, its slot, what it stores."""
+    """Where one layer lives: the group whose ids it reads, its slot, the offset of its
+    bytes in the slot's page, and what it stores there."""
 
     group: int
     slot: int
+    offset_bytes: int
     spec: LayerSpec
 
 
@@ -60,10 +77,12 @@ class PoolLayout:
 
     groups: the groups, restricted to the layers of one worker.
     slots: what one block is made of.
+    shared: pairs (layer, layer whose cache it reads).
     """
 
     groups: tuple[Group, ...]
     slots: tuple[Slot, ...]
+    shared: tuple[tuple[str, str], ...] = ()
 
     @property
     def bytes_per_block(self) -> int:
@@ -79,40 +98,57 @@ class PoolLayout:
             raise ValueError(f"layer={layer!r} has no cache here; use one of {list(self._places)}")
         return self._places[layer]
 
+    def slots_of(self, group: int) -> frozenset[int]:
+        """The slots in which a group's layers lie."""
+        return frozenset(self._places[layer].slot for layer in self.groups[group].layers)
+
     def groups_to_zero(self) -> tuple[bool, ...]:
         """Per group: can a fresh block hold bytes that another meaning wrote?
 
-        True iff one of the group's slots also carries a layer of another group whose
-        bytes are read differently (dtype, quantisation or geometry). Different dtypes
-        inside one group do not matter: the same id always means the same layer there.
+        True iff bytes of one of the group's layers are also bytes of a layer of another
+        group that reads them differently (dtype, quantisation or geometry). Different
+        dtypes inside one group do not matter: there the same id always means the same
+        layer.
         """
-        meanings: list[set[object]] = [set() for _ in self.slots]
-        for group in self.groups:
-            for layer, spec in zip(group.layers, group.specs, strict=True):
-                meanings[self._places[layer].slot].add(spec.interpretation)
-        return tuple(
-            any(len(meanings[self._places[layer].slot]) > 1 for layer in group.layers)
-            for group in self.groups
-        )
+        flags = [False] * len(self.groups)
+        for slot in self.slots:
+            readers = [self._places[layer] for layer in slot.layers]
+            for place in readers:
+                flags[place.group] |= any(_misread(place, other) for other in readers)
+        return tuple(flags)
 
     @functools.cached_property
     def _places(self) -> dict[str, Place]:
         slots = {layer: i for i, slot in enumerate(self.slots) for layer in slot.layers}
-        return {
-            layer: Place(index, slots[layer], spec)
-            for index, group in enumerate(self.groups)
-            for layer, spec in zip(group.layers, group.specs, strict=True)
-        }
+        places: dict[str, Place] = {}
+        for index, group in enumerate(self.groups):
+            used: dict[int, int] = {}  # slot -> bytes that the group's layers take there
+            for layer, spec in zip(group.layers, group.specs, strict=True):
+                slot = slots[layer]
+                places[layer] = Place(index, slot, used.get(slot, 0), spec)
+                used[slot] = used.get(slot, 0) + spec.page_bytes
+        return places | {layer: places[owner] for layer, owner in self.shared}
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.groups, self.slots))
+        return hash((self.groups, self.slots, self.shared))
 
     def __hash__(self) -> int:  # cached: jit hashes the layout at every dispatch
         return self._hash
 
 
-def unify_pages(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+def _misread(place: Place, other: Place) -> bool:
+    """Do two layers of different groups read common bytes in different ways?"""
+    if place.group == other.group:
+        return False
+    start, end = place.offset_bytes, place.offset_bytes + place.spec.page_bytes
+    other_end = other.offset_bytes + other.spec.page_bytes
+    overlap = start < other_end and other.offset_bytes < end
+    alike = (start, place.spec.interpretation) == (other.offset_bytes, other.spec.interpretation)
+    return overlap and not alike
+
+
+def unify_pages(layers: Layers) -> dict[str, LayerSpec]:
     """Gives every layer a page of the same bytes, the largest among them.
 
     A smaller page grows by taking more tokens per block where that divides; state
@@ -124,74 +160,167 @@ def unify_pages(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
     if not layers:
         raise ValueError("layers is empty: there is no page to unify")
     page_bytes = max(spec.page_bytes for spec in layers.values())
-    return {name: _with_page(name, spec, page_bytes) for name, spec in layers.items()}
+    unified: dict[LayerSpec, LayerSpec] = {}  # models repeat few specs over many layers
+    for name, spec in layers.items():
+        if spec not in unified:
+            unified[spec] = _with_page(name, spec, page_bytes)
+    return {name: unified[spec] for name, spec in layers.items()}
 
 
 def _with_page(name: str, spec: LayerSpec, page_bytes: int) -> LayerSpec:
     if spec.page_bytes == page_bytes:
         return spec
-    ratio, remainder = divmod(page_bytes, spec.page_bytes)
-    if remainder == 0 and not isinstance(spec, StateSpec) and spec.page_bytes_padded is None:
-        return dataclasses.replace(spec, block_size=spec.block_size * ratio)
+    if _scales_to(spec, page_bytes):
+        return dataclasses.replace(spec, block_size=spec.block_size * page_bytes // spec.page_bytes)
     if isinstance(spec, MLASpec):
         raise ValueError(
             f"layers[{name!r}]: its {spec.page_bytes}-byte MLA page does not divide the "
-            f"{page_bytes}-byte page of the pool, and MLA kernels take no padding; choose "
-            "a block_size whose page divides it"
+            f"{page_bytes}-byte page of the pool, and MLA kernels take no padding; choose a "
+            'block_size whose page divides it, or grouping="packed"'
         )
     return dataclasses.replace(spec, page_bytes_padded=page_bytes)
 
 
-def make_groups(layers: Mapping[str, LayerSpec]) -> tuple[Group, ...]:
+def _scales_to(spec: LayerSpec, page_bytes: int) -> bool:
+    """Can the page be reached by taking more tokens per block?"""
+    grows = not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
+    return grows and page_bytes % spec.page_bytes == 0
+
+
+def make_groups(
+    layers: Layers,
+    *,
+    grouping: str = "auto",
+    cost: Callable[[Sequence[Group]], int] | None = None,
+) -> tuple[Group, ...]:
     """Cuts layers into groups, each with one growth.
 
-    Equal growth throughout: one group, whatever the page widths. Otherwise pages are
-    unified, layers bucketed by spec in order of first appearance, and buckets cut into
-    groups of about the smallest bucket's size (the largest's, when that is less than
-    1.5 times the smallest), so that slots are shared evenly.
+    Layers of equal growth throughout make one group, whatever their page widths.
+    Otherwise it depends on ``grouping``:
+
+    - ``"rule"``: pages are unified, layers bucketed by spec in order of first
+      appearance, and buckets cut into groups of about the smallest bucket's size (the
+      largest's, when that is less than 1.5 times the smallest), so that slots are
+      shared evenly. What vLLM does.
+    - ``"least_waste"``: the same with the group size of least ``cost``; of equal ones
+      the largest, which makes the fewest groups.
+    - ``"packed"``: pages keep their sizes; layers bucketed by growth, and each bucket cut
+      into as many groups as make ``cost`` least.
+    - ``"auto"``: by the rule where pages can be unified, else packed.
+
+    Args:
+      layers: layer name -> spec.
+      grouping: see above.
+      cost: what a grouping costs, for the two that choose; None: bytes per block times
+        groups.
 
     Raises:
-      ValueError: pages that cannot be unified.
+      ValueError: an unknown grouping, or pages that cannot be unified.
     """
+    if grouping not in GROUPINGS:
+        raise ValueError(f"grouping={grouping!r}; use one of {GROUPINGS}")
     if not layers:
         return ()
     if len({spec.growth for spec in layers.values()}) == 1:
         return (Group(tuple(layers), tuple(layers.values())),)
-    buckets: dict[LayerSpec, list[str]] = {}
-    for name, spec in unify_pages(layers).items():
-        buckets.setdefault(spec, []).append(name)
-    sizes = [len(names) for names in buckets.values()]
-    size = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
-    groups = []
-    for spec, names in buckets.items():
-        count = -(-len(names) // size)
-        for part in (names[i::count] for i in range(count)):
-            groups.append(Group(tuple(part), (spec,) * len(part)))
-    return tuple(groups)
+    if grouping == "packed" or (grouping == "auto" and not _unifiable(layers)):
+        return min(_packed_groupings(layers), key=cost or _default_cost)
+    buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
+    sizes = [len(names) for names in buckets]
+    if grouping == "least_waste":
+        candidates = (_cut(buckets, size) for size in range(max(sizes), 0, -1))
+        return min(candidates, key=cost or _default_cost)
+    return _cut(buckets, max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes))
 
 
-def make_layout(groups: Sequence[Group], layers: Sequence[str] | None = None) -> PoolLayout:
+def _default_cost(groups: Sequence[Group]) -> int:
+    return len(groups) * max(group.page_bytes for group in groups)
+
+
+def _unifiable(layers: Layers) -> bool:
+    page_bytes = max(spec.page_bytes for spec in layers.values())
+    return all(
+        spec.page_bytes == page_bytes or not isinstance(spec, MLASpec)
+        for spec in set(layers.values())
+        if not _scales_to(spec, page_bytes)
+    )
+
+
+def _buckets(layers: Layers, key: Callable[[LayerSpec], object]) -> list[dict[str, LayerSpec]]:
+    buckets: dict[object, dict[str, LayerSpec]] = {}
+    for name, spec in layers.items():
+        buckets.setdefault(key(spec), {})[name] = spec
+    return list(buckets.values())
+
+
+def _split(bucket: Layers, count: int) -> list[Group]:
+    """``count`` groups; taking every count-th layer spreads them over pipeline stages."""
+    pairs = list(bucket.items())
+    parts = (pairs[i::count] for i in range(count))
+    return [Group(tuple(name for name, _ in p), tuple(spec for _, spec in p)) for p in parts]
+
+
+def _cut(buckets: Sequence[Layers], size: int) -> tuple[Group, ...]:
+    """Groups of at most ``size`` layers."""
+    return tuple(group for b in buckets for group in _split(b, -(-len(b) // size)))
+
+
+def _packed_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
+    """For every width that a group can have: the fewest groups none of which is wider."""
+    buckets = _buckets(layers, key=lambda spec: spec.growth)
+    splits = [[_split(b, count) for count in range(1, len(b) + 1)] for b in buckets]
+    widths = [[max(g.page_bytes for g in split) for split in options] for options in splits]
+    for limit in sorted({width for options in widths for width in options}, reverse=True):
+        chosen = [
+            next((s for s, width in zip(options, sizes, strict=True) if width <= limit), None)
+            for options, sizes in zip(splits, widths, strict=True)
+        ]
+        if None not in chosen:
+            yield tuple(group for split in chosen if split for group in split)
+
+
+def make_layout(
+    groups: Sequence[Group],
+    layers: Sequence[str] | None = None,
+    *,
+    shared: Mapping[str, str] | None = None,
+) -> PoolLayout:
     """Lays the layers of one worker into slots.
 
     Args:
       groups: from `make_groups`, over the layers of all workers.
       layers: the layers that live on this worker; None: all of them. A worker without
         any (a pipeline stage of encoder layers, say) gets a pool of no slots.
+      shared: layer -> the layer on this worker whose cache it reads.
+
+    Raises:
+      ValueError: layers that are in no group, or shared with a layer elsewhere.
     """
     here = None if layers is None else set(layers)
-    unknown = (here or set()) - {name for group in groups for name in group.layers}
+    names = {name for group in groups for name in group.layers}
+    unknown = (here or set()) - names
     if unknown:
         raise ValueError(f"layers {sorted(unknown)} are in none of the groups")
     kept = tuple(_restrict(group, here) for group in groups)
-    if len(kept) == 1:  # one group overlays nothing: every layer has a slot of its own width
-        pairs = zip(kept[0].layers, kept[0].specs, strict=True)
-        return PoolLayout(kept, tuple(Slot(spec.page_bytes, (name,)) for name, spec in pairs))
-    slots = []
-    for i in range(max((len(group.layers) for group in kept), default=0)):
-        members = [(g.layers[i], g.specs[i]) for g in kept if i < len(g.layers)]
-        names = tuple(name for name, _ in members)
-        slots.append(Slot(max(spec.page_bytes for _, spec in members), names))
-    return PoolLayout(kept, tuple(slots))
+    for layer, owner in (shared or {}).items():
+        if owner not in (names if here is None else here):
+            raise ValueError(f"layers[{layer!r}] shares the cache of {owner!r}, which is not here")
+    return PoolLayout(kept, tuple(_slots(kept)), tuple((shared or {}).items()))
+
+
+def _slots(groups: Sequence[Group]) -> Iterable[Slot]:
+    if len(groups) == 1:  # one group overlays nothing
+        pairs = zip(groups[0].layers, groups[0].specs, strict=True)
+        return [Slot(spec.page_bytes, (name,)) for name, spec in pairs]
+    pages = {spec.page_bytes for group in groups for spec in group.specs}
+    if len(pages) > 1:
+        names = tuple(name for group in groups for name in group.layers)
+        return [Slot(max(group.page_bytes for group in groups), names)]
+    longest = max((len(group.layers) for group in groups), default=0)
+    members = [
+        tuple(group.layers[i] for group in groups if i < len(group.layers)) for i in range(longest)
+    ]
+    return [Slot(page, names) for names in members for page in pages]
 
 
 def _restrict(group: Group, here: set[str] | None) -> Group:

@@ -11,12 +11,13 @@ for ever. Block 0 is the null block: reserved, never handed out, the padding of 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxkv.checks import check_positive
+from jaxkv.checks import check_count, check_positive
 from jaxkv.groups import Group, PoolLayout, make_groups, make_layout
-from jaxkv.specs import LayerSpec, Limits, StateSpec
+from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec, StateSpec
 
 NULL_BLOCKS = 1  # block 0
 MAX_SLOTS = 2**31 - 1  # slot ids are int32
+WorkerLayers = Mapping[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]
 
 
 class KVCacheCapacityError(ValueError):
@@ -41,17 +42,22 @@ class Plan:
     groups: over the layers of all workers.
     layouts: one per worker; they share group indices and block ids.
     num_blocks: blocks in every worker's pool, null block included.
+    reserved_blocks: blocks that no request gets: the null block, attention sinks, and
+      what the caller keeps back for copies on write.
     max_model_len: longest request the pool admits, at most the model's own length.
     limits: what the scheduler promised; the admission figure depends on it.
     memory_bytes: the budget of each worker.
+    context_parallel: ranks among which the tokens of a request are divided.
     """
 
     groups: tuple[Group, ...]
     layouts: tuple[PoolLayout, ...]
     num_blocks: int
+    reserved_blocks: int
     max_model_len: int
     limits: Limits
     memory_bytes: tuple[int, ...]
+    context_parallel: int = 1
 
     @property
     def layout(self) -> PoolLayout:
@@ -62,7 +68,8 @@ class Plan:
 
     @property
     def usable_blocks(self) -> int:
-        return self.num_blocks - NULL_BLOCKS
+        """Blocks that requests can get."""
+        return max(0, self.num_blocks - self.reserved_blocks)
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
@@ -75,32 +82,55 @@ class Plan:
         flags = [layout.groups_to_zero() for layout in self.layouts]
         return tuple(any(per_worker) for per_worker in zip(*flags, strict=True))
 
+    def local_tokens(self, num_tokens: int) -> int:
+        """Tokens of a request that one context-parallel rank keeps: ``ceil(L / ranks)``."""
+        return -(-num_tokens // self.context_parallel)
+
     def blocks_per_group(self, num_tokens: int) -> tuple[int, ...]:
         """Most blocks of each group that one request of this length ever holds."""
-        return tuple(group.spec.max_blocks(num_tokens, self.limits) for group in self.groups)
+        local = self.local_tokens(num_tokens)
+        return tuple(group.spec.max_blocks(local, self.limits) for group in self.groups)
 
     def admission_blocks(self, num_tokens: int) -> int:
         """What admission charges: ``sum_g max_blocks_g(L)`` with a full step in flight."""
         return sum(self.blocks_per_group(num_tokens))
 
     def steady_blocks(self, num_tokens: int) -> int:
-        """What a request of this length holds while it decodes, one token in flight."""
+        """What a request of this length holds while it decodes: ``sum_g max_blocks_g(L)``
+        with one token in flight."""
         limits = dataclasses.replace(self.limits, max_in_flight_tokens=1)
-        return _needed_blocks(self.groups, num_tokens, limits)
+        return _needed_blocks(self.groups, self.local_tokens(num_tokens), limits)
 
     def admits(self, num_tokens: int) -> bool:
+        """Can a request of this length, alone, always get its blocks?"""
         return self.admission_blocks(num_tokens) <= self.usable_blocks
 
     def requests_that_fit(self, num_tokens: int) -> int:
         """Requests of this length that run at once, one prefilling and the rest decoding.
 
         ``(usable - in_flight_share) // steady`` where the in-flight share, admission
-        minus steady blocks, is counted once: a step's tokens are in flight for all
-        requests together, not for each of them.
+        minus steady blocks, is counted once. Several that prefill side by side may each
+        straddle a block more; then one is preempted, and waits.
         """
         steady = self.steady_blocks(num_tokens)
         share = self.admission_blocks(num_tokens) - steady
         return max(0, self.usable_blocks - share) // max(steady, 1)
+
+    def tokens_that_fit(self, num_tokens: int) -> int:
+        """Tokens that run at once in requests of this length and one shorter one.
+
+        ``R * L + r`` where R = `requests_that_fit` and r is the longest request, below L,
+        whose admission need the blocks left over can hold.
+        """
+        count = self.requests_that_fit(num_tokens)
+        left = self.usable_blocks - count * self.steady_blocks(num_tokens)
+        return count * num_tokens + self._longest(left, num_tokens - 1)
+
+    def _longest(self, usable_blocks: int, max_model_len: int) -> int:
+        ranks = self.context_parallel
+        return longest_admitted(
+            self.groups, usable_blocks, max_model_len, self.limits, context_parallel=ranks
+        )
 
     def __str__(self) -> str:
         """The plan in eight lines."""
@@ -113,7 +143,7 @@ class Plan:
             "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
             "groups": _describe_groups(self.groups),
             "block": f"{max(self.bytes_per_block):,} bytes in {slots} slot{'s' * (slots != 1)}",
-            "memory": f"{given:,} bytes ({_readable(given)}) given, {given - used:,} left over",
+            "memory": f"{given:,} bytes ({_readable(given)}) given, {_difference(given - used)}",
             "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
             "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
             "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode",
@@ -125,6 +155,10 @@ class Plan:
 def _readable(num_bytes: int) -> str:
     unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
     return f"{num_bytes / unit:.2f} {name}"
+
+
+def _difference(num_bytes: int) -> str:
+    return f"{num_bytes:,} left over" if num_bytes >= 0 else f"{-num_bytes:,} too few"
 
 
 def _describe_groups(groups: Sequence[Group]) -> str:
@@ -146,7 +180,12 @@ def _needed_blocks(groups: Sequence[Group], num_tokens: int, limits: Limits) -> 
 
 
 def longest_admitted(
-    groups: Sequence[Group], usable_blocks: int, max_model_len: int, limits: Limits
+    groups: Sequence[Group],
+    usable_blocks: int,
+    max_model_len: int,
+    limits: Limits,
+    *,
+    context_parallel: int = 1,
 ) -> int:
     """Largest length in ``[0, max_model_len]`` whose need is at most ``usable_blocks``.
 
@@ -156,7 +195,7 @@ def longest_admitted(
     low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if _needed_blocks(groups, middle, limits) <= usable_blocks:
+        if _needed_blocks(groups, -(-middle // context_parallel), limits) <= usable_blocks:
             low = middle
         else:
             high = middle - 1
@@ -164,7 +203,7 @@ def longest_admitted(
 
 
 def plan_cache(
-    layers: Mapping[str, LayerSpec] | Sequence[Mapping[str, LayerSpec]],
+    layers: WorkerLayers | Sequence[WorkerLayers],
     memory_bytes: int | Sequence[int],
     *,
     max_model_len: int,
@@ -172,6 +211,9 @@ def plan_cache(
     num_blocks_override: int | None = None,
     override_beyond_memory: bool = False,
     limits: Limits | None = None,
+    grouping: str = "auto",
+    context_parallel: int = 1,
+    copy_on_write_blocks: int = 0,
 ) -> Plan:
     """Plans the pool of a model, or refuses.
 
@@ -185,45 +227,89 @@ def plan_cache(
         fitting and admission; at least 2 (the null block and one more).
       override_beyond_memory: accept an override that the memory given cannot hold.
       limits: what the scheduler promises; None: `Limits` defaults.
+      grouping: of `jaxkv.groups.make_groups`; ``"least_waste"`` and ``"packed"``
+        minimise the bytes that one request of ``max_model_len`` is charged.
+      context_parallel: ranks among which each request's tokens are divided; for models
+        whose every group keeps all tokens.
+      copy_on_write_blocks: blocks to keep back so that a shared block can be copied
+        before it is written even when requests hold everything else.
 
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
         needs more blocks than there are.
       ValueError: memory, lengths or an override that make no sense; pages that cannot
-        share a pool; a pool whose slots pass int32.
+        share a pool; a pool whose slots pass int32; context parallelism for groups
+        that do not keep all tokens.
     """
-    workers = [layers] if isinstance(layers, Mapping) else list(layers)
+    workers = [_owned(w) for w in ([layers] if isinstance(layers, Mapping) else layers)]
     budgets = _check_budgets(memory_bytes, len(workers))
-    check_positive(max_model_len=max_model_len)
+    check_positive(max_model_len=max_model_len, context_parallel=context_parallel)
+    check_count(copy_on_write_blocks=copy_on_write_blocks)
     limits = limits or Limits()
-    groups = make_groups(_merge(workers))
-    layouts = tuple(make_layout(groups, tuple(worker)) for worker in workers)
+    local_len = -(-max_model_len // context_parallel)
+
+    def bytes_per_request(groups: Sequence[Group]) -> int:
+        block = sum(make_layout(groups, tuple(own)).bytes_per_block for own, _ in workers)
+        return block * _needed_blocks(groups, local_len, limits)
+
+    groups = make_groups(_merge(workers), grouping=grouping, cost=bytes_per_request)
+    _check_context_parallel(groups, context_parallel)
+    layouts = tuple(make_layout(groups, tuple(own), shared=shared) for own, shared in workers)
     num_blocks = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
     _check_slots(groups, num_blocks)
-    usable = num_blocks - NULL_BLOCKS
-    longest = longest_admitted(groups, usable, max_model_len, limits)
-    if longest < (1 if fit_max_model_len else max_model_len):
-        raise _capacity_error(groups, usable, max_model_len, longest, limits)
-    return Plan(
+    reserved = NULL_BLOCKS + copy_on_write_blocks + sum(g.reserved_blocks for g in groups)
+    plan = Plan(
         groups=groups,
         layouts=layouts,
         num_blocks=num_blocks,
-        max_model_len=longest,
+        reserved_blocks=reserved,
+        max_model_len=max_model_len,
         limits=limits,
         memory_bytes=budgets,
+        context_parallel=context_parallel,
     )
+    longest = plan._longest(plan.usable_blocks, max_model_len)
+    if longest < (1 if fit_max_model_len else max_model_len):
+        raise _capacity_error(plan, longest)
+    return dataclasses.replace(plan, max_model_len=longest)
 
 
-def _merge(workers: Sequence[Mapping[str, LayerSpec]]) -> dict[str, LayerSpec]:
+def _owned(worker: WorkerLayers) -> tuple[dict[str, LayerSpec], dict[str, str]]:
+    """The layers of a worker that own a cache, and for those that share one, whose."""
+    own: dict[str, LayerSpec] = {}
+    shared: dict[str, str] = {}
+    for name, spec in worker.items():
+        match spec:
+            case LayerSpec():
+                own[name] = spec
+            case SharedKVSpec():
+                shared[name] = spec.layer
+            case EncoderOnlySpec():
+                pass
+            case _:
+                raise TypeError(f"layers[{name!r}] must be a layer spec, got {spec!r}")
+    return own, shared
+
+
+def _merge(workers: Sequence[tuple[dict[str, LayerSpec], object]]) -> dict[str, LayerSpec]:
     """The layers of all workers; tensor-parallel ranks name the same ones."""
     merged: dict[str, LayerSpec] = {}
-    for worker in workers:
-        for name, spec in worker.items():
+    for own, _ in workers:
+        for name, spec in own.items():
             if merged.setdefault(name, spec) != spec:
                 raise ValueError(f"layers: workers disagree about the spec of {name!r}")
     if not merged:
         raise ValueError("layers is empty: no layer of this model keeps a cache to plan")
     return merged
+
+
+def _check_context_parallel(groups: Sequence[Group], context_parallel: int) -> None:
+    partial = [str(group) for group in groups if group.spec.kind not in ("full", "mla")]
+    if context_parallel > 1 and partial:
+        raise ValueError(
+            f"context_parallel={context_parallel} divides groups that keep all tokens, and "
+            f"{', '.join(partial)} do not; use context_parallel=1"
+        )
 
 
 def _check_budgets(memory_bytes: int | Sequence[int], num_workers: int) -> tuple[int, ...]:
@@ -249,11 +335,6 @@ def _count_blocks(
     pairs = [(budget, size) for budget, size in zip(budgets, sizes, strict=True) if size]
     measured = min(budget // size for budget, size in pairs)
     if override is None:
-        if measured <= NULL_BLOCKS:
-            raise ValueError(
-                f"memory_bytes gives {measured} blocks, and a pool needs at least 2 (the null "
-                f"block and one more); give at least {2 * max(sizes):,} bytes"
-            )
         return measured
     check_positive(num_blocks_override=override)
     if override <= NULL_BLOCKS:
@@ -278,20 +359,14 @@ def _check_slots(groups: Sequence[Group], num_blocks: int) -> None:
         )
 
 
-def _capacity_error(
-    groups: Sequence[Group], usable: int, max_model_len: int, longest: int, limits: Limits
-) -> KVCacheCapacityError:
-    needed = _needed_blocks(groups, max_model_len, limits)
-    advice = (
-        f"set max_model_len to at most {longest:,} or give memory for {needed + NULL_BLOCKS:,} "
-        "blocks"
-        if longest
-        else "give more memory, or lower limits.max_in_flight_tokens"
-    )
+def _capacity_error(plan: Plan, longest: int) -> KVCacheCapacityError:
+    needed = plan.admission_blocks(plan.max_model_len)
+    shorter = f"set max_model_len to at most {longest:,} or " if longest else ""
     return KVCacheCapacityError(
-        f"max_model_len={max_model_len:,} needs {needed:,} blocks and the pool has {usable:,} "
-        f"usable ones; {advice}",
+        f"max_model_len={plan.max_model_len:,} needs {needed:,} blocks and the pool has "
+        f"{plan.usable_blocks:,} usable ones; {shorter}give memory_bytes for "
+        f"{needed + plan.reserved_blocks:,} blocks",
         needed_blocks=needed,
-        usable_blocks=usable,
+        usable_blocks=plan.usable_blocks,
         longest_len=longest,
     )

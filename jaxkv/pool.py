@@ -291,16 +291,16 @@ def zero_new_blocks(pool: KVPool, zero_ids: Array, *, implementation: str | None
       implementation: of `pallas_kernels.zero_blocks`.
     """
     check_int32(zero_ids=zero_ids)
-    sizes = [len(group.layers) for group in pool.layout.groups]
-    if zero_ids.shape[0] != len(sizes):
-        raise ValueError(f"zero_ids has {zero_ids.shape[0]} rows for {len(sizes)} groups")
+    num_groups = len(pool.layout.groups)
+    if zero_ids.ndim != 2 or zero_ids.shape[0] != num_groups:
+        raise ValueError(f"zero_ids has shape {zero_ids.shape}; the pool has {num_groups} groups")
     if not pool.buffers:
         return pool
-    # Layer i of each group lies in slot i, except that a lone group has all slots.
-    used = np.array([[slot < size for size in sizes] for slot in range(len(pool.layout.slots))])
-    lists = {key: jnp.where(np.array(key)[:, None], zero_ids, -1) for key in map(tuple, used)}
-    lists = {key: ids.reshape(-1) for key, ids in lists.items()}
-    per_slot = [lists[tuple(row)] for row in used]
+    slots_of = [pool.layout.slots_of(group) for group in range(num_groups)]
+    users = [tuple(slot in s for s in slots_of) for slot in range(len(pool.layout.slots))]
+    # Slots with the same users share one list, which the kernel then passes once.
+    lists = {u: jnp.where(np.array(u)[:, None], zero_ids, -1).reshape(-1) for u in set(users)}
+    per_slot = [lists[u] for u in users]
     if not pool.stacked:
         zeroed = zero_blocks(list(pool.buffers), per_slot, implementation=implementation)
         return dataclasses.replace(pool, buffers=tuple(zeroed))
@@ -331,7 +331,8 @@ def _write(pool: KVPool, layer: str, block_ids: Array, offsets: Array, data: Arr
     rows = _row(pool, slot, block_ids).reshape(-1)
     # What goes nowhere gets distinct rows beyond the pool, so that all are unique.
     beyond = pages.shape[0] + jnp.arange(rows.size, dtype=jnp.int32)
-    start = jnp.stack([jnp.where(rows < 0, beyond, rows), offsets.reshape(-1)], axis=-1)
+    offsets = pool.layout.place_of(layer).offset_bytes + offsets.reshape(-1)
+    start = jnp.stack([jnp.where(rows < 0, beyond, rows), offsets], axis=-1)
     written = lax.scatter(
         pages,
         start,
@@ -358,8 +359,10 @@ def _with_pages(pool: KVPool, layer: str, pages: Array) -> KVPool:
 def _read(pool: KVPool, layer: str, block_ids: Array, num_bytes: int) -> Array:
     """The first ``num_bytes`` of each block's page, uint8[..., num_bytes]."""
     pages, slot = _pages(pool, layer)
-    rows = _row(pool, slot, block_ids)
-    return pages.at[rows, :num_bytes].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    rows, start = _row(pool, slot, block_ids), pool.layout.place_of(layer).offset_bytes
+    return pages.at[rows, start : start + num_bytes].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
+    )
 
 
 def _to_bytes(array: Array, batch_dims: int) -> Array:
