@@ -1,0 +1,119 @@
+"""A Hugging Face ``config.json`` -> the layers that keep a cache.
+
+Knows field names of model configurations. Knows nothing of memory or arrays, never
+imports jax, and never guesses: an architecture or an attention field that it does not
+understand is refused by name.
+
+Draft layers for speculative decoding (MTP) are not part of the import.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.checks import check_count, check_positive
+from jaxkv.models import _dense, _encoder_decoder, _linear, _mamba, _mla
+from jaxkv.models._build import Options
+from jaxkv.models._fields import WRAPPERS, flatten
+from jaxkv.models._reader import ConfigReader
+from jaxkv.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec
+
+PRESETS = pathlib.Path(__file__).parents[1] / "presets"
+FAMILIES = (
+    _dense.FAMILIES | _mla.FAMILIES | _linear.FAMILIES | _mamba.FAMILIES | _encoder_decoder.FAMILIES
+)
+LENGTHS = "max_position_embeddings", "max_target_positions", "model_max_length"
+
+Config = Mapping[str, Any]
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the configurations that ship with the package."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
+
+
+def load_config(name: str) -> dict[str, Any]:
+    """Reads a configuration: a shipped preset by name, or a path to a ``config.json``.
+
+    Raises:
+      ValueError: neither a preset nor a readable JSON object.
+    """
+    path = PRESETS / f"{name}.json"
+    path = path if path.is_file() else pathlib.Path(name)
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"config={name!r} is neither a readable JSON file ({error}) nor a preset; presets: "
+            f"{', '.join(preset_names())}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"config={name!r} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def layers_from_config(
+    config: Config,
+    *,
+    kv_dtype: str | None = None,
+    block_size: int | None = None,
+    tensor_parallel: int = 1,
+    state_cache_mode: str = "none",
+    speculative_tokens: int = 0,
+) -> dict[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]:
+    """Layer name -> what it stores on one rank, in order of the model's layers.
+
+    A layer with several caches has several names: ``layers.3.full_attention`` and
+    ``layers.3.mamba``.
+
+    Args:
+      config: the content of a ``config.json``; a ``text_config`` in it is what counts.
+      kv_dtype: dtype of keys and values; None: the model's own.
+      block_size: tokens per block asked for; None: what the family usually has, 16, or
+        64 for latent attention. Hybrid models get the multiple of it whose attention
+        page holds a whole state page.
+      tensor_parallel: ranks that KV heads and states are divided among.
+      state_cache_mode, speculative_tokens: see `StateSpec`; of no effect elsewhere.
+
+    Raises:
+      ValueError: an architecture or field that is not understood, or a field missing.
+    """
+    if block_size is not None:
+        check_positive(block_size=block_size)
+    check_positive(tensor_parallel=tensor_parallel)
+    check_count(speculative_tokens=speculative_tokens)
+    reader = ConfigReader(config)
+    if reader.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={config.get('model_type')!r} (architectures="
+            f"{config.get('architectures')}) is not understood; understood: "
+            f"{', '.join([*FAMILIES, *WRAPPERS])}. Write its layer specs by hand"
+        )
+    options = Options(
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        tensor_parallel=tensor_parallel,
+        state_cache_mode=state_cache_mode,
+        speculative_tokens=speculative_tokens,
+    )
+    layers = FAMILIES[reader.model_type](reader, options)
+    reader.check_all_read()
+    return layers
+
+
+def model_len(config: Config) -> int:
+    """The model's own longest request, in tokens."""
+    fields = flatten(config)
+    given = [name for name in LENGTHS if fields.get(name) is not None]
+    if not given:
+        raise ValueError(f"the configuration lacks {LENGTHS[0]!r}, its longest request")
+    check_positive(**{given[0]: fields[given[0]]})
+    return fields[given[0]]
+
+
+def encoder_len(config: Config) -> int:
+    """The longest encoder input, for `Limits.max_encoder_tokens`; 0 without an encoder."""
+    length = flatten(config).get("max_source_positions") or 0
+    check_count(max_source_positions=length)
+    return length

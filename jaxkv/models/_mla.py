@@ -1,0 +1,168 @@
+"""DeepSeek and GLM models with multi-head latent attention, indexers and compressors."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxkv.models._build import (
+    MLA,
+    MLA_BLOCK,
+    Layers,
+    Options,
+    latent_attention,
+    name_layers,
+)
+from jaxkv.models._reader import ConfigReader
+from jaxkv.specs import MLASpec, SlidingWindowMLASpec, canonical_dtype
+
+INDEXER, SLIDING_MLA = "indexer", "sliding_mla"
+COMPRESSOR, INDEXER_COMPRESSOR = "compressor_state", "indexer_compressor_state"
+FP8 = "float8_e4m3fn"
+
+SCALE_GROUP, SCALE_BYTES = 128, 4  # fp8 elements that share one float32 scale
+V4_BLOCK, V4_WINDOW_BLOCK = 256, 64
+V4_ROW_BYTES = 584  # 448 fp8, 64 bf16 of rotary part, 7 one-byte scales and a pad
+V4_ALIGNMENT = 576
+V4_STATE_BLOCKS = {4: 4, 128: 8}  # compress ratio -> tokens per block of compressor state
+V4_KINDS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def deepseek_v3(reader: ConfigReader, options: Options) -> Layers:
+    """DeepSeek-V3: latent attention in every layer; draft (MTP) layers are not included."""
+    count = reader.layer_count()
+    return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
+
+
+def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
+    """DeepSeek-V3.2 and GLM-5: latent attention over the tokens that an indexer picks.
+
+    A row is fp8 latents with a float32 scale for every 128 and a bf16 rotary part,
+    ``512 + 16 + 128 = 656`` bytes, unless bfloat16 is asked for. An indexer key is fp8
+    with its scale, ``128 + 4 = 132`` bytes.
+    """
+    _check_every_layer_indexes(reader)
+    layers = [(MLA, INDEXER)] * reader.layer_count()
+    specs = {MLA: _latent_rows(reader, options), INDEXER: _indexer(reader, options)}
+    return name_layers(layers, specs)
+
+
+def _check_every_layer_indexes(reader: ConfigReader) -> None:
+    """Refuses layers that reuse another layer's picks: whether they keep keys is unknown."""
+    count = reader.layer_count()
+    reader.expect("index_topk_freq", 1)
+    reader.ignore("index_skip_topk_offset")
+    reader.layer_kinds({"full": INDEXER}, ["full"] * count, field="indexer_types")
+    reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
+
+
+def _latent_rows(reader: ConfigReader, options: Options) -> MLASpec:
+    asked = canonical_dtype(options.kv_dtype or FP8, "kv_dtype")
+    if asked == "bfloat16":
+        return latent_attention(reader, options)
+    _check_fp8(reader, options)
+    latent, rotary = reader.number("kv_lora_rank"), reader.number("qk_rope_head_dim")
+    row = latent + _scale_bytes(latent) + 2 * rotary
+    plain = latent_attention(reader, dataclasses.replace(options, kv_dtype="uint8"))
+    return dataclasses.replace(plain, bytes_per_token=row)
+
+
+def _indexer(reader: ConfigReader, options: Options, **changes: int) -> MLASpec:
+    reader.ignore("index_topk", "index_n_heads")
+    width = reader.number("index_head_dim")
+    return MLASpec(
+        head_size=width,
+        dtype="uint8",
+        bytes_per_token=width + _scale_bytes(width),
+        **{"block_size": options.block_size or MLA_BLOCK} | changes,
+    )
+
+
+def _scale_bytes(elements: int) -> int:
+    return -(-elements // SCALE_GROUP) * SCALE_BYTES
+
+
+def _check_fp8(reader: ConfigReader, options: Options) -> None:
+    if canonical_dtype(options.kv_dtype or FP8, "kv_dtype") != FP8:
+        raise ValueError(
+            f"kv_dtype={options.kv_dtype!r} is not understood for "
+            f"model_type={reader.model_type!r}, whose rows hold fp8; use fp8_e4m3 or leave it out"
+        )
+
+
+def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
+    """DeepSeek-V4: a window of 128 tokens in every layer, and compressed rows in most.
+
+    ``compress_ratios`` says per layer how many tokens share a row: 4 (with an indexer),
+    128, or 0 for none. Pages are multiples of 576 bytes. A compressor keeps, in float32,
+    keys and weights of the tokens it has not folded yet: ``2 * width`` per token, twice
+    that at ratio 4, whose windows overlap.
+    """
+    _check_fp8(reader, options)
+    reader.ignore("num_key_value_heads", "qk_rope_head_dim")
+    if reader.number("head_dim") != 512 or reader.value("qk_rope_head_dim", 64) != 64:
+        name = "head_dim" if reader.number("head_dim") != 512 else "qk_rope_head_dim"
+        raise reader.refusal(name, f"rows of {V4_ROW_BYTES} bytes are 512 wide, 64 of it rotary")
+    by_ratio = {ratio: _v4_layer(reader, options, ratio) for ratio in (0, 4, 128)}
+    layers: Layers = {}
+    for i, ratio in enumerate(_v4_ratios(reader)):
+        layers |= {f"layers.{i}.{kind}": spec for kind, spec in by_ratio[ratio].items()}
+    return layers
+
+
+def _v4_ratios(reader: ConfigReader) -> list[int]:
+    count = reader.layer_count()
+    if reader.value("compress_ratios") is None:
+        reader.expect("compress_rates", {k: v for k, v in V4_KINDS.items() if v})
+        kinds = reader.layer_kinds({kind: kind for kind in V4_KINDS})
+        return [V4_KINDS[kind] for kind in kinds]
+    drafts = reader.count("num_nextn_predict_layers", 0)
+    ratios = reader.listed("compress_ratios")
+    ratios = ratios[:count] if len(ratios) == count + drafts else ratios
+    reader.check_layer_count("compress_ratios", len(ratios))
+    if any(ratio not in V4_KINDS.values() for ratio in ratios):
+        raise reader.refusal("compress_ratios", "0, 4 and 128 are understood")
+    return ratios
+
+
+def _v4_layer(reader: ConfigReader, options: Options, ratio: int) -> Mapping[str, MLASpec]:
+    """The caches of one layer, in the order in which it uses them."""
+    rows = {"head_size": reader.number("head_dim"), "dtype": "uint8"}
+    aligned = {"page_alignment_bytes": V4_ALIGNMENT}
+    window = SlidingWindowMLASpec(
+        block_size=V4_WINDOW_BLOCK,
+        sliding_window=reader.number("sliding_window"),
+        bytes_per_token=V4_ROW_BYTES,
+        **rows,
+        **aligned,
+    )
+    if not ratio:
+        return {SLIDING_MLA: window}
+    shape = {"block_size": options.block_size or V4_BLOCK, "compress_ratio": ratio}
+    main = MLASpec(bytes_per_token=V4_ROW_BYTES, **shape, **rows, **aligned)
+    layer = {MLA: main, COMPRESSOR: _compressor(reader.number("head_dim"), ratio)}
+    if ratio == 4:
+        layer[INDEXER] = _indexer(reader, options, **shape, **aligned)
+        layer[INDEXER_COMPRESSOR] = _compressor(reader.number("index_head_dim"), ratio)
+    return layer | {SLIDING_MLA: window}
+
+
+def _compressor(width: int, ratio: int) -> SlidingWindowMLASpec:
+    overlap = 2 if ratio == 4 else 1
+    return SlidingWindowMLASpec(
+        block_size=V4_STATE_BLOCKS[ratio],
+        sliding_window=overlap * ratio,
+        head_size=2 * overlap * width,
+        dtype="float32",
+        page_alignment_bytes=V4_ALIGNMENT,
+    )
+
+
+FAMILIES = {
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": deepseek_v32,
+    "deepseek_v4": deepseek_v4,
+}

@@ -1,0 +1,451 @@
+"""Model import: published families rebuilt from their configurations, and refusals by name."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxkv.groups import make_groups, make_layout
+from jaxkv.models import encoder_len, layers_from_config, load_config, model_len, preset_names
+from jaxkv.planning import plan_cache
+from jaxkv.specs import (
+    CrossAttentionSpec,
+    EncoderOnlySpec,
+    FullAttentionSpec,
+    LayerSpec,
+    Limits,
+    MLASpec,
+    SharedKVSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+
+MEMORY = 40 * 2**30
+LIMITS = Limits(max_in_flight_tokens=16384)
+
+
+class Row(NamedTuple):
+    """One model as vLLM 0.33 plans it in 40 GiB.
+
+    groups: layers@block of every group, sorted.
+    zero: does a group overlay bytes of another meaning?
+    longest: what auto-fit gives, when that is less than the model's own length.
+    """
+
+    groups: str
+    bytes_per_block: int
+    blocks_per_request: int
+    num_blocks: int
+    zero: bool = False
+    longest: int | None = None
+
+
+ROWS = {
+    "llama-3.1-8b": Row("32@16", 2_097_152, 8192, 20480),
+    "llama-3.1-70b": Row("80@16", 5_242_880, 8192, 8192, longest=131056),
+    "qwen3-8b": Row("36@16", 2_359_296, 2560, 18204),
+    "qwen3-32b": Row("64@16", 4_194_304, 2560, 10240),
+    "qwen3-235b-a22b": Row("94@16", 3_080_192, 16384, 13943, longest=223072),
+    "gemma-2-9b": Row("2x21@16", 2_752_512, 512 + 512, 15603),
+    "gemma-2-27b": Row("2x23@16", 3_014_656, 512 + 512, 14246),
+    "gemma-3-4b": Row("4@16 6x5@16", 327_680, 14726, 131072),
+    "gemma-3-12b": Row("6x8@16", 1_048_576, 13637, 40960),
+    "gemma-3-27b": Row("2x8@16 4x9@16 10@16", 1_310_720, 14726, 32768),
+    "gemma-4-26b-a4b": Row("5x5@16 5@32", 655_360, 13637, 65536, zero=True),
+    "gemma-4-31b": Row("5x10@16 10@32", 2_621_440, 13637, 16384, zero=True),
+    "gemma-4-e2b": Row("3@16 4x3@32", 98_304, 10308, 436906, zero=True),
+    "gemma-4-e4b": Row("4@16 5x4@32", 262_144, 10837, 163840, zero=True),
+    "gpt-oss-20b": Row("2x12@16", 393_216, 1033 + 8192, 109226),
+    "gpt-oss-120b": Row("2x18@16", 589_824, 9225, 72817),
+    "llama-4-scout": Row("4x12@16", 786_432, 3 * 1536 + 8192, 54613),
+    "llama-4-maverick": Row("4x12@16", 786_432, 3 * 1536 + 8192, 54613),
+    "mistral-7b-v0.1": Row("32@16", 2_097_152, 1281, 20480),
+    "deepseek-v3": Row("61@64", 4_497_408, 2560, 9549),
+    "deepseek-v3.2": Row("122@64", 3_076_352, 2560, 13961),
+    "qwen3-next-80b-a3b": Row("4x12@544", 13_369_344, 3 + 482, 3212, zero=True),
+    "qwen3.5-35b-a3b": Row("4x10@1056", 21_626_880, 3 + 249, 1985, zero=True),
+    "qwen3.5-397b-a17b": Row("4x15@2096", 64_389_120, 3 + 126, 667, zero=True),
+    "qwen3.5-4b": Row("4x8@528", 17_301_504, 3 + 497, 2482, zero=True),
+    "jamba-v0.1": Row("8x4@80", 1_310_720, 7 + 3277, 32768, zero=True),
+    "nemotron-h-8b": Row("7x4@1040", 17_039_360, 6 + 127, 2520, zero=True),
+    "nemotron-nano-9b-v2": Row("3@1312 7x4@1312", 21_495_808, 7 + 100, 1998, zero=True),
+    "falcon-h1-7b": Row("2x44@1568", 70_647_808, 1 + 168, 607, zero=True),
+    "falcon-h1-24-layers": Row("2x24@1568", 38_535_168, 1 + 84, 1114, zero=True),
+    "granite-4.0-h-tiny": Row("10x4@400", 3_276_800, 9 + 328, 13107, zero=True),
+    "zamba2-2.7b": Row("7x9@48", 8_847_360, 6 + 86, 4854, zero=True),
+    "kimi-linear-48b-a3b": Row("6@1920 3x7@1920", 15_482_880, 3 + 547, 2774, zero=True),
+    "minimax-text-01": Row("8x10@1024", 41_943_040, 7 + 977, 1024, zero=True),
+    "whisper-large-v3": Row("2x32@16", 2_621_440, 28 + 94, 16384),
+}
+
+STATE_PAGES = {
+    "qwen3-next-80b-a3b": 1_097_728,
+    "qwen3.5-35b-a3b": 2_146_304,
+    "qwen3.5-4b": 2_146_304,
+    "qwen3.5-397b-a17b": 4_268_032,
+    "jamba-v0.1": 311_296,
+    "nemotron-h-8b": 4_255_744,
+    "nemotron-nano-9b-v2": 5_316_608,
+    "falcon-h1-7b": 1_594_368,
+    "falcon-h1-24-layers": 1_594_368,
+    "granite-4.0-h-tiny": 806_400,
+    "zamba2-2.7b": 686_848,
+    "kimi-linear-48b-a3b": 2_170_880,
+    "minimax-text-01": 4_194_304,
+}
+
+OTHER_PRESETS = {"qwen3-next-demo", "deepseek-v4-flash", "deepseek-v4-pro"}
+
+
+def own_caches(config: dict[str, Any], **options: Any) -> dict[str, LayerSpec]:
+    layers = layers_from_config(config, **options)
+    return {name: spec for name, spec in layers.items() if isinstance(spec, LayerSpec)}
+
+
+def only[Spec: LayerSpec](layers: dict[str, LayerSpec], kind: type[Spec]) -> Spec:
+    """The one spec of exactly this class that the layers have."""
+    specs = {spec for spec in layers.values() if type(spec) is kind}
+    assert len(specs) == 1, specs
+    (spec,) = specs
+    assert isinstance(spec, kind)
+    return spec
+
+
+def sizes(row: Row) -> list[tuple[int, int]]:
+    """(block size, layers) of every group, sorted."""
+    found = re.findall(r"(?:(\d+)x)?(\d+)@(\d+)", row.groups)
+    pairs = [(int(block), int(layers)) for n, layers, block in found for _ in range(int(n or 1))]
+    return sorted(pairs)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_published_model_is_planned_as_recorded(name: str) -> None:
+    config, row = load_config(name), ROWS[name]
+    plan = plan_cache(
+        own_caches(config),
+        MEMORY,
+        max_model_len=model_len(config),
+        fit_max_model_len=True,
+        limits=dataclasses.replace(LIMITS, max_encoder_tokens=encoder_len(config)),
+    )
+    assert sorted((group.block_size, len(group.layers)) for group in plan.groups) == sizes(row)
+    assert plan.bytes_per_block == (row.bytes_per_block,)
+    assert plan.num_blocks == row.num_blocks
+    assert plan.admission_blocks(model_len(config)) == row.blocks_per_request
+    assert plan.max_model_len == (row.longest or model_len(config))
+    assert any(plan.groups_to_zero) == row.zero
+
+
+def test_every_preset_is_checked() -> None:
+    assert set(preset_names()) == set(ROWS) | OTHER_PRESETS
+
+
+@pytest.mark.parametrize("name", STATE_PAGES)
+def test_state_pages(name: str) -> None:
+    assert only(own_caches(load_config(name)), StateSpec).data_bytes == STATE_PAGES[name]
+
+
+def test_resumable_states_take_one_block_more_each() -> None:
+    config = load_config("qwen3-next-80b-a3b")
+    groups = make_groups(own_caches(config, state_cache_mode="align"))
+    assert sum(group.spec.max_blocks(262_144, LIMITS) for group in groups) == 6 + 482
+
+
+def test_speculative_tokens_add_states_and_convolution_rows() -> None:
+    config = load_config("qwen3-next-80b-a3b")
+    state = only(own_caches(config, speculative_tokens=2), StateSpec)
+    assert state.shapes[0] == (5, 8192)
+    assert state.max_blocks(1000, LIMITS) == 3
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "jamba-v0.1", "falcon-h1-7b", "minimax-text-01"])
+def test_ranks_divide_heads_and_states(name: str) -> None:
+    whole, half = (own_caches(load_config(name), tensor_parallel=ranks) for ranks in (1, 2))
+    assert {name: 2 * spec.token_bytes for name, spec in attention(half).items()} == {
+        name: spec.token_bytes for name, spec in attention(whole).items()
+    }
+    if name in STATE_PAGES and name != "falcon-h1-7b":  # its one group is repeated
+        assert 2 * only(half, StateSpec).data_bytes == STATE_PAGES[name]
+
+
+def attention(layers: dict[str, LayerSpec]) -> dict[str, FullAttentionSpec]:
+    return {name: spec for name, spec in layers.items() if isinstance(spec, FullAttentionSpec)}
+
+
+def test_latent_rows_stay_whole_on_every_rank() -> None:
+    config = load_config("deepseek-v3")
+    assert own_caches(config, tensor_parallel=8) == own_caches(config)
+
+
+def test_fp8_cache_doubles_the_attention_block_of_a_hybrid() -> None:
+    layers = own_caches(load_config("qwen3-next-80b-a3b"), kv_dtype="fp8_e4m3")
+    assert {spec.block_size for spec in layers.values()} == {1072}
+    assert only(layers, StateSpec).data_bytes == STATE_PAGES["qwen3-next-80b-a3b"]
+
+
+def test_names_follow_the_layers_of_the_model() -> None:
+    assert list(layers_from_config(load_config("qwen3-next-80b-a3b")))[:4] == [
+        "layers.0.linear_attention",
+        "layers.1.linear_attention",
+        "layers.2.linear_attention",
+        "layers.3.full_attention",
+    ]
+    falcon = list(layers_from_config(load_config("falcon-h1-7b")))
+    assert falcon[:3] == ["layers.0.full_attention", "layers.0.mamba", "layers.1.full_attention"]
+    zamba = list(layers_from_config(load_config("zamba2-2.7b")))
+    assert zamba[6:8] == ["layers.6.full_attention", "layers.6.mamba"]
+    nemotron = list(layers_from_config(load_config("nemotron-h-8b")))
+    assert nemotron[:5] == [
+        *(f"layers.{i}.mamba" for i in (0, 2, 4, 6)),
+        "layers.7.full_attention",
+    ]
+
+
+def test_layers_that_share_read_the_last_owner_of_their_kind() -> None:
+    layers = layers_from_config(load_config("gemma-4-e2b"))
+    shared = {name: spec.layer for name, spec in layers.items() if isinstance(spec, SharedKVSpec)}
+    assert len(layers) == 35 and len(shared) == 20
+    assert set(shared.values()) == {"layers.13.sliding_attention", "layers.14.full_attention"}
+    assert shared["layers.19.full_attention"] == "layers.14.full_attention"
+    owners = own_caches(load_config("gemma-4-e2b"))
+    assert make_layout(make_groups(owners), shared=shared).bytes_per_block == 98_304
+
+
+def test_whisper_encoder_keeps_nothing() -> None:
+    assert encoder_len(load_config("whisper-large-v3")) == 1500
+    assert encoder_len(load_config("llama-3.1-8b")) == 0
+    layers = layers_from_config(load_config("whisper-large-v3"))
+    kinds = [type(spec) for spec in layers.values()]
+    assert kinds == [EncoderOnlySpec] * 32 + [FullAttentionSpec, CrossAttentionSpec] * 32
+
+
+def test_deepseek_v32_can_keep_plain_latents() -> None:
+    config = load_config("deepseek-v3.2")
+    rows = {spec.data_bytes for spec in own_caches(config, kv_dtype="bf16").values()}
+    assert rows == {64 * 1152, 64 * 132}
+    assert own_caches(config, kv_dtype="fp8_e4m3") == own_caches(config)
+
+
+def test_glm_5_is_latent_attention_with_an_indexer() -> None:
+    config = load_config("deepseek-v3.2") | {"model_type": "glm_moe_dsa", "num_hidden_layers": 78}
+    layers = own_caches(config | {"indexer_types": ["full"] * 78})
+    assert len(layers) == 156
+    assert sum(spec.page_bytes for spec in layers.values()) == 78 * 64 * (656 + 132)
+
+
+V4 = {
+    "deepseek-v4-flash": (1_002_240, {"mla": 41, "indexer": 21, "sliding_mla": 43}),
+    "deepseek-v4-pro": (1_435_968, {"mla": 61, "indexer": 30, "sliding_mla": 61}),
+}
+
+
+@pytest.mark.parametrize("name", V4)
+def test_deepseek_v4_pages(name: str) -> None:
+    layers = own_caches(load_config(name))
+    counts = V4[name][1] | {"compressor_state": V4[name][1]["mla"]}
+    counts["indexer_compressor_state"] = counts["indexer"]
+    kinds = [layer.rsplit(".", 1)[1] for layer in layers]
+    assert {kind: kinds.count(kind) for kind in kinds} == counts
+    full = [spec for spec in layers.values() if type(spec) is MLASpec]
+    assert sum(spec.page_bytes for spec in full) == V4[name][0]
+    assert {(s.block_size, s.compress_ratio, s.data_bytes, s.page_bytes) for s in full} == {
+        (256, 4, 64 * 584, 37_440),
+        (256, 128, 2 * 584, 1_728),
+        (256, 4, 64 * 132, 8_640),
+    }
+    windows = {s for s in layers.values() if isinstance(s, SlidingWindowMLASpec)}
+    assert {(s.block_size, s.sliding_window, s.dtype, s.token_bytes) for s in windows} == {
+        (64, 128, "uint8", 584),
+        (4, 8, "float32", 4 * 2048),
+        (4, 8, "float32", 4 * 512),
+        (8, 128, "float32", 4 * 1024),
+    }
+
+
+def test_deepseek_v4_by_layer_types_is_the_same_model() -> None:
+    kinds = {0: "sliding_attention"} | {
+        4: "compressed_sparse_attention",
+        128: "heavily_compressed_attention",
+    }
+    config = load_config("deepseek-v4-flash")
+    ratios = config.pop("compress_ratios")
+    renamed = config | {"layer_types": [kinds[ratio] for ratio in ratios]}
+    assert layers_from_config(renamed) == layers_from_config(load_config("deepseek-v4-flash"))
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return load_config("llama-3.1-8b") | changes
+
+
+# A family's other spellings: (changes to Llama 3.1 8B, kinds of its layers).
+PLAIN = {"head_dim": 128, "num_hidden_layers": 4}
+FULL, SLIDING = "full_attention", "sliding_attention"
+SPELLINGS = {
+    "mistral without a window": ({"model_type": "mistral", "sliding_window": None}, [FULL]),
+    "mistral by its default": ({"model_type": "mistral"}, [SLIDING]),
+    "ministral 3": ({"model_type": "ministral3"}, [FULL]),
+    "ministral": ({"model_type": "ministral", "sliding_window": 4096}, [SLIDING]),
+    "ministral by layer": (
+        {
+            "model_type": "ministral",
+            "sliding_window": 4096,
+            "layer_types": [SLIDING, FULL, FULL, FULL],
+        },
+        [SLIDING, FULL],
+    ),
+    "glm 4": ({"model_type": "glm4"}, [FULL]),
+    "minimax m2": ({"model_type": "minimax_m2", "attn_type_list": [1] * 4}, [FULL]),
+    "minimax, all full": ({"model_type": "minimax", "layer_types": [FULL] * 4}, [FULL]),
+    "qwen 3 with an idle window": (
+        {"model_type": "qwen3", "sliding_window": 4096, "use_sliding_window": False},
+        [FULL],
+    ),
+    "gpt-oss by its default": (
+        {"model_type": "gpt_oss", "sliding_window": 128},
+        [SLIDING, FULL, SLIDING, FULL],
+    ),
+    "nemotron by list": (
+        {
+            **load_config("nemotron-h-8b"),
+            "hybrid_override_pattern": None,
+            "layers_block_type": ["mamba", "mlp", "attention", "moe"],
+        },
+        ["mamba", FULL],
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "kinds"), SPELLINGS.values(), ids=SPELLINGS)
+def test_other_spellings(changes: dict[str, Any], kinds: list[str]) -> None:
+    layers = own_caches(llama() | PLAIN | changes | {"num_hidden_layers": 4})
+    found = [name.rsplit(".", 1)[1] for name in layers]
+    assert found[: len(kinds)] == kinds and set(found) == set(kinds)
+    assert {s.sliding_window for s in layers.values() if isinstance(s, SlidingWindowSpec)} <= {
+        128,
+        4096,
+    }
+
+
+def test_a_text_config_is_what_counts() -> None:
+    gemma = load_config("gemma-3-4b")
+    text = {"torch_dtype": "bfloat16", **gemma["text_config"]}
+    assert layers_from_config(text) == layers_from_config(gemma)
+    assert model_len(gemma) == 131072
+
+
+def test_quantised_checkpoints_name_their_cache_dtype() -> None:
+    config = llama(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
+    with pytest.raises(ValueError, match=r"kv_cache_scheme.*kv_dtype"):
+        layers_from_config(config)
+    assert only(own_caches(config, kv_dtype="fp8"), FullAttentionSpec).dtype == "float8_e4m3fn"
+
+
+ARITHMETIC = {
+    "deepseek-v4-flash": {"hc_sinkhorn_iters": 20, "o_lora_rank": 1024, "index_topk": 512},
+    "deepseek-v3.2": {"indexer_rope_interleave": True, "q_lora_rank": 1536},
+    "falcon-h1-7b": {"mamba_use_mlp": True, "mamba_chunk_size": 128, "mamba_rms_norm": False},
+    "gemma-2-9b": {"sliding_window_size": 4096, "attn_logit_softcapping": 50.0},
+    "gpt-oss-20b": {"attention_bias": True, "initial_context_length": 4096},
+    "nemotron-h-8b": {"chunk_size": 128, "use_conv_bias": True, "mamba_proj_bias": False},
+    "zamba2-2.7b": {"gated_linear_unit": True, "hybrid_layer_ids": [6], "chunk_size": 256},
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_fields_that_only_change_arithmetic_are_let_through(name: str) -> None:
+    config = load_config(name)
+    assert layers_from_config(config | ARITHMETIC[name]) == layers_from_config(config)
+
+
+def test_without_a_dtype_the_caller_names_it() -> None:
+    config = load_config("gpt-oss-20b")
+    del config["torch_dtype"]
+    with pytest.raises(ValueError, match=r"torch_dtype.*kv_dtype"):
+        layers_from_config(config)
+    asked = layers_from_config(config, kv_dtype="bfloat16")
+    assert asked == layers_from_config(load_config("gpt-oss-20b"))
+
+
+def preset(name: str, **changes: Any) -> dict[str, Any]:
+    return load_config(name) | changes
+
+
+REFUSALS = {
+    "sliding_window_size=2048": preset("gemma-2-9b", sliding_window_size=2048),
+    "attention_sink=4": llama(attention_sink=4),
+    "num_sink_tokens=4": llama(num_sink_tokens=4),
+    "sliding_window must": llama(model_type="mistral", sliding_window=0),
+    "torch_dtype=": llama(torch_dtype=["bfloat16"]),
+    "model_type=['llama']": llama(model_type=["llama"]),
+    "attention_k_eq_v": {
+        **load_config("gemma-4-31b"),
+        "text_config": {**load_config("gemma-4-31b")["text_config"], "attention_k_eq_v": "yes"},
+    },
+    "model_type": llama(model_type="mllama"),
+    "model_type='llava'": {"model_type": "llava", "text_config": llama()},
+    "sliding_window=4096": llama(sliding_window=4096),
+    "attention_chunk_size=8192": llama(attention_chunk_size=8192),
+    "kv_lora_rank=512": llama(kv_lora_rank=512),
+    "index_topk_freq=4": preset("deepseek-v3.2", index_topk_freq=4),
+    "indexer_types": preset("deepseek-v3.2", indexer_types=["full", "shared"]),
+    "index_head_dim=128": preset("deepseek-v3", index_head_dim=128),
+    "num_kv_shared_layers=4": llama(num_kv_shared_layers=4),
+    "compress_ratios": llama(compress_ratios=[4]),
+    "compress_ratios=": preset("deepseek-v4-flash", compress_ratios=[8] * 43),
+    "head_dim=256": preset("deepseek-v4-flash", head_dim=256),
+    "layers_block_type": llama(layers_block_type=["attention"] * 32),
+    "hybrid_override_pattern='M'": llama(hybrid_override_pattern="M"),
+    "hybrid_override_pattern": preset("nemotron-h-8b", hybrid_override_pattern="M?"),
+    "attn_type_list": llama(attn_type_list=[0, 1]),
+    "attn_type_list=": preset(
+        "llama-3.1-8b", model_type="minimax_m2", head_dim=128, attn_type_list=[0] * 32
+    ),
+    "use_sliding_window=True": preset("qwen3-8b", use_sliding_window=True),
+    "layer_types": preset("qwen3-8b", layer_types=["sliding_attention"] * 36),
+    "dual_chunk_attention_config": preset("qwen3-8b", dual_chunk_attention_config={"a": 1}),
+    "use_bidirectional_attention='all'": preset("gemma-2-9b", use_bidirectional_attention="all"),
+    "head_dim'": preset("gemma-2-9b", head_dim=None),
+    "v_head_dim=64": llama(v_head_dim=64),
+    "cross_attention_layers": llama(cross_attention_layers=[3]),
+    "linear_attn_config": preset("kimi-linear-48b-a3b", linear_attn_config=None),
+    "linear_attn_config=": preset(
+        "kimi-linear-48b-a3b",
+        linear_attn_config=load_config("kimi-linear-48b-a3b")["linear_attn_config"]
+        | {"kda_layers": [1]},
+    ),
+    "index_topk=2048": llama(index_topk=2048),
+    "num_hidden_layers=1000000000000": llama(num_hidden_layers=10**12),
+    "hidden_size=4095": llama(hidden_size=4095),
+    "layer_types=5": llama(layer_types=5),
+    "quantization_config='fp8'": llama(quantization_config="fp8"),
+    "mamba_ssm_cache_dtype": preset("nemotron-h-8b", mamba_ssm_cache_dtype="float64"),
+    "mamba_d_ssm": preset("falcon-h1-7b", mamba_d_ssm=1024),
+    "mamba_expand": preset("granite-4.0-h-tiny", mamba_expand=3),
+    "mamba_ssm_dtype": preset("qwen3-next-demo", model_type="qwen3_5_text", mamba_ssm_dtype=None),
+    "layers_block_type'": preset("zamba2-2.7b", layers_block_type=None),
+}
+
+
+@pytest.mark.parametrize(("message", "config"), REFUSALS.items(), ids=REFUSALS)
+def test_what_is_not_understood_is_refused_by_name(message: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layers_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("deepseek-v4-flash", {"kv_dtype": "bf16"}, "kv_dtype"),
+        ("deepseek-v3.2", {"kv_dtype": "int8"}, "kv_dtype"),
+        ("deepseek-v4-flash", {"block_size": 16}, "block_size"),
+        ("qwen3-8b", {"tensor_parallel": 3}, "tensor_parallel"),
+        ("qwen3-8b", {"tensor_parallel": 0}, "tensor_parallel"),
+        ("jamba-v0.1", {"state_cache_mode": "some"}, "cache_mode"),
+        ("qwen3-8b", {"speculative_tokens": -1}, "speculative_tokens"),
+    ],
+)
+def test_options_that_make_no_sense(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers_from_config(load_config(name), **options)
