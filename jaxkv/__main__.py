@@ -1,27 +1,42 @@
 """``python -m jaxkv``: the command line."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+
+COMMANDS = {
+    "plan": ("jaxkv.plan_command", "does a model's cache fit, how long, how many, what to change"),
+    "demo": ("jaxkv.demo.run", "serve a small hybrid model from one paged pool, check it"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status; 2 means a refusal."""
-    try:
-        from jaxkv.demo import run as demo
-    except ModuleNotFoundError as error:
-        print(f"jaxkv demo needs {error.name}: pip install 'jaxkv[demo]'", file=sys.stderr)
-        return 2
-    parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    help_text = "serve a small hybrid model from one paged pool and compare with dense"
-    demo.add_arguments(commands.add_parser("demo", help=help_text, description=help_text))
+    run = None
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if arguments[:1] == [name]:  # the others may need what is not installed
+            try:
+                run = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                return _refuse(f"{name} needs {error.name}: pip install 'jaxkv[demo]'")
+            run.add_arguments(command)
     options = parser.parse_args(arguments)
+    if run is None:  # an option of ours before the command; argparse took it, we have none
+        parser.error("give the command first")
     try:
-        return demo.run(options)
-    except ValueError as error:
-        print(f"jaxkv {options.command}: {error}", file=sys.stderr)
-        return 2
+        return run.run(options)
+    except (ValueError, NotImplementedError) as error:
+        return _refuse(f"{options.command}: {error}")
+
+
+def _refuse(message: str) -> int:
+    print(f"jaxkv {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

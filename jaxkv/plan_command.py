@@ -1,0 +1,289 @@
+"""``python -m jaxkv plan``: does this model fit, how long, how many, what to change if not."""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxkv.groups import GROUPINGS
+from jaxkv.models import encoder_len, layers_from_config, load_config, model_len
+from jaxkv.planning import KVCacheCapacityError, Plan, plan_cache
+from jaxkv.specs import Limits
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+MAX_TRIES = 3
+AMPLE_BLOCKS = 2**20  # to see a model's groups where its memory is too small for a plan
+
+
+def parse_bytes(text: str) -> int:
+    """``"80GiB"``, ``"141GB"`` or a plain number -> bytes.
+
+    Raises:
+      ValueError: no number, an unknown unit, or a fraction of a byte.
+    """
+    match = re.fullmatch(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*", text)
+    if not match or match[3] not in UNITS:
+        units = ", ".join(filter(None, UNITS))
+        raise ValueError(f"memory={text!r} is not understood; give a number and one of {units}")
+    digits = match[2] or ""
+    num_bytes, rest = divmod(int(match[1] + digits) * UNITS[match[3]], 10 ** len(digits))
+    if rest:
+        raise ValueError(f"memory={text!r} is not a whole number of bytes")
+    return num_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """One planning question; changing a field asks the next one."""
+
+    config: Mapping[str, Any]
+    memory_bytes: int
+    max_model_len: int | None  # None: the longest that fits
+    kv_dtype: str | None = None
+    block_size: int | None = None
+    num_blocks_override: int | None = None
+    override_beyond_memory: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    max_in_flight_tokens: int = 8192
+    state_cache_mode: str = "none"
+    speculative_tokens: int = 0
+    grouping: str = "auto"
+
+    @property
+    def wanted_len(self) -> int:
+        own = model_len(self.config)
+        if self.max_model_len is not None and self.max_model_len > own:
+            raise ValueError(f"max_model_len={self.max_model_len:,} is beyond the model's {own:,}")
+        return own if self.max_model_len is None else self.max_model_len
+
+    def plan(self) -> Plan:
+        """The answer, or `KVCacheCapacityError`."""
+        layers = layers_from_config(
+            self.config,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            tensor_parallel=self.tensor_parallel,
+            state_cache_mode=self.state_cache_mode,
+            speculative_tokens=self.speculative_tokens,
+        )
+        stages = split_stages(layers, self.pipeline_parallel)
+        return plan_cache(
+            stages,
+            [self.memory_bytes] * len(stages),
+            max_model_len=self.wanted_len,
+            fit_max_model_len=self.max_model_len is None,
+            num_blocks_override=self.num_blocks_override,
+            override_beyond_memory=self.override_beyond_memory,
+            limits=Limits(
+                max_in_flight_tokens=self.max_in_flight_tokens,
+                max_encoder_tokens=encoder_len(self.config),
+            ),
+            grouping=self.grouping,
+            context_parallel=self.context_parallel,
+        )
+
+
+def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]:
+    """Cuts a model into pipeline stages of about equally many model layers."""
+    if stages < 1:
+        raise ValueError(f"pipeline_parallel must be at least 1, got {stages}")
+    numbers: dict[str, int] = {}
+    for name in layers:
+        numbers.setdefault(name.rsplit(".", 1)[0], len(numbers))
+    parts: list[dict[str, Any]] = [{} for _ in range(stages)]
+    for name, spec in layers.items():
+        number = numbers[name.rsplit(".", 1)[0]]
+        parts[number * stages // len(numbers)][name] = spec
+    return parts
+
+
+def tries(question: Question) -> Iterator[str]:
+    """What to change, most useful first; every line was planned, not guessed."""
+    plan, longest = _attempt(question)
+    if plan is None and longest:
+        yield f"--max-model-len {longest}: the longest request that fits"
+    if memory := _memory_for_more(question, plan):
+        more = memory - question.memory_bytes
+        for_what = f"one request of {question.wanted_len:,} tokens"
+        if plan and plan.max_model_len == question.wanted_len:
+            for_what = f"{plan.requests_that_fit(plan.max_model_len) + 1} requests at once"
+        yield f"--memory {memory}: {more:,} bytes more, for {for_what}"
+    best = _figures(plan)
+    fp8 = dataclasses.replace(question, kv_dtype="fp8_e4m3")
+    if (figures := _figures(_attempt(fp8)[0])) > best:
+        yield f"--kv-dtype fp8_e4m3: {_describe(figures)}"
+    sizes = [dataclasses.replace(question, block_size=size) for size in BLOCK_SIZES]
+    answers = [(_figures(_attempt(other)[0]), other.block_size) for other in sizes]
+    figures, size = max(answers, key=lambda answer: answer[0])
+    if figures > best:
+        yield f"--block-size {size}: {_describe(figures)}"
+
+
+def _attempt(question: Question) -> tuple[Plan | None, int]:
+    """The plan, or None and the longest length that would fit."""
+    try:
+        return question.plan(), 0
+    except KVCacheCapacityError as error:
+        return None, error.longest_len
+    except ValueError:  # this dtype or block size is not for this model
+        return None, 0
+
+
+def _figures(plan: Plan | None) -> tuple[int, int, int]:
+    """Longest request, how many of them, how many tokens: what makes a plan better."""
+    if plan is None:
+        return 0, 0, 0
+    length = plan.max_model_len
+    return length, plan.requests_that_fit(length), plan.tokens_that_fit(length)
+
+
+def _describe(figures: tuple[int, int, int]) -> str:
+    length, requests, tokens = figures
+    return f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
+
+
+def _memory_for_more(question: Question, plan: Plan | None) -> int | None:
+    """Bytes per worker for the length wanted or, where it fits, for one request more."""
+    if question.num_blocks_override is not None:
+        return None
+    length = question.wanted_len
+    ample = dataclasses.replace(
+        question,
+        max_model_len=length,
+        num_blocks_override=AMPLE_BLOCKS,
+        override_beyond_memory=True,
+    )
+    shape, _ = _attempt(ample)
+    if shape is None:
+        return None
+    blocks = shape.admission_blocks(length) + shape.reserved_blocks
+    if plan and plan.max_model_len == length:
+        blocks += plan.requests_that_fit(length) * shape.steady_blocks(length)
+    return blocks * max(shape.bytes_per_block)
+
+
+def what_binds(question: Question, plan: Plan) -> str:
+    """What keeps the longest request from being longer."""
+    if plan.max_model_len == model_len(question.config):
+        return "the model's own length"
+    if question.max_model_len is not None:
+        return "the length asked for"
+    if question.num_blocks_override is not None:
+        return "the override"
+    sizes = plan.bytes_per_block
+    tightest = max(range(len(sizes)), key=lambda worker: sizes[worker])
+    return "memory" if len(sizes) == 1 else f"memory of pipeline stage {tightest}"
+
+
+def as_data(question: Question, plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, for ``--json``."""
+    length = plan.max_model_len
+    return {
+        "groups": [
+            {"layers": list(g.layers), "kind": g.spec.kind, "block_size": g.block_size}
+            for g in plan.groups
+        ],
+        "bytes_per_block": list(plan.bytes_per_block),
+        "unused_bytes_per_block": list(plan.unused_bytes_per_block),
+        "memory_bytes": list(plan.memory_bytes),
+        "num_blocks": plan.num_blocks,
+        "usable_blocks": plan.usable_blocks,
+        "max_model_len": length,
+        "admission_blocks": plan.admission_blocks(length),
+        "steady_blocks": plan.steady_blocks(length),
+        "requests_that_fit": plan.requests_that_fit(length),
+        "tokens_that_fit": plan.tokens_that_fit(length),
+        "groups_to_zero": list(plan.groups_to_zero),
+        "binds": what_binds(question, plan),
+        "bytes_per_request": bytes_per_request(plan),
+        "try": list(tries(question))[:MAX_TRIES],
+    }
+
+
+def _parse_length(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f'max_model_len={text!r} is not understood; give tokens or "auto"')
+    return int(text)
+
+
+def bytes_per_request(plan: Plan) -> int:
+    """What admission charges for the longest request, over all workers."""
+    return plan.admission_blocks(plan.max_model_len) * sum(plan.bytes_per_block)
+
+
+def describe_gain(question: Question, plan: Plan) -> str:
+    """What the grouping asked for saves against the rule, for the same request."""
+    by_rule = dataclasses.replace(
+        question,
+        grouping="rule",
+        max_model_len=plan.max_model_len,
+        num_blocks_override=AMPLE_BLOCKS,
+        override_beyond_memory=True,
+    )
+    rule, _ = _attempt(by_rule)
+    if rule is None:
+        return f"{bytes_per_request(plan):,} bytes; the rule cannot group this model"
+    saved = bytes_per_request(rule) - bytes_per_request(plan)
+    share = 100 * saved / bytes_per_request(rule)
+    return f"{bytes_per_request(plan):,} bytes, {saved:,} ({share:.1f} %) fewer than by the rule"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="path to a config.json, or a preset")
+    parser.add_argument("--memory", required=True, help="for the cache, per GPU: 80GiB, 141GB")
+    parser.add_argument("--max-model-len", default="auto", help="tokens, or auto (default)")
+    parser.add_argument("--kv-dtype", help="of keys and values (default: the model's own)")
+    parser.add_argument("--block-size", type=int, help="tokens (default: the family's usual)")
+    parser.add_argument("--num-blocks-override", type=int, metavar="N")
+    parser.add_argument("--override-beyond-memory", action="store_true")
+    for name in ("tensor", "pipeline", "context"):
+        parser.add_argument(f"--{name}-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--max-in-flight-tokens", type=int, default=8192, metavar="N")
+    parser.add_argument(
+        "--state-cache-mode",
+        default="none",
+        choices=("none", "align", "all"),
+        help="of mamba layers",
+    )
+    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N")
+    parser.add_argument("--grouping", default="auto", choices=GROUPINGS)
+    parser.add_argument("--json", action="store_true", help="print the plan as data")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan and what could be changed. Returns 2 for a refusal."""
+    given = vars(options) | {
+        "config": load_config(options.config),
+        "memory_bytes": parse_bytes(options.memory),
+        "max_model_len": _parse_length(options.max_model_len),
+    }
+    names = [field.name for field in dataclasses.fields(Question)]
+    question = Question(**{name: given[name] for name in names})
+    try:
+        plan = question.plan()
+    except KVCacheCapacityError as error:
+        listed = list(tries(question))[:MAX_TRIES]
+        if options.json:
+            figures = {k: v for k, v in vars(error).items() if isinstance(v, int)}
+            print(json.dumps({"error": str(error), **figures, "try": listed}, indent=2))
+            return 2
+        raise ValueError("\n".join([str(error), *(f"try {line}" for line in listed)])) from error
+    if options.json:
+        print(json.dumps(as_data(question, plan), indent=2))
+        return 0
+    print(plan)
+    print(f"{'tokens at once':<16} {plan.tokens_that_fit(plan.max_model_len):,}")
+    print(f"{'what binds':<16} {what_binds(question, plan)}")
+    if question.grouping != "auto":
+        print(f"{'per request':<16} {describe_gain(question, plan)}")
+    for line in list(tries(question))[:MAX_TRIES]:
+        print(f"try {line}")
+    return 0
