@@ -3,14 +3,13 @@
 Knows rows, groups and block ids. Knows nothing of who owns a block (`jaxkv.blocks`) or
 of the bytes in it (`jaxkv.pool`).
 
-Every function is jitted, ``state -> state``, and leaves its argument valid; inside your
+Every operation is jitted, ``state -> state``, and leaves its argument valid; inside your
 own ``jit`` it becomes part of it, and there you may donate the tables. Rows and ids that
 are out of range never clamp or wrap: what they ask for is dropped whole, and a bit of
 `BlockTables.overflow` remembers it until `check_overflow` raises it on the host.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +18,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxkv.blocks import NULL_BLOCK
-from jaxkv.checks import check_int32, check_positive, check_same_shape
+from jaxkv.checks import check_count, check_positive, check_same_shape
+from jaxkv.jit_int32 import jit_int32
 from jaxkv.planning import Plan
-from jaxkv.specs import StateSpec
+from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
 
 PAD_SLOT = -1  # slot of a token that must not be written
 PAD_ROW = -1  # row of a batch entry that is padding
@@ -33,6 +33,7 @@ ROW_FULL = 4
 DUPLICATE = 8
 TOO_NARROW = 16
 NO_BLOCK = 32
+UNSORTED = 64
 _REASONS = {
     BAD_ROW: "a row or group out of range",
     BAD_BLOCK_ID: "a block id outside the pool",
@@ -40,6 +41,7 @@ _REASONS = {
     DUPLICATE: "two entries for one row in a single call",
     TOO_NARROW: "a gathered width smaller than a row's blocks",
     NO_BLOCK: "a slot for a position whose block was never given",
+    UNSORTED: "ids that do not lie by entry, in order",
 }
 
 
@@ -57,7 +59,7 @@ class TableGroup(NamedTuple):
 
     block_size: int
     blocks_per_kv_block: int
-    has_slots: bool  # False for recurrent state, which is read by block id
+    stores: str  # "tokens", "encoder" for the encoder's tokens, or "state" (no slots)
     sliding_window: int | None
     chunk_size: int | None
 
@@ -107,7 +109,11 @@ class TableEntries(NamedTuple):
 
 
 def make_block_tables(
-    plan: Plan, *, max_requests: int, kernel_block_sizes: Sequence[int] | None = None
+    plan: Plan,
+    *,
+    max_requests: int,
+    kernel_block_sizes: Sequence[int] | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
 ) -> BlockTables:
     """Empty tables for a plan.
 
@@ -116,6 +122,8 @@ def make_block_tables(
       max_requests: rows.
       kernel_block_sizes: per group, the tokens per block that its attention kernel
         works on; each must divide the group's block size. None: the block size.
+      device: a device or a (replicated) sharding, the same as the pool's; None: the
+        default device.
 
     Raises:
       ValueError: a kernel block size that does not divide the block size, or a plan for
@@ -127,27 +135,31 @@ def make_block_tables(
             f"plan.context_parallel={plan.context_parallel}: tables do not divide positions among "
             "ranks yet; plan with context_parallel=1"
         )
-    sizes = [group.block_size for group in plan.groups]
-    kernel_sizes = list(kernel_block_sizes or sizes)
-    if len(kernel_sizes) != len(sizes):
-        raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(sizes)}")
-    for size, kernel_size in zip(sizes, kernel_sizes, strict=True):
-        check_positive(kernel_block_sizes=kernel_size)
-        if size % kernel_size:
-            raise ValueError(
-                f"kernel_block_sizes: {kernel_size} does not divide the block size {size}"
-            )
     specs = [group.spec for group in plan.groups]
+    kernel_sizes = [spec.block_size for spec in specs]
+    if kernel_block_sizes is not None:
+        kernel_sizes = list(kernel_block_sizes)
+    if len(kernel_sizes) != len(specs):
+        raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
+    for spec, kernel_size in zip(specs, kernel_sizes, strict=True):
+        _check_kernel_size(spec, kernel_size)
     widths = [spec.row_blocks(plan.max_model_len, plan.limits) for spec in specs]
+    shapes = [*((max_requests, width) for width in widths), (len(specs), max_requests), ()]
+
+    def allocate() -> list[Array]:
+        return [jnp.zeros(shape, jnp.int32) for shape in shapes]
+
+    # Placed as `make_pool` places the pool: mixing the two would compile steps twice.
+    *tables, num_blocks, overflow = jax.jit(allocate, out_shardings=as_sharding(device))()
     return BlockTables(
-        tables=tuple(jnp.zeros((max_requests, width), jnp.int32) for width in widths),
-        num_blocks=jnp.zeros((len(specs), max_requests), jnp.int32),
-        overflow=jnp.zeros((), jnp.int32),
+        tables=tuple(tables),
+        num_blocks=num_blocks,
+        overflow=overflow,
         groups=tuple(
             TableGroup(
                 block_size=spec.block_size,
                 blocks_per_kv_block=spec.block_size // kernel_size,
-                has_slots=not isinstance(spec, StateSpec),
+                stores=_stores(spec),
                 sliding_window=getattr(spec, "sliding_window", None),
                 chunk_size=getattr(spec, "chunk_size", None),
             )
@@ -155,6 +167,34 @@ def make_block_tables(
         ),
         pool_blocks=plan.num_blocks,
     )
+
+
+def _stores(spec: LayerSpec) -> str:
+    if isinstance(spec, CrossAttentionSpec):
+        return "encoder"
+    return "state" if isinstance(spec, StateSpec) else "tokens"
+
+
+def _check_kernel_size(spec: LayerSpec, kernel_size: int) -> None:
+    check_positive(kernel_block_sizes=kernel_size)
+    ratio = getattr(spec, "compress_ratio", 1)
+    if isinstance(spec, StateSpec) and kernel_size != spec.block_size:
+        raise ValueError(
+            f"kernel_block_sizes: {kernel_size} would split a state, which is read whole; use its "
+            f"block size {spec.block_size}"
+        )
+    if spec.block_size % kernel_size or kernel_size % ratio:
+        raise ValueError(
+            f"kernel_block_sizes: {kernel_size} does not divide the block size {spec.block_size}, "
+            f"or holds no whole rows of {ratio} tokens"
+        )
+
+
+def as_sharding(
+    device: jax.Device | jax.sharding.Sharding | None,
+) -> jax.sharding.Sharding | None:
+    """A device as the sharding that ``jit`` takes."""
+    return jax.sharding.SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
 
 
 def check_overflow(tables: BlockTables) -> None:
@@ -168,7 +208,7 @@ def check_overflow(tables: BlockTables) -> None:
         raise BlockTableError(flags)
 
 
-@functools.partial(jax.jit, static_argnames="blocks_per_kv_block")
+@jit_int32("block_ids", static_argnames="blocks_per_kv_block")
 def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
     """Logical block ids -> ids of the kernel blocks that they consist of.
 
@@ -177,24 +217,26 @@ def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
       blocks_per_kv_block: kernel blocks in a logical block.
 
     Returns:
-      int32[..., N * blocks_per_kv_block]: id ``b`` becomes ``b * k .. b * k + k - 1``.
+      int32[..., N * blocks_per_kv_block]: id ``b`` becomes ``b * k .. b * k + k - 1``; an id
+      that is negative, or whose kernel ids int32 does not hold, becomes -1.
     """
     check_positive(blocks_per_kv_block=blocks_per_kv_block)
-    check_int32(block_ids=block_ids)
-    first = jnp.repeat(block_ids * blocks_per_kv_block, blocks_per_kv_block, axis=-1)
-    part = lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1)
-    return first + part % blocks_per_kv_block
+    known = _within(block_ids, (2**31 - 1) // blocks_per_kv_block)
+    first = jnp.where(known, block_ids * blocks_per_kv_block, -blocks_per_kv_block)
+    first = jnp.repeat(first, blocks_per_kv_block, axis=-1)
+    part = lax.broadcasted_iota(jnp.int32, first.shape, first.ndim - 1) % blocks_per_kv_block
+    return jnp.maximum(first + part, -1)
 
 
-@jax.jit
+@jit_int32("entries")
 def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     """Appends ids to, or replaces, the rows that the entries name; all groups at once.
 
     An entry is applied whole or not at all. It is dropped, and reported by `overflow`,
     when its row or group is out of range, one of its ids is outside the pool, its row
-    has no room, or another entry names the same row and group.
+    has no room, or another entry names the same row and group. When ``entry_of_id`` does
+    not ascend, all of them are dropped.
     """
-    check_int32(**entries._asdict())
     check_same_shape(rows=entries.rows, groups=entries.groups, overwrite=entries.overwrite)
     check_same_shape(block_ids=entries.block_ids, entry_of_id=entries.entry_of_id)
     num_groups, num_rows = tables.num_blocks.shape
@@ -214,7 +256,8 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     fits = start + count <= _take(jnp.array(tables.widths, jnp.int32), entries.groups)
     foreign = ~_within(entries.block_ids, tables.pool_blocks)
     sound = ~jnp.zeros(num_entries, bool).at[owner].max(foreign, mode="drop")
-    accepted = in_range & alone & fits & sound
+    unsorted = (owner[1:] < owner[:-1]).any()
+    accepted = in_range & alone & fits & sound & ~unsorted
 
     num_blocks = (
         tables.num_blocks.reshape(-1)
@@ -239,16 +282,16 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
         | _flag(DUPLICATE, in_range & ~alone)
         | _flag(ROW_FULL, in_range & ~fits)
         | _flag(BAD_BLOCK_ID, given & ~sound)
+        | _flag(UNSORTED, unsorted)
     )
     return dataclasses.replace(
         tables, tables=new_tables, num_blocks=num_blocks, overflow=tables.overflow | flags
     )
 
 
-@jax.jit
+@jit_int32("rows")
 def release_rows(tables: BlockTables, rows: Array) -> BlockTables:
     """Empties rows, int32[M], in every group. Naming a row twice is harmless."""
-    check_int32(rows=rows)
     known = _within(rows, tables.max_requests)
     target = jnp.where(known, rows, tables.max_requests)
     return dataclasses.replace(
@@ -258,7 +301,7 @@ def release_rows(tables: BlockTables, rows: Array) -> BlockTables:
     )
 
 
-@jax.jit
+@jit_int32("sources", "destinations")
 def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> BlockTables:
     """Moves rows, all at once: what was at ``sources[i]`` ends at ``destinations[i]``.
 
@@ -269,7 +312,6 @@ def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> Block
     Args:
       sources, destinations: int32[M].
     """
-    check_int32(sources=sources, destinations=destinations)
     check_same_shape(sources=sources, destinations=destinations)
     num_rows = tables.max_requests
     known = _within(sources, num_rows) & _within(destinations, num_rows)
@@ -292,13 +334,13 @@ def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> Block
     )
 
 
-@jax.jit
+@jit_int32("first", "second")
 def swap_rows(tables: BlockTables, first: Array, second: Array) -> BlockTables:
     """Exchanges ``first[i]`` with ``second[i]``, int32[M] each, all pairs at once."""
     return move_rows(tables, jnp.concatenate([first, second]), jnp.concatenate([second, first]))
 
 
-@functools.partial(jax.jit, static_argnames="widths")
+@jit_int32("rows", "first_positions", static_argnames="widths")
 def gather_block_tables(
     tables: BlockTables, rows: Array, first_positions: Array, *, widths: tuple[int, ...]
 ) -> tuple[BlockTables, tuple[Array, ...]]:
@@ -316,10 +358,10 @@ def gather_block_tables(
       exist), and per group int32[B, width * blocks_per_kv_block]; tails, padding and
       null blocks read 0.
     """
-    check_int32(rows=rows, first_positions=first_positions)
     check_same_shape(rows=rows, first_positions=first_positions)
     if len(widths) != len(tables.groups):
         raise ValueError(f"widths has {len(widths)} groups, the tables have {len(tables.groups)}")
+    check_count(**{f"widths[{i}]": width for i, width in enumerate(widths)})
     known = _within(rows, tables.max_requests)
     flags = _flag(BAD_ROW, ~known & (rows != PAD_ROW))
     gathered = []
@@ -342,8 +384,10 @@ def gather_block_tables(
     return dataclasses.replace(tables, overflow=tables.overflow | flags), tuple(gathered)
 
 
-@jax.jit
-def map_slots(tables: BlockTables, rows: Array, positions: Array) -> tuple[BlockTables, Array]:
+@jit_int32("rows", "positions", static_argnames="encoder")
+def map_slots(
+    tables: BlockTables, rows: Array, positions: Array, *, encoder: bool = False
+) -> tuple[BlockTables, Array]:
     """Where in the pool each token goes: ``block_id * block_size + offset``.
 
     Since a kernel block id is ``b * k + i``, this is also
@@ -351,20 +395,22 @@ def map_slots(tables: BlockTables, rows: Array, positions: Array) -> tuple[Block
 
     Args:
       rows, positions: int32 arrays that broadcast to one shape S; a negative position
-        or `PAD_ROW` is padding.
+        or `PAD_ROW` is padding. Positions are those computed now or later: what a window
+        left behind may be somebody else's by now.
+      encoder: static; the tokens are an encoder's, for groups of cross attention.
 
     Returns:
       The tables (with `NO_BLOCK` or `BAD_ROW` set where a token has no place), and
-      int32[G, *S]: the slot, or `PAD_SLOT`. Groups of recurrent state have no slots.
+      int32[G, *S]: the slot, or `PAD_SLOT`. Groups of recurrent state have no slots, and
+      groups of cross attention have them for ``encoder`` tokens only.
     """
-    check_int32(rows=rows, positions=positions)
     rows, positions = jnp.broadcast_arrays(rows, positions)
     wanted = (positions >= 0) & (rows != PAD_ROW)
     known = wanted & _within(rows, tables.max_requests)
     flags = _flag(BAD_ROW, wanted & ~known)
     slots = []
     for index, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
-        if not group.has_slots:
+        if group.stores != ("encoder" if encoder else "tokens"):
             slots.append(jnp.full(rows.shape, PAD_SLOT, jnp.int32))
             continue
         column = positions // group.block_size

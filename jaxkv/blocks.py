@@ -168,6 +168,7 @@ class BlockManager:
             differently. ``"always"``: all, so that no tenant sees another's bytes.
         """
         check_positive(max_requests=max_requests)
+        self._max_requests = max_requests
         if zero_policy not in ZERO_POLICIES:
             raise ValueError(f"zero_policy={zero_policy!r}; use one of {ZERO_POLICIES}")
         self.pool = BlockPool(plan.num_blocks)
@@ -238,6 +239,7 @@ class BlockManager:
             raise ValueError(
                 f"shared_block_ids has {len(prefix)} groups; the pool has {len(self._specs)}"
             )
+        self._check_prefix(prefix)
         self.pool.share([i for ids in prefix for i in ids if i != NULL_BLOCK])
         row = self._free_rows.popleft()
         self._requests[request] = _Holding(row, prefix, [0] * len(prefix), encoder_tokens)
@@ -248,7 +250,9 @@ class BlockManager:
     def missing_blocks(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> int:
         """Free blocks that `grow` would take, beyond those it gives back itself."""
         holding = self._holding(request)
-        changes = self._changes(holding, num_computed_tokens, num_tokens)
+        return self._missing(holding, self._changes(holding, num_computed_tokens, num_tokens))
+
+    def _missing(self, holding: _Holding, changes: Sequence[_Change]) -> int:
         returned = sum(self.pool.references(i) == 1 for i in _dropped_ids(holding, changes))
         return max(0, sum(len(change.fresh) for change in changes) - returned)
 
@@ -266,11 +270,11 @@ class BlockManager:
         Raises:
           OutOfBlocksError: not enough free blocks; nothing is changed.
         """
-        missing = self.missing_blocks(request, num_computed_tokens, num_tokens)
-        if missing > self.pool.num_free_blocks:
-            raise OutOfBlocksError(missing, self.pool.num_free_blocks)
         holding = self._holding(request)
         changes = self._changes(holding, num_computed_tokens, num_tokens)
+        missing = self._missing(holding, changes)
+        if missing > self.pool.num_free_blocks:
+            raise OutOfBlocksError(missing, self.pool.num_free_blocks)
         self.pool.free(_dropped_ids(holding, changes))
         for group, change in enumerate(changes):
             for index in change.dropped:
@@ -290,7 +294,8 @@ class BlockManager:
         del self._requests[request]
 
     def take_update(self) -> TableUpdate:
-        """Everything that changed since the last call; call it once per step.
+        """Everything that changed since the last call; call it once per step, and keep the
+        answer until it has been packed: it is not given a second time.
 
         At most one entry per row and group, so the order of entries does not matter.
         """
@@ -302,6 +307,32 @@ class BlockManager:
         self._entries = {}
         self._zero_ids = [[] for _ in self._specs]
         return update
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Follows `jaxkv.block_tables.swap_rows`: whoever had one row has the other now.
+
+        Swap on the device before the next update is applied there.
+        """
+        rows = {first: second, second: first}
+        for row in rows:
+            if not 0 <= row < self._max_requests:
+                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}")
+        for holding in self._requests.values():
+            holding.row = rows.get(holding.row, holding.row)
+        self._free_rows = deque(rows.get(row, row) for row in self._free_rows)
+        moved = [
+            dataclasses.replace(entry, row=rows.get(entry.row, entry.row))
+            for entry in self._entries.values()
+        ]
+        self._entries = {(entry.row, entry.group): entry for entry in moved}
+
+    def _check_prefix(self, prefix: Sequence[Sequence[int]]) -> None:
+        for spec, ids in zip(self._specs, prefix, strict=True):
+            room = spec.row_blocks(
+                self._plan.local_tokens(self._plan.max_model_len), self._plan.limits
+            )
+            if len(ids) > room:
+                raise ValueError(f"shared_block_ids has {len(ids)} blocks for a row of {room}")
 
     def _holding(self, request: Hashable) -> _Holding:
         if request not in self._requests:
@@ -317,6 +348,12 @@ class BlockManager:
                 f"num_computed_tokens={num_computed_tokens} and num_tokens={num_tokens} must "
                 f"ascend and stay within the plan's max_model_len={self._plan.max_model_len}"
             )
+        limit = self._plan.limits.max_in_flight_tokens
+        if num_tokens - num_computed_tokens > limit:
+            raise ValueError(
+                f"num_tokens={num_tokens} computes {num_tokens - num_computed_tokens} tokens in a "
+                f"step; the plan counts on limits.max_in_flight_tokens={limit}"
+            )
         changes = []
         for spec, ids, start in zip(
             self._specs, holding.block_ids, holding.first_live, strict=True
@@ -328,7 +365,7 @@ class BlockManager:
             )
             _check_still_held(live, ids, start, num_computed_tokens)
             first = max(start, min(live[0] if live else start, len(ids)))
-            fresh = [i for i in live[bisect.bisect_left(live, len(ids)) :]]
+            fresh = list(live[bisect.bisect_left(live, len(ids)) :])
             # A range has no holes, so only what lies below it can fall out.
             stop = first if isinstance(live, range) else len(ids)
             held = (i for i in range(start, stop) if ids[i] != NULL_BLOCK)
@@ -353,13 +390,14 @@ class BlockManager:
 
 
 def _check_still_held(live: Sequence[int], ids: list[int], start: int, computed: int) -> None:
-    """Refuses to go back to blocks that were given back (or skipped) already."""
+    """Refuses to go back to blocks that were given back or skipped."""
     # A range has no holes: it is held from ``start`` on.
     known = live[:1] if isinstance(live, range) else live
     if any(i < start or (i < len(ids) and ids[i] == NULL_BLOCK) for i in known if i < len(ids)):
         raise ValueError(
-            f"num_computed_tokens={computed} needs a block that was given back already; it may "
-            "not fall below what an earlier call said"
+            f"num_computed_tokens={computed} needs a block that the request does not hold: it was "
+            "given back, because an earlier call said that more was computed, or never taken, "
+            'because cache_mode="align" keeps only the states that earlier calls announced'
         )
 
 

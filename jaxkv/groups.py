@@ -129,6 +129,9 @@ class PoolLayout:
                 used[slot] = used.get(slot, 0) + spec.page_bytes
         return places | {layer: places[owner] for layer, owner in self.shared}
 
+    def __getstate__(self) -> dict[str, object]:  # a hash is worth nothing elsewhere
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.groups, self.slots, self.shared))
@@ -202,16 +205,16 @@ def make_groups(
       appearance, and buckets cut into groups of about the smallest bucket's size (the
       largest's, when that is less than 1.5 times the smallest), so that slots are
       shared evenly. What vLLM does.
-    - ``"least_waste"``: the same with the group size of least ``cost``; of equal ones
-      the largest, which makes the fewest groups.
-    - ``"packed"``: pages keep their sizes; layers bucketed by growth, and each bucket cut
-      into as many groups as make ``cost`` least.
+    - ``"packed"``: pages keep their sizes and layers are bucketed by growth. Those that
+      keep all tokens stay in one group; the others are cut so as to be no wider.
     - ``"auto"``: by the rule where pages can be unified, else packed.
+    - ``"least_waste"``: the group size (or, packed, the width) of least ``cost``; of equal
+      ones the largest, which makes the fewest groups.
 
     Args:
       layers: layer name -> spec.
       grouping: see above.
-      cost: what a grouping costs, for the two that choose; None: bytes per block times
+      cost: what a grouping costs, for ``"least_waste"``; None: bytes per block times
         groups.
 
     Raises:
@@ -223,7 +226,10 @@ def make_groups(
         return ()
     if len({spec.growth for spec in layers.values()}) == 1:
         return (Group(tuple(layers), tuple(layers.values())),)
-    if grouping == "packed" or (grouping == "auto" and not _unifiable(layers)):
+    unifiable = _unifiable(layers)
+    if grouping == "packed" or (grouping == "auto" and not unifiable):
+        return _pack(layers)
+    if grouping == "least_waste" and not unifiable:
         return min(_packed_groupings(layers), key=cost or _default_cost)
     buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
     sizes = [len(names) for names in buckets]
@@ -265,18 +271,40 @@ def _cut(buckets: Sequence[Layers], size: int) -> tuple[Group, ...]:
     return tuple(group for b in buckets for group in _split(b, -(-len(b) // size)))
 
 
+def _pack(layers: Layers) -> tuple[Group, ...]:
+    """Layers that keep all tokens stay together, and nothing is wider than they are."""
+    splits = _splits(layers)
+    whole = [options[0][0].page_bytes for options in splits]
+    full = [
+        width
+        for width, options in zip(whole, splits, strict=True)
+        if options[0][0].spec.kind in ("full", "mla")
+    ]
+    return _fewest(splits, max(full or [min(whole)]))
+
+
 def _packed_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
     """For every width that a group can have: the fewest groups none of which is wider."""
+    splits = _splits(layers)
+    widths = {_width(split) for options in splits for split in options}
+    return (_fewest(splits, w) for w in sorted(widths, reverse=True))
+
+
+def _splits(layers: Layers) -> list[list[list[Group]]]:
+    """Per growth: the layers in one group, in two, and so on."""
     buckets = _buckets(layers, key=lambda spec: spec.growth)
-    splits = [[_split(b, count) for count in range(1, len(b) + 1)] for b in buckets]
-    widths = [[max(g.page_bytes for g in split) for split in options] for options in splits]
-    for limit in sorted({width for options in widths for width in options}, reverse=True):
-        chosen = [
-            next((s for s, width in zip(options, sizes, strict=True) if width <= limit), None)
-            for options, sizes in zip(splits, widths, strict=True)
-        ]
-        if None not in chosen:
-            yield tuple(group for split in chosen if split for group in split)
+    return [[_split(b, count) for count in range(1, len(b) + 1)] for b in buckets]
+
+
+def _width(split: Sequence[Group]) -> int:
+    return max(group.page_bytes for group in split)
+
+
+def _fewest(splits: Sequence[Sequence[Sequence[Group]]], width: int) -> tuple[Group, ...]:
+    """The fewest groups of each growth none of which is wider, as far as single layers go."""
+    limit = max(width, *(_width(options[-1]) for options in splits))
+    chosen = (next(split for split in options if _width(split) <= limit) for options in splits)
+    return tuple(group for split in chosen for group in split)
 
 
 def make_layout(
@@ -339,4 +367,5 @@ def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) 
     """
     check_positive(state_page_bytes=state_page_bytes)
     step = max(spec.block_size, 128) if isinstance(spec, MLASpec) else spec.block_size
-    return step * -(-state_page_bytes // (step * spec.token_bytes))
+    step_bytes = dataclasses.replace(spec, block_size=step).data_bytes
+    return step * -(-state_page_bytes // step_bytes)

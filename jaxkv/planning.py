@@ -77,6 +77,15 @@ class Plan:
         return tuple(layout.bytes_per_block for layout in self.layouts)
 
     @property
+    def unused_bytes_per_block(self) -> tuple[int, ...]:
+        """Per group: bytes of a block that carry no data while the group owns it.
+
+        Over all workers: padding of its pages, and slots in which it has no layer.
+        """
+        total = sum(self.bytes_per_block)
+        return tuple(total - sum(spec.data_bytes for spec in g.specs) for g in self.groups)
+
+    @property
     def groups_to_zero(self) -> tuple[bool, ...]:
         """Per group: must its fresh blocks be zeroed, on any worker?"""
         flags = [layout.groups_to_zero() for layout in self.layouts]
@@ -103,7 +112,8 @@ class Plan:
 
     def admits(self, num_tokens: int) -> bool:
         """Can a request of this length, alone, always get its blocks?"""
-        return self.admission_blocks(num_tokens) <= self.usable_blocks
+        check_count(num_tokens=num_tokens)
+        return num_tokens <= self.max_model_len
 
     def requests_that_fit(self, num_tokens: int) -> int:
         """Requests of this length that run at once, one prefilling and the rest decoding.
@@ -142,7 +152,8 @@ class Plan:
         rows = {
             "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
             "groups": _describe_groups(self.groups),
-            "block": f"{max(self.bytes_per_block):,} bytes in {slots} slot{'s' * (slots != 1)}",
+            "block": f"{max(self.bytes_per_block):,} bytes in {slots} slot{'s' * (slots != 1)}, "
+            f"{_describe_unused(self.unused_bytes_per_block)}",
             "memory": f"{given:,} bytes ({_readable(given)}) given, {_difference(given - used)}",
             "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
             "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
@@ -159,6 +170,13 @@ def _readable(num_bytes: int) -> str:
 
 def _difference(num_bytes: int) -> str:
     return f"{num_bytes:,} left over" if num_bytes >= 0 else f"{-num_bytes:,} too few"
+
+
+def _describe_unused(unused: Sequence[int]) -> str:
+    least, most = min(unused), max(unused)
+    if most == 0:
+        return "all used"
+    return f"{most:,} unused" if least == most else f"{least:,} to {most:,} unused by group"
 
 
 def _describe_groups(groups: Sequence[Group]) -> str:
@@ -227,8 +245,8 @@ def plan_cache(
         fitting and admission; at least 2 (the null block and one more).
       override_beyond_memory: accept an override that the memory given cannot hold.
       limits: what the scheduler promises; None: `Limits` defaults.
-      grouping: of `jaxkv.groups.make_groups`; ``"least_waste"`` and ``"packed"``
-        minimise the bytes that one request of ``max_model_len`` is charged.
+      grouping: of `jaxkv.groups.make_groups`; ``"least_waste"`` minimises the bytes that
+        one request of ``max_model_len`` is charged, at the price of more groups.
       context_parallel: ranks among which each request's tokens are divided; for models
         whose every group keeps all tokens.
       copy_on_write_blocks: blocks to keep back so that a shared block can be copied

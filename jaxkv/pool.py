@@ -15,6 +15,7 @@ block, are never written and read as zeros.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from jaxkv.block_tables import as_sharding
 from jaxkv.blocks import NULL_BLOCK
 from jaxkv.checks import check_int32, check_positive
 from jaxkv.groups import PoolLayout
@@ -89,15 +91,15 @@ def make_pool(
         per slot suits unrolled ones and is faster there.
       device: a device or a sharding; None: the default device.
     """
+    if not 0 <= worker < len(plan.layouts):
+        raise ValueError(f"worker={worker}: the plan has {len(plan.layouts)} workers")
     layout = plan.layouts[worker]
     shapes = pool_shapes(layout, plan.num_blocks, stacked=stacked)
 
     def allocate():
         return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
 
-    if isinstance(device, jax.Device):
-        device = jax.sharding.SingleDeviceSharding(device)
-    return KVPool(buffers=jax.jit(allocate, out_shardings=device)(), layout=layout)
+    return KVPool(buffers=jax.jit(allocate, out_shardings=as_sharding(device))(), layout=layout)
 
 
 def layer_view(pool: KVPool, layer: str, *, blocks_per_kv_block: int = 1) -> Array:
@@ -116,6 +118,7 @@ def layer_view(pool: KVPool, layer: str, *, blocks_per_kv_block: int = 1) -> Arr
     spec = _token_spec(pool, layer)
     row_shape, dtype = _row_format(spec)
     rows = spec.data_bytes // spec.token_bytes
+    check_positive(blocks_per_kv_block=blocks_per_kv_block)
     if rows % blocks_per_kv_block:
         raise ValueError(f"blocks_per_kv_block={blocks_per_kv_block} does not divide {rows} rows")
     pages, _ = _pages(pool, layer)
@@ -155,10 +158,9 @@ def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return jnp.clip(jnp.round(scaled), info.min, info.max).astype(dtype)
-    if jnp.dtype(dtype).itemsize == 1:  # fp8 conversion turns what is too large into NaN
-        largest = float(jnp.finfo(dtype).max)
-        scaled = jnp.clip(scaled, -largest, largest)
-    return scaled.astype(dtype)
+    # Conversion makes NaN (fp8) or Inf of what is too large, and 0 * Inf is NaN again.
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 
 def write_tokens(
@@ -336,7 +338,7 @@ def _write(pool: KVPool, layer: str, block_ids: Array, offsets: Array, data: Arr
     written = lax.scatter(
         pages,
         start,
-        data.reshape(-1, data.shape[-1]),
+        data.reshape(rows.size, data.shape[-1]),
         lax.ScatterDimensionNumbers(
             update_window_dims=(1,),
             inserted_window_dims=(0,),
@@ -367,7 +369,8 @@ def _read(pool: KVPool, layer: str, block_ids: Array, num_bytes: int) -> Array:
 
 def _to_bytes(array: Array, batch_dims: int) -> Array:
     data = lax.bitcast_convert_type(array, jnp.uint8)
-    return data.reshape(*array.shape[:batch_dims], -1)
+    batch = array.shape[:batch_dims]
+    return data.reshape(*batch, math.prod(data.shape[batch_dims:]))
 
 
 def _from_bytes(data: Array, shape: Sequence[int], dtype: str) -> Array:

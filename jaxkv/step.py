@@ -9,7 +9,6 @@ device, `apply_step` updates the tables and returns what the step's kernels need
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -28,6 +27,8 @@ from jaxkv.block_tables import (
     map_slots,
 )
 from jaxkv.blocks import TableEntry, TableUpdate
+from jaxkv.checks import check_count
+from jaxkv.jit_int32 import jit_int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,16 @@ class StepShape:
     widths: tuple[int, ...]
     tokens: int = 0
     extra: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        check_count(**self.fields(), tokens=self.tokens)
+        check_count(**{f"widths[{i}]": width for i, width in enumerate(self.widths)})
+        if (self.block_ids and not self.entries) or (self.tokens and not self.batch):
+            raise ValueError(
+                f"block_ids={self.block_ids} need entries and tokens={self.tokens} need a batch; "
+                f"got entries={self.entries} and batch={self.batch}"
+            )
 
     def fields(self) -> dict[str, int]:
         """Name and length of every part of the upload, in order."""
@@ -139,7 +150,8 @@ def pack_step(
 
     Args:
       shape: what to pad to.
-      update: from `BlockManager.take_update`.
+      update: from `BlockManager.take_update`. Keep it until the pack has succeeded: an
+        update that did not fit can be packed again into a larger shape.
       rows, first_positions, lengths: per request of the batch, its table row, the
         position of its first token computed now, and how many are.
       extra: the caller's own int32s.
@@ -157,6 +169,10 @@ def pack_step(
             f"rows, first_positions and lengths differ in length: {len(rows)}, "
             f"{len(first_positions)}, {len(lengths)}"
         )
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"lengths must be >= 0, got {min(lengths)}")
+    if len(set(rows)) < len(rows):
+        raise ValueError(f"rows names a row twice: {list(rows)}; a request is in a batch once")
     if shape.tokens:
         _check_room("tokens", sum(lengths), shape.tokens)
     upload = np.empty(shape.size, np.int32)
@@ -172,7 +188,7 @@ def pack_step(
     return upload
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@jit_int32("upload", static_argnames="shape")
 def apply_step(
     tables: BlockTables, upload: Array, *, shape: StepShape
 ) -> tuple[BlockTables, StepBatch]:
@@ -228,7 +244,7 @@ def lay_out_tokens(
     start = (ends - lengths).at[request].get(mode="fill", fill_value=0)
     first = first_positions.at[request].get(mode="fill", fill_value=0)
     row = rows.at[request].get(mode="fill", fill_value=PAD_ROW)
-    inside = (request < rows.shape[0]) & (row != PAD_ROW)
+    inside = row != PAD_ROW
     return jnp.where(inside, row, PAD_ROW), jnp.where(inside, first + token - start, -1)
 
 
@@ -246,10 +262,13 @@ def _write_entries(parts: dict[str, np.ndarray], entries: Iterable[TableEntry]) 
 
 def _fill(part: np.ndarray, name: str, values: Sequence[int] | np.ndarray, padding: int) -> None:
     _check_room(name, len(values), len(part))
-    try:
-        part[: len(values)] = values
-    except OverflowError as error:
-        raise ValueError(f"{name} holds a value that int32 does not: {error}") from error
+    given = np.asarray(values)
+    if given.size and not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
+        raise TypeError(f"{name} must be ints, got {given.dtype}")
+    limits = np.iinfo(np.int32)
+    if given.size and not (limits.min <= given.min() and given.max() <= limits.max):
+        raise ValueError(f"{name} holds a value that int32 does not")
+    part[: len(values)] = given
     part[len(values) :] = padding
 
 

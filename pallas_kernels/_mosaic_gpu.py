@@ -59,6 +59,11 @@ def why_unsupported(any_platform: bool = False) -> str | None:
     return None
 
 
+def stores(dtype: jnp.dtype) -> bool:
+    """Can the kernel store this dtype?"""
+    return dtype.name in DTYPES
+
+
 def tile_page(page: int, itemsize: int) -> Tiling | None:
     """Cuts a page of ``page`` elements; None when it is too short for one warpgroup."""
     vector = STORE_BYTES // itemsize
@@ -93,7 +98,9 @@ def zero_pages(work: "Sequence[Blocks]") -> list[Array]:
             _zero_one(blocks, count, id_refs[index], ref, first, grid)
             first = lax.rem(first + grid - count % grid, grid)  # go on where this one ended
 
-    plgpu.kernel(kernel, grid=(grid,), grid_names=("cta",), kernel_name="zero_blocks")(*ids, *refs)
+    launch = plgpu.kernel(kernel, grid=(grid,), grid_names=("cta",), kernel_name="zero_blocks")
+    with jax.enable_x64(False):  # the kernel counts in int32, whatever its caller does
+        launch(*ids, *refs)
     zeroed = iter([jax.freeze(ref) for ref in refs])
     return [next(zeroed) if w.pages.size and w.block_ids.size else w.pages for w in work]
 

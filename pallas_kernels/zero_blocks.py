@@ -50,8 +50,9 @@ def zero_blocks(
       block_axis: which axis counts blocks; an int, or a tree of ints like ``buffers``.
       include_null_block: zero block 0 too when it is listed; by default it is left
         alone, since block tables are padded with it and it is never written.
-      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best that the
-        default device supports.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best: Mosaic for the
+        buffers whose dtype it stores, where the program is compiled for a GPU that has
+        it, and XLA for all else.
 
     Returns:
       The buffers, same tree, shapes and dtypes.
@@ -60,23 +61,30 @@ def zero_blocks(
       TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
       ValueError: an unknown implementation, a block axis out of range, or trees that
         do not match.
-      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it.
+      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
+        other devices jax itself refuses to compile the kernel.)
     """
     leaves, tree = jax.tree.flatten(buffers)
     lists = _match(tree, block_ids, "block_ids")
     axes = _match(tree, block_axis, "block_axis")
-    first = 0 if include_null_block else 1
+    # Each list is masked once, so that the kernel gets it once however many share it.
+    masked = {id(ids): _without_null(ids, include_null_block) for ids in lists}
     work = [
-        _as_pages(jnp.asarray(buffer), ids, axis, first)
+        _as_pages(jnp.asarray(buffer), masked[id(ids)], axis)
         for buffer, ids, axis in zip(leaves, lists, axes, strict=True)
     ]
-    if (implementation or default_implementation()) == "mosaic_gpu":
-        _check_mosaic(implementation, work)
-        zeroed = _mosaic_gpu.zero_pages(work)
-    elif implementation in (None, "xla"):
-        zeroed = [_zero_pages_xla(blocks) for blocks in work]
-    else:
-        raise ValueError(f"implementation={implementation!r}; use one of {IMPLEMENTATIONS} or None")
+    match implementation:
+        case None:
+            zeroed = _zero_pages_where_best(work)
+        case "xla":
+            zeroed = [_zero_pages_xla(blocks) for blocks in work]
+        case "mosaic_gpu":
+            _check_mosaic(work)
+            zeroed = _mosaic_gpu.zero_pages(work)
+        case _:
+            raise ValueError(
+                f"implementation={implementation!r}; use one of {IMPLEMENTATIONS} or None"
+            )
     return tree.unflatten(
         pages.reshape(jnp.shape(buffer)) for pages, buffer in zip(zeroed, leaves, strict=True)
     )
@@ -87,14 +95,44 @@ def default_implementation() -> str:
     return "xla" if _mosaic_gpu.why_unsupported() else "mosaic_gpu"
 
 
+def _zero_pages_where_best(work: list[Blocks]) -> list[Array]:
+    """Mosaic on a GPU that has it and for dtypes that it stores, XLA for the rest."""
+    if default_implementation() == "xla":
+        return [_zero_pages_xla(blocks) for blocks in work]
+    stored = [i for i, blocks in enumerate(work) if _mosaic_gpu.stores(blocks.pages.dtype)]
+
+    def by_kernel(pages: list[Array], ids: list[Array]) -> list[Array]:
+        return _mosaic_gpu.zero_pages(_rebuilt(pages, ids))
+
+    def by_xla(pages: list[Array], ids: list[Array]) -> list[Array]:
+        return [_zero_pages_xla(blocks) for blocks in _rebuilt(pages, ids)]
+
+    distinct = list({id(work[i].block_ids): work[i].block_ids for i in stored}.values())
+    index = {id(ids): k for k, ids in enumerate(distinct)}
+
+    def _rebuilt(pages: list[Array], ids: list[Array]) -> list[Blocks]:
+        return [
+            Blocks(page, ids[index[id(work[i].block_ids)]], work[i].num_blocks)
+            for i, page in zip(stored, pages, strict=True)
+        ]
+
+    # A program may be compiled for the CPU of a machine that has a GPU.
+    pages = [work[i].pages for i in stored]
+    zeroed = lax.platform_dependent(pages, distinct, cuda=by_kernel, default=by_xla)
+    answers = dict(zip(stored, zeroed, strict=True))
+    return [
+        answers[i] if i in answers else _zero_pages_xla(blocks) for i, blocks in enumerate(work)
+    ]
+
+
 def _zero_pages_xla(blocks: Blocks) -> Array:
     if not blocks.pages.size:
         return blocks.pages
     dtype = blocks.pages.dtype
     # XLA's CPU backend scatters narrow floats by way of float32 and loses NaN payloads
     # of blocks that should stay, so those go through as integers.
-    narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
-    bits = jnp.dtype(f"uint{8 * dtype.itemsize}") if narrow else dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
+    bits = jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if narrow else dtype
     pages = lax.bitcast_convert_type(blocks.pages, bits)
     pages = pages.at[_rows_of(blocks)].set(0, mode="drop", wrap_negative_indices=False)
     return lax.bitcast_convert_type(pages, dtype)
@@ -109,19 +147,26 @@ def _rows_of(blocks: Blocks) -> Array:
     return jnp.where(known[None], rows, num_rows).reshape(-1)
 
 
-def _as_pages(buffer: Array, block_ids: Any, axis: int, first: int) -> Blocks:
+def _without_null(block_ids: Any, include_null_block: bool) -> Array:
+    # Before jax sees it: it would cut int64 down to int32, and 2**32 + 7 to 7.
+    dtype = getattr(block_ids, "dtype", type(block_ids).__name__)
+    if str(dtype) != "int32" or block_ids.ndim != 1:
+        raise TypeError(f"block_ids must be int32[K], got {dtype}{list(jnp.shape(block_ids))}")
+    ids = jnp.asarray(block_ids)
+    return ids if include_null_block else jnp.where(ids >= 1, ids, -1)
+
+
+def _as_pages(buffer: Array, block_ids: Array, axis: int) -> Blocks:
+    if not isinstance(axis, int):
+        raise TypeError(f"block_axis must be an int, got {axis!r}")
     if not -buffer.ndim <= axis < buffer.ndim:
         raise ValueError(f"block_axis={axis} is out of range for a buffer of shape {buffer.shape}")
-    ids = jnp.asarray(block_ids)
-    if ids.dtype != jnp.int32 or ids.ndim != 1:
-        raise TypeError(f"block_ids must be int32[K], got {ids.dtype}{list(ids.shape)}")
     if not jnp.issubdtype(buffer.dtype, jnp.number) or jnp.iscomplexobj(buffer):
         raise TypeError(f"buffers must be real and numeric, got {buffer.dtype}")
     axis %= buffer.ndim
     num_blocks, page = buffer.shape[axis], math.prod(buffer.shape[axis + 1 :])
     rows = math.prod(buffer.shape[: axis + 1])
-    ids = jnp.where(ids >= first, ids, -1)
-    return Blocks(buffer.reshape(rows, page), ids, num_blocks)
+    return Blocks(buffer.reshape(rows, page), block_ids, num_blocks)
 
 
 def _match(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
@@ -134,12 +179,12 @@ def _match(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
     raise ValueError(f"{name} is neither one value nor a tree like buffers: {values_tree}")
 
 
-def _check_mosaic(asked: str | None, work: list[Blocks]) -> None:
-    reason = _mosaic_gpu.why_unsupported(any_platform=asked is not None)
+def _check_mosaic(work: list[Blocks]) -> None:
+    reason = _mosaic_gpu.why_unsupported(any_platform=True)
     if reason:
         raise NotImplementedError(f'implementation="mosaic_gpu": {reason}; use "xla"')
     for blocks in work:
-        if blocks.pages.dtype.name not in _mosaic_gpu.DTYPES:
+        if not _mosaic_gpu.stores(blocks.pages.dtype):
             raise TypeError(
                 f'implementation="mosaic_gpu" cannot store {blocks.pages.dtype}; use "xla" or one '
                 f"of {', '.join(_mosaic_gpu.DTYPES)}"

@@ -225,10 +225,11 @@ class Engine:
             tokens[i, :length] = running.tokens[start : start + length]
         update = self.manager.take_update()
         self._count_zeroed(update.zero_ids)
+        table_rows = self.manager.requests
         upload = pack_step(
             shape,
             update=update,
-            rows=[self.manager.requests[running.request.name] for running in batch],
+            rows=[table_rows[running.request.name] for running in batch],
             first_positions=[running.num_computed_tokens for running in batch],
             lengths=lengths,
             extra=tokens.reshape(-1),
@@ -238,8 +239,8 @@ class Engine:
 
     def _count_zeroed(self, zero_ids: Sequence[Sequence[int]]) -> None:
         layout = self.plan.layout
-        for group, ids in zip(layout.groups, zero_ids, strict=True):
-            page_bytes = sum(slot.page_bytes for slot in layout.slots[: len(group.layers)])
+        for group, ids in enumerate(zero_ids):
+            page_bytes = sum(layout.slots[slot].page_bytes for slot in layout.slots_of(group))
             self.report.blocks_zeroed += len(ids)
             self.report.bytes_zeroed += len(ids) * page_bytes
 

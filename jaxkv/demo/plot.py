@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from jaxkv.demo.engine import Report
 from jaxkv.planning import Plan
@@ -14,15 +15,11 @@ TOKEN_COLOURS = ("#e07a5f", "#f2a65a", "#f4d35e")
 
 def plot_occupancy(plan: Plan, report: Report, path: pathlib.Path) -> None:
     """Writes a PNG: blocks held by each group at every step, and each preemption."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     held = np.array(report.occupancy).T
     steps = np.arange(held.shape[1])
     labels, colours = _legend(plan)
-    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.stackplot(steps, held, labels=labels, colors=colours, step="post")
     axes.axhline(plan.usable_blocks, color="black", linewidth=1)
     axes.text(0, plan.usable_blocks, f" {plan.usable_blocks} usable blocks", va="bottom")
@@ -39,9 +36,7 @@ def plot_occupancy(plan: Plan, report: Report, path: pathlib.Path) -> None:
         ylim=(0, plan.usable_blocks * 1.12),
     )
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _legend(plan: Plan) -> tuple[Sequence[str], Sequence[str]]:

@@ -49,11 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the demo. Returns 0 when everything served equals the reference."""
-    if options.requests < 1 or options.seed < 0:
+    if options.requests < 1 or not 0 <= options.seed < 2**32:
         raise ValueError(
-            f"--requests must be at least 1 and --seed at least 0, got {options.requests} and "
+            f"--requests must be at least 1 and --seed in 0..2**32 - 1, got {options.requests} and "
             f"{options.seed}"
         )
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {options.output}: {error}") from error
+    jax.config.update("jax_enable_x64", False)  # the model's own dtypes, whatever the shell says
     config = load_config("qwen3-next-demo")
     layers = layers_from_config(config, kv_dtype=options.kv_dtype)
     plan = plan_cache(
@@ -149,8 +154,10 @@ def count_compilations() -> Iterator[list[float]]:
 
     # jax has no public way to take a listener away again; this one falls silent.
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    is_open = False
+    try:
+        yield seen
+    finally:
+        is_open = False
 
 
 def _title(text: str) -> None:

@@ -15,7 +15,13 @@ from jaxkv.block_tables import (
 )
 from jaxkv.blocks import TableEntry
 from jaxkv.groups import PoolLayout
-from jaxkv.specs import ChunkedAttentionSpec, LayerSpec, SlidingWindowSpec, StateSpec
+from jaxkv.specs import (
+    ChunkedAttentionSpec,
+    CrossAttentionSpec,
+    LayerSpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
 
 
 class ReferenceTables:
@@ -117,7 +123,7 @@ class ReferenceTables:
                 self.flags |= BAD_ROW
                 continue
             for group, spec in enumerate(self.specs):
-                if isinstance(spec, StateSpec):
+                if isinstance(spec, StateSpec | CrossAttentionSpec):
                     continue
                 block_id = dict(enumerate(self.rows[group][row])).get(position // spec.block_size)
                 if not block_id:

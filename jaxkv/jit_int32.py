@@ -1,0 +1,38 @@
+"""``jax.jit`` for functions over int32 ids: what is not int32 is refused, not cut down.
+
+jit turns NumPy's int64 into int32 before the function sees it, and 2**32 + 7 into 7. Ids
+that silently become other ids are what this package is there to prevent.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxkv.checks import check_int32
+
+
+def jit_int32[**P, R](
+    *names: str, static_argnames: str | Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Jits a function and checks, before jax converts them, that the named arguments are
+    arrays of int32 (or tuples of such)."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        jitted = jax.jit(function, static_argnames=static_argnames)
+        parameters = list(inspect.signature(function).parameters)
+        places = [(name, parameters.index(name)) for name in names]
+
+        @functools.wraps(jitted)
+        def checked(*args: Any, **kwargs: Any) -> R:
+            for name, place in places:
+                value = args[place] if place < len(args) else kwargs.get(name)
+                fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
+                check_int32(**fields)
+            return jitted(*args, **kwargs)
+
+        return checked
+
+    return decorate
