@@ -17,6 +17,7 @@ from jaxkv.block_tables import (
     NO_BLOCK,
     ROW_FULL,
     TOO_NARROW,
+    UNSORTED,
     BlockTableError,
     BlockTables,
     TableEntries,
@@ -30,8 +31,12 @@ from jaxkv.block_tables import (
     release_rows,
     swap_rows,
 )
-from jaxkv.blocks import TableEntry
-from jaxkv.step import pack_entries
+from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
+from jaxkv.demo.run import count_compilations
+from jaxkv.planning import plan_cache
+from jaxkv.pool import make_pool, zero_new_blocks
+from jaxkv.specs import CrossAttentionSpec, FullAttentionSpec, Limits
+from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
 from jaxkv.testing import ReferenceTables
 from tests.helpers import assert_unchanged, hybrid_plan, snapshot
 
@@ -163,21 +168,113 @@ class TablesMachine(RuleBasedStateMachine):
 TestTablesMachine = TablesMachine.TestCase
 
 
-def test_nothing_compiled_twice_in_all_those_runs() -> None:
+def test_a_thousand_random_updates_compile_nothing_after_the_first() -> None:
+    rng = np.random.default_rng(0)
     tables, _ = make()
-    for _ in range(3):  # warm, whichever test ran first
-        tables = append(tables, pack([TableEntry(0, 0, (1,))]))
-        tables = move(tables, int32([0, 0, 0]), int32([1, 1, 1]))
-    assert append._cache_size() == 1
-    assert move._cache_size() == 1
-    assert gather._cache_size() <= 2  # one for each tuple of widths
-    assert slots_of._cache_size() <= 1
+
+    def run(tables: BlockTables) -> BlockTables:
+        row, ids = int(rng.integers(ROWS)), tuple(rng.integers(1, 40, rng.integers(3)).tolist())
+        entry = TableEntry(row, int(rng.integers(GROUPS)), ids, bool(rng.integers(2)))
+        tables = append(tables, pack([entry]))
+        tables = move(tables, int32([row, 0]), int32([0, 0]))
+        tables = release(tables, int32([row, 0]))
+        tables, _ = gather(tables, int32([row] * BATCH), int32([0] * BATCH), widths=tables.widths)
+        return slots_of(tables, int32([row] * TOKENS), int32([-1] * TOKENS))[0]
+
+    tables = run(tables)
+    with count_compilations() as compilations:
+        for _ in range(1000):
+            tables = run(tables)
+    assert not compilations
+
+
+@pytest.mark.parametrize("device", [None, jax.devices()[0]], ids=["default", "device"])
+def test_tables_and_pool_on_a_device_keep_one_signature(device) -> None:
+    tables = make_block_tables(PLAN, max_requests=ROWS, device=device)
+    pool = make_pool(PLAN, device=device)
+    shape = StepShape(entries=2, block_ids=4, zero_ids=2, batch=2, widths=tables.widths)
+    nothing = TableUpdate((), ((),) * GROUPS)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(tables, pool, upload):
+        tables, batch = apply_step(tables, upload, shape=shape)
+        return tables, zero_new_blocks(pool, batch.zero_ids)
+
+    for _ in range(4):
+        upload = pack_step(shape, update=nothing, rows=[], first_positions=[], lengths=[])
+        tables, pool = step(tables, pool, upload)
+    assert step._cache_size() == 1
+
+
+def test_int64_ids_are_refused_and_not_cut_down_to_other_ids() -> None:
+    tables, _ = make()
+    with pytest.raises(TypeError, match="rows must be an array of int32, got int64"):
+        release(tables, np.array([2**32]))
+    with pytest.raises(TypeError, match="rows must be an array of int32, got int64"):
+        slots_of(tables, np.array([2**32]), int32([0]))
+    with pytest.raises(TypeError, match="block_ids must be an array of int32, got int64"):
+        append(tables, raw_entries()._replace(block_ids=np.array([2**32 + 7, 1, 1])))
+
+
+@pytest.mark.parametrize("owners", [[2, 0, 0], [0, 2, 0]])
+def test_ids_out_of_order_are_dropped_and_reported(owners) -> None:
+    tables = append(make()[0], raw_entries(entry_of_id=owners))
+    assert int(tables.overflow) == UNSORTED and not np.asarray(tables.num_blocks).any()
+
+
+def test_the_encoder_s_tokens_have_slots_in_groups_of_cross_attention_only() -> None:
+    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 4}
+    layers = {"self": FullAttentionSpec(**shape), "cross": CrossAttentionSpec(**shape)}
+    plan = plan_cache(layers, 2**20, max_model_len=16, limits=Limits(max_encoder_tokens=8))
+    manager = BlockManager(plan, max_requests=1)
+    row = manager.start("r", encoder_tokens=8)
+    manager.grow("r", 0, 12)
+    tables = make_block_tables(plan, max_requests=1)
+    entries = manager.take_update().entries
+    tables = append(tables, pack_entries(entries, max_entries=2, max_block_ids=8))
+    rows, positions = int32([row] * 12), np.arange(12, dtype=np.int32)
+    tables, slots = slots_of(tables, rows, positions)
+    assert (np.asarray(slots)[0] >= 0).all() and (np.asarray(slots)[1] == -1).all()
+    tables, slots = slots_of(tables, rows[:8], positions[:8], encoder=True)
+    assert (np.asarray(slots)[0] == -1).all() and (np.asarray(slots)[1] >= 0).all()
+    check_overflow(tables)
+
+
+def test_the_manager_follows_a_swap_of_rows() -> None:
+    manager = BlockManager(PLAN, max_requests=ROWS)
+    tables = make_block_tables(PLAN, max_requests=ROWS)
+
+    def update(tables: BlockTables) -> BlockTables:
+        entries = manager.take_update().entries
+        return append(tables, pack_entries(entries, max_entries=20, max_block_ids=20))
+
+    for name in "ab":
+        manager.start(name)
+        manager.grow(name, 0, 4)
+    tables = update(tables)
+    manager.grow("a", 4, 8)  # on its way when the rows are swapped
+    tables = swap(tables, int32([0]), int32([1]))
+    manager.swap_rows(0, 1)
+    tables = update(tables)
+    check_overflow(tables)
+    for name, row in manager.requests.items():
+        for group, ids in enumerate(manager.block_ids(name)):
+            used = int(tables.num_blocks[group, row])
+            assert list(np.asarray(tables.tables[group])[row, :used]) == list(ids)
+    with pytest.raises(ValueError, match="row 9 is not in"):
+        manager.swap_rows(0, 9)
 
 
 @given(ids=st.lists(st.integers(0, 1000), min_size=6, max_size=6), parts=st.sampled_from([1, 2, 7]))
 def test_a_block_expands_to_the_kernel_blocks_it_consists_of(ids, parts) -> None:
     expected = [block_id * parts + k for block_id in ids for k in range(parts)]
     np.testing.assert_array_equal(expand_blocks(jnp.array(ids, jnp.int32), parts), expected)
+
+
+def test_expanding_never_wraps_into_another_block() -> None:
+    ids = int32([-1, -(2**31), 2**31 - 1, 2**28 + 1, 3])
+    got = np.asarray(expand_blocks(ids, 16)).reshape(5, 16)
+    assert (got[:4] == -1).all() and list(got[4]) == list(range(48, 64))
 
 
 def test_expanding_keeps_leading_axes() -> None:
@@ -337,6 +434,8 @@ def test_arrays_of_the_wrong_kind_are_refused_by_name(call, error, message) -> N
         ({"max_requests": 2, "kernel_block_sizes": [4]}, "kernel_block_sizes has 1 groups"),
         ({"max_requests": 2, "kernel_block_sizes": [3] * GROUPS}, "3 does not divide"),
         ({"max_requests": 2, "kernel_block_sizes": [0] * GROUPS}, "kernel_block_sizes must be"),
+        ({"max_requests": 2, "kernel_block_sizes": [2] * GROUPS}, "would split a state"),
+        ({"max_requests": 2, "kernel_block_sizes": []}, "kernel_block_sizes has 0 groups"),
     ],
 )
 def test_tables_that_cannot_be_made_are_refused(arguments, message) -> None:

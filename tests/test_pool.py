@@ -26,7 +26,13 @@ from jaxkv.pool import (
     write_tokens,
     zero_new_blocks,
 )
-from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+from jaxkv.specs import (
+    FullAttentionSpec,
+    LayerSpec,
+    MLASpec,
+    SlidingWindowMLASpec,
+    StateSpec,
+)
 from jaxkv.testing import ReferencePool
 from tests.helpers import IMPLEMENTATIONS, ON_GPU, hybrid_plan, kernels_run, pointers
 
@@ -80,7 +86,7 @@ def numpy_quantize(values: np.ndarray, dtype: str, scale: float) -> np.ndarray:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     largest = float(ml_dtypes.finfo(kind).max)
     scaled = np.asarray(values, np.float32) / np.float32(scale)
-    return (np.clip(scaled, -largest, largest) if kind.itemsize == 1 else scaled).astype(kind)
+    return np.clip(scaled, -largest, largest).astype(kind)
 
 
 @functools.partial(jax.jit, static_argnames="layer")
@@ -278,6 +284,55 @@ def test_fp8_saturates_instead_of_turning_into_nan(dtype) -> None:
     largest = float(jnp.finfo(spec.dtype).max)
     np.testing.assert_array_equal(got[:4], [largest, -largest, largest, 0.0])
     assert np.isnan(got[4])  # a NaN is the caller's to find, not ours to hide
+
+
+def test_float16_saturates_instead_of_turning_into_inf() -> None:
+    got = quantize(jnp.array([1e6, -jnp.inf]), "float16", 1.0)
+    np.testing.assert_array_equal(got, np.array([65504, -65504], np.float16))
+
+
+def test_an_empty_batch_writes_nothing() -> None:
+    pool = make_pool(overlay("bf16"))
+    none = jnp.zeros((0,), jnp.int32)
+    pool = write_tokens(pool, "kv.0", none, jnp.ones((0, 2, 8)), jnp.ones((0, 2, 4)))
+    state = jnp.ones((0, 3, 2)), jnp.ones((0, 2, 2, 2))
+    pool = write_state(pool, "state.0", none, state)
+    assert not np.asarray(pool.buffers[0]).any()
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_each_worker_gets_the_pool_of_its_own_layers(worker) -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+    stages: list[dict[str, LayerSpec]] = [{"a": spec}, {"b": spec, "c": spec}]
+    plan = plan_cache(stages, [2**12, 2**12], max_model_len=8)
+    pool = make_pool(plan, worker=worker)
+    assert len(pool.buffers) == worker + 1
+    assert pool.num_bytes == plan.num_blocks * plan.bytes_per_block[worker]
+    with pytest.raises(ValueError, match="worker=-1"):
+        make_pool(plan, worker=-1)
+
+
+def test_packed_layers_keep_apart_in_one_slot() -> None:
+    latent = MLASpec(block_size=8, head_size=5, dtype="f32")
+    window = SlidingWindowMLASpec(block_size=4, head_size=3, dtype="f32", sliding_window=4)
+    layers: dict[str, LayerSpec] = {"a": latent, "b": latent, "w": window, "x": window}
+    plan = plan_cache(layers, 2**14, max_model_len=16)
+    assert len(plan.layout.slots) == 1 and len(plan.groups) == 2
+    pool = make_pool(plan)
+    ids = jnp.array([1], jnp.int32)
+    for number, layer in enumerate(layers, start=1):
+        spec = plan.layout.place_of(layer).spec
+        assert isinstance(spec, MLASpec)
+        block = 1 if layer in "ab" else 2
+        slots = block * spec.block_size + jnp.arange(spec.block_size, dtype=jnp.int32)
+        rows = jnp.full((spec.block_size, spec.head_size), number, jnp.float32)
+        pool = write_rows(pool, layer, slots, rows)
+    for number, layer in enumerate(layers, start=1):
+        got = read_rows(pool, layer, ids if layer in "ab" else ids + 1)
+        assert (np.asarray(got) == number).all()
+    pool = zero_new_blocks(pool, jnp.array([[1], [-1]], jnp.int32))
+    assert not np.asarray(read_rows(pool, "b", ids)).any()
+    assert (np.asarray(read_rows(pool, "x", ids + 1)) == 4).all()
 
 
 def test_int8_rounds_and_saturates() -> None:

@@ -150,12 +150,17 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
     [
         ({"rows": [0, 1, 2, 3]}, "differ in length"),
         (
-            {"rows": [0] * 4, "first_positions": [0] * 4, "lengths": [1] * 4},
+            {"rows": [0, 1, 2, 3], "first_positions": [0] * 4, "lengths": [1] * 4},
             "4 batch and its shape has 3",
         ),
         ({"rows": [0], "first_positions": [0], "lengths": [17]}, "17 tokens and its shape has 16"),
         ({"extra": range(6)}, "6 extra and its shape has 5"),
         ({"extra": [2**31]}, "extra holds a value that int32 does not"),
+        ({"extra": np.array([2**32 + 7])}, "extra holds a value that int32 does not"),
+        ({"extra": [2**70]}, "extra"),
+        ({"extra": np.array([1.5])}, "extra must be ints"),
+        ({"rows": [1, 1], "first_positions": [0, 1], "lengths": [1, 1]}, "names a row twice"),
+        ({"rows": [1], "first_positions": [0], "lengths": [-1]}, "lengths must be >= 0"),
         ({"update": TableUpdate((), ((),))}, "update has 1 groups"),
         (
             {"update": TableUpdate((), ((1,) * 7, *((),) * (GROUPS - 1)))},
@@ -176,8 +181,43 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
     ],
 )
 def test_what_does_not_fit_the_shape_is_refused_by_name(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         pack(**changes)
+
+
+def test_an_update_that_did_not_fit_can_be_packed_again() -> None:
+    manager = BlockManager(PLAN, max_requests=4)
+    row = manager.start("r")
+    manager.grow("r", 0, 8)
+    update = manager.take_update()
+    batch = {"rows": [row], "first_positions": [0], "lengths": [8]}
+    small = dataclasses.replace(SHAPE, block_ids=3)
+    with pytest.raises(ValueError, match="block_ids and its shape has 3"):
+        pack_step(small, update=update, **batch)
+    tables, _ = step(TABLES, pack(update=update, **batch), shape=SHAPE)
+    check_overflow(tables)
+    assert int(tables.num_blocks[0, row]) == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"entries": -1}, "rows must be at least 0"),
+        ({"widths": (1, -1)}, r"widths\[1\] must be at least 0"),
+        ({"entries": 0, "block_ids": 3}, "need entries"),
+        ({"batch": 0, "tokens": 3}, "need a batch"),
+        ({"extra": 1.5}, "extra must be an int"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused(sizes, message) -> None:
+    good = {"entries": 1, "block_ids": 1, "zero_ids": 1, "batch": 1, "widths": (1,)}
+    with pytest.raises((ValueError, TypeError), match=message):
+        StepShape(**{**good, **sizes})
+
+
+def test_an_upload_that_is_not_int32_is_refused() -> None:
+    with pytest.raises(TypeError, match="upload must be an array of int32, got int64"):
+        apply_step(TABLES, np.zeros(SHAPE.size, np.int64), shape=SHAPE)
 
 
 def test_an_upload_of_another_shape_is_refused() -> None:

@@ -200,6 +200,42 @@ def test_the_cuda_lowering_is_one_aliased_kernel(donate) -> None:
 
 
 @needs_mosaic
+def test_a_list_shared_by_many_buffers_is_passed_once() -> None:
+    buffers = [jax.ShapeDtypeStruct((64, 2112), jnp.uint8)] * 7
+    run = jax.jit(functools.partial(zero_blocks, implementation="mosaic_gpu"))
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    text = run.trace(buffers, ids).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    operands = call.split("@mosaic_gpu_v2(")[1].split(")")[0].split(",")
+    assert len(operands) == 7 + 1
+
+
+@needs_mosaic
+def test_the_kernel_counts_in_int32_under_x64_too() -> None:
+    with jax.enable_x64(True):
+        buffer, ids = poisoned((BLOCKS, 3000), "float32"), np.array([1, 8], np.int32)
+        run = jax.jit(functools.partial(zero_blocks, implementation="mosaic_gpu"))
+        run.trace(jnp.array(buffer), ids).lower(lowering_platforms=("cuda",))
+        with kernels_run():
+            got = run(jnp.array(buffer), ids)
+    assert_same_bytes(got, reference_zero_blocks(buffer, [1, 8]))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "int4", "float4_e2m1fn", "int8"])
+def test_without_a_choice_every_dtype_is_zeroed(dtype) -> None:
+    buffer = jnp.ones((BLOCKS, 130), dtype)
+    got = zero_blocks({"a": buffer, "b": jnp.ones((4, 3))}, jnp.array([2, 3], jnp.int32))
+    assert [int(i) for i in np.flatnonzero((np.asarray(got["a"]) == 0).all(axis=1))] == [2, 3]
+    assert np.asarray(got["b"]).sum() == 6
+
+
+def test_a_program_for_the_cpu_is_no_matter_where_a_gpu_is_the_default() -> None:
+    with jax.default_device(jax.devices("cpu")[0]):
+        got = jax.jit(zero_blocks)(jnp.ones((4, 256)), jnp.array([1], jnp.int32))
+    assert np.asarray(got).sum() == 3 * 256
+
+
+@needs_mosaic
 @given(page=st.integers(1, 70_000), itemsize=st.sampled_from([1, 2, 4]))
 def test_tiles_cover_a_page_and_store_aligned(page, itemsize) -> None:
     tiling = mosaic.tile_page(page, itemsize)
@@ -217,6 +253,8 @@ def test_tiles_cover_a_page_and_store_aligned(page, itemsize) -> None:
     ("arguments", "error", "message"),
     [
         ({"implementation": "triton"}, ValueError, "implementation='triton'"),
+        ({"block_ids": np.array([2**32 + 1])}, TypeError, "block_ids must be int32"),
+        ({"block_axis": 0.5}, TypeError, "block_axis must be an int"),
         ({"block_axis": 2}, ValueError, "block_axis=2"),
         ({"block_axis": [0, 0]}, ValueError, "block_axis is neither"),
         ({"block_ids": [jnp.zeros(1, jnp.int32)] * 2}, ValueError, "block_ids is neither"),
