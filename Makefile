@@ -41,8 +41,7 @@ $(VENV)/.%: $(BIN)/python pyproject.toml
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \
-		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
-			exec $$python -m venv $(VENV); \
-		fi; \
+		if $$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
+		then $$python -m venv $(VENV) && exit 0; rm -rf $(VENV); fi; \
 	done; \
-	echo "jaxkv needs Python 3.12 or newer: install one and put it on PATH" >&2; exit 1
+	echo "jaxkv needs Python 3.12 or newer with pip and venv: install one on PATH" >&2; exit 1
