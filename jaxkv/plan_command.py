@@ -280,7 +280,6 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_data(question, plan), indent=2))
         return 0
     print(plan)
-    print(f"{'tokens at once':<16} {plan.tokens_that_fit(plan.max_model_len):,}")
     print(f"{'what binds':<16} {what_binds(question, plan)}")
     if question.grouping != "auto":
         print(f"{'per request':<16} {describe_gain(question, plan)}")

@@ -157,7 +157,8 @@ class Plan:
             "memory": f"{given:,} bytes ({_readable(given)}) given, {_difference(given - used)}",
             "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
             "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
-            "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode",
+            "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode; "
+            f"{self.tokens_that_fit(length):,} tokens in all",
             "zero new blocks": _describe_zeroing(self.groups_to_zero),
         }
         return "\n".join(f"{name:<16} {text}" for name, text in rows.items())
@@ -272,7 +273,7 @@ def plan_cache(
 
     groups = make_groups(_merge(workers), grouping=grouping, cost=bytes_per_request)
     _check_context_parallel(groups, context_parallel)
-    layouts = tuple(make_layout(groups, tuple(own), shared=shared) for own, shared in workers)
+    layouts = _lay_out(groups, workers)
     num_blocks = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
     _check_slots(groups, num_blocks)
     reserved = NULL_BLOCKS + copy_on_write_blocks + sum(g.reserved_blocks for g in groups)
@@ -290,6 +291,20 @@ def plan_cache(
     if longest < (1 if fit_max_model_len else max_model_len):
         raise _capacity_error(plan, longest)
     return dataclasses.replace(plan, max_model_len=longest)
+
+
+def _lay_out(
+    groups: Sequence[Group], workers: Sequence[tuple[dict[str, LayerSpec], dict[str, str]]]
+) -> tuple[PoolLayout, ...]:
+    """A layout per worker; ranks with the same layers have the same one."""
+    known: dict[object, PoolLayout] = {}
+    layouts = []
+    for own, shared in workers:
+        key = tuple(own), tuple(shared.items())
+        if key not in known:
+            known[key] = make_layout(groups, tuple(own), shared=shared)
+        layouts.append(known[key])
+    return tuple(layouts)
 
 
 def _owned(worker: WorkerLayers) -> tuple[dict[str, LayerSpec], dict[str, str]]:
@@ -314,7 +329,8 @@ def _merge(workers: Sequence[tuple[dict[str, LayerSpec], object]]) -> dict[str, 
     merged: dict[str, LayerSpec] = {}
     for own, _ in workers:
         for name, spec in own.items():
-            if merged.setdefault(name, spec) != spec:
+            known = merged.setdefault(name, spec)
+            if known is not spec and known != spec:
                 raise ValueError(f"layers: workers disagree about the spec of {name!r}")
     if not merged:
         raise ValueError("layers is empty: no layer of this model keeps a cache to plan")
