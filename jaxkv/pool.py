@@ -382,10 +382,17 @@ def _from_bytes(data: Array, shape: Sequence[int], dtype: str) -> Array:
 def _row_format(spec: FullAttentionSpec | MLASpec) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of one stored row; bytes for rows of mixed content."""
     if isinstance(spec, FullAttentionSpec):
+        if _is_mixed(spec):
+            return (spec.token_bytes,), "uint8"
         return (spec.num_kv_heads, spec.head_size + spec.value_size), spec.dtype
     if spec.bytes_per_token is None:
         return (spec.head_size,), spec.dtype
     return (spec.bytes_per_token,), "uint8"
+
+
+def _is_mixed(spec: FullAttentionSpec) -> bool:
+    """Are scales stored beside the elements?"""
+    return bool(spec.scale_bytes) or spec.dtype == "nvfp4"
 
 
 def _token_spec(pool: KVPool, layer: str) -> FullAttentionSpec | MLASpec:
@@ -399,6 +406,11 @@ def _attention_spec(pool: KVPool, layer: str) -> FullAttentionSpec:
     spec = pool.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec):
         raise TypeError(f"layer={layer!r} keeps {spec.kind}, not keys and values")
+    if _is_mixed(spec):
+        raise TypeError(
+            f"layer={layer!r} stores scales beside its {spec.dtype} elements; pack its rows "
+            "yourself, and use write_rows and read_rows"
+        )
     return spec
 
 

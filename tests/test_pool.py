@@ -291,6 +291,17 @@ def test_float16_saturates_instead_of_turning_into_inf() -> None:
     np.testing.assert_array_equal(got, np.array([65504, -65504], np.float16))
 
 
+def test_rows_with_scales_inside_are_written_as_bytes() -> None:
+    spec = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype="int8", scale_bytes=4)
+    plan = plan_cache({"a": spec}, 2**10, max_model_len=4)
+    row = jnp.arange(16, dtype=jnp.uint8)[None]
+    pool = write_rows(make_pool(plan), "a", jnp.array([3], jnp.int32), row)
+    got = read_rows(pool, "a", jnp.array([1], jnp.int32))
+    np.testing.assert_array_equal(got[1], row[0])
+    with pytest.raises(TypeError, match="stores scales beside its int8 elements"):
+        read_tokens(pool, "a", jnp.array([1], jnp.int32))
+
+
 def test_an_empty_batch_writes_nothing() -> None:
     pool = make_pool(overlay("bf16"))
     none = jnp.zeros((0,), jnp.int32)

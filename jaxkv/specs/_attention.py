@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 from jaxkv.checks import check_count, check_positive
-from jaxkv.specs._base import Limits, TokenSpec
+from jaxkv.specs._base import Limits, TokenSpec, WindowSpec
 from jaxkv.specs._dtypes import canonical_dtype, packed_bytes
 
 
@@ -65,39 +65,10 @@ class FullAttentionSpec(TokenSpec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(FullAttentionSpec):
-    """Full attention over the last ``sliding_window`` tokens only.
+class SlidingWindowSpec(WindowSpec, FullAttentionSpec):
+    """Full attention over the last ``sliding_window`` tokens only."""
 
-    With F tokens in flight a request holds at most ``min(window - 1 + F, L)`` tokens;
-    they may straddle one block more than they fill, but never more than ``ceil(L / b)``.
-    """
-
-    sliding_window: int
     kind: ClassVar[str] = "sliding"
-
-    def __post_init__(self) -> None:
-        check_positive(sliding_window=self.sliding_window)
-        super().__post_init__()
-
-    @property
-    def growth(self) -> Hashable:
-        return ("sliding", self.block_size, self.sliding_window)
-
-    def first_token(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.sliding_window + 1)
-
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        return sliding_blocks(self.sliding_window, self.block_size, num_tokens, limits)
-
-
-def sliding_blocks(window: int, block_size: int, num_tokens: int, limits: Limits) -> int:
-    """``min(ceil(min(w - 1 + F, L) / b) + 1, ceil(L / b))``, F tokens in flight.
-
-    vLLM lacks the outer minimum and refuses requests that fit when the window is about
-    as long as the request.
-    """
-    held = min(window - 1 + limits.max_in_flight_tokens, num_tokens)
-    return min(-(-held // block_size) + 1, -(-num_tokens // block_size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -127,3 +127,30 @@ class TokenSpec(LayerSpec):
 
     def max_blocks(self, num_tokens: int, limits: Limits) -> int:
         return -(-num_tokens // self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowSpec(TokenSpec):
+    """A layer that reads its last ``sliding_window`` tokens only.
+
+    With F tokens in flight a request holds at most ``min(w - 1 + F, L)`` tokens. They may
+    straddle one block more than they fill, but never more than ``ceil(L / b)``, which
+    vLLM forgets: it refuses requests that fit when the window is about as long as they.
+    """
+
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        check_positive(sliding_window=self.sliding_window)
+        super().__post_init__()
+
+    @property
+    def growth(self) -> Hashable:
+        return ("sliding", self.block_size, self.sliding_window)
+
+    def first_token(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.sliding_window + 1)
+
+    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
+        held = min(self.sliding_window - 1 + limits.max_in_flight_tokens, num_tokens)
+        return min(-(-held // self.block_size) + 1, -(-num_tokens // self.block_size))

@@ -5,8 +5,7 @@ from collections.abc import Hashable
 from typing import ClassVar
 
 from jaxkv.checks import check_positive
-from jaxkv.specs._attention import sliding_blocks
-from jaxkv.specs._base import Limits, TokenSpec
+from jaxkv.specs._base import TokenSpec, WindowSpec
 from jaxkv.specs._dtypes import canonical_dtype, packed_bytes
 
 
@@ -57,22 +56,7 @@ class MLASpec(TokenSpec):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlidingWindowMLASpec(MLASpec):
+class SlidingWindowMLASpec(WindowSpec, MLASpec):
     """Latent rows, or compressor state, of the last ``sliding_window`` tokens only."""
 
-    sliding_window: int
     kind: ClassVar[str] = "sliding_mla"
-
-    def __post_init__(self) -> None:
-        check_positive(sliding_window=self.sliding_window)
-        super().__post_init__()
-
-    @property
-    def growth(self) -> Hashable:
-        return ("sliding", self.block_size, self.sliding_window)
-
-    def first_token(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.sliding_window + 1)
-
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        return sliding_blocks(self.sliding_window, self.block_size, num_tokens, limits)
