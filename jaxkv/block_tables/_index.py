@@ -1,0 +1,17 @@
+"""Indexing that never clamps and never wraps."""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def within(values: Array, size: int) -> Array:
+    return (values >= 0) & (values < size)
+
+
+def take(values: Array, indices: Array, fill: int = 0) -> Array:
+    """``values[indices]``, with ``fill`` where an index is out of range."""
+    return values.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+
+
+def flag(bit: int, where: Array) -> Array:
+    return jnp.where(where.any(), jnp.int32(bit), jnp.int32(0))

@@ -1,0 +1,192 @@
+"""The state: rows of block ids for every group, and what was dropped."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.checks import check_positive
+from jaxkv.planning import Plan
+from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
+
+PAD_SLOT = -1  # slot of a token that must not be written
+
+PAD_ROW = -1  # row of a batch entry that is padding
+
+PAD_GROUP = -1  # group of a table entry that is padding
+
+BAD_ROW = 1
+
+BAD_BLOCK_ID = 2
+
+ROW_FULL = 4
+
+DUPLICATE = 8
+
+TOO_NARROW = 16
+
+NO_BLOCK = 32
+
+UNSORTED = 64
+
+_REASONS = {
+    BAD_ROW: "a row or group out of range",
+    BAD_BLOCK_ID: "a block id outside the pool",
+    ROW_FULL: "more blocks for a row than it has entries",
+    DUPLICATE: "two entries for one row in a single call",
+    TOO_NARROW: "a gathered width smaller than a row's blocks",
+    NO_BLOCK: "a slot for a position whose block was never given",
+    UNSORTED: "ids that do not lie by entry, in order",
+}
+
+
+class BlockTableError(RuntimeError):
+    """A table operation was dropped on the device. ``flags``: the bits that say why."""
+
+    def __init__(self, flags: int):
+        reasons = "; ".join(text for bit, text in _REASONS.items() if flags & bit)
+        super().__init__(f"block table operations were dropped: {reasons}")
+        self.flags = flags
+
+
+class TableGroup(NamedTuple):
+    """What the device must know of a group. Static: part of the compiled program."""
+
+    block_size: int
+    blocks_per_kv_block: int
+    stores: str  # "tokens", "encoder" for the encoder's tokens, or "state" (no slots)
+    sliding_window: int | None
+    chunk_size: int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class BlockTables:
+    """The blocks of every request: R rows, and per group g up to M_g blocks a row.
+
+    Entries at and past a row's `num_blocks` are leftovers that no function returns.
+    """
+
+    tables: tuple[Array, ...]  # per group int32[R, M_g], logical block ids
+    num_blocks: Array  # int32[G, R], entries in use
+    overflow: Array  # int32[], sticky bits
+    groups: tuple[TableGroup, ...] = dataclasses.field(metadata={"static": True})
+    pool_blocks: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def max_requests(self) -> int:
+        return self.num_blocks.shape[1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Entries of a row, per group."""
+        return tuple(table.shape[1] for table in self.tables)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockTables({self.max_requests} rows, {self.widths} blocks a row in "
+            f"{len(self.groups)} groups, pool of {self.pool_blocks} blocks)"
+        )
+
+
+def make_block_tables(
+    plan: Plan,
+    *,
+    max_requests: int,
+    kernel_block_sizes: Sequence[int] | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> BlockTables:
+    """Empty tables for a plan.
+
+    Args:
+      plan: gives the groups, the pool and the longest row.
+      max_requests: rows.
+      kernel_block_sizes: per group, the tokens per block that its attention kernel
+        works on; each must divide the group's block size. None: the block size.
+      device: a device or a (replicated) sharding, the same as the pool's; None: the
+        default device.
+
+    Raises:
+      ValueError: a kernel block size that does not divide the block size, or a plan for
+        context parallelism.
+    """
+    check_positive(max_requests=max_requests)
+    if plan.context_parallel > 1:
+        raise ValueError(
+            f"plan.context_parallel={plan.context_parallel}: tables do not divide positions among "
+            "ranks yet; plan with context_parallel=1"
+        )
+    specs = [group.spec for group in plan.groups]
+    kernel_sizes = [spec.block_size for spec in specs]
+    if kernel_block_sizes is not None:
+        kernel_sizes = list(kernel_block_sizes)
+    if len(kernel_sizes) != len(specs):
+        raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
+    for spec, kernel_size in zip(specs, kernel_sizes, strict=True):
+        _check_kernel_size(spec, kernel_size)
+    widths = [spec.row_blocks(plan.max_model_len, plan.limits) for spec in specs]
+    shapes = [*((max_requests, width) for width in widths), (len(specs), max_requests), ()]
+
+    def allocate() -> list[Array]:
+        return [jnp.zeros(shape, jnp.int32) for shape in shapes]
+
+    # Placed as `make_pool` places the pool: mixing the two would compile steps twice.
+    *tables, num_blocks, overflow = jax.jit(allocate, out_shardings=as_sharding(device))()
+    return BlockTables(
+        tables=tuple(tables),
+        num_blocks=num_blocks,
+        overflow=overflow,
+        groups=tuple(
+            TableGroup(
+                block_size=spec.block_size,
+                blocks_per_kv_block=spec.block_size // kernel_size,
+                stores=_stores(spec),
+                sliding_window=getattr(spec, "sliding_window", None),
+                chunk_size=getattr(spec, "chunk_size", None),
+            )
+            for spec, kernel_size in zip(specs, kernel_sizes, strict=True)
+        ),
+        pool_blocks=plan.num_blocks,
+    )
+
+
+def _stores(spec: LayerSpec) -> str:
+    if isinstance(spec, CrossAttentionSpec):
+        return "encoder"
+    return "state" if isinstance(spec, StateSpec) else "tokens"
+
+
+def _check_kernel_size(spec: LayerSpec, kernel_size: int) -> None:
+    check_positive(kernel_block_sizes=kernel_size)
+    ratio = getattr(spec, "compress_ratio", 1)
+    if isinstance(spec, StateSpec) and kernel_size != spec.block_size:
+        raise ValueError(
+            f"kernel_block_sizes: {kernel_size} would split a state, which is read whole; use its "
+            f"block size {spec.block_size}"
+        )
+    if spec.block_size % kernel_size or kernel_size % ratio:
+        raise ValueError(
+            f"kernel_block_sizes: {kernel_size} does not divide the block size {spec.block_size}, "
+            f"or holds no whole rows of {ratio} tokens"
+        )
+
+
+def as_sharding(
+    device: jax.Device | jax.sharding.Sharding | None,
+) -> jax.sharding.Sharding | None:
+    """A device as the sharding that ``jit`` takes."""
+    return jax.sharding.SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
+
+
+def check_overflow(tables: BlockTables) -> None:
+    """Raises what the device dropped. Waits for the tables, so call it off the hot path.
+
+    Raises:
+      BlockTableError: at least one operation since the tables were made was dropped.
+    """
+    flags = int(tables.overflow)
+    if flags:
+        raise BlockTableError(flags)
