@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give the command first")
     try:
         return run.run(options)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         return _refuse(f"{options.command}: {error}")
 
 

@@ -14,8 +14,10 @@ the group that owns it says. A pool is a row of *slots*; a slot holds one page p
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkv.checks import check_positive
 from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
@@ -194,7 +196,7 @@ def make_groups(
     layers: Layers,
     *,
     grouping: str = "auto",
-    cost: Callable[[Sequence[Group]], int] | None = None,
+    cost: Callable[[Sequence[Group]], Any] | None = None,
 ) -> tuple[Group, ...]:
     """Cuts layers into groups, each with one growth.
 
@@ -208,8 +210,8 @@ def make_groups(
     - ``"packed"``: pages keep their sizes and layers are bucketed by growth. Those that
       keep all tokens stay in one group; the others are cut so as to be no wider.
     - ``"auto"``: by the rule where pages can be unified, else packed.
-    - ``"least_waste"``: the group size (or, packed, the width) of least ``cost``; of equal
-      ones the largest, which makes the fewest groups.
+    - ``"least_waste"``: the one of least ``cost`` among all group sizes that the rule could
+      take and all widths that packing could.
 
     Args:
       layers: layer name -> spec.
@@ -229,14 +231,19 @@ def make_groups(
     unifiable = _unifiable(layers)
     if grouping == "packed" or (grouping == "auto" and not unifiable):
         return _pack(layers)
-    if grouping == "least_waste" and not unifiable:
-        return min(_packed_groupings(layers), key=cost or _default_cost)
+    if grouping == "least_waste":
+        cut = _cut_groupings(layers) if unifiable else ()
+        candidates = itertools.chain(cut, _packed_groupings(layers))
+        return min(candidates, key=cost or _default_cost)
     buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
     sizes = [len(names) for names in buckets]
-    if grouping == "least_waste":
-        candidates = (_cut(buckets, size) for size in range(max(sizes), 0, -1))
-        return min(candidates, key=cost or _default_cost)
     return _cut(buckets, max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes))
+
+
+def _cut_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
+    """Every group size, the largest, which makes the fewest groups, first."""
+    buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
+    return (_cut(buckets, size) for size in range(max(map(len, buckets)), 0, -1))
 
 
 def _default_cost(groups: Sequence[Group]) -> int:
@@ -273,38 +280,34 @@ def _cut(buckets: Sequence[Layers], size: int) -> tuple[Group, ...]:
 
 def _pack(layers: Layers) -> tuple[Group, ...]:
     """Layers that keep all tokens stay together, and nothing is wider than they are."""
-    splits = _splits(layers)
-    whole = [options[0][0].page_bytes for options in splits]
-    full = [
-        width
-        for width, options in zip(whole, splits, strict=True)
-        if options[0][0].spec.kind in ("full", "mla")
-    ]
-    return _fewest(splits, max(full or [min(whole)]))
+    buckets = _buckets(layers, key=lambda spec: spec.growth)
+    whole = [_width(bucket, 1) for bucket in buckets]
+    kinds = [next(iter(bucket.values())).kind for bucket in buckets]
+    full = [w for w, kind in zip(whole, kinds, strict=True) if kind in ("full", "mla")]
+    return _fewest(buckets, max(full or [min(whole)]))
 
 
 def _packed_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
     """For every width that a group can have: the fewest groups none of which is wider."""
-    splits = _splits(layers)
-    widths = {_width(split) for options in splits for split in options}
-    return (_fewest(splits, w) for w in sorted(widths, reverse=True))
-
-
-def _splits(layers: Layers) -> list[list[list[Group]]]:
-    """Per growth: the layers in one group, in two, and so on."""
     buckets = _buckets(layers, key=lambda spec: spec.growth)
-    return [[_split(b, count) for count in range(1, len(b) + 1)] for b in buckets]
+    widths = {_width(bucket, n) for bucket in buckets for n in range(1, len(bucket) + 1)}
+    return (_fewest(buckets, width) for width in sorted(widths, reverse=True))
 
 
-def _width(split: Sequence[Group]) -> int:
-    return max(group.page_bytes for group in split)
+def _width(bucket: Layers, count: int) -> int:
+    """Bytes of the widest of ``count`` groups."""
+    pages = [spec.page_bytes for spec in bucket.values()]
+    return max(sum(pages[i::count]) for i in range(count))
 
 
-def _fewest(splits: Sequence[Sequence[Sequence[Group]]], width: int) -> tuple[Group, ...]:
+def _fewest(buckets: Sequence[Layers], width: int) -> tuple[Group, ...]:
     """The fewest groups of each growth none of which is wider, as far as single layers go."""
-    limit = max(width, *(_width(options[-1]) for options in splits))
-    chosen = (next(split for split in options if _width(split) <= limit) for options in splits)
-    return tuple(group for split in chosen for group in split)
+    groups: list[Group] = []
+    for bucket in buckets:
+        limit = max(width, _width(bucket, len(bucket)))
+        counts = range(1, len(bucket) + 1)
+        groups += _split(bucket, next(n for n in counts if _width(bucket, n) <= limit))
+    return tuple(groups)
 
 
 def make_layout(
@@ -331,8 +334,13 @@ def make_layout(
         raise ValueError(f"layers {sorted(unknown)} are in none of the groups")
     kept = tuple(_restrict(group, here) for group in groups)
     for layer, owner in (shared or {}).items():
+        if layer in names:
+            raise ValueError(f"layers[{layer!r}] both owns a cache and shares that of {owner!r}")
         if owner not in (names if here is None else here):
-            raise ValueError(f"layers[{layer!r}] shares the cache of {owner!r}, which is not here")
+            raise ValueError(
+                f"layers[{layer!r}] shares the cache of {owner!r}, which is not on its worker; put "
+                "both on one (pipeline_parallel=1 does)"
+            )
     return PoolLayout(kept, tuple(_slots(kept)), tuple((shared or {}).items()))
 
 
@@ -363,9 +371,10 @@ def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) 
 
     State pages are far larger than 16 tokens of keys and values; to let both overlay
     one pool the attention block grows: ``a * ceil(state_page / (a * token_bytes))``
-    with ``a`` the block size asked for (at least 128 for MLA).
+    with ``a`` the block size asked for (for MLA, its least common multiple with 128).
     """
     check_positive(state_page_bytes=state_page_bytes)
-    step = max(spec.block_size, 128) if isinstance(spec, MLASpec) else spec.block_size
-    step_bytes = dataclasses.replace(spec, block_size=step).data_bytes
+    is_mla = isinstance(spec, MLASpec)
+    step = math.lcm(spec.block_size, 128) if is_mla else spec.block_size
+    step_bytes = dataclasses.replace(spec, block_size=step, page_bytes_padded=None).data_bytes
     return step * -(-state_page_bytes // step_bytes)

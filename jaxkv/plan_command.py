@@ -10,13 +10,12 @@ from typing import Any
 from jaxkv.groups import GROUPINGS
 from jaxkv.models import encoder_len, layers_from_config, load_config, model_len
 from jaxkv.planning import KVCacheCapacityError, Plan, plan_cache
-from jaxkv.specs import Limits
+from jaxkv.specs import EncoderOnlySpec, Limits
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MAX_TRIES = 3
-AMPLE_BLOCKS = 2**20  # to see a model's groups where its memory is too small for a plan
 
 
 def parse_bytes(text: str) -> int:
@@ -89,83 +88,108 @@ class Question:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Try:
+    """A change that was planned, and what it gives."""
+
+    option: str
+    value: str
+    gives: str
+
+    def __str__(self) -> str:
+        return f"try {self.option} {self.value}: {self.gives}"
+
+
 def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]:
-    """Cuts a model into pipeline stages of about equally many model layers."""
-    if stages < 1:
-        raise ValueError(f"pipeline_parallel must be at least 1, got {stages}")
+    """Cuts a model into pipeline stages of about equally many layers that keep a cache."""
+    owners = [name for name, spec in layers.items() if not isinstance(spec, EncoderOnlySpec)]
     numbers: dict[str, int] = {}
-    for name in layers:
+    for name in owners:
         numbers.setdefault(name.rsplit(".", 1)[0], len(numbers))
+    if not 1 <= stages <= max(len(numbers), 1):
+        raise ValueError(f"pipeline_parallel={stages} must lie in 1..{len(numbers)} (layers)")
     parts: list[dict[str, Any]] = [{} for _ in range(stages)]
-    for name, spec in layers.items():
+    for name in owners:
         number = numbers[name.rsplit(".", 1)[0]]
-        parts[number * stages // len(numbers)][name] = spec
+        parts[number * stages // len(numbers)][name] = layers[name]
     return parts
 
 
-def tries(question: Question) -> Iterator[str]:
-    """What to change, most useful first; every line was planned, not guessed."""
-    plan, longest = _attempt(question)
-    if plan is None and longest:
-        yield f"--max-model-len {longest}: the longest request that fits"
-    if memory := _memory_for_more(question, plan):
-        more = memory - question.memory_bytes
-        for_what = f"one request of {question.wanted_len:,} tokens"
-        if plan and plan.max_model_len == question.wanted_len:
-            for_what = f"{plan.requests_that_fit(plan.max_model_len) + 1} requests at once"
-        yield f"--memory {memory}: {more:,} bytes more, for {for_what}"
-    best = _figures(plan)
-    fp8 = dataclasses.replace(question, kv_dtype="fp8_e4m3")
-    if (figures := _figures(_attempt(fp8)[0])) > best:
-        yield f"--kv-dtype fp8_e4m3: {_describe(figures)}"
-    sizes = [dataclasses.replace(question, block_size=size) for size in BLOCK_SIZES]
-    answers = [(_figures(_attempt(other)[0]), other.block_size) for other in sizes]
-    figures, size = max(answers, key=lambda answer: answer[0])
-    if figures > best:
-        yield f"--block-size {size}: {_describe(figures)}"
+def tries(question: Question) -> list[Try]:
+    """What to change, most useful first, at most `MAX_TRIES`; each was planned and is true."""
+    now = _attempt(question)
+    found = []
+    for changes, option in _changes(question, now):
+        changed = dataclasses.replace(question, **changes)
+        then = _attempt(changed)
+        if then.admitted and then.figures > (now.figures if now.admitted else (0, 0, 0)):
+            value = str(next(iter(changes.values())))
+            found.append(Try(option, value, _gives(question, changed, then)))
+    return found[:MAX_TRIES]
 
 
-def _attempt(question: Question) -> tuple[Plan | None, int]:
-    """The plan, or None and the longest length that would fit."""
-    try:
-        return question.plan(), 0
-    except KVCacheCapacityError as error:
-        return None, error.longest_len
-    except ValueError:  # this dtype or block size is not for this model
-        return None, 0
-
-
-def _figures(plan: Plan | None) -> tuple[int, int, int]:
-    """Longest request, how many of them, how many tokens: what makes a plan better."""
-    if plan is None:
-        return 0, 0, 0
-    length = plan.max_model_len
-    return length, plan.requests_that_fit(length), plan.tokens_that_fit(length)
-
-
-def _describe(figures: tuple[int, int, int]) -> str:
-    length, requests, tokens = figures
-    return f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
-
-
-def _memory_for_more(question: Question, plan: Plan | None) -> int | None:
-    """Bytes per worker for the length wanted or, where it fits, for one request more."""
+def _changes(question: Question, now: "Attempt") -> Iterator[tuple[dict[str, Any], str]]:
+    if not now.admitted and now.longest:
+        yield {"max_model_len": now.longest}, "--max-model-len"
+    if now.plan is None:
+        return
+    blocks = _blocks_for_more(question, now.plan, now.admitted)
     if question.num_blocks_override is not None:
-        return None
+        yield {"num_blocks_override": blocks}, "--num-blocks-override"
+    else:
+        yield {"memory_bytes": blocks * max(now.plan.bytes_per_block)}, "--memory"
+    yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype"
+    if question.num_blocks_override is None:  # else larger blocks are just more memory
+        others = [{"block_size": size} for size in BLOCK_SIZES]
+        best = max(others, key=lambda other: _attempt(_changed(question, other)).figures)
+        yield best, "--block-size"
+
+
+def _changed(question: Question, changes: Mapping[str, Any]) -> Question:
+    return dataclasses.replace(question, **changes)
+
+
+def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
+    """Blocks for the length wanted or, where it fits, for one request more."""
     length = question.wanted_len
-    ample = dataclasses.replace(
-        question,
-        max_model_len=length,
-        num_blocks_override=AMPLE_BLOCKS,
-        override_beyond_memory=True,
-    )
-    shape, _ = _attempt(ample)
-    if shape is None:
-        return None
-    blocks = shape.admission_blocks(length) + shape.reserved_blocks
-    if plan and plan.max_model_len == length:
-        blocks += plan.requests_that_fit(length) * shape.steady_blocks(length)
-    return blocks * max(shape.bytes_per_block)
+    blocks = plan.admission_blocks(length) + plan.reserved_blocks
+    if admitted and plan.max_model_len == length:
+        blocks += plan.requests_that_fit(length) * plan.steady_blocks(length)
+    return blocks
+
+
+def _gives(question: Question, changed: Question, then: "Attempt") -> str:
+    length, requests, tokens = then.figures
+    what = f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
+    more = changed.memory_bytes - question.memory_bytes
+    return f"{more:,} bytes more, {what}" if more else what
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What became of a question: a plan, admitted or not; none where it was refused."""
+
+    plan: Plan | None
+    admitted: bool
+    longest: int
+
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        """Longest request, how many of them, how many tokens: what makes a plan better."""
+        if self.plan is None or not self.admitted:
+            return 0, 0, 0
+        length = self.plan.max_model_len
+        return length, self.plan.requests_that_fit(length), self.plan.tokens_that_fit(length)
+
+
+def _attempt(question: Question) -> Attempt:
+    try:
+        plan = question.plan()
+    except KVCacheCapacityError as error:
+        return Attempt(error.plan, False, error.longest_len)
+    except ValueError:  # a dtype, block size or pool that this model cannot have
+        return Attempt(None, False, 0)
+    return Attempt(plan, True, plan.max_model_len)
 
 
 def what_binds(question: Question, plan: Plan) -> str:
@@ -201,8 +225,10 @@ def as_data(question: Question, plan: Plan) -> dict[str, Any]:
         "tokens_that_fit": plan.tokens_that_fit(length),
         "groups_to_zero": list(plan.groups_to_zero),
         "binds": what_binds(question, plan),
-        "bytes_per_request": bytes_per_request(plan),
-        "try": list(tries(question))[:MAX_TRIES],
+        "reserved_blocks": plan.reserved_blocks,
+        "bytes_per_request": bytes_per_request(plan, length),
+        "bytes_saved_against_rule": bytes_saved(question, plan),
+        "try": [dataclasses.asdict(change) for change in tries(question)],
     }
 
 
@@ -214,26 +240,26 @@ def _parse_length(text: str) -> int | None:
     return int(text)
 
 
-def bytes_per_request(plan: Plan) -> int:
-    """What admission charges for the longest request, over all workers."""
-    return plan.admission_blocks(plan.max_model_len) * sum(plan.bytes_per_block)
+def bytes_per_request(plan: Plan, num_tokens: int) -> int:
+    """What admission charges for a request of this length, over all workers."""
+    return plan.admission_blocks(num_tokens) * sum(plan.bytes_per_block)
+
+
+def bytes_saved(question: Question, plan: Plan) -> int | None:
+    """What a request costs less than grouped by the rule; None where the rule cannot."""
+    rule = _attempt(dataclasses.replace(question, grouping="rule")).plan
+    if rule is None:
+        return None
+    length = plan.max_model_len
+    return bytes_per_request(rule, length) - bytes_per_request(plan, length)
 
 
 def describe_gain(question: Question, plan: Plan) -> str:
-    """What the grouping asked for saves against the rule, for the same request."""
-    by_rule = dataclasses.replace(
-        question,
-        grouping="rule",
-        max_model_len=plan.max_model_len,
-        num_blocks_override=AMPLE_BLOCKS,
-        override_beyond_memory=True,
-    )
-    rule, _ = _attempt(by_rule)
-    if rule is None:
-        return f"{bytes_per_request(plan):,} bytes; the rule cannot group this model"
-    saved = bytes_per_request(rule) - bytes_per_request(plan)
-    share = 100 * saved / bytes_per_request(rule)
-    return f"{bytes_per_request(plan):,} bytes, {saved:,} ({share:.1f} %) fewer than by the rule"
+    charged, saved = bytes_per_request(plan, plan.max_model_len), bytes_saved(question, plan)
+    if saved is None:
+        return f"{charged:,} bytes; the rule cannot group this model"
+    share = 100 * saved / (charged + saved)
+    return f"{charged:,} bytes, {saved:,} ({share:.1f} %) fewer than by the rule"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -270,12 +296,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         plan = question.plan()
     except KVCacheCapacityError as error:
-        listed = list(tries(question))[:MAX_TRIES]
+        changes = tries(question)
         if options.json:
             figures = {k: v for k, v in vars(error).items() if isinstance(v, int)}
+            listed = [dataclasses.asdict(change) for change in changes]
             print(json.dumps({"error": str(error), **figures, "try": listed}, indent=2))
             return 2
-        raise ValueError("\n".join([str(error), *(f"try {line}" for line in listed)])) from error
+        raise ValueError("\n".join([str(error), *map(str, changes)])) from error
     if options.json:
         print(json.dumps(as_data(question, plan), indent=2))
         return 0
@@ -283,6 +310,6 @@ def run(options: argparse.Namespace) -> int:
     print(f"{'what binds':<16} {what_binds(question, plan)}")
     if question.grouping != "auto":
         print(f"{'per request':<16} {describe_gain(question, plan)}")
-    for line in list(tries(question))[:MAX_TRIES]:
-        print(f"try {line}")
+    for change in tries(question):
+        print(change)
     return 0

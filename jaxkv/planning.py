@@ -9,6 +9,7 @@ for ever. Block 0 is the null block: reserved, never handed out, the padding of 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from jaxkv.checks import check_count, check_positive
@@ -26,13 +27,26 @@ class KVCacheCapacityError(ValueError):
     needed_blocks: what such a request needs at most.
     usable_blocks: what the pool has, without the null block.
     longest_len: the longest request that fits; 0 when none does.
+    plan: what was refused; its groups and figures hold, only the length does not fit.
     """
 
-    def __init__(self, message: str, *, needed_blocks: int, usable_blocks: int, longest_len: int):
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_blocks: int,
+        usable_blocks: int,
+        longest_len: int,
+        plan: "Plan",
+    ):
         super().__init__(message)
         self.needed_blocks = needed_blocks
         self.usable_blocks = usable_blocks
         self.longest_len = longest_len
+        self.plan = plan
+
+    def __reduce__(self):  # from one process of a serving stack to another
+        return functools.partial(type(self), **vars(self)), self.args
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +97,11 @@ class Plan:
         Over all workers: padding of its pages, and slots in which it has no layer.
         """
         total = sum(self.bytes_per_block)
-        return tuple(total - sum(spec.data_bytes for spec in g.specs) for g in self.groups)
+        per_group = zip(*(layout.groups for layout in self.layouts), strict=True)
+        return tuple(
+            total - sum(spec.data_bytes for group in groups for spec in group.specs)
+            for groups in per_group
+        )
 
     @property
     def groups_to_zero(self) -> tuple[bool, ...]:
@@ -122,6 +140,9 @@ class Plan:
         minus steady blocks, is counted once. Several that prefill side by side may each
         straddle a block more; then one is preempted, and waits.
         """
+        check_positive(num_tokens=num_tokens)
+        if num_tokens > self.max_model_len:
+            return 0
         steady = self.steady_blocks(num_tokens)
         share = self.admission_blocks(num_tokens) - steady
         return max(0, self.usable_blocks - share) // max(steady, 1)
@@ -133,6 +154,8 @@ class Plan:
         whose admission need the blocks left over can hold.
         """
         count = self.requests_that_fit(num_tokens)
+        if not count:
+            return 0
         left = self.usable_blocks - count * self.steady_blocks(num_tokens)
         return count * num_tokens + self._longest(left, num_tokens - 1)
 
@@ -246,8 +269,9 @@ def plan_cache(
         fitting and admission; at least 2 (the null block and one more).
       override_beyond_memory: accept an override that the memory given cannot hold.
       limits: what the scheduler promises; None: `Limits` defaults.
-      grouping: of `jaxkv.groups.make_groups`; ``"least_waste"`` minimises the bytes that
-        one request of ``max_model_len`` is charged, at the price of more groups.
+      grouping: of `jaxkv.groups.make_groups`. ``"least_waste"`` takes the grouping that fits
+        the longest request and, of those, charges a request of ``max_model_len`` the
+        fewest bytes; it may make many groups.
       context_parallel: ranks among which each request's tokens are divided; for models
         whose every group keeps all tokens.
       copy_on_write_blocks: blocks to keep back so that a shared block can be copied
@@ -260,37 +284,53 @@ def plan_cache(
         share a pool; a pool whose slots pass int32; context parallelism for groups
         that do not keep all tokens.
     """
+    if not isinstance(layers, Mapping | Sequence):
+        raise TypeError(f"layers must map names to specs, or list such mappings; got {layers!r}")
     workers = [_owned(w) for w in ([layers] if isinstance(layers, Mapping) else layers)]
     budgets = _check_budgets(memory_bytes, len(workers))
     check_positive(max_model_len=max_model_len, context_parallel=context_parallel)
     check_count(copy_on_write_blocks=copy_on_write_blocks)
-    limits = limits or Limits()
-    local_len = -(-max_model_len // context_parallel)
+    limits = Limits() if limits is None else limits
+    if not isinstance(limits, Limits):
+        raise TypeError(f"limits must be a Limits, got {limits!r}")
 
-    def bytes_per_request(groups: Sequence[Group]) -> int:
-        block = sum(make_layout(groups, tuple(own)).bytes_per_block for own, _ in workers)
-        return block * _needed_blocks(groups, local_len, limits)
+    def size(groups: Sequence[Group]) -> Plan:
+        """The pool of a grouping, before anybody asks whether the length fits."""
+        layouts = _lay_out(groups, workers)
+        counted = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
+        return Plan(
+            groups=tuple(groups),
+            layouts=layouts,
+            num_blocks=counted,
+            reserved_blocks=NULL_BLOCKS
+            + copy_on_write_blocks
+            + sum(group.reserved_blocks for group in groups),
+            max_model_len=max_model_len,
+            limits=limits,
+            memory_bytes=budgets,
+            context_parallel=context_parallel,
+        )
 
-    groups = make_groups(_merge(workers), grouping=grouping, cost=bytes_per_request)
-    _check_context_parallel(groups, context_parallel)
-    layouts = _lay_out(groups, workers)
-    num_blocks = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
-    _check_slots(groups, num_blocks)
-    reserved = NULL_BLOCKS + copy_on_write_blocks + sum(g.reserved_blocks for g in groups)
-    plan = Plan(
-        groups=groups,
-        layouts=layouts,
-        num_blocks=num_blocks,
-        reserved_blocks=reserved,
-        max_model_len=max_model_len,
-        limits=limits,
-        memory_bytes=budgets,
-        context_parallel=context_parallel,
-    )
-    longest = plan._longest(plan.usable_blocks, max_model_len)
+    def cost(groups: Sequence[Group]) -> tuple[int, int]:
+        """First the length that fits, then the bytes that a request is charged."""
+        plan = size(groups)
+        block = sum(plan.bytes_per_block)
+        return -_longest_fit(plan), block * plan.admission_blocks(max_model_len)
+
+    groups = make_groups(_merge(workers), grouping=grouping, cost=cost)
+    _check_kinds(groups, context_parallel, limits)
+    plan = size(groups)
+    _check_slots(groups, plan.num_blocks)
+    longest = _longest_fit(plan)
     if longest < (1 if fit_max_model_len else max_model_len):
-        raise _capacity_error(plan, longest)
+        raise _capacity_error(plan, longest, overridden=num_blocks_override is not None)
     return dataclasses.replace(plan, max_model_len=longest)
+
+
+def _longest_fit(plan: Plan) -> int:
+    if plan.num_blocks <= NULL_BLOCKS:
+        return 0
+    return plan._longest(plan.usable_blocks, plan.max_model_len)
 
 
 def _lay_out(
@@ -309,6 +349,8 @@ def _lay_out(
 
 def _owned(worker: WorkerLayers) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     """The layers of a worker that own a cache, and for those that share one, whose."""
+    if not isinstance(worker, Mapping):
+        raise TypeError(f"layers must map names to specs, or list such mappings; got {worker!r}")
     own: dict[str, LayerSpec] = {}
     shared: dict[str, str] = {}
     for name, spec in worker.items():
@@ -337,7 +379,12 @@ def _merge(workers: Sequence[tuple[dict[str, LayerSpec], object]]) -> dict[str, 
     return merged
 
 
-def _check_context_parallel(groups: Sequence[Group], context_parallel: int) -> None:
+def _check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits) -> None:
+    if not limits.max_encoder_tokens and any(group.spec.kind == "cross" for group in groups):
+        raise ValueError(
+            "limits.max_encoder_tokens=0, and layers with cross attention keep the encoder's "
+            "tokens; say how many there are at most"
+        )
     partial = [str(group) for group in groups if group.spec.kind not in ("full", "mla")]
     if context_parallel > 1 and partial:
         raise ValueError(
@@ -347,7 +394,7 @@ def _check_context_parallel(groups: Sequence[Group], context_parallel: int) -> N
 
 
 def _check_budgets(memory_bytes: int | Sequence[int], num_workers: int) -> tuple[int, ...]:
-    several = isinstance(memory_bytes, Sequence)
+    several = isinstance(memory_bytes, Sequence) and not isinstance(memory_bytes, str)
     budgets = tuple(memory_bytes) if several else (memory_bytes,)
     if len(budgets) != num_workers:
         raise ValueError(
@@ -393,14 +440,21 @@ def _check_slots(groups: Sequence[Group], num_blocks: int) -> None:
         )
 
 
-def _capacity_error(plan: Plan, longest: int) -> KVCacheCapacityError:
+def _capacity_error(plan: Plan, longest: int, *, overridden: bool) -> KVCacheCapacityError:
     needed = plan.admission_blocks(plan.max_model_len)
+    total = needed + plan.reserved_blocks
+    bytes_wanted = total * max(plan.bytes_per_block)
     shorter = f"set max_model_len to at most {longest:,} or " if longest else ""
+    more = (
+        f"num_blocks_override to at least {total:,}"
+        if overridden
+        else f"memory_bytes to at least {bytes_wanted:,} ({total:,} blocks)"
+    )
     return KVCacheCapacityError(
         f"max_model_len={plan.max_model_len:,} needs {needed:,} blocks and the pool has "
-        f"{plan.usable_blocks:,} usable ones; {shorter}give memory_bytes for "
-        f"{needed + plan.reserved_blocks:,} blocks",
+        f"{plan.usable_blocks:,} usable ones; {shorter}raise {more}",
         needed_blocks=needed,
         usable_blocks=plan.usable_blocks,
         longest_len=longest,
+        plan=plan,
     )

@@ -449,3 +449,50 @@ def test_what_is_not_understood_is_refused_by_name(message: str, config: dict[st
 def test_options_that_make_no_sense(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layers_from_config(load_config(name), **options)
+
+
+def test_a_null_of_the_text_model_counts() -> None:
+    text = {
+        **load_config("mistral-7b-v0.1"),
+        "sliding_window": None,
+    }
+    layers = layers_from_config({"model_type": "mistral3", "text_config": text})
+    assert {spec.kind for spec in layers.values() if isinstance(spec, LayerSpec)} == {"full"}
+
+
+def test_the_text_model_s_own_dtype_comes_before_its_wrapper_s() -> None:
+    text = load_config("gemma-3-4b")["text_config"]
+    text = {k: v for k, v in text.items() if k != "torch_dtype"} | {"dtype": "float32"}
+    wrapper = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    (dtype,) = {spec.dtype for spec in layers_from_config(wrapper).values()}
+    assert dtype == "float32"
+
+
+def test_gemma_3_files_that_leave_out_what_their_class_assumes() -> None:
+    left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    whole = load_config("gemma-3-4b")
+    text = whole["text_config"]
+    assert set(left_out) <= set(text)
+    text = {name: value for name, value in text.items() if name not in left_out}
+    config = {**whole, "text_config": text}
+    assert layers_from_config(config) == layers_from_config(whole)
+    assert model_len(config) == 131072
+
+
+def test_yarn_stretches_the_longest_request_once() -> None:
+    config = load_config("qwen3-8b")
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert model_len({**config, "rope_scaling": scaling}) == 131072
+    stretched = {**config, "max_position_embeddings": 131072, "rope_scaling": scaling}
+    assert model_len(stretched) == 131072
+    llama3 = {**scaling, "rope_type": "llama3"}
+    assert model_len({**config, "rope_scaling": llama3}) == 40960
+
+
+def test_kimi_s_convolution_keeps_the_drafts_too() -> None:
+    config = load_config("kimi-linear-48b-a3b")
+    rows = []
+    for drafts in (0, 3):
+        layers = layers_from_config(config, speculative_tokens=drafts)
+        rows += {spec.shapes[0][0] for spec in layers.values() if isinstance(spec, StateSpec)}
+    assert rows == [3, 6]

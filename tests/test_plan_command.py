@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxkv.__main__ import main
+from jaxkv.models import load_config
 from jaxkv.plan_command import MAX_TRIES, parse_bytes, split_stages
 
 
@@ -38,7 +39,8 @@ def test_json_says_the_same_as_the_page(capsys) -> None:
     assert data["num_blocks"] == 20480 and data["max_model_len"] == 131072
     for name in ("num_blocks", "usable_blocks", "admission_blocks", "tokens_that_fit"):
         assert f"{data[name]:,}" in page
-    assert [f"try {line}" in page for line in data["try"]] == [True] * len(data["try"])
+    for change in data["try"]:
+        assert "try {option} {value}: {gives}".format(**change) in page
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,8 @@ def test_stages_keep_the_caches_of_one_layer_together() -> None:
     parts = split_stages(layers, 2)
     assert [len(part) for part in parts] == [6, 4]
     assert {**parts[0], **parts[1]} == layers
-    assert split_stages(layers, 7).count({}) == 2
+    with pytest.raises(ValueError, match=r"pipeline_parallel=7 must lie in 1\.\.5"):
+        split_stages(layers, 7)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,50 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
     status, out, err = run(capsys, *arguments)
     assert status == 2 and not out
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("qwen3.5-397b-a17b", "--memory", "2GiB", "--max-model-len", "262144"),
+        ("llama-3.1-8b", "--memory", "40GiB", "--num-blocks-override", "100"),
+        ("gemma-3-27b", "--memory", "8GiB", "--grouping", "least_waste", "--tensor-parallel", "2"),
+        ("gpt-oss-20b", "--memory", "1GiB", "--pipeline-parallel", "2"),
+    ],
+)
+def test_every_change_offered_gives_what_it_says(capsys, arguments) -> None:
+    data = figures(capsys, *arguments)
+    assert data["try"]
+    for change in data["try"]:
+        changed = list(arguments)
+        if change["option"] in changed:
+            changed[changed.index(change["option"]) + 1] = change["value"]
+        else:
+            changed += [change["option"], change["value"]]
+        then = figures(capsys, *changed)
+        assert f"requests up to {then['max_model_len']:,} tokens" in change["gives"]
+        assert f"{then['requests_that_fit']:,} at once" in change["gives"]
+
+
+def test_large_blocks_are_grouped_by_the_rule_too(capsys) -> None:
+    data = figures(capsys, "qwen3.5-397b-a17b", "--memory", "80GiB", "--grouping", "least_waste")
+    assert data["bytes_saved_against_rule"] is not None
+
+
+def test_whisper_s_stages_divide_the_layers_that_keep_a_cache(capsys) -> None:
+    data = figures(capsys, "whisper-large-v3", "--memory", "9GiB", "--pipeline-parallel", "2")
+    assert len(set(data["bytes_per_block"])) == 1 and min(data["bytes_per_block"])
+
+
+def test_wrong_types_in_a_configuration_are_a_refusal(capsys, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    config = load_config("llama-3.1-8b")
+    path.write_text(json.dumps({**config, "num_hidden_layers": 32.0}))
+    status, _, err = run(capsys, str(path), "--memory", "9GiB")
+    assert status == 2 and "num_hidden_layers must be an int" in err
+    path.write_text("[" * 100_000)
+    status, _, err = run(capsys, str(path), "--memory", "9GiB")
+    assert status == 2 and "config=" in err
 
 
 def test_an_override_takes_the_place_of_memory(capsys) -> None:

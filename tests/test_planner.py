@@ -2,19 +2,21 @@
 
 import functools
 import itertools
+import pickle
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.block_tables import make_block_tables
+from jaxkv.block_tables import BlockTableError, make_block_tables
 from jaxkv.blocks import BlockManager, OutOfBlocksError
 from jaxkv.groups import make_groups
 from jaxkv.planning import KVCacheCapacityError, Plan, plan_cache
 from jaxkv.pool import make_pool
 from jaxkv.specs import (
     ChunkedAttentionSpec,
+    CrossAttentionSpec,
     EncoderOnlySpec,
     FullAttentionSpec,
     LayerSpec,
@@ -279,6 +281,63 @@ def test_deepseek_v4_packs_five_groups_of_mixed_pages() -> None:
 def test_deepseek_v4_holds_far_fewer_blocks_once_it_decodes() -> None:
     plan = plan_cache(deepseek_v4_flash(), 40 * 2**30, max_model_len=65536)
     assert plan.admission_blocks(65536) == 3610 and plan.steady_blocks(65536) == 282
+
+
+def test_least_waste_never_shortens_the_longest_request() -> None:
+    layers = {f"l{i}": FULL if i % 6 == 5 else SLIDING for i in range(62)}
+    for blocks in (30, 50, 80):
+        options = {"fit_max_model_len": True, "num_blocks_override": blocks}
+        rule = roomy(layers, grouping="rule", **options)
+        assert roomy(layers, grouping="least_waste", **options).max_model_len >= rule.max_model_len
+
+
+def test_ranks_with_the_same_layers_leave_no_more_unused() -> None:
+    plan = plan_cache([{"a": FULL, "b": SLIDING}] * 4, [2**20] * 4, max_model_len=40)
+    assert plan.unused_bytes_per_block == (0, 0)
+
+
+def test_cross_attention_without_encoder_tokens_is_refused() -> None:
+    cross = CrossAttentionSpec(block_size=4, **SHAPE)
+    with pytest.raises(ValueError, match=r"limits\.max_encoder_tokens=0"):
+        roomy({"x": cross})
+    limits = Limits(max_encoder_tokens=4)
+    with pytest.raises(KVCacheCapacityError):
+        roomy({"x": cross}, memory_bytes=cross.page_bytes, limits=limits)
+
+
+@pytest.mark.parametrize("length", [0, -16, 1.5])
+def test_capacity_of_no_length_is_refused(length) -> None:
+    plan = roomy({"a": FULL})
+    for figure in (plan.requests_that_fit, plan.tokens_that_fit):
+        with pytest.raises((ValueError, TypeError), match="num_tokens"):
+            figure(length)
+    assert plan.requests_that_fit(41) == plan.tokens_that_fit(41) == 0
+
+
+def test_refusals_cross_process_boundaries() -> None:
+    with pytest.raises(KVCacheCapacityError) as caught:
+        roomy({"a": FULL}, num_blocks_override=2)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.longest_len == 4
+    assert again.plan == caught.value.plan
+    assert pickle.loads(pickle.dumps(OutOfBlocksError(3, 1))).needed_blocks == 3
+    assert pickle.loads(pickle.dumps(BlockTableError(4))).flags == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": None}, "layers"),
+        ({"layers": [FULL]}, "layers must map names"),
+        ({"layers": {"a": FULL}, "limits": 5}, "limits must be a Limits"),
+        ({"layers": {"a": FULL}, "memory_bytes": "80GiB"}, "memory_bytes must be an int"),
+        ({"layers": {"a": FULL}, "copy_on_write_blocks": -1}, "copy_on_write_blocks"),
+        ({"layers": {"a": FULL}, "context_parallel": 0}, "context_parallel"),
+    ],
+)
+def test_bad_arguments_of_a_plan_are_named(options, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        plan_cache(**{"memory_bytes": 2**20, "max_model_len": 8, **options})
 
 
 def test_an_unknown_grouping_is_refused() -> None:

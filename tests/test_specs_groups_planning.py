@@ -455,7 +455,7 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     sizes = [make_layout(groups, tuple(w)).bytes_per_block for w in workers]
     memory = [max(1, n * size) for n, size in zip(blocks, sizes, strict=True)]
     expected = min(n for n, size in zip(blocks, sizes, strict=True) if size)
-    limits = Limits(max_in_flight_tokens=1)
+    limits = Limits(max_in_flight_tokens=1, max_encoder_tokens=1)
     assume(longest_admitted(groups, expected - 1, 10**6, limits))
     plan = plan_cache(workers, memory, max_model_len=10**6, fit_max_model_len=True, limits=limits)
     assert plan.num_blocks == expected

@@ -51,6 +51,9 @@ class BlockTableError(RuntimeError):
         super().__init__(f"block table operations were dropped: {reasons}")
         self.flags = flags
 
+    def __reduce__(self):
+        return type(self), (self.flags,)
+
 
 class TableGroup(NamedTuple):
     """What the device must know of a group. Static: part of the compiled program."""

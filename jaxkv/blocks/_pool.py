@@ -21,6 +21,9 @@ class OutOfBlocksError(RuntimeError):
         self.needed_blocks = needed_blocks
         self.free_blocks = free_blocks
 
+    def __reduce__(self):  # from one process of a serving stack to another
+        return type(self), (self.needed_blocks, self.free_blocks)
+
 
 class BlockPool:
     """Free list and reference counts of block ids 1 .. num_blocks - 1.

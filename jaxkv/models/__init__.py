@@ -15,7 +15,7 @@ from typing import Any
 from jaxkv.checks import check_count, check_positive
 from jaxkv.models import _dense, _encoder_decoder, _linear, _mamba, _mla
 from jaxkv.models._build import Options
-from jaxkv.models._fields import WRAPPERS, flatten
+from jaxkv.models._fields import WRAPPERS, flatten, model_type_of
 from jaxkv.models._reader import ConfigReader
 from jaxkv.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec
 
@@ -23,6 +23,7 @@ PRESETS = pathlib.Path(__file__).parents[1] / "presets"
 FAMILIES = (
     _dense.FAMILIES | _mla.FAMILIES | _linear.FAMILIES | _mamba.FAMILIES | _encoder_decoder.FAMILIES
 )
+CLASS_LENGTHS = {"gemma3_text": 131072}  # what the configuration class assumes
 LENGTHS = "max_position_embeddings", "max_target_positions", "model_max_length"
 
 Config = Mapping[str, Any]
@@ -43,7 +44,7 @@ def load_config(name: str) -> dict[str, Any]:
     path = path if path.is_file() else pathlib.Path(name)
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"config={name!r} is neither a readable JSON file ({error}) nor a preset; presets: "
             f"{', '.join(preset_names())}"
@@ -103,13 +104,30 @@ def layers_from_config(
 
 
 def model_len(config: Config) -> int:
-    """The model's own longest request, in tokens."""
+    """The model's own longest request, in tokens, YaRN included."""
     fields = flatten(config)
     given = [name for name in LENGTHS if fields.get(name) is not None]
+    if not given and model_type_of(config) in CLASS_LENGTHS:
+        return CLASS_LENGTHS[model_type_of(config)]
     if not given:
         raise ValueError(f"the configuration lacks {LENGTHS[0]!r}, its longest request")
     check_positive(**{given[0]: fields[given[0]]})
-    return fields[given[0]]
+    return max(fields[given[0]], _yarn_len(fields))
+
+
+def _yarn_len(fields: Config) -> int:
+    """What YaRN stretches the trained length to; 0 without it. Some configurations name
+    the stretched length already, so the larger of the two counts."""
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping) or "yarn" not in (
+        scaling.get("rope_type"),
+        scaling.get("type"),
+    ):
+        return 0
+    factor, trained = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isinstance(trained, int):
+        return 0
+    return int(factor * trained)
 
 
 def encoder_len(config: Config) -> int:

@@ -86,6 +86,7 @@ def gemma3(reader: ConfigReader, options: Options) -> Layers:
     period = reader.number("sliding_window_pattern", default=older)
     count = reader.layer_count()
     default = [SLIDING if (i + 1) % period else FULL for i in range(count)]
+    reader.default(num_key_value_heads=4, head_dim=256, sliding_window=4096)
     return _windowed(reader, options, default)
 
 

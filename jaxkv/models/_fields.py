@@ -40,6 +40,9 @@ HARMLESS = frozenset(
 )
 
 
+DTYPES = "torch_dtype", "dtype"
+
+
 def unread(fields: Config, read: set[str]) -> str | None:
     """The first set field that concerns what layers store and is not among those read."""
     for name, value in fields.items():
@@ -55,7 +58,10 @@ def flatten(config: Config) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         return dict(config)
     outer = {name: value for name, value in config.items() if name != "text_config"}
-    return outer | {name: value for name, value in text.items() if value is not None}
+    if any(text.get(name) is not None for name in DTYPES):  # under either name
+        outer = {name: value for name, value in outer.items() if name not in DTYPES}
+    # A null of the text model counts: it says that there is no window, for one.
+    return outer | dict(text)
 
 
 def model_type_of(config: Config) -> str:

@@ -59,6 +59,7 @@ def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
         num_heads=linear.number("num_heads"),
         head_size=linear.number("head_dim"),
         conv_kernel=linear.number("short_conv_kernel_size"),
+        speculative_tokens=options.speculative_tokens,
         tensor_parallel=options.tensor_parallel,
     )
     delta = state(shapes, (reader.dtype(), "float32"), options)

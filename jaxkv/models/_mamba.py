@@ -99,9 +99,19 @@ def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
     return [(kind,) if kind in (MAMBA, FULL) else () for kind in kinds]
 
 
+def _head_width(reader: ConfigReader) -> int:
+    """``mamba_d_head``; ``"auto"`` divides the inner width among the heads."""
+    if reader.value("mamba_d_head") != "auto":
+        return reader.number("mamba_d_head")
+    inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
+    if inner % reader.number("mamba_n_heads"):
+        raise reader.refusal("mamba_n_heads", f"it does not divide the inner width {inner}")
+    return inner // reader.number("mamba_n_heads")
+
+
 def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
     """Falcon-H1: full attention and mamba2 side by side in every layer."""
-    width = reader.number("mamba_d_head")
+    width = _head_width(reader)
     inner = reader.number("mamba_d_ssm")
     if inner != reader.number("mamba_n_heads") * width:
         raise reader.refusal("mamba_d_ssm", "it is mamba_n_heads * mamba_d_head")
@@ -113,7 +123,7 @@ def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
 
 def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
     """Granite-4-H: mamba2 and full attention layers as ``layer_types`` lists them."""
-    width = reader.number("mamba_d_head")
+    width = _head_width(reader)
     inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
     if inner != reader.number("mamba_n_heads") * width:
         raise reader.refusal("mamba_expand", "hidden_size times it is n_heads * d_head")

@@ -11,7 +11,7 @@ from jaxkv.checks import check_count, check_positive
 from jaxkv.models._fields import Config, flatten, model_type_of, unread
 from jaxkv.specs import canonical_dtype
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1_000
 KV_QUANTIZATION = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
@@ -87,6 +87,10 @@ class ConfigReader:
         if not isinstance(value, list | tuple):
             raise self.refusal(name, "it has to be a list")
         return list(value)
+
+    def default(self, **fields: Any) -> None:
+        """What the family's configuration class assumes where a file leaves a field out."""
+        self._fields = {**fields, **self._fields}
 
     def ignore(self, *names: str) -> None:
         """Declares fields that do not matter to this family, whatever they hold."""

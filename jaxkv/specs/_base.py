@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
@@ -69,7 +70,7 @@ class LayerSpec(abc.ABC):
     def data_bytes(self) -> int:
         """Bytes of one page that carry data."""
 
-    @property
+    @functools.cached_property
     def page_bytes(self) -> int:
         """Bytes of one page, padding included: what the pool reserves."""
         if self.page_bytes_padded is not None:

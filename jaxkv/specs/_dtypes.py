@@ -26,6 +26,8 @@ def canonical_dtype(dtype: str, argument: str = "dtype") -> str:
     Raises:
       ValueError: the dtype is not one that a cache page can hold.
     """
+    if not isinstance(dtype, str):
+        raise ValueError(f"{argument}={dtype!r} is not the name of a dtype")
     name = DTYPE_ALIASES.get(dtype, dtype)
     if name != "nvfp4" and name not in DTYPE_BYTES:
         known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, "nvfp4"}))

@@ -40,6 +40,8 @@ class StateSpec(LayerSpec):
                 f"shapes and dtypes must name the same arrays, at least one; got "
                 f"{len(self.shapes)} shapes and {len(self.dtypes)} dtypes"
             )
+        if "nvfp4" in self.dtypes:
+            raise ValueError("dtypes: nvfp4 packs heads of keys and values, not states")
         for shape in self.shapes:
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
         if self.cache_mode not in ("none", "align", "all"):
@@ -109,6 +111,7 @@ def mamba2_state(
     The convolution runs over inputs and two group projections; groups that do not
     divide among the ranks are repeated until each rank has at least one.
     """
+    check_positive(tensor_parallel=tensor_parallel)
     if num_groups % tensor_parallel:
         num_groups = tensor_parallel
     channels = num_heads * head_size + 2 * num_groups * state_size
@@ -136,12 +139,18 @@ def gated_delta_net_state(
 
 
 def kda_state(
-    *, num_heads: int, head_size: int, conv_kernel: int, tensor_parallel: int = 1
+    *,
+    num_heads: int,
+    head_size: int,
+    conv_kernel: int,
+    speculative_tokens: int = 0,
+    tensor_parallel: int = 1,
 ) -> Shapes:
     """Shapes of one Kimi delta attention state on one rank: q, k and v all have heads."""
     channels = divide("num_heads * head_size", num_heads * head_size, tensor_parallel)
     heads = divide("num_heads", num_heads, tensor_parallel)
-    return (conv_kernel - 1, 3 * channels), (heads, head_size, head_size)
+    rows = conv_kernel - 1 + speculative_tokens
+    return (rows, 3 * channels), (heads, head_size, head_size)
 
 
 def linear_attention_state(*, num_heads: int, head_size: int, tensor_parallel: int = 1) -> Shapes:
