@@ -78,56 +78,46 @@ def tile_page(page: int, itemsize: int) -> Tiling | None:
     return Tiling(width, vector, -(-page // width))
 
 
-def zero_pages(work: "Sequence[Blocks]") -> list[Array]:
+def zero_pages(work: "Sequence[Blocks]", ids: Sequence[Array]) -> list[Array]:
     """Zeroes the listed rows of every array of pages, in one launch."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    work = list(work)
-    live = [w for w in work if w.pages.size and w.block_ids.size]
+    counts = [_num_items(blocks, ids[blocks.list_index].size) for blocks in work]
+    live = [(blocks, count) for blocks, count in zip(work, counts, strict=True) if count]
     if not live:
-        return [w.pages for w in work]
-    refs = [jax.new_ref(w.pages) for w in live]
-    counts = [_num_items(w) for w in live]
+        return [blocks.pages for blocks in work]
+    refs = [jax.new_ref(blocks.pages) for blocks, _ in live]
     grid = min(sum(counts), MAX_GRID)
-    ids, id_of = _distinct(w.block_ids for w in live)
 
     def kernel(*args):
         id_refs, page_refs = args[: len(ids)], args[len(ids) :]
         first = lax.axis_index("cta")
-        for blocks, count, index, ref in zip(live, counts, id_of, page_refs, strict=True):
-            _zero_one(blocks, count, id_refs[index], ref, first, grid)
+        for (blocks, count), ref in zip(live, page_refs, strict=True):
+            _zero_one(blocks, count, id_refs[blocks.list_index], ref, first, grid)
             first = lax.rem(first + grid - count % grid, grid)  # go on where this one ended
 
     launch = plgpu.kernel(kernel, grid=(grid,), grid_names=("cta",), kernel_name="zero_blocks")
     with jax.enable_x64(False):  # the kernel counts in int32, whatever its caller does
         launch(*ids, *refs)
     zeroed = iter([jax.freeze(ref) for ref in refs])
-    return [next(zeroed) if w.pages.size and w.block_ids.size else w.pages for w in work]
+    return [
+        next(zeroed) if count else blocks.pages for blocks, count in zip(work, counts, strict=True)
+    ]
 
 
-def _num_items(blocks: "Blocks") -> int:
+def _num_items(blocks: "Blocks", num_ids: int) -> int:
     """Work items of one buffer: a tile of a page of a listed block of an outer index."""
     rows, page = blocks.pages.shape
+    if not rows * page * num_ids:
+        return 0
     tiling = tile_page(page, blocks.pages.dtype.itemsize)
-    tiles = tiling.tiles if tiling else 1
-    items = rows // blocks.num_blocks * blocks.block_ids.size * tiles
+    items = rows // blocks.num_blocks * num_ids * (tiling.tiles if tiling else 1)
     if items > 2**31 - 1 - MAX_GRID:
         raise ValueError(
-            f"block_ids: {blocks.block_ids.size} ids over {rows} pages are {items} work items, "
+            f"block_ids: {num_ids} ids over {rows} pages are {items} work items, "
             "more than int32 counts; zero them in several calls"
         )
     return items
-
-
-def _distinct(arrays) -> tuple[list[Array], list[int]]:
-    """The distinct arrays (by identity), and for each given one its index among them."""
-    distinct: list[Array] = []
-    indices = []
-    for array in arrays:
-        known = [i for i, other in enumerate(distinct) if other is array]
-        indices.append(known[0] if known else len(distinct))
-        distinct += [] if known else [array]
-    return distinct, indices
 
 
 def _zero_one(blocks: "Blocks", count: int, ids_ref, pages_ref, first, grid: int) -> None:
@@ -136,7 +126,7 @@ def _zero_one(blocks: "Blocks", count: int, ids_ref, pages_ref, first, grid: int
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     page, dtype = blocks.pages.shape[1], blocks.pages.dtype
-    num_ids = blocks.block_ids.size
+    num_ids = ids_ref.shape[0]
     tiling = tile_page(page, dtype.itemsize)
 
     def store(row, tile):

@@ -20,11 +20,12 @@ class Blocks(NamedTuple):
     """One array seen as rows of pages.
 
     pages: dtype[rows, page], where rows = outer * num_blocks.
-    block_ids: int32[K].
+    list_index: which of the id lists, int32[K] each, names its blocks; several arrays
+      may share one, and the kernel then gets it once.
     """
 
     pages: Array
-    block_ids: Array
+    list_index: int
     num_blocks: int
 
 
@@ -67,20 +68,21 @@ def zero_blocks(
     leaves, tree = jax.tree.flatten(buffers)
     lists = _match(tree, block_ids, "block_ids")
     axes = _match(tree, block_axis, "block_axis")
-    # Each list is masked once, so that the kernel gets it once however many share it.
-    masked = {id(ids): _without_null(ids, include_null_block) for ids in lists}
+    distinct = {id(ids): ids for ids in lists}
+    index = {key: i for i, key in enumerate(distinct)}
+    ids = [_without_null(given, include_null_block) for given in distinct.values()]
     work = [
-        _as_pages(jnp.asarray(buffer), masked[id(ids)], axis)
-        for buffer, ids, axis in zip(leaves, lists, axes, strict=True)
+        _as_pages(jnp.asarray(buffer), index[id(given)], axis)
+        for buffer, given, axis in zip(leaves, lists, axes, strict=True)
     ]
     match implementation:
         case None:
-            zeroed = _zero_pages_where_best(work)
+            zeroed = _zero_pages_where_best(work, ids)
         case "xla":
-            zeroed = [_zero_pages_xla(blocks) for blocks in work]
+            zeroed = _zero_pages_xla(work, ids)
         case "mosaic_gpu":
             _check_mosaic(work)
-            zeroed = _mosaic_gpu.zero_pages(work)
+            zeroed = _mosaic_gpu.zero_pages(work, ids)
         case _:
             raise ValueError(
                 f"implementation={implementation!r}; use one of {IMPLEMENTATIONS} or None"
@@ -95,37 +97,35 @@ def default_implementation() -> str:
     return "xla" if _mosaic_gpu.why_unsupported() else "mosaic_gpu"
 
 
-def _zero_pages_where_best(work: list[Blocks]) -> list[Array]:
+def _zero_pages_where_best(work: list[Blocks], ids: list[Array]) -> list[Array]:
     """Mosaic on a GPU that has it and for dtypes that it stores, XLA for the rest."""
     if default_implementation() == "xla":
-        return [_zero_pages_xla(blocks) for blocks in work]
-    stored = [i for i, blocks in enumerate(work) if _mosaic_gpu.stores(blocks.pages.dtype)]
+        return _zero_pages_xla(work, ids)
+    stored = [blocks for blocks in work if _mosaic_gpu.stores(blocks.pages.dtype)]
+    others = [blocks for blocks in work if not _mosaic_gpu.stores(blocks.pages.dtype)]
 
-    def by_kernel(pages: list[Array], ids: list[Array]) -> list[Array]:
-        return _mosaic_gpu.zero_pages(_rebuilt(pages, ids))
-
-    def by_xla(pages: list[Array], ids: list[Array]) -> list[Array]:
-        return [_zero_pages_xla(blocks) for blocks in _rebuilt(pages, ids)]
-
-    distinct = list({id(work[i].block_ids): work[i].block_ids for i in stored}.values())
-    index = {id(ids): k for k, ids in enumerate(distinct)}
-
-    def _rebuilt(pages: list[Array], ids: list[Array]) -> list[Blocks]:
-        return [
-            Blocks(page, ids[index[id(work[i].block_ids)]], work[i].num_blocks)
-            for i, page in zip(stored, pages, strict=True)
-        ]
+    def with_pages(pages: list[Array]) -> list[Blocks]:
+        pairs = zip(stored, pages, strict=True)
+        return [blocks._replace(pages=traced) for blocks, traced in pairs]
 
     # A program may be compiled for the CPU of a machine that has a GPU.
-    pages = [work[i].pages for i in stored]
-    zeroed = lax.platform_dependent(pages, distinct, cuda=by_kernel, default=by_xla)
-    answers = dict(zip(stored, zeroed, strict=True))
+    zeroed = lax.platform_dependent(
+        [blocks.pages for blocks in stored],
+        ids,
+        cuda=lambda pages, ids: _mosaic_gpu.zero_pages(with_pages(pages), ids),
+        default=lambda pages, ids: _zero_pages_xla(with_pages(pages), ids),
+    )
+    by_kernel, by_xla = iter(zeroed), iter(_zero_pages_xla(others, ids))
     return [
-        answers[i] if i in answers else _zero_pages_xla(blocks) for i, blocks in enumerate(work)
+        next(by_kernel if _mosaic_gpu.stores(blocks.pages.dtype) else by_xla) for blocks in work
     ]
 
 
-def _zero_pages_xla(blocks: Blocks) -> Array:
+def _zero_pages_xla(work: list[Blocks], ids: list[Array]) -> list[Array]:
+    return [_zero_rows(blocks, ids[blocks.list_index]) for blocks in work]
+
+
+def _zero_rows(blocks: Blocks, block_ids: Array) -> Array:
     if not blocks.pages.size:
         return blocks.pages
     dtype = blocks.pages.dtype
@@ -134,16 +134,17 @@ def _zero_pages_xla(blocks: Blocks) -> Array:
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
     bits = jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if narrow else dtype
     pages = lax.bitcast_convert_type(blocks.pages, bits)
-    pages = pages.at[_rows_of(blocks)].set(0, mode="drop", wrap_negative_indices=False)
+    rows = _rows_of(blocks, block_ids)
+    pages = pages.at[rows].set(0, mode="drop", wrap_negative_indices=False)
     return lax.bitcast_convert_type(pages, dtype)
 
 
-def _rows_of(blocks: Blocks) -> Array:
+def _rows_of(blocks: Blocks, block_ids: Array) -> Array:
     """Rows to zero, int32[outer * K]; ids out of range become rows out of range."""
     num_rows = blocks.pages.shape[0]
-    known = (blocks.block_ids >= 0) & (blocks.block_ids < blocks.num_blocks)
+    known = (block_ids >= 0) & (block_ids < blocks.num_blocks)
     starts = jnp.arange(0, num_rows, blocks.num_blocks, dtype=jnp.int32)
-    rows = starts[:, None] + blocks.block_ids[None]
+    rows = starts[:, None] + block_ids[None]
     return jnp.where(known[None], rows, num_rows).reshape(-1)
 
 
@@ -156,7 +157,7 @@ def _without_null(block_ids: Any, include_null_block: bool) -> Array:
     return ids if include_null_block else jnp.where(ids >= 1, ids, -1)
 
 
-def _as_pages(buffer: Array, block_ids: Array, axis: int) -> Blocks:
+def _as_pages(buffer: Array, list_index: int, axis: int) -> Blocks:
     if not isinstance(axis, int):
         raise TypeError(f"block_axis must be an int, got {axis!r}")
     if not -buffer.ndim <= axis < buffer.ndim:
@@ -166,7 +167,7 @@ def _as_pages(buffer: Array, block_ids: Array, axis: int) -> Blocks:
     axis %= buffer.ndim
     num_blocks, page = buffer.shape[axis], math.prod(buffer.shape[axis + 1 :])
     rows = math.prod(buffer.shape[: axis + 1])
-    return Blocks(buffer.reshape(rows, page), block_ids, num_blocks)
+    return Blocks(buffer.reshape(rows, page), list_index, num_blocks)
 
 
 def _match(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
