@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -115,56 +116,6 @@ def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]
     return parts
 
 
-def tries(question: Question) -> list[Try]:
-    """What to change, most useful first, at most `MAX_TRIES`; each was planned and is true."""
-    now = _attempt(question)
-    found = []
-    for changes, option in _changes(question, now):
-        changed = dataclasses.replace(question, **changes)
-        then = _attempt(changed)
-        if then.admitted and then.figures > (now.figures if now.admitted else (0, 0, 0)):
-            value = str(next(iter(changes.values())))
-            found.append(Try(option, value, _gives(question, changed, then)))
-    return found[:MAX_TRIES]
-
-
-def _changes(question: Question, now: "Attempt") -> Iterator[tuple[dict[str, Any], str]]:
-    if not now.admitted and now.longest:
-        yield {"max_model_len": now.longest}, "--max-model-len"
-    if now.plan is None:
-        return
-    blocks = _blocks_for_more(question, now.plan, now.admitted)
-    if question.num_blocks_override is not None:
-        yield {"num_blocks_override": blocks}, "--num-blocks-override"
-    else:
-        yield {"memory_bytes": blocks * max(now.plan.bytes_per_block)}, "--memory"
-    yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype"
-    if question.num_blocks_override is None:  # else larger blocks are just more memory
-        others = [{"block_size": size} for size in BLOCK_SIZES]
-        best = max(others, key=lambda other: _attempt(_changed(question, other)).figures)
-        yield best, "--block-size"
-
-
-def _changed(question: Question, changes: Mapping[str, Any]) -> Question:
-    return dataclasses.replace(question, **changes)
-
-
-def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
-    """Blocks for the length wanted or, where it fits, for one request more."""
-    length = question.wanted_len
-    blocks = plan.admission_blocks(length) + plan.reserved_blocks
-    if admitted and plan.max_model_len == length:
-        blocks += plan.requests_that_fit(length) * plan.steady_blocks(length)
-    return blocks
-
-
-def _gives(question: Question, changed: Question, then: "Attempt") -> str:
-    length, requests, tokens = then.figures
-    what = f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
-    more = changed.memory_bytes - question.memory_bytes
-    return f"{more:,} bytes more, {what}" if more else what
-
-
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """What became of a question: a plan, admitted or not; none where it was refused."""
@@ -190,6 +141,54 @@ def _attempt(question: Question) -> Attempt:
     except ValueError:  # a dtype, block size or pool that this model cannot have
         return Attempt(None, False, 0)
     return Attempt(plan, True, plan.max_model_len)
+
+
+def tries(question: Question) -> list[Try]:
+    """What to change, most useful first, at most `MAX_TRIES`; each was planned and is true."""
+    return list(itertools.islice(_tries(question), MAX_TRIES))
+
+
+def _tries(question: Question) -> Iterator[Try]:
+    now = _attempt(question)
+    for changes, option in _changes(question, now):
+        changed = dataclasses.replace(question, **changes)
+        then = _attempt(changed)
+        if then.figures > now.figures:
+            (value,) = changes.values()
+            yield Try(option, str(value), _gives(question, changed, then))
+
+
+def _changes(question: Question, now: Attempt) -> Iterator[tuple[dict[str, Any], str]]:
+    if not now.admitted and now.longest:
+        yield {"max_model_len": now.longest}, "--max-model-len"
+    if now.plan is None:
+        return
+    blocks = _blocks_for_more(question, now.plan, now.admitted)
+    if question.num_blocks_override is not None:
+        yield {"num_blocks_override": blocks}, "--num-blocks-override"
+    else:
+        yield {"memory_bytes": blocks * max(now.plan.bytes_per_block)}, "--memory"
+    yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype"
+    if question.num_blocks_override is None:  # else larger blocks are just more memory
+        others = [{"block_size": size} for size in BLOCK_SIZES]
+        best = max(others, key=lambda o: _attempt(dataclasses.replace(question, **o)).figures)
+        yield best, "--block-size"
+
+
+def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
+    """Blocks for the length wanted or, where it fits, for one request more."""
+    length = question.wanted_len
+    blocks = plan.admission_blocks(length) + plan.reserved_blocks
+    if admitted and plan.max_model_len == length:
+        blocks += plan.requests_that_fit(length) * plan.steady_blocks(length)
+    return blocks
+
+
+def _gives(question: Question, changed: Question, then: Attempt) -> str:
+    length, requests, tokens = then.figures
+    what = f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
+    more = changed.memory_bytes - question.memory_bytes
+    return f"{more:,} bytes more, {what}" if more else what
 
 
 def what_binds(question: Question, plan: Plan) -> str:

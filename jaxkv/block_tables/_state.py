@@ -130,8 +130,7 @@ def make_block_tables(
         raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
     for spec, kernel_size in zip(specs, kernel_sizes, strict=True):
         _check_kernel_size(spec, kernel_size)
-    widths = [spec.row_blocks(plan.max_model_len, plan.limits) for spec in specs]
-    shapes = [*((max_requests, width) for width in widths), (len(specs), max_requests), ()]
+    shapes = [*((max_requests, width) for width in plan.row_blocks), (len(specs), max_requests), ()]
 
     def allocate() -> list[Array]:
         return [jnp.zeros(shape, jnp.int32) for shape in shapes]

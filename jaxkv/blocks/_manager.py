@@ -214,10 +214,7 @@ class BlockManager:
         self._entries = {(entry.row, entry.group): entry for entry in moved}
 
     def _check_prefix(self, prefix: Sequence[Sequence[int]]) -> None:
-        for spec, ids in zip(self._specs, prefix, strict=True):
-            room = spec.row_blocks(
-                self._plan.local_tokens(self._plan.max_model_len), self._plan.limits
-            )
+        for room, ids in zip(self._plan.row_blocks, prefix, strict=True):
             if len(ids) > room:
                 raise ValueError(f"shared_block_ids has {len(ids)} blocks for a row of {room}")
 

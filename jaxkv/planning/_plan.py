@@ -119,6 +119,12 @@ class Plan:
         local = self.local_tokens(num_tokens)
         return tuple(group.spec.max_blocks(local, self.limits) for group in self.groups)
 
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """Per group, entries that a table row of the longest request needs."""
+        local = self.local_tokens(self.max_model_len)
+        return tuple(group.spec.row_blocks(local, self.limits) for group in self.groups)
+
     def admission_blocks(self, num_tokens: int) -> int:
         """What admission charges: ``sum_g max_blocks_g(L)`` with a full step in flight."""
         return sum(self.blocks_per_group(num_tokens))
