@@ -5,7 +5,7 @@ one beside it that serves as reference and as fallback everywhere else; ``implem
 chooses.
 """
 
-from pallas_kernels.zero_blocks import default_implementation as default_implementation
+from pallas_kernels._pages import default_implementation as default_implementation
 from pallas_kernels.zero_blocks import zero_blocks as zero_blocks
 
 __all__ = ["default_implementation", "zero_blocks"]

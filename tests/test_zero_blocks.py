@@ -242,11 +242,13 @@ def test_tiles_cover_a_page_and_store_aligned(page, itemsize) -> None:
     if tiling is None:
         assert page < mosaic.THREADS
         return
-    starts = [min(i * tiling.width, page - tiling.width) for i in range(tiling.tiles)]
+    starts = [min(i * tiling.width, page - tiling.width) for i in range(tiling.strips)]
     assert starts[0] == 0 and starts[-1] + tiling.width == page
     assert all(b - a <= tiling.width for a, b in itertools.pairwise(starts))
     assert all(start % tiling.vector == 0 for start in [*starts, page])
     assert tiling.vector * itemsize <= 16 and tiling.width % (128 * tiling.vector) == 0
+    assert (tiling.items - 1) * tiling.strips_per_item < tiling.strips
+    assert tiling.strips <= tiling.items * tiling.strips_per_item
 
 
 @pytest.mark.parametrize(
