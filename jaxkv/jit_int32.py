@@ -15,13 +15,13 @@ from jaxkv.checks import check_int32
 
 
 def jit_int32[**P, R](
-    *names: str, static_argnames: str | Sequence[str] = ()
+    *names: str, **jit_options: str | Sequence[str]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Jits a function and checks, before jax converts them, that the named arguments are
-    arrays of int32 (or tuples of such)."""
+    """Jits a function with these options and checks, before jax converts them, that the
+    named arguments are arrays of int32 (or tuples of such)."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        jitted = jax.jit(function, static_argnames=static_argnames)
+        jitted = jax.jit(function, **jit_options)
         parameters = list(inspect.signature(function).parameters)
         places = [(name, parameters.index(name)) for name in names]
 

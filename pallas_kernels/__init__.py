@@ -6,6 +6,8 @@ chooses.
 """
 
 from pallas_kernels._pages import default_implementation as default_implementation
+from pallas_kernels.copy_blocks import copy_blocks as copy_blocks
+from pallas_kernels.write_rows import write_rows as write_rows
 from pallas_kernels.zero_blocks import zero_blocks as zero_blocks
 
-__all__ = ["default_implementation", "zero_blocks"]
+__all__ = ["copy_blocks", "default_implementation", "write_rows", "zero_blocks"]

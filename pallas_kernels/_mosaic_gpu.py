@@ -71,16 +71,21 @@ def stores(dtype: jnp.dtype) -> bool:
     return dtype.name in DTYPES
 
 
-def tile_page(page: int, itemsize: int) -> Tiling | None:
-    """Cuts a page of ``page`` elements; None when it is too short for one warpgroup."""
+def tile_page(page: int, itemsize: int, alignment: int = 0) -> Tiling | None:
+    """Cuts a page of ``page`` elements; None when it is too short for one warpgroup.
+
+    alignment: what pages start at a multiple of, in elements; by default at their length.
+    """
     vector = ACCESS_BYTES // itemsize
-    while page % vector or page < THREADS * vector:
+    while page % vector or alignment % vector or page < THREADS * vector:
         vector //= 2
         if vector == 0:
             return None
     widths = [THREADS * vector * n for n in range(ACCESSES, 0, -1) if page >= THREADS * vector * n]
     width = min(widths, key=lambda width: -(-page // width) * width)  # the least overlap
-    return Tiling(width, vector, -(-page // width), max(1, ITEM_BYTES // (width * itemsize)))
+    strips = -(-page // width)
+    items = max(1, round(strips * width * itemsize / ITEM_BYTES))
+    return Tiling(width, vector, strips, -(-strips // items))
 
 
 def count_items(pages: Array, num_blocks: int, num_ids: int) -> int:

@@ -13,12 +13,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._copy_mosaic import PARAMETERS
 from pallas_kernels._mosaic_gpu import GRID, count_items, tile_page
 from pallas_kernels._pages import Blocks
 
 
-def zero_pages(work: Sequence[Blocks], ids: Sequence[Array]) -> list[Array]:
-    """Zeroes the listed rows of every array of pages, in one launch."""
+def zero_pages(work: Sequence[Blocks], ids: Sequence[Array], first_id: int) -> list[Array]:
+    """Zeroes the listed rows of every array of pages, in one launch; ids from first_id on."""
     counts = [count_items(b.pages, b.num_blocks, ids[b.list_index].size) for b in work]
     live = [(blocks, count) for blocks, count in zip(work, counts, strict=True) if count]
     if not live:
@@ -30,10 +31,16 @@ def zero_pages(work: Sequence[Blocks], ids: Sequence[Array]) -> list[Array]:
         id_refs, page_refs = args[: len(ids)], args[len(ids) :]
         first = lax.axis_index("cta")
         for (blocks, count), ref in zip(live, page_refs, strict=True):
-            _zero_one(blocks, count, id_refs[blocks.list_index], ref, first, grid)
+            _zero_one(blocks, count, id_refs[blocks.list_index], ref, first_id, first, grid)
             first = lax.rem(first + grid - count % grid, grid)  # go on where this one ended
 
-    launch = plgpu.kernel(kernel, grid=(grid,), grid_names=("cta",), kernel_name="zero_blocks")
+    launch = plgpu.kernel(
+        kernel,
+        grid=(grid,),
+        grid_names=("cta",),
+        kernel_name="zero_blocks",
+        compiler_params=PARAMETERS,
+    )
     with jax.enable_x64(False):  # the kernel counts in int32, whatever its caller does
         launch(*ids, *refs)
     zeroed = iter([jax.freeze(ref) for ref in refs])
@@ -42,7 +49,9 @@ def zero_pages(work: Sequence[Blocks], ids: Sequence[Array]) -> list[Array]:
     ]
 
 
-def _zero_one(blocks: Blocks, count: int, ids_ref, pages_ref, first, grid: int) -> None:
+def _zero_one(
+    blocks: Blocks, count: int, ids_ref, pages_ref, first_id: int, first, grid: int
+) -> None:
     """Zeroes the parts of one buffer that fall to this thread block."""
     page, dtype = blocks.pages.shape[1], blocks.pages.dtype
     num_ids = ids_ref.shape[0]
@@ -69,6 +78,6 @@ def _zero_one(blocks: Blocks, count: int, ids_ref, pages_ref, first, grid: int) 
         block_id = ids_ref[lax.rem(listed, num_ids)]
         row = lax.div(listed, num_ids) * blocks.num_blocks + block_id
 
-        @pl.when((block_id >= 0) & (block_id < blocks.num_blocks))
+        @pl.when((block_id >= first_id) & (block_id < blocks.num_blocks))
         def _():
             zero_item(row, lax.rem(item, parts))

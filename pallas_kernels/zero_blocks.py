@@ -4,6 +4,7 @@ One block is one index of an array's block axis; block ids that are out of range
 ignored, so id lists can be padded to a fixed length with -1.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,27 +49,29 @@ def zero_blocks(
       NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
         other devices jax itself refuses to compile the kernel.)
     """
-    work = take_apart(buffers, block_axis, block_ids=block_ids)
-    if not include_null_block:
-        lists = [(jnp.where(ids >= 1, ids, -1),) for (ids,) in work.lists]
-        work = work._replace(lists=lists)
-    return run(work, implementation, mosaic_gpu=_zero_mosaic, xla=_zero_xla)
+    first_id = 0 if include_null_block else 1
+    return run(
+        take_apart(buffers, block_axis, block_ids=block_ids),
+        implementation,
+        mosaic_gpu=functools.partial(_zero_mosaic, first_id),
+        xla=functools.partial(_zero_xla, first_id),
+    )
 
 
-def _zero_mosaic(work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
+def _zero_mosaic(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
     from pallas_kernels._zero_mosaic import zero_pages
 
-    return zero_pages(work, [ids for (ids,) in lists])
+    return zero_pages(work, [ids for (ids,) in lists], first_id)
 
 
-def _zero_xla(work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
-    return [_zero_rows(blocks, *lists[blocks.list_index]) for blocks in work]
+def _zero_xla(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
+    return [_zero_rows(blocks, *lists[blocks.list_index], first_id) for blocks in work]
 
 
-def _zero_rows(blocks: Blocks, block_ids: Array) -> Array:
+def _zero_rows(blocks: Blocks, block_ids: Array, first_id: int) -> Array:
     if not blocks.pages.size:
         return blocks.pages
-    rows = rows_of(blocks, block_ids).reshape(-1)
+    rows = rows_of(blocks, jnp.where(block_ids >= first_id, block_ids, -1)).reshape(-1)
     pages = as_integers(blocks.pages)
     pages = pages.at[rows].set(0, mode="drop", wrap_negative_indices=False)
     return lax.bitcast_convert_type(pages, blocks.pages.dtype)

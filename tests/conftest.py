@@ -6,7 +6,7 @@ import jax
 from hypothesis import HealthCheck, settings
 
 # On a CPU the sharding tests need several devices; on a GPU they take what is there.
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -398,11 +398,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def take_update(self, data: st.DataObject) -> None:
         del data
         update = self.manager.take_update()
-        keys = [(entry.row, entry.group) for entry in update.entries]
-        assert len(keys) == len(set(keys))
-        for key, entry in zip(keys, update.entries, strict=True):
-            before = [] if entry.overwrite else self.device.get(key, [])
-            self.device[key] = [*before, *entry.block_ids]
+        rows = [entry.row for entry in update.entries]
+        assert len(rows) == len(set(rows))
+        for entry in update.entries:
+            for group, ids in enumerate(entry.block_ids):
+                key = entry.row, group
+                before = [] if entry.overwrite else self.device.get(key, [])
+                self.device[key] = [*before, *ids]
         for name, row in self.row.items():
             for group, held in enumerate(self.held[name]):
                 ids = self.device.get((row, group), [])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.pool import (
     KVPool,
+    copy_blocks,
     layer_view,
     make_pool,
     pool_shapes,
@@ -183,6 +184,41 @@ def test_fresh_blocks_are_zeroed_in_the_slots_of_their_group_only(
 @functools.cache
 def _zeroing(implementation):
     return jax.jit(functools.partial(zero_new_blocks, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("stacked", [False, True])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_blocks_are_copied_at_once_in_the_slots_of_their_group_only(
+    implementation, stacked, data
+) -> None:
+    plan = hybrid_plan(num_blocks=NUM_BLOCKS, max_model_len=4)
+    groups = len(plan.groups)
+    sources = data.draw(st.lists(st.tuples(*[any_block_ids] * 3), min_size=groups, max_size=groups))
+    # Windows that overlap: of two copies into one block the later group's counts.
+    targets = data.draw(st.permutations(range(-1, NUM_BLOCKS + 1)))
+    targets = [targets[i : i + 3] for i in range(groups)]
+    before = poisoned(plan, stacked)
+    marks = jnp.arange(NUM_BLOCKS, dtype=jnp.uint8)[:, None]
+    buffers = tuple(jnp.broadcast_to(marks, b.shape).at[..., 0, :].set(0) for b in before.buffers)
+    run = _copying(implementation)
+    with kernels_run():
+        pool = run(
+            KVPool(buffers=buffers, layout=plan.layout),
+            np.array(sources, np.int32),
+            np.array(targets, np.int32),
+        )
+    expected = reference(plan)
+    for slot in expected.slots:
+        slot[:] = np.arange(NUM_BLOCKS)[:, None]
+    expected.copy(sources, targets)
+    assert_same(pool, expected)
+
+
+@functools.cache
+def _copying(implementation):
+    return jax.jit(functools.partial(copy_blocks, implementation=implementation))
 
 
 def test_the_hybrid_plan_has_groups_of_unlike_size() -> None:
@@ -363,10 +399,11 @@ def operations(pool: KVPool, stacked: bool):
         "zero_new_blocks": lambda pool: zero_new_blocks(
             pool, zero_ids, implementation=None if ON_GPU else "xla"
         ),
+        "copy_blocks": lambda pool: copy_blocks(pool, zero_ids, zero_ids + 3, disjoint=True),
     }
 
 
-@pytest.mark.parametrize("name", ["write_tokens", "write_state", "zero_new_blocks"])
+@pytest.mark.parametrize("name", ["write_tokens", "write_state", "zero_new_blocks", "copy_blocks"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_write_is_in_place_in_a_donating_jit(stacked, name) -> None:
     plan = overlay("bf16")
@@ -428,6 +465,11 @@ def test_the_old_pool_stays_valid_without_donation() -> None:
         (lambda p: read_rows(p, "kv.0", jnp.ones(2)), TypeError, "block_ids must be"),
         (lambda p: read_state(p, "state.0", jnp.ones(2)), TypeError, "block_ids must be"),
         (lambda p: zero_new_blocks(p, jnp.ones((2, 2))), TypeError, "zero_ids must be"),
+        (
+            lambda p: copy_blocks(p, jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 1), jnp.int32)),
+            ValueError,
+            "one shape: sources",
+        ),
         (
             lambda p: write_tokens(
                 p, "kv.0", jnp.ones(2), jnp.ones((2, 2, 8)), jnp.ones((2, 2, 4))

@@ -31,7 +31,6 @@ from jaxkv.pool import (
     read_tokens,
     write_state,
     write_tokens,
-    zero_new_blocks,
 )
 from jaxkv.specs import StateSpec
 from jaxkv.step import StepShape, apply_step, pack_step
@@ -41,7 +40,7 @@ ROWS, LONGEST, CHUNK = 4, 24, 8
 PLAN = hybrid_plan(num_blocks=48, max_model_len=LONGEST, kv_dtype="bf16")
 LAYERS = {layer: PLAN.layout.place_of(layer) for group in PLAN.groups for layer in group.layers}
 SHAPE = StepShape(
-    entries=ROWS * len(PLAN.groups),
+    entries=ROWS,
     block_ids=100,
     zero_ids=40,
     batch=ROWS,
@@ -56,8 +55,9 @@ def device_step(implementation: str, stacked: bool):
     """One jitted step: tables, zeroing, marked writes, and a read of everything."""
 
     def step(tables, pool, upload):
-        tables, batch = apply_step(tables, upload, shape=SHAPE)
-        pool = zero_new_blocks(pool, batch.zero_ids, implementation=implementation)
+        tables, pool, batch = apply_step(
+            tables, pool, upload, shape=SHAPE, implementation=implementation
+        )
         tags, totals = batch.extra[:ROWS], batch.extra[ROWS:]
         by_row = (
             jnp.zeros(ROWS, jnp.int32)

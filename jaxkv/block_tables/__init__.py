@@ -15,13 +15,12 @@ from jaxkv.block_tables._read import map_slots as map_slots
 from jaxkv.block_tables._state import BAD_BLOCK_ID as BAD_BLOCK_ID
 from jaxkv.block_tables._state import BAD_ROW as BAD_ROW
 from jaxkv.block_tables._state import DUPLICATE as DUPLICATE
+from jaxkv.block_tables._state import MISPLACED as MISPLACED
 from jaxkv.block_tables._state import NO_BLOCK as NO_BLOCK
-from jaxkv.block_tables._state import PAD_GROUP as PAD_GROUP
 from jaxkv.block_tables._state import PAD_ROW as PAD_ROW
 from jaxkv.block_tables._state import PAD_SLOT as PAD_SLOT
 from jaxkv.block_tables._state import ROW_FULL as ROW_FULL
 from jaxkv.block_tables._state import TOO_NARROW as TOO_NARROW
-from jaxkv.block_tables._state import UNSORTED as UNSORTED
 from jaxkv.block_tables._state import BlockTableError as BlockTableError
 from jaxkv.block_tables._state import BlockTables as BlockTables
 from jaxkv.block_tables._state import TableGroup as TableGroup

@@ -13,5 +13,6 @@ def take(values: Array, indices: Array, fill: int = 0) -> Array:
     return values.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
-def flag(bit: int, where: Array) -> Array:
-    return jnp.where(where.any(), jnp.int32(bit), jnp.int32(0))
+def bit(value: int, where: Array) -> Array:
+    """``value`` where a problem is, 0 elsewhere; int32, one per element."""
+    return jnp.where(where, jnp.int32(value), jnp.int32(0))

@@ -1,11 +1,9 @@
 """What a step reads: rows of a padded batch at kernel granularity, and slots."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv.block_tables._index import flag, take, within
+from jaxkv.block_tables._index import bit, take, within
 from jaxkv.block_tables._state import (
     BAD_ROW,
     NO_BLOCK,
@@ -14,6 +12,7 @@ from jaxkv.block_tables._state import (
     TOO_NARROW,
     BlockTables,
     TableGroup,
+    report,
 )
 from jaxkv.blocks import NULL_BLOCK
 from jaxkv.checks import check_count, check_positive, check_same_shape
@@ -58,18 +57,26 @@ def gather_block_tables(
       exist), and per group int32[B, width * blocks_per_kv_block]; tails, padding and
       null blocks read 0.
     """
+    gathered, problems = gather(tables, rows, first_positions, widths)
+    return report(tables, problems), gathered
+
+
+def gather(
+    tables: BlockTables, rows: Array, first_positions: Array, widths: tuple[int, ...]
+) -> tuple[tuple[Array, ...], Array]:
+    """The tables of `gather_block_tables`, and per row, int32[B], what was wrong with it."""
     check_same_shape(rows=rows, first_positions=first_positions)
     if len(widths) != len(tables.groups):
         raise ValueError(f"widths has {len(widths)} groups, the tables have {len(tables.groups)}")
     check_count(**{f"widths[{i}]": width for i, width in enumerate(widths)})
     known = within(rows, tables.max_requests)
-    flags = flag(BAD_ROW, ~known & (rows != PAD_ROW))
+    problems = bit(BAD_ROW, ~known & (rows != PAD_ROW))
     gathered = []
     for index, (group, table, width) in enumerate(
         zip(tables.groups, tables.tables, widths, strict=True)
     ):
         used = jnp.where(known, take(tables.num_blocks[index], rows), 0)
-        flags |= flag(TOO_NARROW, used > width)
+        problems |= bit(TOO_NARROW, used > width)
         column = jnp.arange(width, dtype=jnp.int32)[None]
         first_block = _first_token(group, first_positions) // group.block_size
         seen = (column < used[:, None]) & (column >= first_block[:, None])
@@ -81,7 +88,7 @@ def gather_block_tables(
         kernel_ids = expand_blocks(block_ids, group.blocks_per_kv_block)
         is_null = jnp.repeat(block_ids == NULL_BLOCK, group.blocks_per_kv_block, axis=-1)
         gathered.append(jnp.where(is_null, NULL_BLOCK, kernel_ids))
-    return dataclasses.replace(tables, overflow=tables.overflow | flags), tuple(gathered)
+    return tuple(gathered), problems
 
 
 @jit_int32("rows", "positions", static_argnames="encoder")
@@ -104,10 +111,18 @@ def map_slots(
       int32[G, *S]: the slot, or `PAD_SLOT`. Groups of recurrent state have no slots, and
       groups of cross attention have them for ``encoder`` tokens only.
     """
+    slots, problems = find_slots(tables, rows, positions, encoder)
+    return report(tables, problems), slots
+
+
+def find_slots(
+    tables: BlockTables, rows: Array, positions: Array, encoder: bool
+) -> tuple[Array, Array]:
+    """The slots of `map_slots`, and per token, int32[*S], why it has none."""
     rows, positions = jnp.broadcast_arrays(rows, positions)
     wanted = (positions >= 0) & (rows != PAD_ROW)
     known = wanted & within(rows, tables.max_requests)
-    flags = flag(BAD_ROW, wanted & ~known)
+    problems = bit(BAD_ROW, wanted & ~known)
     slots = []
     for index, (group, table) in enumerate(zip(tables.groups, tables.tables, strict=True)):
         if group.stores != ("encoder" if encoder else "tokens"):
@@ -119,10 +134,10 @@ def map_slots(
             mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False
         )
         held = known & (column < used) & (block_id != NULL_BLOCK)
-        flags |= flag(NO_BLOCK, known & ~held)
+        problems |= bit(NO_BLOCK, known & ~held)
         slot = block_id * group.block_size + positions % group.block_size
         slots.append(jnp.where(held, slot, PAD_SLOT))
-    return dataclasses.replace(tables, overflow=tables.overflow | flags), jnp.stack(slots)
+    return jnp.stack(slots), problems
 
 
 def _first_token(group: TableGroup, positions: Array) -> Array:

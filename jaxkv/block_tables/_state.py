@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxkv.checks import check_positive
 from jaxkv.planning import Plan
@@ -14,9 +14,7 @@ from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
 
 PAD_SLOT = -1  # slot of a token that must not be written
 
-PAD_ROW = -1  # row of a batch entry that is padding
-
-PAD_GROUP = -1  # group of a table entry that is padding
+PAD_ROW = -1  # row of a batch entry, or of a table entry, that is padding
 
 BAD_ROW = 1
 
@@ -30,16 +28,16 @@ TOO_NARROW = 16
 
 NO_BLOCK = 32
 
-UNSORTED = 64
+MISPLACED = 64
 
 _REASONS = {
-    BAD_ROW: "a row or group out of range",
+    BAD_ROW: "a row out of range",
     BAD_BLOCK_ID: "a block id outside the pool",
     ROW_FULL: "more blocks for a row than it has entries",
     DUPLICATE: "two entries for one row in a single call",
     TOO_NARROW: "a gathered width smaller than a row's blocks",
     NO_BLOCK: "a slot for a position whose block was never given",
-    UNSORTED: "ids that do not lie by entry, in order",
+    MISPLACED: "ids that do not lie by entry and group, in order",
 }
 
 
@@ -181,6 +179,12 @@ def as_sharding(
 ) -> jax.sharding.Sharding | None:
     """A device as the sharding that ``jit`` takes."""
     return jax.sharding.SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
+
+
+def report(tables: BlockTables, problems: Array) -> BlockTables:
+    """Adds bits, an int32 array of any shape, to those that the tables remember."""
+    bits = lax.reduce(problems.reshape(-1), jnp.int32(0), lax.bitwise_or, (0,))
+    return dataclasses.replace(tables, overflow=tables.overflow | bits)
 
 
 def check_overflow(tables: BlockTables) -> None:

@@ -6,32 +6,33 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv.block_tables._index import flag, take, within
+from jaxkv.block_tables._index import bit, take, within
 from jaxkv.block_tables._state import (
     BAD_BLOCK_ID,
     BAD_ROW,
     DUPLICATE,
-    PAD_GROUP,
+    MISPLACED,
+    PAD_ROW,
     ROW_FULL,
-    UNSORTED,
     BlockTables,
+    report,
 )
 from jaxkv.checks import check_same_shape
 from jaxkv.jit_int32 import jit_int32
 
 
 class TableEntries(NamedTuple):
-    """Table entries as arrays: E entries, and the K ids of all of them in a row.
+    """Table entries as arrays: E entries of G groups, and the K ids of all of them.
 
-    Made by `jaxkv.step.pack_entries`, which also composes entries that name one row of
-    one group twice; the device drops and reports such pairs.
+    Made by `jaxkv.step.pack_entries`, which also composes entries that name one row twice;
+    the device drops and reports such pairs.
     """
 
-    rows: Array  # int32[E]
-    groups: Array  # int32[E], PAD_GROUP: no entry
+    rows: Array  # int32[E], PAD_ROW: no entry
     overwrite: Array  # int32[E], 1: replace the row, 0: append
-    block_ids: Array  # int32[K], by entry, in order
-    entry_of_id: Array  # int32[K], ascending; E: padding
+    ends: Array  # int32[E, G], ids of this and all earlier entries and groups
+    block_ids: Array  # int32[K], by entry, then by group
+    owners: Array  # int32[K], entry * G + group; E * G: padding
 
 
 @jit_int32("entries")
@@ -39,60 +40,77 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
     """Appends ids to, or replaces, the rows that the entries name; all groups at once.
 
     An entry is applied whole or not at all. It is dropped, and reported by `overflow`,
-    when its row or group is out of range, one of its ids is outside the pool, its row
-    has no room, or another entry names the same row and group. When ``entry_of_id`` does
-    not ascend, all of them are dropped.
+    when its row is out of range or named by another entry too, when one of its ids is
+    outside the pool or not where ``ends`` says, or when its row lacks room in any group.
     """
-    check_same_shape(rows=entries.rows, groups=entries.groups, overwrite=entries.overwrite)
-    check_same_shape(block_ids=entries.block_ids, entry_of_id=entries.entry_of_id)
+    return report(*append(tables, entries))
+
+
+def append(tables: BlockTables, entries: TableEntries) -> tuple[BlockTables, Array]:
+    """`append_block_ids`, and per entry, int32[E], why it was dropped; 0: it was not."""
     num_groups, num_rows = tables.num_blocks.shape
-    num_entries, num_ids = entries.rows.shape[0], entries.block_ids.shape[0]
-    given = entries.groups != PAD_GROUP
-    in_range = given & within(entries.rows, num_rows) & within(entries.groups, num_groups)
-    cell = jnp.where(in_range, entries.groups * num_rows + entries.rows, num_groups * num_rows)
+    num_entries, num_ids = _check_shapes(entries, num_groups)
+    ends = entries.ends.reshape(-1)
+    firsts = jnp.pad(ends, (1, 0))[:-1]
+    counts = (ends - firsts).reshape(num_entries, num_groups)
+    known = within(entries.rows, num_rows)
 
-    owner = entries.entry_of_id
-    owner = jnp.where(within(owner, num_entries), owner, num_entries)
-    uses = jnp.zeros(num_groups * num_rows, jnp.int32).at[cell].add(1, mode="drop")
-    alone = take(uses, cell) == 1
-    used = take(tables.num_blocks.reshape(-1), cell)
-    start = jnp.where(entries.overwrite != 0, 0, used)
-    ones = jnp.ones(num_ids, jnp.int32)
-    count = jnp.zeros(num_entries, jnp.int32).at[owner].add(ones, mode="drop")
-    fits = start + count <= take(jnp.array(tables.widths, jnp.int32), entries.groups)
-    foreign = ~within(entries.block_ids, tables.pool_blocks)
-    sound = ~jnp.zeros(num_entries, bool).at[owner].max(foreign, mode="drop")
-    unsorted = (owner[1:] < owner[:-1]).any()
-    accepted = in_range & alone & fits & sound & ~unsorted
-
-    num_blocks = (
-        tables.num_blocks.reshape(-1)
-        .at[jnp.where(accepted, cell, num_groups * num_rows)]
-        .set(start + count, mode="drop")
-        .reshape(num_groups, num_rows)
+    place = jnp.arange(num_ids, dtype=jnp.int32) - take(firsts, entries.owners)
+    owned = within(place, take(counts.reshape(-1), entries.owners))
+    entry, group = jnp.divmod(entries.owners, max(num_groups, 1))
+    named, own, foreign = _tally(tables, entries, jnp.where(owned, entry, num_entries))
+    used = tables.num_blocks.at[:, entries.rows].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False
     )
-    first_id = jnp.cumsum(count) - count
-    column = jnp.arange(num_ids, dtype=jnp.int32) + take(start - first_id, owner)
-    target = take(jnp.where(accepted, entries.groups, -1), owner, fill=-1)
-    row = take(entries.rows, owner)
-    # Ids that go elsewhere get distinct rows beyond the table, so that all are unique.
-    elsewhere = num_rows + jnp.arange(num_ids, dtype=jnp.int32)
+    start = jnp.where(entries.overwrite[:, None] != 0, 0, used.T)
+    fits = (start + counts <= jnp.array(tables.widths, jnp.int32)[None]).all(axis=1)
+    placed = (counts >= 0).all(axis=1) & (own + foreign == counts.sum(axis=1))
+    problems = bit(BAD_ROW, ~known & ((entries.rows != PAD_ROW) | (counts != 0).any(axis=1)))
+    problems |= bit(DUPLICATE, known & (named > 1)) | bit(ROW_FULL, known & ~fits)
+    problems |= bit(BAD_BLOCK_ID, known & (foreign > 0))
+    problems |= bit(MISPLACED, known & (named == 1) & ~placed)
+
+    # What goes nowhere gets distinct rows beyond the table, so that all are unique.
+    nowhere = num_rows + jnp.arange(max(num_entries, num_ids), dtype=jnp.int32)
+    target = jnp.where(known & (problems == 0), entries.rows, nowhere[:num_entries])
+    row, column = take(target, entry, num_rows), place + take(start.reshape(-1), entries.owners)
     new_tables = tuple(
-        table.at[jnp.where(target == group, row, elsewhere), column].set(
+        table.at[jnp.where(owned & (group == index), row, nowhere[:num_ids]), column].set(
             entries.block_ids, mode="drop", unique_indices=True, wrap_negative_indices=False
         )
-        for group, table in enumerate(tables.tables)
+        for index, table in enumerate(tables.tables)
     )
-    flags = (
-        flag(BAD_ROW, given & ~in_range)
-        | flag(DUPLICATE, in_range & ~alone)
-        | flag(ROW_FULL, in_range & ~fits)
-        | flag(BAD_BLOCK_ID, given & ~sound)
-        | flag(UNSORTED, unsorted)
+    num_blocks = tables.num_blocks.at[:, target].set(
+        (start + counts).T, mode="drop", unique_indices=True
     )
-    return dataclasses.replace(
-        tables, tables=new_tables, num_blocks=num_blocks, overflow=tables.overflow | flags
-    )
+    return dataclasses.replace(tables, tables=new_tables, num_blocks=num_blocks), problems
+
+
+def _check_shapes(entries: TableEntries, num_groups: int) -> tuple[int, int]:
+    check_same_shape(rows=entries.rows, overwrite=entries.overwrite)
+    check_same_shape(block_ids=entries.block_ids, owners=entries.owners)
+    if entries.ends.shape != (*entries.rows.shape, num_groups):
+        raise ValueError(
+            f"ends has shape {entries.ends.shape}; {entries.rows.shape[0]} entries of tables with "
+            f"{num_groups} groups want {(*entries.rows.shape, num_groups)}"
+        )
+    return entries.rows.shape[0], entries.block_ids.shape[0]
+
+
+def _tally(
+    tables: BlockTables, entries: TableEntries, entry_of_id: Array
+) -> tuple[Array, Array, Array]:
+    """Per entry, int32[E] each: entries that name its row, and ids for that row that are
+    and that are not of the pool. One scatter counts all three."""
+    num_rows, nowhere = tables.max_requests, 3 * tables.max_requests
+    known = within(entries.rows, num_rows)
+    row = take(jnp.where(known, entries.rows, nowhere), entry_of_id, nowhere)
+    kind = jnp.where(within(entries.block_ids, tables.pool_blocks), num_rows, 2 * num_rows)
+    counted = jnp.concatenate([jnp.where(known, entries.rows, nowhere), row + kind])
+    counts = jnp.zeros(nowhere, jnp.int32).at[counted].add(1, mode="drop")
+    own, foreign = entries.rows + num_rows, entries.rows + 2 * num_rows
+    named, own, foreign = (take(counts, index) for index in (entries.rows, own, foreign))
+    return named, jnp.where(known, own, 0), jnp.where(known, foreign, 0)
 
 
 @jit_int32("rows")
@@ -100,11 +118,8 @@ def release_rows(tables: BlockTables, rows: Array) -> BlockTables:
     """Empties rows, int32[M], in every group. Naming a row twice is harmless."""
     known = within(rows, tables.max_requests)
     target = jnp.where(known, rows, tables.max_requests)
-    return dataclasses.replace(
-        tables,
-        num_blocks=tables.num_blocks.at[:, target].set(0, mode="drop"),
-        overflow=tables.overflow | flag(BAD_ROW, ~known),
-    )
+    emptied = tables.num_blocks.at[:, target].set(0, mode="drop")
+    return report(dataclasses.replace(tables, num_blocks=emptied), bit(BAD_ROW, ~known))
 
 
 @jit_int32("sources", "destinations")
@@ -129,15 +144,15 @@ def move_rows(tables: BlockTables, sources: Array, destinations: Array) -> Block
     target = jnp.where(accepted, destinations, num_rows)
     moved = tables.num_blocks.at[:, source].get(mode="fill", fill_value=0)
     emptied = tables.num_blocks.at[:, source].set(0, mode="drop")
-    return dataclasses.replace(
+    moved_tables = dataclasses.replace(
         tables,
         tables=tuple(
             table.at[target].set(table.at[source].get(mode="fill"), mode="drop")
             for table in tables.tables
         ),
         num_blocks=emptied.at[:, target].set(moved, mode="drop"),
-        overflow=tables.overflow | flag(BAD_ROW, ~known) | flag(DUPLICATE, clash),
     )
+    return report(moved_tables, bit(BAD_ROW, ~known) | bit(DUPLICATE, clash))
 
 
 @jit_int32("first", "second")

@@ -70,7 +70,7 @@ class BlockManager:
         }[zero_policy]
         self._requests: dict[Hashable, _Holding] = {}
         self._free_rows = deque(range(max_requests))
-        self._entries: dict[tuple[int, int], TableEntry] = {}
+        self._entries: dict[int, TableEntry] = {}  # by row
         self._zero_ids: list[list[int]] = [[] for _ in self._specs]
 
     @property
@@ -130,8 +130,7 @@ class BlockManager:
         self.pool.share([i for ids in prefix for i in ids if i != NULL_BLOCK])
         row = self._free_rows.popleft()
         self._requests[request] = _Holding(row, prefix, [0] * len(prefix), encoder_tokens)
-        for group, ids in enumerate(prefix):
-            self._entries[row, group] = TableEntry(row, group, tuple(ids), overwrite=True)
+        self._entries[row] = TableEntry(row, [list(ids) for ids in prefix], overwrite=True)
         return row
 
     def missing_blocks(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> int:
@@ -174,9 +173,8 @@ class BlockManager:
         """Gives back the request's row and drops its reference to every block."""
         holding = self._holding(request)
         self.pool.free([i for ids in holding.block_ids for i in ids if i != NULL_BLOCK])
-        for group in range(len(self._specs)):
-            entry = TableEntry(holding.row, group, (), overwrite=True)
-            self._entries[holding.row, group] = entry
+        nothing = [[] for _ in self._specs]
+        self._entries[holding.row] = TableEntry(holding.row, nothing, overwrite=True)
         self._free_rows.append(holding.row)
         del self._requests[request]
 
@@ -184,7 +182,7 @@ class BlockManager:
         """Everything that changed since the last call; call it once per step, and keep the
         answer until it has been packed: it is not given a second time.
 
-        At most one entry per row and group, so the order of entries does not matter.
+        At most one entry per row, so the order of entries does not matter.
         """
         update = TableUpdate(
             tuple(self._entries.values()),
@@ -208,10 +206,9 @@ class BlockManager:
             holding.row = rows.get(holding.row, holding.row)
         self._free_rows = deque(rows.get(row, row) for row in self._free_rows)
         moved = [
-            dataclasses.replace(entry, row=rows.get(entry.row, entry.row))
-            for entry in self._entries.values()
+            entry._replace(row=rows.get(entry.row, entry.row)) for entry in self._entries.values()
         ]
-        self._entries = {(entry.row, entry.group): entry for entry in moved}
+        self._entries = {entry.row: entry for entry in moved}
 
     def _check_prefix(self, prefix: Sequence[Sequence[int]]) -> None:
         for room, ids in zip(self._plan.row_blocks, prefix, strict=True):
@@ -266,11 +263,9 @@ class BlockManager:
             ids[index] = block_id
         if self._zero[group]:
             self._zero_ids[group].extend(new_ids)
-        key = holding.row, group
-        pending = self._entries.get(key, TableEntry(*key, ()))
-        self._entries[key] = dataclasses.replace(
-            pending, block_ids=(*pending.block_ids, *ids[start:])
-        )
+        if holding.row not in self._entries:
+            self._entries[holding.row] = TableEntry(holding.row, [[] for _ in self._specs])
+        self._entries[holding.row].block_ids[group].extend(ids[start:])
 
 
 def _check_still_held(live: Sequence[int], ids: list[int], start: int, computed: int) -> None:

@@ -1,21 +1,19 @@
 """What the host tells the device once per step."""
 
-import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class TableEntry:
-    """New ids for one row of one group: appended, or replacing the row's content."""
+class TableEntry(NamedTuple):
+    """New ids for one row, per group: appended, or replacing all that the row holds."""
 
     row: int
-    group: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[Sequence[int]]
     overwrite: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class TableUpdate:
+class TableUpdate(NamedTuple):
     """What one step changes: table entries, and per group the fresh ids to zero."""
 
-    entries: tuple[TableEntry, ...]
-    zero_ids: tuple[tuple[int, ...], ...]
+    entries: Sequence[TableEntry]
+    zero_ids: Sequence[Sequence[int]]

@@ -21,7 +21,7 @@ from jaxkv.demo.caches import PagedCache
 from jaxkv.demo.model import Model, Params, forward
 from jaxkv.demo.trace import Request
 from jaxkv.planning import Plan
-from jaxkv.pool import make_pool, zero_new_blocks
+from jaxkv.pool import make_pool
 from jaxkv.step import StepShape, apply_step, pack_step
 
 MAX_REQUESTS = 16
@@ -70,8 +70,9 @@ def serve_step(model, implementation, chunk, shape, params, tables, pool, upload
 
     Returns tables, pool, and int32[2, B]: next tokens, and whether a logit was NaN.
     """
-    tables, batch = apply_step(tables, upload, shape=shape)
-    pool = zero_new_blocks(pool, batch.zero_ids, implementation=implementation)
+    tables, pool, batch = apply_step(
+        tables, pool, upload, shape=shape, implementation=implementation
+    )
     offset = jnp.arange(chunk, dtype=jnp.int32)[None]
     positions = jnp.where(
         offset < batch.lengths[:, None], batch.first_positions[:, None] + offset, -1
@@ -115,7 +116,7 @@ class Engine:
         self._steps = {}
         for batch, chunk in ((PREFILL_BATCH, PREFILL_CHUNK), (MAX_REQUESTS, 1)):
             shape = StepShape(
-                entries=MAX_REQUESTS * len(plan.groups),
+                entries=MAX_REQUESTS,
                 block_ids=64,
                 zero_ids=32,
                 batch=batch,

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
+import pallas_kernels
 from jaxkv.blocks import NULL_BLOCK
 from jaxkv.pool._state import KVPool
 
 
 def pages_of(pool: KVPool, layer: str) -> tuple[Array, int]:
     """The buffer that holds a layer, as uint8[rows, page], and the layer's slot in it."""
+    pool.check_whole()
     slot = pool.layout.place_of(layer).slot
     if pool.stacked:
         return pool.buffers[0].reshape(-1, pool.buffers[0].shape[-1]), slot
@@ -25,25 +27,29 @@ def rows_of(pool: KVPool, slot: int, block_ids: Array) -> Array:
     return jnp.where(known, slot * pool.num_blocks + block_ids, -1)
 
 
-def write_bytes(pool: KVPool, layer: str, block_ids: Array, offsets: Array, data: Array) -> KVPool:
-    """Writes bytes, uint8[..., n], at an offset into each block's page."""
+def write_bytes(
+    pool: KVPool,
+    layer: str,
+    block_ids: Array,
+    offsets: Array,
+    data: Array,
+    *,
+    align: int,
+    implementation: str | None,
+) -> KVPool:
+    """Writes bytes, uint8[..., n], at an offset into each block's page.
+
+    align: what all offsets are multiples of; 0: all of them are 0.
+    """
     pages, slot = pages_of(pool, layer)
-    rows = rows_of(pool, slot, block_ids).reshape(-1)
-    # What goes nowhere gets distinct rows beyond the pool, so that all are unique.
-    beyond = pages.shape[0] + jnp.arange(rows.size, dtype=jnp.int32)
-    offsets = pool.layout.place_of(layer).offset_bytes + offsets.reshape(-1)
-    start = jnp.stack([jnp.where(rows < 0, beyond, rows), offsets], axis=-1)
-    written = lax.scatter(
+    start = pool.layout.place_of(layer).offset_bytes
+    written = pallas_kernels.write_rows(
         pages,
-        start,
-        data.reshape(rows.size, data.shape[-1]),
-        lax.ScatterDimensionNumbers(
-            update_window_dims=(1,),
-            inserted_window_dims=(0,),
-            scatter_dims_to_operand_dims=(0, 1),
-        ),
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
+        rows_of(pool, slot, block_ids).reshape(-1),
+        start + offsets.reshape(-1),
+        data.reshape(block_ids.size, data.shape[-1]),
+        align=math.gcd(start, align) or pages.shape[1],
+        implementation=implementation,
     )
     return with_pages(pool, layer, written)
 

@@ -12,12 +12,20 @@ from jaxkv.pool._state import KVPool
 from jaxkv.specs import StateSpec
 
 
-def write_state(pool: KVPool, layer: str, block_ids: Array, arrays: Sequence[Array]) -> KVPool:
+def write_state(
+    pool: KVPool,
+    layer: str,
+    block_ids: Array,
+    arrays: Sequence[Array],
+    *,
+    implementation: str | None = None,
+) -> KVPool:
     """Writes recurrent state, one per block id.
 
     Args:
       block_ids: int32[B]; distinct, or out of range for padding.
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
+      implementation: of `pallas_kernels.write_rows`.
     """
     check_int32(block_ids=block_ids)
     spec = _state_spec(pool, layer)
@@ -29,8 +37,15 @@ def write_state(pool: KVPool, layer: str, block_ids: Array, arrays: Sequence[Arr
         to_bytes(array.astype(dtype), block_ids.ndim)
         for array, dtype in zip(arrays, spec.dtypes, strict=True)
     ]
-    offsets = jnp.zeros_like(block_ids)
-    return write_bytes(pool, layer, block_ids, offsets, jnp.concatenate(data, axis=-1))
+    return write_bytes(
+        pool,
+        layer,
+        block_ids,
+        jnp.zeros_like(block_ids),
+        jnp.concatenate(data, axis=-1),
+        align=0,
+        implementation=implementation,
+    )
 
 
 def read_state(pool: KVPool, layer: str, block_ids: Array) -> tuple[Array, ...]:

@@ -81,6 +81,7 @@ def write_tokens(
     *,
     key_scale: Array | float = 1.0,
     value_scale: Array | float = 1.0,
+    implementation: str | None = None,
 ) -> KVPool:
     """Writes keys and values of new tokens of an attention layer.
 
@@ -89,6 +90,7 @@ def write_tokens(
       keys: [T, heads, K], any float dtype.
       values: [T, heads, V].
       key_scale, value_scale: per-tensor scales; the cache holds ``x / scale``.
+      implementation: of `pallas_kernels.write_rows`.
 
     Raises:
       TypeError: the layer keeps no keys and values.
@@ -101,15 +103,19 @@ def write_tokens(
         if array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; layer {layer!r} wants {shape}")
     parts = [quantize(keys, spec.dtype, key_scale), quantize(values, spec.dtype, value_scale)]
-    return write_rows(pool, layer, slots, jnp.concatenate(parts, axis=-1))
+    rows = jnp.concatenate(parts, axis=-1)
+    return write_rows(pool, layer, slots, rows, implementation=implementation)
 
 
-def write_rows(pool: KVPool, layer: str, slots: Array, rows: Array) -> KVPool:
+def write_rows(
+    pool: KVPool, layer: str, slots: Array, rows: Array, *, implementation: str | None = None
+) -> KVPool:
     """Writes stored rows as they are: MLA latents, or keys and values already quantised.
 
     Args:
       slots: int32[T]; the slot of any token of a row names the row.
       rows: [T, ...], ``token_bytes`` bytes each.
+      implementation: of `pallas_kernels.write_rows`.
     """
     check_int32(slots=slots)
     spec = _token_spec(pool, layer)
@@ -121,7 +127,15 @@ def write_rows(pool: KVPool, layer: str, slots: Array, rows: Array) -> KVPool:
         )
     ratio = spec.compress_ratio if isinstance(spec, MLASpec) else 1
     offsets = slots % spec.block_size // ratio * spec.token_bytes
-    return write_bytes(pool, layer, slots // spec.block_size, offsets, row_bytes)
+    return write_bytes(
+        pool,
+        layer,
+        slots // spec.block_size,
+        offsets,
+        row_bytes,
+        align=spec.token_bytes,
+        implementation=implementation,
+    )
 
 
 def read_tokens(

@@ -46,26 +46,27 @@ class ReferenceTables:
         return len(self.rows[0])
 
     def append(self, entries: Iterable[TableEntry]) -> None:
-        """Entries of one row and group compose in order, then apply whole or not at all."""
-        by_place: dict[tuple[int, int], list[TableEntry]] = {}
+        """Entries of one row compose in order, then apply whole or not at all."""
+        by_row: dict[int, list[TableEntry]] = {}
         for entry in entries:
-            by_place.setdefault((entry.row, entry.group), []).append(entry)
-        for (row, group), parts in by_place.items():
-            self.flags |= self._try_append(row, group, parts)
+            by_row.setdefault(entry.row, []).append(entry)
+        for row, parts in by_row.items():
+            self.flags |= self._try_append(row, parts)
 
-    def _try_append(self, row: int, group: int, parts: list[TableEntry]) -> int:
-        if not (0 <= row < self.max_requests and 0 <= group < len(self.specs)):
-            # Ids are judged wherever they were headed.
-            return BAD_ROW | self._judge(_compose([], parts))
-        ids = _compose(self.rows[group][row], parts)
-        new = _compose([], parts)
-        flags = self._judge(new) | (ROW_FULL if len(ids) > self.widths[group] else 0)
+    def _try_append(self, row: int, parts: list[TableEntry]) -> int:
+        if not 0 <= row < self.max_requests:
+            return BAD_ROW
+        groups = range(len(self.specs))
+        ids = [_compose(self.rows[group][row], group, parts) for group in groups]
+        flags = 0
+        for group in groups:
+            new = _compose([], group, parts)
+            flags |= 0 if all(0 <= i < self.pool_blocks for i in new) else BAD_BLOCK_ID
+            flags |= ROW_FULL if len(ids[group]) > self.widths[group] else 0
         if not flags:
-            self.rows[group][row] = ids
+            for group in groups:
+                self.rows[group][row] = ids[group]
         return flags
-
-    def _judge(self, ids: list[int]) -> int:
-        return 0 if all(0 <= i < self.pool_blocks for i in ids) else BAD_BLOCK_ID
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -136,9 +137,9 @@ class ReferenceTables:
         return slots
 
 
-def _compose(ids: list[int], parts: list[TableEntry]) -> list[int]:
+def _compose(ids: list[int], group: int, parts: list[TableEntry]) -> list[int]:
     for part in parts:
-        ids = list(part.block_ids) if part.overwrite else [*ids, *part.block_ids]
+        ids = [*([] if part.overwrite else ids), *part.block_ids[group]]
     return ids
 
 
@@ -187,6 +188,18 @@ class ReferencePool:
         """The bytes of the layer's page of a block; zeros for null and unknown blocks."""
         pages = self.slots[self.layout.place_of(layer).slot]
         return pages[block_id] if 0 < block_id < self.num_blocks else np.zeros_like(pages[0])
+
+    def copy(self, sources: Sequence[Sequence[int]], destinations: Sequence[Sequence[int]]) -> None:
+        """Per group, copies blocks, all at once, in the slots that hold its layers."""
+        before = [slot.copy() for slot in self.slots]
+        for group, pairs in zip(
+            self.layout.groups, zip(sources, destinations, strict=True), strict=True
+        ):
+            for layer in group.layers:
+                slot = self.layout.place_of(layer).slot
+                for source, destination in zip(*pairs, strict=True):
+                    if 0 < source < self.num_blocks and 0 < destination < self.num_blocks:
+                        self.slots[slot][destination] = before[slot][source]
 
     def zero(self, zero_ids: Sequence[Iterable[int]]) -> None:
         """Per group, zeroes the listed blocks in the slots that hold its layers."""

@@ -1,9 +1,5 @@
-"""How long a full plan takes: 96 hybrid layers over 8 workers, with the length fitted.
+"""How long a full plan takes: 96 hybrid layers over 8 workers, with the length fitted."""
 
-Run: python -m tests.benchmarks.planner
-"""
-
-import platform
 import statistics
 import subprocess
 import sys
@@ -11,6 +7,8 @@ import time
 
 from jaxkv.planning import plan_cache
 from jaxkv.specs import FullAttentionSpec, LayerSpec, StateSpec
+from tests.benchmarks.timing import Report
+from tests.benchmarks.vllm_peer import VllmPeer
 
 REPEATS = 101
 ATTENTION = FullAttentionSpec(block_size=544, num_kv_heads=2, head_size=256)
@@ -48,12 +46,9 @@ def import_milliseconds() -> float:
     return 1e3 * statistics.median(float(run) for run in runs)
 
 
-def main() -> None:
-    print(f"Python {platform.python_version()} on {platform.machine()}, median of {REPEATS}")
-    print(f"8 pipeline stages of 12 layers   {measure(stages()):6.2f} ms")
-    print(f"8 tensor-parallel ranks of 96    {measure([LAYERS] * 8):6.2f} ms")
-    print(f"import jaxkv.planning            {import_milliseconds():6.1f} ms")
-
-
-if __name__ == "__main__":
-    main()
+def run(report: Report, peer: VllmPeer | None) -> None:
+    del peer  # its planner needs all of vLLM
+    report.title(f"Planning, median of {REPEATS} on the host")
+    report.note(f"8 pipeline stages of 12 layers   {measure(stages()):6.2f} ms")
+    report.note(f"8 tensor-parallel ranks of 96    {measure([LAYERS] * 8):6.2f} ms")
+    report.note(f"import jaxkv.planning            {import_milliseconds():6.1f} ms")

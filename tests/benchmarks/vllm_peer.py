@@ -4,12 +4,14 @@ Knows which few names `BlockTables` and the zeroing kernel import from the rest 
 gives each a stand-in; everything that is timed is vLLM's. Needs torch and triton. The
 folder holds ``vllm/``, as unzipped from a wheel:
 
-    pip download --no-deps vllm==0.33.0 && unzip -q vllm-0.33.0-*.whl 'vllm/v1/worker/*.py' -d DIR
+    pip download --no-deps vllm==0.33.0
+    unzip -q vllm-0.33.0-*.whl 'vllm/v1/worker/*.py' -d DIR
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
 import pathlib
 import sys
@@ -20,6 +22,7 @@ PACKAGES = ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu")
 MODULES = (
     "vllm.v1.worker.gpu.block_table",
     "vllm.v1.worker.gpu.buffer_utils",
+    "vllm.v1.worker.gpu.input_batch",
     "vllm.v1.worker.utils",
 )
 
@@ -33,7 +36,9 @@ class VllmPeer:
             raise FileNotFoundError(f"{root} holds no vllm/v1/worker/gpu/block_table.py")
         sys.meta_path.insert(0, _StandIns(root))
         self.BlockTables = importlib.import_module(MODULES[0]).BlockTables
-        self.zero_kernel = importlib.import_module(MODULES[2])._zero_kv_blocks_kernel
+        self.prepare_pos_seq_lens = importlib.import_module(MODULES[2]).prepare_pos_seq_lens
+        self.zero_kernel = importlib.import_module(MODULES[3])._zero_kv_blocks_kernel
+        self.upload = _async_tensor_h2d
 
 
 class _Anything:
@@ -90,11 +95,17 @@ def _real_names() -> dict[str, dict[str, Any]]:
     }
 
 
-def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None) -> Any:
+def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Any:
     """As vLLM: a fresh pinned staging tensor and an asynchronous copy."""
     import torch
 
-    staged = torch.tensor(data, dtype=dtype, pin_memory=True, device="cpu")
+    if isinstance(data, list):
+        staged = torch.tensor(data, dtype=dtype, pin_memory=True, device="cpu")
+    else:
+        given = torch.from_numpy(data)
+        staged = torch.empty(given.shape, dtype=dtype or given.dtype, pin_memory=True).copy_(given)
+    if out is not None:
+        return out.copy_(staged, non_blocking=True)
     return staged.to(device=device, dtype=dtype, non_blocking=True)
 
 
@@ -102,12 +113,11 @@ def _device_view(pinned: Any) -> Any:
     """A pinned host tensor as a CUDA tensor; vLLM's own helper is compiled code."""
     import torch
 
-    class Pinned:
-        __cuda_array_interface__ = {
-            "shape": tuple(pinned.shape),
-            "typestr": "<i4" if pinned.dtype == torch.int32 else "<i8",
-            "data": (pinned.data_ptr(), False),
-            "version": 2,
-        }
-
-    return torch.as_tensor(Pinned(), device="cuda")
+    view = types.SimpleNamespace()
+    view.__cuda_array_interface__ = {
+        "shape": tuple(pinned.shape),
+        "typestr": "<i4" if pinned.dtype == torch.int32 else "<i8",
+        "data": (pinned.data_ptr(), False),
+        "version": 2,
+    }
+    return torch.as_tensor(view, device="cuda")

@@ -1,0 +1,112 @@
+"""Device side: a step's table work, zeroing and copies, in one dispatch."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.block_tables import PAD_ROW, BlockTables, TableEntries
+from jaxkv.block_tables._read import find_slots, gather
+from jaxkv.block_tables._state import report
+from jaxkv.block_tables._update import append
+from jaxkv.blocks import TableUpdate
+from jaxkv.jit_int32 import jit_int32
+from jaxkv.pool import KVPool, copy_blocks, zero_new_blocks
+from jaxkv.step._pack import pack_step
+from jaxkv.step._shape import StepBatch, StepShape
+
+
+@jit_int32("upload", static_argnames=("shape", "implementation"))
+def apply_step(
+    tables: BlockTables,
+    pool: KVPool | None,
+    upload: Array,
+    *,
+    shape: StepShape,
+    implementation: str | None = None,
+) -> tuple[BlockTables, KVPool | None, StepBatch]:
+    """Appends, expands, gathers, maps slots, zeroes and copies: all but the model.
+
+    Args:
+      tables: before the step; donate them in your ``jit``, or use `apply_step_donating`.
+      pool: the blocks to zero and copy, likewise; None: the caller keeps its own buffers
+        and sees to it, with `StepBatch.zero_ids`.
+      upload: int32[shape.size], from `pack_step`.
+      shape: static, the one the upload was packed with.
+      implementation: of the kernels, as in `pallas_kernels.zero_blocks`.
+    """
+    if upload.shape != (shape.size,):
+        raise ValueError(f"upload has shape {upload.shape}; this step shape wants ({shape.size},)")
+    parts = shape.split(upload)
+    num_groups = len(shape.widths)
+    parts["ends"] = parts["ends"].reshape(shape.entries, num_groups)
+    tables, problems = append(tables, TableEntries(*(parts[n] for n in TableEntries._fields)))
+    rows, first = parts["batch_rows"], parts["first_positions"]
+    block_tables, bad_rows = gather(tables, rows, first, shape.widths)
+    token_rows, positions = lay_out_tokens(
+        rows, first, parts["token_ends"], num_tokens=shape.tokens
+    )
+    slots, bad_tokens = find_slots(tables, token_rows, positions, encoder=False)
+    tables = report(tables, jnp.concatenate([problems, bad_rows, bad_tokens]))
+    if pool is not None:
+        zero_ids, sources, destinations = (
+            parts[name].reshape(num_groups, -1)
+            for name in ("zero_ids", "copy_sources", "copy_destinations")
+        )
+        pool = zero_new_blocks(pool, zero_ids, implementation=implementation)
+        if shape.copies:
+            pool = copy_blocks(pool, sources, destinations, implementation=implementation)
+    data = jnp.concatenate([upload, token_rows, positions, slots.reshape(-1)])
+    return tables, pool, StepBatch(block_tables=block_tables, data=data, shape=shape)
+
+
+apply_step_donating = jit_int32(
+    "upload",
+    static_argnames=("shape", "implementation"),
+    donate_argnames=("tables", "pool"),
+)(apply_step)
+"""`apply_step` for use outside a ``jit``: the tables and the pool given are consumed."""
+
+
+def warm_up(
+    tables: BlockTables,
+    pool: KVPool | None,
+    shapes: Iterable[StepShape],
+    *,
+    implementation: str | None = None,
+) -> tuple[BlockTables, KVPool | None]:
+    """Compiles `apply_step_donating` for every shape, by an empty step of each.
+
+    Consumes tables and pool and returns them unchanged, once the device is done.
+    """
+    for shape in shapes:
+        nothing = TableUpdate((), ((),) * len(shape.widths))
+        upload = pack_step(shape, update=nothing, rows=[], first_positions=[], lengths=[])
+        tables, pool, _ = apply_step_donating(
+            tables, pool, upload, shape=shape, implementation=implementation
+        )
+    return jax.block_until_ready((tables, pool))
+
+
+def lay_out_tokens(
+    rows: Array, first_positions: Array, token_ends: Array, *, num_tokens: int
+) -> tuple[Array, Array]:
+    """Row and position of every token of a batch laid end to end, padded to num_tokens.
+
+    Args:
+      rows, first_positions, token_ends: int32[B]; the last counts the tokens of this and
+        all earlier requests.
+      num_tokens: static; at least the number of tokens.
+
+    Returns:
+      int32[num_tokens] each; `PAD_ROW` and -1 past the last token.
+    """
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    # A comparison with every end: a binary search would be a loop on the device.
+    request = (token[:, None] >= token_ends[None]).sum(axis=1, dtype=jnp.int32)
+    starts = jnp.pad(token_ends, (1, 0))[:-1]
+    start = starts.at[request].get(mode="fill", fill_value=0)
+    first = first_positions.at[request].get(mode="fill", fill_value=0)
+    row = rows.at[request].get(mode="fill", fill_value=PAD_ROW)
+    return row, jnp.where(row != PAD_ROW, first + token - start, -1)

@@ -1,0 +1,149 @@
+"""The sizes of a step, where its integers lie, and what it hands to kernels."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.checks import check_count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """Sizes of a step; static, so each distinct shape is one compilation.
+
+    Choose a few (decode, prefill) before serving starts and pad to them.
+
+    entries: rows of the tables that change.
+    block_ids: new ids over all entries and groups.
+    zero_ids: fresh blocks to zero, per group.
+    copies: blocks to copy, per group.
+    batch: requests.
+    tokens: tokens of the whole batch laid end to end; 0: the caller maps slots itself.
+    widths: per group, blocks per gathered row.
+    extra: int32s of the caller's own that ride in the same upload (token ids, say).
+    """
+
+    entries: int
+    block_ids: int
+    zero_ids: int
+    batch: int
+    widths: tuple[int, ...]
+    copies: int = 0
+    tokens: int = 0
+    extra: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "widths", tuple(self.widths))
+        sizes = dataclasses.asdict(self)
+        widths = sizes.pop("widths")
+        check_count(**sizes, **{f"widths[{i}]": width for i, width in enumerate(widths)})
+        if (self.block_ids and not self.entries) or (self.tokens and not self.batch):
+            raise ValueError(
+                f"block_ids={self.block_ids} need entries and tokens={self.tokens} need a batch; "
+                f"got entries={self.entries} and batch={self.batch}"
+            )
+
+    @functools.cached_property
+    def fields(self) -> Mapping[str, slice]:
+        """Every part of the upload, in order, and where it lies."""
+        groups = len(self.widths)
+        lengths = {
+            "rows": self.entries,
+            "overwrite": self.entries,
+            "ends": self.entries * groups,
+            "block_ids": self.block_ids,
+            "owners": self.block_ids,
+            "zero_ids": self.zero_ids * groups,
+            "copy_sources": self.copies * groups,
+            "copy_destinations": self.copies * groups,
+            "batch_rows": self.batch,
+            "first_positions": self.batch,
+            "token_ends": self.batch,
+            "extra": self.extra,
+        }
+        ends = itertools.accumulate(lengths.values(), initial=0)
+        return {
+            name: slice(start, stop)
+            for name, (start, stop) in zip(lengths, itertools.pairwise(ends), strict=True)
+        }
+
+    @property
+    def size(self) -> int:
+        """int32s in the upload."""
+        return self.fields["extra"].stop
+
+    def split(self, upload):
+        """Views of the parts of an upload, NumPy or jax, by name."""
+        return {name: upload[where] for name, where in self.fields.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class StepBatch:
+    """What a step's kernels need: G groups, B requests, T tokens, Z blocks to zero.
+
+    All that is small lies in one array and is cut when it is asked for: inside a ``jit``
+    that is free, and a step on its own returns one array instead of eight.
+    """
+
+    block_tables: tuple[Array, ...]  # per group int32[B, widths[g] * blocks_per_kv_block]
+    data: Array  # int32[shape.size + (2 + G) * T], the upload and what was made for tokens
+    shape: StepShape = dataclasses.field(metadata={"static": True})
+
+    @property
+    def rows(self) -> Array:
+        """int32[B], `PAD_ROW` for padding."""
+        return self._uploaded("batch_rows")
+
+    @property
+    def first_positions(self) -> Array:
+        """int32[B], position of the first token computed now."""
+        return self._uploaded("first_positions")
+
+    @property
+    def token_ends(self) -> Array:
+        """int32[B], tokens computed now by this and all earlier requests."""
+        return self._uploaded("token_ends")
+
+    @property
+    def lengths(self) -> Array:
+        """int32[B], tokens computed now."""
+        return jnp.diff(self.token_ends, prepend=0)
+
+    @property
+    def zero_ids(self) -> Array:
+        """int32[G, Z], the blocks to zero; -1 for padding."""
+        return self._uploaded("zero_ids").reshape(len(self.shape.widths), -1)
+
+    @property
+    def extra(self) -> Array:
+        """int32[shape.extra]."""
+        return self._uploaded("extra")
+
+    @property
+    def token_rows(self) -> Array:
+        """int32[T], `PAD_ROW` for padding."""
+        return self._of_tokens[0]
+
+    @property
+    def positions(self) -> Array:
+        """int32[T], -1 for padding."""
+        return self._of_tokens[1]
+
+    @property
+    def slots(self) -> Array:
+        """int32[G, T], `PAD_SLOT` for padding."""
+        return self._of_tokens[2:]
+
+    @property
+    def _of_tokens(self) -> Array:
+        num_rows = 2 + len(self.shape.widths)
+        return self.data[self.shape.size :].reshape(num_rows, self.shape.tokens)
+
+    def _uploaded(self, name: str) -> Array:
+        return self.data[self.shape.fields[name]]

@@ -1,0 +1,122 @@
+"""Writes rows of elements at places within the pages of an array, in place under donation.
+
+This is how tokens get into a paged cache: each row is what one token adds to one block.
+Rows that would not lie within a page are ignored, so lists can be padded with -1.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._pages import Blocks, Work, as_ids, as_integers, run
+
+
+def write_rows(
+    pages: Any,
+    block_ids: Any,
+    offsets: Any,
+    rows: Any,
+    *,
+    align: int = 1,
+    implementation: str | None = None,
+) -> Array:
+    """Writes ``rows[i]`` to ``pages[block_ids[i], offsets[i] : offsets[i] + n]``.
+
+    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``),
+    and in place where the pages are donated there.
+
+    Args:
+      pages: dtype[N, page].
+      block_ids: int32[T], the page of each row. A row is ignored when its id is below 0
+        or at least N.
+      offsets: int32[T], the first element of each row within its page. A row is ignored
+        when it would not lie within the page, or when its offset is no multiple of
+        ``align``. Rows must not overlap: where they do, any of them may be what is left.
+      rows: dtype[T, n], of the dtype of ``pages``.
+      align: what every offset is a multiple of, in elements. ``"mosaic_gpu"`` is fastest
+        when this, n and the page are multiples of 16 bytes.
+      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best: Mosaic for a
+        dtype that it stores, where the program is compiled for a GPU that has it, and
+        XLA for all else.
+
+    Returns:
+      The pages, same shape and dtype.
+
+    Raises:
+      TypeError: ids or offsets that are not int32, rows of another dtype than pages, or
+        a dtype that the implementation lacks.
+      ValueError: an unknown implementation, shapes that do not fit, or ``align`` < 1.
+      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
+        other devices jax itself refuses to compile the kernel.)
+    """
+    pages, rows = jnp.asarray(pages), jnp.asarray(rows)
+    ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")
+    _check(pages, ids, offsets, rows, align)
+    if not pages.size or not rows.size:
+        rows, ids, offsets = rows[:0], ids[:0], offsets[:0]
+    work = Work(
+        [Blocks(pages, 0, pages.shape[0])],
+        [(ids, offsets, rows)],
+        [pages.shape],
+        jax.tree.structure(pages),
+    )
+    return run(
+        work,
+        implementation,
+        mosaic_gpu=functools.partial(_write_mosaic, align=align),
+        xla=functools.partial(_write_xla, align=align),
+    )
+
+
+def _check(pages: Array, block_ids: Array, offsets: Array, rows: Array, align: int) -> None:
+    if pages.ndim != 2:
+        raise ValueError(f"pages must be dtype[N, page], got shape {pages.shape}")
+    if rows.ndim != 2 or rows.shape[1] > pages.shape[1]:
+        raise ValueError(
+            f"rows must be dtype[T, n] with n <= {pages.shape[1]} elements of a page, "
+            f"got shape {rows.shape}"
+        )
+    if rows.dtype != pages.dtype:
+        raise TypeError(f"rows must be {pages.dtype} as pages are, got {rows.dtype}")
+    if not len(block_ids) == len(offsets) == len(rows):
+        raise ValueError(
+            f"block_ids, offsets and rows must be as many, got {len(block_ids)}, "
+            f"{len(offsets)} and {len(rows)}"
+        )
+    if not isinstance(align, int):
+        raise TypeError(f"align must be an int, got {align!r}")
+    if align < 1:
+        raise ValueError(f"align={align} must be at least 1")
+
+
+def _write_mosaic(work: list[Blocks], lists: list[tuple[Array, ...]], *, align: int) -> list[Array]:
+    from pallas_kernels._write_mosaic import write_pages
+
+    return [write_pages(blocks.pages, *lists[blocks.list_index], align=align) for blocks in work]
+
+
+def _write_xla(work: list[Blocks], lists: list[tuple[Array, ...]], *, align: int) -> list[Array]:
+    return [_scatter(blocks.pages, *lists[blocks.list_index], align=align) for blocks in work]
+
+
+def _scatter(pages: Array, block_ids: Array, offsets: Array, rows: Array, *, align: int) -> Array:
+    num_rows = pages.shape[0]
+    known = (block_ids >= 0) & (block_ids < num_rows) & (offsets % align == 0)
+    # What goes nowhere gets distinct rows beyond the pages, so that all are unique.
+    beyond = num_rows + jnp.arange(block_ids.size, dtype=jnp.int32)
+    written = lax.scatter(
+        as_integers(pages),
+        jnp.stack([jnp.where(known, block_ids, beyond), offsets], axis=-1),
+        as_integers(rows),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1,),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0, 1),
+        ),
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+    return lax.bitcast_convert_type(written, pages.dtype)

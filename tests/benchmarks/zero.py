@@ -1,0 +1,144 @@
+"""Zeroing of fresh blocks: the Mosaic kernel, XLA's scatter, a fill, and vLLM's kernel."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import default_implementation, zero_blocks
+from tests.benchmarks.timing import ON_GPU, Report, Times, added, measure
+from tests.benchmarks.vllm_peer import VllmPeer
+
+
+class Case(NamedTuple):
+    """buffers x uint8[blocks, page], of which ``ids`` blocks each are zeroed."""
+
+    name: str
+    buffers: int
+    blocks: int
+    page: int
+    ids: int
+    stacked: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffers * self.ids * self.page
+
+
+CASES = (
+    Case("Llama-3.1-8B bf16, 32 buffers", 32, 2048, 65536, 256),
+    Case("Llama-3.1-8B bf16, stacked", 32, 2048, 65536, 256, stacked=True),
+    Case("Llama-3.1-8B bf16, 134 MB", 32, 2048, 65536, 64),
+    Case("Llama-3.1-8B bf16, 134 MB, stacked", 32, 2048, 65536, 64, stacked=True),
+    Case("Llama-3.1-70B fp8, 80 buffers", 80, 1024, 32768, 128),
+    Case("Qwen3-Next hybrid, 12 buffers", 12, 256, 1_114_112, 32),
+    Case("DeepSeek-V3 MLA, 61 buffers", 61, 512, 73_728, 64),
+    Case("DeepSeek-V3.2 indexer, 61 buffers", 61, 2048, 8448, 512),
+    Case("one block in 80 buffers", 80, 256, 32768, 1),
+)
+SMALLER = 64  # on a CPU: as many times fewer blocks
+
+
+def run(report: Report, peer: VllmPeer | None) -> None:
+    report.title("Zeroing blocks: GPU time of one call, in place")
+    for case in CASES:
+        if not ON_GPU:
+            case = case._replace(
+                blocks=max(8, case.blocks // SMALLER), ids=max(1, case.ids // SMALLER)
+            )
+        ids = np.random.default_rng(0).permutation(np.arange(1, case.blocks))[: case.ids]
+        add = functools.partial(report.add, case.name, num_bytes=case.num_bytes)
+        ours = add(default_implementation(), time_jax(case, ids, _ours))
+        add("XLA, unique ids", time_jax(case, ids, _xla_unique, "uint32"), base=ours)  # its best
+        add("XLA fill", time_fill(case), base=ours)
+        if peer is not None:
+            add("vLLM", time_vllm(case, ids, peer), base=ours)
+    time_added(report)
+
+
+def _ours(buffers, ids, axis):
+    return zero_blocks(buffers, ids, block_axis=axis)
+
+
+def _xla_unique(buffers, ids, axis):
+    where = (slice(None),) * axis
+    return [
+        b.at[(*where, ids)].set(0, unique_indices=True, mode="promise_in_bounds") for b in buffers
+    ]
+
+
+def make_buffers(case: Case, dtype: str = "uint8") -> list[jax.Array]:
+    shape = (case.blocks, case.page // jnp.dtype(dtype).itemsize)
+    shapes = [(case.buffers, *shape)] if case.stacked else [shape] * case.buffers
+    return jax.jit(lambda: [jnp.ones(shape, dtype) for shape in shapes])()
+
+
+def time_jax(case: Case, ids: np.ndarray, function, dtype: str = "uint8") -> Times:
+    step = jax.jit(functools.partial(function, axis=int(case.stacked)), donate_argnums=0)
+    buffers, listed = make_buffers(case, dtype), jnp.asarray(ids, jnp.int32)
+
+    def call():
+        nonlocal buffers
+        buffers = step(buffers, listed)
+        return buffers
+
+    return measure(call)
+
+
+def time_fill(case: Case) -> Times:
+    """A fresh buffer of zeros as large as what is zeroed: XLA's memset."""
+    fill = jax.jit(lambda: jnp.zeros(case.num_bytes // 4, jnp.uint32))
+    return measure(fill)
+
+
+def time_vllm(case: Case, ids: np.ndarray, peer: VllmPeer) -> Times:
+    import torch
+
+    buffers = [
+        torch.ones((case.blocks, case.page), dtype=torch.uint8, device="cuda")
+        for _ in range(case.buffers)
+    ]
+    words = case.page // 4
+    addresses = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.uint64, device="cuda")
+    sizes = torch.full((case.buffers,), words, dtype=torch.int64, device="cuda")
+    block = min(1 << (words - 1).bit_length(), 1024)
+    grid = (len(ids), case.buffers, -(-words // block))
+    listed = torch.tensor(ids, dtype=torch.int64, device="cuda")
+
+    def call() -> None:
+        peer.zero_kernel[grid](addresses, sizes, sizes, listed, BLOCK_SIZE=block)
+
+    times = measure(call, lambda _: torch.cuda.synchronize())
+    del buffers
+    torch.cuda.empty_cache()
+    return times
+
+
+def time_added(report: Report) -> None:
+    """What zeroing one block in 80 buffers adds to a jitted step that runs anyway."""
+    case = CASES[-1] if ON_GPU else CASES[-1]._replace(blocks=8)
+    ids = np.array([3], np.int32)
+    size = 1024 if ON_GPU else 64
+
+    def step(zeroing, buffers, matrix, ids):
+        for _ in range(20):
+            matrix = jnp.tanh(matrix @ matrix)
+        return (zero_blocks(buffers, ids) if zeroing else buffers), matrix
+
+    found = {}
+    for zeroing in (False, True):
+        jitted = jax.jit(functools.partial(step, zeroing), donate_argnums=(0, 1))
+        state = make_buffers(case), jnp.full((size, size), 0.01, jnp.bfloat16)
+
+        def call(jitted=jitted):
+            nonlocal state
+            state = jitted(*state, ids)
+            return state[1]
+
+        name = f"a step {'with' if zeroing else 'without'} zeroing"
+        found[zeroing] = report.add(name, "80 buffers", measure(call))
+    report.note(
+        f"one block in 80 buffers adds to a jitted step: {added(found[True], found[False])}"
+    )
