@@ -25,7 +25,7 @@ def check_int32(**arrays: Any) -> None:
     """Raises TypeError for the first value that is not an array of int32."""
     for name, array in arrays.items():
         dtype = getattr(array, "dtype", type(array).__name__)
-        if str(dtype) != "int32":
+        if getattr(dtype, "str", None) != "<i4":  # cheaper than its name, on the hot path
             raise TypeError(f"{name} must be an array of int32, got {dtype}")
 
 

@@ -6,7 +6,7 @@ that silently become other ids are what this package is there to prevent.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxkv.checks import check_int32
 
 
 def jit_int32[**P, R](
-    *names: str, **jit_options: str | Sequence[str]
+    *names: str, **jit_options: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Jits a function with these options and checks, before jax converts them, that the
     named arguments are arrays of int32 (or tuples of such)."""

@@ -122,6 +122,23 @@ def as_integers(pages: Array) -> Array:
     return lax.bitcast_convert_type(pages, bits)
 
 
+def as_words(pages: Array, whole: int = 0) -> Array:
+    """The same bytes as 32-bit words where they make whole words, for kernels that move
+    bytes: narrower elements travel through registers one by one.
+
+    whole: elements that must make whole words too, besides the page.
+    """
+    ratio = 4 // pages.dtype.itemsize
+    if ratio <= 1 or pages.shape[1] % ratio or whole % ratio:
+        return pages
+    return lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1, ratio), jnp.uint32)
+
+
+def from_words(words: Array, like: Array) -> Array:
+    """The way back of `as_words`."""
+    return lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)
+
+
 Implementation = Callable[[list[Blocks], list[tuple[Array, ...]]], list[Array]]
 
 

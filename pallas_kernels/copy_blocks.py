@@ -11,7 +11,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._pages import Blocks, Work, as_integers, rows_of, run, take_apart
+from pallas_kernels._pages import (
+    Blocks,
+    Work,
+    as_integers,
+    as_words,
+    from_words,
+    rows_of,
+    run,
+    take_apart,
+)
 
 
 def copy_blocks(
@@ -93,7 +102,9 @@ def _copy_mosaic(
 ) -> list[Array]:
     from pallas_kernels._copy_mosaic import copy_pages
 
-    return copy_pages(work, lists, disjoint=disjoint)
+    words = [blocks._replace(pages=as_words(blocks.pages)) for blocks in work]
+    copied = copy_pages(words, lists, disjoint=disjoint)
+    return [from_words(pages, blocks.pages) for pages, blocks in zip(copied, work, strict=True)]
 
 
 def _copy_xla(work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:

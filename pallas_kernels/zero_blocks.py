@@ -65,7 +65,7 @@ def _zero_mosaic(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...
 
 
 def _zero_xla(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
-    return [_zero_rows(blocks, *lists[blocks.list_index], first_id) for blocks in work]
+    return [_zero_rows(blocks, lists[blocks.list_index][0], first_id) for blocks in work]
 
 
 def _zero_rows(blocks: Blocks, block_ids: Array, first_id: int) -> Array:

@@ -224,12 +224,16 @@ def test_int64_ids_are_refused_and_not_cut_down_to_other_ids() -> None:
         {"owners": [0, 2 * GROUPS, 0]},
         {"owners": [0, 1, 2 * GROUPS]},
         {"owners": [0, -1, 2**31 - 1]},
-        {"ends": [3] * (2 * GROUPS)},
-        {"ends": [2] * (GROUPS - 1) + [-(2**31)] + [2] * GROUPS},
-        {"ends": [2**31 - 1] + [2] * (2 * GROUPS - 1)},
+        {"counts": [3] + [0] * (2 * GROUPS - 1)},
+        {"counts": [1] + [0] * (2 * GROUPS - 1)},
+        {"firsts": [1] + [2] * (2 * GROUPS - 1)},
+        {"firsts": [-1] + [2] * (2 * GROUPS - 1)},
+        {"firsts": [2**31 - 1] + [2] * (2 * GROUPS - 1)},
+        {"counts": [2, -(2**31)] + [0] * (2 * GROUPS - 2)},
+        {"counts": [2**31 - 1] + [0] * (2 * GROUPS - 1)},
     ],
 )
-def test_ids_that_are_not_where_the_ends_say_are_dropped_and_reported(changes) -> None:
+def test_ids_that_are_not_where_the_counts_say_are_dropped_and_reported(changes) -> None:
     tables = append(make()[0], raw_entries(rows=[1, 0], **changes))
     assert int(tables.overflow) & MISPLACED and not np.asarray(tables.num_blocks)[:, 1].any()
 
@@ -315,12 +319,14 @@ def raw_entries(**changes) -> TableEntries:
     fields = {
         "rows": [1, -1],
         "overwrite": [0, 0],
-        "ends": [2] * (2 * GROUPS),
+        "firsts": [0] + [2] * (2 * GROUPS - 1),
+        "counts": [2] + [0] * (2 * GROUPS - 1),
         "block_ids": [3, 4, 0],
         "owners": [0, 0, 2 * GROUPS],
     }
     arrays = {name: int32(changes.get(name, value)) for name, value in fields.items()}
-    return TableEntries(**{**arrays, "ends": arrays["ends"].reshape(-1, GROUPS)})
+    by_group = {name: arrays[name].reshape(-1, GROUPS) for name in ("firsts", "counts")}
+    return TableEntries(**{**arrays, **by_group})
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,11 @@ def raw_entries(**changes) -> TableEntries:
         ({"block_ids": [3, 2**31 - 1, 0]}, BAD_BLOCK_ID),
         ({"rows": [1, 1]}, DUPLICATE),
         (
-            {"owners": [3, 3, 2 * GROUPS], "ends": [0] * 3 + [2] * (2 * GROUPS - 3)},
+            {
+                "owners": [3, 3, 2 * GROUPS],
+                "firsts": [0] * (2 * GROUPS),
+                "counts": [0, 0, 0, 2] + [0] * (2 * GROUPS - 4),
+            },
             ROW_FULL,  # a row of group 3 holds one block of state
         ),
     ],
@@ -355,8 +365,8 @@ def test_a_bad_entry_is_dropped_whole_and_reported_until_it_is_read(changes, fla
 
 def test_garbage_owners_of_ids_are_padding() -> None:
     tables, _ = make()
-    ends = [1] * (2 * GROUPS)
-    tables = append(tables, raw_entries(owners=[0, -1, 2**31 - 1], ends=ends))
+    counts = [1] + [0] * (2 * GROUPS - 1)
+    tables = append(tables, raw_entries(owners=[0, -1, 2**31 - 1], counts=counts))
     check_overflow(tables)
     assert int(tables.num_blocks[0, 1]) == 1
 
@@ -474,7 +484,7 @@ def test_tables_can_be_the_carry_of_a_scan() -> None:
     def grow(tables: BlockTables, count: int) -> BlockTables:
         def body(carry, block_id):
             ids = jnp.stack([block_id, jnp.int32(0), jnp.int32(0)])
-            one = raw_entries(owners=[0, 99, 99], ends=[1] * (2 * GROUPS))
+            one = raw_entries(owners=[0, 99, 99], counts=[1] + [0] * (2 * GROUPS - 1))
             return append_block_ids(carry, one._replace(block_ids=ids)), None
 
         return jax.lax.scan(body, tables, jnp.arange(1, count + 1, dtype=jnp.int32))[0]

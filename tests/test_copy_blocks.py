@@ -246,7 +246,7 @@ def test_the_cuda_lowering_is_one_aliased_kernel_or_two(donate, disjoint) -> Non
     assert text.count("custom_call @mosaic_gpu") == (1 if disjoint else 2)
     assert text.count("stablehlo.output_operand_alias<") == 5
     assert text.count("tf.aliasing_output") == (5 if donate else 0)
-    assert ("tensor<8x2112xui8>" in text) == (not disjoint)  # what is set aside
+    assert ("tensor<8x528xui32>" in text) == (not disjoint)  # what is set aside
     assert "__gpu$xla.gpu.triton" not in text
 
 

@@ -19,6 +19,7 @@ from jaxkv.block_tables import (
 from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
 from jaxkv.step import (
     StepShape,
+    UploadRing,
     apply_step,
     apply_step_donating,
     compose_entries,
@@ -255,3 +256,55 @@ def test_an_upload_that_is_not_int32_is_refused() -> None:
 def test_an_upload_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="this step shape wants"):
         step(TABLES, jnp.zeros(3, jnp.int32))
+
+
+def ring_step(ring: UploadRing, tables, block_id: int):
+    """Appends one block to row 0."""
+    entries = [TableEntry(0, [[block_id]] * GROUPS, overwrite=True)]
+    upload = ring.pack(
+        update=TableUpdate(entries, NOTHING.zero_ids),
+        rows=[0],
+        first_positions=[0],
+        lengths=[1],
+        extra=[block_id],
+    )
+    tables, _, batch = apply_step_donating(tables, None, upload, shape=SHAPE)
+    ring.sent(batch)
+    return tables, batch
+
+
+def test_a_ring_s_uploads_arrive_as_packed_however_many_are_under_way() -> None:
+    ring, tables, batches = UploadRing(SHAPE, depth=2), make_block_tables(PLAN, max_requests=4), []
+    for block_id in range(1, 51):
+        tables, batch = ring_step(ring, tables, block_id)
+        batches.append(batch)
+    check_overflow(tables)
+    for block_id, batch in enumerate(batches, 1):
+        assert int(batch.extra[0]) == block_id
+        assert int(batch.slots[0, 0]) == block_id * PLAN.groups[0].spec.block_size
+
+
+def test_a_ring_packs_what_pack_step_packs() -> None:
+    ring = UploadRing(SHAPE)
+    step = {"update": NOTHING, "rows": [1, 0], "first_positions": [3, 4], "lengths": [1, 2]}
+    np.testing.assert_array_equal(ring.pack(**step), pack_step(SHAPE, **step))
+
+
+def test_a_ring_does_not_write_over_an_upload_that_no_step_has_read() -> None:
+    ring = UploadRing(SHAPE)
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    with pytest.raises(RuntimeError, match="no upload is waiting"):
+        ring.sent(None)
+    ring.pack(**step)
+    with pytest.raises(RuntimeError, match="packed and not sent"):
+        ring.pack(**step)
+    ring.sent(None)
+    ring.pack(**step)
+
+
+def test_a_pack_that_failed_leaves_the_ring_as_it_was() -> None:
+    ring, tables = UploadRing(SHAPE, depth=1), make_block_tables(PLAN, max_requests=4)
+    with pytest.raises(ValueError, match="names a row twice"):
+        ring.pack(update=NOTHING, rows=[1, 1], first_positions=[0, 0], lengths=[1, 1])
+    tables, batch = ring_step(ring, tables, 7)
+    assert int(batch.extra[0]) == 7

@@ -280,6 +280,13 @@ def test_mosaic_refuses_a_dtype_it_cannot_store() -> None:
         )
 
 
+@needs_mosaic
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs it")
+def test_mosaic_on_a_cpu_is_refused_by_jax() -> None:
+    with pytest.raises(ValueError, match="interpret mode"):
+        zero_blocks(jnp.ones((4, 256)), jnp.zeros(2, jnp.int32), implementation="mosaic_gpu")
+
+
 def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     monkeypatch.setattr(jax, "__version__", "0.10.2")
@@ -290,6 +297,23 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
 
 def test_the_default_suits_the_device() -> None:
     assert default_implementation() == ("mosaic_gpu" if ON_GPU else "xla")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes 4.3 GB of one buffer; on a GPU")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("shape", "axis"), [((65_552, 65_536), 0), ((2, 32_776, 65_536), 1)])
+def test_a_buffer_beyond_int32_elements_and_4_gib(implementation, shape, axis) -> None:
+    last = shape[axis] - 1
+    make = jax.jit(lambda: jnp.ones(shape, jnp.uint8))
+    run = jax.jit(
+        functools.partial(zero_blocks, block_axis=axis, implementation=implementation),
+        donate_argnums=0,
+    )
+    got = run(make(), jnp.array([last, 1, last + 1, 2**31 - 1], jnp.int32))
+    sums = np.asarray(jax.jit(lambda b: b.sum(-1, dtype=jnp.uint32))(got))
+    expected = np.full(shape[:-1], shape[-1])
+    expected[..., [1, last]] = 0
+    np.testing.assert_array_equal(sums, expected)
 
 
 @needs_mosaic

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def within(values: Array, size: int) -> Array:
+def within(values: Array, size: int | Array) -> Array:
     return (values >= 0) & (values < size)
 
 

@@ -30,7 +30,8 @@ class TableEntries(NamedTuple):
 
     rows: Array  # int32[E], PAD_ROW: no entry
     overwrite: Array  # int32[E], 1: replace the row, 0: append
-    ends: Array  # int32[E, G], ids of this and all earlier entries and groups
+    firsts: Array  # int32[E, G], where the ids of each begin
+    counts: Array  # int32[E, G], and how many they are
     block_ids: Array  # int32[K], by entry, then by group
     owners: Array  # int32[K], entry * G + group; E * G: padding
 
@@ -41,7 +42,8 @@ def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:
 
     An entry is applied whole or not at all. It is dropped, and reported by `overflow`,
     when its row is out of range or named by another entry too, when one of its ids is
-    outside the pool or not where ``ends`` says, or when its row lacks room in any group.
+    outside the pool or not where ``firsts`` and ``counts`` say, or when its row lacks room in
+    any group.
     """
     return report(*append(tables, entries))
 
@@ -50,32 +52,30 @@ def append(tables: BlockTables, entries: TableEntries) -> tuple[BlockTables, Arr
     """`append_block_ids`, and per entry, int32[E], why it was dropped; 0: it was not."""
     num_groups, num_rows = tables.num_blocks.shape
     num_entries, num_ids = _check_shapes(entries, num_groups)
-    ends = entries.ends.reshape(-1)
-    firsts = jnp.pad(ends, (1, 0))[:-1]
-    counts = (ends - firsts).reshape(num_entries, num_groups)
+    counts = entries.counts
     known = within(entries.rows, num_rows)
 
-    place = jnp.arange(num_ids, dtype=jnp.int32) - take(firsts, entries.owners)
-    owned = within(place, take(counts.reshape(-1), entries.owners))
+    place = jnp.arange(num_ids, dtype=jnp.int32) - take(entries.firsts.reshape(-1), entries.owners)
+    placed = within(place, take(counts.reshape(-1), entries.owners))
     entry, group = jnp.divmod(entries.owners, max(num_groups, 1))
-    named, own, foreign = _tally(tables, entries, jnp.where(owned, entry, num_entries))
+    named, own, foreign, misplaced = _tally(tables, entries, entry, placed)
     used = tables.num_blocks.at[:, entries.rows].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
     )
     start = jnp.where(entries.overwrite[:, None] != 0, 0, used.T)
     fits = (start + counts <= jnp.array(tables.widths, jnp.int32)[None]).all(axis=1)
-    placed = (counts >= 0).all(axis=1) & (own + foreign == counts.sum(axis=1))
+    complete = (own + foreign == counts.sum(axis=1)) & (misplaced == 0) & (counts >= 0).all(axis=1)
     problems = bit(BAD_ROW, ~known & ((entries.rows != PAD_ROW) | (counts != 0).any(axis=1)))
     problems |= bit(DUPLICATE, known & (named > 1)) | bit(ROW_FULL, known & ~fits)
     problems |= bit(BAD_BLOCK_ID, known & (foreign > 0))
-    problems |= bit(MISPLACED, known & (named == 1) & ~placed)
+    problems |= bit(MISPLACED, known & (named == 1) & ~complete)
 
     # What goes nowhere gets distinct rows beyond the table, so that all are unique.
     nowhere = num_rows + jnp.arange(max(num_entries, num_ids), dtype=jnp.int32)
     target = jnp.where(known & (problems == 0), entries.rows, nowhere[:num_entries])
     row, column = take(target, entry, num_rows), place + take(start.reshape(-1), entries.owners)
     new_tables = tuple(
-        table.at[jnp.where(owned & (group == index), row, nowhere[:num_ids]), column].set(
+        table.at[jnp.where(placed & (group == index), row, nowhere[:num_ids]), column].set(
             entries.block_ids, mode="drop", unique_indices=True, wrap_negative_indices=False
         )
         for index, table in enumerate(tables.tables)
@@ -89,28 +89,30 @@ def append(tables: BlockTables, entries: TableEntries) -> tuple[BlockTables, Arr
 def _check_shapes(entries: TableEntries, num_groups: int) -> tuple[int, int]:
     check_same_shape(rows=entries.rows, overwrite=entries.overwrite)
     check_same_shape(block_ids=entries.block_ids, owners=entries.owners)
-    if entries.ends.shape != (*entries.rows.shape, num_groups):
+    check_same_shape(firsts=entries.firsts, counts=entries.counts)
+    if entries.counts.shape != (*entries.rows.shape, num_groups):
         raise ValueError(
-            f"ends has shape {entries.ends.shape}; {entries.rows.shape[0]} entries of tables with "
-            f"{num_groups} groups want {(*entries.rows.shape, num_groups)}"
+            f"counts has shape {entries.counts.shape}; {entries.rows.shape[0]} entries of tables "
+            f"with {num_groups} groups want {(*entries.rows.shape, num_groups)}"
         )
     return entries.rows.shape[0], entries.block_ids.shape[0]
 
 
-def _tally(
-    tables: BlockTables, entries: TableEntries, entry_of_id: Array
-) -> tuple[Array, Array, Array]:
-    """Per entry, int32[E] each: entries that name its row, and ids for that row that are
-    and that are not of the pool. One scatter counts all three."""
-    num_rows, nowhere = tables.max_requests, 3 * tables.max_requests
+def _tally(tables: BlockTables, entries: TableEntries, entry: Array, placed: Array) -> Array:
+    """Per entry, int32[4, E]: entries that name its row; and of the ids for that row, those
+    of the pool, those not of the pool, and those out of place. One scatter counts all."""
+    num_rows, nowhere = tables.max_requests, 4 * tables.max_requests
     known = within(entries.rows, num_rows)
-    row = take(jnp.where(known, entries.rows, nowhere), entry_of_id, nowhere)
-    kind = jnp.where(within(entries.block_ids, tables.pool_blocks), num_rows, 2 * num_rows)
+    row = take(jnp.where(known, entries.rows, nowhere), entry, nowhere)
+    kind = jnp.where(within(entries.block_ids, tables.pool_blocks), 1, 2)
+    kind = jnp.where(placed, kind, 3) * num_rows
     counted = jnp.concatenate([jnp.where(known, entries.rows, nowhere), row + kind])
     counts = jnp.zeros(nowhere, jnp.int32).at[counted].add(1, mode="drop")
-    own, foreign = entries.rows + num_rows, entries.rows + 2 * num_rows
-    named, own, foreign = (take(counts, index) for index in (entries.rows, own, foreign))
-    return named, jnp.where(known, own, 0), jnp.where(known, foreign, 0)
+    return (
+        counts.reshape(4, num_rows)
+        .at[:, jnp.where(known, entries.rows, nowhere)]
+        .get(mode="fill", fill_value=0)
+    )
 
 
 @jit_int32("rows")

@@ -173,7 +173,7 @@ class BlockManager:
         """Gives back the request's row and drops its reference to every block."""
         holding = self._holding(request)
         self.pool.free([i for ids in holding.block_ids for i in ids if i != NULL_BLOCK])
-        nothing = [[] for _ in self._specs]
+        nothing = [()] * len(self._specs)
         self._entries[holding.row] = TableEntry(holding.row, nothing, overwrite=True)
         self._free_rows.append(holding.row)
         del self._requests[request]
@@ -263,9 +263,12 @@ class BlockManager:
             ids[index] = block_id
         if self._zero[group]:
             self._zero_ids[group].extend(new_ids)
-        if holding.row not in self._entries:
-            self._entries[holding.row] = TableEntry(holding.row, [[] for _ in self._specs])
-        self._entries[holding.row].block_ids[group].extend(ids[start:])
+        pending = self._entries.get(holding.row)
+        if pending is None:
+            pending = TableEntry(holding.row, [()] * len(self._specs))
+        block_ids = list(pending.block_ids)
+        block_ids[group] = [*block_ids[group], *ids[start:]]
+        self._entries[holding.row] = pending._replace(block_ids=block_ids)
 
 
 def _check_still_held(live: Sequence[int], ids: list[int], start: int, computed: int) -> None:

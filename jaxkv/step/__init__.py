@@ -17,5 +17,6 @@ from jaxkv.step._apply import warm_up as warm_up
 from jaxkv.step._pack import compose_entries as compose_entries
 from jaxkv.step._pack import pack_entries as pack_entries
 from jaxkv.step._pack import pack_step as pack_step
+from jaxkv.step._ring import UploadRing as UploadRing
 from jaxkv.step._shape import StepBatch as StepBatch
 from jaxkv.step._shape import StepShape as StepShape

@@ -1,9 +1,11 @@
 """Device side: a step's table work, zeroing and copies, in one dispatch."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv.block_tables import PAD_ROW, BlockTables, TableEntries
@@ -18,29 +20,32 @@ from jaxkv.step._shape import StepBatch, StepShape
 
 
 @jit_int32("upload", static_argnames=("shape", "implementation"))
-def apply_step(
+def apply_step[P: KVPool | None](
     tables: BlockTables,
-    pool: KVPool | None,
-    upload: Array,
+    pool: P,
+    upload: Array | np.ndarray,
     *,
     shape: StepShape,
     implementation: str | None = None,
-) -> tuple[BlockTables, KVPool | None, StepBatch]:
+) -> tuple[BlockTables, P, StepBatch]:
     """Appends, expands, gathers, maps slots, zeroes and copies: all but the model.
 
     Args:
       tables: before the step; donate them in your ``jit``, or use `apply_step_donating`.
       pool: the blocks to zero and copy, likewise; None: the caller keeps its own buffers
         and sees to it, with `StepBatch.zero_ids`.
-      upload: int32[shape.size], from `pack_step`.
+      upload: int32[shape.size], from `pack_step` or `UploadRing.pack`.
       shape: static, the one the upload was packed with.
       implementation: of the kernels, as in `pallas_kernels.zero_blocks`.
     """
     if upload.shape != (shape.size,):
         raise ValueError(f"upload has shape {upload.shape}; this step shape wants ({shape.size},)")
+    if jax.typeof(upload).memory_space == jax.memory.Space.Host:
+        upload = jax.device_put(upload, jax.memory.Space.Device)
     parts = shape.split(upload)
     num_groups = len(shape.widths)
-    parts["ends"] = parts["ends"].reshape(shape.entries, num_groups)
+    for name in ("firsts", "counts"):
+        parts[name] = parts[name].reshape(shape.entries, num_groups)
     tables, problems = append(tables, TableEntries(*(parts[n] for n in TableEntries._fields)))
     rows, first = parts["batch_rows"], parts["first_positions"]
     block_tables, bad_rows = gather(tables, rows, first, shape.widths)
@@ -49,16 +54,23 @@ def apply_step(
     )
     slots, bad_tokens = find_slots(tables, token_rows, positions, encoder=False)
     tables = report(tables, jnp.concatenate([problems, bad_rows, bad_tokens]))
-    if pool is not None:
-        zero_ids, sources, destinations = (
-            parts[name].reshape(num_groups, -1)
-            for name in ("zero_ids", "copy_sources", "copy_destinations")
-        )
-        pool = zero_new_blocks(pool, zero_ids, implementation=implementation)
-        if shape.copies:
-            pool = copy_blocks(pool, sources, destinations, implementation=implementation)
+    if isinstance(pool, KVPool):
+        pool = cast(P, _zero_and_copy(pool, parts, shape, implementation))
     data = jnp.concatenate([upload, token_rows, positions, slots.reshape(-1)])
     return tables, pool, StepBatch(block_tables=block_tables, data=data, shape=shape)
+
+
+def _zero_and_copy(
+    pool: KVPool, parts: dict[str, Array], shape: StepShape, implementation: str | None
+) -> KVPool:
+    zero_ids, sources, destinations = (
+        parts[name].reshape(len(shape.widths), -1)
+        for name in ("zero_ids", "copy_sources", "copy_destinations")
+    )
+    pool = zero_new_blocks(pool, zero_ids, implementation=implementation)
+    if not shape.copies:
+        return pool
+    return copy_blocks(pool, sources, destinations, implementation=implementation)
 
 
 apply_step_donating = jit_int32(
@@ -69,13 +81,13 @@ apply_step_donating = jit_int32(
 """`apply_step` for use outside a ``jit``: the tables and the pool given are consumed."""
 
 
-def warm_up(
+def warm_up[P: KVPool | None](
     tables: BlockTables,
-    pool: KVPool | None,
+    pool: P,
     shapes: Iterable[StepShape],
     *,
     implementation: str | None = None,
-) -> tuple[BlockTables, KVPool | None]:
+) -> tuple[BlockTables, P]:
     """Compiles `apply_step_donating` for every shape, by an empty step of each.
 
     Consumes tables and pool and returns them unchanged, once the device is done.

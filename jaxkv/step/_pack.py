@@ -46,9 +46,11 @@ def pack_entries(
         batch=0,
         widths=(0,) * num_groups,
     )
-    parts = shape.split(np.empty(shape.size, np.int32))
-    _write_entries(parts, entries, num_groups)
-    parts["ends"] = parts["ends"].reshape(max_entries, num_groups)
+    upload = shape.padding.copy()
+    _write_entries(shape, upload, entries)
+    parts = shape.split(upload)
+    for name in ("firsts", "counts"):
+        parts[name] = parts[name].reshape(max_entries, num_groups)
     return TableEntries(*(parts[name] for name in TableEntries._fields))
 
 
@@ -78,85 +80,116 @@ def pack_step(
       ValueError: something does not fit the shape; the message names it and its size.
       TypeError: something is not made of ints.
     """
-    num_groups = len(shape.widths)
-    for name, given in (("update", update.zero_ids), ("copies", copies or shape.widths)):
-        if len(given) != num_groups:
-            raise ValueError(
-                f"{name} has {len(given)} groups and shape.widths {num_groups}; "
-                "give one of each per group"
-            )
     upload = np.empty(shape.size, np.int32)
-    parts = shape.split(upload)
-    _write_entries(parts, update.entries, num_groups)
-    _write_groups(parts["zero_ids"], "zero_ids", update.zero_ids)
-    if shape.copies or copies:
-        pairs = copies or [()] * num_groups
-        for side, name in enumerate(("copy_sources", "copy_destinations")):
-            _write_groups(parts[name], "copies", [[p[side] for p in group] for group in pairs])
-    _write_batch(shape, parts, rows, first_positions, lengths)
-    _fill(parts["extra"], "extra", extra, 0)
+    write_step(
+        shape,
+        upload,
+        update=update,
+        rows=rows,
+        first_positions=first_positions,
+        lengths=lengths,
+        copies=copies,
+        extra=extra,
+    )
     return upload
 
 
-def _write_batch(
-    shape: StepShape, parts: dict, rows: Ints, first_positions: Ints, lengths: Ints
+def write_step(
+    shape: StepShape,
+    upload: np.ndarray,
+    *,
+    update: TableUpdate,
+    rows: Ints,
+    first_positions: Ints,
+    lengths: Ints,
+    copies: Sequence[Sequence[tuple[int, int]]] = (),
+    extra: Ints = (),
 ) -> None:
-    if not len(rows) == len(first_positions) == len(lengths):
+    """`pack_step` into an array of the caller's, int32[shape.size]; see there."""
+    upload[:] = shape.padding
+    _write_entries(shape, upload, update.entries)
+    _write_groups(shape, upload, "zero_ids", update.zero_ids, "update")
+    if copies:
+        for side, name in enumerate(("copy_sources", "copy_destinations")):
+            ids = [[pair[side] for pair in group] for group in copies]
+            _write_groups(shape, upload, name, ids, "copies")
+    _write_batch(shape, upload, rows, first_positions, lengths)
+    if len(extra):
+        _write(shape, upload, "extra", extra, "extra")
+
+
+def _write_batch(
+    shape: StepShape, upload: np.ndarray, rows: Ints, first_positions: Ints, lengths: Ints
+) -> None:
+    count = len(rows)
+    if not count == len(first_positions) == len(lengths):
         raise ValueError(
-            f"rows, first_positions and lengths differ in length: {len(rows)}, "
+            f"rows, first_positions and lengths differ in length: {count}, "
             f"{len(first_positions)}, {len(lengths)}"
         )
-    batch_rows, ends = parts["batch_rows"], parts["token_ends"]
-    _fill(batch_rows, "batch", rows, -1)
-    _fill(parts["first_positions"], "batch", first_positions, 0)
-    _fill(ends, "batch", lengths, 0)
-    if ends.size and ends.min() < 0:
-        raise ValueError(f"lengths must be >= 0, got {ends.min()}")
-    if len(set(batch_rows[: len(rows)].tolist())) < len(rows):
+    _write(shape, upload, "batch_rows", rows, "batch")
+    _write(shape, upload, "first_positions", first_positions, "batch")
+    _write(shape, upload, "token_ends", lengths, "batch")
+    if len(set(rows.tolist() if isinstance(rows, np.ndarray) else rows)) < count:
         raise ValueError(f"rows names a row twice: {list(rows)}; a request is in a batch once")
+    ends = upload[shape.fields["token_ends"]]
+    if count and ends.min() < 0:
+        raise ValueError(f"lengths must be >= 0, got {ends.min()}")
     ends.cumsum(out=ends)
     if shape.tokens:
         _check_room("tokens", int(ends[-1]), shape.tokens)
 
 
-def _write_entries(parts: dict, entries: Sequence[TableEntry], num_groups: int) -> None:
+def _write_entries(shape: StepShape, upload: np.ndarray, entries: Sequence[TableEntry]) -> None:
     # A serving step has hundreds of entries: what is done for each is left to C.
-    rows, ids, overwrite = zip(*entries, strict=True) if entries else ((), (), ())
+    if not entries:
+        return
+    rows, ids, overwrite = zip(*entries, strict=True)
     if len(set(rows)) < len(rows):
         rows, ids, overwrite = zip(*compose_entries(entries), strict=True)
-    if rows and min(rows) < 0:
+    if min(rows) < 0:
         raise ValueError(f"entries: row={min(rows)} must be >= 0")
-    if set(map(len, ids)) - {num_groups}:
+    if set(map(len, ids)) != {len(shape.widths)}:
         given = dict(zip(rows, map(len, ids), strict=True))
-        raise ValueError(f"entries have ids for {given} groups by row; each wants {num_groups}")
+        raise ValueError(
+            f"entries have ids for {given} groups by row; each wants {len(shape.widths)}"
+        )
     lists = list(itertools.chain.from_iterable(ids))
-    counts = list(map(len, lists))
+    counts = np.fromiter(map(len, lists), np.int32, len(lists))
     flat_ids = list(itertools.chain.from_iterable(lists))
-    _fill(parts["rows"], "entries", rows, -1)
-    _fill(parts["overwrite"], "entries", overwrite, 0)
-    _fill(parts["block_ids"], "block_ids", flat_ids, 0)
-    ends, owners = parts["ends"], parts["owners"]
-    _fill(ends, "entries", counts, 0)
-    owners[: len(flat_ids)] = np.arange(len(counts), dtype=np.int32).repeat(ends[: len(counts)])
-    owners[len(flat_ids) :] = len(ends)
-    ends.cumsum(out=ends)
+    _write(shape, upload, "rows", rows, "entries")
+    _write(shape, upload, "overwrite", overwrite, "entries")
+    _write(shape, upload, "counts", counts, "entries")
+    _write(shape, upload, "firsts", counts.cumsum(dtype=np.int32) - counts, "entries")
+    _write(shape, upload, "block_ids", flat_ids, "block_ids")
+    owners = np.arange(len(counts), dtype=np.int32).repeat(counts)
+    _write(shape, upload, "owners", owners, "block_ids")
 
 
-def _write_groups(part: np.ndarray, name: str, ids: Sequence[Ints]) -> None:
-    """A row of ids per group, padded with -1."""
-    if not part.size and not any(map(len, ids)):
-        return
-    for row, group_ids in zip(part.reshape(len(ids), -1), ids, strict=True):
-        _fill(row, name, group_ids, -1)
+def _write_groups(
+    shape: StepShape, upload: np.ndarray, field: str, ids: Sequence[Ints], name: str
+) -> None:
+    """A row of ids per group."""
+    num_groups = len(shape.widths)
+    if len(ids) != num_groups:
+        raise ValueError(
+            f"{name} has {len(ids)} groups and shape.widths {num_groups}; "
+            "give one of each per group"
+        )
+    part = upload[shape.fields[field]]
+    room = len(part) // max(num_groups, 1)
+    for group, group_ids in enumerate(ids):
+        if len(group_ids):
+            _check_room("copies" if name == "copies" else field, len(group_ids), room)
+            part[group * room :][: len(group_ids)] = _as_int32(field, group_ids)
 
 
-def _fill(part: np.ndarray, name: str, values: Ints, padding: int) -> None:
-    count = len(values)
-    _check_room(name, count, len(part))
-    if count < len(part):
-        part[count:] = padding
-    if count:
-        part[:count] = _as_int32(name, values)
+def _write(shape: StepShape, upload: np.ndarray, field: str, values: Ints, name: str) -> None:
+    """Writes values into a part of the upload, which has padding behind them."""
+    where = shape.fields[field]
+    _check_room(name, len(values), where.stop - where.start)
+    if len(values):
+        upload[where.start : where.start + len(values)] = _as_int32(name, values)
 
 
 def _as_int32(name: str, values: Ints) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv.checks import check_count
@@ -55,7 +56,8 @@ class StepShape:
         lengths = {
             "rows": self.entries,
             "overwrite": self.entries,
-            "ends": self.entries * groups,
+            "firsts": self.entries * groups,
+            "counts": self.entries * groups,
             "block_ids": self.block_ids,
             "owners": self.block_ids,
             "zero_ids": self.zero_ids * groups,
@@ -72,10 +74,20 @@ class StepShape:
             for name, (start, stop) in zip(lengths, itertools.pairwise(ends), strict=True)
         }
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """int32s in the upload."""
         return self.fields["extra"].stop
+
+    @functools.cached_property
+    def padding(self) -> np.ndarray:
+        """An upload that is all padding, to copy and write over. Read-only."""
+        upload = np.zeros(self.size, np.int32)
+        for name in ("rows", "zero_ids", "copy_sources", "copy_destinations", "batch_rows"):
+            upload[self.fields[name]] = -1
+        upload[self.fields["owners"]] = self.entries * len(self.widths)
+        upload.flags.writeable = False
+        return upload
 
     def split(self, upload):
         """Views of the parts of an upload, NumPy or jax, by name."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkv.block_tables import BlockTables, TableGroup, check_overflow
 from jaxkv.blocks import TableUpdate
-from jaxkv.step import StepShape, apply_step, apply_step_donating, pack_step
+from jaxkv.step import StepShape, UploadRing, apply_step, apply_step_donating, pack_step
 from tests.benchmarks.timing import ON_GPU, Report, Times, added, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -71,6 +71,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Table work of a step, host packing included")
     for case in (*CASES, SPLIT):
         ours = report.add(case.name, "jaxkv", time_ours(case))
+        report.add(case.name, "NumPy upload", time_ours(case, ring=False), base=ours)
+        report.add(case.name, "no work at all", time_nothing(case), base=ours)
         if peer is not None and case.kernel_blocks == 1:
             for inputs in (True, False):
                 name = "vLLM, inputs" if inputs else "vLLM, tables only"
@@ -113,7 +115,7 @@ def new_ids(case: Case) -> list[tuple[int, tuple[list[int], ...]]]:
     return [(row, tuple(list(ids) for _ in range(case.groups))) for row in range(case.appends)]
 
 
-def make_pack(case: Case, shape: StepShape):
+def make_pack(case: Case, pack):
     """Packs a step from lists: appended ids in decode, fresh rows in prefill."""
     changes, overwrite = new_ids(case), case.new > 1
     no_zeros = ((),) * case.groups
@@ -121,26 +123,50 @@ def make_pack(case: Case, shape: StepShape):
     first = np.full(case.batch, case.computed, np.int32)
     lengths = np.full(case.batch, case.new, np.int32)
 
-    def pack() -> np.ndarray:
+    def call():
         entries = [(row, ids, overwrite) for row, ids in changes]  # as TableEntry, cheaper
         update = TableUpdate(entries, no_zeros)
-        return pack_step(shape, update=update, rows=batch, first_positions=first, lengths=lengths)
+        return pack(update=update, rows=batch, first_positions=first, lengths=lengths)
 
-    return pack
+    return call
 
 
-def time_ours(case: Case) -> Times:
+def time_ours(case: Case, ring: bool = True) -> Times:
+    """By a ring of page-locked buffers, or by a NumPy array."""
     tables, shape = make_tables(case), make_shape(case)
-    pack = make_pack(case, shape)
+    uploads = UploadRing(shape)
+    pack = make_pack(case, uploads.pack if ring else functools.partial(pack_step, shape))
 
     def call():
         nonlocal tables
         tables, _, batch = apply_step_donating(tables, None, pack(), shape=shape)
+        if ring:
+            uploads.sent(batch)
         return batch
 
     times = measure(call)
     check_overflow(tables)
     return times
+
+
+def time_nothing(case: Case) -> Times:
+    """A jitted call that takes the same arguments and does nothing: what jax itself costs."""
+    tables, shape = make_tables(case), make_shape(case)
+    ring = UploadRing(shape)
+    pack = make_pack(case, ring.pack)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(tables, upload):
+        return tables, jax.device_put(upload, jax.memory.Space.Device)[:8]
+
+    upload = pack()
+
+    def call():
+        nonlocal tables
+        tables, out = step(tables, upload)
+        return out
+
+    return measure(call)
 
 
 def time_vllm(case: Case, peer: VllmPeer, inputs: bool) -> Times:
@@ -186,7 +212,7 @@ def time_added(report: Report, case: Case) -> None:
     """
     size = 1024 if ON_GPU else 64
     shape = make_shape(case)
-    upload = make_pack(case, shape)()
+    upload = make_pack(case, functools.partial(pack_step, shape))()
 
     def step(tables, matrix, upload, with_tables):
         batch = upload.sum()  # the caller's own use of its upload
