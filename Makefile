@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 CANDIDATES := python3.14 python3.13 python3.12 python3 python \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
 JOBS ?= 2
+# What the benchmarks need: with an NVIDIA GPU, jax for it (BENCH=test,cuda12 for an older one).
+BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
+comma := ,
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test bench check format clean
 
 help:
 	@echo "make demo    serve a small hybrid model from one paged pool"
 	@echo "make test    lint, types and the whole test suite"
+	@echo "make bench   time kernels, steps and planner on the device that is there"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
 
@@ -20,6 +24,9 @@ demo: $(VENV)/.demo
 
 test: check
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+bench: $(VENV)/.$(BENCH)
+	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
 check: $(VENV)/.test
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -80,3 +81,20 @@ def snapshot(tree: object) -> list[np.ndarray]:
 def assert_unchanged(tree: object, before: list[np.ndarray]) -> None:
     for array, old in zip(jax.tree.leaves(tree), before, strict=True):
         np.testing.assert_array_equal(np.asarray(array), old)
+
+
+def garbage(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Random bytes: every number, and NaN of every payload."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    size = (*shape, dtype.itemsize)
+    return np.random.default_rng(0).integers(0, 256, size, np.uint8).view(dtype)[..., 0]
+
+
+def as_ids(ids) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def assert_same_bytes(got: jax.Array, expected: np.ndarray) -> None:
+    got = np.asarray(got)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))

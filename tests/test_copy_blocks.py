@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -12,10 +11,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels._mosaic_gpu as mosaic
-from jaxkv.testing.reference_kernels import reference_copy_blocks
+from jaxkv.testing import reference_copy_blocks
 from pallas_kernels import copy_blocks
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, kernels_run, needs_mosaic, pointers
-from tests.test_zero_blocks import assert_same_bytes
+from tests.helpers import (
+    IMPLEMENTATIONS,
+    ON_GPU,
+    as_ids,
+    assert_same_bytes,
+    garbage,
+    kernels_run,
+    needs_mosaic,
+    pointers,
+)
 
 BLOCKS, PAIRS = 9, 6
 bad_ids = st.sampled_from([-(2**31), -2, -1, BLOCKS, BLOCKS + 1, 2**31 - 1])
@@ -37,17 +44,6 @@ FORMS = [
 @functools.partial(jax.jit, static_argnames=("axis", "implementation", "disjoint"))
 def copy(buffers, sources, destinations, axis=0, **options):
     return copy_blocks(buffers, sources, destinations, block_axis=axis, **options)
-
-
-def garbage(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Random bytes: every number, and NaN of every payload."""
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    size = (*shape, dtype.itemsize)
-    return np.random.default_rng(0).integers(0, 256, size, np.uint8).view(dtype)[..., 0]
-
-
-def as_ids(ids) -> np.ndarray:
-    return np.array(ids, np.int32)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

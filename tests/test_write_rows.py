@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels._mosaic_gpu as mosaic
-from jaxkv.testing.reference_kernels import reference_write_rows
+from jaxkv.testing import reference_write_rows
 from pallas_kernels import write_rows
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, kernels_run, needs_mosaic, pointers
-from tests.test_copy_blocks import as_ids, garbage
-from tests.test_zero_blocks import assert_same_bytes
+from tests.helpers import (
+    IMPLEMENTATIONS,
+    ON_GPU,
+    as_ids,
+    assert_same_bytes,
+    garbage,
+    kernels_run,
+    needs_mosaic,
+    pointers,
+)
 
 PAGES, ROWS = 5, 6
 EXTREMES = [-(2**31), 2**31 - 1]

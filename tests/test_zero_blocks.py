@@ -15,7 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_kernels._mosaic_gpu as mosaic
 from jaxkv.testing import reference_zero_blocks
 from pallas_kernels import default_implementation, zero_blocks
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, kernels_run, needs_mosaic, pointers
+from tests.helpers import (
+    IMPLEMENTATIONS,
+    ON_GPU,
+    assert_same_bytes,
+    kernels_run,
+    needs_mosaic,
+    pointers,
+)
 
 BLOCKS, IDS = 9, 6
 block_ids = st.integers(-2, BLOCKS + 1) | st.sampled_from([-(2**31), 2**31 - 1])
@@ -41,12 +48,6 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """All bytes 0xFF: NaN in every float format, -1 in integers."""
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype)[..., 0]
-
-
-def assert_same_bytes(got: jax.Array, expected: np.ndarray) -> None:
-    got = np.asarray(got)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,6 +1,7 @@
 """Host side: a step's integers into one fresh buffer. NumPy only."""
 
 import array
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def pack_entries(
         widths=(0,) * num_groups,
     )
     upload = shape.padding.copy()
-    _write_entries(shape, upload, entries)
+    _write_entries(shape, memoryview(upload), entries)
     parts = shape.split(upload)
     for name in ("firsts", "counts"):
         parts[name] = parts[name].reshape(max_entries, num_groups)
@@ -106,41 +107,48 @@ def write_step(
     extra: Ints = (),
 ) -> None:
     """`pack_step` into an array of the caller's, int32[shape.size]; see there."""
-    upload[:] = shape.padding
-    _write_entries(shape, upload, update.entries)
-    _write_groups(shape, upload, "zero_ids", update.zero_ids, "update")
+    out = memoryview(upload)  # NumPy's own assignments cost three times as much
+    out[:] = shape.padding
+    _write_entries(shape, out, update.entries)
+    _write_groups(shape, out, "zero_ids", update.zero_ids, "update")
     if copies:
         for side, name in enumerate(("copy_sources", "copy_destinations")):
             ids = [[pair[side] for pair in group] for group in copies]
-            _write_groups(shape, upload, name, ids, "copies")
-    _write_batch(shape, upload, rows, first_positions, lengths)
+            _write_groups(shape, out, name, ids, "copies")
+    _write_batch(shape, out, rows, first_positions, lengths)
     if len(extra):
-        _write(shape, upload, "extra", extra, "extra")
+        _write(out, shape.fields["extra"], extra, "extra")
 
 
 def _write_batch(
-    shape: StepShape, upload: np.ndarray, rows: Ints, first_positions: Ints, lengths: Ints
+    shape: StepShape, out: memoryview, rows: Ints, first_positions: Ints, lengths: Ints
 ) -> None:
-    count = len(rows)
-    if not count == len(first_positions) == len(lengths):
+    if not len(rows) == len(first_positions) == len(lengths):
         raise ValueError(
-            f"rows, first_positions and lengths differ in length: {count}, "
+            f"rows, first_positions and lengths differ in length: {len(rows)}, "
             f"{len(first_positions)}, {len(lengths)}"
         )
-    _write(shape, upload, "batch_rows", rows, "batch")
-    _write(shape, upload, "first_positions", first_positions, "batch")
-    _write(shape, upload, "token_ends", lengths, "batch")
-    if len(set(rows.tolist() if isinstance(rows, np.ndarray) else rows)) < count:
-        raise ValueError(f"rows names a row twice: {list(rows)}; a request is in a batch once")
-    ends = upload[shape.fields["token_ends"]]
-    if count and ends.min() < 0:
+    _write(out, shape.fields["batch_rows"], rows, "batch")
+    _write(out, shape.fields["first_positions"], first_positions, "batch")
+    _write(out, shape.fields["token_ends"], lengths, "batch")
+    start = shape.fields["batch_rows"].start
+    _check_distinct(bytes(out[start : start + len(rows)]))
+    ends = np.frombuffer(out[shape.fields["token_ends"]], np.int32)
+    if ends.size and ends.min() < 0:
         raise ValueError(f"lengths must be >= 0, got {ends.min()}")
     ends.cumsum(out=ends)
     if shape.tokens:
         _check_room("tokens", int(ends[-1]), shape.tokens)
 
 
-def _write_entries(shape: StepShape, upload: np.ndarray, entries: Sequence[TableEntry]) -> None:
+@functools.lru_cache(maxsize=16)  # a batch decodes for many steps before it changes
+def _check_distinct(rows: bytes) -> None:
+    listed = np.frombuffer(rows, np.int32).tolist()
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"rows names a row twice: {listed}; a request is in a batch once")
+
+
+def _write_entries(shape: StepShape, out: memoryview, entries: Sequence[TableEntry]) -> None:
     # A serving step has hundreds of entries: what is done for each is left to C.
     if not entries:
         return
@@ -154,20 +162,19 @@ def _write_entries(shape: StepShape, upload: np.ndarray, entries: Sequence[Table
         raise ValueError(
             f"entries have ids for {given} groups by row; each wants {len(shape.widths)}"
         )
-    lists = list(itertools.chain.from_iterable(ids))
+    fields, lists = shape.fields, list(itertools.chain.from_iterable(ids))
     counts = np.fromiter(map(len, lists), np.int32, len(lists))
-    flat_ids = list(itertools.chain.from_iterable(lists))
-    _write(shape, upload, "rows", rows, "entries")
-    _write(shape, upload, "overwrite", overwrite, "entries")
-    _write(shape, upload, "counts", counts, "entries")
-    _write(shape, upload, "firsts", counts.cumsum(dtype=np.int32) - counts, "entries")
-    _write(shape, upload, "block_ids", flat_ids, "block_ids")
+    _write(out, fields["rows"], rows, "entries")
+    _write(out, fields["overwrite"], overwrite, "entries")
+    _write(out, fields["counts"], counts, "entries")
+    _write(out, fields["firsts"], counts.cumsum(dtype=np.int32) - counts, "entries")
+    _write(out, fields["block_ids"], list(itertools.chain.from_iterable(lists)), "block_ids")
     owners = np.arange(len(counts), dtype=np.int32).repeat(counts)
-    _write(shape, upload, "owners", owners, "block_ids")
+    _write(out, fields["owners"], owners, "block_ids")
 
 
 def _write_groups(
-    shape: StepShape, upload: np.ndarray, field: str, ids: Sequence[Ints], name: str
+    shape: StepShape, out: memoryview, field: str, ids: Sequence[Ints], name: str
 ) -> None:
     """A row of ids per group."""
     num_groups = len(shape.widths)
@@ -176,38 +183,38 @@ def _write_groups(
             f"{name} has {len(ids)} groups and shape.widths {num_groups}; "
             "give one of each per group"
         )
-    part = upload[shape.fields[field]]
-    room = len(part) // max(num_groups, 1)
-    for group, group_ids in enumerate(ids):
-        if len(group_ids):
-            _check_room("copies" if name == "copies" else field, len(group_ids), room)
-            part[group * room :][: len(group_ids)] = _as_int32(field, group_ids)
-
-
-def _write(shape: StepShape, upload: np.ndarray, field: str, values: Ints, name: str) -> None:
-    """Writes values into a part of the upload, which has padding behind them."""
     where = shape.fields[field]
-    _check_room(name, len(values), where.stop - where.start)
-    if len(values):
-        upload[where.start : where.start + len(values)] = _as_int32(name, values)
+    room = (where.stop - where.start) // max(num_groups, 1)
+    for group, group_ids in enumerate(ids):
+        start = where.start + group * room
+        named = "copies" if name == "copies" else field
+        _write(out, slice(start, start + room), group_ids, named)
 
 
-def _as_int32(name: str, values: Ints) -> np.ndarray:
+def _write(out: memoryview, where: slice, values: Ints, name: str) -> None:
+    """Writes values into a part of the upload, which has padding behind them."""
+    count = len(values)
+    _check_room(name, count, where.stop - where.start)
+    if count:
+        out[where.start : where.start + count] = _as_int32(name, values)
+
+
+def _as_int32(name: str, values: Ints) -> array.array | np.ndarray:
     if not isinstance(values, np.ndarray):
         try:
-            return np.frombuffer(array.array("i", values), np.int32)  # checks each, in C
+            return array.array("i", values)  # checks each, in C
         except OverflowError:
             raise ValueError(f"{name} holds a value that int32 does not") from None
         except TypeError as error:
             raise TypeError(f"{name} must be ints: {error}") from None
     if values.dtype == np.int32:
-        return values
+        return np.ascontiguousarray(values)
     if not (np.issubdtype(values.dtype, np.integer) or values.dtype == bool):
         raise TypeError(f"{name} must be ints, got {values.dtype}")
     limits = np.iinfo(np.int32)
     if not (limits.min <= values.min() and values.max() <= limits.max):
         raise ValueError(f"{name} holds a value that int32 does not")
-    return values
+    return np.ascontiguousarray(values, np.int32)
 
 
 def _check_room(name: str, count: int, room: int) -> None:

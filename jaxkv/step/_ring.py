@@ -35,12 +35,13 @@ class UploadRing:
     Not thread-safe; one scheduler owns it.
     """
 
-    def __init__(self, shape: StepShape, *, depth: int = 4, device: jax.Device | None = None):
+    def __init__(self, shape: StepShape, *, depth: int = 8, device: jax.Device | None = None):
         """Allocates ``depth`` buffers of ``shape.size`` int32s.
 
         Args:
           shape: of the steps.
-          depth: steps that may be under way before `pack` waits for the oldest.
+          depth: steps that may be under way before `pack` waits for the oldest. The host
+            learns of a step's end late, so more than the device ever has in hand.
           device: that will run the steps; None: the default device.
 
         Raises:

@@ -5,6 +5,14 @@ Slow and plain on purpose. Use them to check a serving stack that builds on jaxk
 
 from jaxkv.testing.reference import ReferencePool as ReferencePool
 from jaxkv.testing.reference import ReferenceTables as ReferenceTables
-from jaxkv.testing.reference import reference_zero_blocks as reference_zero_blocks
+from jaxkv.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
+from jaxkv.testing.reference_kernels import reference_write_rows as reference_write_rows
+from jaxkv.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
 
-__all__ = ["ReferencePool", "ReferenceTables", "reference_zero_blocks"]
+__all__ = [
+    "ReferencePool",
+    "ReferenceTables",
+    "reference_copy_blocks",
+    "reference_write_rows",
+    "reference_zero_blocks",
+]

@@ -22,6 +22,7 @@ from jaxkv.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv.testing.reference_kernels import reference_zero_blocks
 
 
 class ReferenceTables:
@@ -150,22 +151,6 @@ def _oldest_seen(spec: LayerSpec, position: int) -> int:
     if isinstance(spec, ChunkedAttentionSpec):
         return position - position % spec.chunk_size
     return 0
-
-
-def reference_zero_blocks(
-    buffer: np.ndarray,
-    block_ids: Iterable[int],
-    *,
-    block_axis: int = 0,
-    include_null_block: bool = False,
-) -> np.ndarray:
-    """A copy of ``buffer`` with the listed blocks zeroed; ids out of range do nothing."""
-    zeroed = buffer.copy()
-    by_block = np.moveaxis(zeroed, block_axis, 0)
-    for block_id in block_ids:
-        if (0 if include_null_block else 1) <= block_id < len(by_block):
-            by_block[block_id] = 0
-    return zeroed
 
 
 class ReferencePool:

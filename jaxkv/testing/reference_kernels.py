@@ -1,8 +1,24 @@
-"""What copying blocks and writing rows must do, from the definitions: lists and loops."""
+"""What the kernels must do, from the definitions: lists and loops."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+
+def reference_zero_blocks(
+    buffer: np.ndarray,
+    block_ids: Iterable[int],
+    *,
+    block_axis: int = 0,
+    include_null_block: bool = False,
+) -> np.ndarray:
+    """A copy of ``buffer`` with the listed blocks zeroed; ids out of range do nothing."""
+    zeroed = buffer.copy()
+    by_block = np.moveaxis(zeroed, block_axis, 0)
+    for block_id in block_ids:
+        if (0 if include_null_block else 1) <= block_id < len(by_block):
+            by_block[block_id] = 0
+    return zeroed
 
 
 def reference_copy_blocks(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 ON_GPU = jax.default_backend() == "gpu"
-REPEATS = 20
+REPEATS, CHAIN = 20, 50
 
 
 # "host" or "GPU". A process that was profiled once dispatches more slowly ever after, so a
@@ -60,7 +60,7 @@ def measure(call: Callable[[], Any], wait: Callable[[Any], Any] = poll) -> Times
     if clock == "GPU":
         return Times(*_kernel_seconds(call, wait))
     synced = []
-    for _ in range(5 * REPEATS):
+    for _ in range(CHAIN):
         start = time.perf_counter()
         wait(call())
         synced.append(time.perf_counter() - start)
@@ -80,11 +80,11 @@ def added(more: Times, less: Times) -> str:
 
 def _dispatch_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
     start = time.perf_counter()
-    for _ in range(REPEATS):
+    for _ in range(CHAIN):
         last = call()
     seconds = time.perf_counter() - start
     wait(last)
-    return seconds / REPEATS
+    return seconds / CHAIN
 
 
 def _kernel_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
