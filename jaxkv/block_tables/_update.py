@@ -72,10 +72,12 @@ def append(tables: BlockTables, entries: TableEntries) -> tuple[BlockTables, Arr
 
     # What goes nowhere gets distinct rows beyond the table, so that all are unique.
     nowhere = num_rows + jnp.arange(max(num_entries, num_ids), dtype=jnp.int32)
-    target = jnp.where(known & (problems == 0), entries.rows, nowhere[:num_entries])
-    row, column = take(target, entry, num_rows), place + take(start.reshape(-1), entries.owners)
+    accepted = known & (problems == 0)
+    target = jnp.where(accepted, entries.rows, nowhere[:num_entries])
+    arrives = placed & (take(accepted.astype(jnp.int32), entry) != 0)
+    row, column = take(entries.rows, entry), place + take(start.reshape(-1), entries.owners)
     new_tables = tuple(
-        table.at[jnp.where(placed & (group == index), row, nowhere[:num_ids]), column].set(
+        table.at[jnp.where(arrives & (group == index), row, nowhere[:num_ids]), column].set(
             entries.block_ids, mode="drop", unique_indices=True, wrap_negative_indices=False
         )
         for index, table in enumerate(tables.tables)
