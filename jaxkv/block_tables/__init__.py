@@ -13,6 +13,7 @@ from jaxkv.block_tables._read import expand_blocks as expand_blocks
 from jaxkv.block_tables._read import gather_block_tables as gather_block_tables
 from jaxkv.block_tables._read import map_slots as map_slots
 from jaxkv.block_tables._state import BAD_BLOCK_ID as BAD_BLOCK_ID
+from jaxkv.block_tables._state import BAD_RANK as BAD_RANK
 from jaxkv.block_tables._state import BAD_ROW as BAD_ROW
 from jaxkv.block_tables._state import DUPLICATE as DUPLICATE
 from jaxkv.block_tables._state import MISPLACED as MISPLACED

@@ -5,6 +5,7 @@ from jax import Array, lax
 
 from jaxkv.block_tables._index import bit, take, within
 from jaxkv.block_tables._state import (
+    BAD_RANK,
     BAD_ROW,
     NO_BLOCK,
     PAD_ROW,
@@ -78,7 +79,7 @@ def gather(
         used = jnp.where(known, take(tables.num_blocks[index], rows), 0)
         problems |= bit(TOO_NARROW, used > width)
         column = jnp.arange(width, dtype=jnp.int32)[None]
-        first_block = _first_token(group, first_positions) // group.block_size
+        first_block = _first_token(group, first_positions) // group.dealt_tokens
         seen = (column < used[:, None]) & (column >= first_block[:, None])
         block_ids = table.at[rows, :width].get(
             mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False
@@ -93,7 +94,12 @@ def gather(
 
 @jit_int32("rows", "positions", static_argnames="encoder")
 def map_slots(
-    tables: BlockTables, rows: Array, positions: Array, *, encoder: bool = False
+    tables: BlockTables,
+    rows: Array,
+    positions: Array,
+    *,
+    encoder: bool = False,
+    rank: Array | int = 0,
 ) -> tuple[BlockTables, Array]:
     """Where in the pool each token goes: ``block_id * block_size + offset``.
 
@@ -105,18 +111,23 @@ def map_slots(
         or `PAD_ROW` is padding. Positions are those computed now or later: what a window
         left behind may be somebody else's by now.
       encoder: static; the tokens are an encoder's, for groups of cross attention.
+      rank: this device's among those that a plan for context parallelism divides the
+        positions of a request among (under ``shard_map``, ``lax.axis_index``). They are
+        dealt out ``interleave_tokens`` at a time, as many turns to a block as it has room
+        for; what another rank was dealt has no slot here.
 
     Returns:
-      The tables (with `NO_BLOCK` or `BAD_ROW` set where a token has no place), and
+      The tables (with `NO_BLOCK`, `BAD_ROW` or `BAD_RANK` set where a token has no
+      place), and
       int32[G, *S]: the slot, or `PAD_SLOT`. Groups of recurrent state have no slots, and
       groups of cross attention have them for ``encoder`` tokens only.
     """
-    slots, problems = find_slots(tables, rows, positions, encoder)
+    slots, problems = find_slots(tables, rows, positions, encoder, rank)
     return report(tables, problems), slots
 
 
 def find_slots(
-    tables: BlockTables, rows: Array, positions: Array, encoder: bool
+    tables: BlockTables, rows: Array, positions: Array, encoder: bool, rank: Array | int
 ) -> tuple[Array, Array]:
     """The slots of `map_slots`, and per token, int32[*S], why it has none."""
     rows, positions = jnp.broadcast_arrays(rows, positions)
@@ -128,16 +139,27 @@ def find_slots(
         if group.stores != ("encoder" if encoder else "tokens"):
             slots.append(jnp.full(rows.shape, PAD_SLOT, jnp.int32))
             continue
-        column = positions // group.block_size
+        column, offset, mine = _deal(group, positions, rank)
         used = take(tables.num_blocks[index], rows)
         block_id = table.at[rows, column].get(
             mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False
         )
         held = known & (column < used) & (block_id != NULL_BLOCK)
-        problems |= bit(NO_BLOCK, known & ~held)
-        slot = block_id * group.block_size + positions % group.block_size
-        slots.append(jnp.where(held, slot, PAD_SLOT))
+        problems |= bit(NO_BLOCK, known & mine & ~held)
+        problems |= bit(BAD_RANK, known & ~within(jnp.asarray(rank), group.context_parallel))
+        slot = block_id * group.block_size + offset
+        slots.append(jnp.where(held & mine, slot, PAD_SLOT))
     return jnp.stack(slots), problems
+
+
+def _deal(group: TableGroup, positions: Array, rank: Array | int) -> tuple[Array, Array, Array]:
+    """Column and offset of each position in the tables of its rank, and whether that is
+    this one. By the manager's block size, never the kernel's: a turn may be longer."""
+    column, offset = jnp.divmod(positions, group.dealt_tokens)
+    turn, within_turn = jnp.divmod(offset, group.interleave_tokens)
+    mine = turn % group.context_parallel == rank
+    turn_here = turn // group.context_parallel
+    return column, turn_here * group.interleave_tokens + within_turn, mine
 
 
 def _first_token(group: TableGroup, positions: Array) -> Array:

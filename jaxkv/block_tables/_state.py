@@ -30,6 +30,8 @@ NO_BLOCK = 32
 
 MISPLACED = 64
 
+BAD_RANK = 128
+
 _REASONS = {
     BAD_ROW: "a row out of range",
     BAD_BLOCK_ID: "a block id outside the pool",
@@ -37,6 +39,7 @@ _REASONS = {
     DUPLICATE: "two entries for one row in a single call",
     TOO_NARROW: "a gathered width smaller than a row's blocks",
     NO_BLOCK: "a slot for a position whose block was never given",
+    BAD_RANK: "a context-parallel rank out of range",
     MISPLACED: "ids that do not lie by entry and group, in order",
 }
 
@@ -61,6 +64,13 @@ class TableGroup(NamedTuple):
     stores: str  # "tokens", "encoder" for the encoder's tokens, or "state" (no slots)
     sliding_window: int | None
     chunk_size: int | None
+    context_parallel: int = 1  # ranks among which positions are dealt out
+    interleave_tokens: int = 1  # positions that a rank is dealt at a time
+
+    @property
+    def dealt_tokens(self) -> int:
+        """Positions of all ranks together that one column of the tables stands for."""
+        return self.block_size * self.context_parallel
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +108,7 @@ def make_block_tables(
     *,
     max_requests: int,
     kernel_block_sizes: Sequence[int] | None = None,
+    interleave_tokens: int = 1,
     device: jax.Device | jax.sharding.Sharding | None = None,
 ) -> BlockTables:
     """Empty tables for a plan.
@@ -107,19 +118,16 @@ def make_block_tables(
       max_requests: rows.
       kernel_block_sizes: per group, the tokens per block that its attention kernel
         works on; each must divide the group's block size. None: the block size.
+      interleave_tokens: with context parallelism, positions that a rank is dealt at a
+        time; must divide every block size.
       device: a device or a (replicated) sharding, the same as the pool's; None: the
         default device.
 
     Raises:
-      ValueError: a kernel block size that does not divide the block size, or a plan for
-        context parallelism.
+      ValueError: a kernel block size, or an interleave, that does not divide the block
+        size.
     """
-    check_positive(max_requests=max_requests)
-    if plan.context_parallel > 1:
-        raise ValueError(
-            f"plan.context_parallel={plan.context_parallel}: tables do not divide positions among "
-            "ranks yet; plan with context_parallel=1"
-        )
+    check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
     specs = [group.spec for group in plan.groups]
     kernel_sizes = [spec.block_size for spec in specs]
     if kernel_block_sizes is not None:
@@ -128,6 +136,11 @@ def make_block_tables(
         raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
     for spec, kernel_size in zip(specs, kernel_sizes, strict=True):
         _check_kernel_size(spec, kernel_size)
+        if spec.block_size % interleave_tokens:
+            raise ValueError(
+                f"interleave_tokens={interleave_tokens} does not divide the block size "
+                f"{spec.block_size}; a block would end in the middle of a rank's turn"
+            )
     shapes = [*((max_requests, width) for width in plan.row_blocks), (len(specs), max_requests), ()]
 
     def allocate() -> list[Array]:
@@ -146,6 +159,8 @@ def make_block_tables(
                 stores=_stores(spec),
                 sliding_window=getattr(spec, "sliding_window", None),
                 chunk_size=getattr(spec, "chunk_size", None),
+                context_parallel=plan.context_parallel,
+                interleave_tokens=interleave_tokens,
             )
             for spec, kernel_size in zip(specs, kernel_sizes, strict=True)
         ),

@@ -27,6 +27,7 @@ def apply_step[P: KVPool | None](
     *,
     shape: StepShape,
     implementation: str | None = None,
+    rank: Array | int = 0,
 ) -> tuple[BlockTables, P, StepBatch]:
     """Appends, expands, gathers, maps slots, zeroes and copies: all but the model.
 
@@ -37,6 +38,7 @@ def apply_step[P: KVPool | None](
       upload: int32[shape.size], from `pack_step` or `UploadRing.pack`.
       shape: static, the one the upload was packed with.
       implementation: of the kernels, as in `pallas_kernels.zero_blocks`.
+      rank: as in `map_slots`, with context parallelism.
     """
     if upload.shape != (shape.size,):
         raise ValueError(f"upload has shape {upload.shape}; this step shape wants ({shape.size},)")
@@ -52,7 +54,7 @@ def apply_step[P: KVPool | None](
     token_rows, positions = lay_out_tokens(
         rows, first, parts["token_ends"], num_tokens=shape.tokens
     )
-    slots, bad_tokens = find_slots(tables, token_rows, positions, encoder=False)
+    slots, bad_tokens = find_slots(tables, token_rows, positions, False, rank)
     tables = report(tables, jnp.concatenate([problems, bad_rows, bad_tokens]))
     if isinstance(pool, KVPool):
         pool = cast(P, _zero_and_copy(pool, parts, shape, implementation))

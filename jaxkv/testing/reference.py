@@ -36,9 +36,14 @@ class ReferenceTables:
         max_requests: int,
         pool_blocks: int,
         kernel_block_sizes: Sequence[int] | None = None,
+        context_parallel: int = 1,
+        interleave_tokens: int = 1,
+        rank: int = 0,
     ):
         self.specs, self.widths, self.pool_blocks = specs, widths, pool_blocks
         self.kernel_block_sizes = kernel_block_sizes or [spec.block_size for spec in specs]
+        self.context_parallel, self.rank = context_parallel, rank
+        self.interleave_tokens = interleave_tokens
         self.rows: list[list[list[int]]] = [[[] for _ in range(max_requests)] for _ in specs]
         self.flags = 0
 
@@ -127,15 +132,27 @@ class ReferenceTables:
             for group, spec in enumerate(self.specs):
                 if isinstance(spec, StateSpec | CrossAttentionSpec):
                     continue
-                block_id = dict(enumerate(self.rows[group][row])).get(position // spec.block_size)
+                place = self._dealt(position)
+                if place is None:
+                    continue
+                block_id = dict(enumerate(self.rows[group][row])).get(place // spec.block_size)
                 if not block_id:
                     self.flags |= NO_BLOCK
                     continue
                 kernel = self.kernel_block_sizes[group]
-                part, offset = divmod(position % spec.block_size, kernel)
+                part, offset = divmod(place % spec.block_size, kernel)
                 kernel_block = block_id * (spec.block_size // kernel) + part
                 slots[group, t] = kernel_block * kernel + offset
         return slots
+
+    def _dealt(self, position: int) -> int | None:
+        """How many positions before this one went to the same rank; None: not to this one.
+
+        Dealt out one turn after the other, as cards are.
+        """
+        turn, within = divmod(position, self.interleave_tokens)
+        round_, rank = divmod(turn, self.context_parallel)
+        return round_ * self.interleave_tokens + within if rank == self.rank else None
 
 
 def _compose(ids: list[int], group: int, parts: list[TableEntry]) -> list[int]:
