@@ -101,7 +101,7 @@ def count_items(pages: Array, num_blocks: int, num_ids: int) -> int:
     items = rows // num_blocks * num_ids * (tiling.items if tiling else 1)
     if items > 2**31 - 1 - GRID:
         raise ValueError(
-            f"block_ids: {num_ids} ids over {rows} pages are {items} work items, "
+            f"{num_ids} block ids over {rows} pages are {items} work items, "
             "more than int32 counts; pass them in several calls"
         )
     return items

@@ -131,7 +131,9 @@ def as_words(pages: Array, whole: int = 0) -> Array:
     ratio = 4 // pages.dtype.itemsize
     if ratio <= 1 or pages.shape[1] % ratio or whole % ratio:
         return pages
-    return lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1, ratio), jnp.uint32)
+    return lax.bitcast_convert_type(
+        pages.reshape(pages.shape[0], pages.shape[1] // ratio, ratio), jnp.uint32
+    )
 
 
 def from_words(words: Array, like: Array) -> Array:

@@ -37,7 +37,7 @@ def write_rows(
         or at least N.
       offsets: int32[T], the first element of each row within its page. A row is ignored
         when it would not lie within the page, or when its offset is no multiple of
-        ``align``. Rows must not overlap: where they do, any of them may be what is left.
+        ``align``. Rows must not overlap: where they do, what is left may be of any of them.
       rows: dtype[T, n], of the dtype of ``pages``.
       align: what every offset is a multiple of, in elements. ``"mosaic_gpu"`` is fastest
         when this, n and the page are multiples of 16 bytes.

@@ -231,6 +231,7 @@ def test_int64_ids_are_refused_and_not_cut_down_to_other_ids() -> None:
         {"firsts": [2**31 - 1] + [2] * (2 * GROUPS - 1)},
         {"counts": [2, -(2**31)] + [0] * (2 * GROUPS - 2)},
         {"counts": [2**31 - 1] + [0] * (2 * GROUPS - 1)},
+        {"counts": [2**31 - 1] * 2 + [2] + [0] * (2 * GROUPS - 3), "owners": [2 * GROUPS] * 3},
     ],
 )
 def test_ids_that_are_not_where_the_counts_say_are_dropped_and_reported(changes) -> None:

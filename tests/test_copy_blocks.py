@@ -255,6 +255,14 @@ def test_lists_shared_by_many_buffers_are_passed_once() -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize(("shape", "axis"), [((0, 4096), 0), ((0, 4, 8), 1), ((2, 0, 8), 1)])
+def test_no_blocks_trace_as_they_do_elsewhere(shape, axis) -> None:
+    copied = functools.partial(copy_blocks, block_axis=axis, implementation="mosaic_gpu")
+    ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert jax.eval_shape(copied, jax.ShapeDtypeStruct(shape, jnp.uint8), ids, ids).shape == shape
+
+
+@needs_mosaic
 def test_the_kernel_counts_in_int32_under_x64_too() -> None:
     pairs = as_ids([1, 8, 2]), as_ids([8, 1, 2])
     with jax.enable_x64(True):

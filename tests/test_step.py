@@ -17,6 +17,8 @@ from jaxkv.block_tables import (
     map_slots,
 )
 from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
+from jaxkv.demo.run import count_compilations
+from jaxkv.pool import make_pool
 from jaxkv.step import (
     StepShape,
     UploadRing,
@@ -26,6 +28,7 @@ from jaxkv.step import (
     lay_out_tokens,
     pack_entries,
     pack_step,
+    warm_up,
 )
 from tests.helpers import hybrid_plan, pointers
 
@@ -163,7 +166,7 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
         ({"rows": [0, 1, 2, 3]}, "differ in length"),
         (
             {"rows": [0, 1, 2, 3], "first_positions": [0] * 4, "lengths": [1] * 4},
-            "4 batch and its shape has 3",
+            "4 rows and its shape has 3",
         ),
         ({"rows": [0], "first_positions": [0], "lengths": [17]}, "17 tokens and its shape has 16"),
         ({"extra": range(6)}, "6 extra and its shape has 5"),
@@ -173,6 +176,22 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
         ({"extra": np.array([1.5])}, "extra must be ints"),
         ({"rows": [1, 1], "first_positions": [0, 1], "lengths": [1, 1]}, "names a row twice"),
         ({"rows": [1], "first_positions": [0], "lengths": [-1]}, "lengths must be >= 0"),
+        ({"rows": [1], "first_positions": [-2], "lengths": [4]}, "first_positions must be >= 0"),
+        ({"rows": [-1], "first_positions": [0], "lengths": [4]}, "rows must be >= 0"),
+        (
+            {"rows": [0, 1, 2], "first_positions": [0] * 3, "lengths": [2**31 - 1] * 2 + [4]},
+            "4294967298 tokens and its shape has 16",
+        ),
+        (
+            {"rows": np.array([[0], [1]]), "first_positions": [0] * 2, "lengths": [1] * 2},
+            "rows must be a flat list",
+        ),
+        (
+            {"update": TableUpdate([TableEntry(3, [[1]])] * 2, NOTHING.zero_ids)},
+            rf"ids for \{{3: 1\}} groups by row; each wants {GROUPS}",
+        ),
+        ({"copies": [(1, 2)] * GROUPS}, "copies must be, per group, a list of pairs"),
+        ({"copies": np.ones((GROUPS, 1, 3), int)}, "copies must be, per group, a list of pairs"),
         ({"update": TableUpdate((), ((),))}, "update has 1 groups"),
         (
             {"update": TableUpdate((), ((1,) * 7, *((),) * (GROUPS - 1)))},
@@ -300,6 +319,73 @@ def test_a_ring_does_not_write_over_an_upload_that_no_step_has_read() -> None:
         ring.pack(**step)
     ring.sent(None)
     ring.pack(**step)
+
+
+def test_warming_up_leaves_nothing_to_compile() -> None:
+    ring = UploadRing(SHAPE)
+    tables, pool = make_block_tables(PLAN, max_requests=4), make_pool(PLAN)
+    tables, pool = warm_up(tables, pool, [SHAPE, ring])
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    with count_compilations() as compilations:
+        for turn in range(6):
+            upload = pack_step(SHAPE, **step) if turn % 2 else ring.pack(**step)
+            if turn % 3:
+                tables, pool, batch = apply_step_donating(tables, pool, upload, shape=SHAPE)
+            else:
+                tables, pool, batch = apply_step_donating(
+                    tables, pool, upload, shape=SHAPE, implementation=None
+                )
+            if not turn % 2:
+                ring.sent(batch)
+    assert not compilations
+
+
+def test_a_ring_refuses_what_it_cannot_wait_for() -> None:
+    ring = UploadRing(SHAPE, depth=1)
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    ring.pack(**step)
+    with pytest.raises(TypeError, match="outputs must hold arrays of jax, got ndarray"):
+        ring.sent(np.zeros(3))
+    output = jnp.zeros(3)
+    ring.sent(output)
+    output.delete()
+    with pytest.raises(RuntimeError, match="are deleted or donated"):
+        ring.pack(**step)
+
+
+def test_a_ring_notices_that_a_step_took_its_buffer() -> None:
+    ring = UploadRing(SHAPE, depth=1)
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    upload = ring.pack(**step)
+    ring.sent(None)
+    upload.delete()  # as donating it does
+    with pytest.raises(RuntimeError, match="a step donated its upload"):
+        ring.pack(**step)
+
+
+def test_a_ring_waits_for_the_step_that_reads_a_buffer_before_it_writes_again() -> None:
+    ring, order = UploadRing(SHAPE, depth=2), []
+
+    class Output(list):
+        """Stands for an array: says when it was waited for."""
+
+        def is_deleted(self) -> bool:
+            return False
+
+        def block_until_ready(self) -> None:
+            order.append(self[0])
+
+    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+    for turn in range(5):
+        ring.pack(**step)
+        ring.sent(None)
+        ring._fences[turn % 2] = [Output([turn])]
+    assert order == [0, 1, 2]
+
+
+def test_a_pool_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="pool must be a KVPool, or None, got dict"):
+        apply_step(TABLES, {"x": jnp.ones(3)}, pack(), shape=SHAPE)
 
 
 def test_a_pack_that_failed_leaves_the_ring_as_it_was() -> None:

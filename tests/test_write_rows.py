@@ -196,6 +196,21 @@ def test_the_cuda_lowering_is_one_aliased_kernel(donate) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
+def test_no_pages_and_no_rows_trace_as_they_do_elsewhere(sizes) -> None:
+    num_pages, num_rows = sizes
+    ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    got = jax.eval_shape(
+        functools.partial(write_rows, align=512, implementation="mosaic_gpu"),
+        jax.ShapeDtypeStruct((num_pages, 4096), jnp.uint8),
+        ids,
+        ids,
+        jax.ShapeDtypeStruct((num_rows, 512), jnp.uint8),
+    )
+    assert got.shape == (num_pages, 4096)
+
+
+@needs_mosaic
 def test_the_kernel_counts_in_int32_under_x64_too() -> None:
     arguments = everywhere(1152, 16)
     with jax.enable_x64(True):

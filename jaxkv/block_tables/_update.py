@@ -64,7 +64,8 @@ def append(tables: BlockTables, entries: TableEntries) -> tuple[BlockTables, Arr
     )
     start = jnp.where(entries.overwrite[:, None] != 0, 0, used.T)
     fits = (start + counts <= jnp.array(tables.widths, jnp.int32)[None]).all(axis=1)
-    complete = (own + foreign == counts.sum(axis=1)) & (misplaced == 0) & (counts >= 0).all(axis=1)
+    complete = (own + foreign == counts.sum(axis=1)) & (misplaced == 0)
+    complete &= within(counts, num_ids + 1).all(axis=1)  # sums of larger ones would wrap
     problems = bit(BAD_ROW, ~known & ((entries.rows != PAD_ROW) | (counts != 0).any(axis=1)))
     problems |= bit(DUPLICATE, known & (named > 1)) | bit(ROW_FULL, known & ~fits)
     problems |= bit(BAD_BLOCK_ID, known & (foreign > 0))

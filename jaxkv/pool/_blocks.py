@@ -53,6 +53,7 @@ def copy_blocks(
         into fresh blocks. Saves temporary memory as large as what is copied.
       implementation: of `pallas_kernels.copy_blocks`.
     """
+    check_int32(sources=sources, destinations=destinations)
     check_same_shape(sources=sources, destinations=destinations)
     kernel = functools.partial(
         pallas_kernels.copy_blocks, disjoint=disjoint, implementation=implementation

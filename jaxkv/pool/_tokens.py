@@ -96,6 +96,7 @@ def write_tokens(
       TypeError: the layer keeps no keys and values.
       ValueError: shapes that do not fit the layer.
     """
+    check_int32(slots=slots)
     spec = _attention_spec(pool, layer)
     heads = (*slots.shape, spec.num_kv_heads)
     wanted = {"keys": (*heads, spec.head_size), "values": (*heads, spec.value_size)}

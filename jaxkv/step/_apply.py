@@ -1,7 +1,8 @@
 """Device side: a step's table work, zeroing and copies, in one dispatch."""
 
+import functools
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from jaxkv.block_tables._read import find_slots, gather
 from jaxkv.block_tables._state import report
 from jaxkv.block_tables._update import append
 from jaxkv.blocks import TableUpdate
+from jaxkv.checks import check_int32
 from jaxkv.jit_int32 import jit_int32
 from jaxkv.pool import KVPool, copy_blocks, zero_new_blocks
 from jaxkv.step._pack import pack_step
+from jaxkv.step._ring import UploadRing
 from jaxkv.step._shape import StepBatch, StepShape
 
 
@@ -56,7 +59,7 @@ def apply_step[P: KVPool | None](
     )
     slots, bad_tokens = find_slots(tables, token_rows, positions, False, rank)
     tables = report(tables, jnp.concatenate([problems, bad_rows, bad_tokens]))
-    if isinstance(pool, KVPool):
+    if pool is not None:
         pool = cast(P, _zero_and_copy(pool, parts, shape, implementation))
     data = jnp.concatenate([upload, token_rows, positions, slots.reshape(-1)])
     return tables, pool, StepBatch(block_tables=block_tables, data=data, shape=shape)
@@ -65,6 +68,8 @@ def apply_step[P: KVPool | None](
 def _zero_and_copy(
     pool: KVPool, parts: dict[str, Array], shape: StepShape, implementation: str | None
 ) -> KVPool:
+    if not isinstance(pool, KVPool):
+        raise TypeError(f"pool must be a KVPool, or None, got {type(pool).__name__}")
     zero_ids, sources, destinations = (
         parts[name].reshape(len(shape.widths), -1)
         for name in ("zero_ids", "copy_sources", "copy_destinations")
@@ -75,31 +80,55 @@ def _zero_and_copy(
     return copy_blocks(pool, sources, destinations, implementation=implementation)
 
 
-apply_step_donating = jit_int32(
-    "upload",
-    static_argnames=("shape", "implementation"),
-    donate_argnames=("tables", "pool"),
-)(apply_step)
-"""`apply_step` for use outside a ``jit``: the tables and the pool given are consumed."""
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))
+def _donating(tables, pool, upload, shape, implementation):
+    return apply_step(tables, pool, upload, shape=shape, implementation=implementation)
+
+
+def apply_step_donating[P: KVPool | None](
+    tables: BlockTables,
+    pool: P,
+    upload: Array | np.ndarray,
+    *,
+    shape: StepShape,
+    implementation: str | None = None,
+) -> tuple[BlockTables, P, StepBatch]:
+    """`apply_step` for use outside a ``jit``: the tables and the pool given are consumed."""
+    check_int32(upload=upload)
+    # By position: to jit, an argument left out and its default spelled out are two programs.
+    return _donating(tables, pool, upload, shape, implementation)
 
 
 def warm_up[P: KVPool | None](
     tables: BlockTables,
     pool: P,
-    shapes: Iterable[StepShape],
+    steps: Iterable[StepShape | UploadRing],
     *,
     implementation: str | None = None,
 ) -> tuple[BlockTables, P]:
-    """Compiles `apply_step_donating` for every shape, by an empty step of each.
+    """Compiles `apply_step_donating` for every kind of step, by empty steps of each.
 
-    Consumes tables and pool and returns them unchanged, once the device is done.
+    Args:
+      tables, pool: consumed, and returned with nothing changed once the device is done.
+      steps: the shapes of steps whose uploads come from `pack_step`, and the rings that
+        others come from: to jax, an upload of each is of another kind.
+      implementation: the one that the steps will be called with.
     """
-    for shape in shapes:
-        nothing = TableUpdate((), ((),) * len(shape.widths))
-        upload = pack_step(shape, update=nothing, rows=[], first_positions=[], lengths=[])
-        tables, pool, _ = apply_step_donating(
+    nothing: dict[str, Any] = {"rows": (), "first_positions": (), "lengths": ()}
+    steps = list(steps)
+    # Twice: what a ring's step returns is bound to the device, and may not have been before.
+    for step in [*steps, *steps]:
+        shape = step.shape if isinstance(step, UploadRing) else step
+        update = TableUpdate((), ((),) * len(shape.widths))
+        if isinstance(step, UploadRing):
+            upload = step.pack(update=update, **nothing)
+        else:
+            upload = pack_step(shape, update=update, **nothing)
+        tables, pool, batch = apply_step_donating(
             tables, pool, upload, shape=shape, implementation=implementation
         )
+        if isinstance(step, UploadRing):
+            step.sent(batch)
     return jax.block_until_ready((tables, pool))
 
 

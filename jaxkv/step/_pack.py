@@ -111,7 +111,8 @@ def write_step(
     out[:] = shape.padding
     _write_entries(shape, out, update.entries)
     _write_groups(shape, out, "zero_ids", update.zero_ids, "update")
-    if copies:
+    if len(copies):
+        copies = _checked_pairs(copies)
         for side, name in enumerate(("copy_sources", "copy_destinations")):
             ids = [[pair[side] for pair in group] for group in copies]
             _write_groups(shape, out, name, ids, "copies")
@@ -128,22 +129,28 @@ def _write_batch(
             f"rows, first_positions and lengths differ in length: {len(rows)}, "
             f"{len(first_positions)}, {len(lengths)}"
         )
-    _write(out, shape.fields["batch_rows"], rows, "batch")
-    _write(out, shape.fields["first_positions"], first_positions, "batch")
-    _write(out, shape.fields["token_ends"], lengths, "batch")
+    _write(out, shape.fields["batch_rows"], rows, "rows")
+    _write(out, shape.fields["first_positions"], first_positions, "first_positions")
+    _write(out, shape.fields["token_ends"], lengths, "lengths")
     start = shape.fields["batch_rows"].start
-    _check_distinct(bytes(out[start : start + len(rows)]))
-    ends = np.frombuffer(out[shape.fields["token_ends"]], np.int32)
-    if ends.size and ends.min() < 0:
-        raise ValueError(f"lengths must be >= 0, got {ends.min()}")
+    _check_rows(bytes(out[start : start + len(rows)]))
+    first, ends = (
+        np.frombuffer(out[shape.fields[name]], np.int32)
+        for name in ("first_positions", "token_ends")
+    )
+    for name, values in (("first_positions", first), ("lengths", ends)):
+        if values.size and values.min() < 0:
+            raise ValueError(f"{name} must be >= 0, got {values.min()}")
+    total = int(ends.sum(dtype=np.int64))
+    _check_room("tokens", total, shape.tokens or 2**31 - 1)
     ends.cumsum(out=ends)
-    if shape.tokens:
-        _check_room("tokens", int(ends[-1]), shape.tokens)
 
 
 @functools.lru_cache(maxsize=16)  # a batch decodes for many steps before it changes
-def _check_distinct(rows: bytes) -> None:
+def _check_rows(rows: bytes) -> None:
     listed = np.frombuffer(rows, np.int32).tolist()
+    if min(listed, default=0) < 0:
+        raise ValueError(f"rows must be >= 0, got {min(listed)}; leave padding to the packer")
     if len(set(listed)) < len(listed):
         raise ValueError(f"rows names a row twice: {listed}; a request is in a batch once")
 
@@ -153,8 +160,6 @@ def _write_entries(shape: StepShape, out: memoryview, entries: Sequence[TableEnt
     if not entries:
         return
     rows, ids, overwrite = zip(*entries, strict=True)
-    if len(set(rows)) < len(rows):
-        rows, ids, overwrite = zip(*compose_entries(entries), strict=True)
     if min(rows) < 0:
         raise ValueError(f"entries: row={min(rows)} must be >= 0")
     if set(map(len, ids)) != {len(shape.widths)}:
@@ -162,6 +167,8 @@ def _write_entries(shape: StepShape, out: memoryview, entries: Sequence[TableEnt
         raise ValueError(
             f"entries have ids for {given} groups by row; each wants {len(shape.widths)}"
         )
+    if len(set(rows)) < len(rows):
+        rows, ids, overwrite = zip(*compose_entries(entries), strict=True)
     fields, lists = shape.fields, list(itertools.chain.from_iterable(ids))
     counts = np.fromiter(map(len, lists), np.int32, len(lists))
     _write(out, fields["rows"], rows, "entries")
@@ -171,6 +178,15 @@ def _write_entries(shape: StepShape, out: memoryview, entries: Sequence[TableEnt
     _write(out, fields["block_ids"], list(itertools.chain.from_iterable(lists)), "block_ids")
     owners = np.arange(len(counts), dtype=np.int32).repeat(counts)
     _write(out, fields["owners"], owners, "block_ids")
+
+
+def _checked_pairs(copies: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    try:
+        return [[(source, destination) for source, destination in group] for group in copies]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "copies must be, per group, a list of pairs (source block, destination block)"
+        ) from None
 
 
 def _write_groups(
@@ -207,6 +223,8 @@ def _as_int32(name: str, values: Ints) -> array.array | np.ndarray:
             raise ValueError(f"{name} holds a value that int32 does not") from None
         except TypeError as error:
             raise TypeError(f"{name} must be ints: {error}") from None
+    if values.ndim != 1:
+        raise ValueError(f"{name} must be a flat list, got an array of shape {values.shape}")
     if values.dtype == np.int32:
         return np.ascontiguousarray(values)
     if not (np.issubdtype(values.dtype, np.integer) or values.dtype == bool):

@@ -32,7 +32,7 @@ class UploadRing:
     ring.sent(batch)
     ```
 
-    Not thread-safe; one scheduler owns it.
+    For steps on one device. Not thread-safe; one scheduler owns it.
     """
 
     def __init__(self, shape: StepShape, *, depth: int = 8, device: jax.Device | None = None):
@@ -48,12 +48,12 @@ class UploadRing:
           NotImplementedError: the device has no page-locked host memory.
         """
         check_positive(depth=depth)
-        device = jax.devices()[0] if device is None else device
+        device = next(iter(jnp.zeros(0).devices())) if device is None else device
         if MEMORY_KIND not in [memory.kind for memory in device.addressable_memories()]:
             raise NotImplementedError(
                 f"device={device} has no {MEMORY_KIND} memory; give steps what pack_step returns"
             )
-        self._shape = shape
+        self.shape = shape
         sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=MEMORY_KIND)
         # Not from a NumPy array: some backends would share its memory instead of copying.
         self._uploads = [
@@ -62,7 +62,7 @@ class UploadRing:
         self._views = [_view(upload) for upload in self._uploads]
         if any(np.shares_memory(a, b) for a, b in itertools.combinations(self._views, 2)):
             raise NotImplementedError(f"device={device} gave two buffers the same memory")
-        self._fences: list[Array | None] = [None] * depth
+        self._fences: list[list[Array]] = [[] for _ in range(depth)]
         self._turn, self._is_out = 0, False
 
     def pack(self, **step: Any) -> Array:
@@ -72,30 +72,51 @@ class UploadRing:
 
         Returns:
           int32[shape.size] in host memory, for `apply_step`. It is a view of the buffer:
-          keep no reference to it beyond the step.
+          do not donate it, and keep no reference to it beyond the step.
 
         Raises:
-          RuntimeError: `sent` was not called for the last upload.
+          RuntimeError: `sent` was not called for the last upload, or it cannot be known
+            whether the step that read the buffer is done.
         """
         if self._is_out:
             raise RuntimeError(
                 "the last upload was packed and not sent: call sent(...) with what its step "
                 "returned, or sent(None) when no step will read it"
             )
-        fence = self._fences[self._turn]
-        if fence is not None:
-            fence.block_until_ready()
-        write_step(self._shape, self._views[self._turn], **step)
+        upload = self._uploads[self._turn]
+        if upload.is_deleted():
+            raise RuntimeError("a step donated its upload: give steps rings' uploads undonated")
+        self._wait()
+        write_step(self.shape, self._views[self._turn], **step)
         self._is_out = True
-        return self._uploads[self._turn]
+        return upload
+
+    def _wait(self) -> None:
+        """Until the step that read the next buffer is done."""
+        fence = self._fences[self._turn]
+        alive = [output for output in fence if not output.is_deleted()]
+        if fence and not alive:
+            raise RuntimeError(
+                "all outputs that sent(...) was given are deleted or donated; give it one that "
+                "lives on, such as the StepBatch, and start again with a new ring"
+            )
+        for output in alive[:1]:  # one computation made them: they are ready together
+            output.block_until_ready()
 
     def sent(self, outputs: Any) -> None:
         """Says which step reads the last upload: any output of it that lives on, such as
-        its `StepBatch`, or None when no step will."""
+        its `StepBatch`, or None when no step will.
+
+        Raises:
+          RuntimeError: no upload was packed.
+          TypeError: outputs without an array of jax among them.
+        """
         if not self._is_out:
             raise RuntimeError("no upload is waiting to be sent: call pack(...) first")
-        leaves = jax.tree.leaves(outputs)  # one computation made them: they are ready together
-        self._fences[self._turn] = leaves[-1] if leaves else None
+        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
+        if outputs is not None and not arrays:
+            raise TypeError(f"outputs must hold arrays of jax, got {type(outputs).__name__}")
+        self._fences[self._turn] = arrays
         self._turn = (self._turn + 1) % len(self._uploads)
         self._is_out = False
 

@@ -51,7 +51,7 @@ CASES = (
     Case("decode, 256 appends", 1, 256, 256, 1, 2000, 1, 512, 512),
     Case("decode, 256 appends, 4 groups", 4, 256, 256, 1, 2000, 1, 512, 512),
     Case("prefill, 8 x 64 blocks", 1, 8, 8, 64, 0, 1024, 256, 256),
-    Case("decode at 128k tokens, 4 groups", 4, 256, 16, 1, 8000, 1, 8192, 1024),
+    Case("decode, rows for 128k, 4 groups", 4, 256, 16, 1, 8000, 1, 8192, 1024),
 )
 SPLIT = Case("decode, 16 appends, split blocks", 1, 256, 16, 1, 2000, 1, 512, 512, kernel_blocks=4)
 LARGE = tuple(

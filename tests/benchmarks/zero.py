@@ -52,6 +52,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         add = functools.partial(report.add, case.name, num_bytes=case.num_bytes)
         ours = add(default_implementation(), time_jax(case, ids, _ours))
         add("XLA, unique ids", time_jax(case, ids, _xla_unique, "uint32"), base=ours)  # its best
+        add("XLA, raw bytes", time_jax(case, ids, _xla_unique), base=ours)
         add("XLA fill", time_fill(case), base=ours)
         if peer is not None:
             add("vLLM", time_vllm(case, ids, peer), base=ours)
