@@ -4,6 +4,7 @@ Importing this package imports nothing else: take what you need from its modules
 Planning and bookkeeping run without jax, the rest needs it.
 
   jaxkv.specs, jaxkv.groups, jaxkv.planning, jaxkv.models   what fits (no jax)
+  jaxkv.kernel_blocks                                       what kernels work on (no jax)
   jaxkv.blocks                                              who holds which block (no jax)
   jaxkv.block_tables, jaxkv.step                            tables on the device
   jaxkv.pool                                                bytes on the device

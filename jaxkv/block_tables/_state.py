@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxkv.checks import check_positive
+from jaxkv.kernel_blocks import blocks_per_kv_block
 from jaxkv.planning import Plan
 from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
 
@@ -134,13 +135,10 @@ def make_block_tables(
         kernel_sizes = list(kernel_block_sizes)
     if len(kernel_sizes) != len(specs):
         raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
-    for spec, kernel_size in zip(specs, kernel_sizes, strict=True):
-        _check_kernel_size(spec, kernel_size)
-        if spec.block_size % interleave_tokens:
-            raise ValueError(
-                f"interleave_tokens={interleave_tokens} does not divide the block size "
-                f"{spec.block_size}; a block would end in the middle of a rank's turn"
-            )
+    groups = tuple(
+        _table_group(spec, kernel_size, plan.context_parallel, interleave_tokens)
+        for spec, kernel_size in zip(specs, kernel_sizes, strict=True)
+    )
     shapes = [*((max_requests, width) for width in plan.row_blocks), (len(specs), max_requests), ()]
 
     def allocate() -> list[Array]:
@@ -152,19 +150,27 @@ def make_block_tables(
         tables=tuple(tables),
         num_blocks=num_blocks,
         overflow=overflow,
-        groups=tuple(
-            TableGroup(
-                block_size=spec.block_size,
-                blocks_per_kv_block=spec.block_size // kernel_size,
-                stores=_stores(spec),
-                sliding_window=getattr(spec, "sliding_window", None),
-                chunk_size=getattr(spec, "chunk_size", None),
-                context_parallel=plan.context_parallel,
-                interleave_tokens=interleave_tokens,
-            )
-            for spec, kernel_size in zip(specs, kernel_sizes, strict=True)
-        ),
+        groups=groups,
         pool_blocks=plan.num_blocks,
+    )
+
+
+def _table_group(
+    spec: LayerSpec, kernel_size: int, context_parallel: int, interleave_tokens: int
+) -> TableGroup:
+    if spec.block_size % interleave_tokens:
+        raise ValueError(
+            f"interleave_tokens={interleave_tokens} does not divide the block size "
+            f"{spec.block_size}; a block would end in the middle of a rank's turn"
+        )
+    return TableGroup(
+        block_size=spec.block_size,
+        blocks_per_kv_block=blocks_per_kv_block(spec, kernel_size),
+        stores=_stores(spec),
+        sliding_window=getattr(spec, "sliding_window", None),
+        chunk_size=getattr(spec, "chunk_size", None),
+        context_parallel=context_parallel,
+        interleave_tokens=interleave_tokens,
     )
 
 
@@ -172,21 +178,6 @@ def _stores(spec: LayerSpec) -> str:
     if isinstance(spec, CrossAttentionSpec):
         return "encoder"
     return "state" if isinstance(spec, StateSpec) else "tokens"
-
-
-def _check_kernel_size(spec: LayerSpec, kernel_size: int) -> None:
-    check_positive(kernel_block_sizes=kernel_size)
-    ratio = getattr(spec, "compress_ratio", 1)
-    if isinstance(spec, StateSpec) and kernel_size != spec.block_size:
-        raise ValueError(
-            f"kernel_block_sizes: {kernel_size} would split a state, which is read whole; use its "
-            f"block size {spec.block_size}"
-        )
-    if spec.block_size % kernel_size or kernel_size % ratio:
-        raise ValueError(
-            f"kernel_block_sizes: {kernel_size} does not divide the block size {spec.block_size}, "
-            f"or holds no whole rows of {ratio} tokens"
-        )
 
 
 def as_sharding(

@@ -66,7 +66,7 @@ def apply_step[P: KVPool | None](
 
 
 def _zero_and_copy(
-    pool: KVPool, parts: dict[str, Array], shape: StepShape, implementation: str | None
+    pool: Any, parts: dict[str, Array], shape: StepShape, implementation: str | None
 ) -> KVPool:
     if not isinstance(pool, KVPool):
         raise TypeError(f"pool must be a KVPool, or None, got {type(pool).__name__}")

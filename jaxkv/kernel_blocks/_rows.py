@@ -1,0 +1,74 @@
+"""Rows per kernel block and kernel blocks per block: the one source of both numbers."""
+
+import math
+from collections.abc import Iterable
+
+from jaxkv.checks import check_positive
+from jaxkv.specs import LayerSpec, StateSpec
+
+
+def blocks_per_kv_block(spec: LayerSpec, kernel_block_size: int) -> int:
+    """Kernel blocks, and so kernel ids, that one block of a layer consists of.
+
+    ``blocks_per_kv_block * rows_per_kernel_block == rows_per_block``, always.
+
+    Args:
+      spec: what the layer stores.
+      kernel_block_size: tokens of a kernel block.
+
+    Raises:
+      TypeError: a spec that keeps no cache, or a size that is no int.
+      ValueError: a size that does not divide the block, holds no whole rows, or would
+        split a state.
+    """
+    check_kernel_block_size(spec, kernel_block_size)
+    return spec.block_size // kernel_block_size
+
+
+def rows_per_kernel_block(spec: LayerSpec, kernel_block_size: int) -> int:
+    """Rows that a layer stores for one kernel block; 1 for a state, which is read whole.
+
+    Args, raises: as `blocks_per_kv_block`.
+    """
+    return rows_per_block(spec) // blocks_per_kv_block(spec, kernel_block_size)
+
+
+def rows_per_block(spec: LayerSpec) -> int:
+    """Rows that a layer stores for one block: tokens over tokens per row; 1 for a state."""
+    check_spec(spec)
+    return 1 if isinstance(spec, StateSpec) else spec.block_size // tokens_per_row([spec])
+
+
+def tokens_per_row(specs: Iterable[LayerSpec]) -> int:
+    """Tokens that a kernel block must be a multiple of to hold whole rows of every spec."""
+    return math.lcm(*(getattr(spec, "compress_ratio", 1) for spec in specs))
+
+
+def check_kernel_block_size(spec: LayerSpec, kernel_block_size: int) -> None:
+    """Raises as `blocks_per_kv_block` says."""
+    check_spec(spec)
+    check_positive(kernel_block_size=kernel_block_size)
+    ratio = tokens_per_row([spec])
+    if isinstance(spec, StateSpec) and kernel_block_size != spec.block_size:
+        raise ValueError(
+            f"kernel_block_size={kernel_block_size} would split a state, which is read whole; "
+            f"use its block_size={spec.block_size}"
+        )
+    if spec.block_size % kernel_block_size:
+        raise ValueError(
+            f"kernel_block_size={kernel_block_size} does not divide "
+            f"block_size={spec.block_size} of this {spec.kind} layer; use a divisor"
+        )
+    if kernel_block_size % ratio:
+        raise ValueError(
+            f"kernel_block_size={kernel_block_size} holds no whole rows of this {spec.kind} layer, "
+            f"which stores one for compress_ratio={ratio} tokens; use a multiple of {ratio} that "
+            f"divides block_size={spec.block_size}"
+        )
+
+
+def check_spec(spec: LayerSpec) -> None:
+    if not isinstance(spec, LayerSpec):
+        raise TypeError(
+            f"spec={spec!r} keeps no cache of its own and has no kernel blocks; pass a LayerSpec"
+        )
