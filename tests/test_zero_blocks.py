@@ -184,10 +184,21 @@ def test_donated_buffers_stay_where_they_are(implementation) -> None:
     assert all(buffer.is_deleted() for buffer in buffers)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])
+def test_256_buffers_of_pages_of_their_own_are_zeroed_in_one_call(implementation) -> None:
+    shapes = [(BLOCKS, 128 + 4 * (i % 7) + 512 * (i % 3)) for i in range(256)]
+    buffers = [poisoned(shape, "uint8") for shape in shapes]
+    got = jax.jit(functools.partial(zero_blocks, implementation=implementation))(
+        [jnp.array(buffer) for buffer in buffers], np.array([3, 8, -1], np.int32)
+    )
+    for array, buffer in zip(got, buffers, strict=True):
+        assert_same_bytes(array, reference_zero_blocks(buffer, [3, 8]))
+
+
 @needs_mosaic
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_cuda_lowering_is_one_aliased_kernel(donate) -> None:
-    buffers = [jax.ShapeDtypeStruct((64, 2112), jnp.uint8)] * 5
+@pytest.mark.parametrize(("count", "donate"), [(5, True), (5, False), (256, True)])
+def test_the_cuda_lowering_is_one_aliased_kernel(count, donate) -> None:
+    buffers = [jax.ShapeDtypeStruct((64, 2112), jnp.uint8)] * count
     run = jax.jit(
         functools.partial(zero_blocks, implementation="mosaic_gpu"),
         donate_argnums=0 if donate else (),
@@ -195,8 +206,8 @@ def test_the_cuda_lowering_is_one_aliased_kernel(donate) -> None:
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     text = run.trace(buffers, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("stablehlo.output_operand_alias<") == 5
-    assert text.count("tf.aliasing_output") == (5 if donate else 0)
+    assert text.count("stablehlo.output_operand_alias<") == count
+    assert text.count("tf.aliasing_output") == (count if donate else 0)
     assert "__gpu$xla.gpu.triton" not in text
 
 
