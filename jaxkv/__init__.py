@@ -8,6 +8,7 @@ Planning and bookkeeping run without jax, the rest needs it.
   jaxkv.blocks                                              who holds which block (no jax)
   jaxkv.block_tables, jaxkv.step                            tables on the device
   jaxkv.pool                                                bytes on the device
+  jaxkv.flex_attention                                      which pages a query group reads
   jaxkv.testing                                             references for your own tests
 """
 
