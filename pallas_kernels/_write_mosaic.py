@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._copy_mosaic import PARAMETERS, load_strip, strip_at
+from pallas_kernels._items import PARAMETERS, load_strip, strip_at
 from pallas_kernels._mosaic_gpu import Tiling, tile_page
 
 STRIPS = 4  # of a row at most, per work item

@@ -61,7 +61,7 @@ def zero_blocks(
 def _zero_mosaic(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
     from pallas_kernels._zero_mosaic import zero_pages
 
-    return zero_pages(work, [ids for (ids,) in lists], first_id)
+    return zero_pages(work, lists, first_id)
 
 
 def _zero_xla(first_id: int, work: list[Blocks], lists: list[tuple[Array, ...]]) -> list[Array]:
