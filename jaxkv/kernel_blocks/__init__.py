@@ -23,7 +23,9 @@ from jaxkv.kernel_blocks._layout import LAYOUT_ALIASES as LAYOUT_ALIASES
 from jaxkv.kernel_blocks._layout import LAYOUT_ORDERS as LAYOUT_ORDERS
 from jaxkv.kernel_blocks._layout import CacheLayout as CacheLayout
 from jaxkv.kernel_blocks._layout import LayerView as LayerView
+from jaxkv.kernel_blocks._rows import RowFormat as RowFormat
 from jaxkv.kernel_blocks._rows import blocks_per_kv_block as blocks_per_kv_block
+from jaxkv.kernel_blocks._rows import row_format as row_format
 from jaxkv.kernel_blocks._rows import rows_per_block as rows_per_block
 from jaxkv.kernel_blocks._rows import rows_per_kernel_block as rows_per_kernel_block
 from jaxkv.kernel_blocks._select import select_kernel_block_size as select_kernel_block_size

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxkv.checks import check_count, check_positive
-from jaxkv.kernel_blocks._rows import blocks_per_kv_block, check_spec, rows_per_block
-from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, packed_bytes
+from jaxkv.kernel_blocks._rows import (
+    blocks_per_kv_block,
+    check_spec,
+    row_format,
+    rows_per_block,
+)
+from jaxkv.specs import LayerSpec, packed_bytes
 
 LAYOUT_ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 
@@ -126,7 +131,7 @@ class CacheLayout:
             raise ValueError(f"layer={layer} is not one of num_layers={num_layers}; count from 0")
         parts = 1 if kernel_block_size is None else blocks_per_kv_block(spec, kernel_block_size)
         page_bytes = spec.page_bytes if page_bytes is None else page_bytes
-        heads, content, dtype, key_elements = _content(spec)
+        heads, content, dtype, key_elements = row_format(spec)
         rows = rows_per_block(spec)
         sizes = {"L": num_layers, "B": num_blocks, "H": heads, "N": rows, "C": content}
         run = self._run_elements(spec, sizes, dtype, page_bytes, page_offset_bytes)
@@ -196,17 +201,3 @@ class CacheLayout:
             f"for {' and '.join(between) or 'padding'} would lie between them; plan with that "
             "size as block_size, or use LBNHC and pages without padding"
         )
-
-
-def _content(spec: LayerSpec) -> tuple[int, int, str, int | None]:
-    """Heads, elements of content per head and row, their dtype, and how many are K."""
-    if isinstance(spec, FullAttentionSpec):
-        if spec.scale_bytes or spec.dtype == "nvfp4":  # the caller's own format
-            return 1, spec.token_bytes, "uint8", None
-        width = spec.head_size + spec.value_size
-        return spec.num_kv_heads, width, spec.dtype, spec.head_size
-    if isinstance(spec, MLASpec):
-        if spec.bytes_per_token is None and spec.dtype != "nvfp4":
-            return 1, spec.head_size, spec.dtype, None
-        return 1, spec.token_bytes, "uint8", None
-    return 1, spec.data_bytes, "uint8", None  # a state: arrays of several dtypes

@@ -1,10 +1,11 @@
-"""Rows per kernel block and kernel blocks per block: the one source of both numbers."""
+"""Rows per kernel block, kernel blocks per block, and what a row is: the one source of each."""
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from jaxkv.checks import check_positive
-from jaxkv.specs import LayerSpec, StateSpec
+from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 
 
 def blocks_per_kv_block(spec: LayerSpec, kernel_block_size: int) -> int:
@@ -37,6 +38,33 @@ def rows_per_block(spec: LayerSpec) -> int:
     """Rows that a layer stores for one block: tokens over tokens per row; 1 for a state."""
     check_spec(spec)
     return 1 if isinstance(spec, StateSpec) else spec.block_size // tokens_per_row([spec])
+
+
+class RowFormat(NamedTuple):
+    """One stored row of a layer, as `jaxkv.pool` writes it.
+
+    key_elements: the first so many of a head's elements are K and the rest V; None: the
+      row is something else, under one head (a latent row, packed bytes, a state).
+    """
+
+    heads: int
+    width: int  # elements per head
+    dtype: str
+    key_elements: int | None
+
+
+def row_format(spec: LayerSpec) -> RowFormat:
+    """What one row of a layer holds; bytes where it is not plain elements of one dtype."""
+    if isinstance(spec, FullAttentionSpec):
+        if spec.scale_bytes or spec.dtype == "nvfp4":  # scales beside the elements
+            return RowFormat(1, spec.token_bytes, "uint8", None)
+        width = spec.head_size + spec.value_size
+        return RowFormat(spec.num_kv_heads, width, spec.dtype, spec.head_size)
+    if isinstance(spec, MLASpec):
+        if spec.bytes_per_token is None and spec.dtype != "nvfp4":
+            return RowFormat(1, spec.head_size, spec.dtype, None)
+        return RowFormat(1, spec.token_bytes, "uint8", None)
+    return RowFormat(1, spec.data_bytes, "uint8", None)  # a state: arrays of several dtypes
 
 
 def tokens_per_row(specs: Iterable[LayerSpec]) -> int:

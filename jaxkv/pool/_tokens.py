@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxkv.checks import check_int32, check_positive
+from jaxkv.kernel_blocks import row_format, rows_per_block
 from jaxkv.pool._bytes import from_bytes, pages_of, read_bytes, to_bytes, with_pages, write_bytes
 from jaxkv.pool._state import KVPool
 from jaxkv.specs import FullAttentionSpec, MLASpec
@@ -25,8 +26,8 @@ def layer_view(pool: KVPool, layer: str, *, blocks_per_kv_block: int = 1) -> Arr
       ValueError: a padded page, or a block that does not split into k parts.
     """
     spec = _token_spec(pool, layer)
-    row_shape, dtype = _row_format(spec)
-    rows = spec.data_bytes // spec.token_bytes
+    row_shape, dtype = _row_shape(spec)
+    rows = rows_per_block(spec)
     check_positive(blocks_per_kv_block=blocks_per_kv_block)
     if rows % blocks_per_kv_block:
         raise ValueError(f"blocks_per_kv_block={blocks_per_kv_block} does not divide {rows} rows")
@@ -126,8 +127,8 @@ def write_rows(
             f"rows has shape {rows.shape} of {rows.dtype}; layer {layer!r} stores "
             f"{spec.token_bytes} bytes for each of {slots.shape} slots"
         )
-    ratio = spec.compress_ratio if isinstance(spec, MLASpec) else 1
-    offsets = slots % spec.block_size // ratio * spec.token_bytes
+    tokens_per_row = spec.block_size // rows_per_block(spec)
+    offsets = slots % spec.block_size // tokens_per_row * spec.token_bytes
     return write_bytes(
         pool,
         layer,
@@ -166,26 +167,16 @@ def read_rows(pool: KVPool, layer: str, block_ids: Array) -> Array:
     """Stored rows of whole blocks, int32[..., W], in the layer's dtype: [..., W * rows, *row]."""
     check_int32(block_ids=block_ids)
     spec = _token_spec(pool, layer)
-    row_shape, dtype = _row_format(spec)
+    row_shape, dtype = _row_shape(spec)
     data = read_bytes(pool, layer, block_ids, spec.data_bytes)
-    rows = block_ids.shape[-1] * (spec.data_bytes // spec.token_bytes)
+    rows = block_ids.shape[-1] * rows_per_block(spec)
     return from_bytes(data, (*block_ids.shape[:-1], rows, *row_shape), dtype)
 
 
-def _row_format(spec: FullAttentionSpec | MLASpec) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of one stored row; bytes for rows of mixed content."""
-    if isinstance(spec, FullAttentionSpec):
-        if _is_mixed(spec):
-            return (spec.token_bytes,), "uint8"
-        return (spec.num_kv_heads, spec.head_size + spec.value_size), spec.dtype
-    if spec.bytes_per_token is None:
-        return (spec.head_size,), spec.dtype
-    return (spec.bytes_per_token,), "uint8"
-
-
-def _is_mixed(spec: FullAttentionSpec) -> bool:
-    """Are scales stored beside the elements?"""
-    return bool(spec.scale_bytes) or spec.dtype == "nvfp4"
+def _row_shape(spec: FullAttentionSpec | MLASpec) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of one stored row: heads are an axis where a row is keys and values."""
+    row = row_format(spec)
+    return (row.width,) if row.key_elements is None else (row.heads, row.width), row.dtype
 
 
 def _token_spec(pool: KVPool, layer: str) -> FullAttentionSpec | MLASpec:
@@ -199,7 +190,7 @@ def _attention_spec(pool: KVPool, layer: str) -> FullAttentionSpec:
     spec = pool.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec):
         raise TypeError(f"layer={layer!r} keeps {spec.kind}, not keys and values")
-    if _is_mixed(spec):
+    if row_format(spec).key_elements is None:
         raise TypeError(
             f"layer={layer!r} stores scales beside its {spec.dtype} elements; pack its rows "
             "yourself, and use write_rows and read_rows"
