@@ -1,6 +1,25 @@
 """Refusals that name the argument, what was given and what is wanted. No jax."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class FlagsError(RuntimeError):
+    """What the device set bits for. Subclasses say what went wrong and what each bit means.
+
+    flags: the bits.
+    """
+
+    what: ClassVar[str]
+    reasons: ClassVar[Mapping[int, str]]
+
+    def __init__(self, flags: int):
+        reasons = "; ".join(text for bit, text in self.reasons.items() if flags & bit)
+        super().__init__(f"{self.what}: {reasons}")
+        self.flags = flags
+
+    def __reduce__(self):  # from one process of a serving stack to another
+        return type(self), (self.flags,)
 
 
 def check_positive(**values: int) -> None:

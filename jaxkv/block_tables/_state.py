@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from jaxkv.checks import check_positive
+from jaxkv.block_tables._index import gather_bits
+from jaxkv.checks import FlagsError, check_positive
 from jaxkv.kernel_blocks import blocks_per_kv_block
 from jaxkv.planning import Plan
 from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
@@ -45,16 +46,10 @@ _REASONS = {
 }
 
 
-class BlockTableError(RuntimeError):
+class BlockTableError(FlagsError):
     """A table operation was dropped on the device. ``flags``: the bits that say why."""
 
-    def __init__(self, flags: int):
-        reasons = "; ".join(text for bit, text in _REASONS.items() if flags & bit)
-        super().__init__(f"block table operations were dropped: {reasons}")
-        self.flags = flags
-
-    def __reduce__(self):
-        return type(self), (self.flags,)
+    what, reasons = "block table operations were dropped", _REASONS
 
 
 class TableGroup(NamedTuple):
@@ -189,8 +184,7 @@ def as_sharding(
 
 def report(tables: BlockTables, problems: Array) -> BlockTables:
     """Adds bits, an int32 array of any shape, to those that the tables remember."""
-    bits = lax.reduce(problems.reshape(-1), jnp.int32(0), lax.bitwise_or, (0,))
-    return dataclasses.replace(tables, overflow=tables.overflow | bits)
+    return dataclasses.replace(tables, overflow=tables.overflow | gather_bits(problems))
 
 
 def check_overflow(tables: BlockTables) -> None:

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv.block_tables._index import bit
+from jaxkv.block_tables._index import bit, gather_bits
 from jaxkv.checks import check_same_shape
-from jaxkv.flex_attention._problems import TOO_MANY_PAGES, gather_bits
+from jaxkv.flex_attention._problems import TOO_MANY_PAGES
 from jaxkv.flex_attention._segments import (
     Batch,
     Segments,

@@ -1,7 +1,8 @@
 """What did not fit or made no sense, as bits that the device sets and the host reads."""
 
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
+
+from jaxkv.checks import FlagsError
 
 TOO_MANY_PAGES = 1
 
@@ -28,16 +29,10 @@ _REASONS = {
 }
 
 
-class MetadataError(RuntimeError):
+class MetadataError(FlagsError):
     """Metadata is not whole. ``flags``: the bits that say why."""
 
-    def __init__(self, flags: int):
-        reasons = "; ".join(text for bit, text in _REASONS.items() if flags & bit)
-        super().__init__(f"attention over this metadata would be wrong: {reasons}")
-        self.flags = flags
-
-    def __reduce__(self):
-        return type(self), (self.flags,)
+    what, reasons = "attention over this metadata would be wrong", _REASONS
 
 
 def check_metadata(problems: Array) -> None:
@@ -52,11 +47,3 @@ def check_metadata(problems: Array) -> None:
     flags = int(problems)
     if flags:
         raise MetadataError(flags)
-
-
-def gather_bits(*problems: Array) -> Array:
-    """int32[]: all bits of int32 arrays of any shape."""
-    bits = jnp.int32(0)
-    for array in problems:
-        bits |= lax.reduce(array.reshape(-1), jnp.int32(0), lax.bitwise_or, (0,))
-    return bits
