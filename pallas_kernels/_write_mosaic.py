@@ -21,7 +21,7 @@ GRID = 132 * 16  # a call moves little and waits for memory: as many as fit wait
 def write_pages(
     pages: Array, block_ids: Array, offsets: Array, rows: Array, *, align: int
 ) -> Array:
-    """Writes rows into pages, in one launch."""
+    """Writes rows into pages, in one launch. Offsets that are no multiple of align are -1."""
     (num_rows, n), page = rows.shape, pages.shape[1]
     if not rows.size:
         return pages
@@ -37,8 +37,6 @@ def write_pages(
             block_id, offset = ids_ref[row], offsets_ref[row]
             inside = (block_id >= 0) & (block_id < pages.shape[0])
             inside &= (offset >= 0) & (offset <= page - n)
-            if align > 1:
-                inside &= lax.rem(offset, align) == 0
 
             @pl.when(inside)
             def _():

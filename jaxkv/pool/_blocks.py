@@ -55,6 +55,7 @@ def copy_blocks(
     """
     check_int32(sources=sources, destinations=destinations)
     check_same_shape(sources=sources, destinations=destinations)
+    sources = jnp.where(sources == NULL_BLOCK, -1, sources)  # to the kernel, a block like others
     kernel = functools.partial(
         pallas_kernels.copy_blocks, disjoint=disjoint, implementation=implementation
     )
@@ -76,10 +77,9 @@ def _on_slots(pool: KVPool, kernel: Callable[..., Any], **ids: Array) -> KVPool:
         tuple(group for group in range(num_groups) if slot in slots_of[group])
         for slot in range(len(pool.layout.slots))
     ]
-    known = {name: jnp.where(given > NULL_BLOCK, given, -1) for name, given in ids.items()}
     # Slots with the same users share their lists, which the kernel then passes once.
     lists = {
-        of: {name: jnp.concatenate([given[g] for g in of]) for name, given in known.items()}
+        of: {name: jnp.concatenate([given[g] for g in of]) for name, given in ids.items()}
         for of in set(users)
     }
     if not pool.stacked:

@@ -48,9 +48,6 @@ def apply_step[P: KVPool | None](
     if jax.typeof(upload).memory_space == jax.memory.Space.Host:
         upload = jax.device_put(upload, jax.memory.Space.Device)
     parts = shape.split(upload)
-    num_groups = len(shape.widths)
-    for name in ("firsts", "counts"):
-        parts[name] = parts[name].reshape(shape.entries, num_groups)
     tables, problems = append(tables, TableEntries(*(parts[n] for n in TableEntries._fields)))
     rows, first = parts["batch_rows"], parts["first_positions"]
     block_tables, bad_rows = gather(tables, rows, first, shape.widths)
@@ -70,14 +67,11 @@ def _zero_and_copy(
 ) -> KVPool:
     if not isinstance(pool, KVPool):
         raise TypeError(f"pool must be a KVPool, or None, got {type(pool).__name__}")
-    zero_ids, sources, destinations = (
-        parts[name].reshape(len(shape.widths), -1)
-        for name in ("zero_ids", "copy_sources", "copy_destinations")
-    )
-    pool = zero_new_blocks(pool, zero_ids, implementation=implementation)
+    pool = zero_new_blocks(pool, parts["zero_ids"], implementation=implementation)
     if not shape.copies:
         return pool
-    return copy_blocks(pool, sources, destinations, implementation=implementation)
+    pairs = parts["copy_sources"], parts["copy_destinations"]
+    return copy_blocks(pool, *pairs, implementation=implementation)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))

@@ -50,8 +50,6 @@ def pack_entries(
     upload = shape.padding.copy()
     _write_entries(shape, memoryview(upload), entries)
     parts = shape.split(upload)
-    for name in ("firsts", "counts"):
-        parts[name] = parts[name].reshape(max_entries, num_groups)
     return TableEntries(*(parts[name] for name in TableEntries._fields))
 
 

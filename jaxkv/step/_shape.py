@@ -90,8 +90,19 @@ class StepShape:
         return upload
 
     def split(self, upload):
-        """Views of the parts of an upload, NumPy or jax, by name."""
-        return {name: upload[where] for name, where in self.fields.items()}
+        """Views of the parts of an upload, NumPy or jax, by name.
+
+        Flat, except ``firsts`` and ``counts``, [entries, groups], and what there is of
+        blocks to zero and to copy, [groups, ...].
+        """
+        parts = {name: upload[where] for name, where in self.fields.items()}
+        groups = len(self.widths)
+        for name in ("firsts", "counts"):
+            parts[name] = parts[name].reshape(self.entries, groups)
+        parts["zero_ids"] = parts["zero_ids"].reshape(groups, self.zero_ids)
+        for name in ("copy_sources", "copy_destinations"):
+            parts[name] = parts[name].reshape(groups, self.copies)
+        return parts
 
 
 @jax.tree_util.register_dataclass
