@@ -1,7 +1,7 @@
 """Small shared pieces of the suite: a hybrid plan, devices, compilation counts."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import ml_dtypes
@@ -68,6 +68,11 @@ def hybrid_plan(num_blocks: int = 40, max_model_len: int = 24, **options: str) -
         num_blocks_override=num_blocks,
         limits=Limits(max_in_flight_tokens=8),
     )
+
+
+def ids_of_group(num_groups: int, group: int, ids: Sequence[int]) -> list[list[int]]:
+    """Ids for one group, none for the others: the block ids of a `TableEntry`."""
+    return [list(ids) if index == group else [] for index in range(num_groups)]
 
 
 def pointers(tree: object) -> list[int]:

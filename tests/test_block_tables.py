@@ -1,7 +1,6 @@
 """Block tables against lists: every operation, long random runs, bad rows and ids."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ from jaxkv.pool import make_pool
 from jaxkv.specs import CrossAttentionSpec, FullAttentionSpec, Limits
 from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
 from jaxkv.testing import ReferenceTables
-from tests.helpers import assert_unchanged, hybrid_plan, snapshot
+from tests.helpers import assert_unchanged, hybrid_plan, ids_of_group, snapshot
 
 PLAN = hybrid_plan()
 ROWS, BATCH, TOKENS, ENTRIES, IDS = 5, 4, 6, 8, 12
@@ -75,9 +74,7 @@ def pack(entries: list[TableEntry]) -> TableEntries:
     return pack_entries(entries, num_groups=GROUPS, max_entries=ENTRIES, max_block_ids=IDS)
 
 
-def only(group: int, ids: Sequence[int]) -> list[list[int]]:
-    """Ids for one group, none for the others."""
-    return [list(ids) if index == group else [] for index in range(GROUPS)]
+only = functools.partial(ids_of_group, GROUPS)
 
 
 good_rows = st.integers(0, ROWS - 1)

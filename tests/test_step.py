@@ -1,7 +1,7 @@
 """Packing a step into one upload, and taking it apart again in one dispatch."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ from jaxkv.step import (
     pack_step,
     warm_up,
 )
-from tests.helpers import hybrid_plan, pointers
+from tests.helpers import hybrid_plan, ids_of_group, pointers
 
 PLAN = hybrid_plan(num_blocks=60)
 GROUPS = len(PLAN.groups)
@@ -39,6 +39,7 @@ SHAPE = StepShape(
     entries=4, block_ids=40, zero_ids=6, batch=3, widths=TABLES.widths, tokens=16, extra=5
 )
 NOTHING = TableUpdate((), ((),) * GROUPS)
+EMPTY_STEP = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
 
 
 def step(tables, upload):
@@ -46,14 +47,11 @@ def step(tables, upload):
     return tables, batch
 
 
-def only(group: int, ids: Sequence[int]) -> list[list[int]]:
-    """Ids for one group, none for the others."""
-    return [list(ids) if index == group else [] for index in range(GROUPS)]
+only = functools.partial(ids_of_group, GROUPS)
 
 
 def pack(**changes) -> np.ndarray:
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
-    return pack_step(SHAPE, **{**step, **changes})
+    return pack_step(SHAPE, **{**EMPTY_STEP, **changes})
 
 
 def test_one_step_equals_its_parts() -> None:
@@ -311,24 +309,22 @@ def test_a_ring_packs_what_pack_step_packs() -> None:
 
 def test_a_ring_does_not_write_over_an_upload_that_no_step_has_read() -> None:
     ring = UploadRing(SHAPE)
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
     with pytest.raises(RuntimeError, match="no upload is waiting"):
         ring.sent(None)
-    ring.pack(**step)
+    ring.pack(**EMPTY_STEP)
     with pytest.raises(RuntimeError, match="packed and not sent"):
-        ring.pack(**step)
+        ring.pack(**EMPTY_STEP)
     ring.sent(None)
-    ring.pack(**step)
+    ring.pack(**EMPTY_STEP)
 
 
 def test_warming_up_leaves_nothing_to_compile() -> None:
     ring = UploadRing(SHAPE)
     tables, pool = make_block_tables(PLAN, max_requests=4), make_pool(PLAN)
     tables, pool = warm_up(tables, pool, [SHAPE, ring])
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
     with count_compilations() as compilations:
         for turn in range(6):
-            upload = pack_step(SHAPE, **step) if turn % 2 else ring.pack(**step)
+            upload = pack_step(SHAPE, **EMPTY_STEP) if turn % 2 else ring.pack(**EMPTY_STEP)
             if turn % 3:
                 tables, pool, batch = apply_step_donating(tables, pool, upload, shape=SHAPE)
             else:
@@ -342,25 +338,23 @@ def test_warming_up_leaves_nothing_to_compile() -> None:
 
 def test_a_ring_refuses_what_it_cannot_wait_for() -> None:
     ring = UploadRing(SHAPE, depth=1)
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
-    ring.pack(**step)
+    ring.pack(**EMPTY_STEP)
     with pytest.raises(TypeError, match="outputs must hold arrays of jax, got ndarray"):
         ring.sent(np.zeros(3))
     output = jnp.zeros(3)
     ring.sent(output)
     output.delete()
     with pytest.raises(RuntimeError, match="are deleted or donated"):
-        ring.pack(**step)
+        ring.pack(**EMPTY_STEP)
 
 
 def test_a_ring_notices_that_a_step_took_its_buffer() -> None:
     ring = UploadRing(SHAPE, depth=1)
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
-    upload = ring.pack(**step)
+    upload = ring.pack(**EMPTY_STEP)
     ring.sent(None)
     upload.delete()  # as donating it does
     with pytest.raises(RuntimeError, match="a step donated its upload"):
-        ring.pack(**step)
+        ring.pack(**EMPTY_STEP)
 
 
 def test_a_ring_waits_for_the_step_that_reads_a_buffer_before_it_writes_again() -> None:
@@ -375,9 +369,8 @@ def test_a_ring_waits_for_the_step_that_reads_a_buffer_before_it_writes_again() 
         def block_until_ready(self) -> None:
             order.append(self[0])
 
-    step = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
     for turn in range(5):
-        ring.pack(**step)
+        ring.pack(**EMPTY_STEP)
         ring.sent(None)
         ring._fences[turn % 2] = [Output([turn])]
     assert order == [0, 1, 2]

@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv.block_tables import BlockTables, TableGroup, check_overflow
 from jaxkv.blocks import TableUpdate
 from jaxkv.step import StepShape, UploadRing, apply_step, apply_step_donating, pack_step
-from tests.benchmarks.timing import ON_GPU, Report, Times, added, measure
+from tests.benchmarks.timing import ON_GPU, Report, Times, added, make_matrix, measure, work
 from tests.benchmarks.vllm_peer import VllmPeer
 
 BLOCK_SIZE = 16
@@ -97,7 +97,7 @@ def make_tables(case: Case) -> BlockTables:
     )
 
 
-def make_shape(case: Case, **changes: int) -> StepShape:
+def make_shape(case: Case) -> StepShape:
     return StepShape(
         entries=case.appends,
         block_ids=case.appends * case.groups * case.ids,
@@ -105,7 +105,6 @@ def make_shape(case: Case, **changes: int) -> StepShape:
         batch=case.batch,
         tokens=case.batch * case.new,
         widths=(case.width,) * case.groups,
-        **changes,
     )
 
 
@@ -210,7 +209,6 @@ def time_added(report: Report, case: Case) -> None:
 
     The caller's upload has the same size either way.
     """
-    size = 1024 if ON_GPU else 64
     shape = make_shape(case)
     upload = make_pack(case, functools.partial(pack_step, shape))()
 
@@ -218,16 +216,14 @@ def time_added(report: Report, case: Case) -> None:
         batch = upload.sum()  # the caller's own use of its upload
         if with_tables:
             tables, _, batch = apply_step(tables, None, upload, shape=shape)
-        for _ in range(20):
-            matrix = jnp.tanh(matrix @ matrix)
-        return tables, matrix, batch
+        return tables, work(matrix), batch
 
     found = {}
     for with_tables in (False, True):
         jitted = jax.jit(
             functools.partial(step, with_tables=with_tables), donate_argnames=("tables", "matrix")
         )
-        state = make_tables(case), jnp.full((size, size), 0.01, jnp.bfloat16)
+        state = make_tables(case), make_matrix()
 
         def call(jitted=jitted):
             nonlocal state

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 ON_GPU = jax.default_backend() == "gpu"
 REPEATS, CHAIN = 20, 50
@@ -68,6 +69,19 @@ def measure(call: Callable[[], Any], wait: Callable[[Any], Any] = poll) -> Times
     return Times(synced=statistics.median(synced), dispatched=dispatched)
 
 
+def make_matrix() -> jax.Array:
+    """What `work` works on."""
+    size = 1024 if ON_GPU else 64
+    return jnp.full((size, size), 0.01, jnp.bfloat16)
+
+
+def work(matrix: jax.Array) -> jax.Array:
+    """Stands for the step that a caller runs anyway: some 200 us on an H200."""
+    for _ in range(20):
+        matrix = jnp.tanh(matrix @ matrix)
+    return matrix
+
+
 def added(more: Times, less: Times) -> str:
     """What one call costs more than another, by each clock."""
     texts = []
@@ -89,7 +103,6 @@ def _dispatch_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> fl
 
 def _kernel_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
     """Median GPU time of a call, and its number of kernels and copies."""
-    per_call = []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(REPEATS):
