@@ -4,7 +4,7 @@ import argparse
 import gc
 import pathlib
 
-from tests.benchmarks import copies, planner, sharded, step, timing, zero
+from tests.benchmarks import copies, planner, sharded, sleep, step, timing, zero
 from tests.benchmarks.timing import Report
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -13,6 +13,7 @@ PARTS = {
     "step": step.run,
     "copies": copies.run,
     "sharded": sharded.run,
+    "sleep": sleep.run,
     "planner": planner.run,
 }
 

@@ -1,0 +1,74 @@
+"""Finds arrays of a cache that a step closes over instead of taking as arguments.
+
+Knows what jax traced. Does not run the step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxkv.sleep._cache import KVCache
+
+
+class ClosedOverError(ValueError):
+    """A step has arrays of the cache built in; the message says which."""
+
+
+def check_not_closed_over(
+    cache: KVCache, step: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> None:
+    """Raises if a step would have a buffer or table of the cache compiled in.
+
+    One of an older state is found as well, by its shape and dtype. Scales do not count:
+    they stay where they are.
+
+    Args:
+      cache: any state of it, awake; its arrays may be deleted.
+      step: a function, jitted or not; it is traced, not run.
+      args, kwargs: what it is called with.
+
+    Raises:
+      ClosedOverError: it closes over arrays of the cache.
+    """
+    trace = getattr(step, "trace", None) or jax.jit(step).trace
+    constants = list(_constants(trace(*args, **kwargs).jaxpr))
+    found = [
+        f"{array.dtype}{list(array.shape)} (as {name})"
+        for name, array in _named_arrays(cache)
+        if any(_is_like(constant, array) for constant in constants)
+    ]
+    if found:
+        raise ClosedOverError(
+            f"{getattr(step, '__name__', 'step')} closes over {', '.join(found)}; it would go on "
+            "reading them as they are now, whatever steps or wake_up make of the cache: pass "
+            "the cache as an argument"
+        )
+
+
+def _named_arrays(cache: KVCache) -> Iterator[tuple[str, jax.Array]]:
+    for name, part in (("pool", cache.pool), ("tables", cache.tables)):
+        for path, array in jax.tree.leaves_with_path(part):
+            yield name + jax.tree_util.keystr(path), array
+
+
+def _is_like(constant: Any, array: jax.Array) -> bool:
+    # Scalars and vectors of one shape are everywhere; there only the very array counts.
+    alike = array.ndim > 1 and constant.shape == array.shape and constant.dtype == array.dtype
+    return constant is array or alike
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """Arrays that a traced program has built in, those of nested programs too."""
+    if hasattr(jaxpr, "consts"):
+        yield from (constant for constant in jaxpr.consts if hasattr(constant, "shape"))
+        jaxpr = jaxpr.jaxpr
+    for equation in jaxpr.eqns:
+        yield from (v.val for v in equation.invars if hasattr(getattr(v, "val", None), "shape"))
+        for parameter in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(parameter):
+                yield from _constants(parameter)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")

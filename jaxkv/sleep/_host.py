@@ -1,0 +1,159 @@
+"""Arrays to page-locked host memory and back, in chunks.
+
+Knows arrays and shardings, nothing of caches.
+"""
+
+import collections
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+HOST_MEMORY = "pinned_host"
+
+
+class Place(NamedTuple):
+    """What an array must be again for compiled functions to know it as the same."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    committed: bool  # to its devices; `jit` compiles one program for yes and one for no
+
+    @classmethod
+    def of(cls, array: Array) -> "Place":
+        return cls(array.shape, array.dtype, array.sharding, array.committed)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def zeros(self) -> Array:
+        with self._as_default():
+            return _zeros(self.shape, self.dtype, self.sharding if self.committed else None)()
+
+    def put(self, chunk: Array) -> Array:
+        """A part of the array, from the host to where the array belongs."""
+        if self.committed:
+            return jax.device_put(chunk, self.sharding)
+        # Sent on from jax's own host memory it would be committed. NumPy sees the same bytes.
+        with self._as_default():
+            return jax.device_put(np.asarray(chunk), may_alias=False)
+
+    def _as_default(self) -> contextlib.AbstractContextManager[object]:
+        """Uncommitted arrays lie on the default device; it may have changed since."""
+        if self.committed:
+            return contextlib.nullcontext()
+        return jax.default_device(next(iter(self.sharding.device_set)))
+
+
+class HostCopy(NamedTuple):
+    """An array on the host, in chunks along one axis; no chunks: zeros, when it is wanted."""
+
+    place: Place
+    axis: int
+    chunks: tuple[Array, ...]
+
+    @classmethod
+    def without_content(cls, array: Array) -> "HostCopy":
+        return cls(Place.of(array), 0, ())
+
+    def delete(self) -> None:
+        for chunk in self.chunks:
+            chunk.delete()
+
+
+def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
+    """Copies arrays to the host and waits for it; the arrays stay.
+
+    Takes as much extra device memory as two chunks of arrays that are larger than one.
+    """
+    copies: list[HostCopy] = []
+    made: list[Array] = []
+    pending: collections.deque[Array] = collections.deque()
+    try:
+        for array in arrays:
+            axis, bounds = _cut(array, chunk_bytes)
+            host = array.sharding.with_memory_kind(HOST_MEMORY)
+            start_of_array = len(made)
+            for start, size in bounds:
+                _wait_for_room(pending)
+                part = array if len(bounds) == 1 else _take(array, start, size, axis)
+                made.append(jax.device_put(part, host))
+                pending.append(made[-1])
+            copies.append(HostCopy(Place.of(array), axis, tuple(made[start_of_array:])))
+        jax.block_until_ready(made)
+    except BaseException:
+        for chunk in made:
+            chunk.delete()
+        raise
+    return copies
+
+
+def to_device(copies: Sequence[HostCopy]) -> list[Array]:
+    """The arrays again, ready, where they were. The copies stay."""
+    arrays: list[Array] = []
+    try:
+        for copy in copies:
+            arrays.append(_restored(copy))
+        return jax.block_until_ready(arrays)
+    except BaseException:
+        for array in arrays:
+            array.delete()
+        raise
+
+
+def _restored(copy: HostCopy) -> Array:
+    place, axis, chunks = copy
+    if len(chunks) == 1:
+        return place.put(chunks[0])
+    array = place.zeros()
+    pending: collections.deque[Array] = collections.deque()
+    start = 0
+    for chunk in chunks:
+        _wait_for_room(pending)
+        pending.append(place.put(chunk))
+        array = _insert(array, pending[-1], start, axis)
+        start += chunk.shape[axis]
+    return array
+
+
+def _wait_for_room(pending: collections.deque[Array]) -> None:
+    """Two transfers in flight keep the bus busy; more would only take memory."""
+    while len(pending) > 1:
+        pending.popleft().block_until_ready()
+
+
+def _cut(array: Array, chunk_bytes: int) -> tuple[int, list[tuple[int, int]]]:
+    """An axis that lies on every device whole, and (start, size) of chunks along it."""
+    held = array.sharding.shard_shape(array.shape)
+    whole = [axis for axis, size in enumerate(array.shape) if held[axis] == size]
+    if array.nbytes <= chunk_bytes or not whole:
+        return 0, [(0, array.shape[0] if array.ndim else 1)]
+    axis = max(whole, key=lambda axis: array.shape[axis])
+    length = array.shape[axis]
+    step = max(1, chunk_bytes * length // array.nbytes)
+    return axis, [(start, min(step, length - start)) for start in range(0, length, step)]
+
+
+@functools.partial(jax.jit, static_argnames=("size", "axis"))
+def _take(array: Array, start: int, size: int, axis: int) -> Array:
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+@functools.partial(jax.jit, static_argnames="axis", donate_argnames="array")
+def _insert(array: Array, chunk: Array, start: int, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(array, chunk, start, axis)
+
+
+@functools.lru_cache
+def _zeros(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None
+) -> Callable[[], Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
