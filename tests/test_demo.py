@@ -68,6 +68,44 @@ def test_served_tokens_equal_the_dense_reference(model, params, kv_dtype) -> Non
     assert max(map(sum, report.occupancy)) <= plan.usable_blocks
 
 
+@pytest.mark.parametrize(
+    ("kernel_block_size", "ranks"), [(8, 1), (4, 3)], ids=["kernel", "context"]
+)
+def test_kernel_blocks_context_parallelism_and_sleep_change_no_token(
+    kernel_block_size, ranks
+) -> None:
+    """The cache sleeps while requests run; the steps are those compiled before."""
+    if len(jax.devices()) < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    trace = make_trace(9, seed=4, prompt_tokens=(16, 90), new_tokens=(4, 12))
+    config = CONFIG if ranks == 1 else {**CONFIG, "full_attention_interval": 1}
+    layers = layers_from_config(config)
+    plan = plan_cache(
+        layers,
+        2**30,
+        max_model_len=model_len(config),
+        num_blocks_override=60,
+        limits=Limits(max_in_flight_tokens=64),
+        context_parallel=ranks,
+    )
+    model = Model(config, tuple(layers))
+    params = init_params(model, jax.random.key(1))
+    engine = Engine(
+        model, params, plan, kernel_block_size=kernel_block_size, sleep_between_batches=True
+    )
+    engine.warm_up()
+    with count_compilations() as compilations:
+        report = engine.serve(trace, lambda: None)
+    expected = dense_outputs(
+        model, params, layers, trace, max_model_len=plan.max_model_len, on_finish=lambda: None
+    )
+    assert report.outputs == expected
+    assert report.naps == 1 and report.bytes_released > engine.pool.num_bytes
+    # Sleeping compiles a copy or two of its own the first time, and the steps never.
+    assert all(step._cache_size() == 1 for _, step in engine._steps.values())
+    assert len(compilations) <= 4
+
+
 def test_without_zeroing_stale_state_turns_attention_into_nan(model, params) -> None:
     engine = Engine(model, params, small_plan("fp8_e4m3"), zeroing=False)
     report = engine.serve(TRACE, lambda: None)
@@ -98,6 +136,9 @@ def test_the_command_prints_its_proof_and_writes_a_picture(capsys, tmp_path) -> 
         (["--kv-dtype", "fp9"], "invalid choice: 'fp9'"),
         (["--implementation", "triton"], "invalid choice: 'triton'"),
         (["--requests", "0"], "--requests must be at least 1"),
+        (["--kernel-block-size", "7"], "group 3: no kernel block size divides block_size=48"),
+        (["--context-parallel", "0"], "context_parallel must be at least 1"),
+        (["--context-parallel", "99"], "there are 8 devices"),
         (["--requests", "many"], "invalid int value: 'many'"),
         (["--pool-bytes", "100000"], "max_model_len=720 needs 18 blocks"),
         (["--pool-bytes", "-1"], "memory_bytes must be at least 1"),

@@ -2,7 +2,11 @@
 
 Every step is one upload and one call of one jitted function, which updates the tables,
 zeroes fresh blocks, runs the model and picks the next tokens. Tables and pool are
-arguments, donated and returned; nothing is closed over but static sizes.
+arguments, donated and returned; nothing is closed over but static sizes. That is also why
+the cache can sleep between two steps without either being compiled again.
+
+With context parallelism every device of a mesh runs that step under ``shard_map`` and
+keeps the positions that it was dealt.
 """
 
 import dataclasses
@@ -14,18 +18,24 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.block_tables import check_overflow, make_block_tables, map_slots
 from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.demo.caches import PagedCache
+from jaxkv.demo.caches import CONTEXT_AXIS, PagedCache
 from jaxkv.demo.model import Model, Params, forward
 from jaxkv.demo.trace import Request
+from jaxkv.kernel_blocks import AcceptedSizes, select_kernel_block_sizes
 from jaxkv.planning import Plan
-from jaxkv.pool import make_pool
+from jaxkv.pool import KVPool, make_pool, make_sharded_pool
+from jaxkv.sleep import KVCache, sleep, wake_up
 from jaxkv.step import StepShape, apply_step, pack_step
 
 MAX_REQUESTS = 16
 PREFILL_BATCH, PREFILL_CHUNK = 4, 64
+REQUESTS_BETWEEN_NAPS = 8
+INTERLEAVE_TOKENS = 4  # positions that a context-parallel rank is dealt at a time
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,6 +69,8 @@ class Report:
     nan_rows: int = 0
     first_nan_request: int | None = None
     occupancy: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    naps: int = 0
+    bytes_released: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -70,6 +82,7 @@ def serve_step(model, implementation, chunk, shape, params, tables, pool, upload
 
     Returns tables, pool, and int32[2, B]: next tokens, and whether a logit was NaN.
     """
+    rank = lax.axis_index(CONTEXT_AXIS) if tables.groups[0].context_parallel > 1 else 0
     tables, pool, batch = apply_step(
         tables, pool, upload, shape=shape, implementation=implementation
     )
@@ -77,9 +90,12 @@ def serve_step(model, implementation, chunk, shape, params, tables, pool, upload
     positions = jnp.where(
         offset < batch.lengths[:, None], batch.first_positions[:, None] + offset, -1
     )
-    tables, slots = map_slots(tables, batch.rows[:, None], positions)
+    tables, slots = map_slots(tables, batch.rows[:, None], positions, rank=rank)
     cache = PagedCache(
-        pool=pool, block_tables=batch.block_tables, slots=slots.reshape(slots.shape[0], -1)
+        pool=pool,
+        block_tables=batch.block_tables,
+        slots=slots.reshape(slots.shape[0], -1),
+        groups=tables.groups,
     )
     tokens = batch.extra.reshape(shape.batch, chunk)
     with jax.default_matmul_precision("highest"):
@@ -87,6 +103,38 @@ def serve_step(model, implementation, chunk, shape, params, tables, pool, upload
     picked = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     bad = jnp.isnan(logits).any(axis=-1).astype(jnp.int32)
     return tables, cache.pool, jnp.stack([picked, bad])
+
+
+def _context_mesh(plan: Plan) -> Mesh | None:
+    if plan.context_parallel == 1:
+        return None
+    return Mesh(np.array(jax.devices()[: plan.context_parallel]), (CONTEXT_AXIS,))
+
+
+def _make_pool(plan: Plan, mesh: Mesh | None) -> KVPool:
+    return make_pool(plan) if mesh is None else make_sharded_pool(plan, mesh, CONTEXT_AXIS)
+
+
+def _on_mesh(step: Callable, mesh: Mesh | None) -> Callable:
+    """A step of every device on its own part of the pool; all else is the same on all."""
+    if mesh is None:
+        return step
+    same, pages = PartitionSpec(), PartitionSpec(None, CONTEXT_AXIS)
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(same, same, pages, same),
+        out_specs=(same, pages, same),
+        check_vma=False,
+    )
+
+
+def _kernel_block_sizes(plan: Plan, kernel_block_size: int | None) -> list[int] | None:
+    if kernel_block_size is None:
+        return None
+    backends = {"--kernel-block-size": AcceptedSizes(exact=(kernel_block_size,))}
+    sizes = select_kernel_block_sizes(plan.groups, [backends] * len(plan.groups))
+    return [size for size in sizes if size is not None]  # all groups of a plan keep a cache
 
 
 class Engine:
@@ -100,15 +148,28 @@ class Engine:
         *,
         zeroing: bool = True,
         implementation: str | None = None,
+        kernel_block_size: int | None = None,
+        sleep_between_batches: bool = False,
     ):
-        self.plan, self.params = plan, params
+        self.plan, self.naps = plan, sleep_between_batches
         self.manager = BlockManager(
             plan,
             max_requests=MAX_REQUESTS,
             zero_policy="when_needed" if zeroing else "never",
         )
-        self.tables = make_block_tables(plan, max_requests=MAX_REQUESTS)
-        self.pool = make_pool(plan)
+        self.mesh = _context_mesh(plan)
+        everywhere = NamedSharding(self.mesh, PartitionSpec()) if self.mesh else None
+        self.params = jax.device_put(params, everywhere)
+        self.tables = make_block_tables(
+            plan,
+            max_requests=MAX_REQUESTS,
+            kernel_block_sizes=_kernel_block_sizes(plan, kernel_block_size),
+            interleave_tokens=INTERLEAVE_TOKENS if self.mesh else 1,
+            device=everywhere,
+        )
+        self.pool = (
+            make_sharded_pool(plan, self.mesh, CONTEXT_AXIS) if self.mesh else make_pool(plan)
+        )
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []  # oldest first
         self.report = Report()
@@ -124,7 +185,7 @@ class Engine:
                 extra=batch * chunk,
             )
             step = functools.partial(serve_step, model, implementation, chunk, shape)
-            self._steps[chunk] = shape, jax.jit(step, donate_argnums=(1, 2))
+            self._steps[chunk] = shape, jax.jit(_on_mesh(step, self.mesh), donate_argnums=(1, 2))
 
     def serve(self, trace: Sequence[Request], on_finish: Callable[[], object]) -> Report:
         """Runs every request of the trace to its end."""
@@ -145,6 +206,8 @@ class Engine:
             self._step()
             for _ in range(self._retire()):
                 on_finish()
+            if self.naps and len(self.report.outputs) // REQUESTS_BETWEEN_NAPS > self.report.naps:
+                self._nap()
         self.report.seconds = time.perf_counter() - started
         check_overflow(self.tables)
         return self.report
@@ -153,6 +216,14 @@ class Engine:
         """Compiles both steps on an empty batch, so that serving never does."""
         for chunk in self._steps:
             self._dispatch([], [], chunk)
+
+    def _nap(self) -> None:
+        """The whole cache to the host and back, while requests run."""
+        sleeping = sleep(KVCache(pool=self.pool, tables=self.tables))
+        self.report.naps += 1
+        self.report.bytes_released += sleeping.released_bytes
+        cache = wake_up(sleeping)
+        self.pool, self.tables = cache.pool, cache.tables
 
     def _admit(self) -> None:
         """Starts waiting requests while rows and blocks last: blocks for all of the

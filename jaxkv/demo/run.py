@@ -1,13 +1,14 @@
 """What ``python -m jaxkv demo`` does: plan, serve, compare, and show the bug."""
 
 import argparse
+import contextlib
 import pathlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 from tqdm import tqdm
 
+from jaxkv.checks import check_positive
 from jaxkv.demo.engine import Engine, Report
 from jaxkv.demo.model import Model, init_params
 from jaxkv.demo.plot import plot_occupancy
@@ -40,6 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--implementation", choices=("xla", "mosaic_gpu"), help="of the zeroing kernel"
     )
     parser.add_argument(
+        "--kernel-block-size",
+        type=int,
+        metavar="TOKENS",
+        help="that attention reads at a time; divides the block size (default: all of it)",
+    )
+    parser.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="deal each request's tokens out among so many devices (virtual ones on a CPU); the "
+        "model then has attention in all layers, for states cannot be dealt out (default 1)",
+    )
+    parser.add_argument(
+        "--sleep-between-batches",
+        action="store_true",
+        help="send the cache to the host and back after every 8 requests",
+    )
+    parser.add_argument(
         "--no-zeroing", action="store_true", help="serve once, without zeroing fresh blocks"
     )
     parser.add_argument(
@@ -60,12 +80,16 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--output {options.output}: {error}") from error
     jax.config.update("jax_enable_x64", False)  # the model's own dtypes, whatever the shell says
     config = load_config("qwen3-next-demo")
+    if options.context_parallel != 1:
+        _find_devices(options.context_parallel)
+        config |= {"full_attention_interval": 1}
     layers = layers_from_config(config, kv_dtype=options.kv_dtype)
     plan = plan_cache(
         layers,
         options.pool_bytes,
         max_model_len=model_len(config),
         limits=Limits(max_in_flight_tokens=64),
+        context_parallel=options.context_parallel,
     )
     _show_large_plan()
     _title(f"The same shape scaled down, {options.kv_dtype} keys and values: the plan served here")
@@ -77,7 +101,15 @@ def run(options: argparse.Namespace) -> int:
     _title(f"Serving {len(trace)} requests on {jax.devices()[0].device_kind} ({implementation})")
 
     def serve(zeroing: bool) -> Report:
-        engine = Engine(model, params, plan, zeroing=zeroing, implementation=implementation)
+        engine = Engine(
+            model,
+            params,
+            plan,
+            zeroing=zeroing,
+            implementation=implementation,
+            kernel_block_size=options.kernel_block_size,
+            sleep_between_batches=options.sleep_between_batches,
+        )
         engine.warm_up()
         with count_compilations() as compilations, _bar(trace, zeroing) as bar:
             report = engine.serve(trace, bar.update)
@@ -91,9 +123,19 @@ def run(options: argparse.Namespace) -> int:
     equal = _compare(model, params, layers, trace, plan, report)
     plot_occupancy(plan, report, options.output)
     print(f"occupancy         {options.output}")
-    _title("The same trace without zeroing")
-    _show_nans(serve(zeroing=False))
+    if any(plan.groups_to_zero):
+        _title("The same trace without zeroing")
+        _show_nans(serve(zeroing=False))
     return 0 if equal else 1
+
+
+def _find_devices(ranks: int) -> None:
+    """Raises ValueError unless there are so many devices; a CPU is split into as many."""
+    check_positive(context_parallel=ranks)
+    with contextlib.suppress(RuntimeError):  # jax runs already, on the devices it found
+        jax.config.update("jax_num_cpu_devices", ranks)
+    if len(jax.devices()) < ranks:
+        raise ValueError(f"--context-parallel {ranks}: there are {len(jax.devices())} devices")
 
 
 def _show_large_plan() -> None:
@@ -127,6 +169,8 @@ def _show_report(plan: Plan, report: Report, compilations: int) -> None:
         "zeroed": f"{report.blocks_zeroed:,} blocks, {report.bytes_zeroed:,} bytes",
         "compilations": f"{compilations} after warm-up",
     }
+    if report.naps:
+        rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released and taken"
     for name, text in rows.items():
         print(f"{name:<17} {text}")
 
@@ -142,7 +186,7 @@ def _bar(trace: list[Request], zeroing: bool) -> tqdm:
     return tqdm(total=len(trace), desc=name, unit="request")
 
 
-@contextmanager
+@contextlib.contextmanager
 def count_compilations() -> Iterator[list[float]]:
     """Collects the duration of every compilation while it is open."""
     seen: list[float] = []

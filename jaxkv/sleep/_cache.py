@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Collection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,16 @@ def sleep(
         array.delete()
     _spend(cache)
     return SleepingCache(awake, {**asleep, **fallen}, scales)
+
+
+@overload
+def wake_up(cache: SleepingCache, *, reset_scales: bool = False) -> KVCache: ...
+
+
+@overload
+def wake_up(
+    cache: SleepingCache, *, parts: Collection[str] | None, reset_scales: bool = False
+) -> KVCache | SleepingCache: ...
 
 
 def wake_up(
