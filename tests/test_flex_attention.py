@@ -418,6 +418,8 @@ def test_bad_arguments_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="seq_lengths"):
         physical_to_logical(tables, ends[:2], sizes=SIZES)
     lists = build_page_lists(tables, ends, first, sizes=SIZES)
+    with pytest.raises(TypeError, match="problems must be an array of int32, got PageLists"):
+        check_metadata(lists)
     queries, keys = jnp.zeros((14, 4, 5)), jnp.zeros((60, 3, 2, 5))
     for name, arrays in {
         "queries": (queries[:3], keys, keys),

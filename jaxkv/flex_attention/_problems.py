@@ -2,7 +2,7 @@
 
 from jax import Array
 
-from jaxkv.checks import FlagsError
+from jaxkv.checks import FlagsError, check_int32
 
 TOO_MANY_PAGES = 1
 
@@ -43,7 +43,9 @@ def check_metadata(problems: Array) -> None:
 
     Raises:
       MetadataError: at least one bit is set.
+      TypeError: no array of int32, such as the lists themselves.
     """
+    check_int32(problems=problems)
     flags = int(problems)
     if flags:
         raise MetadataError(flags)
