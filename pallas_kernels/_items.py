@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic_gpu
-from pallas_kernels._mosaic_gpu import Tiling, count_items, tile_page
+from pallas_kernels._mosaic_gpu import Tiling, count_items, own_buffers, tile_page
 from pallas_kernels._pages import Blocks
 
 # No thread reads what another has written, so none waits for another.
@@ -95,7 +95,7 @@ def launch(
         compiler_params=PARAMETERS,
     )
     with jax.enable_x64(False):  # the kernel counts in int32, whatever its caller does
-        return call(*ids, *operands)
+        return call(*own_buffers(ids), *operands)
 
 
 def _run_items(body: Body, blocks: Blocks, count: int, lists, refs, first, grid: int) -> None:

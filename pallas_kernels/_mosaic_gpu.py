@@ -3,11 +3,12 @@
 Imported before anything knows whether Mosaic is there, so it must not import Mosaic.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 DTYPES = (
     "float32",
@@ -69,6 +70,15 @@ def why_unsupported(any_platform: bool = False) -> str | None:
 def stores(dtype: jnp.dtype) -> bool:
     """Can the kernels load and store this dtype?"""
     return dtype.name in DTYPES
+
+
+def own_buffers(operands: Sequence[Array]) -> list[Array]:
+    """The operands of a kernel, each at the start of a buffer.
+
+    XLA passes a slice of a larger array on where it lies, if it lies at a multiple of 128
+    bytes, and Mosaic takes multiples of 256 only; XLA cuts no slice through a barrier.
+    """
+    return lax.optimization_barrier(list(operands))
 
 
 def tile_page(page: int, itemsize: int, alignment: int = 0) -> Tiling | None:

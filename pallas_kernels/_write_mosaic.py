@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._items import PARAMETERS, load_strip, strip_at
-from pallas_kernels._mosaic_gpu import Tiling, tile_page
+from pallas_kernels._mosaic_gpu import Tiling, own_buffers, tile_page
 
 STRIPS = 4  # of a row at most, per work item
 GRID = 132 * 16  # a call moves little and waits for memory: as many as fit wait together
@@ -52,7 +52,7 @@ def write_pages(
     )
     ref = jax.new_ref(pages)
     with jax.enable_x64(False):  # the kernel counts in int32, whatever its caller does
-        launch(block_ids, offsets, rows, ref)
+        launch(*own_buffers([block_ids, offsets, rows]), ref)
     return jax.freeze(ref)
 
 
