@@ -11,11 +11,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.block_tables import check_overflow, make_block_tables
 from jaxkv.blocks import BlockManager
 from jaxkv.demo.run import count_compilations
+from jaxkv.planning import plan_cache
 from jaxkv.pool import make_pool, make_sharded_pool, read_tokens, write_tokens
 from jaxkv.sleep import (
     PARTS,
@@ -28,19 +29,28 @@ from jaxkv.sleep import (
     sleep,
     wake_up,
 )
+from jaxkv.specs import FullAttentionSpec
 from jaxkv.step import StepShape, apply_step, pack_step
 from tests.helpers import assert_unchanged, garbage, hybrid_plan, snapshot
 
 PLAN = hybrid_plan(num_blocks=24)
-SMALL_CHUNKS = 5 * PLAN.layout.slots[0].page_bytes  # 24 blocks go out in five parts
+SMALL_CHUNKS = 5 * PLAN.layout.slots[0].page_bytes  # a buffer goes out in five parts
+two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 HOMES = [
     "uncommitted",
     "committed",
     "stacked",
-    pytest.param(
-        "mesh", marks=pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-    ),
+    "BHLNC",
+    pytest.param("other default", marks=two_devices),
+    pytest.param("mesh", marks=two_devices),
+    pytest.param("explicit mesh", marks=two_devices),
 ]
+HEADS = plan_cache(  # layers whose heads can be dealt out in any order
+    {f"layer.{i}": FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4) for i in range(3)},
+    2**20,
+    max_model_len=24,
+    num_blocks_override=24,
+)
 SHAPE = StepShape(
     entries=4,
     block_ids=40,
@@ -52,19 +62,28 @@ SHAPE = StepShape(
 
 
 def empty_cache(home: str = "uncommitted") -> KVCache:
-    scales = {"full.0": jnp.full((2,), 0.02), "full.1": jnp.float32(3)}  # one weakly typed
-    if home == "mesh":
-        mesh = Mesh(np.array(jax.devices()[:2]), "heads")
-        tables = make_block_tables(
-            PLAN, max_requests=4, device=NamedSharding(mesh, PartitionSpec())
+    """Scales stand beside, one of them weakly typed, where tables are."""
+    plan, order, pool_of, device = PLAN, "LBNHC", make_pool, None
+    default = jax.devices()[-1] if home == "other default" else None
+    if "mesh" in home:
+        axis_type = jax.sharding.AxisType.Explicit if "explicit" in home else None
+        mesh = jax.make_mesh((2,), ("heads",), axis_types=axis_type and (axis_type,))
+        device = NamedSharding(mesh, PartitionSpec())
+        pool_of = functools.partial(make_sharded_pool, mesh=mesh, axis="heads")
+        if axis_type:
+            plan, order = HEADS, "LHBNC"
+    elif home == "BHLNC":
+        plan, order = HEADS, home
+    elif home == "committed":
+        device = jax.devices()[0]
+        pool_of = functools.partial(make_pool, device=device)
+    with jax.default_device(default):
+        scales = {"a": jnp.full((2,), 0.02), "b": jnp.float32(3)}
+        return KVCache(
+            pool=pool_of(plan, stacked=True if home == "stacked" else None, order=order),
+            tables=make_block_tables(plan, max_requests=4, device=device),
+            scales=scales if device is None else jax.device_put(scales, device),
         )
-        return KVCache(pool=make_sharded_pool(PLAN, mesh, "heads"), tables=tables, scales=scales)
-    device = jax.devices()[0] if home == "committed" else None
-    return KVCache(
-        pool=make_pool(PLAN, device=device, stacked=home == "stacked"),
-        tables=make_block_tables(PLAN, max_requests=4, device=device),
-        scales=scales,
-    )
 
 
 def full_cache(home: str = "uncommitted") -> KVCache:
@@ -76,7 +95,8 @@ def full_cache(home: str = "uncommitted") -> KVCache:
 
 def _filled(array: jax.Array) -> jax.Array:
     content = garbage(array.shape, array.dtype.name)
-    return jax.device_put(content, array.sharding if array.committed else None, may_alias=False)
+    with jax.default_device(None if array.committed else next(iter(array.sharding.device_set))):
+        return jax.device_put(content, array.sharding if array.committed else None, may_alias=False)
 
 
 def places(tree: object) -> list[tuple]:
@@ -110,8 +130,9 @@ def test_level_2_zeroes_the_pool_and_keeps_the_tables(home: str) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_scales_stay_unless_a_reset_is_asked_for(level: int) -> None:
-    cache = empty_cache()
+@pytest.mark.parametrize("home", HOMES)
+def test_scales_stay_unless_a_reset_is_asked_for(home: str, level: int) -> None:
+    cache = empty_cache(home)
     awake = wake_up(sleep(cache, level=level))
     assert awake.scales is cache.scales
     reset = wake_up(sleep(awake, level=level), reset_scales=True)
@@ -148,24 +169,27 @@ def _device_bytes() -> int:
 
 
 def test_at_most_two_chunks_lie_beside_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[list] = []
+    alive: list[int] = []
 
     def watch(function):
         @functools.wraps(function)
         def watched(*args, **options):
-            chunks = [a for a in jax.live_arrays() if a.shape == (5, page)]
-            alive.append([a for a in chunks if a.sharding.memory_kind == "device"])
+            arrays = [a for a in jax.live_arrays() if a.sharding.memory_kind == "device"]
+            alive.append(sum(array.shape in shapes for array in arrays))
             return function(*args, **options)
 
         return watched
 
     cache = full_cache()
-    page = cache.pool.buffers[0].shape[1]
+    buffer = cache.pool.buffers[0]
+    axis, bounds = _host._cut(buffer, SMALL_CHUNKS)
+    shapes = {(*buffer.shape[:axis], size, *buffer.shape[axis + 1 :]) for _, size in bounds}
+    del buffer
     monkeypatch.setattr(_host, "_take", watch(_host._take))
     monkeypatch.setattr(_host, "_insert", watch(_host._insert))
     wake_up(sleep(cache, chunk_bytes=SMALL_CHUNKS))
     assert len(alive) > 10
-    assert max(len(chunks) for chunks in alive) <= 2
+    assert max(alive) == 2
 
 
 def touch(cache: KVCache) -> KVCache:
@@ -185,7 +209,8 @@ def test_compiled_steps_survive(home: str) -> None:
     ahead = jax.jit(touch).lower(cache).compile()
     programs = step._cache_size()
     for level, parts in [(1, PARTS), (2, PARTS), (1, PARTS[:1]), (2, PARTS[:1]), (1, PARTS[1:])]:
-        cache = wake_up(sleep(cache, level=level, parts=parts))
+        sleeping = sleep(cache, level=level, parts=parts, chunk_bytes=SMALL_CHUNKS)
+        cache = wake_up(sleeping)
         with count_compilations() as compilations:
             jax.block_until_ready(ahead(cache))
             cache = step(cache)
@@ -333,6 +358,11 @@ def test_states_that_were_left_are_refused() -> None:
     wake_up(dozing)
     with pytest.raises(SleepError, match="spent"):
         wake_up(dozing)
+    half = full_cache()
+    dozing = sleep(half, parts=("kv_cache",))
+    half.tables.num_blocks.delete()
+    with pytest.raises(SleepError, match="block_tables: an array of it was deleted"):
+        wake_up(dozing)
     donated = full_cache()
     jax.jit(touch, donate_argnums=0)(donated)
     with pytest.raises(SleepError, match="donated to a step"):
@@ -347,6 +377,10 @@ def test_states_that_were_left_are_refused() -> None:
         ({"parts": "kv_cache"}, ValueError, "parts='kv_cache'; give at least one of .*as a tuple"),
         ({"parts": ()}, ValueError, "at least one"),
         ({"parts": ("weights",)}, ValueError, "weights"),
+        ({"parts": iter(PARTS)}, ValueError, "as a tuple"),
+        ({"parts": 3}, ValueError, "parts=3"),
+        ({"parts": [["kv_cache"]]}, ValueError, "as a tuple"),
+        ({"level": 1.0}, ValueError, r"level=1\.0"),
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
     ],
 )
@@ -372,33 +406,53 @@ def test_what_is_no_cache() -> None:
     host_side = dataclasses.replace(cache, pool=jax.tree.map(np.asarray, cache.pool))
     with pytest.raises(TypeError, match="kv_cache has a ndarray"):
         sleep(host_side)
+    with pytest.raises(TypeError, match="pool of the cache must be KVPool, got BlockTables"):
+        sleep(KVCache(pool=cache.tables, tables=cache.pool))
+    with pytest.raises(TypeError, match="cache must be a KVCache that is awake, got KVPool"):
+        check_not_closed_over(cache.pool, touch, cache)
+    pinned = jax.devices()[0].memory("pinned_host")
+    outside = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=pinned.kind)
+    asleep_already = jax.device_put(cache.pool, outside)
+    with pytest.raises(ValueError, match="kv_cache has an array in pinned_host memory; leave"):
+        sleep(dataclasses.replace(cache, pool=asleep_already))
+    assert not asleep_already.buffers[0].is_deleted()
 
 
-@pytest.mark.parametrize("fails_at", [0, 3, 9])
+@pytest.mark.parametrize("fails_at", [0, 3, 9, 15])
 def test_a_failure_leaves_things_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     cache = full_cache()
     kept = snapshot((cache.pool, cache.tables))
-
-    def count_host() -> int:
-        return sum(a.sharding.memory_kind == "pinned_host" for a in jax.live_arrays())
-
-    before = count_host()
+    before = _live_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(_host.jax, "device_put", _fails_at(fails_at))
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError) as failure:
             sleep(cache, chunk_bytes=SMALL_CHUNKS)
     assert_unchanged((cache.pool, cache.tables), kept)
-    assert count_host() == before
+    assert _live_bytes() == before  # while the traceback still holds its frames
+    del failure
     sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
+    before = _live_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(_host.jax, "device_put", _fails_at(fails_at))
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError) as failure:
             wake_up(sleeping)
+    assert _live_bytes() == before
+    del failure
     assert sleeping.levels == dict.fromkeys(PARTS, 1)
     awake = wake_up(sleeping)
     assert_unchanged((awake.pool, awake.tables), kept)
+
+
+def _live_bytes() -> dict[str, int]:
+    gc.collect()
+    kinds: dict[str, int] = {}
+    for array in jax.live_arrays():
+        kind = array.sharding.memory_kind
+        # An index sent to the device is not what is meant.
+        kinds[kind] = kinds.get(kind, 0) + (array.nbytes if array.nbytes > 4 else 0)
+    return kinds
 
 
 def _fails_at(count: int):
@@ -461,6 +515,14 @@ def test_closed_over_buffers_are_found_in_nested_programs(wrap) -> None:
         with pytest.raises(ClosedOverError, match=r"uint8.* \(as pool.buffers\[0\]\)"):
             check_not_closed_over(cache, step, x)
     check_not_closed_over(cache, lambda x, buffer: wrap(buffer)(x), x, cache.pool.buffers[0])
+
+
+def test_a_transfer_guard_has_nothing_to_object_to() -> None:
+    cache = full_cache()
+    kept = snapshot((cache.pool, cache.tables))
+    with jax.transfer_guard("disallow"):
+        awake = wake_up(sleep(cache, chunk_bytes=SMALL_CHUNKS))
+    assert_unchanged((awake.pool, awake.tables), kept)
 
 
 def test_reprs_say_the_state() -> None:

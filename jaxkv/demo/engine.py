@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.block_tables import check_overflow, make_block_tables, map_slots
 from jaxkv.blocks import BlockManager, OutOfBlocksError
+from jaxkv.checks import check_positive
 from jaxkv.demo.caches import CONTEXT_AXIS, PagedCache
 from jaxkv.demo.model import Model, Params, forward
 from jaxkv.demo.trace import Request
@@ -132,6 +133,7 @@ def _on_mesh(step: Callable, mesh: Mesh | None) -> Callable:
 def _kernel_block_sizes(plan: Plan, kernel_block_size: int | None) -> list[int] | None:
     if kernel_block_size is None:
         return None
+    check_positive(kernel_block_size=kernel_block_size)
     backends = {"--kernel-block-size": AcceptedSizes(exact=(kernel_block_size,))}
     sizes = select_kernel_block_sizes(plan.groups, [backends] * len(plan.groups))
     return [size for size in sizes if size is not None]  # all groups of a plan keep a cache
@@ -167,9 +169,7 @@ class Engine:
             interleave_tokens=INTERLEAVE_TOKENS if self.mesh else 1,
             device=everywhere,
         )
-        self.pool = (
-            make_sharded_pool(plan, self.mesh, CONTEXT_AXIS) if self.mesh else make_pool(plan)
-        )
+        self.pool = _make_pool(plan, self.mesh)
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []  # oldest first
         self.report = Report()

@@ -11,11 +11,11 @@ from tqdm import tqdm
 from jaxkv.checks import check_positive
 from jaxkv.demo.engine import Engine, Report
 from jaxkv.demo.model import Model, init_params
-from jaxkv.demo.plot import plot_occupancy
 from jaxkv.demo.reference import dense_outputs
 from jaxkv.demo.trace import Request, make_trace
 from jaxkv.models import layers_from_config, load_config, model_len
 from jaxkv.planning import Plan, plan_cache
+from jaxkv.plotting import plot_occupancy
 from jaxkv.specs import Limits
 from pallas_kernels import default_implementation
 
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         engine.warm_up()
         with count_compilations() as compilations, _bar(trace, zeroing) as bar:
             report = engine.serve(trace, bar.update)
-        _show_report(plan, report, len(compilations))
+        _show_report(plan, report, len(compilations), options.sleep_between_batches)
         return report
 
     if options.no_zeroing:
@@ -121,7 +121,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     report = serve(zeroing=True)
     equal = _compare(model, params, layers, trace, plan, report)
-    plot_occupancy(plan, report, options.output)
+    figure = plot_occupancy(plan, report.occupancy, preemptions=report.preemptions)
+    figure.savefig(options.output, dpi=130)
     print(f"occupancy         {options.output}")
     if any(plan.groups_to_zero):
         _title("The same trace without zeroing")
@@ -135,7 +136,8 @@ def _find_devices(ranks: int) -> None:
     with contextlib.suppress(RuntimeError):  # jax runs already, on the devices it found
         jax.config.update("jax_num_cpu_devices", ranks)
     if len(jax.devices()) < ranks:
-        raise ValueError(f"--context-parallel {ranks}: there are {len(jax.devices())} devices")
+        devices = len(jax.devices())
+        raise ValueError(f"--context-parallel {ranks}: use at most {devices}, the devices here")
 
 
 def _show_large_plan() -> None:
@@ -159,7 +161,7 @@ def _compare(model, params, layers, trace, plan: Plan, report: Report) -> bool:
     return equal == len(trace)
 
 
-def _show_report(plan: Plan, report: Report, compilations: int) -> None:
+def _show_report(plan: Plan, report: Report, compilations: int, sleeps: bool) -> None:
     reuse = report.blocks_allocated / plan.usable_blocks
     rows = {
         "steps": f"{report.steps:,} in {report.seconds:.1f} s, {report.new_tokens:,} new tokens, "
@@ -169,7 +171,7 @@ def _show_report(plan: Plan, report: Report, compilations: int) -> None:
         "zeroed": f"{report.blocks_zeroed:,} blocks, {report.bytes_zeroed:,} bytes",
         "compilations": f"{compilations} after warm-up",
     }
-    if report.naps:
+    if sleeps:
         rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released and taken"
     for name, text in rows.items():
         print(f"{name:<17} {text}")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxkv.block_tables import BlockTables
 from jaxkv.checks import check_positive
 from jaxkv.pool import KVPool
-from jaxkv.sleep._host import HostCopy, to_device, to_host
+from jaxkv.sleep._host import HOST_MEMORY, HostCopy, Place, to_device, to_host
 
-PARTS = ("kv_cache", "block_tables")
+_FIELDS = {"kv_cache": ("pool", KVPool), "block_tables": ("tables", BlockTables)}
+PARTS = tuple(_FIELDS)
 
 
 class SleepError(RuntimeError):
@@ -110,9 +111,10 @@ def sleep(
 ) -> SleepingCache:
     """Gives the device memory of a cache back to jax's allocator.
 
-    Waits for the steps that use the cache, and deletes its arrays: what else refers to
-    them raises jax's "Array has been deleted" from then on. If it fails, for host memory
-    most likely, nothing has happened.
+    Waits for the steps that compute the cache and deletes its arrays: what else refers to
+    them raises jax's "Array has been deleted" from then on. A step that only reads them
+    ends undisturbed and gives their memory back when it does. If the copying fails, for
+    host memory most likely, nothing has happened.
 
     Args:
       cache: all of it awake, or a sleeping one of which another part shall sleep too.
@@ -120,22 +122,22 @@ def sleep(
       parts: of `PARTS`; "kv_cache" is the pool, "block_tables" the tables, whose content
         is kept at both levels.
       chunk_bytes: buffers that are larger go out in parts of about so many bytes, two of
-        which are on the device besides the buffer.
+        which are on the device besides the buffer; one that no axis crosses whole on each
+        device goes out in one.
 
     Raises:
       SleepError: a part that sleeps already, or whose arrays were deleted or donated.
-      ValueError: an unknown level or part.
+      ValueError: an unknown level or part, or arrays in host memory.
       TypeError: no cache, or one that is being traced.
     """
     check_positive(chunk_bytes=chunk_bytes)
-    if level not in (1, 2) or isinstance(level, bool):
+    if type(level) is not int or level not in (1, 2):
         raise ValueError(f"level={level!r}; use 1 to keep content on the host, 2 to drop it")
     _check_parts(parts)
     awake, asleep, scales = _taken_apart(cache)
     for part in parts:
         if part in asleep:
             raise SleepError(f"{part} sleeps already: {cache!r}")
-        _check_alive(part, awake[part])
     trees = {part: awake.pop(part) for part in dict.fromkeys(parts)}
     fallen = _copy_out(trees, level, chunk_bytes)
     for array in jax.tree.leaves(trees):
@@ -183,13 +185,10 @@ def wake_up(
     for part in parts:
         if part not in asleep:
             raise SleepError(f"{part} is awake already: {cache!r}")
-    scales = jax.tree.map(jnp.ones_like, scales) if reset_scales else scales
+    scales = jax.tree.map(_ones, scales) if reset_scales else scales
     taken = {part: asleep.pop(part) for part in dict.fromkeys(parts)}
     awake |= _copy_in(taken)
-    for part in taken.values():
-        for copy in part.arrays:
-            copy.delete()
-    _spend(cache)
+    _spend(cache)  # and with it the last reference to the copies
     if asleep:
         return SleepingCache(awake, asleep, scales)
     return KVCache(pool=awake["kv_cache"], tables=awake["block_tables"], scales=scales)
@@ -222,17 +221,37 @@ def _copy_in(parts: dict[str, _Asleep]) -> dict[str, Any]:
     }
 
 
+def _ones(scale: Any) -> Any:
+    if not isinstance(scale, jax.Array):
+        return jnp.ones_like(scale)
+    with Place.of(scale).as_default():
+        ones = jnp.ones_like(scale)
+    return jax.device_put(ones, scale.sharding) if scale.committed else ones
+
+
 def _taken_apart(
     cache: KVCache | SleepingCache,
 ) -> tuple[dict[str, Any], dict[str, _Asleep], Any]:
     """What is awake, what sleeps, and the scales; in dicts of the caller's own."""
+    awake: dict[str, Any] = {}
+    asleep: dict[str, _Asleep] = {}
     if isinstance(cache, KVCache):
-        return {"kv_cache": cache.pool, "block_tables": cache.tables}, {}, cache.scales
-    if not isinstance(cache, SleepingCache):
+        scales = cache.scales
+        for part, (name, kind) in _FIELDS.items():
+            awake[part] = getattr(cache, name)
+            if not isinstance(awake[part], kind):
+                raise TypeError(
+                    f"{name} of the cache must be {kind.__name__}, got {type(awake[part]).__name__}"
+                )
+    elif isinstance(cache, SleepingCache):
+        if cache._spent:
+            raise SleepError(f"{cache!r}")
+        awake, asleep, scales = dict(cache._awake), dict(cache._asleep), cache._scales
+    else:
         raise TypeError(f"cache must be a KVCache or a SleepingCache, got {type(cache).__name__}")
-    if cache._spent:
-        raise SleepError(f"{cache!r}")
-    return dict(cache._awake), dict(cache._asleep), cache._scales
+    for part, tree in awake.items():
+        _check_alive(part, tree)
+    return awake, asleep, scales
 
 
 def _spend(cache: KVCache | SleepingCache) -> None:
@@ -242,7 +261,8 @@ def _spend(cache: KVCache | SleepingCache) -> None:
 
 
 def _check_parts(parts: Collection[str]) -> None:
-    if isinstance(parts, str) or not parts or not set(parts) <= set(PARTS):
+    listed = isinstance(parts, (tuple, list, set, frozenset))
+    if not listed or not parts or not all(part in PARTS for part in parts):
         raise ValueError(f"parts={parts!r}; give at least one of {PARTS}, as a tuple")
 
 
@@ -257,3 +277,5 @@ def _check_alive(part: str, tree: Any) -> None:
                 f"{part}: an array of it was deleted, for it sleeps already or was donated to a "
                 "step; use what wake_up or the last step returned"
             )
+        if array.sharding.memory_kind == HOST_MEMORY:
+            raise ValueError(f"{part} has an array in {HOST_MEMORY} memory; leave it out of parts")

@@ -20,8 +20,10 @@ def check_not_closed_over(
 ) -> None:
     """Raises if a step would have a buffer or table of the cache compiled in.
 
-    One of an older state is found as well, by its shape and dtype. Scales do not count:
-    they stay where they are.
+    Finds the arrays themselves, and by shape and dtype those of an older state that have
+    two axes or more; a constant that is merely shaped like one is reported, too. Does not
+    find what was computed from the cache outside of the step, such as a `layer_view`: make
+    views inside. Scales do not count, they stay where they are.
 
     Args:
       cache: any state of it, awake; its arrays may be deleted.
@@ -30,7 +32,12 @@ def check_not_closed_over(
 
     Raises:
       ClosedOverError: it closes over arrays of the cache.
+      TypeError: no KVCache.
+      RuntimeError: of jax, for a step that was never traced before and closes over arrays
+        that are deleted.
     """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache that is awake, got {type(cache).__name__}")
     trace = getattr(step, "trace", None) or jax.jit(step).trace
     constants = list(_constants(trace(*args, **kwargs).jaxpr))
     found = [

@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def zeros(self) -> Array:
-        with self._as_default():
+        with self.as_default():
             return _zeros(self.shape, self.dtype, self.sharding if self.committed else None)()
 
     def put(self, chunk: Array) -> Array:
@@ -43,10 +43,10 @@ class Place(NamedTuple):
         if self.committed:
             return jax.device_put(chunk, self.sharding)
         # Sent on from jax's own host memory it would be committed. NumPy sees the same bytes.
-        with self._as_default():
+        with self.as_default():
             return jax.device_put(np.asarray(chunk), may_alias=False)
 
-    def _as_default(self) -> contextlib.AbstractContextManager[object]:
+    def as_default(self) -> contextlib.AbstractContextManager[object]:
         """Uncommitted arrays lie on the default device; it may have changed since."""
         if self.committed:
             return contextlib.nullcontext()
@@ -64,10 +64,6 @@ class HostCopy(NamedTuple):
     def without_content(cls, array: Array) -> "HostCopy":
         return cls(Place.of(array), 0, ())
 
-    def delete(self) -> None:
-        for chunk in self.chunks:
-            chunk.delete()
-
 
 def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
     """Copies arrays to the host and waits for it; the arrays stay.
@@ -76,6 +72,7 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
     """
     copies: list[HostCopy] = []
     made: list[Array] = []
+    cut: list[Array] = []
     pending: collections.deque[Array] = collections.deque()
     try:
         for array in arrays:
@@ -84,14 +81,13 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
             start_of_array = len(made)
             for start, size in bounds:
                 _wait_for_room(pending)
-                part = array if len(bounds) == 1 else _take(array, start, size, axis)
-                made.append(jax.device_put(part, host))
+                cut = [] if len(bounds) == 1 else [_take(array, _index(start), size, axis)]
+                made.append(jax.device_put(cut[0] if cut else array, host))
                 pending.append(made[-1])
             copies.append(HostCopy(Place.of(array), axis, tuple(made[start_of_array:])))
         jax.block_until_ready(made)
     except BaseException:
-        for chunk in made:
-            chunk.delete()
+        _delete([*made, *cut])  # a traceback would hold on to them
         raise
     return copies
 
@@ -104,8 +100,7 @@ def to_device(copies: Sequence[HostCopy]) -> list[Array]:
             arrays.append(_restored(copy))
         return jax.block_until_ready(arrays)
     except BaseException:
-        for array in arrays:
-            array.delete()
+        _delete(arrays)
         raise
 
 
@@ -116,12 +111,28 @@ def _restored(copy: HostCopy) -> Array:
     array = place.zeros()
     pending: collections.deque[Array] = collections.deque()
     start = 0
-    for chunk in chunks:
-        _wait_for_room(pending)
-        pending.append(place.put(chunk))
-        array = _insert(array, pending[-1], start, axis)
-        start += chunk.shape[axis]
-    return array
+    try:
+        for chunk in chunks:
+            _wait_for_room(pending)
+            pending.append(place.put(chunk))
+            with place.as_default():
+                array = _insert(array, pending[-1], _index(start), axis)
+            start += chunk.shape[axis]
+        # Under explicit axes jit spells a sharding out: the same place, but not to the next jit.
+        return jax.device_put(array, place.sharding) if place.committed else array
+    except BaseException:
+        _delete([array, *pending])
+        raise
+
+
+def _delete(arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        array.delete()
+
+
+def _index(start: int) -> Array:
+    """For jit, sent explicitly: a transfer guard may forbid anything else."""
+    return jax.device_put(np.int32(start))
 
 
 def _wait_for_room(pending: collections.deque[Array]) -> None:
@@ -143,12 +154,12 @@ def _cut(array: Array, chunk_bytes: int) -> tuple[int, list[tuple[int, int]]]:
 
 
 @functools.partial(jax.jit, static_argnames=("size", "axis"))
-def _take(array: Array, start: int, size: int, axis: int) -> Array:
+def _take(array: Array, start: Array, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
 @functools.partial(jax.jit, static_argnames="axis", donate_argnames="array")
-def _insert(array: Array, chunk: Array, start: int, axis: int) -> Array:
+def _insert(array: Array, chunk: Array, start: Array, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, chunk, start, axis)
 
 
