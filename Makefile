@@ -5,19 +5,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 CANDIDATES := python3.14 python3.13 python3.12 python3 python \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
+# The Python of an environment that is still to be made, as in PY=3.13.
+PY ?=
 JOBS ?= 2
 # What the benchmarks need: with an NVIDIA GPU, jax for it (BENCH=test,cuda12 for an older one).
 BENCH ?= test$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cuda13)
 comma := ,
 
-.PHONY: help demo test bench check format clean
+.PHONY: help demo test bench check format wheel-check lane-oldest lane-measured lane-newest lanes \
+	ci clean
 
 help:
 	@echo "make demo    serve a small hybrid model from one paged pool"
-	@echo "make test    lint, types and the whole test suite"
+	@echo "make test    lint, types and the whole test suite, notebooks too"
 	@echo "make bench   time kernels, steps and planner on the device that is there"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
+	@echo "make lanes   the tests on the built wheel: oldest, measured and newest Python and jax"
+	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
+	@echo "make ci      test and lanes: all that has to pass"
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m jaxkv demo $(ARGS)
@@ -37,8 +43,23 @@ format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# The oldest that pyproject.toml allows, what the figures in README.md come from, the newest.
+LANES := lane-oldest lane-measured lane-newest
+lane-oldest: PY := 3.12
+lane-oldest: WITH := jax==0.10.2 numpy==2.0.2
+lane-measured: PY := 3.12
+lane-measured: WITH := jax==0.11.2
+lane-newest: PY := 3.13
+
+wheel-check $(LANES): $(VENV)/.test
+	@JOBS=$(JOBS) PYTHON=$(BIN)/python .ci/wheel-check "$(PY)" $(WITH)
+
+lanes: $(LANES)
+
+ci: test lanes
+
 clean:
-	rm -rf $(VENV) demo_output
+	rm -rf $(VENV) demo_output build dist
 
 # A stamp per extra, so that a second run installs nothing.
 $(VENV)/.%: $(BIN)/python pyproject.toml
@@ -48,7 +69,9 @@ $(VENV)/.%: $(BIN)/python pyproject.toml
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \
-		if $$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
+		if $$python -c 'import ensurepip, sys; found = sys.version_info; sys.exit( \
+			found < (3, 12) or "$(PY)" not in ("", "%d.%d" % found[:2]))' 2>/dev/null; \
 		then $$python -m venv $(VENV) && exit 0; rm -rf $(VENV); fi; \
 	done; \
-	echo "jaxkv needs Python 3.12 or newer with pip and venv: install one on PATH" >&2; exit 1
+	echo "jaxkv needs Python $(or $(PY),3.12 or newer) with pip and venv: install one on PATH" >&2; \
+	exit 1

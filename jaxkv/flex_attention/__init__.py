@@ -3,9 +3,10 @@
 Knows which pages each run of ``q_block_tokens`` queries can see, and how many bytes it
 takes to say so. Knows no attention kernel; `reference_attention` shows how one reads it.
 
-Plan with `MetadataSizes` and `metadata_bytes`, before the pool is sized; build with
-`build_page_lists` or `build_page_csr` inside the step. One `MetadataSizes` decides both
-the planned bytes and the built shapes, so the two cannot disagree.
+Plan with `MetadataSizes` and `metadata_bytes`, before the pool is sized (from
+`jaxkv.flex_sizes` without jax); build with `build_page_lists` or `build_page_csr` inside
+the step. One `MetadataSizes` decides both the planned bytes and the built shapes, so the
+two cannot disagree.
 """
 
 from jaxkv.flex_attention._block_mask import block_mask_indices as block_mask_indices
@@ -23,6 +24,6 @@ from jaxkv.flex_attention._problems import check_metadata as check_metadata
 from jaxkv.flex_attention._reference_attention import (
     reference_attention as reference_attention,
 )
-from jaxkv.flex_attention._sizes import MetadataSizes as MetadataSizes
-from jaxkv.flex_attention._sizes import max_num_query_groups as max_num_query_groups
-from jaxkv.flex_attention._sizes import metadata_bytes as metadata_bytes
+from jaxkv.flex_sizes import MetadataSizes as MetadataSizes
+from jaxkv.flex_sizes import max_num_query_groups as max_num_query_groups
+from jaxkv.flex_sizes import metadata_bytes as metadata_bytes

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxkv.block_tables._index import bit, gather_bits, within
 from jaxkv.flex_attention._metadata import PageLists, check_tables
 from jaxkv.flex_attention._problems import BAD_PAGE_ID, TOO_MANY_PAGES
-from jaxkv.flex_attention._sizes import INT32_MAX, MetadataSizes
+from jaxkv.flex_sizes import INT32_MAX, MetadataSizes
 from jaxkv.jit_int32 import jit_int32
 
 

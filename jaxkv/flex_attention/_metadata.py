@@ -29,7 +29,7 @@ from jaxkv.flex_attention._segments import (
     find_segments,
     list_pages,
 )
-from jaxkv.flex_attention._sizes import MetadataSizes
+from jaxkv.flex_sizes import MetadataSizes
 from jaxkv.jit_int32 import jit_int32
 
 BATCH_ARGUMENTS = ("block_tables", "token_ends", "first_positions")
@@ -55,6 +55,10 @@ class PageLists:
     problems: Array  # int32[], bits; see `check_metadata`
     sizes: MetadataSizes = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        groups, pages = self.pages.shape
+        return f"PageLists({groups} query groups, up to {pages} pages each)"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,6 +78,10 @@ class PageCSR:
     seq_lengths: Array  # int32[B], tokens of each request, past ones too; 0 for padding
     problems: Array  # int32[], bits; see `check_metadata`
     sizes: MetadataSizes = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        groups, pages = self.offsets.shape[0] - 1, self.pages.shape[0]
+        return f"PageCSR({groups} query groups, up to {pages} pages in all)"
 
 
 @jit_int32(*BATCH_ARGUMENTS, static_argnames="sizes")

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jaxkv.block_tables._index import take
 from jaxkv.flex_attention._metadata import PageLists
-from jaxkv.flex_attention._sizes import MetadataSizes
+from jaxkv.flex_sizes import MetadataSizes
 
 
 @jax.jit

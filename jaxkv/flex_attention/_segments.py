@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from jaxkv.block_tables._index import bit, gather_bits, take, within
 from jaxkv.flex_attention._problems import BAD_BATCH, BAD_PAGE_ID, MISSING_PAGE
-from jaxkv.flex_attention._sizes import INT32_MAX, MetadataSizes
+from jaxkv.flex_sizes import INT32_MAX, MetadataSizes
 
 # At most this many (request, page) pairs are worked out at a time: a search over more would
 # have temporaries several times as large as the lists themselves.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxkv.groups import hybrid_block_size
 from jaxkv.models._reader import ConfigReader
@@ -71,7 +72,7 @@ def chunked(full: FullAttentionSpec, chunk_size: int) -> ChunkedAttentionSpec:
     return ChunkedAttentionSpec(**_fields(full), chunk_size=chunk_size)
 
 
-def _fields(spec: FullAttentionSpec) -> dict:
+def _fields(spec: FullAttentionSpec) -> dict[str, Any]:
     return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 

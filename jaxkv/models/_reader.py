@@ -84,7 +84,7 @@ class ConfigReader:
         value = self.value(name, default)
         if value is None:
             raise self._lacks(name)
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, (list, tuple)):
             raise self.refusal(name, "it has to be a list")
         return list(value)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from typing import ClassVar, override
 
 from jaxkv.checks import check_count, check_positive
 from jaxkv.specs._base import Limits, TokenSpec, WindowSpec
@@ -59,6 +59,7 @@ class FullAttentionSpec(TokenSpec):
         shape = self.num_kv_heads, self.head_size, self.value_size
         return ("kv", self.dtype, self.scale_bytes, *shape)
 
+    @override
     @property
     def reserved_blocks(self) -> int:
         return -(-self.sink_tokens // self.block_size)
@@ -85,13 +86,16 @@ class ChunkedAttentionSpec(FullAttentionSpec):
         check_positive(chunk_size=self.chunk_size)
         super().__post_init__()
 
+    @override
     @property
     def growth(self) -> Hashable:
         return ("chunked", self.block_size, self.chunk_size)
 
+    @override
     def first_token(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.chunk_size * self.chunk_size
 
+    @override
     def max_blocks(self, num_tokens: int, limits: Limits) -> int:
         held = min(self.chunk_size + limits.max_in_flight_tokens, num_tokens)
         straddle = self.chunk_size % self.block_size != 0
@@ -104,17 +108,21 @@ class CrossAttentionSpec(FullAttentionSpec):
 
     kind: ClassVar[str] = "cross"
 
+    @override
     @property
     def growth(self) -> Hashable:
         return ("cross", self.block_size)
 
+    @override
     def live_blocks(
         self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
     ) -> Sequence[int]:
         return range(-(-encoder_tokens // self.block_size))
 
+    @override
     def max_blocks(self, num_tokens: int, limits: Limits) -> int:
         return -(-limits.max_encoder_tokens // self.block_size)
 
+    @override
     def row_blocks(self, num_tokens: int, limits: Limits) -> int:
         return self.max_blocks(num_tokens, limits)

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from typing import ClassVar, override
 
 from jaxkv.checks import check_count, check_positive
 
@@ -149,9 +149,11 @@ class WindowSpec(TokenSpec):
     def growth(self) -> Hashable:
         return ("sliding", self.block_size, self.sliding_window)
 
+    @override
     def first_token(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
+    @override
     def max_blocks(self, num_tokens: int, limits: Limits) -> int:
         held = min(self.sliding_window - 1 + limits.max_in_flight_tokens, num_tokens)
         return min(-(-held // self.block_size) + 1, -(-num_tokens // self.block_size))

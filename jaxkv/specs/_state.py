@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from typing import ClassVar, override
 
 from jaxkv.checks import check_count, check_positive
 from jaxkv.specs._base import LayerSpec, Limits
@@ -83,6 +83,7 @@ class StateSpec(LayerSpec):
         running = {"none": 1, "align": 2, "all": -(-num_tokens // self.block_size)}
         return running[self.cache_mode] + self.speculative_blocks
 
+    @override
     def row_blocks(self, num_tokens: int, limits: Limits) -> int:
         indices = 1 if self.cache_mode == "none" else -(-num_tokens // self.block_size)
         return indices + self.speculative_blocks

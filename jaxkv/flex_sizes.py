@@ -1,7 +1,8 @@
 """How large FlexAttention metadata gets: shapes and bytes, known before serving. No jax.
 
 Knows the most that a batch of so many tokens and requests can list. Knows no batch and
-no table: `_metadata` builds arrays of exactly these shapes, and nothing else decides one.
+no table: `jaxkv.flex_attention` builds arrays of exactly these shapes, and nothing else
+decides one. It has all the names of this module too, and needs jax.
 
 A *query group* is ``q_block_tokens`` consecutive tokens of a batch laid end to end. A
 *segment* is what a query group and a request have in common: the pages that one segment

@@ -1,0 +1,212 @@
+"""Imports run downwards only, planning never loads jax, and the README's picture says so.
+
+`ROWS` is the rule and the picture is its drawing. The checker reads the imports of every
+module, those inside of functions too.
+"""
+
+import ast
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import jaxkv
+import pallas_kernels
+
+HERE = pathlib.Path(__file__).parents[1]
+PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pallas_kernels)]
+
+# From the top: a module imports only what stands in a lower row. Those on the left never
+# import jax; what stands on the right only inside a function that was given one of its own.
+ROWS: list[tuple[list[str], list[str]]] = [
+    (["__main__"], []),
+    (["plan_command"], ["demo"]),
+    (["plotting"], ["testing"]),
+    ([], ["sleep", "step"]),
+    ([], ["pool", "flex_attention"]),
+    ([], ["block_tables"]),
+    (["blocks"], []),
+    (["kernel_blocks", "planning", "models"], []),
+    (["groups"], []),
+    (["specs", "flex_sizes"], ["jit_int32", "allocation"]),
+    (["checks", "rich_repr"], ["pallas_kernels"]),
+]
+ROW_OF = {name: row for row, sides in enumerate(ROWS) for name in itertools.chain(*sides)}
+WITHOUT_JAX = {name for left, _ in ROWS for name in left}
+
+# Packages that are not dependencies of jaxkv, and what may import them.
+OPTIONAL = {
+    "matplotlib": {"plotting", "demo"},
+    "tqdm": {"demo"},
+    "hypothesis": {"testing"},
+    "chex": {"testing"},
+}
+MAX_IMPORT_MS = 80
+REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
+
+
+def part_of(module: str) -> str:
+    """``jaxkv.pool._tokens`` -> ``pool``; another package's name for its modules."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "jaxkv" else package
+
+
+def imports(source: str) -> Iterator[tuple[str, str]]:
+    """Parts that a module's text imports, and when: now, later (in a function), for types."""
+    tree = ast.parse(source)
+    when = dict.fromkeys(ast.walk(tree), "now")
+    for block in list(when):
+        if isinstance(block, ast.FunctionDef):
+            when |= dict.fromkeys(ast.walk(block), "later")
+        elif isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for statement in block.body:
+                when |= dict.fromkeys(ast.walk(statement), "for types")
+    for node in when:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "jaxkv":
+            names = [f"jaxkv.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        yield from ((part_of(name), when[node]) for name in names)
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """What is wrong with the imports of one module, given by its dotted name and text."""
+    part = part_of(module)
+    if part not in ROW_OF:
+        return [f"{module}: {part} has no place in ROWS"] if part else []
+    found = []
+    for other, when in imports(source):
+        if other == part or other in sys.stdlib_module_names:
+            continue
+        if other in ROW_OF:
+            if ROW_OF[other] <= ROW_OF[part]:
+                found.append(f"{module} imports {other}, which is not below {part}")
+        elif other in OPTIONAL:
+            if part not in OPTIONAL[other]:
+                found.append(f"{module} imports {other}, which users need not have")
+        elif other not in REQUIRED:
+            found.append(f"{module} imports {other or 'jaxkv'}, which no rule allows")
+        is_jax, on_right = other in {"jax", "jaxlib"}, other in set(ROW_OF) - WITHOUT_JAX
+        loads_jax = (is_jax and when != "for types") or (on_right and when == "now")
+        if part in WITHOUT_JAX and loads_jax:
+            found.append(f"{module} imports {other} and has to do without jax")
+    return found
+
+
+def modules() -> Iterator[tuple[str, pathlib.Path]]:
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), path
+
+
+def draw() -> str:
+    """`ROWS` as the README shows it."""
+    lines = [("without jax", "with jax")]
+    lines += [("  ".join(left), "  ".join(right)) for left, right in ROWS]
+    width = max(len(left) for left, _ in lines) + 4
+    return "\n".join(f"{left:{width}}{right}".rstrip() for left, right in lines) + "\n"
+
+
+def run(code: str, *options: str) -> list[str]:
+    """The words that code prints in a fresh interpreter, which finds the same packages."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(path.parent) for path in PACKAGES)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_imports_run_downwards() -> None:
+    assert [text for name, path in modules() for text in complaints(name, path.read_text())] == []
+
+
+def test_every_part_of_the_table_exists() -> None:
+    assert {part_of(name) for name, _ in modules()} - {""} == set(ROW_OF)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "text"),
+    [
+        ("jaxkv.specs._base", "import jaxkv.groups", "imports groups, which is not below specs"),
+        ("jaxkv.groups", "from jaxkv.planning import Plan", "imports planning"),
+        ("jaxkv.groups", "from jaxkv import planning", "imports planning"),
+        ("jaxkv.pool", "def f():\n    from jaxkv.step import pack_step", "imports step"),
+        ("jaxkv.pool", "if TYPE_CHECKING:\n    import jaxkv.step", "imports step"),
+        ("pallas_kernels._pages", "import jaxkv.checks", "imports checks"),
+        ("jaxkv.checks", "import jaxkv", "imports jaxkv, which no rule allows"),
+        ("jaxkv.blocks", "import jax.numpy as jnp", "imports jax and has to do without jax"),
+        ("jaxkv.plotting", "def f():\n    import jax", "imports jax and has to do without jax"),
+        ("jaxkv.plotting", "from jaxkv.pool import KVPool", "has to do without jax"),
+        ("jaxkv.blocks", "import pallas_kernels", "has to do without jax"),
+        ("jaxkv.step", "import matplotlib.pyplot", "which users need not have"),
+        ("jaxkv.step", "import torch", "imports torch, which no rule allows"),
+        ("jaxkv.step", "from . import _pack", "no rule allows"),
+        ("jaxkv.extra", "", "extra has no place in ROWS"),
+    ],
+)
+def test_the_checker_finds_a_planted_violation(module: str, source: str, text: str) -> None:
+    assert any(text in found for found in complaints(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("jaxkv.planning", "import dataclasses, numpy, jaxkv.groups"),
+        ("jaxkv.planning", "if TYPE_CHECKING:\n    from jax import Array"),
+        ("jaxkv.plotting", "def f():\n    from jaxkv.pool import KVPool"),
+        ("jaxkv.plotting", "import matplotlib.figure"),
+    ],
+)
+def test_the_checker_lets_pass_what_is_right(module: str, source: str) -> None:
+    assert complaints(module, source) == []
+
+
+def test_the_readme_shows_the_table() -> None:
+    readme = (HERE / "README.md").read_text()
+    shown = re.search(r"<!-- architecture -->\n```\n(.*?)```\n<!-- /architecture -->", readme, re.S)
+    assert shown and shown[1] == draw(), f"README.md has to show, between the two marks:\n{draw()}"
+
+
+def test_what_does_without_jax_loads_none() -> None:
+    names = [name for name, _ in modules() if part_of(name) in WITHOUT_JAX - {"plotting"}]
+    code = f"import sys, {', '.join(names)}; print(*sys.modules)"
+    loaded = set(run(code))
+    assert set(names) <= loaded
+    assert not {"jax", "jaxlib", *OPTIONAL} & {name.partition(".")[0] for name in loaded}
+
+
+@pytest.mark.parametrize("part", sorted(set(ROW_OF) - {"__main__", "demo"}))
+def test_an_import_is_quick_and_silent_and_loads_nothing_optional(part: str) -> None:
+    """At most 80 ms beyond jax, in the quickest of a few runs: others compile or compete.
+
+    On a slower machine, a fifth of what jax itself takes.
+    """
+    code = f"""if True:
+        import sys, time
+        start = time.process_time()
+        import jax.numpy, numpy
+        jax_took, before, start = time.process_time() - start, set(sys.modules), time.process_time()
+        import {part if part == "pallas_kernels" else f"jaxkv.{part}"}
+        took = time.process_time() - start
+        print(1e3 * took, 1e3 * jax_took, *set(sys.modules) - before)
+    """
+    runs = []
+    for _ in range(5):
+        took, jax_took, *loaded = run(code, "-W", "error")
+        assert not set(OPTIONAL) & {name.partition(".")[0] for name in loaded}
+        if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 5):
+            return
+        runs.append((took, jax_took))
+    pytest.fail(f"ms for {part} and for jax before it: {runs}")
