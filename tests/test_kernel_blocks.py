@@ -204,75 +204,154 @@ def read(buffer: np.ndarray, view) -> np.ndarray:
     return seen.transpose([view.axes.index(axis) for axis in "BHNC"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout of pages, and the same memory by a walk through the blocks, or the tiles."""
+
+    layout: CacheLayout
+    spec: FullAttentionSpec | MLASpec | StateSpec
+    num_layers: int
+    num_blocks: int
+    padding: int
+
+    @property
+    def tiles(self) -> int:
+        tile = self.layout.tile_tokens
+        return 1 if tile is None else blocks_per_kv_block(self.spec, tile)
+
+    @property
+    def where(self) -> dict[str, int]:
+        page_bytes = self.spec.data_bytes + self.padding
+        return {
+            "num_blocks": self.num_blocks,
+            "num_layers": self.num_layers,
+            "page_bytes": page_bytes,
+        }
+
+    def memory(self) -> Memory:
+        probe = CacheLayout("LBNHC").view(self.spec, num_blocks=1)
+        sizes = dict(zip("BNHC", probe.shape, strict=True)) | {"L": self.num_layers}
+        sizes |= {"B": self.num_blocks * self.tiles, "N": sizes["N"] // self.tiles}
+        page_bytes = self.where["page_bytes"] // self.tiles
+        return walk(self.layout.order, sizes, probe.itemsize_bytes, page_bytes)
+
+    def rows(self, layer: int) -> np.ndarray:
+        """Addresses of one layer's elements, int[B, row, H, C] in whole blocks."""
+        addresses = self.memory().addresses[layer].swapaxes(1, 2)
+        return addresses.reshape(self.num_blocks, -1, *addresses.shape[2:])
+
+
 @st.composite
-def layouts(draw):
+def layouts(draw, may_be_tiled=True):
     spec = draw(SPECS)
     order = draw(st.sampled_from(LAYOUT_ORDERS))
+    sizes = [size for size in divisors(spec.block_size) if legal(spec, size)]
+    layout = CacheLayout(
+        order, draw(st.sampled_from(sizes)) if may_be_tiled and draw(st.booleans()) else None
+    )
     probe = CacheLayout("LBNHC").view(spec, num_blocks=1)
-    heads = probe.shape[2]
-    unit = heads * probe.itemsize_bytes
-    padding = unit * draw(st.sampled_from([0, 0, 1, 3]))
-    return order, spec, draw(st.integers(1, 3)), draw(st.integers(2, 3)), padding
+    case = Case(layout, spec, draw(st.integers(1, 3)), draw(st.integers(2, 3)), 0)
+    unit = case.tiles * probe.shape[2] * probe.itemsize_bytes
+    return dataclasses.replace(case, padding=unit * draw(st.sampled_from([0, 0, 1, 3])))
 
 
-@given(layouts())
+@given(layouts(may_be_tiled=False))
 def test_strides_lead_to_every_element(case) -> None:
-    order, spec, num_layers, num_blocks, padding = case
-    page_bytes = spec.data_bytes + padding
-    common = {"num_blocks": num_blocks, "num_layers": num_layers, "page_bytes": page_bytes}
-    layout = CacheLayout(order)
-    view = layout.view(spec, **common)
+    memory, view = case.memory(), case.layout.view(case.spec, **case.where)
     named = dict(zip(view.axes, view.shape, strict=True))
-    memory = walk(order, {**named, "L": num_layers}, view.itemsize_bytes, page_bytes)
-    assert memory.size_bytes == num_layers * num_blocks * page_bytes
-    assert math.prod(view.shape) * view.itemsize_bytes == num_blocks * spec.data_bytes
-    assert named["B"] == num_blocks and view.axes[view.block_axis] == "B"
+    page_bytes = case.where["page_bytes"]
+    assert memory.size_bytes == case.num_layers * case.num_blocks * page_bytes
+    assert math.prod(view.shape) * view.itemsize_bytes == case.num_blocks * case.spec.data_bytes
+    assert named["B"] == case.num_blocks and view.axes[view.block_axis] == "B"
     number = np.arange(memory.addresses.size).reshape(memory.addresses.shape)
     for shift in (0, 8):  # two bytes tell the elements apart
         buffer = np.full(memory.size_bytes, 255, np.uint8)
         for address, value in zip(memory.addresses.flat, number.flat, strict=True):
             buffer[address] = value >> shift & 255
-        for layer in range(num_layers):
-            got = read(buffer, layout.view(spec, layer=layer, **common))
+        for layer in range(case.num_layers):
+            got = read(buffer, case.layout.view(case.spec, layer=layer, **case.where))
             np.testing.assert_array_equal(got, number[layer] >> shift & 255)
+
+
+def evenly(steps: np.ndarray) -> bool:
+    return len(set(steps.reshape(-1))) <= 1
 
 
 @given(layouts(), st.data())
 def test_a_kernel_view_reads_the_same_bytes_or_is_refused(case, data) -> None:
-    order, spec, num_layers, num_blocks, padding = case
+    spec, layout = case.spec, case.layout
     sizes = [size for size in divisors(spec.block_size) if legal(spec, size)]
     size = data.draw(st.sampled_from(sizes))
     parts, rows = blocks_per_kv_block(spec, size), rows_per_kernel_block(spec, size)
-    layer = data.draw(st.integers(0, num_layers - 1))
-    common = {
-        "num_blocks": num_blocks,
-        "num_layers": num_layers,
-        "page_bytes": spec.data_bytes + padding,
-        "layer": layer,
-    }
-    whole = CacheLayout(order).view(spec, **common)
-    named = dict(zip(whole.axes, whole.shape, strict=True))
-    memory = walk(order, {**named, "L": num_layers}, whole.itemsize_bytes, common["page_bytes"])
-    # The addresses of [B, H, N, C] as [B, part, H, row, C]: parts must lie evenly spaced.
-    split = memory.addresses[layer].reshape(num_blocks, -1, parts, rows, named["C"])
-    split = split.swapaxes(1, 2).reshape(num_blocks * parts, -1, rows, named["C"])
-    even = len(set(np.diff(split[:, 0, 0, 0]))) == 1
-    if parts > 1 and not even:
+    # One row is at any stride: whether tiles of one row could be joined is not promised.
+    assume(parts == case.tiles or rows_per_block(spec) > case.tiles)
+    layer = data.draw(st.integers(0, case.num_layers - 1))
+    where = case.where | {"layer": layer}
+    # Kernel blocks must lie evenly spaced, and the rows in them, too.
+    split = case.rows(layer)
+    split = split.reshape(case.num_blocks * parts, rows, *split.shape[2:]).swapaxes(1, 2)
+    even = evenly(np.diff(split[:, 0, 0, 0])) and evenly(np.diff(split[:, 0, :, 0]))
+    if parts != case.tiles and not even:
         with pytest.raises(ValueError, match=r"kernel_block_size: .* would lie between"):
-            CacheLayout(order).view(spec, kernel_block_size=size, **common)
-        with pytest.raises(ValueError, match="no common stride"):
-            describe(whole).as_kernel(parts)
+            layout.view(spec, kernel_block_size=size, **where)
+        if case.tiles == 1:
+            with pytest.raises(ValueError, match="no common stride"):
+                describe(layout.view(spec, **where)).as_kernel(parts)
         return
-    view = CacheLayout(order).view(spec, kernel_block_size=size, **common)
+    view = layout.view(spec, kernel_block_size=size, **where)
+    memory = np.arange(case.memory().size_bytes)
     for shift in (0, 8, 16):
-        buffer = (np.arange(memory.size_bytes) >> shift & 255).astype(np.uint8)
+        buffer = (memory >> shift & 255).astype(np.uint8)
         np.testing.assert_array_equal(read(buffer, view), split >> shift & 255)
-    assert describe(view).as_manager() == describe(whole)
-    assert describe(whole).as_kernel(parts) == describe(view)
     assert describe(view).as_kernel(parts) == describe(view)
     assert describe(view).blocks_per_kv_block == parts
     assert describe(view).granularity == ("kernel" if parts > 1 else "manager")
     assert pickle.loads(pickle.dumps(describe(view))) == describe(view)
+    if case.tiles == 1:
+        whole = layout.view(spec, **where)
+        assert describe(view).as_manager() == describe(whole)
+        assert describe(whole).as_kernel(parts) == describe(view)
+
+
+@given(layouts(), st.data())
+def test_whole_blocks_are_runs_of_bytes_in_every_layout(case, data) -> None:
+    layer = data.draw(st.integers(0, case.num_layers - 1))
+    view = case.layout.byte_view(case.spec, layer=layer, **case.where)
+    assert view.dtype == "uint8" and describe(view).granularity == "manager"
+    assert math.prod(view.shape) == case.num_blocks * case.spec.data_bytes
+    assert view.strides[view.axes.index("C")] == 1
+    buffer = np.arange(case.memory().size_bytes).astype(np.int32)  # an address is a "byte" here
+    seen = np.lib.stride_tricks.as_strided(
+        buffer[view.offset :], view.shape, [4 * stride for stride in view.strides]
+    )
+    seen = np.moveaxis(seen, view.block_axis, 0).reshape(case.num_blocks, -1)
+    itemsize = CacheLayout("LBNHC").view(case.spec, num_blocks=1).itemsize_bytes
+    wanted = case.rows(layer)[..., None] + np.arange(itemsize)
+    for block, addresses in zip(seen, wanted.reshape(case.num_blocks, -1), strict=True):
+        assert sorted(block) == sorted(addresses)
+
+
+def test_tiles_give_kernels_with_heads_first_their_view() -> None:
+    """Blocks of 1,040 tokens, as hybrid models have, and kernels of 16 that want HND."""
+    spec = FullAttentionSpec(block_size=1040, num_kv_heads=4, head_size=64)
+    tiled = CacheLayout("HND", tile_tokens=16)
+    view = tiled.view(spec, num_blocks=3, kernel_block_size=16)
+    assert view.axes == "BHNC" and view.shape == (3 * 65, 4, 16, 128)
+    assert view.strides == (4 * 16 * 128, 16 * 128, 128, 1)
+    with pytest.raises(ValueError, match=r"HNC cannot be read as 1 kernel .*byte_view"):
+        tiled.view(spec, num_blocks=3)
+    moved = tiled.byte_view(spec, num_blocks=3)
+    assert (moved.shape, moved.strides_bytes[0]) == ((3, 1, 65, 4 * 16 * 256), spec.page_bytes)
+
+
+@pytest.mark.parametrize("order", LAYOUT_ORDERS)
+def test_tiles_move_nothing_where_rows_run_on_anyway(order) -> None:
+    spec = MLASpec(block_size=8, head_size=4)
+    common = {"num_blocks": 3, "kernel_block_size": 4}
+    tiled, plain = CacheLayout(order, tile_tokens=4), CacheLayout(order)
+    assert describe(tiled.view(spec, **common)) == describe(plain.view(spec, **common))
+    wholes = [describe(layout.view(spec, num_blocks=3)) for layout in (tiled, plain)]
+    assert wholes[0] == wholes[1]
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "LHBNC", "NHD"])
@@ -433,11 +512,23 @@ def test_bad_sizes_are_refused_by_name(call, error, message) -> None:
         ("LBNHC", {"page_bytes": 2**20, "kernel_block_size": 64}, "padding would lie between"),
         ("LBHNC", {"kernel_block_size": 64}, "the other of 8 heads would lie between"),
         ("BHLNC", {"kernel_block_size": 64, "num_layers": 2}, "2 layers and the other of 8 heads"),
+        ("HND", {"kernel_block_size": 64}, "give the layout tile_tokens=64"),
+        ({"tile_tokens": 0}, {}, "tile_tokens must be at least 1"),
+        ({"tile_tokens": 48}, {}, "tile_tokens=48 does not divide block_size=128"),
+        ({"tile_tokens": 64}, {}, "HNC cannot be read as 1 kernel blocks of 128 tokens"),
+        ({"tile_tokens": 64}, {"kernel_block_size": 32}, "its tiles are of 64: use that"),
+        ({"tile_tokens": 64}, {"page_bytes": 524290}, "each of 2 contiguous .* of 4 bytes"),
+        (
+            {"order": "BHLNC", "tile_tokens": 64},
+            {"page_bytes": 524296, "kernel_block_size": 64},
+            "multiples of 32 bytes",
+        ),
     ],
 )
 def test_views_that_do_not_exist_are_refused_by_name(order, changes, message) -> None:
+    made = {"order": "HND"} | order if isinstance(order, dict) else {"order": order}
     with pytest.raises(ValueError, match=message):
-        CacheLayout(order).view(QWEN, **{"num_blocks": 2, **changes})
+        CacheLayout(**made).view(QWEN, **{"num_blocks": 2, **changes})
 
 
 @pytest.mark.parametrize(

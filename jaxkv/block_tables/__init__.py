@@ -25,7 +25,6 @@ from jaxkv.block_tables._state import TOO_NARROW as TOO_NARROW
 from jaxkv.block_tables._state import BlockTableError as BlockTableError
 from jaxkv.block_tables._state import BlockTables as BlockTables
 from jaxkv.block_tables._state import TableGroup as TableGroup
-from jaxkv.block_tables._state import as_sharding as as_sharding
 from jaxkv.block_tables._state import check_overflow as check_overflow
 from jaxkv.block_tables._state import make_block_tables as make_block_tables
 from jaxkv.block_tables._update import TableEntries as TableEntries

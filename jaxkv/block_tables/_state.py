@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from jaxkv.allocation import Device, zeros
 from jaxkv.block_tables._index import gather_bits
 from jaxkv.checks import FlagsError, check_positive
 from jaxkv.kernel_blocks import blocks_per_kv_block
 from jaxkv.planning import Plan
+from jaxkv.rich_repr import html_table
 from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
 
 PAD_SLOT = -1  # slot of a token that must not be written
@@ -33,6 +36,8 @@ NO_BLOCK = 32
 MISPLACED = 64
 
 BAD_RANK = 128
+
+MAX_SHOWN = 8  # rows, and ids of a row, that Jupyter is shown
 
 _REASONS = {
     BAD_ROW: "a row out of range",
@@ -98,6 +103,27 @@ class BlockTables:
             f"{len(self.groups)} groups, pool of {self.pool_blocks} blocks)"
         )
 
+    def _repr_html_(self) -> str | None:
+        """The first rows, read from the device; None (Jupyter then shows the repr) where
+        there is nothing to read: inside ``jit``, or once the tables are donated."""
+        try:
+            used = np.asarray(self.num_blocks)[:, :MAX_SHOWN]
+            ids = [np.asarray(table[:MAX_SHOWN, :MAX_SHOWN]) for table in self.tables]
+        except (jax.errors.TracerArrayConversionError, RuntimeError):
+            return None
+        texts = [
+            [_ids_text(*pair) for pair in zip(group, counts.tolist(), strict=True)]
+            for group, counts in zip(ids, used, strict=True)
+        ]
+        rows = zip(range(used.shape[1]), *texts, strict=True)
+        stores = [f"group {index} ({group.stores})" for index, group in enumerate(self.groups)]
+        return html_table(rows, caption=repr(self), header=["row", *stores])
+
+
+def _ids_text(ids: np.ndarray, used: int) -> str:
+    text = ", ".join(map(str, ids[:used].tolist()))
+    return text if used <= len(ids) else f"{text}, ... ({used} ids)"
+
 
 def make_block_tables(
     plan: Plan,
@@ -105,7 +131,7 @@ def make_block_tables(
     max_requests: int,
     kernel_block_sizes: Sequence[int] | None = None,
     interleave_tokens: int = 1,
-    device: jax.Device | jax.sharding.Sharding | None = None,
+    device: Device = None,
 ) -> BlockTables:
     """Empty tables for a plan.
 
@@ -136,11 +162,7 @@ def make_block_tables(
     )
     shapes = [*((max_requests, width) for width in plan.row_blocks), (len(specs), max_requests), ()]
 
-    def allocate() -> list[Array]:
-        return [jnp.zeros(shape, jnp.int32) for shape in shapes]
-
-    # Placed as `make_pool` places the pool: mixing the two would compile steps twice.
-    *tables, num_blocks, overflow = jax.jit(allocate, out_shardings=as_sharding(device))()
+    *tables, num_blocks, overflow = zeros(tuple(shapes), jnp.int32, device)
     return BlockTables(
         tables=tuple(tables),
         num_blocks=num_blocks,
@@ -173,13 +195,6 @@ def _stores(spec: LayerSpec) -> str:
     if isinstance(spec, CrossAttentionSpec):
         return "encoder"
     return "state" if isinstance(spec, StateSpec) else "tokens"
-
-
-def as_sharding(
-    device: jax.Device | jax.sharding.Sharding | None,
-) -> jax.sharding.Sharding | None:
-    """A device as the sharding that ``jit`` takes."""
-    return jax.sharding.SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
 
 
 def report(tables: BlockTables, problems: Array) -> BlockTables:

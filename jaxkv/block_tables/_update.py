@@ -35,6 +35,11 @@ class TableEntries(NamedTuple):
     block_ids: Array  # int32[K], by entry, then by group
     owners: Array  # int32[K], entry * G + group; E * G: padding
 
+    def __repr__(self) -> str:
+        entries, groups = self.counts.shape
+        ids = self.block_ids.shape[0]
+        return f"TableEntries({entries} entries of {groups} groups, {ids} ids, with padding)"
+
 
 @jit_int32("entries")
 def append_block_ids(tables: BlockTables, entries: TableEntries) -> BlockTables:

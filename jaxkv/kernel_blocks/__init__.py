@@ -8,10 +8,19 @@ Words: a *kernel block* is ``kernel_block_size`` tokens and divides a block; blo
 is the kernel blocks ``b * k .. b * k + k - 1`` with k = ``blocks_per_kv_block``. A *row*
 is what is stored for one token, or for the ``compress_ratio`` tokens that share it.
 
-One rule holds throughout: the layout of whole blocks decides where every byte lies, and
-a kernel block size never moves one. A kernel view is a second reading of the same bytes,
-given where such a reading exists and refused where it does not; so whoever moves blocks
-(offload, transfer between engines) sees the same memory whatever the kernels like.
+One rule holds throughout: a layout decides where every byte lies, and a view never moves
+one. A kernel view is a second reading of the same bytes, given where such a reading exists
+and refused where it does not. Where heads, layers or padding lie between the rows of two
+kernel blocks there is none, unless the layout is one of tiles (``tile_tokens``), which is
+settled when the pool is made: blocks are then cut up for that kernel, whole blocks may
+have no strides, and whoever moves them (offload, transfer between engines) finds each as
+contiguous runs of bytes (`CacheLayout.byte_view`), whatever the kernels like.
+
+Layers that compress store fewer rows per block than the block has tokens, and a table that
+splits blocks by their tokens beside a tensor that splits them by their rows sends kernels
+out of bounds. Here both ask `blocks_per_kv_block`, which counts tokens; rows follow from it
+(`rows_per_kernel_block`), and a size that holds no whole rows is refused. The tests address
+the bytes of pools both ways, over block size, kernel block size and compression.
 """
 
 from jaxkv.kernel_blocks._accepted import JAX_BACKENDS as JAX_BACKENDS
@@ -22,7 +31,6 @@ from jaxkv.kernel_blocks._describe import describe_array as describe_array
 from jaxkv.kernel_blocks._layout import LAYOUT_ALIASES as LAYOUT_ALIASES
 from jaxkv.kernel_blocks._layout import LAYOUT_ORDERS as LAYOUT_ORDERS
 from jaxkv.kernel_blocks._layout import CacheLayout as CacheLayout
-from jaxkv.kernel_blocks._layout import LayerView as LayerView
 from jaxkv.kernel_blocks._rows import RowFormat as RowFormat
 from jaxkv.kernel_blocks._rows import blocks_per_kv_block as blocks_per_kv_block
 from jaxkv.kernel_blocks._rows import row_format as row_format
@@ -30,3 +38,5 @@ from jaxkv.kernel_blocks._rows import rows_per_block as rows_per_block
 from jaxkv.kernel_blocks._rows import rows_per_kernel_block as rows_per_kernel_block
 from jaxkv.kernel_blocks._select import select_kernel_block_size as select_kernel_block_size
 from jaxkv.kernel_blocks._select import select_kernel_block_sizes as select_kernel_block_sizes
+from jaxkv.kernel_blocks._view import LayerRuns as LayerRuns
+from jaxkv.kernel_blocks._view import LayerView as LayerView

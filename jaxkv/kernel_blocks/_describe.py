@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from jaxkv.checks import check_count, check_positive
-from jaxkv.kernel_blocks._layout import LayerView
+from jaxkv.kernel_blocks._view import LayerView
 
 _AXES = frozenset("BHNC")
 
@@ -20,7 +20,8 @@ class ViewDescription:
 
     axes: the letters of `shape`: B and N, and H and C where there are such axes.
     shape: elements along each axis; B counts blocks, or equal parts of blocks.
-    strides_bytes: bytes from one element of an axis to the next.
+    strides_bytes: bytes from one element of an axis to the next; of one head or one row,
+      where any number would do, what an array without gaps has.
     dtype: name of the element type.
     num_blocks: blocks of the pool (the manager's, whatever `shape` counts).
     offset_bytes: where the first element lies in its buffer.
@@ -58,6 +59,11 @@ class ViewDescription:
                 f"{self.block_axis}, no multiple of num_blocks={self.num_blocks}; check which "
                 "axis counts blocks"
             )
+        strides = list(self.strides_bytes)
+        for axis in reversed(range(len(strides) - 1)):
+            if self.shape[axis] == 1 and self.axes[axis] in "HN":
+                strides[axis] = self.shape[axis + 1] * strides[axis + 1]
+        object.__setattr__(self, "strides_bytes", tuple(strides))
 
     @property
     def block_axis(self) -> int:
@@ -89,6 +95,8 @@ class ViewDescription:
             blocks that would not follow each other at one stride.
         """
         check_positive(blocks_per_kv_block=blocks_per_kv_block)
+        if blocks_per_kv_block == self.blocks_per_kv_block:
+            return self
         whole = self.as_manager()
         rows = whole.shape[whole.axes.index("N")]
         if rows % blocks_per_kv_block:

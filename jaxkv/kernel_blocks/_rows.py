@@ -72,24 +72,24 @@ def tokens_per_row(specs: Iterable[LayerSpec]) -> int:
     return math.lcm(*(getattr(spec, "compress_ratio", 1) for spec in specs))
 
 
-def check_kernel_block_size(spec: LayerSpec, kernel_block_size: int) -> None:
-    """Raises as `blocks_per_kv_block` says."""
+def check_kernel_block_size(spec: LayerSpec, size: int, name: str = "kernel_block_size") -> None:
+    """Raises as `blocks_per_kv_block` says, under the name of the argument."""
     check_spec(spec)
-    check_positive(kernel_block_size=kernel_block_size)
+    check_positive(**{name: size})
     ratio = tokens_per_row([spec])
-    if isinstance(spec, StateSpec) and kernel_block_size != spec.block_size:
+    if isinstance(spec, StateSpec) and size != spec.block_size:
         raise ValueError(
-            f"kernel_block_size={kernel_block_size} would split a state, which is read whole; "
+            f"{name}={size} would split a state, which is read whole; "
             f"use its block_size={spec.block_size}"
         )
-    if spec.block_size % kernel_block_size:
+    if spec.block_size % size:
         raise ValueError(
-            f"kernel_block_size={kernel_block_size} does not divide "
+            f"{name}={size} does not divide "
             f"block_size={spec.block_size} of this {spec.kind} layer; use a divisor"
         )
-    if kernel_block_size % ratio:
+    if size % ratio:
         raise ValueError(
-            f"kernel_block_size={kernel_block_size} holds no whole rows of this {spec.kind} layer, "
+            f"{name}={size} holds no whole rows of this {spec.kind} layer, "
             f"which stores one for compress_ratio={ratio} tokens; use a multiple of {ratio} that "
             f"divides block_size={spec.block_size}"
         )

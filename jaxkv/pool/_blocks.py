@@ -1,4 +1,8 @@
-"""Whole blocks, per group: clearing of fresh ones, copies."""
+"""Whole blocks, per group: clearing of fresh ones, copies.
+
+In orders that begin with the block (B), a block goes whole, whatever slots its group has:
+it is one run of bytes, and one group's at a time.
+"""
 
 import dataclasses
 import functools
@@ -77,16 +81,18 @@ def _on_slots(pool: KVPool, kernel: Callable[..., Any], **ids: Array) -> KVPool:
         tuple(group for group in range(num_groups) if slot in slots_of[group])
         for slot in range(len(pool.layout.slots))
     ]
+    if pool.order.startswith("B"):  # a block is one run, and one group's at a time: all of it
+        users = [tuple(sorted({group for of in users for group in of}))]
     # Slots with the same users share their lists, which the kernel then passes once.
     lists = {
         of: {name: jnp.concatenate([given[g] for g in of]) for name, given in ids.items()}
         for of in set(users)
     }
-    if not pool.stacked:
-        by_name = {name: [lists[of][name] for of in users] for name in ids}
-        return _with_buffers(pool, kernel(list(pool.buffers), **by_name))
-    if len(lists) == 1:
-        return _with_buffers(pool, kernel(list(pool.buffers), block_axis=1, **lists[users[0]]))
+    if not pool.stacked or len(lists) == 1:
+        by_name = {name: [lists[of][name] for of in users[: len(pool.buffers)]] for name in ids}
+        return _with_buffers(
+            pool, kernel(list(pool.buffers), block_axis=pool.block_axis, **by_name)
+        )
     # Slots with different users: the stack as one long buffer, where null blocks are rows.
     rows = {
         name: jnp.concatenate(

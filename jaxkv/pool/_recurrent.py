@@ -43,7 +43,6 @@ def write_state(
         block_ids,
         jnp.zeros_like(block_ids),
         jnp.concatenate(data, axis=-1),
-        align=0,
         implementation=implementation,
     )
 
@@ -52,7 +51,7 @@ def read_state(pool: KVPool, layer: str, block_ids: Array) -> tuple[Array, ...]:
     """Recurrent state by block id, int32[B]: the spec's arrays, each [B, *shape]."""
     check_int32(block_ids=block_ids)
     spec = _state_spec(pool, layer)
-    data = read_bytes(pool, layer, block_ids, spec.data_bytes)
+    data = read_bytes(pool, layer, block_ids)[..., 0, :]  # a state is one row
     ends = np.cumsum(spec.array_bytes)
     return tuple(
         from_bytes(data[..., end - size : end], (*block_ids.shape, *shape), dtype)

@@ -7,13 +7,14 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from jaxkv.allocation import zeros
 
 HOST_MEMORY = "pinned_host"
 
@@ -36,7 +37,8 @@ class Place(NamedTuple):
 
     def zeros(self) -> Array:
         with self.as_default():
-            return _zeros(self.shape, self.dtype, self.sharding if self.committed else None)()
+            (array,) = zeros((self.shape,), self.dtype, self.sharding if self.committed else None)
+            return array
 
     def put(self, chunk: Array) -> Array:
         """A part of the array, from the host to where the array belongs."""
@@ -161,10 +163,3 @@ def _take(array: Array, start: Array, size: int, axis: int) -> Array:
 @functools.partial(jax.jit, static_argnames="axis", donate_argnames="array")
 def _insert(array: Array, chunk: Array, start: Array, axis: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, chunk, start, axis)
-
-
-@functools.lru_cache
-def _zeros(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None
-) -> Callable[[], Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -1,6 +1,7 @@
 """What tables, pool and zeroing must do, from the definitions: lists, loops and bytes."""
 
 import copy
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,14 +16,15 @@ from jaxkv.block_tables import (
 )
 from jaxkv.blocks import TableEntry
 from jaxkv.groups import PoolLayout
+from jaxkv.kernel_blocks import LAYOUT_ALIASES, row_format, rows_per_block
 from jaxkv.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     LayerSpec,
     SlidingWindowSpec,
     StateSpec,
+    packed_bytes,
 )
-from jaxkv.testing.reference_kernels import reference_zero_blocks
 
 
 class ReferenceTables:
@@ -171,41 +173,111 @@ def _oldest_seen(spec: LayerSpec, position: int) -> int:
 
 
 class ReferencePool:
-    """The bytes of a pool: per slot uint8[num_blocks, page]."""
+    """The bytes of a pool in any physical order, found by counting what lies before them.
 
-    def __init__(self, layout: PoolLayout, num_blocks: int, fill: int = 0):
+    memory: uint8[bytes], all buffers one after the other.
+    slots: views of it, per slot uint8[num_blocks, page], or where pages are dealt out
+      among H heads uint8[num_blocks, H, page / H].
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_blocks: int,
+        fill: int = 0,
+        *,
+        order: str = "LBNHC",
+        kernel_block_sizes: Sequence[int] | None = None,
+    ):
         self.layout, self.num_blocks = layout, num_blocks
-        self.slots = [
-            np.full((num_blocks, slot.page_bytes), fill, np.uint8) for slot in layout.slots
-        ]
+        self.order = LAYOUT_ALIASES.get(order, order)
+        self.kernel_block_sizes = kernel_block_sizes
+        self.memory = np.full(num_blocks * layout.bytes_per_block, fill, np.uint8)
+        self.slots = [self._slot(slot) for slot in range(len(layout.slots))]
+        self._addresses: dict[str, np.ndarray] = {}
 
     def write(self, layer: str, block_id: int, offset: int, data: np.ndarray) -> None:
-        """Writes the bytes of ``data`` into the layer's page of a block; null is refused."""
+        """Writes the bytes of ``data`` into the layer's rows of a block; null is refused.
+
+        offset: into the rows as they come, all heads of one before the next row.
+        """
         if 0 < block_id < self.num_blocks:
-            page = self.slots[self.layout.place_of(layer).slot][block_id]
             raw = np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8)
-            page[offset : offset + len(raw)] = raw
+            self.memory[self.addresses(layer)[block_id, offset : offset + len(raw)]] = raw
 
     def page(self, layer: str, block_id: int) -> np.ndarray:
-        """The bytes of the layer's page of a block; zeros for null and unknown blocks."""
-        pages = self.slots[self.layout.place_of(layer).slot]
-        return pages[block_id] if 0 < block_id < self.num_blocks else np.zeros_like(pages[0])
+        """The bytes of the layer's rows of a block; zeros for null and unknown blocks."""
+        addresses = self.addresses(layer)
+        known = 0 < block_id < self.num_blocks
+        return self.memory[addresses[block_id]] if known else np.zeros_like(addresses[0], np.uint8)
 
     def copy(self, sources: Sequence[Sequence[int]], destinations: Sequence[Sequence[int]]) -> None:
         """Per group, copies blocks, all at once, in the slots that hold its layers."""
         before = [slot.copy() for slot in self.slots]
-        for group, pairs in zip(
-            self.layout.groups, zip(sources, destinations, strict=True), strict=True
-        ):
-            for layer in group.layers:
-                slot = self.layout.place_of(layer).slot
+        for group, pairs in enumerate(zip(sources, destinations, strict=True)):
+            for slot in self._slots_of(group):
                 for source, destination in zip(*pairs, strict=True):
                     if 0 < source < self.num_blocks and 0 < destination < self.num_blocks:
                         self.slots[slot][destination] = before[slot][source]
 
     def zero(self, zero_ids: Sequence[Iterable[int]]) -> None:
         """Per group, zeroes the listed blocks in the slots that hold its layers."""
-        for group, ids in zip(self.layout.groups, zero_ids, strict=True):
-            for layer in group.layers:
-                slot = self.layout.place_of(layer).slot
-                self.slots[slot] = reference_zero_blocks(self.slots[slot], ids)
+        for group, ids in enumerate(zero_ids):
+            for slot in self._slots_of(group):
+                for block_id in ids:
+                    if 0 < block_id < self.num_blocks:
+                        self.slots[slot][block_id] = 0
+
+    def addresses(self, layer: str) -> np.ndarray:
+        """Where in `memory` each byte of the layer's rows lies: int[num_blocks, bytes]."""
+        if layer not in self._addresses:
+            self._addresses[layer] = self._walk(layer)
+        return self._addresses[layer]
+
+    def _walk(self, layer: str) -> np.ndarray:
+        """Visits all runs of the layer's buffer in physical order, and its rows in them."""
+        place = self.layout.place_of(layer)
+        spec, page = place.spec, self.layout.slots[place.slot].page_bytes
+        sizes = self.kernel_block_sizes
+        tiles = spec.block_size // (spec.block_size if sizes is None else sizes[place.group])
+        heads, width, dtype, _ = row_format(spec)
+        rows, cell = rows_per_block(spec) // tiles, packed_bytes(width, dtype)
+        one_buffer = self.order.startswith("B")
+        counts = {"B": self.num_blocks * tiles, "H": heads, "N": rows}
+        counts["L"] = len(self.slots) if one_buffer else 1
+        outer = self.order[: 1 + max(self.order.index("L"), self.order.index("B"))]
+        inner = self.order[len(outer) : -1]
+        run = page // tiles // (heads if "H" in outer else 1)
+        cursor = 0 if one_buffer else self._start(place.slot)
+        first = np.zeros((counts["B"], rows, heads), int)  # byte of each head of each row
+        for outside in itertools.product(*(range(counts[axis]) for axis in outer)):
+            if outside[outer.index("L")] == (place.slot if one_buffer else 0):
+                at = cursor + place.offset_bytes // tiles
+                for inside in itertools.product(*(range(counts[axis]) for axis in inner)):
+                    index = dict(zip(outer + inner, outside + inside, strict=True))
+                    first[index["B"], index["N"], index["H"]] = at
+                    at += cell
+            cursor += run
+        return (first[..., None] + np.arange(cell)).reshape(self.num_blocks, -1)
+
+    def _start(self, slot: int) -> int:
+        return self.num_blocks * sum(s.page_bytes for s in self.layout.slots[:slot])
+
+    def _slot(self, slot: int) -> np.ndarray:
+        """uint8[num_blocks, page], or with an axis of heads before the bytes of a run."""
+        page, blocks = self.layout.slots[slot].page_bytes, self.num_blocks
+        place = self.layout.place_of(self.layout.slots[slot].layers[0])
+        heads = row_format(place.spec).heads
+        if self.order == "BHLNC":
+            return self.memory.reshape(blocks, heads, -1, page // heads)[:, :, slot]
+        if self.order.startswith("B"):
+            return self.memory.reshape(blocks, -1, page)[:, slot]
+        pages = self.memory[self._start(slot) :][: blocks * page]
+        if self.order == "LHBNC":
+            return pages.reshape(heads, blocks, -1).swapaxes(0, 1)
+        return pages.reshape(blocks, page)
+
+    def _slots_of(self, group: int) -> Iterable[int]:
+        """Slots that hold layers of a group; all, where a block lies in one piece."""
+        held = self.layout.slots_of(group)
+        return range(len(self.slots)) if held and self.order.startswith("B") else held
