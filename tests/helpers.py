@@ -97,9 +97,3 @@ def garbage(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 def as_ids(ids) -> np.ndarray:
     return np.array(ids, np.int32)
-
-
-def assert_same_bytes(got: jax.Array, expected: np.ndarray) -> None:
-    got = np.asarray(got)
-    assert got.dtype == expected.dtype
-    np.testing.assert_array_equal(got.view(np.uint8), expected.view(np.uint8))

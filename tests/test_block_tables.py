@@ -32,19 +32,17 @@ from jaxkv.block_tables import (
     swap_rows,
 )
 from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
-from jaxkv.demo.run import count_compilations
 from jaxkv.planning import plan_cache
 from jaxkv.pool import make_pool
 from jaxkv.specs import CrossAttentionSpec, FullAttentionSpec, Limits
 from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
-from jaxkv.testing import ReferenceTables
+from jaxkv.testing import ReferenceTables, count_compilations, strategies
 from tests.helpers import assert_unchanged, hybrid_plan, ids_of_group, snapshot
 
 PLAN = hybrid_plan()
 ROWS, BATCH, TOKENS, ENTRIES, IDS = 5, 4, 6, 8, 12
 KERNEL_SIZES = (2, 4, 1, 4, 4)
 GROUPS = len(PLAN.groups)
-EXTREMES = [-(2**31), -1, 2**31 - 1]
 
 append = append_block_ids
 release = release_rows
@@ -77,21 +75,15 @@ def pack(entries: list[TableEntry]) -> TableEntries:
 only = functools.partial(ids_of_group, GROUPS)
 
 
-good_rows = st.integers(0, ROWS - 1)
-any_rows = good_rows | st.sampled_from([*EXTREMES, ROWS])
-packed_rows = good_rows | st.sampled_from([ROWS, 2**31 - 1])  # the packer refuses negative ones
-good_ids = st.integers(0, PLAN.num_blocks - 1)
-any_ids = good_ids | st.sampled_from([*EXTREMES, PLAN.num_blocks])
-positions = st.integers(-2, 30) | st.sampled_from(EXTREMES)
-
-
-@st.composite
-def entry_lists(draw: st.DrawFn, rows=good_rows, ids=good_ids):
-    owners = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, GROUPS - 1)), max_size=IDS))
-    entries = [TableEntry(draw(rows), only(0, []), draw(st.booleans())) for _ in range(4)]
-    for entry, group in owners:
-        entries[entry].block_ids[group].append(draw(ids))
-    return entries[: draw(st.integers(0, 4))]
+good_rows, any_rows = strategies.ids(ROWS), strategies.ids(ROWS, malformed=True)
+positions = st.integers(-2, 30) | st.sampled_from(strategies.EXTREMES)
+entry_lists = functools.partial(
+    strategies.table_entries,
+    GROUPS,
+    max_requests=ROWS,
+    pool_blocks=PLAN.num_blocks,
+    max_block_ids=IDS,
+)
 
 
 class TablesMachine(RuleBasedStateMachine):
@@ -112,7 +104,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.tables = append(self.tables, pack(entries))
         self.reference.append(entries)
 
-    @rule(entries=entry_lists(rows=packed_rows, ids=any_ids))
+    @rule(entries=entry_lists(malformed=True))
     def append_anything(self, entries) -> None:
         self.append_good(entries)
 

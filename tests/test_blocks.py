@@ -27,7 +27,6 @@ from jaxkv.blocks import (
     BlockPool,
     OutOfBlocksError,
 )
-from jaxkv.groups import make_groups
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (
     ChunkedAttentionSpec,
@@ -35,76 +34,25 @@ from jaxkv.specs import (
     FullAttentionSpec,
     LayerSpec,
     Limits,
-    MLASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv.testing import strategies
 
 Held = dict[int, int]  # of one request and group: index into its row -> block id
 
 MAX_LEN, ROWS = 36, 4
-LIMITS = Limits(max_in_flight_tokens=7, max_encoder_tokens=9)
-
-KV = {
-    "num_kv_heads": st.just(2),
-    "head_size": st.just(4),
-    "dtype": st.sampled_from(["fp8", "fp8_e5m2"]),
-}
-BLOCK_SIZES = st.sampled_from([2, 4])
-SPECS = st.one_of(
-    st.builds(FullAttentionSpec, block_size=BLOCK_SIZES, **KV),
-    st.builds(
-        SlidingWindowSpec,
-        block_size=BLOCK_SIZES,
-        sliding_window=st.integers(1, 13),
-        **KV,
-    ),
-    st.builds(
-        ChunkedAttentionSpec,
-        block_size=BLOCK_SIZES,
-        chunk_size=st.integers(1, 13),
-        **KV,
-    ),
-    st.builds(CrossAttentionSpec, block_size=BLOCK_SIZES, **KV),
-    st.builds(
-        MLASpec,
-        block_size=BLOCK_SIZES,
-        head_size=st.just(8),
-        compress_ratio=st.sampled_from([1, 2]),
-    ),
-    st.builds(
-        StateSpec,
-        block_size=BLOCK_SIZES,
-        shapes=st.just(((2,), (2,))),
-        dtypes=st.just(("bf16", "f32")),
-        cache_mode=st.sampled_from(["none", "align", "all"]),
-        speculative_blocks=st.integers(0, 2),
-    ),
-)
-
-
+LIMITS = strategies.LIMITS
+SPECS = strategies.layer_specs(windows=range(1, 14))
 CHUNKS = st.integers(1, LIMITS.max_in_flight_tokens)
 
 
-@st.composite
-def plans(draw: st.DrawFn, min_layers: int = 1, min_len: int = 1, max_spare: float = 0) -> Plan:
-    """Up to five layers of any kinds; blocks for a longest request, and some to spare.
-
-    max_spare: as a part of what admission charges. 0: exactly that and the null block.
-    """
-    specs = draw(st.lists(SPECS, min_size=min_layers, max_size=5))
-    layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
-    length = draw(st.integers(min_len, MAX_LEN))
-    groups = make_groups(layers)
-    charged = sum(group.spec.max_blocks(length, LIMITS) for group in groups)
-    spare = draw(st.integers(0, int(charged * max_spare)))
-    return plan_cache(
-        layers,
-        2**30,
-        max_model_len=length,
-        num_blocks_override=charged + 1 + spare,
-        limits=LIMITS,
-    )
+def plans(min_layers: int = 1, min_len: int = 1, max_spare: float = 0) -> st.SearchStrategy[Plan]:
+    """Up to five layers of any kinds; blocks for a longest request, and some to spare."""
+    layers = strategies.models(SPECS, min_layers=min_layers, max_kinds=5)
+    lengths = range(min_len, MAX_LEN + 1)
+    return strategies.plans(layers, lengths=lengths, max_spare=max_spare, limits=LIMITS)
 
 
 # --- the pool ---------------------------------------------------------------------
@@ -216,7 +164,7 @@ def test_a_block_is_free_only_when_its_last_owner_lets_go() -> None:
 
 def sees(spec: LayerSpec, query: int, key: int) -> bool:
     """Whether the token at ``query`` may read the one at ``key``."""
-    if isinstance(spec, SlidingWindowSpec):
+    if isinstance(spec, SlidingWindowSpec | SlidingWindowMLASpec):
         return query - spec.sliding_window < key <= query
     if isinstance(spec, ChunkedAttentionSpec):
         return key <= query and key // spec.chunk_size == query // spec.chunk_size

@@ -12,11 +12,11 @@ from jaxkv.__main__ import main
 from jaxkv.demo.engine import Engine
 from jaxkv.demo.model import Model, init_params
 from jaxkv.demo.reference import dense_outputs
-from jaxkv.demo.run import count_compilations
 from jaxkv.demo.trace import make_trace
 from jaxkv.models import layers_from_config, load_config, model_len
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import Limits
+from jaxkv.testing import count_compilations
 
 CONFIG = load_config("qwen3-next-demo")
 TRACE = make_trace(12, seed=3, prompt_tokens=(16, 150), new_tokens=(8, 30))

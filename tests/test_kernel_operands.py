@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.testing import reference_copy_blocks, reference_write_rows, reference_zero_blocks
+from jaxkv.testing import (
+    assert_same_bytes,
+    reference_copy_blocks,
+    reference_write_rows,
+    reference_zero_blocks,
+)
 from pallas_kernels import copy_blocks, write_rows, zero_blocks
-from tests.helpers import IMPLEMENTATIONS, assert_same_bytes, kernels_run, needs_mosaic
+from tests.helpers import IMPLEMENTATIONS, kernels_run, needs_mosaic
 
 PAGE = 384
 PAGES = np.random.default_rng(0).integers(1, 256, (9, PAGE), np.uint8)

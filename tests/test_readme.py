@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and prints what the README says."""
+"""The README's examples run as they stand, one after the other, and print what it says."""
 
 import pathlib
 import re
@@ -13,22 +13,47 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+def run(example: str, scope: dict) -> None:
+    exec(compile(example, "README.md", "exec"), scope)
+
+
 def test_the_examples_run_and_read_back_what_they_wrote(capsys: pytest.CaptureFixture) -> None:
-    first, second = blocks("python")
+    step, ring, engine, sleep, suite = blocks("python")
     scope: dict = {}
-    exec(compile(first, "README.md", "exec"), scope)
+    run(step, scope)
     keys = np.asarray(scope["keys"])[0]
     assert (keys[:40] == 1).all() and (keys[40:48] == 0).all()
     print(scope["plan"])
     assert capsys.readouterr().out == blocks("text")[0]
 
-    exec(compile(second, "README.md", "exec"), scope)
+    run(ring, scope)
     held = scope["manager"].block_ids("request 1")[0]
     assert int(scope["batch"].slots[0, 0]) == held[40 // 16] * 16 + 40 % 16
     scope["check_overflow"](scope["tables"])
 
+    run(engine, scope)
+    np.testing.assert_allclose(np.asarray(scope["out"])[:2], 1, rtol=1e-5)
+    assert scope["step"]._cache_size() == 1
+    scope["check_overflow"](scope["tables"])
 
-def test_the_example_is_about_25_lines() -> None:
-    example = blocks("python")[0]
-    lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) <= 27
+    run(sleep, scope)
+    assert "kv_cache asleep at level 1" in capsys.readouterr().out
+    np.testing.assert_allclose(np.asarray(scope["out"])[:2], 1, rtol=1e-5)
+    assert scope["step"]._cache_size() == 1
+
+    run(suite, scope)
+
+
+def test_the_examples_are_short() -> None:
+    lengths = [
+        len([line for line in example.splitlines() if line.strip()]) for example in blocks("python")
+    ]
+    assert lengths[0] <= 27 and max(lengths) <= 50
+
+
+def test_the_files_that_it_names_exist() -> None:
+    root = pathlib.Path(__file__).parents[1]
+    names = re.findall(r"`((?:tests|notebooks)/[\w./]+)`|\]\((notebooks/[\w.]+)\)", README)
+    assert len(names) > 15
+    for name in {name for pair in names for name in pair if name}:
+        assert (root / name).exists(), name

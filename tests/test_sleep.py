@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.block_tables import check_overflow, make_block_tables
 from jaxkv.blocks import BlockManager
-from jaxkv.demo.run import count_compilations
 from jaxkv.planning import plan_cache
 from jaxkv.pool import make_pool, make_sharded_pool, read_tokens, write_tokens
 from jaxkv.sleep import (
@@ -31,6 +30,7 @@ from jaxkv.sleep import (
 )
 from jaxkv.specs import FullAttentionSpec
 from jaxkv.step import StepShape, apply_step, pack_step
+from jaxkv.testing import count_compilations
 from tests.helpers import assert_unchanged, garbage, hybrid_plan, snapshot
 
 PLAN = hybrid_plan(num_blocks=24)

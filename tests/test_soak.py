@@ -13,11 +13,10 @@ import numpy as np
 
 from jaxkv.block_tables import check_overflow, make_block_tables
 from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.demo.run import count_compilations
 from jaxkv.pool import make_pool, write_rows
 from jaxkv.specs import StateSpec
 from jaxkv.step import StepShape, apply_step, pack_step
-from jaxkv.testing import ReferencePool, ReferenceTables
+from jaxkv.testing import ReferencePool, ReferenceTables, count_compilations
 from tests.helpers import hybrid_plan, pointers
 
 STEPS = int(os.environ.get("JAXKV_SOAK_STEPS", "1000"))

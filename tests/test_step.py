@@ -17,7 +17,6 @@ from jaxkv.block_tables import (
     map_slots,
 )
 from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
-from jaxkv.demo.run import count_compilations
 from jaxkv.pool import make_pool
 from jaxkv.step import (
     StepShape,
@@ -30,6 +29,7 @@ from jaxkv.step import (
     pack_step,
     warm_up,
 )
+from jaxkv.testing import count_compilations
 from tests.helpers import hybrid_plan, ids_of_group, pointers
 
 PLAN = hybrid_plan(num_blocks=60)

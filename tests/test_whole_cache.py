@@ -1,213 +1,130 @@
 """Host, tables and pool together: no request ever sees bytes that are not its own.
 
-A random serving loop over a hybrid plan whose groups overlay each other. Every token and
-state carries its request's mark. The pool starts as NaN; blocks are freed and handed out
-again between groups all the time; after every step each request must read exactly what
-it wrote, and zeros where it has not written yet.
+A random serving loop over plans whose groups overlay each other, driven by the state machine
+of `jaxkv.testing`. Every byte of every token and state is its request's own. The pool starts
+as NaN; blocks are freed and handed out again between groups all the time; after every step
+each request must read exactly what it wrote, and zeros where it has not written yet.
 """
 
 import functools
+from collections import Counter
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
-from jaxkv.block_tables import check_overflow, make_block_tables
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.pool import (
-    KVPool,
-    make_pool,
-    read_state,
-    read_tokens,
-    write_state,
-    write_tokens,
+from jaxkv.planning import plan_cache
+from jaxkv.specs import (
+    FullAttentionSpec,
+    Limits,
+    MLASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    StateSpec,
 )
-from jaxkv.specs import StateSpec
-from jaxkv.step import StepShape, apply_step, pack_step
+from jaxkv.testing import JaxkvStateMachine, assert_no_recompilation
 from tests.helpers import IMPLEMENTATIONS, ON_GPU, hybrid_plan, kernels_run
 
-ROWS, LONGEST, CHUNK = 4, 24, 8
-PLAN = hybrid_plan(num_blocks=48, max_model_len=LONGEST, kv_dtype="bf16")
-LAYERS = {layer: PLAN.layout.place_of(layer) for group in PLAN.groups for layer in group.layers}
-SHAPE = StepShape(
-    entries=ROWS,
-    block_ids=100,
-    zero_ids=40,
-    batch=ROWS,
-    widths=make_block_tables(PLAN, max_requests=ROWS).widths,
-    tokens=ROWS * CHUNK,
-    extra=2 * ROWS,
+plan_small = functools.partial(
+    plan_cache, memory_bytes=2**30, max_model_len=24, limits=Limits(max_in_flight_tokens=8)
 )
 
 
-@functools.cache
-def device_step(implementation: str, stacked: bool):
-    """One jitted step: tables, zeroing, marked writes, and a read of everything."""
+class Machine(JaxkvStateMachine):
+    plan = hybrid_plan(num_blocks=24, max_model_len=24, kv_dtype="bf16")
+    unwritten_reads_zero = True  # every group of these plans is zeroed
+    seen: Counter[str]
 
-    def step(tables, pool, upload):
-        tables, pool, batch = apply_step(
-            tables, pool, upload, shape=SHAPE, implementation=implementation
-        )
-        tags, totals = batch.extra[:ROWS], batch.extra[ROWS:]
-        by_row = (
-            jnp.zeros(ROWS, jnp.int32)
-            .at[batch.rows]
-            .set(tags, mode="drop", wrap_negative_indices=False)
-        )
-        mark = (by_row.at[batch.token_rows].get(mode="fill") * 13 + batch.positions) % 251
-        token = jnp.broadcast_to(mark[:, None, None], (SHAPE.tokens, 2, 4)).astype(jnp.float32)
-        for layer, place in LAYERS.items():
-            ids = batch.block_tables[place.group]
-            if isinstance(place.spec, StateSpec):
-                state = (tags * 1000 + totals).astype(jnp.float32)
-                arrays = [
-                    jnp.broadcast_to(state.reshape(-1, *[1] * len(shape)), (ROWS, *shape))
-                    for shape in place.spec.shapes
-                ]
-                moved = jnp.where(batch.lengths > 0, ids[:, 0], -1)
-                pool = write_state(pool, layer, moved, arrays)
-            else:
-                pool = write_tokens(pool, layer, batch.slots[place.group], token, -token)
-        return tables, pool, _read_all(pool, batch.block_tables)
+    def grow(self, request, num_computed_tokens, num_tokens):
+        self.seen["refused"] += 1
+        super().grow(request, num_computed_tokens, num_tokens)
+        self.seen["refused"] -= 1
+        self.seen["grown"] += 1
 
-    del stacked  # part of the cache key: the pool's form changes the program
-    return jax.jit(step, donate_argnums=(0, 1))
+    def finish(self, request):
+        super().finish(request)
+        self.seen["finished"] += self.computed[request] > 0
 
 
-def _read_all(pool, block_tables):
-    return {
-        layer: read_state(pool, layer, block_tables[place.group][:, 0])
-        if isinstance(place.spec, StateSpec)
-        else read_tokens(pool, layer, block_tables[place.group])
-        for layer, place in LAYERS.items()
-    }
-
-
-def poisoned_pool(stacked: bool) -> KVPool:
-    pool = make_pool(PLAN, stacked=stacked)
-    buffers = [jnp.full_like(b, 0xFF).at[..., 0, :].set(0) for b in pool.buffers]
-    return KVPool(buffers=tuple(buffers), layout=pool.layout)
-
-
-class CacheMachine(RuleBasedStateMachine):
-    implementation = "xla"
-    stacked = False
-
-    @initialize()
-    def begin(self) -> None:
-        self.manager = BlockManager(PLAN, max_requests=ROWS)
-        self.tables = make_block_tables(PLAN, max_requests=ROWS)
-        self.pool = poisoned_pool(self.stacked)
-        self.computed: dict[int, int] = {}
-        self.next_tag = 1
-
-    @precondition(lambda self: len(self.computed) < ROWS)
-    @rule()
-    def start(self) -> None:
-        self.manager.start(self.next_tag)
-        self.computed[self.next_tag] = 0
-        self.next_tag += 1
-
-    @precondition(lambda self: self.computed)
-    @rule(which=st.integers(0, ROWS - 1))
-    def finish(self, which) -> None:
-        tag = list(self.computed)[which % len(self.computed)]
-        self.manager.finish(tag)
-        del self.computed[tag]
-
-    @precondition(lambda self: self.computed)
-    @rule(wanted=st.tuples(*[st.integers(0, CHUNK)] * ROWS))
-    def step(self, wanted) -> None:
-        first = dict(self.computed)
-        lengths = {}
-        for tag, length in zip(first, wanted, strict=False):
-            length = min(length, LONGEST - first[tag])
-            free = self.manager.pool.num_free_blocks
-            try:
-                self.manager.grow(tag, first[tag], first[tag] + length)
-            except OutOfBlocksError:
-                assert self.manager.pool.num_free_blocks == free
-                length = 0
-            lengths[tag] = length
-            self.computed[tag] += length
-        self.check(first, lengths, self.run(first, lengths))
-
-    def run(self, first, lengths):
-        totals = [self.computed[tag] for tag in first]
-        padding = [0] * (ROWS - len(first))
-        upload = pack_step(
-            SHAPE,
-            update=self.manager.take_update(),
-            rows=[self.manager.requests[tag] for tag in first],
-            first_positions=list(first.values()),
-            lengths=[lengths[tag] for tag in first],
-            extra=[*first, *padding, *totals],
-        )
-        with kernels_run():
-            step = device_step(self.implementation, self.stacked)
-            self.tables, self.pool, read = step(self.tables, self.pool, upload)
-        check_overflow(self.tables)
-        return jax.tree.map(np.asarray, read)
-
-    def check(self, first, lengths, read) -> None:
-        for i, tag in enumerate(first):
-            for layer, place in LAYERS.items():
-                if isinstance(place.spec, StateSpec):
-                    for array in read[layer]:
-                        expected = tag * 1000 + self.computed[tag] if self.computed[tag] else 0
-                        assert (array[i] == expected).all(), (layer, tag)
-                    continue
-                keys, values = (array[i] for array in read[layer])
-                expected = self.expected_row(place, tag, first[tag], len(keys))
-                np.testing.assert_array_equal(keys[:, 0, 0], expected, str((layer, tag)))
-                np.testing.assert_array_equal(values[:, 1, 3], -expected, str((layer, tag)))
-
-    def expected_row(self, place, tag, first, size) -> np.ndarray:
-        """What positions 0 .. size - 1 read: marks where written and still in view."""
-        spec = place.spec
-        oldest = {
-            "full": 0,
-            "sliding": max(0, first - getattr(spec, "sliding_window", 0) + 1),
-            "chunked": first - first % getattr(spec, "chunk_size", 1),
-        }[spec.kind]
-        row = np.zeros(size, np.float32)
-        for position in range(self.computed[tag]):
-            block_end = position - position % spec.block_size + spec.block_size - 1
-            if block_end >= oldest:
-                row[position] = (tag * 13 + position) % 251
-        return row
+def run(examples: int, steps: int, **changes: object) -> Counter[str]:
+    """What the requests of a run did."""
+    machine = type("Machine", (Machine,), {**changes, "seen": Counter()})
+    options = settings(max_examples=examples, stateful_step_count=steps, derandomize=True)
+    with kernels_run():
+        run_state_machine_as_test(machine, settings=options)
+    return machine.seen
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stacked) -> None:
-    machine = type(
-        "Machine", (CacheMachine,), {"implementation": implementation, "stacked": stacked}
-    )
     interpreted = implementation == "mosaic_gpu" and not ON_GPU
-    examples = 4 if interpreted else 30  # interpreting costs a tenth of a second a step
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=30)
-    )
+    size = (2, 12) if interpreted else (30, 30)  # interpreting costs tenths of a second a step
+    seen = run(*size, implementation=implementation, stacked=stacked)
+    assert seen["grown"]
     if not interpreted:  # entering interpret mode changes jax's configuration, once
-        assert device_step(implementation, stacked)._cache_size() == 1
+        assert seen["finished"] and seen["refused"]
+        with assert_no_recompilation():
+            run(3, 30, implementation=implementation, stacked=stacked)
+
+
+FIND = settings(max_examples=300, phases=[Phase.generate], report_multiple_bugs=False)
+HEADS = {"num_kv_heads": 2, "head_size": 4}
+FULL = FullAttentionSpec(block_size=4, dtype="fp8_e4m3", **HEADS)
+WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, dtype="fp8_e5m2", **HEADS)
+LATENT = MLASpec(block_size=4, head_size=8, compress_ratio=2)
+WINDOW_LATENT = SlidingWindowMLASpec(block_size=4, head_size=4, sliding_window=5)
+STATE = StateSpec(block_size=4, shapes=((2,), (2, 3)), dtypes=("bf16", "f32"), cache_mode="align")
+STATES = StateSpec(block_size=4, shapes=((7,),), dtypes=("f32",), cache_mode="all")
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_blocks"),
+    [
+        ({"full": FULL, "window": WINDOW}, 13),
+        ({"latent": LATENT, "window": WINDOW_LATENT}, 12),
+        ({"state": STATE, "states": STATES, "full": FULL}, 16),
+    ],
+    ids=["windows of two fp8 formats", "compressed latents", "states of every block"],
+)
+def test_other_overlays_hold_too(layers, num_blocks) -> None:
+    plan = plan_small(layers, num_blocks_override=num_blocks)
+    assert all(plan.groups_to_zero)
+    seen = run(20, 30, plan=plan)
+    assert seen["grown"] and seen["finished"]
+
+
+def test_a_forked_request_outlives_its_donor() -> None:
+    """What the machine draws now and then, done once for certain."""
+    plan = plan_small({"full": FULL, "window": WINDOW}, num_blocks_override=24)
+    machine = type("Machine", (Machine,), {"plan": plan, "seen": Counter()})()
+    machine.begin(count=0)
+    (donor,) = machine.computed
+    machine.step({donor: 15})
+    fork = machine.fork_request(donor, 1)
+    assert machine.computed[fork] == 8 and machine.manager.pool.references(1) == 2
+    for after in (
+        machine.decode,
+        lambda: machine.finish_request(donor, again=False),
+        machine.decode,
+    ):
+        after()
+        machine.blocks_are_free_or_held_once()
+        machine.requests_read_what_they_wrote()
+    assert machine.manager.pool.references(1) == 1 and machine.computed == {fork: 10}
 
 
 def test_without_zeroing_the_machine_finds_stale_bytes() -> None:
-    """The check above can fail: the same loop with zeroing off reads somebody's bytes."""
-    machine = CacheMachine()
-    machine.begin()
-    machine.manager = BlockManager(PLAN, max_requests=ROWS, zero_policy="never")
-    machine.start()
-    with pytest.raises(AssertionError):
-        machine.step((1, 0, 0, 0))
+    """The checks above can fail: the same loop with zeroing off reads somebody's bytes."""
+    machine = type("Machine", (Machine,), {"zero_policy": "never", "seen": Counter()})
+    with pytest.raises(AssertionError, match="reads as NaN, and no request wrote that"):
+        run_state_machine_as_test(machine, settings=FIND)
+
+
+def test_tenants_are_kept_apart_by_zeroing_always_and_not_otherwise() -> None:
+    """Blocks of one meaning are not zeroed by default: others' finite bytes can be read."""
+    options = {"plan": plan_small({"full": FULL}, num_blocks_override=12)}
+    run(20, 30, **options, zero_policy="always")
+    machine = type("Machine", (Machine,), {**options, "seen": Counter()})
+    with pytest.raises(AssertionError, match="which nobody wrote"):
+        run_state_machine_as_test(machine, settings=FIND)

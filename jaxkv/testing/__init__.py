@@ -1,18 +1,78 @@
-"""References to test against, written from the definitions: lists and loops.
+"""Test a cache: references in NumPy and lists, strategies, a state machine, assertions.
 
-Slow and plain on purpose. Use them to check a serving stack that builds on jaxkv.
+Slow and plain on purpose. What is written from the definitions needs jax alone; the rest
+needs the extra: ``pip install "jaxkv[testing]"``, and is imported when it is first used.
+
+  ReferenceTables, ReferencePool, reference_*   tables, bytes and kernels, as lists and loops
+  ReferenceCache                                what every request must read
+  count_compilations, assert_no_recompilation   a steady state compiles nothing
+  strategies                                    Hypothesis: specs, models, plans, traffic, ...
+  CacheStateMachine                             drives a cache of your own; subclass it
+  JaxkvStateMachine                             the same over jaxkv itself
+  assert_in_place, assert_same_bytes,           pointers, temporary memory, every byte
+  assert_unchanged
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.testing.compilations import Compilation as Compilation
+from jaxkv.testing.compilations import assert_no_recompilation as assert_no_recompilation
+from jaxkv.testing.compilations import count_compilations as count_compilations
 from jaxkv.testing.reference import ReferencePool as ReferencePool
 from jaxkv.testing.reference import ReferenceTables as ReferenceTables
+from jaxkv.testing.reference_cache import ReferenceCache as ReferenceCache
+from jaxkv.testing.reference_cache import Write as Write
+from jaxkv.testing.reference_cache import place_in_row as place_in_row
 from jaxkv.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
 from jaxkv.testing.reference_kernels import reference_write_rows as reference_write_rows
 from jaxkv.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
 
+if TYPE_CHECKING:
+    from jaxkv.testing import strategies as strategies
+    from jaxkv.testing.assertions import assert_in_place as assert_in_place
+    from jaxkv.testing.assertions import assert_same_bytes as assert_same_bytes
+    from jaxkv.testing.assertions import assert_unchanged as assert_unchanged
+    from jaxkv.testing.jaxkv_state_machine import JaxkvStateMachine as JaxkvStateMachine
+    from jaxkv.testing.state_machine import CacheStateMachine as CacheStateMachine
+
+_NEED_THE_EXTRA = {
+    "assert_in_place": "assertions",
+    "assert_same_bytes": "assertions",
+    "assert_unchanged": "assertions",
+    "CacheStateMachine": "state_machine",
+    "JaxkvStateMachine": "jaxkv_state_machine",
+}
+
 __all__ = [
+    "CacheStateMachine",
+    "Compilation",
+    "JaxkvStateMachine",
+    "ReferenceCache",
     "ReferencePool",
     "ReferenceTables",
+    "Write",
+    "assert_in_place",
+    "assert_no_recompilation",
+    "assert_same_bytes",
+    "assert_unchanged",
+    "count_compilations",
+    "place_in_row",
     "reference_copy_blocks",
     "reference_write_rows",
     "reference_zero_blocks",
+    "strategies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs the extra, when it is asked for."""
+    if name == "strategies":
+        return importlib.import_module(f"{__name__}.strategies")
+    if name in _NEED_THE_EXTRA:
+        return getattr(importlib.import_module(f"{__name__}.{_NEED_THE_EXTRA[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,21 @@
+"""What parts of `jaxkv.testing` need beyond jax, and what to install for it."""
+
+import contextlib
+from collections.abc import Generator
+
+
+@contextlib.contextmanager
+def extra(module: str) -> Generator[None]:
+    """For imports of packages that the extra ``testing`` brings.
+
+    Raises:
+      ImportError: one of them is not installed; the message names the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise ImportError(
+            f'{module} needs {package}, which is not installed: pip install "jaxkv[testing]"',
+            name=error.name,
+        ) from error
