@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from jaxkv.blocks._pool import NULL_BLOCK, BlockPool, OutOfBlocksError
 from jaxkv.blocks._update import TableEntry, TableUpdate
 from jaxkv.checks import check_count, check_positive
 from jaxkv.planning import Plan
+from jaxkv.rich_repr import html_table
+
+MAX_ROWS = 8  # that Jupyter is shown
 
 ZERO_POLICIES = ("never", "when_needed", "always")
 
@@ -72,6 +76,25 @@ class BlockManager:
         self._free_rows = deque(range(max_requests))
         self._entries: dict[int, TableEntry] = {}  # by row
         self._zero_ids: list[list[int]] = [[] for _ in self._specs]
+
+    def __repr__(self) -> str:
+        pool = self.pool
+        return (
+            f"BlockManager({len(self._requests)} of {self._max_requests} rows taken, "
+            f"{pool.num_free_blocks:,} of {pool.num_blocks:,} blocks free)"
+        )
+
+    def _repr_html_(self) -> str:
+        def counts(holding: _Holding) -> list[int]:
+            return [sum(i != NULL_BLOCK for i in ids) for ids in holding.block_ids]
+
+        held = [
+            (request, holding.row, *counts(holding))
+            for request, holding in itertools.islice(self._requests.items(), MAX_ROWS)
+        ]
+        groups = [f"blocks of group {index}" for index in range(len(self._specs))]
+        more = f"; {MAX_ROWS} of them shown" if len(self._requests) > MAX_ROWS else ""
+        return html_table(held, caption=f"{self!r}{more}", header=["request", "row", *groups])
 
     @property
     def requests(self) -> Mapping[Hashable, int]:

@@ -40,6 +40,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._free = deque(range(NULL_BLOCK + 1, num_blocks))
 
+    def __repr__(self) -> str:
+        return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
+
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)

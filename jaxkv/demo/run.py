@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import pathlib
-from collections.abc import Iterator
 
 import jax
 from tqdm import tqdm
@@ -17,11 +16,11 @@ from jaxkv.models import layers_from_config, load_config, model_len
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.plotting import plot_occupancy
 from jaxkv.specs import Limits
+from jaxkv.testing import count_compilations
 from pallas_kernels import default_implementation
 
 CARD_BYTES = 141_000_000_000
 KV_DTYPES = ("fp8_e4m3", "fp8_e5m2", "bf16", "f16", "f32")
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,24 +185,6 @@ def _show_nans(report: Report) -> None:
 def _bar(trace: list[Request], zeroing: bool) -> tqdm:
     name = "paged" if zeroing else "paged, no zeroing"
     return tqdm(total=len(trace), desc=name, unit="request")
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[list[float]]:
-    """Collects the duration of every compilation while it is open."""
-    seen: list[float] = []
-    is_open = True
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if is_open and event == COMPILE_EVENT:
-            seen.append(duration_secs)
-
-    # jax has no public way to take a listener away again; this one falls silent.
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        is_open = False
 
 
 def _title(text: str) -> None:

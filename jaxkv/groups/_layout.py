@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxkv.groups._spans import layout_svg
 from jaxkv.specs import LayerSpec
 
 
@@ -34,7 +35,12 @@ class Group:
         return sum(spec.page_bytes for spec in self.specs)
 
     def __str__(self) -> str:
+        if not self.layers:  # none of them on this worker
+            return "0 layers"
         return f"{len(self.layers)} {self.spec.kind} @ {self.block_size}"
+
+    def __repr__(self) -> str:
+        return f"Group({self}, {self.page_bytes:,} bytes per block)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Slot:
 
     page_bytes: int
     layers: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Slot({self.page_bytes:,} bytes, {len(self.layers)} layers)"
 
 
 class Place(NamedTuple):
@@ -71,6 +80,15 @@ class PoolLayout:
     @property
     def bytes_per_block(self) -> int:
         return sum(slot.page_bytes for slot in self.slots)
+
+    def __repr__(self) -> str:
+        return (
+            f"PoolLayout({len(self.groups)} groups in {len(self.slots)} slots, "
+            f"{self.bytes_per_block:,} bytes per block)"
+        )
+
+    def _repr_html_(self) -> str:
+        return layout_svg(self)
 
     def place_of(self, layer: str) -> Place:
         """Where a layer lives.

@@ -11,6 +11,7 @@ from jaxkv.planning._text import (
     describe_unused,
     describe_zeroing,
     difference,
+    plan_html,
     readable,
 )
 from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
@@ -171,6 +172,18 @@ class Plan:
         return longest_admitted(
             self.groups, usable_blocks, max_model_len, self.limits, context_parallel=ranks
         )
+
+    def __repr__(self) -> str:
+        block = max(self.bytes_per_block, default=0)
+        return (
+            f"Plan({len(self.groups)} groups, {self.num_blocks:,} blocks of {block:,} bytes, "
+            f"requests up to {self.max_model_len:,} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        """What `print` shows, with the three figures of the longest request in rows of their
+        own: what admission charges, what it holds while it decodes, how many fit."""
+        return plan_html(self)
 
     def __str__(self) -> str:
         """The plan in eight lines."""

@@ -49,7 +49,7 @@ def plan_cache(
         share a pool; a pool whose slots pass int32; context parallelism for groups
         that do not keep all tokens.
     """
-    if not isinstance(layers, Mapping | Sequence):
+    if not isinstance(layers, (Mapping, Sequence)):
         raise TypeError(f"layers must map names to specs, or list such mappings; got {layers!r}")
     workers = [_owned(w) for w in ([layers] if isinstance(layers, Mapping) else layers)]
     budgets = _check_budgets(memory_bytes, len(workers))

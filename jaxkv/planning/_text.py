@@ -1,8 +1,13 @@
 """The words of a printed plan."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxkv.groups import Group
+from jaxkv.rich_repr import html_table
+
+if TYPE_CHECKING:
+    from jaxkv.planning._plan import Plan
 
 
 def readable(num_bytes: int) -> str:
@@ -33,3 +38,23 @@ def describe_zeroing(groups_to_zero: Sequence[bool]) -> str:
         return "no: every block keeps one meaning"
     listed = ", ".join(str(i) for i, needed in enumerate(groups_to_zero) if needed)
     return f"yes: groups {listed} overlay bytes of another meaning"
+
+
+def plan_html(plan: "Plan") -> str:
+    length, block = plan.max_model_len, sum(plan.bytes_per_block)
+    charged, steady = plan.admission_blocks(length), plan.steady_blocks(length)
+    unused = describe_unused(plan.unused_bytes_per_block)
+    rows = [
+        ("groups", describe_groups(plan.groups)),
+        ("block", f"{block:,} bytes, {unused}"),
+        ("memory", readable(sum(plan.memory_bytes))),
+        ("blocks", f"{plan.num_blocks:,} of which {plan.usable_blocks:,} usable"),
+        ("admission charges", f"{charged:,} blocks, {readable(charged * block)}"),
+        ("held while it decodes", f"{steady:,} blocks, {readable(steady * block)}"),
+        ("run at once", f"{plan.requests_that_fit(length):,} requests"),
+        ("tokens in all", f"{plan.tokens_that_fit(length):,}"),
+        ("zero new blocks", describe_zeroing(plan.groups_to_zero)),
+    ]
+    if len(plan.layouts) > 1:
+        rows.insert(0, ("workers", f"{len(plan.layouts)}; bytes are of all together"))
+    return html_table(rows, caption=f"Plan for requests up to {length:,} tokens")

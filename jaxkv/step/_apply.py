@@ -75,7 +75,13 @@ def _zero_and_copy(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))
-def _donating(tables, pool, upload, shape, implementation):
+def _donating[P: KVPool | None](
+    tables: BlockTables,
+    pool: P,
+    upload: Array | np.ndarray,
+    shape: StepShape,
+    implementation: str | None,
+) -> tuple[BlockTables, P, StepBatch]:
     return apply_step(tables, pool, upload, shape=shape, implementation=implementation)
 
 

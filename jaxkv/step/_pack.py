@@ -213,7 +213,7 @@ def _write(out: memoryview, where: slice, values: Ints, name: str) -> None:
         out[where.start : where.start + count] = _as_int32(name, values)
 
 
-def _as_int32(name: str, values: Ints) -> array.array | np.ndarray:
+def _as_int32(name: str, values: Ints) -> array.array[int] | np.ndarray:
     if not isinstance(values, np.ndarray):
         try:
             return array.array("i", values)  # checks each, in C

@@ -65,6 +65,9 @@ class UploadRing:
         self._fences: list[list[Array]] = [[] for _ in range(depth)]
         self._turn, self._is_out = 0, False
 
+    def __repr__(self) -> str:
+        return f"UploadRing({len(self._uploads)} uploads of {self.shape.size:,} int32s)"
+
     def pack(self, **step: Any) -> Array:
         """Packs a step, with the arguments of `pack_step`, into the next buffer.
 

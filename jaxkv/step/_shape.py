@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ class StepShape:
         upload.flags.writeable = False
         return upload
 
-    def split(self, upload):
+    def split(self, upload: Any) -> dict[str, Any]:
         """Views of the parts of an upload, NumPy or jax, by name.
 
         Flat, except ``firsts`` and ``counts``, [entries, groups], and what there is of
@@ -117,6 +118,13 @@ class StepBatch:
     block_tables: tuple[Array, ...]  # per group int32[B, widths[g] * blocks_per_kv_block]
     data: Array  # int32[shape.size + (2 + G) * T], the upload and what was made for tokens
     shape: StepShape = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        widths = tuple(table.shape[-1] for table in self.block_tables)
+        return (
+            f"StepBatch({self.shape.batch} requests, {self.shape.tokens} tokens, tables of "
+            f"{widths} blocks, with padding)"
+        )
 
     @property
     def rows(self) -> Array:

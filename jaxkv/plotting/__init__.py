@@ -1,0 +1,23 @@
+"""Pictures of plans, layouts, tables and pools.
+
+Knows how to draw; counts nothing that the other modules do not count. Needs matplotlib
+(``pip install "jaxkv[plot]"``), which is imported when something is drawn, and no jax.
+
+Every function returns the matplotlib ``Figure`` that it drew on: a new one, which Jupyter shows
+when it is the last value of a cell, or that of the ``ax`` that it was given. pyplot is never
+imported and no global setting is changed. Colours are those of Okabe and Ito, in one fixed
+order: group 0 is blue in every picture. Hatching marks bytes that hold no data, and tells
+groups apart in print.
+"""
+
+from jaxkv.plotting._layout import plot_layout as plot_layout
+from jaxkv.plotting._length import plot_length_against_requests as plot_length_against_requests
+from jaxkv.plotting._memory import plot_memory as plot_memory
+from jaxkv.plotting._occupancy import plot_occupancy as plot_occupancy
+from jaxkv.plotting._order import plot_order as plot_order
+from jaxkv.plotting._order import plot_orders as plot_orders
+from jaxkv.plotting._page import plot_page as plot_page
+from jaxkv.plotting._pool import Holder as Holder
+from jaxkv.plotting._pool import plot_pool_over_time as plot_pool_over_time
+from jaxkv.plotting._pool import snapshot_blocks as snapshot_blocks
+from jaxkv.plotting._tables import plot_block_tables as plot_block_tables

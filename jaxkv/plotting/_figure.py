@@ -1,0 +1,16 @@
+"""A figure that Jupyter shows by itself. The only module that imports matplotlib at its top."""
+
+import io
+
+from matplotlib.figure import Figure
+
+DPI = 85
+
+
+class NotebookFigure(Figure):
+    """A figure without pyplot, so that nothing is shown twice and nothing must be closed."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=DPI)
+        return buffer.getvalue()

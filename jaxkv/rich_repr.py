@@ -1,0 +1,53 @@
+"""What Jupyter shows of an object: colours, and tables as plain HTML. No jax, no matplotlib.
+
+Knows cells and escaping. Knows nothing of plans or tables. Nothing is loaded from elsewhere,
+and text takes the page's own colour, so that it reads on light and dark themes.
+"""
+
+import html
+from collections.abc import Iterable, Sequence
+
+# Okabe and Ito's palette for all kinds of colour vision. Neighbours differ in lightness too,
+# so that they stay apart in a greyscale print. The order is fixed: index = group.
+GROUP_COLOURS = (
+    "#0072B2",  # blue
+    "#E69F00",  # orange
+    "#009E73",  # green
+    "#F0E442",  # yellow
+    "#CC79A7",  # purple
+    "#D55E00",  # vermilion
+    "#56B4E9",  # sky
+    "#999999",  # grey
+)
+
+_CELL = "padding:2px 10px;text-align:left;border:1px solid #8888"
+
+
+def group_colour(group: int) -> str:
+    return GROUP_COLOURS[group % len(GROUP_COLOURS)]
+
+
+def text_colour(background: str) -> str:
+    """Black or white, whichever reads better on a colour ``#rrggbb``."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 115 else "#ffffff"
+
+
+def html_table(
+    rows: Iterable[Sequence[object]], *, caption: object = "", header: Sequence[object] = ()
+) -> str:
+    """An HTML table; all text is escaped."""
+    lines = ["<table style='border-collapse:collapse'>"]
+    if caption:
+        lines.append(
+            f"<caption style='text-align:left;padding:2px 0'>{html.escape(str(caption))}</caption>"
+        )
+    if header:
+        lines.append(_row("th", header))
+    lines += [_row("td", row) for row in rows]
+    return "\n".join([*lines, "</table>"])
+
+
+def _row(tag: str, cells: Sequence[object]) -> str:
+    texts = (f"<{tag} style='{_CELL}'>{html.escape(str(cell))}</{tag}>" for cell in cells)
+    return f"<tr>{''.join(texts)}</tr>"

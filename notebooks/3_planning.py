@@ -1,0 +1,148 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Planning: what fits, and what binds
+#
+# A plan says how many blocks a memory budget gives, how long a request can be, and how many run
+# at once. It needs a `config.json` and a number of bytes. It never touches a device: this
+# notebook does not import jax.
+
+# %%
+from jaxkv import plotting
+from jaxkv.models import encoder_len, layers_from_config, load_config, model_len
+from jaxkv.planning import KVCacheCapacityError, plan_cache
+from jaxkv.specs import Limits
+
+GIB = 2**30
+
+
+def plan_model(name, memory_gib, max_in_flight_tokens=8192, **options):
+    config = load_config(name)
+    limits = Limits(
+        max_in_flight_tokens=max_in_flight_tokens, max_encoder_tokens=encoder_len(config)
+    )
+    layers = layers_from_config(config, kv_dtype=options.pop("kv_dtype", None))
+    options = {"max_model_len": model_len(config), "limits": limits} | options
+    return plan_cache(layers, int(memory_gib * GIB), **options)
+
+
+# %% [markdown]
+# ## Three figures that must not be mixed
+#
+# - What **admission charges**: the most blocks that one request of the longest length can ever
+#   hold, while a full step of its tokens is in flight. A plan is accepted if that fits.
+# - What a request **holds while it decodes**, one token in flight.
+# - **How many run at once**: one of them in prefill, the others decoding.
+#
+# For a model whose layers all keep all tokens the first two are the same. For Gemma 3, with its
+# windows, they differ.
+
+# %%
+plotting.plot_memory(plan_model("gemma-3-27b", 40))
+
+# %% [markdown]
+# The same as a table. `print` shows it as text.
+
+# %%
+plan_model("gemma-3-27b", 40)
+
+# %% [markdown]
+# ## Models side by side
+#
+# The same 40 GiB, models of very different kinds.
+
+# %%
+names = ["llama-3.1-8b", "gemma-3-27b", "qwen3-next-80b-a3b", "gpt-oss-20b", "deepseek-v3"]
+plans = {name: plan_model(name, 40, fit_max_model_len=True) for name in names}
+print(f"{'model':20} {'groups':>6} {'bytes per block':>16} {'longest':>9} {'at once':>8}")
+for name, plan in plans.items():
+    fit = plan.requests_that_fit(plan.max_model_len)
+    print(f"{name:20} {len(plan.groups):6} {sum(plan.bytes_per_block):16,} ", end="")
+    print(f"{plan.max_model_len:9,} {fit:8,}")
+plotting.plot_length_against_requests(plans)
+
+# %% [markdown]
+# ## Memory sizes
+#
+# Twice the memory is a little more than twice the requests: what is set aside for the one in
+# prefill is counted once.
+
+# %%
+sizes = {
+    f"{size} GiB": plan_model("gemma-3-27b", size, fit_max_model_len=True)
+    for size in (10, 20, 40, 80)
+}
+plotting.plot_length_against_requests(sizes)
+
+# %% [markdown]
+# ## What does not fit is refused, with what to change
+#
+# `fit_max_model_len=True` shortens the longest request to what the memory holds. Without it the
+# refusal carries the figures.
+
+# %%
+try:
+    plan_model("llama-3.1-70b", 12)
+except KVCacheCapacityError as error:
+    print(error)
+    shorter = plan_model("llama-3.1-70b", 12, fit_max_model_len=True)
+    print(f"\nfitted: {shorter.max_model_len:,} tokens; fp8 keys and values: ", end="")
+    quantised = plan_model("llama-3.1-70b", 12, fit_max_model_len=True, kv_dtype="fp8_e4m3")
+    print(f"{quantised.max_model_len:,}")
+
+# %% [markdown]
+# ## Why hybrids surprise: short requests
+#
+# A recurrent state has the same size for one token and for a million. Blocks are handed out whole,
+# and here a block is large enough for a state. So the shortest request of Qwen3-Next takes four
+# blocks, one for each group: that is the flat left end of its curve above.
+
+# %%
+for name in ("llama-3.1-8b", "qwen3-next-80b-a3b"):
+    plan = plans[name]
+    for length in (16, 1024, 131072):
+        charged = plan.steady_blocks(length) * sum(plan.bytes_per_block)
+        print(f"{name:20} {length:7,} tokens: {charged / 2**20:9,.1f} MiB each")
+
+# %% [markdown]
+# ## Why hybrids surprise: tokens in flight
+#
+# A window of 1,024 tokens does not mean that a request holds 1,024 tokens. All tokens that one
+# step computes are held at once, so a large prefill chunk costs blocks in every window group. In a
+# small memory that decides how many run.
+
+# %%
+chunks = {
+    f"{chunk:,} in flight": plan_model("gemma-3-27b", 5, chunk, fit_max_model_len=True)
+    for chunk in (512, 2048, 8192)
+}
+plotting.plot_length_against_requests(chunks)
+
+# %%
+plotting.plot_memory(chunks["8,192 in flight"])
+
+# %% [markdown]
+# ## Why hybrids surprise: unused bytes
+#
+# Groups of unequal size leave part of their blocks unused: hatched below, for requests of 1,024
+# tokens. `grouping="least_waste"` looks for the grouping that fits the longest request and then
+# charges the fewest bytes. It may make many more groups, and tables.
+
+# %%
+groupings = {name: plan_model("gemma-3-27b", 40, grouping=name) for name in ("rule", "least_waste")}
+for name, plan in groupings.items():
+    short, long = (plan.requests_that_fit(length) for length in (1024, 131072))
+    print(f"{name:12} {len(plan.groups):3} groups; ", end="")
+    print(f"at once {short} of 1,024 tokens or {long} of 131,072")
+plotting.plot_memory(groupings["rule"], 1024)
