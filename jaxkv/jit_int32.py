@@ -26,7 +26,7 @@ def jit_int32[**P, R](
         places = [(name, parameters.index(name)) for name in names]
 
         @functools.wraps(jitted)
-        def checked(*args: Any, **kwargs: Any) -> R:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, place in places:
                 value = args[place] if place < len(args) else kwargs.get(name)
                 fields = value._asdict() if hasattr(value, "_asdict") else {name: value}

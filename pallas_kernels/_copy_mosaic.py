@@ -6,6 +6,7 @@ first set aside, by a launch of its own.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def copy_pages(work: Sequence[Blocks], pairs: Lists, *, disjoint: bool) -> list[
         return on_live(work, pairs, functools.partial(copy_launch, _copy_directly, pairs))
     lists = [(*ids, _endangered(*ids)) for ids in pairs]
 
-    def write(live: Live, refs: list) -> None:
+    def write(live: Live, refs: list[Any]) -> None:
         aside = copy_launch(_set_aside, lists, live, refs, _room_aside(live, lists))
         copy_launch(_copy, lists, live, [*refs, *aside])
 
