@@ -97,21 +97,22 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
 def to_device(copies: Sequence[HostCopy]) -> list[Array]:
     """The arrays again, ready, where they were. The copies stay."""
     arrays: list[Array] = []
+    pending: collections.deque[Array] = collections.deque()
     try:
         for copy in copies:
-            arrays.append(_restored(copy))
+            arrays.append(_restored(copy, pending))
         return jax.block_until_ready(arrays)
     except BaseException:
         _delete(arrays)
         raise
 
 
-def _restored(copy: HostCopy) -> Array:
+def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
+    """pending: chunks on their way, of this array and those before it."""
     place, axis, chunks = copy
     if len(chunks) == 1:
         return place.put(chunks[0])
     array = place.zeros()
-    pending: collections.deque[Array] = collections.deque()
     start = 0
     try:
         for chunk in chunks:
