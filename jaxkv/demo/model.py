@@ -111,8 +111,6 @@ def _attention(config, weights, layer, x, positions, cache):
     query = _rotate(config, _norm(config, split(x @ weights["query"])), positions)
     key = _rotate(config, _norm(config, split(x @ weights["key"])), positions)
     cache, keys, values = cache.attend(layer, key, split(x @ weights["value"]))
-    # Compiled on its own, so that it rounds alike wherever keys and values come from.
-    keys, values = lax.optimization_barrier((keys, values))
     groups = query.shape[2] // keys.shape[2]
     query = query.reshape(*query.shape[:2], keys.shape[2], groups, width)
     scores = jnp.einsum("bchgd,bthd->bhgct", query, keys) / math.sqrt(width)

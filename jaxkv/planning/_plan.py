@@ -130,11 +130,16 @@ class Plan:
         """What admission charges: ``sum_g max_blocks_g(L)`` with a full step in flight."""
         return sum(self.blocks_per_group(num_tokens))
 
-    def steady_blocks(self, num_tokens: int) -> int:
-        """What a request of this length holds while it decodes: ``sum_g max_blocks_g(L)``
-        with one token in flight."""
+    def steady_blocks_per_group(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks of each group that a request of this length holds while it decodes, with one
+        token in flight."""
         limits = dataclasses.replace(self.limits, max_in_flight_tokens=1)
-        return needed_blocks(self.groups, self.local_tokens(num_tokens), limits)
+        local = self.local_tokens(num_tokens)
+        return tuple(group.spec.max_blocks(local, limits) for group in self.groups)
+
+    def steady_blocks(self, num_tokens: int) -> int:
+        """What a request of this length holds while it decodes, in all groups."""
+        return sum(self.steady_blocks_per_group(num_tokens))
 
     def admits(self, num_tokens: int) -> bool:
         """Can a request of this length, alone, always get its blocks?"""

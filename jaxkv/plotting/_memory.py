@@ -1,6 +1,5 @@
 """What a plan does with memory, when as many requests run as fit."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,7 +86,7 @@ def plot_memory(
 
 def _split(plan: Plan, length: int, worker: int) -> Sequence[_Part]:
     block = plan.bytes_per_block[worker]
-    fit, steady = plan.requests_that_fit(length), _steady_blocks(plan, length)
+    fit, steady = plan.requests_that_fit(length), plan.steady_blocks_per_group(length)
     parts = []
     for index, (held, group) in enumerate(zip(steady, plan.layouts[worker].groups, strict=True)):
         data = sum(spec.data_bytes for spec in group.specs)
@@ -104,12 +103,6 @@ def _split(plan: Plan, length: int, worker: int) -> Sequence[_Part]:
         _Part("null block and reserved", plan.reserved_blocks * block, plan.reserved_blocks),
         _Part("in no block", max(rest, 0), None),
     ]
-
-
-def _steady_blocks(plan: Plan, length: int) -> tuple[int, ...]:
-    """Per group, what a request holds while it decodes: one token in flight."""
-    limits = dataclasses.replace(plan.limits, max_in_flight_tokens=1)
-    return dataclasses.replace(plan, limits=limits).blocks_per_group(length)
 
 
 def _draw(ax: "Axes", line: int, left: float, part: _Part, size: int) -> None:
