@@ -29,8 +29,9 @@ def jit_int32[**P, R](
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name, place in places:
                 value = args[place] if place < len(args) else kwargs.get(name)
-                fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
-                check_int32(**fields)
+                fields = value._asdict() if hasattr(value, "_asdict") else {}
+                arrays = all(hasattr(field, "dtype") for field in fields.values())
+                check_int32(**(fields if fields and arrays else {name: value}))
             return jitted(*args, **kwargs)
 
         return checked

@@ -263,7 +263,9 @@ def describe_gain(question: Question, plan: Plan) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="path to a config.json, or a preset")
-    parser.add_argument("--memory", required=True, help="for the cache, per GPU: 80GiB, 141GB")
+    parser.add_argument(
+        "--memory", required=True, help="for the cache, per GPU: 80GiB, 141GB, or bytes"
+    )
     parser.add_argument("--max-model-len", default="auto", help="tokens, or auto (default)")
     parser.add_argument("--kv-dtype", help="of keys and values (default: the model's own)")
     parser.add_argument("--block-size", type=int, help="tokens (default: the family's usual)")

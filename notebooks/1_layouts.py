@@ -65,7 +65,9 @@ plotting.plot_page(spec, block_id=3, kernel_block_size=size)
 # Layers that need the same blocks for the same request share one block table. They are a
 # **group**. Qwen3-Next has 36 layers with a recurrent state and 12 with attention. They make four
 # groups of 12, and a block belongs to one group at a time. What lies above each other in the
-# picture is the same memory.
+# picture is the same memory. A block is cut into **slots of the pool** (black lines; not the slots
+# of tokens above), and one layer of each group lies on each. Numbers in boxes are layers, and
+# `12 state @ 544` is twelve state layers in blocks of 544 tokens.
 
 # %%
 config = load_config("qwen3-next-80b-a3b")

@@ -15,8 +15,9 @@
 # # 2. Block tables: the life of a request
 #
 # A **block table** has one row per running request and, per group, the ids of the blocks that the
-# request holds. The host decides who gets which block. The device keeps the tables and turns them
-# into what kernels read. Tables are immutable: every function takes a state and returns a new one.
+# request was given. The host decides who gets which block. The device keeps the tables and turns
+# them into what kernels read. Tables are immutable: every function takes a state and returns a new
+# one.
 
 # %%
 import jax
@@ -69,6 +70,7 @@ empty = tables
 
 
 def apply(tables, update):
+    # Arrays of fixed sizes, so that nothing compiles twice.
     entries = pack_entries(update.entries, num_groups=3, max_entries=6, max_block_ids=64)
     return append_block_ids(tables, entries)
 
@@ -83,7 +85,9 @@ print(tables)
 
 # %% [markdown]
 # More requests arrive and grow. Entries keep their place in the row, so a row is read by position:
-# entry `i` of a group with blocks of 4 tokens holds positions `4 * i` to `4 * i + 3`.
+# entry `i` of a group with blocks of 4 tokens holds positions `4 * i` to `4 * i + 3`. The device is
+# not told when a window gives a block back: group 1 of r2 still shows nine ids, and the manager
+# holds the last few. Gathering, below, hides the others.
 
 # %%
 for request, length in {"r1": 20, "r2": 34, "r3": 11}.items():
@@ -91,6 +95,7 @@ for request, length in {"r1": 20, "r2": 34, "r3": 11}.items():
     for start in range(0, length, 8):
         manager.grow(request, start, min(start + 8, length))
 tables = apply(tables, manager.take_update())
+print("r2 holds in group 1:", manager.block_ids("r2")[1])
 plotting.plot_block_tables(tables)
 
 # %% [markdown]
@@ -114,7 +119,7 @@ for group, ids in enumerate(gathered):
 # `map_slots` says where the row of each new token goes. States have no slots.
 
 # %%
-tables, slots = map_slots(tables, rows[:2], positions[:2] - 1)
+tables, slots = map_slots(tables, rows[:2], positions[:2] - 1)  # the last tokens computed
 print(slots)  # [group, token]; -1: none
 
 # %% [markdown]
@@ -144,7 +149,8 @@ print("rows:", manager.requests)
 #
 # The device never waits for the host, so it cannot raise. It drops what is out of range, changes
 # nothing else and remembers why. `check_overflow` raises it, off the hot path. Below, a gathered
-# width of 6 is too small for one row in each of two groups, and row 77 does not exist.
+# width of 6 is too small for one row in each of two groups, and row 77 does not exist. In the
+# picture a line marks the width, and a frame the row that is too long.
 
 # %%
 bad, _ = gather_block_tables(tables, rows, positions, widths=(6, 6, 1))

@@ -75,8 +75,8 @@ plotting.plot_length_against_requests(plans)
 # %% [markdown]
 # ## Memory sizes
 #
-# Twice the memory is a little more than twice the requests: what is set aside for the one in
-# prefill is counted once.
+# Twice the memory is at least twice the requests, and up to three times as many where few run:
+# what is set aside for the one in prefill is counted once.
 
 # %%
 sizes = {

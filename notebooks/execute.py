@@ -61,6 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     for source in options.sources or sorted(HERE.glob("[0-9]_*.py")):
         target = (options.output or source.parent) / f"{source.stem}.ipynb"
+        target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(execute(source), target)
         print(f"{target}: {target.stat().st_size:,} bytes")
 

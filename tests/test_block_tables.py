@@ -450,11 +450,11 @@ def test_arrays_of_the_wrong_kind_are_refused_by_name(call, error, message) -> N
     ("arguments", "message"),
     [
         ({"max_requests": 0}, "max_requests must be at least 1"),
-        ({"max_requests": 2, "kernel_block_sizes": [4]}, "kernel_block_sizes has 1 groups"),
+        ({"max_requests": 2, "kernel_block_sizes": [4]}, "kernel_block_sizes has 1 entries"),
         ({"max_requests": 2, "kernel_block_sizes": [3] * GROUPS}, "3 does not divide"),
         ({"max_requests": 2, "kernel_block_sizes": [0] * GROUPS}, "kernel_block_size must be"),
         ({"max_requests": 2, "kernel_block_sizes": [2] * GROUPS}, "would split a state"),
-        ({"max_requests": 2, "kernel_block_sizes": []}, "kernel_block_sizes has 0 groups"),
+        ({"max_requests": 2, "kernel_block_sizes": []}, "kernel_block_sizes has 0 entries"),
     ],
 )
 def test_tables_that_cannot_be_made_are_refused(arguments, message) -> None:

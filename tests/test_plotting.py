@@ -501,7 +501,9 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
         (lambda: plotting.plot_page(SMALL.groups[0].spec, block_id=-1), ValueError, "block_id"),
         (lambda: plotting.plot_order("LBH"), ValueError, "order='LBH' is not a cache layout"),
         (lambda: plotting.plot_order("NHD", block_id=3), ValueError, "block_id=3 is not one of"),
-        (lambda: plotting.plot_orders([]), ValueError, "orders is empty"),
+        (lambda: plotting.plot_orders([]), ValueError, r"orders=\[\] must be"),
+        (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
+        (lambda: plotting.plot_length_against_requests(SMALL, 512), TypeError, "lengths=512 must"),
     ],
 )
 def test_what_makes_no_picture_is_refused_by_name(draw, error, message) -> None:

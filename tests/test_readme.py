@@ -1,7 +1,10 @@
 """The README's examples run as they stand, one after the other, and print what it says."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +45,14 @@ def test_the_examples_run_and_read_back_what_they_wrote(capsys: pytest.CaptureFi
     assert scope["step"]._cache_size() == 1
 
     run(suite, scope)
+
+
+def test_the_examples_run_on_one_device_too() -> None:
+    """The suite has eight virtual ones."""
+    examples = "\n".join(blocks("python"))
+    subprocess.run(
+        [sys.executable, "-c", examples], check=True, env={**os.environ, "XLA_FLAGS": ""}
+    )
 
 
 def test_the_examples_are_short() -> None:

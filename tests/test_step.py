@@ -186,7 +186,7 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
         ),
         (
             {"update": TableUpdate([TableEntry(3, [[1]])] * 2, NOTHING.zero_ids)},
-            rf"ids for \{{3: 1\}} groups by row; each wants {GROUPS}",
+            rf"ids for \{{3: 1\}} groups by row and shape.widths has {GROUPS}",
         ),
         ({"copies": [(1, 2)] * GROUPS}, "copies must be, per group, a list of pairs"),
         ({"copies": np.ones((GROUPS, 1, 3), int)}, "copies must be, per group, a list of pairs"),
@@ -213,7 +213,7 @@ def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
         ),
         (
             {"update": TableUpdate([TableEntry(3, [[1]])], NOTHING.zero_ids)},
-            rf"ids for \{{3: 1\}} groups by row; each wants {GROUPS}",
+            rf"ids for \{{3: 1\}} groups by row and shape.widths has {GROUPS}",
         ),
         (
             {"update": TableUpdate([TableEntry(3, only(0, [2**31]))], NOTHING.zero_ids)},

@@ -9,26 +9,54 @@ are out of range never clamp or wrap: what they ask for is dropped whole, and a 
 `BlockTables.overflow` remembers it until `check_overflow` raises it on the host.
 """
 
-from jaxkv.block_tables._read import expand_blocks as expand_blocks
-from jaxkv.block_tables._read import gather_block_tables as gather_block_tables
-from jaxkv.block_tables._read import map_slots as map_slots
-from jaxkv.block_tables._state import BAD_BLOCK_ID as BAD_BLOCK_ID
-from jaxkv.block_tables._state import BAD_RANK as BAD_RANK
-from jaxkv.block_tables._state import BAD_ROW as BAD_ROW
-from jaxkv.block_tables._state import DUPLICATE as DUPLICATE
-from jaxkv.block_tables._state import MISPLACED as MISPLACED
-from jaxkv.block_tables._state import NO_BLOCK as NO_BLOCK
-from jaxkv.block_tables._state import PAD_ROW as PAD_ROW
-from jaxkv.block_tables._state import PAD_SLOT as PAD_SLOT
-from jaxkv.block_tables._state import ROW_FULL as ROW_FULL
-from jaxkv.block_tables._state import TOO_NARROW as TOO_NARROW
-from jaxkv.block_tables._state import BlockTableError as BlockTableError
-from jaxkv.block_tables._state import BlockTables as BlockTables
-from jaxkv.block_tables._state import TableGroup as TableGroup
-from jaxkv.block_tables._state import check_overflow as check_overflow
-from jaxkv.block_tables._state import make_block_tables as make_block_tables
-from jaxkv.block_tables._update import TableEntries as TableEntries
-from jaxkv.block_tables._update import append_block_ids as append_block_ids
-from jaxkv.block_tables._update import move_rows as move_rows
-from jaxkv.block_tables._update import release_rows as release_rows
-from jaxkv.block_tables._update import swap_rows as swap_rows
+from jaxkv.block_tables._read import expand_blocks, gather_block_tables, map_slots
+from jaxkv.block_tables._state import (
+    BAD_BLOCK_ID,
+    BAD_RANK,
+    BAD_ROW,
+    DUPLICATE,
+    MISPLACED,
+    NO_BLOCK,
+    PAD_ROW,
+    PAD_SLOT,
+    ROW_FULL,
+    TOO_NARROW,
+    BlockTableError,
+    BlockTables,
+    TableGroup,
+    check_overflow,
+    make_block_tables,
+)
+from jaxkv.block_tables._update import (
+    TableEntries,
+    append_block_ids,
+    move_rows,
+    release_rows,
+    swap_rows,
+)
+
+__all__ = [
+    "BAD_BLOCK_ID",
+    "BAD_RANK",
+    "BAD_ROW",
+    "DUPLICATE",
+    "MISPLACED",
+    "NO_BLOCK",
+    "PAD_ROW",
+    "PAD_SLOT",
+    "ROW_FULL",
+    "TOO_NARROW",
+    "BlockTableError",
+    "BlockTables",
+    "TableEntries",
+    "TableGroup",
+    "append_block_ids",
+    "check_overflow",
+    "expand_blocks",
+    "gather_block_tables",
+    "make_block_tables",
+    "map_slots",
+    "move_rows",
+    "release_rows",
+    "swap_rows",
+]

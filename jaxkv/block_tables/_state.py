@@ -45,7 +45,8 @@ _REASONS = {
     ROW_FULL: "more blocks for a row than it has entries",
     DUPLICATE: "two entries for one row in a single call",
     TOO_NARROW: "a gathered width smaller than a row's blocks",
-    NO_BLOCK: "a slot for a position whose block was never given",
+    NO_BLOCK: "a slot for a position whose block was never given: it was not grown for, or an "
+    "update was lost",
     BAD_RANK: "a context-parallel rank out of range",
     MISPLACED: "ids that do not lie by entry and group, in order",
 }
@@ -152,10 +153,16 @@ def make_block_tables(
     check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
     specs = [group.spec for group in plan.groups]
     kernel_sizes = [spec.block_size for spec in specs]
+    if isinstance(kernel_block_sizes, int):
+        raise TypeError(
+            f"kernel_block_sizes={kernel_block_sizes} must be a sequence, one per group"
+        )
     if kernel_block_sizes is not None:
         kernel_sizes = list(kernel_block_sizes)
     if len(kernel_sizes) != len(specs):
-        raise ValueError(f"kernel_block_sizes has {len(kernel_sizes)} groups, not {len(specs)}")
+        raise ValueError(
+            f"kernel_block_sizes has {len(kernel_sizes)} entries; the plan has {len(specs)} groups"
+        )
     groups = tuple(
         _table_group(spec, kernel_size, plan.context_parallel, interleave_tokens)
         for spec, kernel_size in zip(specs, kernel_sizes, strict=True)

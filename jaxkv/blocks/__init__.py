@@ -9,10 +9,16 @@ A serving loop calls, per step: `BlockManager.grow` for every scheduled request,
 `BlockManager.take_update` once for all that the device has to learn.
 """
 
-from jaxkv.blocks._manager import ZERO_POLICIES as ZERO_POLICIES
-from jaxkv.blocks._manager import BlockManager as BlockManager
-from jaxkv.blocks._pool import NULL_BLOCK as NULL_BLOCK
-from jaxkv.blocks._pool import BlockPool as BlockPool
-from jaxkv.blocks._pool import OutOfBlocksError as OutOfBlocksError
-from jaxkv.blocks._update import TableEntry as TableEntry
-from jaxkv.blocks._update import TableUpdate as TableUpdate
+from jaxkv.blocks._manager import ZERO_POLICIES, BlockManager
+from jaxkv.blocks._pool import NULL_BLOCK, BlockPool, OutOfBlocksError
+from jaxkv.blocks._update import TableEntry, TableUpdate
+
+__all__ = [
+    "NULL_BLOCK",
+    "ZERO_POLICIES",
+    "BlockManager",
+    "BlockPool",
+    "OutOfBlocksError",
+    "TableEntry",
+    "TableUpdate",
+]

@@ -247,10 +247,15 @@ class BlockManager:
         self, holding: _Holding, num_computed_tokens: int, num_tokens: int
     ) -> list[_Change]:
         check_count(num_computed_tokens=num_computed_tokens, num_tokens=num_tokens)
-        if not num_computed_tokens <= num_tokens <= self._plan.max_model_len:
+        if num_computed_tokens > num_tokens:
             raise ValueError(
-                f"num_computed_tokens={num_computed_tokens} and num_tokens={num_tokens} must "
-                f"ascend and stay within the plan's max_model_len={self._plan.max_model_len}"
+                f"num_computed_tokens={num_computed_tokens} is more than num_tokens={num_tokens}; "
+                "the second counts those of the first, too"
+            )
+        if num_tokens > self._plan.max_model_len:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than the plan's max_model_len="
+                f"{self._plan.max_model_len}; finish the request, or plan for longer ones"
             )
         limit = self._plan.limits.max_in_flight_tokens
         if num_tokens - num_computed_tokens > limit:

@@ -16,7 +16,8 @@ class OutOfBlocksError(RuntimeError):
 
     def __init__(self, needed_blocks: int, free_blocks: int):
         super().__init__(
-            f"{needed_blocks} blocks needed and {free_blocks} free; finish or preempt a request"
+            f"{needed_blocks} blocks needed and {free_blocks} free; finish a request, or "
+            "preempt one (finish it, and compute it again later)"
         )
         self.needed_blocks = needed_blocks
         self.free_blocks = free_blocks

@@ -91,13 +91,20 @@ def run(options: argparse.Namespace) -> int:
         context_parallel=options.context_parallel,
     )
     _show_large_plan()
-    _title(f"The same shape scaled down, {options.kv_dtype} keys and values: the plan served here")
+    shape = "The same shape" if options.context_parallel == 1 else "Attention in all layers,"
+    _title(f"{shape} scaled down, {options.kv_dtype} keys and values: the plan served here")
     print(plan)
     model = Model(config, tuple(layers))
     params = init_params(model, jax.random.key(options.seed))
     trace = make_trace(options.requests, options.seed)
     implementation = options.implementation or default_implementation()
-    _title(f"Serving {len(trace)} requests on {jax.devices()[0].device_kind} ({implementation})")
+    how = [implementation]
+    if plan.context_parallel > 1:
+        how.append(f"{plan.context_parallel} ranks")
+    if options.kernel_block_size:
+        how.append(f"kernel blocks of {options.kernel_block_size}")
+    where = jax.devices()[0].device_kind
+    _title(f"Serving {len(trace)} requests on {where} ({', '.join(how)})")
 
     def serve(zeroing: bool) -> Report:
         engine = Engine(
@@ -174,7 +181,7 @@ def _show_report(plan: Plan, report: Report, compilations: int, sleeps: bool) ->
         "compilations": f"{compilations} after warm-up",
     }
     if sleeps:
-        rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released and taken"
+        rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released in all"
     for name, text in rows.items():
         print(f"{name:<17} {text}")
 
@@ -183,6 +190,7 @@ def _show_nans(report: Report) -> None:
     first = report.first_nan_request
     where = "" if first is None else f"; request {first} first"
     print(f"NaN logits        {report.nan_rows:,} of {report.new_tokens:,} rows{where}")
+    print("                  (what zeroing prevents)" if report.nan_rows else "")
 
 
 def _bar(trace: list[Request], zeroing: bool) -> tqdm:

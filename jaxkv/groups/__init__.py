@@ -12,13 +12,19 @@ the group that owns it says. A pool is a row of *slots*; a slot holds one page p
 - Several groups of mixed pages: one slot, in which each group packs its layers.
 """
 
-from jaxkv.groups._grouping import GROUPINGS as GROUPINGS
-from jaxkv.groups._grouping import make_groups as make_groups
-from jaxkv.groups._layout import Group as Group
-from jaxkv.groups._layout import Place as Place
-from jaxkv.groups._layout import PoolLayout as PoolLayout
-from jaxkv.groups._layout import Slot as Slot
-from jaxkv.groups._layout import make_layout as make_layout
-from jaxkv.groups._pages import Layers as Layers
-from jaxkv.groups._pages import hybrid_block_size as hybrid_block_size
-from jaxkv.groups._pages import unify_pages as unify_pages
+from jaxkv.groups._grouping import GROUPINGS, make_groups
+from jaxkv.groups._layout import Group, Place, PoolLayout, Slot, make_layout
+from jaxkv.groups._pages import Layers, hybrid_block_size, unify_pages
+
+__all__ = [
+    "GROUPINGS",
+    "Group",
+    "Layers",
+    "Place",
+    "PoolLayout",
+    "Slot",
+    "hybrid_block_size",
+    "make_groups",
+    "make_layout",
+    "unify_pages",
+]

@@ -23,20 +23,35 @@ out of bounds. Here both ask `blocks_per_kv_block`, which counts tokens; rows fo
 the bytes of pools both ways, over block size, kernel block size and compression.
 """
 
-from jaxkv.kernel_blocks._accepted import JAX_BACKENDS as JAX_BACKENDS
-from jaxkv.kernel_blocks._accepted import AcceptedSizes as AcceptedSizes
-from jaxkv.kernel_blocks._describe import ViewDescription as ViewDescription
-from jaxkv.kernel_blocks._describe import describe as describe
-from jaxkv.kernel_blocks._describe import describe_array as describe_array
-from jaxkv.kernel_blocks._layout import LAYOUT_ALIASES as LAYOUT_ALIASES
-from jaxkv.kernel_blocks._layout import LAYOUT_ORDERS as LAYOUT_ORDERS
-from jaxkv.kernel_blocks._layout import CacheLayout as CacheLayout
-from jaxkv.kernel_blocks._rows import RowFormat as RowFormat
-from jaxkv.kernel_blocks._rows import blocks_per_kv_block as blocks_per_kv_block
-from jaxkv.kernel_blocks._rows import row_format as row_format
-from jaxkv.kernel_blocks._rows import rows_per_block as rows_per_block
-from jaxkv.kernel_blocks._rows import rows_per_kernel_block as rows_per_kernel_block
-from jaxkv.kernel_blocks._select import select_kernel_block_size as select_kernel_block_size
-from jaxkv.kernel_blocks._select import select_kernel_block_sizes as select_kernel_block_sizes
-from jaxkv.kernel_blocks._view import LayerRuns as LayerRuns
-from jaxkv.kernel_blocks._view import LayerView as LayerView
+from jaxkv.kernel_blocks._accepted import JAX_BACKENDS, AcceptedSizes
+from jaxkv.kernel_blocks._describe import ViewDescription, describe, describe_array
+from jaxkv.kernel_blocks._layout import LAYOUT_ALIASES, LAYOUT_ORDERS, CacheLayout
+from jaxkv.kernel_blocks._rows import (
+    RowFormat,
+    blocks_per_kv_block,
+    row_format,
+    rows_per_block,
+    rows_per_kernel_block,
+)
+from jaxkv.kernel_blocks._select import select_kernel_block_size, select_kernel_block_sizes
+from jaxkv.kernel_blocks._view import LayerRuns, LayerView
+
+__all__ = [
+    "JAX_BACKENDS",
+    "LAYOUT_ALIASES",
+    "LAYOUT_ORDERS",
+    "AcceptedSizes",
+    "CacheLayout",
+    "LayerRuns",
+    "LayerView",
+    "RowFormat",
+    "ViewDescription",
+    "blocks_per_kv_block",
+    "describe",
+    "describe_array",
+    "row_format",
+    "rows_per_block",
+    "rows_per_kernel_block",
+    "select_kernel_block_size",
+    "select_kernel_block_sizes",
+]

@@ -89,7 +89,9 @@ def layers_from_config(
         raise ValueError(
             f"model_type={config.get('model_type')!r} (architectures="
             f"{config.get('architectures')}) is not understood; understood: "
-            f"{', '.join([*FAMILIES, *WRAPPERS])}. Write its layer specs by hand"
+            f"{', '.join([*FAMILIES, *WRAPPERS])}. Write its layer specs by hand and pass them to "
+            "plan_cache: {'layers.0': FullAttentionSpec(block_size=16, num_kv_heads=8, "
+            "head_size=128), ...}"
         )
     options = Options(
         kv_dtype=kv_dtype,

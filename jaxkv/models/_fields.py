@@ -54,6 +54,7 @@ def unread(fields: Config, read: set[str]) -> str | None:
 
 def flatten(config: Config) -> dict[str, Any]:
     """The language model's fields; those of a multimodal wrapper fill what it leaves open."""
+    _check_config(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         return dict(config)
@@ -70,6 +71,7 @@ def model_type_of(config: Config) -> str:
     Raises:
       ValueError: a wrapper around the language model that is not known.
     """
+    _check_config(config)
     outer, text = str(config.get("model_type")), config.get("text_config")
     if not isinstance(text, Mapping):
         return WRAPPERS.get(outer, outer)
@@ -79,3 +81,11 @@ def model_type_of(config: Config) -> str:
             f"{', '.join(WRAPPERS)}. Pass its text_config alone if it is a plain decoder"
         )
     return str(text.get("model_type") or WRAPPERS[outer])
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config must be the content of a config.json, got {type(config).__name__}; read it "
+            "with load_config(path or preset), or call to_dict() on a configuration object"
+        )

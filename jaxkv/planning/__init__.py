@@ -8,10 +8,22 @@ budget in bytes that ignores rounding or the null block admits requests which th
 for ever. Block 0 is the null block: reserved, never handed out, the padding of tables.
 """
 
-from jaxkv.planning._plan import MAX_SLOTS as MAX_SLOTS
-from jaxkv.planning._plan import NULL_BLOCKS as NULL_BLOCKS
-from jaxkv.planning._plan import KVCacheCapacityError as KVCacheCapacityError
-from jaxkv.planning._plan import Plan as Plan
-from jaxkv.planning._plan import WorkerLayers as WorkerLayers
-from jaxkv.planning._plan import longest_admitted as longest_admitted
-from jaxkv.planning._plan_cache import plan_cache as plan_cache
+from jaxkv.planning._plan import (
+    MAX_SLOTS,
+    NULL_BLOCKS,
+    KVCacheCapacityError,
+    Plan,
+    WorkerLayers,
+    longest_admitted,
+)
+from jaxkv.planning._plan_cache import plan_cache
+
+__all__ = [
+    "MAX_SLOTS",
+    "NULL_BLOCKS",
+    "KVCacheCapacityError",
+    "Plan",
+    "WorkerLayers",
+    "longest_admitted",
+    "plan_cache",
+]

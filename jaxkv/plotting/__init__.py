@@ -10,14 +10,25 @@ order: group 0 is blue in every picture. Hatching marks bytes that hold no data,
 groups apart in print.
 """
 
-from jaxkv.plotting._layout import plot_layout as plot_layout
-from jaxkv.plotting._length import plot_length_against_requests as plot_length_against_requests
-from jaxkv.plotting._memory import plot_memory as plot_memory
-from jaxkv.plotting._occupancy import plot_occupancy as plot_occupancy
-from jaxkv.plotting._order import plot_order as plot_order
-from jaxkv.plotting._order import plot_orders as plot_orders
-from jaxkv.plotting._page import plot_page as plot_page
-from jaxkv.plotting._pool import Holder as Holder
-from jaxkv.plotting._pool import plot_pool_over_time as plot_pool_over_time
-from jaxkv.plotting._pool import snapshot_blocks as snapshot_blocks
-from jaxkv.plotting._tables import plot_block_tables as plot_block_tables
+from jaxkv.plotting._layout import plot_layout
+from jaxkv.plotting._length import plot_length_against_requests
+from jaxkv.plotting._memory import plot_memory
+from jaxkv.plotting._occupancy import plot_occupancy
+from jaxkv.plotting._order import plot_order, plot_orders
+from jaxkv.plotting._page import plot_page
+from jaxkv.plotting._pool import Holder, plot_pool_over_time, snapshot_blocks
+from jaxkv.plotting._tables import plot_block_tables
+
+__all__ = [
+    "Holder",
+    "plot_block_tables",
+    "plot_layout",
+    "plot_length_against_requests",
+    "plot_memory",
+    "plot_occupancy",
+    "plot_order",
+    "plot_orders",
+    "plot_page",
+    "plot_pool_over_time",
+    "snapshot_blocks",
+]

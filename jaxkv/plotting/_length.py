@@ -42,6 +42,8 @@ def plot_length_against_requests(
         raise ValueError("plans is empty; give at least one")
     check_kind(Plan, **{f"plans[{name!r}]": plan for name, plan in named.items()})
     longest = max(plan.max_model_len for plan in named.values())
+    if isinstance(lengths, int):
+        raise TypeError(f"lengths={lengths} must be a sequence; write [{lengths}]")
     lengths = _lengths(longest) if lengths is None else sorted(lengths)
     check_positive(**{f"lengths[{i}]": length for i, length in enumerate(lengths)})
     ax = axes_of(ax, 9, 4.2)

@@ -87,8 +87,8 @@ def plot_orders(orders: Sequence[str | CacheLayout] = LAYOUT_ORDERS, **sizes: in
       ImportError: matplotlib is missing.
       ValueError: no orders, or as `plot_order`.
     """
-    if not orders:
-        raise ValueError("orders is empty; give at least one")
+    if not orders or isinstance(orders, str):
+        raise ValueError(f"orders={orders!r} must be a sequence of at least one; write ('NHD',)")
     figure = new_figure(10, 1.95 * len(orders))
     for order, ax in zip(orders, figure.subplots(len(orders), squeeze=False)[:, 0], strict=True):
         plot_order(order, ax=ax, **sizes)

@@ -9,11 +9,13 @@ from jaxkv.plotting._style import (
     LABEL,
     PALE,
     UNUSED,
+    axes_inches,
     axes_of,
     byte_unit,
     check_kind,
     count_of,
     finish,
+    fits,
     label_bar,
 )
 from jaxkv.rich_repr import GROUP_COLOURS, group_colour, text_colour
@@ -94,7 +96,8 @@ def _draw_rows(spec: LayerSpec, block_id: int, parts: int, ax: "Axes | None") ->
         pad = {"facecolor": colour, "edgecolor": "none", "pad": 1.5}
         style = {"color": text_colour(colour), "fontsize": LABEL, "bbox": pad}
         middle = (rows // parts - 1) // 2 + 0.5 if parts <= MANY else rows / 2  # of a row
-        ax.text(start + num_bytes / 2, middle, name, ha="center", va="center", **style)
+        if fits(name, num_bytes * axes_inches(ax)[0] / row_bytes, LABEL):
+            ax.text(start + num_bytes / 2, middle, name, ha="center", va="center", **style)
         start += num_bytes
     if rows <= 32:
         ax.hlines(range(1, rows), 0, row_bytes, color="white", linewidth=0.7)
@@ -106,10 +109,14 @@ def _draw_rows(spec: LayerSpec, block_id: int, parts: int, ax: "Axes | None") ->
         ax.text(*at, f"{padding:,} bytes of padding", ha="center", va="center", **style)
     _mark_kernel_blocks(ax, block_id, parts, rows // parts)
     _mark_slots(ax, spec.block_size, block_id, rows, parts)
+    heads = row_format(spec).heads
     each = spec.block_size // rows
     stored = "token" if each == 1 else f"row of {each} tokens"
     what = f"{count_of(rows, stored)} x {row_bytes:,} bytes = {spec.data_bytes:,} bytes"
-    return finish(ax, f"Block {block_id}, {spec.kind} layer: {what}", xlabel="byte of the row")
+    many = f" (K and V of {count_of(heads, 'head')})" if heads > 1 else ""
+    return finish(
+        ax, f"Block {block_id}, {spec.kind} layer: {what}{many}", xlabel="byte of the row"
+    )
 
 
 def _row_parts(spec: LayerSpec, row_bytes: int) -> list[tuple[str, int, str]]:

@@ -45,13 +45,15 @@ def plot_block_tables(
     """Draws the block ids of every row, group beside group. Waits for the device.
 
     Darker is a smaller id; a number stands in the cell where it fits. Hatched is a null
-    entry, whose block was given back or never taken. Blank is what a row does not use.
+    entry: a block never taken, or given back before the tables heard of it. Ids that are
+    given back later stay until the row is written anew; gathering reads them as 0. Blank is
+    what a row does not use.
 
     Args:
       tables: the state to look at.
       rows: which to draw; None: the first 32 that hold blocks (all of 32 or fewer).
       widths: per group, blocks per row that a step gathers: a line is drawn there, and a
-        row that holds more, which a step would report, gets a red frame.
+        row that holds more, which a step would report, gets a frame.
       ax: axes to draw on; None: a new figure.
 
     Raises:

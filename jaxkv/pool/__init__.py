@@ -15,20 +15,28 @@ every one of them works in place. Slots and ids that are out of range, and the n
 block, are never written and read as zeros.
 """
 
-from jaxkv.pool._blocks import copy_blocks as copy_blocks
-from jaxkv.pool._blocks import zero_new_blocks as zero_new_blocks
-from jaxkv.pool._recurrent import read_state as read_state
-from jaxkv.pool._recurrent import write_state as write_state
-from jaxkv.pool._state import KVPool as KVPool
-from jaxkv.pool._state import make_pool as make_pool
-from jaxkv.pool._state import make_sharded_pool as make_sharded_pool
-from jaxkv.pool._state import pool_shapes as pool_shapes
-from jaxkv.pool._tokens import quantize as quantize
-from jaxkv.pool._tokens import read_rows as read_rows
-from jaxkv.pool._tokens import read_tokens as read_tokens
-from jaxkv.pool._tokens import write_rows as write_rows
-from jaxkv.pool._tokens import write_tokens as write_tokens
-from jaxkv.pool._views import describe_bytes as describe_bytes
-from jaxkv.pool._views import describe_layer as describe_layer
-from jaxkv.pool._views import layer_view as layer_view
-from jaxkv.pool._views import with_layer_view as with_layer_view
+from jaxkv.pool._blocks import copy_blocks, zero_new_blocks
+from jaxkv.pool._recurrent import read_state, write_state
+from jaxkv.pool._state import KVPool, make_pool, make_sharded_pool, pool_shapes
+from jaxkv.pool._tokens import quantize, read_rows, read_tokens, write_rows, write_tokens
+from jaxkv.pool._views import describe_bytes, describe_layer, layer_view, with_layer_view
+
+__all__ = [
+    "KVPool",
+    "copy_blocks",
+    "describe_bytes",
+    "describe_layer",
+    "layer_view",
+    "make_pool",
+    "make_sharded_pool",
+    "pool_shapes",
+    "quantize",
+    "read_rows",
+    "read_state",
+    "read_tokens",
+    "with_layer_view",
+    "write_rows",
+    "write_state",
+    "write_tokens",
+    "zero_new_blocks",
+]

@@ -70,7 +70,8 @@ class Form(NamedTuple):
         if kernel_block_sizes is not None:
             if len(kernel_block_sizes) != len(groups):
                 raise ValueError(
-                    f"kernel_block_sizes has {len(kernel_block_sizes)} groups, not {len(groups)}"
+                    f"kernel_block_sizes has {len(kernel_block_sizes)} entries; the layout has "
+                    f"{len(groups)} groups"
                 )
             tiles = tuple(self._tile(i, size) for i, size in enumerate(kernel_block_sizes))
         cuts = {
@@ -110,8 +111,8 @@ class Form(NamedTuple):
         for spec in members.specs:
             try:
                 blocks_per_kv_block(spec, size)
-            except ValueError as error:
-                raise ValueError(f"kernel_block_sizes[{group}]: {error}") from error
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"kernel_block_sizes[{group}]: {error}") from error
         if size == members.block_size:
             return None
         if all(self._runs(layer, None).rows_run_on for layer in members.layers):
@@ -144,7 +145,7 @@ class Form(NamedTuple):
                     f"kernel_block_sizes: groups {list(here)} overlay each other and would cut a "
                     f"block into {list(here.values())} tiles, while fresh blocks of groups {stale} "
                     "are not zeroed; choose sizes that give them as many kernel blocks per block, "
-                    "or order='LBNHC'"
+                    "or order='LBNHC' and pages without padding"
                 )
 
 

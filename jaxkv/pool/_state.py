@@ -83,6 +83,8 @@ class KVPool:
         return sum(buffer.size for buffer in self.buffers)
 
     def __repr__(self) -> str:
+        if not all(hasattr(buffer, "shape") for buffer in self.buffers):  # of shardings, say
+            return f"KVPool({self.order}, buffers={self.buffers})"
         form = "stacked" if self.stacked else "one buffer per slot"
         slots = len(self.layout.slots)
         return (

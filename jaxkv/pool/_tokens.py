@@ -52,13 +52,17 @@ def write_tokens(
       TypeError: the layer keeps no keys and values.
       ValueError: shapes that do not fit the layer.
     """
-    check_int32(slots=slots)
+    _check_slots(slots)
     spec = _attention_spec(pool, layer)
     heads = (*slots.shape, spec.num_kv_heads)
     wanted = {"keys": (*heads, spec.head_size), "values": (*heads, spec.value_size)}
     for (name, shape), array in zip(wanted.items(), (keys, values), strict=True):
         if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; layer {layer!r} wants {shape}")
+            raise ValueError(
+                f"{name} has shape {array.shape}; layer {layer!r} wants {shape}, one row per slot"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {array.dtype}; use write_rows for stored rows")
     parts = [quantize(keys, spec.dtype, key_scale), quantize(values, spec.dtype, value_scale)]
     rows = jnp.concatenate(parts, axis=-1)
     return write_rows(pool, layer, slots, rows, implementation=implementation)
@@ -70,17 +74,24 @@ def write_rows(
     """Writes stored rows as they are: MLA latents, or keys and values already quantised.
 
     Args:
-      slots: int32[T]; the slot of any token of a row names the row.
+      slots: int32[T]; the slot of any token of a row names the row, each row once, or a
+        negative slot for padding. Of a row named twice, either may be left, or a mix.
       rows: [T, ...], ``token_bytes`` bytes each.
       implementation: of `pallas_kernels.write_rows`.
     """
-    check_int32(slots=slots)
+    _check_slots(slots)
     spec = token_spec(pool, layer)
     row_bytes = to_bytes(rows, slots.ndim)
     if row_bytes.shape != (*slots.shape, spec.token_bytes):
         raise ValueError(
             f"rows has shape {rows.shape} of {rows.dtype}; layer {layer!r} stores "
             f"{spec.token_bytes} bytes for each of {slots.shape} slots"
+        )
+    dtype = row_shape_of(spec)[1]
+    if dtype != "uint8" and rows.dtype.name not in (dtype, "uint8"):
+        raise TypeError(
+            f"rows has dtype {rows.dtype}; layer {layer!r} stores {dtype}: cast it, or pass its "
+            "bytes as uint8"
         )
     tokens_per_row = spec.block_size // rows_per_block(spec)
     return write_bytes(
@@ -91,6 +102,14 @@ def write_rows(
         row_bytes,
         implementation=implementation,
     )
+
+
+def _check_slots(slots: Array) -> None:
+    check_int32(slots=slots)
+    if slots.ndim != 1:
+        raise ValueError(
+            f"slots has shape {slots.shape}; wants [T], those of one group: batch.slots[group]"
+        )
 
 
 def read_tokens(

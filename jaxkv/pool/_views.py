@@ -56,7 +56,8 @@ def with_layer_view(pool: KVPool, layer: str, view: Array) -> KVPool:
     """The way back: the pool with a layer's part replaced by what a kernel made of it.
 
     Args:
-      view: as `layer_view` returned it, of any ``blocks_per_kv_block``.
+      view: with its axes as `layer_view` gave them, of any ``blocks_per_kv_block``. Only size
+        and dtype can be checked here; a transposed view would be taken for what it is not.
     """
     _check_dense(pool, layer)
     dtype = jnp.dtype(row_shape_of(token_spec(pool, layer))[1])
@@ -78,7 +79,8 @@ def describe_layer(
       kernel_block_size: tokens per entry of the block axis; None: whole blocks.
 
     Returns:
-      Axes in the physical order of the pool, without L: `offset_bytes` is where the
+      Axes in the physical order of the pool, without L, and H (of 1) also where `layer_view`
+      has no such axis: `offset_bytes` is where the
       layer's part of the buffer begins. States and rows of several dtypes are ``uint8``.
 
     Raises:

@@ -25,11 +25,16 @@ memory stays page-locked for the next sleep, and XLA gives a process 64 GB of it
 ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` says more.
 """
 
-from jaxkv.sleep._cache import PARTS as PARTS
-from jaxkv.sleep._cache import KVCache as KVCache
-from jaxkv.sleep._cache import SleepError as SleepError
-from jaxkv.sleep._cache import SleepingCache as SleepingCache
-from jaxkv.sleep._cache import sleep as sleep
-from jaxkv.sleep._cache import wake_up as wake_up
-from jaxkv.sleep._closed_over import ClosedOverError as ClosedOverError
-from jaxkv.sleep._closed_over import check_not_closed_over as check_not_closed_over
+from jaxkv.sleep._cache import PARTS, KVCache, SleepError, SleepingCache, sleep, wake_up
+from jaxkv.sleep._closed_over import ClosedOverError, check_not_closed_over
+
+__all__ = [
+    "PARTS",
+    "ClosedOverError",
+    "KVCache",
+    "SleepError",
+    "SleepingCache",
+    "check_not_closed_over",
+    "sleep",
+    "wake_up",
+]

@@ -27,7 +27,9 @@ def canonical_dtype(dtype: str, argument: str = "dtype") -> str:
       ValueError: the dtype is not one that a cache page can hold.
     """
     if not isinstance(dtype, str):
-        raise ValueError(f"{argument}={dtype!r} is not the name of a dtype")
+        raise ValueError(
+            f"{argument}={dtype!r} is not the name of a dtype; write a string such as 'bf16'"
+        )
     name = DTYPE_ALIASES.get(dtype, dtype)
     if name != "nvfp4" and name not in DTYPE_BYTES:
         known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, "nvfp4"}))

@@ -31,6 +31,8 @@ class StateSpec(LayerSpec):
     kind: ClassVar[str] = "state"
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtypes, str):
+            raise TypeError(f"dtypes={self.dtypes!r} must be a tuple of names; add a comma")
         object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))
         if any(isinstance(shape, int) for shape in self.shapes):
             raise TypeError(f"shapes must be a tuple of shapes, got {self.shapes!r}")

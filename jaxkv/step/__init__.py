@@ -10,13 +10,20 @@ step's kernels need. Call it inside your own jitted step, where it costs least a
 you donate tables and pool; or use `apply_step_donating`, which is jitted and does so.
 """
 
-from jaxkv.step._apply import apply_step as apply_step
-from jaxkv.step._apply import apply_step_donating as apply_step_donating
-from jaxkv.step._apply import lay_out_tokens as lay_out_tokens
-from jaxkv.step._apply import warm_up as warm_up
-from jaxkv.step._pack import compose_entries as compose_entries
-from jaxkv.step._pack import pack_entries as pack_entries
-from jaxkv.step._pack import pack_step as pack_step
-from jaxkv.step._ring import UploadRing as UploadRing
-from jaxkv.step._shape import StepBatch as StepBatch
-from jaxkv.step._shape import StepShape as StepShape
+from jaxkv.step._apply import apply_step, apply_step_donating, lay_out_tokens, warm_up
+from jaxkv.step._pack import compose_entries, pack_entries, pack_step
+from jaxkv.step._ring import UploadRing
+from jaxkv.step._shape import StepBatch, StepShape
+
+__all__ = [
+    "StepBatch",
+    "StepShape",
+    "UploadRing",
+    "apply_step",
+    "apply_step_donating",
+    "compose_entries",
+    "lay_out_tokens",
+    "pack_entries",
+    "pack_step",
+    "warm_up",
+]

@@ -38,11 +38,13 @@ def apply_step[P: KVPool | None](
       tables: before the step; donate them in your ``jit``, or use `apply_step_donating`.
       pool: the blocks to zero and copy, likewise; None: the caller keeps its own buffers
         and sees to it, with `StepBatch.zero_ids`.
-      upload: int32[shape.size], from `pack_step` or `UploadRing.pack`.
+      upload: int32[shape.size], from `pack_step` or `UploadRing.pack`, not the update itself.
       shape: static, the one the upload was packed with.
       implementation: of the kernels, as in `pallas_kernels.zero_blocks`.
       rank: as in `map_slots`, with context parallelism.
     """
+    if not isinstance(tables, BlockTables):
+        raise TypeError(f"tables must be BlockTables, got {type(tables).__name__}")
     if upload.shape != (shape.size,):
         raise ValueError(f"upload has shape {upload.shape}; this step shape wants ({shape.size},)")
     if jax.typeof(upload).memory_space == jax.memory.Space.Host:

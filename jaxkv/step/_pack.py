@@ -163,7 +163,8 @@ def _write_entries(shape: StepShape, out: memoryview, entries: Sequence[TableEnt
     if set(map(len, ids)) != {len(shape.widths)}:
         given = dict(zip(rows, map(len, ids), strict=True))
         raise ValueError(
-            f"entries have ids for {given} groups by row; each wants {len(shape.widths)}"
+            f"entries have ids for {given} groups by row and shape.widths has "
+            f"{len(shape.widths)}; use the widths of tables of the same plan"
         )
     if len(set(rows)) < len(rows):
         rows, ids, overwrite = zip(*compose_entries(entries), strict=True)

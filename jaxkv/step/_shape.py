@@ -20,9 +20,12 @@ class StepShape:
 
     Choose a few (decode, prefill) before serving starts and pad to them.
 
-    entries: rows of the tables that change.
-    block_ids: new ids over all entries and groups.
-    zero_ids: fresh blocks to zero, per group.
+    entries: rows of the tables that change; at most ``max_requests``.
+    block_ids: new ids over all entries and groups. A request that computes n tokens needs
+      at most ``ceil(n / block_size) + 1`` of each group that keeps tokens.
+    zero_ids: fresh blocks to zero, per group: as many as one group is given, 0 where the
+      plan zeroes none. What is too small is refused before anything is sent, and the same
+      update can be packed into a larger shape.
     copies: blocks to copy, per group.
     batch: requests.
     tokens: tokens of the whole batch laid end to end; 0: the caller maps slots itself.
@@ -40,6 +43,10 @@ class StepShape:
     extra: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.widths, int):
+            raise TypeError(
+                f"widths={self.widths} must be a tuple, one per group; use tables.widths"
+            )
         object.__setattr__(self, "widths", tuple(self.widths))
         sizes = dataclasses.asdict(self)
         widths = sizes.pop("widths")
@@ -111,6 +118,9 @@ class StepShape:
 class StepBatch:
     """What a step's kernels need: G groups, B requests, T tokens, Z blocks to zero.
 
+    block_tables is a tuple, per group int32[B, widths[g] * blocks_per_kv_block], in the order of
+    the batch. Tokens lie end to end: those of batch entry i end before ``token_ends[i]``.
+
     All that is small lies in one array and is cut when it is asked for: inside a ``jit``
     that is free, and a step on its own returns one array instead of eight.
     """
@@ -158,7 +168,7 @@ class StepBatch:
 
     @property
     def token_rows(self) -> Array:
-        """int32[T], `PAD_ROW` for padding."""
+        """int32[T], the row of the tables (no index into the batch), `PAD_ROW` for padding."""
         return self._of_tokens[0]
 
     @property

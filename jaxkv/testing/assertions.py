@@ -36,7 +36,8 @@ def assert_in_place(
       args: its arguments. The donated ones are consumed, whole trees of them.
       donate_argnums: which of them to donate, as in ``jax.jit``.
       max_temp_bytes: most bytes of temporary memory, on each device. None: less than half
-        of the largest donated array. Use arrays of a megabyte or more: every program needs
+        of the largest donated array; give it where they differ in size, or a copy of a small
+        one passes. Use arrays of a megabyte or more: every program needs
         some kilobytes, on a CPU as many as the rows that it touches.
 
     Returns:
@@ -124,6 +125,8 @@ def assert_same_bytes(got: Any, expected: Any) -> None:
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     """uint8[*shape, itemsize]."""
+    if array.dtype == object:
+        raise TypeError(f"a leaf is a {type(array.item()).__name__}, no array; pass its arrays")
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
     return contiguous[..., None].view(np.uint8)
 

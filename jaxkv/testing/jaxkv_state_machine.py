@@ -4,6 +4,7 @@ Knows how a serving loop calls them. Subclass it to test a plan, a device, an
 implementation of the kernels, or a part that you put in the place of one of jaxkv's.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
@@ -291,4 +292,4 @@ def _poison(pool: KVPool, zeroed: Sequence[bool]) -> KVPool:
         jnp.broadcast_to(value, buffer.shape).at[..., 0, :].set(0)
         for value, buffer in zip(fill, pool.buffers, strict=True)
     ]
-    return KVPool(buffers=tuple(buffers), layout=pool.layout)
+    return dataclasses.replace(pool, buffers=tuple(buffers))

@@ -40,6 +40,9 @@ def _overrides(method: str) -> Callable[["CacheStateMachine"], bool]:
 class CacheStateMachine(RuleBasedStateMachine):
     """Serves random requests from your cache, and checks it after every step.
 
+    Requests are numbered from 1: ``requests_0`` of a printed story starts request 1. To shrink a
+    failure may take minutes; for a quick answer leave `hypothesis.Phase.shrink` out.
+
     Set `plan` and write the methods below from `make_cache` to `read_null_block`; `fork` and
     `swap` are driven when they are written. Then ``TestMyCache = MyMachine.TestCase`` for
     unittest and pytest. Add rules of your own over the bundle `requests`.
@@ -130,12 +133,16 @@ class CacheStateMachine(RuleBasedStateMachine):
     @initialize(target=requests, count=st.integers(0, 7))
     def begin(self, count: int) -> Any:
         """An empty cache and up to ``1 + count`` requests."""
+        if not isinstance(getattr(self, "plan", None), Plan):
+            raise TypeError(f"set plan in {type(self).__name__}, to what plan_cache returned")
         self.computed: dict[int, int] = {}  # tokens in the cache, of every running request
         self._names = itertools.count(1)
         self.reference = ReferenceCache(self.plan)
         self.make_cache()
         self._usable_blocks = self.num_free_blocks()
         self._null_block = [np.array(part) for part in self.read_null_block()]
+        if not sum(part.size for part in self._null_block) and self.plan.layout.slots:
+            raise ValueError("read_null_block gave no bytes; wanted those of block 0")
         if not self.plan.usable_blocks <= self._usable_blocks < self.plan.num_blocks:
             raise AssertionError(
                 f"{self._usable_blocks} blocks are free at the start; the plan counts on "
@@ -245,13 +252,29 @@ class CacheStateMachine(RuleBasedStateMachine):
             pass
         after = {name: self._rows(name) for name in self.computed}
         if (after, self.num_free_blocks()) != (before, free):
-            raise AssertionError(f"request {request} was refused blocks, and something changed")
+            changes = [f"free blocks: {free} -> {self.num_free_blocks()}"]
+            changes += [f"request {n}: {before[n]} -> {after[n]}" for n in before]
+            raise AssertionError(
+                f"request {request} was refused blocks, and something changed: {'; '.join(changes)}"
+            )
+        enough = sum(group.spec.max_blocks(total, self.plan.limits) for group in self.plan.groups)
+        if free >= enough:
+            raise AssertionError(
+                f"request {request} was refused blocks with {free} free; it never holds more than "
+                f"{enough}"
+            )
         if not any(any(ids) for name in before if name != request for ids in before[name]):
             raise AssertionError(f"request {request} was refused blocks, and no other holds any")
         return False
 
     def _rows(self, request: int) -> list[list[int]]:
-        return [np.asarray(ids, np.int64).tolist() for ids in self.block_ids(request)]
+        rows = [np.asarray(ids, np.int64) for ids in self.block_ids(request)]
+        if len(rows) != len(self.plan.groups) or any(ids.ndim != 1 for ids in rows):
+            raise TypeError(
+                f"block_ids gave {self.block_ids(request)!r}; wanted a list of block ids for each "
+                f"of the plan's {len(self.plan.groups)} groups"
+            )
+        return [ids.tolist() for ids in rows]
 
     def _check_holder(
         self,
@@ -300,7 +323,10 @@ class CacheStateMachine(RuleBasedStateMachine):
                 unwritten_reads_zero=self.unwritten_reads_zero,
             )
             if problem:
-                raise AssertionError(f"request {request}, layer {layer!r}: {problem}")
+                raise AssertionError(
+                    f"request {request}, layer {layer!r}: {problem}; its blocks are "
+                    f"{rows[place.group]}"
+                )
 
     def _can_fork(self) -> bool:
         kinds = [group.spec for group in self.plan.groups]

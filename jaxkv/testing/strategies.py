@@ -146,6 +146,8 @@ def plans(
       max_spare: blocks to spare, as a part of what admission charges. 0: none.
       limits: what the scheduler promises.
     """
+    if layers is not None and not isinstance(layers, st.SearchStrategy):
+        raise TypeError("layers must be a strategy; wrap one fixed model in st.just(...)")
     model = draw(models() if layers is None else layers)
     length = draw(st.sampled_from(lengths))
     owned = {name: spec for name, spec in model.items() if isinstance(spec, LayerSpec)}
@@ -200,6 +202,8 @@ def traffic(
       kinds: to draw from. ``"fork"`` is not among them unless you say so, and of any length:
         the cache must copy what it cannot share.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; plan_cache makes one")
     unknown = set(kinds) - {*EVENTS, "fork"}
     if unknown or not kinds:
         raise ValueError(f"kinds={list(kinds)}; use some of {(*EVENTS, 'fork')}")
