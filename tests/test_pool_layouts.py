@@ -161,6 +161,21 @@ def packed(num_blocks: int = BLOCKS) -> Plan:
     )
 
 
+def askew(num_blocks: int = BLOCKS) -> Plan:
+    """A packed layer that starts at byte 24 and stores rows of 16."""
+    common: dict[str, Any] = {"block_size": 2, "num_kv_heads": 1, "dtype": "fp8"}
+    layers: dict[str, LayerSpec] = {
+        "a": FullAttentionSpec(head_size=6, **common),
+        "b": FullAttentionSpec(head_size=8, **common),
+        "window": SlidingWindowSpec(head_size=3, sliding_window=3, **common),
+    }
+    plan = plan_cache(
+        layers, 2**30, max_model_len=4, num_blocks_override=num_blocks, grouping="packed"
+    )
+    assert plan.layout.place_of("b").offset_bytes % 16
+    return plan
+
+
 # Where tiles move bytes; elsewhere rows run on from block to block (`test_kernel_blocks`).
 CUT = ("LBHNC", "BLNHC", "BLHNC", "BHLNC")
 CASES = [
@@ -170,6 +185,7 @@ CASES = [
     *[(latent, Form(order, order != "LBHNC")) for order in ("LBHNC", "LHBNC", "BLNHC", "BHLNC")],
     *[(latent, form) for form in forms(("BLNHC", "BHLNC"), (4,))],
     *[(packed, Form(order, order[0] == "B", (2, 2))) for order in ("LBNHC", "BLHNC")],
+    *[(askew, Form(order, order[0] == "B")) for order in ("LBNHC", "BLHNC")],
 ]
 every_case = pytest.mark.parametrize(
     ("make_plan", "form"), CASES, ids=lambda value: getattr(value, "__name__", None) or str(value)
