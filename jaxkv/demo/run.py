@@ -190,7 +190,8 @@ def _show_nans(report: Report) -> None:
     first = report.first_nan_request
     where = "" if first is None else f"; request {first} first"
     print(f"NaN logits        {report.nan_rows:,} of {report.new_tokens:,} rows{where}")
-    print("                  (what zeroing prevents)" if report.nan_rows else "")
+    if report.nan_rows:
+        print("                  (what zeroing prevents)")
 
 
 def _bar(trace: list[Request], zeroing: bool) -> tqdm:

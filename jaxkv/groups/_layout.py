@@ -5,7 +5,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxkv.groups._spans import layout_svg
 from jaxkv.specs import LayerSpec
 
 
@@ -88,6 +87,8 @@ class PoolLayout:
         )
 
     def _repr_html_(self) -> str:
+        from jaxkv.groups._spans import layout_svg  # for Jupyter only: planning starts without it
+
         return layout_svg(self)
 
     def place_of(self, layer: str) -> Place:
