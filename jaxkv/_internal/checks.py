@@ -1,11 +1,13 @@
-"""Refusals that name the argument, what was given and what is wanted. No jax."""
+"""Refusals that name the argument, the value given and the value wanted. No jax."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 
 class FlagsError(RuntimeError):
-    """What the device set bits for. Subclasses say what went wrong and what each bit means.
+    """Error bits that a jitted function set on the device.
+
+    Subclasses name the operation and the meaning of each bit.
 
     flags: the bits.
     """
@@ -18,7 +20,7 @@ class FlagsError(RuntimeError):
         super().__init__(f"{self.what}: {reasons}")
         self.flags = flags
 
-    def __reduce__(self):  # from one process of a serving stack to another
+    def __reduce__(self):  # errors travel between the processes of a serving stack
         return type(self), (self.flags,)
 
 
@@ -40,11 +42,18 @@ def _check_at_least(least: int, values: dict[str, int]) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_choice(choices: Collection[str], **values: str) -> None:
+    """Raises ValueError for the first value that is not one of the choices."""
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")
+
+
 def check_int32(**arrays: Any) -> None:
     """Raises TypeError for the first value that is not an array of int32."""
     for name, array in arrays.items():
         dtype = getattr(array, "dtype", type(array).__name__)
-        if getattr(dtype, "str", None) != "<i4":  # cheaper than its name, on the hot path
+        if getattr(dtype, "str", None) != "<i4":  # cheaper than comparing names, on the hot path
             raise TypeError(f"{name} must be an array of int32, got {dtype}")
 
 

@@ -1,7 +1,7 @@
-"""What Jupyter shows of an object: colours, and tables as plain HTML. No jax, no matplotlib.
+"""Colours and plain HTML tables, for Jupyter. No jax, no matplotlib.
 
-Knows cells and escaping. Knows nothing of plans or tables. Nothing is loaded from elsewhere,
-and text takes the page's own colour, so that it reads on light and dark themes.
+Tables load nothing from elsewhere, and their text takes the page's own colour, so that it can
+be read on light and dark themes.
 """
 
 import html
@@ -24,11 +24,12 @@ _CELL = "padding:2px 10px;text-align:left;border:1px solid #8888"
 
 
 def group_colour(group: int) -> str:
+    """Returns the colour of a group, ``#rrggbb``."""
     return GROUP_COLOURS[group % len(GROUP_COLOURS)]
 
 
 def text_colour(background: str) -> str:
-    """Black or white, whichever reads better on a colour ``#rrggbb``."""
+    """Returns black or white, whichever reads better on a colour ``#rrggbb``."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 115 else "#ffffff"
 
@@ -36,7 +37,7 @@ def text_colour(background: str) -> str:
 def html_table(
     rows: Iterable[Sequence[object]], *, caption: object = "", header: Sequence[object] = ()
 ) -> str:
-    """An HTML table; all text is escaped."""
+    """Returns an HTML table; all text is escaped."""
     lines = ["<table style='border-collapse:collapse'>"]
     if caption:
         lines.append(

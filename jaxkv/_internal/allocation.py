@@ -1,4 +1,4 @@
-"""Zeroed arrays, straight on their devices. Knows shapes, dtypes and shardings only."""
+"""Zeroed arrays, allocated straight on their devices."""
 
 import functools
 from collections.abc import Callable
@@ -13,12 +13,12 @@ Device = jax.Device | jax.sharding.Sharding | None
 
 
 def zeros(shapes: Shapes, dtype: DTypeLike, device: Device) -> tuple[Array, ...]:
-    """One array of zeros for each shape, all of them in one program.
+    """Returns one array of zeros for each shape, all made by one program.
 
     Args:
-      device: a device or a sharding, to which the arrays are then committed; None: the
-        default device, uncommitted. All state is placed like this, for mixing the two
-        compiles steps twice.
+      device: a device or a sharding, to which the arrays are then committed; None: the default
+        device, uncommitted. Allocate all state the same way: mixing committed and uncommitted
+        arrays compiles each step twice.
     """
     is_device = isinstance(device, jax.Device)
     sharding = jax.sharding.SingleDeviceSharding(device) if is_device else device
@@ -29,7 +29,7 @@ def zeros(shapes: Shapes, dtype: DTypeLike, device: Device) -> tuple[Array, ...]
 def _program(
     shapes: Shapes, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None
 ) -> Callable[[], tuple[Array, ...]]:
-    """Kept, so that what is allocated again, after a sleep say, compiles nothing."""
+    """Returns the program that allocates, kept so that allocating again compiles nothing."""
     return jax.jit(
         lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=sharding
     )

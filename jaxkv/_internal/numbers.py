@@ -1,0 +1,12 @@
+"""Constants and integer arithmetic. No jax."""
+
+from typing import Any
+
+INT32_MAX = 2**31 - 1  # block ids, slots and positions are int32 on the device
+
+NULL_BLOCK = 0  # reserved, never handed out; block tables are padded with it
+
+
+def cdiv(numerator: Any, denominator: Any) -> Any:
+    """Returns ``ceil(numerator / denominator)`` of ints or integer arrays."""
+    return -(-numerator // denominator)

@@ -1,0 +1,21 @@
+"""Byte counts as text, for printed plans and pictures. No jax."""
+
+from collections.abc import Sequence
+
+
+def readable(num_bytes: int) -> str:
+    """Returns bytes as ``1,536 B`` or ``1.50 MiB``: exact below 10 KiB, else two decimals."""
+    if num_bytes < 10 * 2**10:
+        return f"{num_bytes:,} B"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes / 2**10:.2f} KiB"
+
+
+def describe_unused(unused: Sequence[int]) -> str:
+    """Returns a text on the bytes of a block that carry no data, given per group."""
+    least, most = min(unused, default=0), max(unused, default=0)
+    if most == 0:
+        return "all used"
+    return f"{most:,} unused" if least == most else f"{least:,} to {most:,} unused, by group"
