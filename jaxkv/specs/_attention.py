@@ -1,22 +1,28 @@
-"""Layers that keep keys and values: full, sliding window, chunked, cross."""
+"""Layers that store rows of tokens: full, sliding window, chunked, cross, and latent attention."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Hashable
 from typing import ClassVar, override
 
-from jaxkv.checks import check_count, check_positive
-from jaxkv.specs._base import Limits, TokenSpec, WindowSpec
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv._internal.numbers import cdiv
+from jaxkv.specs._base import LayerSpec
 from jaxkv.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv.specs._growth import Growth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FullAttentionSpec(TokenSpec):
+class FullAttentionSpec(LayerSpec):
     """Keys and values of every token: ``block_size * heads * (k + v) * itemsize`` bytes.
 
+    num_kv_heads: KV heads of one rank.
+    head_size: width of K, and of V unless ``head_size_v`` says otherwise.
     head_size_v: width of V when it differs from K; None: the same.
+    dtype: of the stored elements: a name such as "bf16" or "fp8_e4m3", or a dtype object.
     scale_bytes: bytes of the scale that each K and each V head of a token carries in the
       page, for per-token-head quantisation.
-    sink_tokens: tokens whose keys and values all requests share and nobody frees.
+    sink_tokens: tokens whose keys and values all requests share; their blocks are reserved.
     """
 
     num_kv_heads: int
@@ -37,11 +43,12 @@ class FullAttentionSpec(TokenSpec):
 
     @property
     def value_size(self) -> int:
+        """Width of V."""
         return self.head_size if self.head_size_v is None else self.head_size_v
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes: K then V with their scales, for every KV head."""
+        """Bytes of one token: K then V with their scales, for every KV head."""
         widths = self.head_size, self.value_size
         head = sum(packed_bytes(width, self.dtype) + self.scale_bytes for width in widths)
         return self.num_kv_heads * head
@@ -50,9 +57,9 @@ class FullAttentionSpec(TokenSpec):
     def data_bytes(self) -> int:
         return self.block_size * self.token_bytes
 
-    @property
-    def growth(self) -> Hashable:
-        return ("full", self.block_size, self.sink_tokens)
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="full", block_size=self.block_size, sink_tokens=self.sink_tokens)
 
     @property
     def interpretation(self) -> Hashable:
@@ -62,22 +69,29 @@ class FullAttentionSpec(TokenSpec):
     @override
     @property
     def reserved_blocks(self) -> int:
-        return -(-self.sink_tokens // self.block_size)
+        return cdiv(self.sink_tokens, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlidingWindowSpec(WindowSpec, FullAttentionSpec):
-    """Full attention over the last ``sliding_window`` tokens only."""
+class SlidingWindowSpec(FullAttentionSpec):
+    """Keys and values of the last ``sliding_window`` tokens, the current one included."""
 
+    sliding_window: int
     kind: ClassVar[str] = "sliding"
+
+    def __post_init__(self) -> None:
+        check_positive(sliding_window=self.sliding_window)
+        super().__post_init__()
+
+    @override
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="sliding", block_size=self.block_size, window=self.sliding_window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedAttentionSpec(FullAttentionSpec):
-    """Attention within chunks of ``chunk_size`` tokens (Llama 4's local layers).
-
-    A chunk that does not start on a block boundary straddles one block more.
-    """
+    """Keys and values of the current chunk of ``chunk_size`` tokens (Llama 4's local layers)."""
 
     chunk_size: int
     kind: ClassVar[str] = "chunked"
@@ -87,19 +101,9 @@ class ChunkedAttentionSpec(FullAttentionSpec):
         super().__post_init__()
 
     @override
-    @property
-    def growth(self) -> Hashable:
-        return ("chunked", self.block_size, self.chunk_size)
-
-    @override
-    def first_token(self, num_computed_tokens: int) -> int:
-        return num_computed_tokens // self.chunk_size * self.chunk_size
-
-    @override
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        held = min(self.chunk_size + limits.max_in_flight_tokens, num_tokens)
-        straddle = self.chunk_size % self.block_size != 0
-        return min(-(-held // self.block_size) + straddle, -(-num_tokens // self.block_size))
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="chunked", block_size=self.block_size, chunk=self.chunk_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,20 +113,80 @@ class CrossAttentionSpec(FullAttentionSpec):
     kind: ClassVar[str] = "cross"
 
     @override
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="cross", block_size=self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLASpec(LayerSpec):
+    """One compressed latent row per token (DeepSeek-V2's multi-head latent attention).
+
+    head_size: elements of a row (``kv_lora_rank + qk_rope_head_dim``).
+    value_size: leading elements that attention reads as the value (``kv_lora_rank``);
+      None: all of the row.
+    dtype: of the stored elements, as for `FullAttentionSpec`.
+    bytes_per_token: bytes of a row when it is not ``head_size`` plain elements, such as 656
+      for fp8 latents with their scales and a bf16 rope part.
+    compress_ratio: tokens that share one stored row.
+    """
+
+    head_size: int
+    value_size: int | None = None
+    dtype: str = "bfloat16"
+    bytes_per_token: int | None = None
+    compress_ratio: int = 1
+    kind: ClassVar[str] = "mla"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        check_positive(head_size=self.head_size, compress_ratio=self.compress_ratio)
+        if self.bytes_per_token is not None:
+            check_positive(bytes_per_token=self.bytes_per_token)
+        if self.value_size is not None:
+            check_positive(value_size=self.value_size)
+            if self.value_size > self.head_size:
+                raise ValueError(
+                    f"value_size={self.value_size} is more than head_size={self.head_size}; the "
+                    "value is a prefix of the row"
+                )
+        if self.block_size % self.compress_ratio:
+            raise ValueError(
+                f"block_size={self.block_size} is not a multiple of "
+                f"compress_ratio={self.compress_ratio}; a block must hold whole rows"
+            )
+        super().__post_init__()
+
     @property
-    def growth(self) -> Hashable:
-        return ("cross", self.block_size)
+    def token_bytes(self) -> int:
+        """Bytes of one stored row."""
+        return self.bytes_per_token or packed_bytes(self.head_size, self.dtype)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.block_size // self.compress_ratio * self.token_bytes
+
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="full", block_size=self.block_size)
+
+    @property
+    def interpretation(self) -> Hashable:
+        return ("mla", self.dtype, self.head_size, self.token_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlidingWindowMLASpec(MLASpec):
+    """Latent rows, or compressor state, of the last ``sliding_window`` tokens only."""
+
+    sliding_window: int
+    kind: ClassVar[str] = "sliding_mla"
+
+    def __post_init__(self) -> None:
+        check_positive(sliding_window=self.sliding_window)
+        super().__post_init__()
 
     @override
-    def live_blocks(
-        self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
-    ) -> Sequence[int]:
-        return range(-(-encoder_tokens // self.block_size))
-
-    @override
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        return -(-limits.max_encoder_tokens // self.block_size)
-
-    @override
-    def row_blocks(self, num_tokens: int, limits: Limits) -> int:
-        return self.max_blocks(num_tokens, limits)
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(kind="sliding", block_size=self.block_size, window=self.sliding_window)

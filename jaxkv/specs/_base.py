@@ -1,20 +1,21 @@
-"""What every layer kind has in common, and the layers that own no cache."""
+"""The base of every layer spec, and the layers that own no cache. No jax."""
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
-from typing import ClassVar, override
+from collections.abc import Hashable
+from typing import ClassVar
 
-from jaxkv.checks import check_count, check_positive
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv.specs._growth import Growth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a scheduler promises never to exceed; admission bounds depend on it.
+    """The most that a scheduler asks of one step; admission depends on it.
 
-    max_in_flight_tokens: most tokens of one request that one step computes (times
-      the number of steps that may be in flight at once under async scheduling).
+    max_in_flight_tokens: most tokens of one request that one step computes, times the steps
+      that asynchronous scheduling may have in flight at once.
     max_encoder_tokens: longest encoder input, for cross attention.
     """
 
@@ -28,9 +29,9 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class SharedKVSpec:
-    """A layer that reads the keys and values of another one and owns none."""
+    """A layer that reads the keys and values of another layer and owns none."""
 
-    layer: str  # the layer that owns them
+    layer: str  # name of the layer that owns them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,11 @@ class EncoderOnlySpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec(abc.ABC):
-    """Base of every layer kind.
+    """Base of every layer kind: the bytes of one page, and the growth of a request.
 
     block_size: tokens per block.
-    page_bytes_padded: bytes reserved per page when that is more than the data, so
-      that pages of different layers line up in one pool. None: no padding.
+    page_bytes_padded: bytes reserved per page when that is more than the data, so that pages
+      of different layers line up in one pool. None: no padding.
     page_alignment_bytes: pages are rounded up to a multiple of this.
     """
 
@@ -84,76 +85,10 @@ class LayerSpec(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def growth(self) -> Hashable:
-        """Layers with equal growth need the same blocks and may share one table."""
+    def growth(self) -> Growth:
+        """The blocks that a request holds; layers of equal growth may share one table."""
 
     @property
     @abc.abstractmethod
     def interpretation(self) -> Hashable:
-        """How the bytes of a page are read: element types and their arrangement."""
-
-    @abc.abstractmethod
-    def live_blocks(
-        self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
-    ) -> Sequence[int]:
-        """Indices (position // block_size) of the blocks that a request must hold.
-
-        The request has ``num_computed_tokens`` tokens in the cache and is about to
-        compute those up to ``num_tokens``. Ascending, without repeats.
-        """
-
-    @abc.abstractmethod
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        """Most blocks that a request growing to ``num_tokens`` tokens ever holds."""
-
-    def row_blocks(self, num_tokens: int, limits: Limits) -> int:
-        """Entries that a table row needs: held blocks stay at their own index."""
-        return -(-num_tokens // self.block_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenSpec(LayerSpec):
-    """A layer that stores something for every token (as opposed to one state)."""
-
-    def first_token(self, num_computed_tokens: int) -> int:
-        """Oldest token that the next computed token may still read."""
-        del num_computed_tokens
-        return 0
-
-    def live_blocks(
-        self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
-    ) -> Sequence[int]:
-        first = self.first_token(num_computed_tokens) // self.block_size
-        return range(first, -(-num_tokens // self.block_size))
-
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        return -(-num_tokens // self.block_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowSpec(TokenSpec):
-    """A layer that reads its last ``sliding_window`` tokens only.
-
-    With F tokens in flight a request holds at most ``min(w - 1 + F, L)`` tokens. They may
-    straddle one block more than they fill, but never more than ``ceil(L / b)``, which
-    vLLM forgets: it refuses requests that fit when the window is about as long as they.
-    """
-
-    sliding_window: int
-
-    def __post_init__(self) -> None:
-        check_positive(sliding_window=self.sliding_window)
-        super().__post_init__()
-
-    @property
-    def growth(self) -> Hashable:
-        return ("sliding", self.block_size, self.sliding_window)
-
-    @override
-    def first_token(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.sliding_window + 1)
-
-    @override
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        held = min(self.sliding_window - 1 + limits.max_in_flight_tokens, num_tokens)
-        return min(-(-held // self.block_size) + 1, -(-num_tokens // self.block_size))
+        """The element types of a page's bytes and their arrangement."""

@@ -1,4 +1,6 @@
-"""Bytes of the dtypes that a cache page can hold, by name; numpy has no fp8 or fp4."""
+"""Bytes of the dtypes that a cache page can hold, by name because NumPy has no fp8. No jax."""
+
+from typing import Any
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -9,7 +11,7 @@ DTYPE_BYTES: dict[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-NVFP4_GROUP = 16  # elements that share one fp8 scale, stored beside them
+NVFP4_GROUP = 16  # elements that share one fp8 scale, stored next to them
 DTYPE_ALIASES: dict[str, str] = {
     "f32": "float32",
     "bf16": "bfloat16",
@@ -20,17 +22,21 @@ DTYPE_ALIASES: dict[str, str] = {
 }
 
 
-def canonical_dtype(dtype: str, argument: str = "dtype") -> str:
-    """Returns the jax name of a cache dtype, from its own name or a short alias.
+def canonical_dtype(dtype: Any, argument: str = "dtype") -> str:
+    """Returns jax's name of a cache dtype.
+
+    Args:
+      dtype: jax's own name, a short alias such as "bf16", or a dtype object: anything with a
+        ``name``, or a scalar type such as ``jnp.bfloat16``.
+      argument: the name by which an error calls it.
 
     Raises:
       ValueError: the dtype is not one that a cache page can hold.
     """
+    given = dtype
     if not isinstance(dtype, str):
-        raise ValueError(
-            f"{argument}={dtype!r} is not the name of a dtype; write a string such as 'bf16'"
-        )
-    name = DTYPE_ALIASES.get(dtype, dtype)
+        given = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    name = DTYPE_ALIASES.get(str(given), str(given))
     if name != "nvfp4" and name not in DTYPE_BYTES:
         known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, "nvfp4"}))
         raise ValueError(f"{argument}={dtype!r} is not a cache dtype; use one of {known}")
@@ -38,7 +44,13 @@ def canonical_dtype(dtype: str, argument: str = "dtype") -> str:
 
 
 def packed_bytes(elements: int, dtype: str) -> int:
-    """Bytes of a run of elements; nvfp4 packs two to a byte and adds a scale for each 16.
+    """Returns the bytes of contiguous elements.
+
+    nvfp4 packs two elements into a byte and adds one byte of scale for each 16 elements.
+
+    Args:
+      elements: how many there are.
+      dtype: jax's name of their dtype, from `canonical_dtype`.
 
     Raises:
       ValueError: nvfp4 elements that are not a multiple of 16.

@@ -1,32 +1,42 @@
-"""Layers that keep a recurrent state: mamba, gated delta nets, linear attention."""
+"""Layers that keep a recurrent state, and the state shapes of common architectures. No jax."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import ClassVar, override
+from collections.abc import Hashable
+from typing import ClassVar, get_args
 
-from jaxkv.checks import check_count, check_positive
-from jaxkv.specs._base import LayerSpec, Limits
+from jaxkv._internal.checks import check_choice, check_count, check_positive
+from jaxkv.specs._base import LayerSpec
 from jaxkv.specs._dtypes import canonical_dtype, packed_bytes
-from jaxkv.specs._tensor_parallel import divide
+from jaxkv.specs._growth import CacheMode, Growth
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpec(LayerSpec):
-    """Recurrent state (mamba, gated delta net, linear attention): one page, any length.
+    """A recurrent state (mamba, gated delta net, linear attention): one page at any length.
+
+    A request never reads a state that it did not write: `jaxkv.read_state` returns zeros for
+    a request that has computed nothing, whatever its block held before.
+
+    The columns of a request's row, with ``last`` the block of its newest token:
+
+    - ``"none"``: column 0 holds the running state, whatever the length; drafts follow it.
+    - ``"align"``: column ``last`` holds the running state, drafts follow it, and the column
+      of the newest computed token keeps the state that the step resumes from.
+    - ``"all"``: every column keeps the state at the end of its block.
 
     shapes, dtypes: the arrays of one state, stored back to back in one page.
-    cache_mode: ``"none"`` keeps the running state only; ``"align"`` also the one at
-      the last block boundary, so that a prefix can be resumed; ``"all"`` keeps one
-      state per block.
+    cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. The latter two keep states at
+      block boundaries, so that a prefix can be resumed.
     speculative_blocks: extra states for speculative tokens.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    cache_mode: str = "none"
+    cache_mode: CacheMode = "none"
     speculative_blocks: int = 0
     kind: ClassVar[str] = "state"
 
@@ -46,14 +56,13 @@ class StateSpec(LayerSpec):
             raise ValueError("dtypes: nvfp4 packs heads of keys and values, not states")
         for shape in self.shapes:
             check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
-        if self.cache_mode not in ("none", "align", "all"):
-            raise ValueError(f'cache_mode={self.cache_mode!r}; use "none", "align" or "all"')
+        check_choice(get_args(CacheMode), cache_mode=self.cache_mode)
         check_count(speculative_blocks=self.speculative_blocks)
         super().__post_init__()
 
     @property
     def array_bytes(self) -> tuple[int, ...]:
-        """Bytes of each array of one state, in the order they lie in the page."""
+        """Bytes of each array of one state, in the order of the page."""
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return tuple(packed_bytes(math.prod(shape), dtype) for shape, dtype in pairs)
 
@@ -61,40 +70,44 @@ class StateSpec(LayerSpec):
     def data_bytes(self) -> int:
         return sum(self.array_bytes)
 
-    @property
-    def growth(self) -> Hashable:
-        return ("state", self.block_size, self.cache_mode, self.speculative_blocks)
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(
+            kind="state",
+            block_size=self.block_size,
+            cache_mode=self.cache_mode,
+            speculative_blocks=self.speculative_blocks,
+        )
 
     @property
     def interpretation(self) -> Hashable:
         return ("state", self.shapes, self.dtypes)
 
-    def live_blocks(
-        self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
-    ) -> Sequence[int]:
-        last = max(-(-num_tokens // self.block_size), 1) - 1
-        if self.cache_mode == "none":
-            return range(1 + self.speculative_blocks)
-        if self.cache_mode == "all":
-            return range(last + 1 + self.speculative_blocks)
-        newest = range(last, last + 1 + self.speculative_blocks)
-        source = -(-num_computed_tokens // self.block_size) - 1  # the state to resume from
-        return newest if source in newest or source < 0 else (source, *newest)
 
-    def max_blocks(self, num_tokens: int, limits: Limits) -> int:
-        running = {"none": 1, "align": 2, "all": -(-num_tokens // self.block_size)}
-        return running[self.cache_mode] + self.speculative_blocks
+def divide(name: str, size: int, ranks: int) -> int:
+    """Returns ``size / ranks``, or raises ValueError that names what does not divide."""
+    check_positive(**{name: size}, tensor_parallel=ranks)
+    if size % ranks:
+        raise ValueError(f"{name}={size} does not divide among tensor_parallel={ranks} ranks")
+    return size // ranks
 
-    @override
-    def row_blocks(self, num_tokens: int, limits: Limits) -> int:
-        indices = 1 if self.cache_mode == "none" else -(-num_tokens // self.block_size)
-        return indices + self.speculative_blocks
+
+def heads_per_rank(num_kv_heads: int, ranks: int) -> int:
+    """Returns the KV heads of one rank: divided, or replicated where ranks outnumber heads.
+
+    Raises:
+      ValueError: neither number divides the other.
+    """
+    check_positive(num_kv_heads=num_kv_heads, tensor_parallel=ranks)
+    if ranks > num_kv_heads and ranks % num_kv_heads == 0:
+        return 1
+    return divide("num_kv_heads", num_kv_heads, ranks)
 
 
 def mamba1_state(
     *, inner_size: int, state_size: int, conv_kernel: int, tensor_parallel: int = 1
 ) -> Shapes:
-    """Shapes of one mamba1 state on one rank: convolution inputs, and state per channel."""
+    """Returns the shapes of one mamba1 state on one rank: convolution inputs, state per channel."""
     inner = divide("inner_size", inner_size, tensor_parallel)
     return (conv_kernel - 1, inner), (inner, state_size)
 
@@ -109,7 +122,7 @@ def mamba2_state(
     speculative_tokens: int = 0,
     tensor_parallel: int = 1,
 ) -> Shapes:
-    """Shapes of one mamba2 state on one rank.
+    """Returns the shapes of one mamba2 state on one rank.
 
     The convolution runs over inputs and two group projections; groups that do not
     divide among the ranks are repeated until each rank has at least one.
@@ -133,8 +146,11 @@ def gated_delta_net_state(
     speculative_tokens: int = 0,
     tensor_parallel: int = 1,
 ) -> Shapes:
-    """Shapes of one gated delta net state on one rank (Qwen3-Next): convolution inputs
-    over queries, keys and values, and a (value x key) matrix for each value head."""
+    """Returns the shapes of one gated delta net state on one rank (Qwen3-Next).
+
+    The arrays are the convolution inputs over queries, keys and values, and a (value x key)
+    matrix for each value head.
+    """
     channels = 2 * num_key_heads * key_size + num_value_heads * value_size
     heads = divide("num_value_heads", num_value_heads, tensor_parallel)
     rows = conv_kernel - 1 + speculative_tokens
@@ -149,7 +165,7 @@ def kda_state(
     speculative_tokens: int = 0,
     tensor_parallel: int = 1,
 ) -> Shapes:
-    """Shapes of one Kimi delta attention state on one rank: q, k and v all have heads."""
+    """Returns the shapes of one Kimi delta attention state on one rank: q, k and v have heads."""
     channels = divide("num_heads * head_size", num_heads * head_size, tensor_parallel)
     heads = divide("num_heads", num_heads, tensor_parallel)
     rows = conv_kernel - 1 + speculative_tokens
@@ -157,5 +173,5 @@ def kda_state(
 
 
 def linear_attention_state(*, num_heads: int, head_size: int, tensor_parallel: int = 1) -> Shapes:
-    """Shape of one linear attention state on one rank (MiniMax): a matrix per head."""
+    """Returns the shape of one linear attention state on one rank (MiniMax): a matrix per head."""
     return ((divide("num_heads", num_heads, tensor_parallel), head_size, head_size),)
