@@ -1,7 +1,7 @@
-"""Models whose decoder also attends to the output of an encoder."""
+"""Families whose decoder attends to an encoder's output too. No jax."""
 
-from jaxkv.models._build import FULL, Layers, Options, full_attention
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._build import FULL, Layers, Options, full_attention
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import CrossAttentionSpec, EncoderOnlySpec
 
 

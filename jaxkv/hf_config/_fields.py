@@ -1,4 +1,4 @@
-"""Which fields of a configuration belong to the language model, and which concern a cache."""
+"""The fields of a configuration that describe the language model and its cache. No jax."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ WRAPPERS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
-# Parts of field names that concern what attention and state layers store.
+# Parts of the names of fields that decide what attention and state layers store.
 CONCERNS = re.compile(
     r"window|chunk|kv|key_value|head_dim|headdim|head_size|layer_type|block_type|pattern"
     r"|layer_config|hybrid|interval|attn_type|attn_layer|full_att|sparse_att|cross_"
@@ -39,12 +39,11 @@ HARMLESS = frozenset(
     """.split()
 )
 
-
 DTYPES = "torch_dtype", "dtype"
 
 
 def unread(fields: Config, read: set[str]) -> str | None:
-    """The first set field that concerns what layers store and is not among those read."""
+    """Returns the first field that is set, decides what layers store, and was not read."""
     for name, value in fields.items():
         concerns = CONCERNS.search(name) and name not in HARMLESS
         if concerns and value and name not in read:
@@ -53,7 +52,7 @@ def unread(fields: Config, read: set[str]) -> str | None:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """The language model's fields; those of a multimodal wrapper fill what it leaves open."""
+    """Returns the language model's fields; a multimodal wrapper's fill what it leaves open."""
     _check_config(config)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -66,7 +65,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def model_type_of(config: Config) -> str:
-    """The model type of the language model.
+    """Returns the model type of the language model.
 
     Raises:
       ValueError: a wrapper around the language model that is not known.

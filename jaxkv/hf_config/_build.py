@@ -1,12 +1,12 @@
-"""What families have in common: options of an import, specs from usual fields, names."""
+"""The common ground of model families: options, specs from the usual fields, names. No jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.groups import hybrid_block_size
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import (
+    CacheMode,
     ChunkedAttentionSpec,
     EncoderOnlySpec,
     FullAttentionSpec,
@@ -33,17 +33,17 @@ class Options:
     kv_dtype: str | None = None
     block_size: int | None = None
     tensor_parallel: int = 1
-    state_cache_mode: str = "none"
+    state_cache_mode: CacheMode = "none"
     speculative_tokens: int = 0
 
 
 def name_layers(layers: Sequence[Sequence[str]], specs: Mapping[str, LayerSpec]) -> Layers:
-    """``layers.3.full_attention`` and so on, for the caches of every layer."""
+    """Names the caches of every layer: ``layers.3.full_attention`` and so on."""
     return {f"layers.{i}.{kind}": specs[kind] for i, kinds in enumerate(layers) for kind in kinds}
 
 
 def head_size(reader: ConfigReader) -> int:
-    """``head_dim``, or hidden size over heads where the family leaves it out."""
+    """Returns ``head_dim``, or hidden size over heads where the family leaves it out."""
     if reader.value("head_dim") is not None:
         return reader.number("head_dim")
     return reader.per_head("hidden_size", "num_attention_heads")
@@ -52,7 +52,14 @@ def head_size(reader: ConfigReader) -> int:
 def full_attention(
     reader: ConfigReader, options: Options, *, heads: int | None = None, width: int | None = None
 ) -> FullAttentionSpec:
-    """Keys and values by the usual fields; ``heads`` (of all ranks) and ``width`` override."""
+    """Returns the spec of keys and values by the usual fields.
+
+    Args:
+      reader: the configuration.
+      options: the arguments of `layers_from_config`.
+      heads: KV heads of all ranks; None: ``num_key_value_heads``.
+      width: of a head; None: ``head_dim``.
+    """
     heads = heads or reader.number("num_key_value_heads")
     return FullAttentionSpec(
         block_size=options.block_size or ATTENTION_BLOCK,
@@ -63,12 +70,12 @@ def full_attention(
 
 
 def sliding(full: FullAttentionSpec, window: int) -> SlidingWindowSpec:
-    """The same keys and values of the last ``window`` tokens."""
+    """Returns the spec of the same keys and values, of the last ``window`` tokens."""
     return SlidingWindowSpec(**_fields(full), sliding_window=window)
 
 
 def chunked(full: FullAttentionSpec, chunk_size: int) -> ChunkedAttentionSpec:
-    """The same keys and values within chunks."""
+    """Returns the spec of the same keys and values, within chunks."""
     return ChunkedAttentionSpec(**_fields(full), chunk_size=chunk_size)
 
 
@@ -77,7 +84,7 @@ def _fields(spec: FullAttentionSpec) -> dict[str, Any]:
 
 
 def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
-    """MLA: one row of ``kv_lora_rank + qk_rope_head_dim`` per token, whole on every rank.
+    """Returns the spec of MLA: ``kv_lora_rank + qk_rope_head_dim`` per token, on every rank.
 
     DeepSeek-V2, arXiv 2405.04434, section 2.1. Heads are made from the row when it is
     read, so their own widths do not matter.
@@ -87,39 +94,23 @@ def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
     return MLASpec(
         block_size=options.block_size or MLA_BLOCK,
         head_size=reader.number("kv_lora_rank") + reader.number("qk_rope_head_dim"),
+        value_size=reader.number("kv_lora_rank"),
         dtype=reader.kv_dtype(options.kv_dtype),
     )
 
 
 def state(
-    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], options: Options
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[str, ...],
+    options: Options,
+    *,
+    block_size: int = ATTENTION_BLOCK,
 ) -> StateSpec:
-    """A state of these arrays; `hybrid_layers` sets its block."""
+    """Returns the spec of a state of these arrays; `plan_cache` fits its block to attention's."""
     return StateSpec(
-        block_size=options.block_size or ATTENTION_BLOCK,
+        block_size=options.block_size or block_size,
         shapes=shapes,
         dtypes=dtypes,
         cache_mode=options.state_cache_mode,
         speculative_blocks=options.speculative_tokens,
     )
-
-
-def hybrid_layers(
-    layers: Sequence[Sequence[str]],
-    attention: Mapping[str, FullAttentionSpec | MLASpec],
-    states: Mapping[str, StateSpec],
-) -> Layers:
-    """Names layers whose attention block is the one whose page holds a whole state.
-
-    attention, states: one spec each, by the name of the kind.
-    """
-    present = {kind for kinds in layers for kind in kinds}
-    ((attention_kind, spec),), ((state_kind, one_state),) = attention.items(), states.items()
-    if state_kind not in present:
-        return name_layers(layers, attention)
-    tokens = hybrid_block_size(spec, one_state.page_bytes)
-    specs = {
-        attention_kind: dataclasses.replace(spec, block_size=tokens),
-        state_kind: dataclasses.replace(one_state, block_size=tokens),
-    }
-    return name_layers(layers, specs)

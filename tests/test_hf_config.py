@@ -1,14 +1,16 @@
-"""Model import: published families rebuilt from their configurations, and refusals by name."""
+"""Layers from a config.json: published models rebuilt from theirs, and refusals by name."""
 
 import dataclasses
+import json
+import os
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 
-from jaxkv.groups import make_groups, make_layout
-from jaxkv.models import encoder_len, layers_from_config, load_config, model_len, preset_names
-from jaxkv.planning import plan_cache
+from jaxkv.hf_config import encoder_len, layers_from_config, load_config, model_len, preset_names
+from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (
     CrossAttentionSpec,
     EncoderOnlySpec,
@@ -30,8 +32,8 @@ class Row(NamedTuple):
     """One model as vLLM 0.33 plans it in 40 GiB.
 
     groups: layers@block of every group, sorted.
-    zero: does a group overlay bytes of another meaning?
-    longest: what auto-fit gives, when that is less than the model's own length.
+    zero: whether groups overlay bytes of another meaning.
+    longest: the longest request that fits, when that is less than the model's own length.
     """
 
     groups: str
@@ -120,22 +122,26 @@ def sizes(row: Row) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_published_model_is_planned_as_recorded(name: str) -> None:
-    config, row = load_config(name), ROWS[name]
-    plan = plan_cache(
-        own_caches(config),
+def planned(config: dict[str, Any], **options: Any) -> Plan:
+    return plan_cache(
+        layers_from_config(config, **options),
         MEMORY,
         max_model_len=model_len(config),
         fit_max_model_len=True,
         limits=dataclasses.replace(LIMITS, max_encoder_tokens=encoder_len(config)),
     )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_published_model_is_planned_as_recorded(name: str) -> None:
+    config, row = load_config(name), ROWS[name]
+    plan = planned(config)
     assert sorted((group.block_size, len(group.layers)) for group in plan.groups) == sizes(row)
     assert plan.bytes_per_block == (row.bytes_per_block,)
     assert plan.num_blocks == row.num_blocks
     assert plan.admission_blocks(model_len(config)) == row.blocks_per_request
     assert plan.max_model_len == (row.longest or model_len(config))
-    assert any(plan.groups_to_zero) == row.zero
+    assert plan.groups_to_zero == (row.zero,) * len(plan.groups)
 
 
 def test_every_preset_is_checked() -> None:
@@ -147,17 +153,29 @@ def test_state_pages(name: str) -> None:
     assert only(own_caches(load_config(name)), StateSpec).data_bytes == STATE_PAGES[name]
 
 
+@pytest.mark.parametrize("name", STATE_PAGES)
+def test_hybrid_layers_have_the_block_asked_for_and_planning_enlarges_it(name: str) -> None:
+    config = load_config(name)
+    usual = 64 if name == "kimi-linear-48b-a3b" else 16
+    for asked, block_size in ((None, usual), (32, 32)):
+        layers = own_caches(config, block_size=asked)
+        assert {spec.block_size for spec in layers.values()} == {block_size}
+    assert {group.block_size for group in planned(config).groups} == {sizes(ROWS[name])[0][0]}
+
+
 def test_resumable_states_take_one_block_more_each() -> None:
-    config = load_config("qwen3-next-80b-a3b")
-    groups = make_groups(own_caches(config, state_cache_mode="align"))
-    assert sum(group.spec.max_blocks(262_144, LIMITS) for group in groups) == 6 + 482
+    plan = planned(load_config("qwen3-next-80b-a3b"), state_cache_mode="align")
+    assert plan.admission_blocks(262_144) == 6 + 482
 
 
 def test_speculative_tokens_add_states_and_convolution_rows() -> None:
     config = load_config("qwen3-next-80b-a3b")
     state = only(own_caches(config, speculative_tokens=2), StateSpec)
     assert state.shapes[0] == (5, 8192)
-    assert state.max_blocks(1000, LIMITS) == 3
+    assert state.growth.max_blocks(1000, 1, 0) == 3
+    config = load_config("kimi-linear-48b-a3b")
+    state = only(own_caches(config, speculative_tokens=3), StateSpec)
+    assert state.shapes[0][0] == 6
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "jamba-v0.1", "falcon-h1-7b", "minimax-text-01"])
@@ -174,14 +192,17 @@ def attention(layers: dict[str, LayerSpec]) -> dict[str, FullAttentionSpec]:
     return {name: spec for name, spec in layers.items() if isinstance(spec, FullAttentionSpec)}
 
 
-def test_latent_rows_stay_whole_on_every_rank() -> None:
+def test_latent_rows_stay_whole_on_every_rank_and_begin_with_the_value() -> None:
     config = load_config("deepseek-v3")
     assert own_caches(config, tensor_parallel=8) == own_caches(config)
+    row = only(own_caches(config), MLASpec)
+    assert (row.head_size, row.value_size, row.block_size) == (512 + 64, 512, 64)
 
 
-def test_fp8_cache_doubles_the_attention_block_of_a_hybrid() -> None:
-    layers = own_caches(load_config("qwen3-next-80b-a3b"), kv_dtype="fp8_e4m3")
-    assert {spec.block_size for spec in layers.values()} == {1072}
+def test_an_fp8_cache_doubles_the_attention_block_of_a_hybrid() -> None:
+    config = load_config("qwen3-next-80b-a3b")
+    assert {group.block_size for group in planned(config, kv_dtype="fp8_e4m3").groups} == {1072}
+    layers = own_caches(config, kv_dtype="fp8_e4m3")
     assert only(layers, StateSpec).data_bytes == STATE_PAGES["qwen3-next-80b-a3b"]
 
 
@@ -209,8 +230,6 @@ def test_layers_that_share_read_the_last_owner_of_their_kind() -> None:
     assert len(layers) == 35 and len(shared) == 20
     assert set(shared.values()) == {"layers.13.sliding_attention", "layers.14.full_attention"}
     assert shared["layers.19.full_attention"] == "layers.14.full_attention"
-    owners = own_caches(load_config("gemma-4-e2b"))
-    assert make_layout(make_groups(owners), shared=shared).bytes_per_block == 98_304
 
 
 def test_whisper_encoder_keeps_nothing() -> None:
@@ -460,7 +479,7 @@ def test_a_null_of_the_text_model_counts() -> None:
     assert {spec.kind for spec in layers.values() if isinstance(spec, LayerSpec)} == {"full"}
 
 
-def test_the_text_model_s_own_dtype_comes_before_its_wrapper_s() -> None:
+def test_the_dtype_of_the_text_model_comes_before_that_of_its_wrapper() -> None:
     text = load_config("gemma-3-4b")["text_config"]
     text = {k: v for k, v in text.items() if k != "torch_dtype"} | {"dtype": "float32"}
     wrapper = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
@@ -487,12 +506,73 @@ def test_yarn_stretches_the_longest_request_once() -> None:
     assert model_len(stretched) == 131072
     llama3 = {**scaling, "rope_type": "llama3"}
     assert model_len({**config, "rope_scaling": llama3}) == 40960
+    for factor in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"rope_scaling\.factor={factor} must be a finite"):
+            model_len({**config, "rope_scaling": {**scaling, "factor": factor}})
 
 
-def test_kimi_s_convolution_keeps_the_drafts_too() -> None:
-    config = load_config("kimi-linear-48b-a3b")
-    rows = []
-    for drafts in (0, 3):
-        layers = layers_from_config(config, speculative_tokens=drafts)
-        rows += {spec.shapes[0][0] for spec in layers.values() if isinstance(spec, StateSpec)}
-    assert rows == [3, 6]
+@pytest.mark.parametrize("field", ["attention_head_dim", "mamba_headdim"])
+def test_zamba_2_files_may_leave_out_the_widths_of_heads(field: str) -> None:
+    config = load_config("zamba2-2.7b")
+    assert field in config
+    shorter = {name: value for name, value in config.items() if name != field}
+    assert layers_from_config(shorter) == layers_from_config(config)
+
+
+# --- what cannot be read ----------------------------------------------------------
+
+
+def test_a_configuration_is_read_from_a_file_a_directory_or_the_presets(tmp_path) -> None:
+    config = {"model_type": "llama"}
+    with pytest.raises(ValueError, match=r"config=.*config\.json"):
+        load_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_config(str(tmp_path)) == load_config(str(tmp_path / "config.json")) == config
+    assert load_config("llama-3.1-8b")["model_type"] == "llama"
+
+
+def qwen(**changes: Any) -> dict[str, Any]:
+    return preset("qwen3-next-80b-a3b", **changes)
+
+
+def qwen_without(name: str) -> dict[str, Any]:
+    config = qwen()
+    del config[name]
+    return config
+
+
+QWEN_FIELDS = [
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "num_hidden_layers",
+    "full_attention_interval",
+]
+BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
+    ("config='no-such-model' .* presets: deepseek", lambda: load_config("no-such-model")),
+    ("config", lambda: load_config(os.devnull)),
+    ("config must be the content", lambda: layers_from_config("qwen3-8b")),
+    ("model_type", lambda: layers_from_config({})),
+    ("model_type", lambda: layers_from_config(qwen(model_type="llama"))),
+    ("block_size", lambda: layers_from_config(qwen(), block_size=0)),
+    ("kv_dtype", lambda: layers_from_config(qwen(), kv_dtype="fp4")),
+    ("max_position_embeddings", lambda: model_len({})),
+    ("sliding_window", lambda: layers_from_config(qwen(sliding_window=4096))),
+    ("layer_types", lambda: layers_from_config(qwen(layer_types=["mamba"] * 48))),
+    ("layer_types", lambda: layers_from_config(qwen(layer_types=["mamba"]))),
+    ("torch_dtype", lambda: layers_from_config(qwen_without("torch_dtype"))),
+    *[(name, lambda name=name: layers_from_config(qwen_without(name))) for name in QWEN_FIELDS],
+    *[(name, lambda name=name: layers_from_config(qwen(**{name: "4"}))) for name in QWEN_FIELDS],
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "call"), BAD_INPUTS, ids=[str(i) for i in range(len(BAD_INPUTS))]
+)
+def test_bad_input_is_refused_by_name(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"\b{message}\b"):
+        call()

@@ -1,18 +1,18 @@
-"""Models with mamba layers beside attention layers."""
+"""Families with mamba layers next to attention layers. No jax."""
 
 from collections.abc import Sequence
 
-from jaxkv.models._build import (
+from jaxkv.hf_config._build import (
     FULL,
     MAMBA,
     Layers,
     Options,
     full_attention,
     head_size,
-    hybrid_layers,
+    name_layers,
     state,
 )
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import StateSpec, mamba1_state, mamba2_state
 
 KINDS = {
@@ -25,8 +25,10 @@ KINDS = {
 
 
 def jamba(reader: ConfigReader, options: Options) -> Layers:
-    """Jamba: mamba1 layers, and full attention where
-    ``i % attn_layer_period == attn_layer_offset``."""
+    """Jamba: mamba1 layers, and full attention in some.
+
+    Layer i is full where ``i % attn_layer_period == attn_layer_offset``.
+    """
     shapes = mamba1_state(
         inner_size=reader.number("mamba_expand") * reader.number("hidden_size"),
         state_size=reader.number("mamba_d_state"),
@@ -39,7 +41,7 @@ def jamba(reader: ConfigReader, options: Options) -> Layers:
     default = ["attention" if i % period == offset else "mamba" for i in range(count)]
     layers = [(kind,) for kind in reader.layer_kinds(KINDS, default)]
     attention = full_attention(reader, options, width=head_size(reader))
-    return hybrid_layers(layers, {FULL: attention}, {MAMBA: mamba})
+    return name_layers(layers, {FULL: attention, MAMBA: mamba})
 
 
 def _mamba2(
@@ -53,7 +55,15 @@ def _mamba2(
     conv: str = "mamba_d_conv",
     dtype: str | None = None,
 ) -> StateSpec:
-    """A mamba2 state (arXiv 2405.21060) by the names that a family gives its fields."""
+    """Returns the spec of a mamba2 state (arXiv 2405.21060).
+
+    Args:
+      reader: the configuration.
+      options: the arguments of `layers_from_config`.
+      heads, groups, state_size, conv: the family's names of these fields.
+      width: of a head.
+      dtype: of the matrix state; None: the model's.
+    """
     shapes = mamba2_state(
         num_heads=reader.number(heads),
         head_size=width,
@@ -85,7 +95,7 @@ def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
     attention = full_attention(
         reader, options, width=reader.number("head_dim", "attention_head_dim")
     )
-    return hybrid_layers(_nemotron_layers(reader), {FULL: attention}, {MAMBA: mamba})
+    return name_layers(_nemotron_layers(reader), {FULL: attention, MAMBA: mamba})
 
 
 def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
@@ -100,7 +110,7 @@ def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
 
 
 def _head_width(reader: ConfigReader) -> int:
-    """``mamba_d_head``; ``"auto"`` divides the inner width among the heads."""
+    """Returns ``mamba_d_head``; ``"auto"`` divides the inner width among the heads."""
     if reader.value("mamba_d_head") != "auto":
         return reader.number("mamba_d_head")
     inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
@@ -118,7 +128,7 @@ def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
     reader.ignore("mamba_expand")
     mamba = _mamba2(reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups")
     layers = [(FULL, MAMBA)] * reader.layer_count()
-    return hybrid_layers(layers, {FULL: full_attention(reader, options)}, {MAMBA: mamba})
+    return name_layers(layers, {FULL: full_attention(reader, options), MAMBA: mamba})
 
 
 def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
@@ -132,7 +142,7 @@ def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
     field = "layer_types" if reader.has("layer_types") else "layers_block_type"
     layers = [(kind,) for kind in reader.layer_kinds(KINDS, field=field)]
     attention = full_attention(reader, options, width=head_size(reader))
-    return hybrid_layers(layers, {FULL: attention}, {MAMBA: mamba})
+    return name_layers(layers, {FULL: attention, MAMBA: mamba})
 
 
 def zamba2(reader: ConfigReader, options: Options) -> Layers:
@@ -152,7 +162,7 @@ def zamba2(reader: ConfigReader, options: Options) -> Layers:
     layers = [(FULL, MAMBA) if kind == "hybrid" else (MAMBA,) for kind in kinds]
     attention_width = reader.number("attention_head_dim", default=2 * hidden // heads)
     attention = full_attention(reader, options, width=attention_width)
-    return hybrid_layers(layers, {FULL: attention}, {MAMBA: mamba})
+    return name_layers(layers, {FULL: attention, MAMBA: mamba})
 
 
 FAMILIES = {

@@ -1,28 +1,29 @@
-"""Models with gated delta nets, Kimi delta attention or linear attention layers."""
+"""Families with gated delta nets, Kimi delta attention or linear attention. No jax."""
 
-from jaxkv.models._build import (
+from jaxkv.hf_config._build import (
     FULL,
     LINEAR,
     MLA,
+    MLA_BLOCK,
     Layers,
     Options,
     full_attention,
-    hybrid_layers,
     latent_attention,
+    name_layers,
     state,
 )
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import gated_delta_net_state, kda_state, linear_attention_state
 
 
 def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
-    """Qwen3-Next and Qwen3.5: gated delta nets, and full attention at every
-    ``full_attention_interval``.
+    """Qwen3-Next and Qwen3.5: gated delta nets, and some layers of full attention.
 
+    Every ``full_attention_interval``-th layer is full, unless ``layer_types`` lists the kinds.
     State of a gated delta net (arXiv 2412.06464): the last ``conv - 1`` inputs of its
     convolution over queries, keys and values, and a (value x key) matrix for each value
     head, in ``mamba_ssm_dtype``. Qwen3-Next without that field keeps it in the model's
-    dtype; Qwen3.5 has to name it.
+    dtype; Qwen3.5 must name it.
     """
     shapes = gated_delta_net_state(
         num_key_heads=reader.number("linear_num_key_heads"),
@@ -38,7 +39,7 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     delta_net = state(shapes, (reader.dtype(), matrix_dtype), options)
     attention = full_attention(reader, options)
     layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
-    return hybrid_layers(layers, {FULL: attention}, {LINEAR: delta_net})
+    return name_layers(layers, {FULL: attention, LINEAR: delta_net})
 
 
 def _qwen3_next_kinds(reader: ConfigReader) -> list[str]:
@@ -52,8 +53,10 @@ def _qwen3_next_kinds(reader: ConfigReader) -> list[str]:
 
 
 def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
-    """Kimi-Linear (arXiv 2510.26692): Kimi delta attention with a float32 matrix state,
-    and latent attention in the (1-based) ``full_attn_layers``."""
+    """Kimi-Linear (arXiv 2510.26692): Kimi delta attention, and some latent attention.
+
+    The matrix state is float32. ``full_attn_layers`` counts the latent layers from 1.
+    """
     linear = reader.inner("linear_attn_config")
     shapes = kda_state(
         num_heads=linear.number("num_heads"),
@@ -62,19 +65,22 @@ def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
         speculative_tokens=options.speculative_tokens,
         tensor_parallel=options.tensor_parallel,
     )
-    delta = state(shapes, (reader.dtype(), "float32"), options)
+    delta = state(shapes, (reader.dtype(), "float32"), options, block_size=MLA_BLOCK)
     full, rest = linear.listed("full_attn_layers"), linear.listed("kda_layers")
     linear.check_all_read()
     layers = range(1, reader.layer_count() + 1)
     if len(full) + len(rest) != len(layers) or any(i not in full + rest for i in layers):
         raise reader.refusal("linear_attn_config", "its two lists name every layer once, from 1")
     kinds = [(MLA,) if i in full else (LINEAR,) for i in layers]
-    return hybrid_layers(kinds, {MLA: latent_attention(reader, options)}, {LINEAR: delta})
+    return name_layers(kinds, {MLA: latent_attention(reader, options), LINEAR: delta})
 
 
 def minimax(reader: ConfigReader, options: Options) -> Layers:
-    """MiniMax-Text-01 and M1: linear attention (0 in ``attn_type_list``) with a float32
-    matrix for each head, and full attention (1)."""
+    """MiniMax-Text-01 and M1: linear attention, and full attention in some layers.
+
+    ``attn_type_list`` has 0 for a linear layer, which keeps a float32 matrix for each head,
+    and 1 for a full one.
+    """
     shapes = linear_attention_state(
         num_heads=reader.number("num_attention_heads"),
         head_size=reader.number("head_dim"),
@@ -86,7 +92,7 @@ def minimax(reader: ConfigReader, options: Options) -> Layers:
     else:
         kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR})
     attention = full_attention(reader, options)
-    return hybrid_layers([(kind,) for kind in kinds], {FULL: attention}, {LINEAR: matrices})
+    return name_layers([(kind,) for kind in kinds], {FULL: attention, LINEAR: matrices})
 
 
 FAMILIES = {

@@ -1,9 +1,9 @@
-"""DeepSeek and GLM models with multi-head latent attention, indexers and compressors."""
+"""Families with multi-head latent attention, indexers and compressors. No jax."""
 
 import dataclasses
 from collections.abc import Mapping
 
-from jaxkv.models._build import (
+from jaxkv.hf_config._build import (
     MLA,
     MLA_BLOCK,
     Layers,
@@ -11,7 +11,7 @@ from jaxkv.models._build import (
     latent_attention,
     name_layers,
 )
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import MLASpec, SlidingWindowMLASpec, canonical_dtype
 
 INDEXER, SLIDING_MLA = "indexer", "sliding_mla"
@@ -128,7 +128,7 @@ def _v4_ratios(reader: ConfigReader) -> list[int]:
 
 
 def _v4_layer(reader: ConfigReader, options: Options, ratio: int) -> Mapping[str, MLASpec]:
-    """The caches of one layer, in the order in which it uses them."""
+    """Returns the caches of one layer, in the order in which it uses them."""
     rows = {"head_size": reader.number("head_dim"), "dtype": "uint8"}
     aligned = {"page_alignment_bytes": V4_ALIGNMENT}
     window = SlidingWindowMLASpec(

@@ -1,4 +1,4 @@
-"""Reads fields of a model configuration, and notices the ones that nobody read.
+"""A reader of model configurations that notices the fields which nobody read. No jax.
 
 A field that decides what a cache stores and that the family did not ask for means that
 the family does not understand this model: `ConfigReader.check_all_read` refuses it.
@@ -7,8 +7,8 @@ the family does not understand this model: `ConfigReader.check_all_read` refuses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.checks import check_count, check_positive
-from jaxkv.models._fields import Config, flatten, model_type_of, unread
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv.hf_config._fields import Config, flatten, model_type_of, unread
 from jaxkv.specs import canonical_dtype
 
 MAX_LAYERS = 1_000
@@ -24,24 +24,24 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def value(self, name: str, default: Any = None) -> Any:
-        """A field, or the default when it is absent or null."""
+        """Returns a field, or the default when it is absent or null."""
         self._read.add(name)
         value = self._fields.get(name)
         return default if value is None else value
 
     def has(self, name: str, *, null: bool = True) -> bool:
-        """Is the field there at all; with ``null=False``, and not null?"""
+        """Returns whether the field is there and, with ``null=False``, not null."""
         return name in self._fields and (null or self._fields[name] is not None)
 
     def state_dtype(self, name: str, default: str | None = None) -> str:
-        """A field that holds the dtype of a state."""
+        """Returns a field that holds the dtype of a state."""
         value = self.value(name, default)
         if value is None:
             raise self._lacks(name)
         return canonical_dtype(str(value), name)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A number of at least 0."""
+        """Returns a field that holds a number of at least 0."""
         value = self.value(name, default)
         if value is None:
             raise self._lacks(name)
@@ -49,14 +49,14 @@ class ConfigReader:
         return value
 
     def inner(self, name: str) -> "ConfigReader":
-        """A reader of the fields inside a field."""
+        """Returns a reader of the fields inside a field."""
         fields = self.value(name)
         if not isinstance(fields, Mapping):
             raise self._lacks(name)
         return ConfigReader({**fields, "model_type": self.model_type})
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The first of the fields that is set: a number of at least 1."""
+        """Returns the first of the fields that is set: a number of at least 1."""
         self._read.update(names)
         given = {name: self._fields[name] for name in names if self.has(name, null=False)}
         if not given and default is not None:
@@ -68,28 +68,28 @@ class ConfigReader:
         return value
 
     def per_head(self, size: str, heads: str) -> int:
-        """A width divided among heads, where the family gives no width of one head."""
+        """Returns a width divided among heads, where the family gives no width of one head."""
         if self.number(size) % self.number(heads):
             raise self.refusal(size, f"it does not divide among {heads}={self.number(heads)}")
         return self.number(size) // self.number(heads)
 
     def layer_count(self, name: str = "num_hidden_layers") -> int:
-        """How many layers there are; a number beyond all models is refused, not tried."""
+        """Returns the number of layers; a number beyond all models is refused, not tried."""
         if self.number(name) > MAX_LAYERS:
             raise self.refusal(name, f"at most {MAX_LAYERS} layers")
         return self.number(name)
 
     def listed(self, name: str, default: list[Any] | None = None) -> list[Any]:
-        """A field that holds a list."""
+        """Returns a field that holds a list."""
         value = self.value(name, default)
         if value is None:
             raise self._lacks(name)
         if not isinstance(value, (list, tuple)):
-            raise self.refusal(name, "it has to be a list")
+            raise self.refusal(name, "it must be a list")
         return list(value)
 
     def default(self, **fields: Any) -> None:
-        """What the family's configuration class assumes where a file leaves a field out."""
+        """Sets what the family's configuration class assumes where a file leaves a field out."""
         self._fields = {**fields, **self._fields}
 
     def ignore(self, *names: str) -> None:
@@ -97,14 +97,14 @@ class ConfigReader:
         self._read.update(names)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """A field that may be absent or one of a few values."""
+        """Returns a field that may be absent or one of a few values."""
         value = self.value(name)
         if value is not None and value not in allowed:
             raise self.refusal(name, f"understood: {', '.join(map(repr, allowed))}")
         return value
 
     def refusal(self, name: str, reason: str = "write its layer specs by hand") -> ValueError:
-        """The error that says that a field's value is not understood."""
+        """Returns the error that says that a field's value is not understood."""
         return ValueError(
             f"{name}={self._fields.get(name)!r} is not understood for "
             f"model_type={self.model_type!r}; {reason}"
@@ -122,9 +122,12 @@ class ConfigReader:
         *,
         field: str = "layer_types",
     ) -> list[str]:
-        """What each layer is: the field's entries by their names in ``known``.
+        """Returns the kind of each layer: the field's entries by their names in ``known``.
 
-        default: what they are when the field is absent; None: it has to be there.
+        Args:
+          known: entry of the field -> kind.
+          default: the entries when the field is absent; None: it must be there.
+          field: name of the field.
         """
         given = self.listed(field, default)
         unknown = sorted({str(kind) for kind in given} - set(known))
@@ -135,9 +138,9 @@ class ConfigReader:
         return [known[str(kind)] for kind in given]
 
     def letters(self, field: str, known: Mapping[str, str]) -> list[str]:
-        """What each layer is, from a field that spells it one letter per layer."""
+        """Returns the kind of each layer, from a field that spells it one letter per layer."""
         if not isinstance(self.value(field), str):
-            raise self.refusal(field, "it has to be one letter per layer")
+            raise self.refusal(field, "it must be one letter per layer")
         if unknown := sorted(set(self.value(field)) - set(known)):
             raise self.refusal(field, f"{unknown} are none of the letters {', '.join(known)}")
         self.check_layer_count(field, len(self.value(field)))
@@ -150,7 +153,7 @@ class ConfigReader:
             raise ValueError(f"{field} names {count} layers and num_hidden_layers says {layers}")
 
     def dtype(self) -> str:
-        """The dtype of the model."""
+        """Returns the dtype of the model."""
         for name in ("torch_dtype", "dtype"):
             if self.value(name) is not None:
                 return canonical_dtype(str(self.value(name)), name)
@@ -160,12 +163,12 @@ class ConfigReader:
         )
 
     def kv_dtype(self, asked: str | None) -> str:
-        """The dtype of keys and values: the one asked for, else the model's own."""
+        """Returns the dtype of keys and values: the one asked for, else the model's own."""
         if asked is not None:
             return canonical_dtype(asked, "kv_dtype")
         quantization = self.value("quantization_config", {})
         if not isinstance(quantization, Mapping):
-            raise self.refusal("quantization_config", "it has to be an object")
+            raise self.refusal("quantization_config", "it must be an object")
         for name in KV_QUANTIZATION:
             if quantization.get(name):
                 raise ValueError(

@@ -1,6 +1,6 @@
-"""Decoders whose every layer keeps keys and values."""
+"""Families that keep keys and values in every layer. No jax."""
 
-from jaxkv.models._build import (
+from jaxkv.hf_config._build import (
     CHUNKED,
     FULL,
     SLIDING,
@@ -12,7 +12,7 @@ from jaxkv.models._build import (
     name_layers,
     sliding,
 )
-from jaxkv.models._reader import ConfigReader
+from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import LayerSpec, SharedKVSpec
 
 ONLY_FULL = {FULL: FULL}
@@ -20,7 +20,7 @@ WINDOWED = {FULL: FULL, SLIDING: SLIDING}
 
 
 def llama(reader: ConfigReader, options: Options) -> Layers:
-    """Llama 3: full attention; ``head_dim`` is hidden size over heads when left out."""
+    """Llama 3: full attention; ``head_dim`` is hidden size over heads where absent."""
     kinds = reader.layer_kinds(ONLY_FULL, [FULL] * reader.layer_count())
     spec = full_attention(reader, options, width=head_size(reader))
     return name_layers([[kind] for kind in kinds], {FULL: spec})
@@ -98,7 +98,7 @@ def _windowed(
     width: int | None = None,
     window: int | None = None,
 ) -> Layers:
-    """Layers with and without a window, alike but for it."""
+    """Builds layers with and without a window that are alike otherwise."""
     kinds = reader.layer_kinds(WINDOWED, default)
     specs: dict[str, LayerSpec] = {FULL: (full := full_attention(reader, options, width=width))}
     if SLIDING in kinds:
