@@ -1,17 +1,53 @@
-"""The kernel block size that every attention backend of a group accepts.
+"""The kernel block size that every attention backend of a group accepts. No jax."""
 
-Knows sizes in tokens and what backends say of themselves. Knows nothing of layouts:
-whether a view of such blocks exists is `CacheLayout.view`'s to say.
-"""
-
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxkv.checks import check_positive
-from jaxkv.groups import Group
-from jaxkv.kernel_blocks._accepted import AcceptedSizes
-from jaxkv.kernel_blocks._rows import tokens_per_row
+from jaxkv._internal.checks import check_positive
+from jaxkv.layout._rows import tokens_per_row
+from jaxkv.planning import Group
 from jaxkv.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec, StateSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptedSizes:
+    """Kernel block sizes, in tokens, that a backend accepts.
+
+    exact: sizes accepted one by one.
+    multiples_of: every multiple of it is accepted too; None: only `exact` is. A backend
+      that accepts any size says ``multiples_of=1``.
+
+    Raises:
+      ValueError: neither is given, so that no size would do.
+    """
+
+    exact: tuple[int, ...] = ()
+    multiples_of: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exact, int):
+            raise TypeError(f"exact must be a tuple of sizes, got {self.exact!r}; add a comma")
+        object.__setattr__(self, "exact", tuple(self.exact))
+        check_positive(**{f"exact[{i}]": size for i, size in enumerate(self.exact)})
+        if self.multiples_of is not None:
+            check_positive(multiples_of=self.multiples_of)
+        elif not self.exact:
+            raise ValueError(
+                "AcceptedSizes accepts nothing; give exact sizes, or multiples_of=1 for any"
+            )
+
+    def accepts(self, tokens: int) -> bool:
+        """Returns whether the backend works on blocks of that many tokens."""
+        multiple = self.multiples_of is not None and tokens % self.multiples_of == 0
+        return multiple or tokens in self.exact
+
+    def __str__(self) -> str:
+        listed = [str(size) for size in sorted(self.exact)]
+        if self.multiples_of is not None:
+            listed.append(f"multiples of {self.multiples_of}")
+        return " or ".join(listed)
+
 
 Backends = Mapping[str, AcceptedSizes]
 Cacheless = EncoderOnlySpec | SharedKVSpec | None
@@ -20,14 +56,14 @@ Cacheless = EncoderOnlySpec | SharedKVSpec | None
 def select_kernel_block_size(
     block_size: int, backends: Backends, *, compress_ratio: int = 1
 ) -> int:
-    """The largest kernel block, in tokens, that divides a block and suits every backend.
+    """Returns the largest kernel block, in tokens, that divides a block and suits every backend.
 
-    That is the block size itself if all accept it, and else one of the sizes that they
-    list: a multiple that all accept would make the block size one, too.
+    It is the block size itself if all accept it, and else one of their exact sizes: if they
+    all accepted a divisor as a multiple, they would accept the block size too.
 
     Args:
       block_size: tokens per block.
-      backends: name -> what it accepts; at least one.
+      backends: name -> accepted sizes; at least one.
       compress_ratio: tokens per stored row; a kernel block holds whole rows.
 
     Raises:
@@ -41,21 +77,21 @@ def select_kernel_block_sizes(
     groups_or_specs: Sequence[Group | LayerSpec | Cacheless],
     backends_per_group: Sequence[Backends],
 ) -> list[int | None]:
-    """One kernel block size per group, at the group's own index.
+    """Returns one kernel block size per group, at the group's own index.
 
     Args:
-      groups_or_specs: what each group stores. All specs of a `Group` count: a block
-        table is common to layers that compress differently.
+      groups_or_specs: the groups, or one layer's spec for each. All specs of a `Group` count,
+        because layers that compress differently may share its block table.
       backends_per_group: for each group the backends that read it; for a group of states
-        or without cache they are not looked at and may be empty.
+        or without cache they are ignored and may be empty.
 
     Returns:
       Tokens per group: the block size for states, which are read whole; None for an
       entry that owns no cache (encoder-only, shared, None). Without such entries it is
-      the ``kernel_block_sizes`` of `make_block_tables`.
+      the ``kernel_block_sizes`` of `jaxkv.make_cache`.
 
     Raises:
-      ValueError: as `select_kernel_block_size`, with the index of the group; or lists
+      ValueError: as for `select_kernel_block_size`, with the index of the group; or lists
         of different lengths.
     """
     if len(groups_or_specs) != len(backends_per_group):
@@ -64,10 +100,10 @@ def select_kernel_block_sizes(
             f"{len(groups_or_specs)} groups; give one each, empty for groups without cache"
         )
     pairs = zip(groups_or_specs, backends_per_group, strict=True)
-    return [_of_group(entry, backends, i) for i, (entry, backends) in enumerate(pairs)]
+    return [_for_entry(entry, backends, i) for i, (entry, backends) in enumerate(pairs)]
 
 
-def _of_group(entry: Group | LayerSpec | Cacheless, backends: Backends, index: int) -> int | None:
+def _for_entry(entry: Group | LayerSpec | Cacheless, backends: Backends, index: int) -> int | None:
     if entry is None or isinstance(entry, EncoderOnlySpec | SharedKVSpec):
         return None
     if not isinstance(entry, Group | LayerSpec):
@@ -118,7 +154,7 @@ def _check_backends(backends: Backends, where: str) -> None:
 
 
 def _remedy(backends: Backends, compress_ratio: int) -> str:
-    """Block sizes that would do, as advice."""
+    """Returns the block sizes that would do, as advice."""
     accepted = backends.values()
     steps = {size for sizes in accepted for size in sizes.exact}
     steps.add(math.lcm(compress_ratio, *(sizes.multiples_of or 1 for sizes in accepted)))
