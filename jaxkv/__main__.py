@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "plan": ("jaxkv.plan_command", "does a model's cache fit, how long, how many, what to change"),
+    "plan": ("jaxkv.cli.plan", "say how long and how many requests fit, and what to change"),
     "demo": ("jaxkv.demo.run", "serve a small hybrid model from one paged pool, check it"),
 }
 
