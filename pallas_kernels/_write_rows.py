@@ -1,20 +1,23 @@
-"""Writes rows of elements at places within the pages of an array, in place under donation.
+"""Writes of rows of elements into the pages of an array, in place under donation.
 
-This is how tokens get into a paged cache: each row is what one token adds to one block.
-Rows that would not lie within a page are ignored, so lists can be padded with -1.
+This is how tokens get into a paged cache: a row is what one token adds to one block.
 """
 
 import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._pages import Blocks, Work, as_ids, as_integers, as_words, from_words, run
+from pallas_kernels._arguments import PagedBuffer, as_ids
+from pallas_kernels._bitcast import as_integers, as_words, from_words
+from pallas_kernels._capability import Implementation
+from pallas_kernels._dispatch import run
 
 SHORT_BYTES = 512  # of a row: below, XLA's scatter is as fast or faster (measured on an H200)
+
+Rows = tuple[Array, Array, Array]  # block_ids, offsets, rows
 
 
 def write_rows(
@@ -24,7 +27,7 @@ def write_rows(
     rows: Any,
     *,
     align: int = 1,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Writes ``rows[i]`` to ``pages[block_ids[i], offsets[i] : offsets[i] + n]``.
 
@@ -34,16 +37,16 @@ def write_rows(
     Args:
       pages: dtype[N, page].
       block_ids: int32[T], the page of each row. A row is ignored when its id is below 0
-        or at least N.
+        or at least N, so lists can be padded with -1.
       offsets: int32[T], the first element of each row within its page. A row is ignored
-        when it would not lie within the page, or when its offset is no multiple of
+        when it would not lie within the page, or when its offset is not a multiple of
         ``align``. Rows must not overlap: where they do, what is left may be of any of them.
       rows: dtype[T, n], of the dtype of ``pages``.
-      align: what every offset is a multiple of, in elements. ``"mosaic_gpu"`` is fastest
+      align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest
         when this, n and the page are multiples of 16 bytes.
-      implementation: ``"mosaic_gpu"``, ``"xla"``, or None for the best: Mosaic for rows
-        of 512 bytes or more of a dtype that it stores, where the program is compiled for
-        a GPU that has it, and XLA for all else.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU writes rows of 512
+        bytes or more of a dtype that it can store if the program is compiled for a GPU
+        that runs it, and XLA writes all others.
 
     Returns:
       The pages, same shape and dtype.
@@ -62,18 +65,14 @@ def write_rows(
         implementation = "xla"
     if not pages.size or not rows.size:
         rows, ids, offsets = rows[:0], ids[:0], offsets[:0]
-    work = Work(
-        [Blocks(pages, 0, pages.shape[0])],
-        [(ids, offsets, rows)],
-        [pages.shape],
-        jax.tree.structure(pages),
-    )
-    return run(
-        work,
+    (written,) = run(
+        [PagedBuffer(pages, num_blocks=pages.shape[0])],
+        (ids, offsets, rows),
         implementation,
         mosaic_gpu=functools.partial(_write_mosaic, align=align),
         xla=functools.partial(_write_xla, align=align),
     )
+    return written
 
 
 def _check(pages: Array, block_ids: Array, offsets: Array, rows: Array, align: int) -> None:
@@ -97,30 +96,28 @@ def _check(pages: Array, block_ids: Array, offsets: Array, rows: Array, align: i
         raise ValueError(f"align={align} must be at least 1")
 
 
-def _write_mosaic(work: list[Blocks], lists: list[tuple[Array, ...]], *, align: int) -> list[Array]:
-    from pallas_kernels._write_mosaic import write_pages
+def _write_mosaic(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> list[Array]:
+    from pallas_kernels._write_rows_mosaic import write_pages
 
-    (blocks,), ((ids, offsets, rows),) = work, lists
-    whole = math.gcd(align, rows.shape[1], blocks.pages.shape[1])
-    words, row_words = as_words(blocks.pages, whole), as_words(rows, whole)
+    (buffer,), (ids, offsets, rows) = buffers, operands
+    pages = buffer.pages
+    multiple = math.gcd(align, rows.shape[1], pages.shape[1])
+    words, row_words = as_words(pages, multiple), as_words(rows, multiple)
     # A word's offset is whole only where the promise was kept; a broken one goes nowhere.
-    ratio = blocks.pages.shape[1] // words.shape[1] if words.size else 1
+    ratio = pages.shape[1] // words.shape[1] if words.size else 1
     offsets = jnp.where(offsets % align == 0, offsets // ratio, -1)
     written = write_pages(words, ids, offsets, row_words, align=max(1, align // ratio))
-    return [from_words(written, blocks.pages)]
+    return [from_words(written, pages)]
 
 
-def _write_xla(work: list[Blocks], lists: list[tuple[Array, ...]], *, align: int) -> list[Array]:
-    return [_scatter(blocks.pages, *lists[blocks.list_index], align=align) for blocks in work]
-
-
-def _scatter(pages: Array, block_ids: Array, offsets: Array, rows: Array, *, align: int) -> Array:
-    num_rows = pages.shape[0]
-    known = (block_ids >= 0) & (block_ids < num_rows) & (offsets % align == 0)
-    # What goes nowhere gets distinct rows beyond the pages, so that all are unique.
-    beyond = num_rows + jnp.arange(block_ids.size, dtype=jnp.int32)
+def _write_xla(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> list[Array]:
+    (buffer,), (block_ids, offsets, rows) = buffers, operands
+    num_pages = buffer.pages.shape[0]
+    known = (block_ids >= 0) & (block_ids < num_pages) & (offsets % align == 0)
+    # What goes nowhere gets distinct pages beyond the buffer, so that all are unique.
+    beyond = num_pages + jnp.arange(block_ids.size, dtype=jnp.int32)
     written = lax.scatter(
-        as_integers(pages),
+        as_integers(buffer.pages),
         jnp.stack([jnp.where(known, block_ids, beyond), offsets], axis=-1),
         as_integers(rows),
         lax.ScatterDimensionNumbers(
@@ -131,4 +128,4 @@ def _scatter(pages: Array, block_ids: Array, offsets: Array, rows: Array, *, ali
         unique_indices=True,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
-    return lax.bitcast_convert_type(written, pages.dtype)
+    return [lax.bitcast_convert_type(written, buffer.pages.dtype)]

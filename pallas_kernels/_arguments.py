@@ -1,0 +1,138 @@
+"""Arguments of the kernels: arrays as matrices of pages, lists of block ids, checked by name."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class PagedBuffer(NamedTuple):
+    """An array as a matrix of pages, each the part of a block at one index before the block axis.
+
+    pages: dtype[outer * num_blocks, page]; block b of outer index o is page o * num_blocks + b.
+    num_blocks: blocks along the array's block axis.
+    list_index: where `IdLists.lists` has the ids of this buffer.
+    """
+
+    pages: Array
+    num_blocks: int
+    list_index: int = 0
+
+    @property
+    def outer(self) -> int:
+        """Indices before the block axis; 0 for a buffer without blocks."""
+        return self.pages.shape[0] // self.num_blocks if self.num_blocks else 0
+
+
+class IdLists(NamedTuple):
+    """Block ids of all buffers; what several buffers share is here once.
+
+    lists: for each distinct combination of arguments a tuple of int32[K], one per argument.
+    num_ids: int32[], how many entries of every list count; None for all.
+    """
+
+    lists: Sequence[tuple[Array, ...]]
+    num_ids: Array | None = None
+
+    def is_counted(self, length: int) -> Array:
+        """Returns bool[length]: the entries of a list of that length that count."""
+        index = jnp.arange(length, dtype=jnp.int32)
+        return index < (length if self.num_ids is None else self.num_ids)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call as kernels take them, and the way back to the caller's tree."""
+
+    buffers: list[PagedBuffer]
+    ids: IdLists
+    shapes: list[tuple[int, ...]]
+    tree: jax.tree_util.PyTreeDef
+
+    def rebuild(self, pages: Sequence[Array]) -> Any:
+        """Returns the caller's tree of buffers, made of their pages."""
+        pairs = zip(pages, self.shapes, strict=True)
+        return self.tree.unflatten(array.reshape(shape) for array, shape in pairs)
+
+
+def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: Any) -> Arguments:
+    """Checks the arguments of a kernel and arranges them as pages and distinct lists.
+
+    Raises:
+      TypeError: ids that are not int32[K], a number of them that is not int32[], a block
+        axis that is not an int, or a buffer that is not real and numeric.
+      ValueError: a block axis out of range, or trees that do not match.
+    """
+    leaves, tree = jax.tree.flatten(buffers)
+    axes = match_tree(tree, block_axis, "block_axis")
+    named = [match_tree(tree, given, name) for name, given in id_lists.items()]
+    per_buffer = list(zip(*named, strict=True))
+    distinct = {tuple(map(id, lists)): lists for lists in per_buffer}
+    index = {key: i for i, key in enumerate(distinct)}
+    paged = [
+        as_pages(jnp.asarray(buffer), axis, index[tuple(map(id, lists))])
+        for buffer, lists, axis in zip(leaves, per_buffer, axes, strict=True)
+    ]
+    checked = [
+        tuple(as_ids(ids, name) for name, ids in zip(id_lists, lists, strict=True))
+        for lists in distinct.values()
+    ]
+    ids = IdLists(checked, as_count(num_ids))
+    return Arguments(paged, ids, [jnp.shape(leaf) for leaf in leaves], tree)
+
+
+def match_tree(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
+    """Returns one value per buffer: the same for all, or taken from a tree like the buffers'."""
+    leaves, values_tree = jax.tree.flatten(values)
+    if values_tree == tree:
+        return leaves
+    if len(leaves) == 1 and jax.tree_util.treedef_is_leaf(values_tree):
+        return leaves * tree.num_leaves
+    raise ValueError(
+        f"{name} is neither one value nor a tree like buffers, which is {tree}: got {values_tree}"
+    )
+
+
+def as_ids(ids: Any, name: str) -> Array:
+    """Returns a list of ids or offsets as an array of jax.
+
+    The dtype is checked before jax sees it, which would cut int64 down to int32 and make 7 of
+    2**32 + 7.
+    """
+    dtype = getattr(ids, "dtype", type(ids).__name__)
+    if str(dtype) != "int32" or ids.ndim != 1:
+        raise TypeError(f"{name} must be int32[K], got {dtype}{list(jnp.shape(ids))}")
+    return jnp.asarray(ids)
+
+
+def as_count(num_ids: Any) -> Array | None:
+    """Returns ``num_ids`` as an array of jax, or None."""
+    if num_ids is None:
+        return None
+    dtype = getattr(num_ids, "dtype", type(num_ids).__name__)
+    if str(dtype) != "int32" or num_ids.ndim != 0:
+        raise TypeError(f"num_ids must be int32[] or None, got {dtype}{list(jnp.shape(num_ids))}")
+    return jnp.asarray(num_ids)
+
+
+def as_pages(buffer: Array, axis: int, list_index: int) -> PagedBuffer:
+    """Checks one buffer and its block axis, and returns its pages."""
+    if not isinstance(axis, int):
+        raise TypeError(f"block_axis must be an int, got {axis!r}")
+    if not -buffer.ndim <= axis < buffer.ndim:
+        raise ValueError(f"block_axis={axis} is out of range for a buffer of shape {buffer.shape}")
+    if not jnp.issubdtype(buffer.dtype, jnp.number) or jnp.iscomplexobj(buffer):
+        raise TypeError(f"buffers must be real and numeric, got {buffer.dtype}")
+    axis %= buffer.ndim
+    num_pages, page = math.prod(buffer.shape[: axis + 1]), math.prod(buffer.shape[axis + 1 :])
+    return PagedBuffer(buffer.reshape(num_pages, page), buffer.shape[axis], list_index)
+
+
+def page_indices(buffer: PagedBuffer, block_ids: Array) -> Array:
+    """Returns the pages of blocks, int32[outer * K]; ids out of range become pages out of range."""
+    num_pages = buffer.pages.shape[0]
+    known = (block_ids >= 0) & (block_ids < buffer.num_blocks)
+    starts = buffer.num_blocks * jnp.arange(buffer.outer, dtype=jnp.int32)
+    return jnp.where(known[None], starts[:, None] + block_ids[None], num_pages).reshape(-1)

@@ -1,0 +1,126 @@
+"""Copies of blocks of arrays onto other blocks of them, in place under donation."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, page_indices
+from pallas_kernels._bitcast import as_integers, as_words, from_words
+from pallas_kernels._capability import Implementation
+from pallas_kernels._dispatch import run
+
+
+def copy_blocks(
+    buffers: Any,
+    sources: Any,
+    destinations: Any,
+    *,
+    block_axis: Any = 0,
+    num_ids: Array | None = None,
+    disjoint: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Copies blocks of one array, or of every array in a tree, with at most two launches.
+
+    A block is one index of an array's block axis. Block ``destinations[i]`` becomes what block
+    ``sources[i]`` was before the call, for all ``i`` at once, so chains and swaps need no
+    order. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
+    ``check_vma=False``), and in place where the buffers are donated there.
+
+    Args:
+      buffers: an array or a tree of arrays; any shape, real numeric dtype.
+      sources: int32[K], the blocks to copy in every buffer; or a tree like ``buffers`` with a
+        list for each.
+      destinations: the blocks to overwrite, as many as sources, given in the same way. A pair
+        is ignored when either id is below 0 or beyond a buffer's blocks, so lists can be
+        padded with -1. Of the other pairs with one destination the last one counts.
+      block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
+      num_ids: int32[], may be traced: only the first ``num_ids`` pairs of every list count,
+        and ``"mosaic_gpu"`` moves no bytes for the rest. A number beyond the length of a
+        list is clamped to it, and a negative one to 0. By default all pairs count.
+      disjoint: your promise that no block is overwritten by one pair and copied by
+        another, as with copy-on-write into fresh blocks. ``"mosaic_gpu"`` then needs one
+        launch and no memory; otherwise it needs two, and room for K blocks of every
+        buffer. A broken promise leaves a mixture of both contents in the copy.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU copies within the
+        buffers whose dtype it can store if the program is compiled for a GPU that runs it,
+        and XLA within all others.
+
+    Returns:
+      The buffers, same tree, shapes and dtypes.
+
+    Raises:
+      TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
+      ValueError: an unknown implementation, a block axis out of range, lists of
+        different lengths, or trees that do not match.
+      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
+        other devices jax itself refuses to compile the kernel.)
+    """
+    arguments = flatten_arguments(
+        buffers, block_axis, num_ids, sources=sources, destinations=destinations
+    )
+    masked, ids = mask_noop_pairs(arguments.buffers, arguments.ids)
+    mosaic_gpu = functools.partial(_copy_mosaic, disjoint=disjoint)
+    copied = run(masked, ids, implementation, mosaic_gpu=mosaic_gpu, xla=_copy_xla)
+    return arguments.rebuild(copied)
+
+
+def mask_noop_pairs(buffers: list[PagedBuffer], ids: IdLists) -> tuple[list[PagedBuffer], IdLists]:
+    """Returns lists whose pairs either count and are in range or have destination -1.
+
+    The range of ids depends on the buffer, so there is one list per number of blocks.
+    """
+    keys = {(buffer.list_index, buffer.num_blocks): None for buffer in buffers}
+    index = {key: i for i, key in enumerate(keys)}
+    lists = [_mask_pairs(ids, list_index, num_blocks) for list_index, num_blocks in keys]
+    masked = [
+        buffer._replace(list_index=index[buffer.list_index, buffer.num_blocks])
+        for buffer in buffers
+    ]
+    return masked, IdLists(lists, ids.num_ids)
+
+
+def _mask_pairs(ids: IdLists, list_index: int, num_blocks: int) -> tuple[Array, Array]:
+    sources, destinations = ids.lists[list_index]
+    if sources.shape != destinations.shape:
+        raise ValueError(
+            f"sources and destinations must be pairs, got {sources.size} and {destinations.size}"
+        )
+    known = (sources >= 0) & (sources < num_blocks)
+    known &= (destinations >= 0) & (destinations < num_blocks)
+    known &= ids.is_counted(sources.size)
+    order = jnp.arange(sources.size, dtype=jnp.int32)
+    same = known[None] & (destinations[None] == destinations[:, None])
+    overruled = (same & (order[None] > order[:, None])).any(axis=1)
+    moves = known & ~overruled & (sources != destinations)
+    return sources, jnp.where(moves, destinations, -1)
+
+
+def _copy_mosaic(buffers: list[PagedBuffer], ids: IdLists, *, disjoint: bool) -> list[Array]:
+    from pallas_kernels._copy_blocks_mosaic import copy_pages
+
+    words = [buffer._replace(pages=as_words(buffer.pages)) for buffer in buffers]
+    copied = copy_pages(words, ids, disjoint=disjoint)
+    return [from_words(pages, buffer.pages) for pages, buffer in zip(copied, buffers, strict=True)]
+
+
+def _copy_xla(buffers: list[PagedBuffer], ids: IdLists) -> list[Array]:
+    return [_copy_buffer(buffer, *ids.lists[buffer.list_index]) for buffer in buffers]
+
+
+def _copy_buffer(buffer: PagedBuffer, sources: Array, destinations: Array) -> Array:
+    if not buffer.pages.size:
+        return buffer.pages
+    num_pages = buffer.pages.shape[0]
+    targets = page_indices(buffer, destinations)
+    # What goes nowhere gets distinct pages beyond the buffer, so that all are unique.
+    beyond = num_pages + jnp.arange(targets.size, dtype=jnp.int32)
+    targets = jnp.where(targets < num_pages, targets, beyond)
+    pages = as_integers(buffer.pages)
+    copies = pages.at[page_indices(buffer, sources)].get(mode="clip", wrap_negative_indices=False)
+    pages = pages.at[targets].set(
+        copies, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+    return lax.bitcast_convert_type(pages, buffer.pages.dtype)

@@ -1,0 +1,82 @@
+"""Choice between the two implementations of a kernel, buffer by buffer."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from jax import Array, lax
+
+from pallas_kernels import _capability
+from pallas_kernels._arguments import PagedBuffer
+from pallas_kernels._capability import Implementation
+
+# Takes buffers and operands, a tree of arrays; returns the pages of the buffers.
+Kernel = Callable[[list[PagedBuffer], Any], list[Array]]
+
+
+def run(
+    buffers: list[PagedBuffer],
+    operands: Any,
+    implementation: Implementation | None,
+    *,
+    mosaic_gpu: Kernel,
+    xla: Kernel,
+) -> list[Array]:
+    """Runs the implementation of that name, or the best one for each buffer if None.
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: ``"mosaic_gpu"`` does not run here.
+      TypeError: ``"mosaic_gpu"`` cannot store a buffer's dtype.
+    """
+    match implementation:
+        case None:
+            return _run_best(buffers, operands, mosaic_gpu, xla)
+        case "xla":
+            return xla(buffers, operands)
+        case "mosaic_gpu":
+            _check_mosaic(buffers)
+            return mosaic_gpu(buffers, operands)
+    choices = ", ".join(map(repr, get_args(Implementation)))
+    raise ValueError(f"implementation={implementation!r}; use one of {choices} or None")
+
+
+def _run_best(
+    buffers: list[PagedBuffer], operands: Any, mosaic_gpu: Kernel, xla: Kernel
+) -> list[Array]:
+    """Runs Mosaic on a GPU that has it, for the dtypes that it stores, and XLA for the rest."""
+    stored = [buffer for buffer in buffers if _capability.can_store(buffer.pages.dtype)]
+    if _capability.default_implementation() == "xla" or not stored:
+        return xla(buffers, operands)
+    others = [buffer for buffer in buffers if not _capability.can_store(buffer.pages.dtype)]
+
+    def on_stored(kernel: Kernel) -> Callable[[list[Array], Any], list[Array]]:
+        def on_pages(pages: list[Array], operands: Any) -> list[Array]:
+            pairs = zip(stored, pages, strict=True)
+            return kernel([buffer._replace(pages=traced) for buffer, traced in pairs], operands)
+
+        return on_pages
+
+    # A program may be compiled for the CPU of a machine that has a GPU.
+    done = lax.platform_dependent(
+        [buffer.pages for buffer in stored],
+        operands,
+        cuda=on_stored(mosaic_gpu),
+        default=on_stored(xla),
+    )
+    by_mosaic, by_xla = iter(done), iter(xla(others, operands) if others else [])
+    return [
+        next(by_mosaic if _capability.can_store(buffer.pages.dtype) else by_xla)
+        for buffer in buffers
+    ]
+
+
+def _check_mosaic(buffers: list[PagedBuffer]) -> None:
+    reason = _capability.why_unsupported(any_platform=True)
+    if reason:
+        raise NotImplementedError(f'implementation="mosaic_gpu": {reason}; use "xla"')
+    for buffer in buffers:
+        if not _capability.can_store(buffer.pages.dtype):
+            raise TypeError(
+                f'implementation="mosaic_gpu" cannot store {buffer.pages.dtype}; use "xla" or '
+                f"one of {', '.join(_capability.DTYPES)}"
+            )

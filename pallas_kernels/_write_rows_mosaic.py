@@ -1,0 +1,82 @@
+"""The Mosaic GPU kernel of `write_rows`.
+
+A thread block looks up the place of a row and then moves the row. Load and store are in the
+same basic block, because registers carried across a branch are split into bytes.
+"""
+
+import math
+
+import jax
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import _capability
+from pallas_kernels._mosaic import call_kernel, load_strip, strip_at
+from pallas_kernels._tiling import Tiling, tile_page
+
+STRIPS = 4  # of a row at most, per work item
+# A call moves little and waits for memory: as many thread blocks as fit wait together.
+THREAD_BLOCKS_PER_SM = 16
+
+
+def write_pages(
+    pages: Array, block_ids: Array, offsets: Array, rows: Array, *, align: int
+) -> Array:
+    """Writes rows into pages, in one launch; rows that do not lie within a page do nothing.
+
+    Args:
+      offsets: int32[T], multiples of ``align`` or negative.
+    """
+    (num_rows, n), (num_pages, page) = rows.shape, pages.shape
+    if not rows.size:
+        return pages
+    tiling = tile_page(n, rows.dtype.itemsize, math.gcd(align, page))
+    parts = -(-tiling.strips // STRIPS) if tiling else 1
+    num_items = num_rows * parts
+    grid = min(num_items, _capability.max_thread_blocks(THREAD_BLOCKS_PER_SM))
+
+    def kernel(
+        ids_ref: jax.Ref, offsets_ref: jax.Ref, rows_ref: jax.Ref, pages_ref: jax.Ref
+    ) -> None:
+        @pl.loop(lax.axis_index("cta"), num_items, step=grid)
+        def _(index: Array) -> None:
+            row, part = lax.div(index, parts), lax.rem(index, parts)
+            block_id, offset = ids_ref[row], offsets_ref[row]
+            inside = (block_id >= 0) & (block_id < num_pages)
+            inside &= (offset >= 0) & (offset <= page - n)
+
+            @pl.when(inside)
+            def _() -> None:
+                _move_part(rows_ref.at[row], pages_ref.at[block_id], offset, tiling, part, parts)
+
+    ref = jax.new_ref(pages)
+    call_kernel(
+        kernel,
+        name="write_rows",
+        num_thread_blocks=grid,
+        operands=[block_ids, offsets, rows],
+        refs=[ref],
+    )
+    return jax.freeze(ref)
+
+
+def _move_part(
+    row: jax.Ref, page: jax.Ref, offset: Array, tiling: Tiling | None, part: Array, parts: int
+) -> None:
+    """Moves a part of a row, dtype[n], to its place in a page, dtype[page]."""
+    (n,) = row.shape
+    if tiling is None:
+
+        @pl.loop(0, n)
+        def _(i: Array) -> None:
+            page[offset + i] = row[i]
+
+        return
+    together = -(-tiling.strips // parts)
+    places = [strip_at(n, tiling, part * together + i) for i in range(together)]
+    values = [load_strip(row, place, tiling) for place in places]
+    # Spelled out for the compiler: it splits what it cannot see is aligned into bytes.
+    offset = lax.div(offset, tiling.vector) * tiling.vector
+    for place, value in zip(places, values, strict=True):
+        start = pl.multiple_of(offset + place.start, tiling.vector)
+        page[pl.ds(start, tiling.width)] = value

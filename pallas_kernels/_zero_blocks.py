@@ -1,0 +1,77 @@
+"""Zeroing of blocks of arrays, in place under donation."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._arguments import IdLists, PagedBuffer, flatten_arguments, page_indices
+from pallas_kernels._bitcast import as_integers
+from pallas_kernels._capability import Implementation
+from pallas_kernels._dispatch import run
+
+
+def zero_blocks(
+    buffers: Any,
+    block_ids: Any,
+    *,
+    block_axis: Any = 0,
+    num_ids: Array | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Zeroes blocks of one array, or of every array in a tree, with one kernel launch.
+
+    A block is one index of an array's block axis. Zero means every byte: NaN, Inf and padding
+    go too. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
+    ``check_vma=False``), and in place where the buffers are donated there.
+
+    Args:
+      buffers: an array or a tree of arrays; any shape, real numeric dtype.
+      block_ids: int32[K], the blocks to zero in every buffer; or a tree like ``buffers``
+        with a list for each. An id may repeat. Ids below 0 and ids beyond a buffer's
+        blocks are ignored, so lists can be padded with -1.
+      block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
+      num_ids: int32[], may be traced: only the first ``num_ids`` entries of every list
+        count, and ``"mosaic_gpu"`` does no work for the rest. A number beyond the length of a
+        list is clamped to it, and a negative one to 0. By default all entries count.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU zeroes the buffers
+        whose dtype it can store if the program is compiled for a GPU that runs it, and XLA
+        zeroes all others.
+
+    Returns:
+      The buffers, same tree, shapes and dtypes.
+
+    Raises:
+      TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
+      ValueError: an unknown implementation, a block axis out of range, or trees that
+        do not match.
+      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
+        other devices jax itself refuses to compile the kernel.)
+    """
+    arguments = flatten_arguments(buffers, block_axis, num_ids, block_ids=block_ids)
+    zeroed = run(
+        arguments.buffers, arguments.ids, implementation, mosaic_gpu=_zero_mosaic, xla=_zero_xla
+    )
+    return arguments.rebuild(zeroed)
+
+
+def _zero_mosaic(buffers: list[PagedBuffer], ids: IdLists) -> list[Array]:
+    from pallas_kernels._zero_blocks_mosaic import zero_pages
+
+    return zero_pages(buffers, ids)
+
+
+def _zero_xla(buffers: list[PagedBuffer], ids: IdLists) -> list[Array]:
+    return [_zero_buffer(buffer, ids) for buffer in buffers]
+
+
+def _zero_buffer(buffer: PagedBuffer, ids: IdLists) -> Array:
+    if not buffer.pages.size:
+        return buffer.pages
+    (block_ids,) = ids.lists[buffer.list_index]
+    block_ids = jnp.where(ids.is_counted(block_ids.size), block_ids, -1)
+    pages = as_integers(buffer.pages)
+    pages = pages.at[page_indices(buffer, block_ids)].set(
+        0, mode="drop", wrap_negative_indices=False
+    )
+    return lax.bitcast_convert_type(pages, buffer.pages.dtype)

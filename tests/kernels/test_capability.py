@@ -1,0 +1,51 @@
+"""Capability of the device: the default implementation, reasons against Mosaic, the grid."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from pallas_kernels import _capability, default_implementation
+from tests.helpers import HAS_MOSAIC, ON_GPU, needs_mosaic
+
+
+@dataclasses.dataclass
+class Gpu:
+    compute_capability: str
+    core_count: int
+
+
+def pretend(monkeypatch, gpu: Gpu) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+
+
+def test_the_default_suits_the_device() -> None:
+    assert default_implementation() == ("mosaic_gpu" if ON_GPU and HAS_MOSAIC else "xla")
+
+
+@needs_mosaic
+def test_a_gpu_that_is_too_old_is_named(monkeypatch) -> None:
+    pretend(monkeypatch, Gpu("8.6", 84))
+    assert default_implementation() == "xla"
+    for any_platform in (False, True):
+        reason = _capability.why_unsupported(any_platform)
+        assert reason == "Mosaic kernels need compute capability 9.0, this GPU has 8.6"
+
+
+@needs_mosaic
+@pytest.mark.parametrize("gpu", [Gpu("9.0", 132), Gpu("10.0", 148)], ids=str)
+def test_a_grid_has_its_thread_blocks_on_every_sm(gpu, monkeypatch) -> None:
+    pretend(monkeypatch, gpu)
+    assert default_implementation() == "mosaic_gpu"
+    assert _capability.max_thread_blocks(4) == 4 * gpu.core_count
+
+
+@pytest.mark.skipif(not ON_GPU, reason="asks the GPU")
+def test_the_gpu_says_how_many_sms_it_has() -> None:
+    assert jax.devices()[0].core_count > 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU counts its own")
+def test_without_a_gpu_kernels_are_lowered_for_a_hopper() -> None:
+    assert _capability.max_thread_blocks(16) == 16 * _capability.SMS_WITHOUT_GPU
