@@ -67,7 +67,7 @@ def make_workers(case: Case) -> list[dict[str, LayerSpec]]:
 
 
 def answer(case: Case) -> Case:
-    """What the planner says, in the words of the golden file."""
+    """The planner's answer, in the words of the golden file."""
     workers = make_workers(case)
     limits = Limits(
         max_in_flight_tokens=case["max_in_flight_tokens"],

@@ -1,29 +1,33 @@
-"""How many blocks a memory budget gives, how long a request fits, how many fit at once.
+"""Plans: groups of layers, the layout of a block, the blocks of a pool, and the capacity. No jax.
 
-Knows groups, bytes and blocks. Takes the budget as an argument and never probes a
-device; knows nothing of arrays or requests, and never imports jax.
+The memory budget is an argument; no device is probed. Everything is counted in blocks, because
+blocks are what the allocator hands out. Block 0 is the null block: reserved, never handed out,
+the padding of block tables.
 
-Everything is counted in blocks, because blocks are what the allocator hands out: a
-budget in bytes that ignores rounding or the null block admits requests which then wait
-for ever. Block 0 is the null block: reserved, never handed out, the padding of tables.
+All groups draw block ids from one pool and a block belongs to one group at a time, so layers
+of different groups can overlay each other: the group that owns a block decides the meaning of
+its bytes.
 """
 
-from jaxkv.planning._plan import (
-    MAX_SLOTS,
-    NULL_BLOCKS,
-    KVCacheCapacityError,
-    Plan,
-    WorkerLayers,
-    longest_admitted,
-)
+from jaxkv.planning._grouping import Grouping, make_groups
+from jaxkv.planning._layout import Group, LayerPlacement, PoolLayout, PoolTensor, make_layout
+from jaxkv.planning._pages import hybrid_block_size, unify_pages
+from jaxkv.planning._plan import KVCacheCapacityError, Plan, WorkerLayers, ZeroPolicy
 from jaxkv.planning._plan_cache import plan_cache
 
 __all__ = [
-    "MAX_SLOTS",
-    "NULL_BLOCKS",
+    "Group",
+    "Grouping",
     "KVCacheCapacityError",
+    "LayerPlacement",
     "Plan",
+    "PoolLayout",
+    "PoolTensor",
     "WorkerLayers",
-    "longest_admitted",
+    "ZeroPolicy",
+    "hybrid_block_size",
+    "make_groups",
+    "make_layout",
     "plan_cache",
+    "unify_pages",
 ]

@@ -1,11 +1,13 @@
-"""A plan: blocks, the longest request, and what runs at once."""
+"""The plan: blocks, the longest request, and the requests that run at once. No jax."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from jaxkv.checks import check_count, check_positive
-from jaxkv.groups import Group, PoolLayout
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv._internal.numbers import cdiv
+from jaxkv.planning._layout import Group, PoolLayout
 from jaxkv.planning._text import (
     describe_groups,
     describe_unused,
@@ -16,20 +18,17 @@ from jaxkv.planning._text import (
 )
 from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 
-NULL_BLOCKS = 1  # block 0
-
-MAX_SLOTS = 2**31 - 1  # slot ids are int32
-
 WorkerLayers = Mapping[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]
+ZeroPolicy = Literal["never", "when_needed", "always"]
 
 
 class KVCacheCapacityError(ValueError):
     """The pool cannot hold one request of the length asked for.
 
-    needed_blocks: what such a request needs at most.
-    usable_blocks: what the pool has, without the null block.
+    needed_blocks: most blocks that such a request holds.
+    usable_blocks: blocks of the pool, without the null block.
     longest_len: the longest request that fits; 0 when none does.
-    plan: what was refused; its groups and figures hold, only the length does not fit.
+    plan: the refused plan; its groups and figures hold, only the length does not fit.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class KVCacheCapacityError(ValueError):
         self.longest_len = longest_len
         self.plan = plan
 
-    def __reduce__(self):  # from one process of a serving stack to another
+    def __reduce__(self):  # errors travel between the processes of a serving stack
         return functools.partial(type(self), **vars(self)), self.args
 
 
@@ -58,12 +57,12 @@ class Plan:
     groups: over the layers of all workers.
     layouts: one per worker; they share group indices and block ids.
     num_blocks: blocks in every worker's pool, null block included.
-    reserved_blocks: blocks that no request gets: the null block, attention sinks, and
-      what the caller keeps back for copies on write.
+    reserved_blocks: blocks that no request gets: the null block and attention sinks.
     max_model_len: longest request the pool admits, at most the model's own length.
-    limits: what the scheduler promised; the admission figure depends on it.
+    limits: the most that the scheduler asks of one step; admission depends on it.
     memory_bytes: the budget of each worker.
     context_parallel: ranks among which the tokens of a request are divided.
+    zero_policy: groups whose fresh blocks are zeroed; see `plan_cache`.
     """
 
     groups: tuple[Group, ...]
@@ -74,10 +73,15 @@ class Plan:
     limits: Limits
     memory_bytes: tuple[int, ...]
     context_parallel: int = 1
+    zero_policy: ZeroPolicy = "when_needed"
 
     @property
     def layout(self) -> PoolLayout:
-        """The layout of the only worker."""
+        """The layout of the only worker.
+
+        Raises:
+          ValueError: the plan has several workers.
+        """
         if len(self.layouts) != 1:
             raise ValueError(f"this plan has {len(self.layouts)} workers; use plan.layouts[i]")
         return self.layouts[0]
@@ -96,7 +100,8 @@ class Plan:
     def unused_bytes_per_block(self) -> tuple[int, ...]:
         """Per group: bytes of a block that carry no data while the group owns it.
 
-        Over all workers: padding of its pages, and slots in which it has no layer.
+        They are the padding of its pages, and tensors in which it has no layer, over all
+        workers together.
         """
         total = sum(self.bytes_per_block)
         per_group = zip(*(layout.groups for layout in self.layouts), strict=True)
@@ -105,53 +110,56 @@ class Plan:
             for groups in per_group
         )
 
-    @property
+    @functools.cached_property
     def groups_to_zero(self) -> tuple[bool, ...]:
-        """Per group: must its fresh blocks be zeroed, on any worker?"""
+        """Per group: whether its fresh blocks are zeroed before a layer reads them."""
+        if self.zero_policy != "when_needed":
+            return (self.zero_policy == "always",) * len(self.groups)
         flags = [layout.groups_to_zero() for layout in self.layouts]
         return tuple(any(per_worker) for per_worker in zip(*flags, strict=True))
 
     def local_tokens(self, num_tokens: int) -> int:
-        """Tokens of a request that one context-parallel rank keeps: ``ceil(L / ranks)``."""
-        return -(-num_tokens // self.context_parallel)
+        """Returns the tokens of a request that one context-parallel rank keeps."""
+        return cdiv(num_tokens, self.context_parallel)
+
+    def _max_blocks(self, num_tokens: int, in_flight_tokens: int) -> tuple[int, ...]:
+        local, encoder = self.local_tokens(num_tokens), self.limits.max_encoder_tokens
+        return tuple(g.growth.max_blocks(local, in_flight_tokens, encoder) for g in self.groups)
 
     def blocks_per_group(self, num_tokens: int) -> tuple[int, ...]:
-        """Most blocks of each group that one request of this length ever holds."""
-        local = self.local_tokens(num_tokens)
-        return tuple(group.spec.max_blocks(local, self.limits) for group in self.groups)
+        """Returns, per group, the most blocks that one request of this length ever holds."""
+        return self._max_blocks(num_tokens, self.limits.max_in_flight_tokens)
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """Per group, entries that a table row of the longest request needs."""
-        local = self.local_tokens(self.max_model_len)
-        return tuple(group.spec.row_blocks(local, self.limits) for group in self.groups)
+        """Columns of a block-table row of the longest request, per group."""
+        local, encoder = self.local_tokens(self.max_model_len), self.limits.max_encoder_tokens
+        return tuple(group.growth.row_blocks(local, encoder) for group in self.groups)
 
     def admission_blocks(self, num_tokens: int) -> int:
-        """What admission charges: ``sum_g max_blocks_g(L)`` with a full step in flight."""
+        """Returns the blocks that admission charges: `blocks_per_group`, summed."""
         return sum(self.blocks_per_group(num_tokens))
 
     def steady_blocks_per_group(self, num_tokens: int) -> tuple[int, ...]:
-        """Blocks of each group that a request of this length holds while it decodes, with one
-        token in flight."""
-        limits = dataclasses.replace(self.limits, max_in_flight_tokens=1)
-        local = self.local_tokens(num_tokens)
-        return tuple(group.spec.max_blocks(local, limits) for group in self.groups)
+        """Returns, per group, the blocks of a request that decodes, one token in flight."""
+        return self._max_blocks(num_tokens, 1)
 
     def steady_blocks(self, num_tokens: int) -> int:
-        """What a request of this length holds while it decodes, in all groups."""
+        """Returns the blocks that a request of this length holds while it decodes."""
         return sum(self.steady_blocks_per_group(num_tokens))
 
     def admits(self, num_tokens: int) -> bool:
-        """Can a request of this length, alone, always get its blocks?"""
+        """Returns whether a request of this length, alone, always gets its blocks."""
         check_count(num_tokens=num_tokens)
         return num_tokens <= self.max_model_len
 
     def requests_that_fit(self, num_tokens: int) -> int:
-        """Requests of this length that run at once, one prefilling and the rest decoding.
+        """Returns the requests of this length that `jaxkv.Scheduler` runs at once, in any order.
 
-        ``(usable - in_flight_share) // steady`` where the in-flight share, admission
-        minus steady blocks, is counted once. Several that prefill side by side may each
-        straddle a block more; then one is preempted, and waits.
+        ``(usable - in_flight_share) // steady`` where the in-flight share, admission minus
+        steady blocks, is counted once: prompts share the tokens of a step, and requests that
+        sit a step out give back what left their windows (`BlockManager.trim`). A scheduler
+        that lets every prompt keep its share until it decodes runs ``usable // admission``.
         """
         check_positive(num_tokens=num_tokens)
         if num_tokens > self.max_model_len:
@@ -161,7 +169,7 @@ class Plan:
         return max(0, self.usable_blocks - share) // max(steady, 1)
 
     def tokens_that_fit(self, num_tokens: int) -> int:
-        """Tokens that run at once in requests of this length and one shorter one.
+        """Returns the tokens that run at once in requests of this length and one shorter one.
 
         ``R * L + r`` where R = `requests_that_fit` and r is the longest request, below L,
         whose admission need the blocks left over can hold.
@@ -186,8 +194,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """What `print` shows, with the three figures of the longest request in rows of their
-        own: what admission charges, what it holds while it decodes, how many fit."""
+        """The plan as a table, for Jupyter."""
         return plan_html(self)
 
     def __str__(self) -> str:
@@ -196,24 +203,20 @@ class Plan:
         need, steady = self.admission_blocks(length), self.steady_blocks(length)
         fit, given = self.requests_that_fit(length), sum(self.memory_bytes)
         used = sum(self.num_blocks * size for size in self.bytes_per_block)
-        slots = max(len(layout.slots) for layout in self.layouts)
+        tensors = max(len(layout.tensors) for layout in self.layouts)
         rows = {
             "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
             "groups": describe_groups(self.groups),
-            "block": f"{max(self.bytes_per_block):,} bytes in {slots} slot{'s' * (slots != 1)}, "
-            f"{describe_unused(self.unused_bytes_per_block)}",
+            "block": f"{max(self.bytes_per_block):,} bytes in {tensors} "
+            f"tensor{'s' * (tensors != 1)}, {describe_unused(self.unused_bytes_per_block)}",
             "memory": f"{given:,} bytes ({readable(given)}) given, {difference(given - used)}",
             "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
             "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
             "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode; "
             f"{self.tokens_that_fit(length):,} tokens in all",
-            "zero new blocks": describe_zeroing(self.groups_to_zero),
+            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
         }
         return "\n".join(f"{name:<16} {text}" for name, text in rows.items())
-
-
-def needed_blocks(groups: Sequence[Group], num_tokens: int, limits: Limits) -> int:
-    return sum(group.spec.max_blocks(num_tokens, limits) for group in groups)
 
 
 def longest_admitted(
@@ -224,15 +227,20 @@ def longest_admitted(
     *,
     context_parallel: int = 1,
 ) -> int:
-    """Largest length in ``[0, max_model_len]`` whose need is at most ``usable_blocks``.
+    """Returns the largest length in ``[0, max_model_len]`` that needs at most ``usable_blocks``.
 
-    Exact: the need of every group never falls as the length grows, so bisection finds
-    the last length that fits. 0 when not even one token does.
+    Bisection is exact, because the need of a group never falls as the length grows. 0: not
+    even one token fits.
     """
+
+    def need(num_tokens: int) -> int:
+        sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
+        return sum(group.growth.max_blocks(num_tokens, *sizes) for group in groups)
+
     low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if needed_blocks(groups, -(-middle // context_parallel), limits) <= usable_blocks:
+        if need(cdiv(middle, context_parallel)) <= usable_blocks:
             low = middle
         else:
             high = middle - 1

@@ -1,12 +1,22 @@
-"""From layers and memory to a plan, or a refusal."""
+"""Plans the pool of a model from its layers and memory, or refuses. No jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
-from jaxkv.checks import check_count, check_positive
-from jaxkv.groups import Group, PoolLayout, make_groups, make_layout
-from jaxkv.planning._plan import MAX_SLOTS, NULL_BLOCKS, KVCacheCapacityError, Plan, WorkerLayers
-from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec, StateSpec
+from jaxkv._internal.checks import check_choice, check_positive
+from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv.planning._grouping import Grouping, make_groups
+from jaxkv.planning._layout import Group, PoolLayout, make_layout
+from jaxkv.planning._plan import (
+    KVCacheCapacityError,
+    Plan,
+    WorkerLayers,
+    ZeroPolicy,
+    longest_admitted,
+)
+from jaxkv.planning._text import describe_groups
+from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 
 
 def plan_cache(
@@ -18,9 +28,9 @@ def plan_cache(
     num_blocks_override: int | None = None,
     override_beyond_memory: bool = False,
     limits: Limits | None = None,
-    grouping: str = "auto",
+    grouping: Grouping = "auto",
     context_parallel: int = 1,
-    copy_on_write_blocks: int = 0,
+    zero_policy: ZeroPolicy = "when_needed",
 ) -> Plan:
     """Plans the pool of a model, or refuses.
 
@@ -33,14 +43,15 @@ def plan_cache(
       num_blocks_override: use this many blocks instead of what memory gives, before
         fitting and admission; at least 2 (the null block and one more).
       override_beyond_memory: accept an override that the memory given cannot hold.
-      limits: what the scheduler promises; None: `Limits` defaults.
-      grouping: of `jaxkv.groups.make_groups`. ``"least_waste"`` takes the grouping that fits
-        the longest request and, of those, charges a request of ``max_model_len`` the
+      limits: the most that the scheduler asks of one step; None: the defaults of `Limits`.
+      grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes the grouping that
+        fits the longest request and, of those, charges a request of ``max_model_len`` the
         fewest bytes; it may make many groups.
       context_parallel: ranks among which each request's tokens are divided; for models
         whose every group keeps all tokens.
-      copy_on_write_blocks: blocks to keep back so that a shared block can be copied
-        before it is written even when requests hold everything else.
+      zero_policy: groups whose fresh blocks are zeroed before a layer reads them.
+        ``"when_needed"``: those whose bytes another group reads differently. ``"always"``:
+        all, so that no tenant reads another's bytes. ``"never"``: none.
 
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
@@ -54,30 +65,29 @@ def plan_cache(
     workers = [_owned(w) for w in ([layers] if isinstance(layers, Mapping) else layers)]
     budgets = _check_budgets(memory_bytes, len(workers))
     check_positive(max_model_len=max_model_len, context_parallel=context_parallel)
-    check_count(copy_on_write_blocks=copy_on_write_blocks)
+    check_choice(get_args(ZeroPolicy), zero_policy=zero_policy)
     limits = Limits() if limits is None else limits
     if not isinstance(limits, Limits):
         raise TypeError(f"limits must be a Limits, got {limits!r}")
 
     def size(groups: Sequence[Group]) -> Plan:
-        """The pool of a grouping, before anybody asks whether the length fits."""
+        """Builds the plan of a grouping without checking that ``max_model_len`` fits."""
         layouts = _lay_out(groups, workers)
         counted = _count_blocks(layouts, budgets, num_blocks_override, override_beyond_memory)
         return Plan(
             groups=tuple(groups),
             layouts=layouts,
             num_blocks=counted,
-            reserved_blocks=NULL_BLOCKS
-            + copy_on_write_blocks
-            + sum(group.reserved_blocks for group in groups),
+            reserved_blocks=1 + sum(group.reserved_blocks for group in groups),
             max_model_len=max_model_len,
             limits=limits,
             memory_bytes=budgets,
             context_parallel=context_parallel,
+            zero_policy=zero_policy,
         )
 
     def cost(groups: Sequence[Group]) -> tuple[int, int]:
-        """First the length that fits, then the bytes that a request is charged."""
+        """Orders groupings by the length that fits, then by the bytes charged to a request."""
         plan = size(groups)
         block = sum(plan.bytes_per_block)
         return -_longest_fit(plan), block * plan.admission_blocks(max_model_len)
@@ -93,15 +103,21 @@ def plan_cache(
 
 
 def _longest_fit(plan: Plan) -> int:
-    if plan.num_blocks <= NULL_BLOCKS:
+    if plan.num_blocks <= NULL_BLOCK + 1:
         return 0
-    return plan._longest(plan.usable_blocks, plan.max_model_len)
+    return longest_admitted(
+        plan.groups,
+        plan.usable_blocks,
+        plan.max_model_len,
+        plan.limits,
+        context_parallel=plan.context_parallel,
+    )
 
 
 def _lay_out(
     groups: Sequence[Group], workers: Sequence[tuple[dict[str, LayerSpec], dict[str, str]]]
 ) -> tuple[PoolLayout, ...]:
-    """A layout per worker; ranks with the same layers have the same one."""
+    """Makes a layout per worker; ranks with the same layers share one."""
     known: dict[object, PoolLayout] = {}
     layouts = []
     for own, shared in workers:
@@ -113,7 +129,7 @@ def _lay_out(
 
 
 def _owned(worker: WorkerLayers) -> tuple[dict[str, LayerSpec], dict[str, str]]:
-    """The layers of a worker that own a cache, and for those that share one, whose."""
+    """Returns the layers of a worker that own a cache, and layer -> owner for those that share."""
     if not isinstance(worker, Mapping):
         raise TypeError(f"layers must map names to specs, or list such mappings; got {worker!r}")
     own: dict[str, LayerSpec] = {}
@@ -132,7 +148,7 @@ def _owned(worker: WorkerLayers) -> tuple[dict[str, LayerSpec], dict[str, str]]:
 
 
 def _merge(workers: Sequence[tuple[dict[str, LayerSpec], object]]) -> dict[str, LayerSpec]:
-    """The layers of all workers; tensor-parallel ranks name the same ones."""
+    """Merges the layers of all workers; tensor-parallel ranks name the same ones."""
     merged: dict[str, LayerSpec] = {}
     for own, _ in workers:
         for name, spec in own.items():
@@ -145,16 +161,16 @@ def _merge(workers: Sequence[tuple[dict[str, LayerSpec], object]]) -> dict[str, 
 
 
 def _check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits) -> None:
-    if not limits.max_encoder_tokens and any(group.spec.kind == "cross" for group in groups):
+    if not limits.max_encoder_tokens and any(group.growth.kind == "cross" for group in groups):
         raise ValueError(
             "limits.max_encoder_tokens=0, and layers with cross attention keep the encoder's "
             "tokens; say how many there are at most"
         )
-    partial = [str(group) for group in groups if group.spec.kind not in ("full", "mla")]
+    partial = [group for group in groups if not group.growth.keeps_all_tokens]
     if context_parallel > 1 and partial:
         raise ValueError(
             f"context_parallel={context_parallel} divides groups that keep all tokens, and "
-            f"{', '.join(partial)} do not; use context_parallel=1"
+            f"{describe_groups(partial)} do not; use context_parallel=1"
         )
 
 
@@ -176,16 +192,16 @@ def _count_blocks(
     override: int | None,
     beyond_memory: bool,
 ) -> int:
-    """Blocks that every worker can hold, or the override."""
+    """Returns the blocks that every worker can hold, or the override."""
     sizes = [layout.bytes_per_block for layout in layouts]
     pairs = [(budget, size) for budget, size in zip(budgets, sizes, strict=True) if size]
     measured = min(budget // size for budget, size in pairs)
     if override is None:
         return measured
     check_positive(num_blocks_override=override)
-    if override <= NULL_BLOCKS:
+    if override < 2:
         raise ValueError(
-            f"num_blocks_override={override} leaves no usable block beside the null block; "
+            f"num_blocks_override={override} leaves no usable block next to the null block; "
             "use at least 2"
         )
     if override > measured and not beyond_memory:
@@ -197,11 +213,12 @@ def _count_blocks(
 
 
 def _check_slots(groups: Sequence[Group], num_blocks: int) -> None:
-    sizes = [group.block_size for group in groups if not isinstance(group.spec, StateSpec)]
-    if num_blocks * max(sizes, default=0) > MAX_SLOTS:
+    """Raises unless the slots of a layer, ``block_id * block_size + offset``, fit into int32."""
+    sizes = [group.block_size for group in groups if group.growth.stores != "state"]
+    if num_blocks * max(sizes, default=0) > INT32_MAX:
         raise ValueError(
             f"a pool of {num_blocks:,} blocks of {max(sizes)} tokens has slots beyond int32; "
-            f"set num_blocks_override to at most {MAX_SLOTS // max(sizes):,}"
+            f"set num_blocks_override to at most {INT32_MAX // max(sizes):,}"
         )
 
 

@@ -1,29 +1,18 @@
-"""The words of a printed plan."""
+"""The text of a printed plan. No jax."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv.groups import Group
-from jaxkv.rich_repr import html_table
+from jaxkv._internal.html import html_table
+from jaxkv._internal.text import describe_unused, readable
+from jaxkv.planning._layout import Group
 
 if TYPE_CHECKING:
-    from jaxkv.planning._plan import Plan
-
-
-def readable(num_bytes: int) -> str:
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes / unit:.2f} {name}"
+    from jaxkv.planning._plan import Plan, ZeroPolicy
 
 
 def difference(num_bytes: int) -> str:
     return f"{num_bytes:,} left over" if num_bytes >= 0 else f"{-num_bytes:,} too few"
-
-
-def describe_unused(unused: Sequence[int]) -> str:
-    least, most = min(unused), max(unused)
-    if most == 0:
-        return "all used"
-    return f"{most:,} unused" if least == most else f"{least:,} to {most:,} unused by group"
 
 
 def describe_groups(groups: Sequence[Group]) -> str:
@@ -33,7 +22,9 @@ def describe_groups(groups: Sequence[Group]) -> str:
     return " + ".join(f"{count} x ({name})" for name, count in counts.items())
 
 
-def describe_zeroing(groups_to_zero: Sequence[bool]) -> str:
+def describe_zeroing(zero_policy: "ZeroPolicy", groups_to_zero: Sequence[bool]) -> str:
+    if zero_policy != "when_needed":
+        return f'{"yes" if zero_policy == "always" else "no"}: zero_policy="{zero_policy}"'
     if not any(groups_to_zero):
         return "no: every block keeps one meaning"
     listed = ", ".join(str(i) for i, needed in enumerate(groups_to_zero) if needed)
@@ -53,7 +44,7 @@ def plan_html(plan: "Plan") -> str:
         ("held while it decodes", f"{steady:,} blocks, {readable(steady * block)}"),
         ("run at once", f"{plan.requests_that_fit(length):,} requests"),
         ("tokens in all", f"{plan.tokens_that_fit(length):,}"),
-        ("zero new blocks", describe_zeroing(plan.groups_to_zero)),
+        ("zero new blocks", describe_zeroing(plan.zero_policy, plan.groups_to_zero)),
     ]
     if len(plan.layouts) > 1:
         rows.insert(0, ("workers", f"{len(plan.layouts)}; bytes are of all together"))

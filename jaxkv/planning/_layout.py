@@ -1,31 +1,37 @@
-"""Where every layer lives: slots of a block, offsets, and which bytes are overlaid."""
+"""Groups of layers, and the bytes of a block that each layer uses. No jax."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxkv.specs import LayerSpec
+from jaxkv.specs import Growth, LayerSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers that share one block table: equal growth, one block id for all of them."""
+    """Layers that share one block table: equal growth, one block id for all of them.
+
+    layers: their names.
+    specs: one per layer.
+    """
 
     layers: tuple[str, ...]
-    specs: tuple[LayerSpec, ...]  # one per layer
+    specs: tuple[LayerSpec, ...]
 
     @property
-    def spec(self) -> LayerSpec:
-        """The spec that speaks for the group wherever only growth matters."""
-        return self.specs[0]
+    def growth(self) -> Growth:
+        """The rule by which a request takes and drops blocks of the group."""
+        return self.specs[0].growth
 
     @property
     def block_size(self) -> int:
-        return self.spec.block_size
+        """Tokens per block."""
+        return self.specs[0].block_size
 
     @property
     def reserved_blocks(self) -> int:
+        """Blocks that the group takes from the pool once, for attention sinks."""
         return max(spec.reserved_blocks for spec in self.specs)
 
     @property
@@ -36,115 +42,119 @@ class Group:
     def __str__(self) -> str:
         if not self.layers:  # none of them on this worker
             return "0 layers"
-        return f"{len(self.layers)} {self.spec.kind} @ {self.block_size}"
+        return f"{len(self.layers)} {self.specs[0].kind} @ {self.block_size}"
 
     def __repr__(self) -> str:
         return f"Group({self}, {self.page_bytes:,} bytes per block)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """One page per block, and the layers that lie on it."""
+class PoolTensor:
+    """One part of the pool: a page per block, and the layers that share it.
+
+    page_bytes: bytes of a page.
+    layers: one of each group, or the packed layers of several.
+    """
 
     page_bytes: int
     layers: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"Slot({self.page_bytes:,} bytes, {len(self.layers)} layers)"
+        return f"PoolTensor({self.page_bytes:,} bytes, {len(self.layers)} layers)"
 
 
-class Place(NamedTuple):
-    """Where one layer lives: the group whose ids it reads, its slot, the offset of its
-    bytes in the slot's page, and what it stores there."""
+class LayerPlacement(NamedTuple):
+    """The home of one layer: a group, a tensor of the pool, and an offset in its page."""
 
-    group: int
-    slot: int
+    group: int  # index of the group, and of the block table that the layer reads
+    tensor: int
     offset_bytes: int
     spec: LayerSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolLayout:
-    """Where every layer lives.
+    """The tensors that one block consists of, and the placement of every layer in them.
 
     groups: the groups, restricted to the layers of one worker.
-    slots: what one block is made of.
-    shared: pairs (layer, layer whose cache it reads).
+    tensors: the parts of a block.
+    shared: pairs (layer, the layer whose cache it reads).
     """
 
     groups: tuple[Group, ...]
-    slots: tuple[Slot, ...]
+    tensors: tuple[PoolTensor, ...]
     shared: tuple[tuple[str, str], ...] = ()
 
     @property
     def bytes_per_block(self) -> int:
-        return sum(slot.page_bytes for slot in self.slots)
+        """Bytes of one block in all tensors together."""
+        return sum(tensor.page_bytes for tensor in self.tensors)
 
     def __repr__(self) -> str:
         return (
-            f"PoolLayout({len(self.groups)} groups in {len(self.slots)} slots, "
+            f"PoolLayout({len(self.groups)} groups in {len(self.tensors)} tensors, "
             f"{self.bytes_per_block:,} bytes per block)"
         )
 
-    def _repr_html_(self) -> str:
-        from jaxkv.groups._spans import layout_svg  # for Jupyter only: planning starts without it
-
-        return layout_svg(self)
-
-    def place_of(self, layer: str) -> Place:
-        """Where a layer lives.
+    def place_of(self, layer: str) -> LayerPlacement:
+        """Returns the placement of a layer, or of the layer whose cache it shares.
 
         Raises:
+          TypeError: not the name of a layer.
           ValueError: the layer keeps no cache on this worker.
         """
+        if not isinstance(layer, str):
+            raise TypeError(
+                f"layer must be the name of a layer, got {layer!r}; in a loop over layers pass "
+                "the name of any layer of the group and the traced index as period="
+            )
         if layer not in self._places:
             raise ValueError(f"layer={layer!r} has no cache here; use one of {list(self._places)}")
         return self._places[layer]
 
-    def slots_of(self, group: int) -> frozenset[int]:
-        """The slots in which a group's layers lie."""
-        return frozenset(self._places[layer].slot for layer in self.groups[group].layers)
+    def tensors_of(self, group: int) -> frozenset[int]:
+        """Returns the tensors that hold a group's layers."""
+        return frozenset(self._places[layer].tensor for layer in self.groups[group].layers)
 
     def groups_to_zero(self) -> tuple[bool, ...]:
-        """Per group: can a fresh block hold bytes that another meaning wrote?
+        """Returns, per group, whether a fresh block can hold bytes of another meaning.
 
-        True iff bytes of one of the group's layers are also bytes of a layer of another
-        group that reads them differently (dtype, quantisation or geometry). Different
-        dtypes inside one group do not matter: there the same id always means the same
-        layer.
+        That is so when a layer of the group shares bytes with a layer of another group that
+        reads them differently: in dtype, quantisation or geometry. Different dtypes inside one
+        group do not matter, because there the same bytes always belong to the same layer.
         """
         flags = [False] * len(self.groups)
-        for slot in self.slots:
-            readers = [self._places[layer] for layer in slot.layers]
+        for tensor in self.tensors:
+            readers = [self._places[layer] for layer in tensor.layers]
             for place in readers:
                 flags[place.group] |= any(_misread(place, other) for other in readers)
         return tuple(flags)
 
     @functools.cached_property
-    def _places(self) -> dict[str, Place]:
-        slots = {layer: i for i, slot in enumerate(self.slots) for layer in slot.layers}
-        places: dict[str, Place] = {}
+    def _places(self) -> dict[str, LayerPlacement]:
+        tensors = {layer: i for i, tensor in enumerate(self.tensors) for layer in tensor.layers}
+        places: dict[str, LayerPlacement] = {}
         for index, group in enumerate(self.groups):
-            used: dict[int, int] = {}  # slot -> bytes that the group's layers take there
+            used: dict[int, int] = {}  # tensor -> bytes that the group's layers take there
             for layer, spec in zip(group.layers, group.specs, strict=True):
-                slot = slots[layer]
-                places[layer] = Place(index, slot, used.get(slot, 0), spec)
-                used[slot] = used.get(slot, 0) + spec.page_bytes
+                tensor = tensors[layer]
+                places[layer] = LayerPlacement(index, tensor, used.get(tensor, 0), spec)
+                used[tensor] = used.get(tensor, 0) + spec.page_bytes
         return places | {layer: places[owner] for layer, owner in self.shared}
 
-    def __getstate__(self) -> dict[str, object]:  # a hash is worth nothing elsewhere
+    def __getstate__(self) -> dict[str, object]:  # cached values stay behind
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.groups, self.slots, self.shared))
+        return hash((self.groups, self.tensors, self.shared))
 
     def __hash__(self) -> int:  # cached: jit hashes the layout at every dispatch
         return self._hash
 
 
-def _misread(place: Place, other: Place) -> bool:
-    """Do two layers of different groups read common bytes in different ways?"""
+def _misread(place: LayerPlacement, other: LayerPlacement) -> bool:
+    """Returns whether two layers of different groups read common bytes in different ways."""
     if place.group == other.group:
         return False
     start, end = place.offset_bytes, place.offset_bytes + place.spec.page_bytes
@@ -160,16 +170,20 @@ def make_layout(
     *,
     shared: Mapping[str, str] | None = None,
 ) -> PoolLayout:
-    """Lays the layers of one worker into slots.
+    """Lays the layers of one worker out in tensors.
+
+    Pages of one size: layer ``i`` of every group lies in tensor ``i``. One group: every layer
+    has a tensor of its own width. Several groups of mixed pages: one tensor, in which each
+    group packs its layers.
 
     Args:
       groups: from `make_groups`, over the layers of all workers.
-      layers: the layers that live on this worker; None: all of them. A worker without
-        any (a pipeline stage of encoder layers, say) gets a pool of no slots.
+      layers: the layers of this worker; None: all of them. A worker without any (a pipeline
+        stage of encoder layers, say) gets a pool of no tensors.
       shared: layer -> the layer on this worker whose cache it reads.
 
     Raises:
-      ValueError: layers that are in no group, or shared with a layer elsewhere.
+      ValueError: layers that are in no group, or that share the cache of a layer elsewhere.
     """
     here = None if layers is None else set(layers)
     names = {name for group in groups for name in group.layers}
@@ -185,22 +199,22 @@ def make_layout(
                 f"layers[{layer!r}] shares the cache of {owner!r}, which is not on its worker; put "
                 "both on one (pipeline_parallel=1 does)"
             )
-    return PoolLayout(kept, tuple(_slots(kept)), tuple((shared or {}).items()))
+    return PoolLayout(kept, tuple(_tensors(kept)), tuple((shared or {}).items()))
 
 
-def _slots(groups: Sequence[Group]) -> Iterable[Slot]:
+def _tensors(groups: Sequence[Group]) -> Iterable[PoolTensor]:
     if len(groups) == 1:  # one group overlays nothing
         pairs = zip(groups[0].layers, groups[0].specs, strict=True)
-        return [Slot(spec.page_bytes, (name,)) for name, spec in pairs]
+        return [PoolTensor(spec.page_bytes, (name,)) for name, spec in pairs]
     pages = {spec.page_bytes for group in groups for spec in group.specs}
     if len(pages) > 1:
         names = tuple(name for group in groups for name in group.layers)
-        return [Slot(max(group.page_bytes for group in groups), names)]
+        return [PoolTensor(max(group.page_bytes for group in groups), names)]
     longest = max((len(group.layers) for group in groups), default=0)
     members = [
         tuple(group.layers[i] for group in groups if i < len(group.layers)) for i in range(longest)
     ]
-    return [Slot(page, names) for names in members for page in pages]
+    return [PoolTensor(page, names) for names in members for page in pages]
 
 
 def _restrict(group: Group, here: set[str] | None) -> Group:

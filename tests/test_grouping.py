@@ -1,0 +1,446 @@
+"""Groups and layouts: block sizes next to states, group rules, the bytes of a block, zeroing."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv.hf_config import layers_from_config, load_config
+from jaxkv.planning import (
+    Group,
+    Plan,
+    PoolLayout,
+    hybrid_block_size,
+    make_groups,
+    make_layout,
+    plan_cache,
+    unify_pages,
+)
+from jaxkv.specs import (
+    FullAttentionSpec,
+    LayerSpec,
+    Limits,
+    MLASpec,
+    SlidingWindowMLASpec,
+    StateSpec,
+)
+from tests.layer_examples import (
+    MODELS,
+    SPECS,
+    STATES,
+    TOKEN_SPECS,
+    Layers,
+    by_name,
+    chunked,
+    cross,
+    full,
+    mla,
+    sliding,
+    state,
+)
+from tests.test_golden_plans import CASES, make_workers
+
+# --- blocks that hold a state -----------------------------------------------------
+
+
+def block_that_holds(spec: LayerSpec, state_page_bytes: int) -> int:
+    """The smallest block by trying all: whole blocks asked for, of MLA also whole 128 tokens."""
+    step = 128 if isinstance(spec, MLASpec) else 1
+    sizes = (n for n in itertools.count(spec.block_size, spec.block_size) if n % step == 0)
+    plain = dataclasses.replace(spec, page_bytes_padded=None)
+    return next(
+        n for n in sizes if dataclasses.replace(plain, block_size=n).page_bytes >= state_page_bytes
+    )
+
+
+def held(layers: Layers) -> Layers:
+    """Layers as they are to be where attention shares a pool with states."""
+    states = {name: spec for name, spec in layers.items() if isinstance(spec, StateSpec)}
+    largest = max((spec.page_bytes for spec in states.values()), default=0)
+    grown, followed = dict(layers), dict.fromkeys(layers.values(), 0)
+    for name, spec in layers.items():
+        if name in states or spec.page_bytes_padded or spec.page_bytes >= largest:
+            continue
+        size = block_that_holds(spec, largest)
+        grown[name] = dataclasses.replace(spec, block_size=size)
+        for other in states.values():
+            if other.block_size == spec.block_size:
+                followed[other] = max(followed[other], size)
+    for name, spec in states.items():
+        if followed[spec]:
+            grown[name] = dataclasses.replace(spec, block_size=followed[spec])
+    return grown
+
+
+def placed(groups: tuple[Group, ...]) -> Layers:
+    """The layers as groups have them."""
+    return {n: s for group in groups for n, s in zip(group.layers, group.specs, strict=True)}
+
+
+PADDED = TOKEN_SPECS.map(lambda spec: dataclasses.replace(spec, page_bytes_padded=spec.page_bytes))
+
+
+@given(
+    st.lists(TOKEN_SPECS | PADDED, min_size=1, max_size=3), st.lists(STATES, min_size=1, max_size=2)
+)
+def test_attention_blocks_grow_until_their_page_holds_a_state(attention, states) -> None:
+    layers = by_name([*attention, *states])
+    # Packed groups keep the pages that they are given.
+    assert placed(make_groups(layers, grouping="packed")) == held(layers)
+
+
+@given(st.lists(TOKEN_SPECS, min_size=1, max_size=4))
+def test_without_states_no_block_grows_to_hold_one(specs) -> None:
+    layers = by_name(specs)
+    assert placed(make_groups(layers, grouping="packed")) == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "state_page_bytes", "block_size"),
+    [
+        (full(block_size=3), 1, 3),
+        (full(), 1024, 16),
+        (full(), 1025, 32),
+        (full(page_bytes_padded=10**6), 1025, 32),  # its padding would not hold tokens
+        (mla(), 1, 128),
+        (mla(), 128 * 1152 + 1, 256),
+        (mla(block_size=192), 1, 384),  # the least common multiple with 128
+        (mla(block_size=96), 384 * 1152 + 1, 768),
+    ],
+)
+def test_the_hybrid_block_is_the_smallest_multiple_that_holds_a_state(
+    spec: FullAttentionSpec | MLASpec, state_page_bytes: int, block_size: int
+) -> None:
+    assert hybrid_block_size(spec, state_page_bytes) == block_size
+    assert block_that_holds(spec, state_page_bytes) == block_size
+
+
+def test_states_follow_the_attention_blocks_of_their_own_size() -> None:
+    wide = state(shapes=((1000,), (2, 4)))  # 2,032 bytes
+    layers = {"narrow": full(num_kv_heads=1), "kv": sliding(), "s": wide}
+    layers["other"] = dataclasses.replace(wide, block_size=8)
+    groups = make_groups(layers, grouping="packed")
+    sizes = {name: spec.block_size for name, spec in placed(groups).items()}
+    assert sizes == {"narrow": 64, "kv": 32, "s": 64, "other": 8}
+
+
+def test_blocks_that_hold_a_state_let_many_more_requests_run() -> None:
+    """Attention asked for in 16 tokens next to Qwen3.5's states, enlarged and padded."""
+    layers = layers_from_config(load_config("qwen3.5-4b"))
+    (page,) = {spec.page_bytes for spec in layers.values() if isinstance(spec, StateSpec)}
+    padded = {
+        name: dataclasses.replace(spec, page_bytes_padded=page)
+        if isinstance(spec, FullAttentionSpec)
+        else spec
+        for name, spec in layers.items()
+    }
+    enlarged, wasteful = (
+        plan_cache(model, 40 * 2**30, max_model_len=8192) for model in (layers, padded)
+    )
+    assert {group.block_size for group in enlarged.groups} == {528}
+    assert {group.block_size for group in wasteful.groups} == {16}
+    assert enlarged.requests_that_fit(8192) == 130
+    assert wasteful.requests_that_fit(8192) == 4
+
+
+# --- pages of one size ------------------------------------------------------------
+
+
+@given(st.dictionaries(st.text("abc", max_size=2), SPECS, min_size=1, max_size=6))
+def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -> None:
+    ready = held(layers)
+    largest = max(spec.page_bytes for spec in ready.values())
+    if any(largest % s.page_bytes for s in ready.values() if isinstance(s, MLASpec)):
+        with pytest.raises(ValueError, match="MLA"):
+            unify_pages(layers)
+        return
+    unified = unify_pages(layers)
+    assert list(unified) == list(layers)
+    assert {spec.page_bytes for spec in unified.values()} == {largest}
+    for old, new in zip(ready.values(), unified.values(), strict=True):
+        scale, rest = divmod(largest, old.page_bytes)
+        scales = not rest and not isinstance(old, StateSpec)
+        assert new.block_size == old.block_size * (scale if scales else 1)
+        changes = {"block_size": old.block_size, "page_bytes_padded": None}
+        assert dataclasses.replace(new, **changes) == old
+
+
+# --- groups -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouping", ["auto", "rule", "least_waste", "packed"])
+@given(layers=MODELS)
+def test_groups_are_a_partition_into_equal_growth(grouping, layers: Layers) -> None:
+    groups = make_groups(layers, grouping=grouping)
+    assert sorted(name for g in groups for name in g.layers) == sorted(layers)
+    for group in groups:
+        assert len(group.layers) == len(group.specs) > 0
+        assert {spec.growth for spec in group.specs} == {group.growth}
+        assert {spec.block_size for spec in group.specs} == {group.block_size}
+    if len(groups) > 1 and grouping in ("auto", "rule"):
+        assert len({spec.page_bytes for g in groups for spec in g.specs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_sliding", "sizes"),
+    [
+        (1, 3, [1, 1, 1, 1]),
+        (2, 3, [2, 2, 1]),  # 3 is not less than 1.5 * 2: the smallest bucket counts
+        (4, 5, [4, 5]),  # 5 is less than 1.5 * 4: the largest one does
+        (20, 30, [20, 15, 15]),
+        (3, 0, [3]),
+    ],
+)
+def test_group_sizes_follow_the_smallest_bucket_or_a_close_largest(
+    num_full: int, num_sliding: int, sizes: list[int]
+) -> None:
+    groups = make_groups(by_name([full()] * num_full + [sliding()] * num_sliding))
+    assert [len(group.layers) for group in groups] == sizes
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (full(), sliding()),
+        (full(), cross()),
+        (mla(), chunked(num_kv_heads=18, head_size=64)),
+        (sliding(window=6), sliding(window=7)),
+        (chunked(chunk=6), chunked(chunk=7)),
+        (state(cache_mode="none"), state(cache_mode="align")),
+        (state(cache_mode="align"), state(cache_mode="all")),
+        (state(), state(speculative_blocks=1)),
+    ],
+)
+def test_layers_that_need_different_blocks_never_share_a_group(
+    one: LayerSpec, other: LayerSpec
+) -> None:
+    groups = make_groups({"a": one, "b": other, "c": one})
+    assert {frozenset(group.layers) for group in groups} >= {frozenset("b")}
+
+
+def test_a_bucket_is_dealt_out_like_cards() -> None:
+    layers: Layers = {"full": full()} | {f"s{i}": sliding() for i in range(3)}
+    layers["full.1"] = full()
+    assert [g.layers for g in make_groups(layers)] == [("full", "full.1"), ("s0", "s2"), ("s1",)]
+
+
+def test_equal_growth_of_different_widths_is_one_group_of_mixed_pages() -> None:
+    layers: Layers = {"a": full(), "b": full(num_kv_heads=1), "c": full(dtype="fp8")}
+    (group,) = make_groups(layers)
+    assert [tensor.page_bytes for tensor in make_layout([group]).tensors] == [1024, 512, 512]
+
+
+def test_a_group_reserves_the_sinks_of_any_of_its_layers() -> None:
+    (group,) = make_groups({"a": sliding(), "b": sliding(sink_tokens=5), "c": sliding()})
+    assert group.reserved_blocks == 1
+    assert plan_of({"a": sliding(), "b": sliding(sink_tokens=17)}).reserved_blocks == 1 + 2
+
+
+def test_an_unknown_grouping_is_refused() -> None:
+    with pytest.raises(ValueError, match="grouping='best'; use one of 'auto', 'rule'"):
+        make_groups({"a": full()}, grouping="best")  # pyrefly: ignore[bad-argument-type]
+
+
+# --- groupings compared -----------------------------------------------------------
+
+
+def plan_of(layers: Layers, **options: object) -> Plan:
+    return plan_cache(layers, 2**24, max_model_len=40, **options)
+
+
+def request_bytes(plan: Plan) -> int:
+    return plan.admission_blocks(plan.max_model_len) * sum(plan.bytes_per_block)
+
+
+def test_least_waste_saves_a_quarter_on_20_full_and_30_sliding() -> None:
+    layers = by_name([full(block_size=4)] * 20 + [sliding(block_size=4)] * 30)
+    rule, least = plan_of(layers), plan_of(layers, grouping="least_waste")
+    assert [len(g.layers) for g in rule.groups] == [20, 15, 15]
+    assert [len(g.layers) for g in least.groups] == [10] * 5
+    assert min(rule.unused_bytes_per_block) == 0 and not any(least.unused_bytes_per_block)
+    assert request_bytes(least) < request_bytes(rule)
+
+
+def test_least_waste_is_never_worse_than_the_rule_on_a_golden_case() -> None:
+    gains = []
+    for case in CASES:
+        workers = make_workers(case)
+        limits = Limits(
+            max_in_flight_tokens=case["max_in_flight_tokens"],
+            max_encoder_tokens=case["max_encoder_len"],
+        )
+        options = {
+            "max_model_len": case["max_model_len"],
+            "limits": limits,
+            "num_blocks_override": 2**19,
+            "override_beyond_memory": True,
+        }
+        memory = [worker["available_memory"] for worker in case["workers"]]
+        rule = plan_cache(workers, memory, **options)
+        least = plan_cache(workers, memory, grouping="least_waste", **options)
+        gains.append(1 - request_bytes(least) / request_bytes(rule))
+        assert gains[-1] >= 0, case["name"]
+    assert max(gains) > 0
+
+
+def test_least_waste_never_shortens_the_longest_request() -> None:
+    specs = [sliding(block_size=4)] * 5 + [full(block_size=4)]
+    layers = by_name((specs * 11)[:62])
+    for blocks in (30, 50, 80):
+        options = {"fit_max_model_len": True, "num_blocks_override": blocks}
+        rule = plan_of(layers, grouping="rule", **options)
+        least = plan_of(layers, grouping="least_waste", **options)
+        assert least.max_model_len >= rule.max_model_len
+
+
+def deepseek_v4_flash() -> Layers:
+    """43 layers: 21 compressed by 4 (with an indexer), 20 by 128, each with a window."""
+    aligned = {"page_alignment_bytes": 576, "dtype": "uint8"}
+    row = {"head_size": 512, "bytes_per_token": 584, **aligned}
+    compressor = {"dtype": "f32", "page_alignment_bytes": 576}
+    layers: Layers = {}
+    for i in range(43):
+        window = SlidingWindowMLASpec(block_size=64, sliding_window=128, **row)
+        layers[f"layers.{i}.window"] = window
+        if i < 2:
+            continue
+        ratio = 4 if i % 2 == 0 else 128
+        layers[f"layers.{i}.main"] = MLASpec(block_size=256, compress_ratio=ratio, **row)
+        if ratio == 4:
+            layers[f"layers.{i}.indexer"] = MLASpec(
+                block_size=256, head_size=132, compress_ratio=4, **aligned
+            )
+        states = {"main": 2048, "index": 512} if ratio == 4 else {"main": 1024}
+        block, length = (4, 8) if ratio == 4 else (8, 128)
+        for name, width in states.items():
+            layers[f"layers.{i}.{name}_state"] = SlidingWindowMLASpec(
+                block_size=block, sliding_window=length, head_size=width, **compressor
+            )
+    return layers
+
+
+def test_deepseek_v4_packs_five_groups_of_mixed_pages() -> None:
+    layers = deepseek_v4_flash()
+    plan = plan_cache(layers, 40 * 2**30, max_model_len=65536)
+    assert len(plan.groups) == 5
+    assert plan.bytes_per_block == (1_002_240,)
+    assert len(plan.layout.tensors) == 1
+    assert plan.groups_to_zero == (True,) * 5
+    # Windows and compressors drop nearly all of their blocks once a request decodes.
+    assert plan.admission_blocks(65536) == 3610 and plan.steady_blocks(65536) == 282
+    with pytest.raises(ValueError, match='grouping="packed"'):
+        make_groups(layers, grouping="rule")
+
+
+# --- layouts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouping", ["auto", "least_waste", "packed"])
+@given(layers=MODELS, data=st.data())
+def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, data) -> None:
+    here = data.draw(st.lists(st.sampled_from(list(layers)), unique=True))
+    groups = make_groups(layers, grouping=grouping)
+    layout = make_layout(groups, here)
+    assert set(itertools.chain(*(tensor.layers for tensor in layout.tensors))) == set(here)
+    assert layout.bytes_per_block == sum(tensor.page_bytes for tensor in layout.tensors)
+    used: Counter[tuple[int, int, int]] = Counter()
+    for name in here:
+        place = layout.place_of(name)
+        assert name in groups[place.group].layers and name in layout.tensors[place.tensor].layers
+        assert place.spec == placed(groups)[name]
+        end = place.offset_bytes + place.spec.page_bytes
+        assert end <= layout.tensors[place.tensor].page_bytes
+        used.update((place.group, place.tensor, byte) for byte in range(place.offset_bytes, end))
+    assert set(used.values()) <= {1}
+    for index, group in enumerate(layout.groups):
+        assert set(group.layers) == set(groups[index].layers) & set(here)
+        assert layout.tensors_of(index) == {layout.place_of(n).tensor for n in group.layers}
+
+
+def test_a_layer_is_asked_for_by_its_name() -> None:
+    layout = make_layout(make_groups({"a": full()}))
+    with pytest.raises(ValueError, match=r"layer='b' has no cache here; use one of \['a'\]"):
+        layout.place_of("b")
+    for index in (0, None):
+        with pytest.raises(TypeError, match=r"layer must be the name .* got .*period="):
+            layout.place_of(index)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("layers is empty", lambda: unify_pages({})),
+        (r"layers\['a'\]: its", lambda: unify_pages({"a": mla(), "b": full(num_kv_heads=999)})),
+        ("state_page_bytes", lambda: hybrid_block_size(full(), 0)),
+        (r"layers \['b'\] are in none", lambda: layout_of({"a": full()}, ["b"])),
+        (r"layers\['b'\] shares the cache of 'c'", lambda: layout_of({"a": full()}, shared="bc")),
+        (
+            r"layers\['a'\] both owns",
+            lambda: layout_of(by_name([full()]) | {"a": full()}, shared="aa"),
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_by_name(message: str, call: Callable) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def layout_of(
+    layers: Layers, here: list[str] | None = None, shared: str | None = None
+) -> PoolLayout:
+    pairs = {shared[0]: shared[1]} if shared else None
+    return make_layout(make_groups(layers), here, shared=pairs)
+
+
+# --- zeroing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags"),
+    [
+        ({"a": full(), "b": full(dtype="fp8"), "c": full(dtype="f32")}, [False]),
+        ({"a": full(), "b": sliding()}, [False, False]),
+        ({"a": full(), "b": chunked(), "c": cross()}, [False] * 3),
+        ({"a": full(dtype="fp8"), "b": state(dtypes=("f32", "f32"))}, [True, True]),
+        ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8_e5m2")}, [True, True]),
+        ({"a": full(), "b": sliding(num_kv_heads=1)}, [True, True]),
+        ({"a": full(), "b": sliding(head_size_v=4)}, [True, True]),
+        ({"a": state(), "b": state(cache_mode="all"), "c": full()}, [True, True, True]),
+        ({"a": state(), "b": state(cache_mode="all")}, [False, False]),
+    ],
+)
+def test_blocks_are_zeroed_where_groups_read_the_same_bytes_differently(
+    layers: Layers, flags: list[bool]
+) -> None:
+    assert list(make_layout(make_groups(layers)).groups_to_zero()) == flags
+
+
+def test_packed_neighbours_share_no_bytes() -> None:
+    """Layers agree offset by offset, and each ends where another one's neighbour begins."""
+    narrow, wide = {"num_kv_heads": 1}, {"num_kv_heads": 3}
+    layers = {"f0": full(**narrow), "f1": full(**wide), "f2": full(**narrow)}
+    layers |= {"s0": sliding(**narrow), "s1": sliding(**wide)}
+    groups = make_groups(layers, grouping="packed")
+    layout = make_layout(groups)
+    assert [group.layers for group in groups] == [("f0", "f1", "f2"), ("s0", "s1")]
+    assert len(layout.tensors) == 1
+    assert layout.groups_to_zero() == (False, False)
+
+
+def test_a_group_that_overlays_nothing_on_its_worker_is_not_zeroed_there() -> None:
+    groups = make_groups({"kv": full(), "state": state()})
+    assert make_layout(groups, ["kv"]).groups_to_zero() == (False, False)
+    plan = plan_cache([{"kv": full()}, {"state": state()}], [2**20] * 2, max_model_len=8)
+    assert plan.groups_to_zero == (False, False)
+
+
+def test_a_group_is_zeroed_if_any_worker_overlays_its_bytes() -> None:
+    workers: list[Layers] = [{"kv.0": full(), "state": state()}, {"kv.1": full()}]
+    plan = plan_cache(workers, [2**20] * 2, max_model_len=8)
+    assert [group.layers for group in plan.groups] == [("kv.0",), ("kv.1",), ("state",)]
+    assert plan.layouts[1].groups_to_zero() == (False, False, False)
+    assert plan.groups_to_zero == plan.layouts[0].groups_to_zero() == (True, False, True)

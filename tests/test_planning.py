@@ -1,0 +1,467 @@
+"""Plans: capacity against brute force and against requests that run, differences from vLLM.
+
+Lengths and pools are small, so that every figure that the planner finds by formula or bisection
+can be found again by trying all of them.
+"""
+
+import itertools
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv.planning import KVCacheCapacityError, Plan, make_groups, make_layout, plan_cache
+from jaxkv.specs import EncoderOnlySpec, Limits, SharedKVSpec
+from tests.layer_examples import (
+    LIMITS,
+    MAX_LEN,
+    MODELS,
+    Layers,
+    chunked,
+    cross,
+    full,
+    mla,
+    need,
+    plan_of,
+    sliding,
+    state,
+)
+
+FULL, SLIDING, CHUNKED = full(block_size=4), sliding(block_size=4), chunked(block_size=4)
+ONE = {"a": FULL}
+
+
+def bytes_per_block(layers: Layers) -> int:
+    return make_layout(make_groups(layers)).bytes_per_block
+
+
+# --- the longest request ----------------------------------------------------------
+
+
+@given(MODELS, LIMITS, st.integers(2, 60), st.integers(0, 10**6))
+def test_the_pool_fills_memory_to_less_than_one_block(
+    layers: Layers, limits: Limits, num_blocks: int, slack: int
+) -> None:
+    block_bytes = bytes_per_block(layers)
+    memory = num_blocks * block_bytes + slack % block_bytes
+    try:
+        plan = plan_cache(layers, memory, max_model_len=1, fit_max_model_len=True, limits=limits)
+    except KVCacheCapacityError as refusal:
+        assert need(make_groups(layers), 1, limits) > num_blocks - 1
+        assert (refusal.usable_blocks, refusal.longest_len) == (num_blocks - 1, 0)
+        return
+    assert plan.num_blocks == num_blocks
+    assert plan.bytes_per_block == (block_bytes,)
+
+
+@given(MODELS, LIMITS, st.integers(2, 150), st.booleans())
+def test_the_longest_request_is_the_longest_of_all_and_refusals_name_it(
+    layers: Layers, limits: Limits, num_blocks: int, fit: bool
+) -> None:
+    groups, usable = make_groups(layers), num_blocks - 1
+    lengths = [n for n in range(1, MAX_LEN + 1) if need(groups, n, limits) <= usable]
+    longest = max(lengths, default=0)
+    assert lengths == list(range(1, longest + 1))
+    if longest < (1 if fit else MAX_LEN):
+        with pytest.raises(KVCacheCapacityError, match="max_model_len") as refusal:
+            plan_of(layers, num_blocks, MAX_LEN, fit_max_model_len=fit, limits=limits)
+        assert refusal.value.needed_blocks == need(groups, MAX_LEN, limits) > usable
+        assert refusal.value.usable_blocks == usable
+        assert refusal.value.longest_len == longest
+        return
+    plan = plan_of(layers, num_blocks, MAX_LEN, fit_max_model_len=fit, limits=limits)
+    assert plan.max_model_len == longest
+    assert plan.admits(longest) and not plan.admits(longest + 1)
+    assert plan.admission_blocks(longest) == sum(plan.blocks_per_group(longest))
+
+
+@given(MODELS, LIMITS, st.integers(2, 60), st.integers(0, 20))
+def test_more_blocks_never_shorten_the_longest_request(layers, limits, blocks, more) -> None:
+    def longest(count: int) -> int:
+        try:
+            plan = plan_of(layers, count, 10**9, fit_max_model_len=True, limits=limits)
+        except KVCacheCapacityError as refusal:
+            return refusal.longest_len
+        return plan.max_model_len
+
+    assert longest(blocks) <= longest(blocks + more)
+
+
+@given(st.integers(-3, 30), st.booleans())
+def test_an_override_replaces_memory_and_stays_within_it_unless_allowed(
+    override: int, beyond: bool
+) -> None:
+    """vLLM accepts one beyond memory, and runs out when it allocates."""
+
+    def plan_with_override() -> Plan:
+        return plan_cache(
+            {"kv": full()},
+            20 * full().page_bytes,
+            max_model_len=10_000,
+            fit_max_model_len=True,
+            num_blocks_override=override,
+            override_beyond_memory=beyond,
+        )
+
+    if override < 2 or (override > 20 and not beyond):
+        with pytest.raises(ValueError, match="num_blocks_override"):
+            plan_with_override()
+        return
+    plan = plan_with_override()
+    assert (plan.num_blocks, plan.usable_blocks) == (override, override - 1)
+    assert plan.max_model_len == 16 * (override - 1)
+
+
+def test_the_null_block_is_in_no_figure() -> None:
+    """101 blocks of 4 tokens hold 400 tokens, not the 404 that vLLM prints."""
+    plan = plan_cache(ONE, 101 * FULL.page_bytes, max_model_len=1000, fit_max_model_len=True)
+    assert plan.num_blocks == 101 and plan.max_model_len == 400
+    assert plan.tokens_that_fit(400) == 400
+
+
+def test_absurd_sizes_neither_overflow_nor_hang() -> None:
+    with pytest.raises(KVCacheCapacityError) as caught:
+        plan_cache(ONE, 2**36, max_model_len=10**30)
+    assert caught.value.longest_len == (2**36 // FULL.page_bytes - 1) * 4
+    assert caught.value.needed_blocks == 10**30 // 4
+    with pytest.raises(ValueError, match="beyond int32"):
+        plan_cache(ONE, 2**80, max_model_len=10**30)
+
+
+def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
+    assert plan_of({"a": full()}, 2**27 - 1, 1).num_blocks == 2**27 - 1
+    assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots
+    with pytest.raises(ValueError, match="num_blocks_override"):
+        plan_of({"a": full()}, 2**27 + 1, 1)
+
+
+# --- workers ----------------------------------------------------------------------
+
+
+@given(MODELS, st.lists(st.integers(2, 30), min_size=1, max_size=4), st.data())
+def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
+    layers: Layers, blocks: list[int], data: st.DataObject
+) -> None:
+    stage = st.integers(0, len(blocks) - 1)
+    homes = [data.draw(stage, label=name) for name in layers]
+    workers = [
+        {name: spec for (name, spec), h in zip(layers.items(), homes, strict=True) if h == i}
+        for i in range(len(blocks))
+    ]
+    model = {name: spec for worker in workers for name, spec in worker.items()}
+    groups = make_groups(model)
+    sizes = [make_layout(groups, tuple(w)).bytes_per_block for w in workers]
+    memory = [max(1, n * size) for n, size in zip(blocks, sizes, strict=True)]
+    expected = min(n for n, size in zip(blocks, sizes, strict=True) if size)
+    limits = Limits(max_in_flight_tokens=1, max_encoder_tokens=1)
+    assume(need(groups, 1, limits) <= expected - 1)
+    plan = plan_cache(workers, memory, max_model_len=10**6, fit_max_model_len=True, limits=limits)
+    assert plan.num_blocks == expected
+    assert plan.bytes_per_block == tuple(sizes)
+    assert plan.groups == groups
+
+
+def test_a_worker_without_layers_has_an_empty_pool_and_limits_nobody() -> None:
+    """vLLM divides by the zero bytes that a block takes there."""
+    workers: list[Layers] = [{"a": full()}, {}, {"b": full()}]
+    block = full().page_bytes
+    plan = plan_cache(workers, [9 * block, 1, 7 * block], max_model_len=96)
+    assert plan.num_blocks == 7
+    assert plan.bytes_per_block == (block, 0, block)
+    assert plan.layouts[1].tensors == ()
+    with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
+        _ = plan.layout
+
+
+@given(MODELS, st.integers(2, 60))
+def test_ranks_with_the_same_layers_are_planned_as_one(layers: Layers, num_blocks: int) -> None:
+    memory = num_blocks * bytes_per_block(layers)
+
+    def planned(workers: list[Layers], budgets: list[int]) -> Plan | None:
+        options: Any = {"max_model_len": MAX_LEN, "fit_max_model_len": True}
+        try:
+            return plan_cache(workers, budgets, limits=Limits(max_encoder_tokens=4), **options)
+        except KVCacheCapacityError:
+            return None
+
+    alone, both = planned([layers], [memory]), planned([layers] * 2, [memory] * 2)
+    assert (alone is None) == (both is None)
+    if alone is None or both is None:
+        return
+    assert (both.num_blocks, both.max_model_len) == (alone.num_blocks, alone.max_model_len)
+    assert both.layouts[0] is both.layouts[1] and both.layouts[0] == alone.layout
+    assert both.unused_bytes_per_block == tuple(2 * n for n in alone.unused_bytes_per_block)
+
+
+# --- layers that own no cache, sinks, zeroing, context parallelism ----------------
+
+
+def test_a_layer_that_shares_a_cache_reads_it_where_it_is() -> None:
+    layers = {"a": FULL, "b": SharedKVSpec("a"), "encoder": EncoderOnlySpec()}
+    plan = plan_cache(layers, 2**20, max_model_len=8)
+    assert plan.bytes_per_block == (FULL.page_bytes,)
+    assert plan.layout.place_of("b") == plan.layout.place_of("a")
+    with pytest.raises(ValueError, match="layer='encoder'"):
+        plan.layout.place_of("encoder")
+    with pytest.raises(ValueError, match=r"layers\['b'\] shares the cache of 'c'"):
+        plan_cache({"a": FULL, "b": SharedKVSpec("c")}, 2**20, max_model_len=8)
+
+
+def test_the_blocks_of_sinks_are_kept_back() -> None:
+    plan = plan_of({"a": full(block_size=4, sink_tokens=6)}, 20, MAX_LEN)
+    assert plan.reserved_blocks == 1 + 2 and plan.usable_blocks == 17
+    manager = BlockManager(plan, max_requests=1)
+    assert [len(ids) for ids in manager.sink_block_ids] == [2]
+    assert manager.num_free_blocks == plan.usable_blocks
+
+
+@pytest.mark.parametrize(
+    ("zero_policy", "flags", "text"),
+    [
+        ("when_needed", (True, False, True), "yes: groups 0, 2 overlay bytes of another meaning"),
+        ("always", (True, True, True), 'yes: zero_policy="always"'),
+        ("never", (False, False, False), 'no: zero_policy="never"'),
+    ],
+)
+def test_the_plan_says_which_fresh_blocks_are_zeroed(zero_policy, flags, text) -> None:
+    workers = [{"a": full(), "s": state()}, {"b": full()}]
+    plan = plan_cache(workers, [2**20] * 2, max_model_len=8, zero_policy=zero_policy)
+    assert plan.zero_policy == zero_policy
+    # Group 1 has a layer on the second worker only, where it overlays nothing.
+    assert plan.groups_to_zero == flags
+    assert text in str(plan) and text.replace('"', "&quot;") in plan._repr_html_()
+    plain = plan_cache(ONE, 2**20, max_model_len=8)
+    assert plain.zero_policy == "when_needed" and plain.groups_to_zero == (False,)
+    assert "no: every block keeps one meaning" in str(plain)
+
+
+@given(length=st.integers(1, 200), ranks=st.integers(1, 5))
+def test_context_parallel_ranks_share_the_blocks_of_a_request(length: int, ranks: int) -> None:
+    plan = plan_cache(ONE, 2**24, max_model_len=200, context_parallel=ranks)
+    local = -(-length // ranks)
+    assert plan.admission_blocks(length) == -(-local // 4)
+    manager = BlockManager(plan, max_requests=1)
+    manager.start("r")
+    manager.grow({"r": length})
+    assert manager.held_blocks() == (plan.admission_blocks(length),)
+
+
+def test_context_parallelism_is_refused_where_groups_drop_tokens() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel=2 .* 1 x \(1 sliding @ 4\) do not"):
+        plan_cache({"a": FULL, "b": SLIDING}, 2**20, max_model_len=8, context_parallel=2)
+
+
+def test_cross_attention_without_encoder_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"limits\.max_encoder_tokens=0"):
+        plan_cache({"x": cross()}, 2**20, max_model_len=8)
+    limits = Limits(max_encoder_tokens=4)
+    with pytest.raises(KVCacheCapacityError):
+        plan_cache({"x": cross()}, cross().page_bytes, max_model_len=8, limits=limits)
+
+
+# --- requests that run at once ----------------------------------------------------
+
+
+def run_alone(plan: Plan, length: int, chunks: list[int]) -> None:
+    """Runs one request to its end, in chunks of these sizes over and over.
+
+    OutOfBlocksError would mean a request that waits for ever.
+    """
+    manager = BlockManager(plan, max_requests=1)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=max(chunks))
+    manager.start("r", encoder_tokens=plan.limits.max_encoder_tokens)
+    computed = 0
+    for chunk in itertools.cycle(chunks):
+        count = min(chunk, length - computed)
+        if not count:
+            return
+        manager.step(shape, {"r": count})
+        computed += count
+
+
+def run_together(plan: Plan, length: int, prompts: list[int]) -> None:
+    """Requests arrive one by one: each prefills in full steps while the others decode."""
+    manager = BlockManager(plan, max_requests=len(prompts))
+    in_flight = plan.limits.max_in_flight_tokens
+    tokens = len(prompts) + in_flight
+    shape = StepShape.for_plan(plan, max_requests=len(prompts), max_tokens=tokens)
+    computed: dict[int, int] = {}
+
+    def step(prefill: Mapping[int, int]) -> None:
+        decode = {r: 1 for r, n in computed.items() if r not in prefill and n < length}
+        work = decode | prefill
+        manager.step(shape, work)
+        for request, count in work.items():
+            computed[request] += count
+
+    for newcomer, prompt in enumerate(prompts):
+        manager.start(newcomer, encoder_tokens=plan.limits.max_encoder_tokens)
+        computed[newcomer] = 0
+        while computed[newcomer] < prompt:
+            step({newcomer: min(in_flight, prompt - computed[newcomer])})
+        step({})
+    for _ in range(length):
+        step({})
+    assert set(computed.values()) == {length} and len(manager.requests) == len(prompts)
+
+
+@given(MODELS, LIMITS, st.integers(2, MAX_LEN), st.integers(0, 60), st.data())
+def test_the_requests_that_fit_really_run(
+    layers: Layers, limits: Limits, length: int, spare: int, data: st.DataObject
+) -> None:
+    num_blocks = need(make_groups(layers), length, limits) + 1 + spare
+    plan = plan_of(layers, num_blocks, length, limits=limits)
+    count = plan.requests_that_fit(length)
+    assert count >= 1
+    assert plan.steady_blocks(length) <= plan.admission_blocks(length)
+    prompt = st.just(length - 1) | st.integers(1, length - 1)
+    size = min(count, 8)
+    run_together(plan, length, data.draw(st.lists(prompt, min_size=size, max_size=size)))
+
+
+@pytest.mark.parametrize(("num_blocks", "requests"), [(13, 2), (14, 3), (16, 3), (17, 4), (36, 10)])
+def test_a_full_step_in_flight_is_counted_once_and_not_for_each_request(
+    num_blocks: int, requests: int
+) -> None:
+    """Charging it to every request, as vLLM does, promises 5 requests of 36 blocks."""
+    limits = Limits(max_in_flight_tokens=16)
+    plan = plan_of({"kv": sliding(window=8, block_size=4)}, num_blocks, 40, limits=limits)
+    assert plan.admission_blocks(40) == 7  # ceil((8 - 1 + 16) / 4) + 1
+    assert plan.steady_blocks(40) == 3  # ceil(8 / 4) + 1
+    assert plan.requests_that_fit(40) == requests == (num_blocks - 1 - (7 - 3)) // 3
+    run_together(plan, 40, [33] * requests)
+
+
+@given(MODELS, LIMITS, st.integers(2, 400), st.integers(1, MAX_LEN))
+def test_tokens_that_fit_are_whole_requests_and_one_shorter(layers, limits, blocks, length) -> None:
+    assume(need(make_groups(layers), length, limits) < blocks)
+    plan = plan_of(layers, blocks, MAX_LEN, fit_max_model_len=True, limits=limits)
+    whole, rest = divmod(plan.tokens_that_fit(length), length)
+    assert whole == plan.requests_that_fit(length) >= 1
+    left = plan.usable_blocks - whole * plan.steady_blocks(length)
+    assert rest == 0 or plan.admission_blocks(rest) <= left
+    assert rest + 1 == length or plan.admission_blocks(rest + 1) > left
+
+
+@pytest.mark.parametrize("length", [0, -16, 1.5])
+def test_capacity_of_an_impossible_length_is_refused(length) -> None:
+    plan = plan_of(ONE, 100, MAX_LEN)
+    for figure in (plan.requests_that_fit, plan.tokens_that_fit):
+        with pytest.raises((ValueError, TypeError), match="num_tokens"):
+            figure(length)
+    assert plan.requests_that_fit(41) == plan.tokens_that_fit(41) == 0
+
+
+def test_a_window_as_long_as_the_request_needs_as_many_blocks_as_full_attention() -> None:
+    """vLLM charges ``ceil(L / b) + 1`` = 11 blocks and refuses a pool of 10 that is enough."""
+    limits = Limits(max_in_flight_tokens=8)
+    plan = plan_of({"a": sliding(window=40, block_size=4)}, 11, 40, limits=limits)
+    assert plan.admission_blocks(40) == 10
+    run_alone(plan, 40, [8])
+
+
+def test_a_chunk_that_straddles_blocks_needs_one_more() -> None:
+    """vLLM charges ``ceil((c + F) / b)`` = 3 blocks, accepts, and the request hangs."""
+    limits = Limits(max_in_flight_tokens=6)
+    plan = plan_of({"a": CHUNKED}, 5, 60, limits=limits)
+    assert plan.admission_blocks(60) == 4
+    run_alone(plan, 60, [5, 6, 6])
+    manager = BlockManager(plan, max_requests=1)
+    manager.block_pool.allocate(1)  # leaves the three blocks that vLLM would have admitted
+    manager.start("r")
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=6)
+    with pytest.raises(OutOfBlocksError):
+        for count in (5, 6, 6):
+            manager.step(shape, {"r": count})
+
+
+# --- text, pickles, bad input -----------------------------------------------------
+
+
+@given(MODELS, LIMITS, st.integers(0, 50))
+def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spare: int) -> None:
+    num_blocks = need(make_groups(layers), MAX_LEN, limits) + 1 + spare
+    plan = plan_of(layers, num_blocks, MAX_LEN, limits=limits)
+    lines = str(plan).splitlines()
+    assert len(lines) == 8
+    assert all(line == line.strip() for line in lines)
+    shown = (
+        f"{sum(plan.bytes_per_block):,} bytes",
+        f"{num_blocks:,} of which {num_blocks - 1:,} usable",
+        f"{MAX_LEN} tokens",
+        f"{plan.admission_blocks(MAX_LEN):,} blocks",
+        f"{plan.requests_that_fit(MAX_LEN):,} run at once",
+        f"{plan.steady_blocks(MAX_LEN):,} blocks",
+    )
+    assert [text for text in shown if text not in str(plan)] == []
+
+
+def test_plans_and_refusals_cross_process_boundaries() -> None:
+    with pytest.raises(KVCacheCapacityError) as caught:
+        plan_of(ONE, 2, MAX_LEN)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.longest_len == 4
+    assert again.plan == caught.value.plan
+    layout = again.plan.layout
+    assert layout.place_of("a") == caught.value.plan.layout.place_of("a")
+    assert hash(layout) == hash(caught.value.plan.layout)
+    assert pickle.loads(pickle.dumps(OutOfBlocksError(3, 1))).needed_blocks == 3
+
+
+def plan_one(memory_bytes: Any = 2**20, **changes: Any) -> Plan:
+    options: dict[str, Any] = {"layers": {"kv": full()}, "max_model_len": 8} | changes
+    return plan_cache(memory_bytes=memory_bytes, **options)
+
+
+BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
+    ("layers", lambda: plan_one(layers=None)),
+    ("layers", lambda: plan_one(layers={})),
+    ("layers must map names", lambda: plan_one(layers=[full()])),
+    (r"layers\['a'\] must be a layer spec", lambda: plan_one(layers={"a": "full"})),
+    ("layers", lambda: plan_one([1, 1], layers=[{}, {}])),
+    (
+        "layers: workers disagree",
+        lambda: plan_one([10**6] * 2, layers=[{"a": full()}, {"a": sliding()}]),
+    ),
+    ("memory_bytes", lambda: plan_one(0)),
+    ("memory_bytes", lambda: plan_one(-1)),
+    ("memory_bytes", lambda: plan_one(True)),
+    ("memory_bytes must be an int", lambda: plan_one(80e9)),
+    ("memory_bytes must be an int", lambda: plan_one("80GiB")),
+    ("memory_bytes", lambda: plan_one([80e9])),
+    ("memory_bytes has 2 figures for 1 workers", lambda: plan_one([10**6, 10**6])),
+    ("memory_bytes to at least", lambda: plan_one(2 * full().page_bytes - 1)),
+    ("max_model_len", lambda: plan_one(max_model_len=0)),
+    ("max_model_len", lambda: plan_one(max_model_len="8")),
+    ("max_model_len to at most 16 ", lambda: plan_one(2 * full().page_bytes, max_model_len=17)),
+    ("num_blocks_override", lambda: plan_one(num_blocks_override=0)),
+    ("num_blocks_override=1 leaves", lambda: plan_one(num_blocks_override=1)),
+    ("num_blocks_override", lambda: plan_one(num_blocks_override=2.0)),
+    (
+        "num_blocks_override=1025 is more than the 1024 ",
+        lambda: plan_one(num_blocks_override=1025),
+    ),
+    ("limits must be a Limits", lambda: plan_one(limits=5)),
+    ("context_parallel", lambda: plan_one(context_parallel=0)),
+    ("grouping='best'", lambda: plan_one(grouping="best")),
+    ("zero_policy='sometimes'; use one of 'never'", lambda: plan_one(zero_policy="sometimes")),
+    ("zero_policy=True", lambda: plan_one(zero_policy=True)),
+    (
+        "layers.* MLA page",
+        lambda: plan_one(layers={"a": mla(), "b": full(num_kv_heads=999)}, grouping="rule"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "call"), BAD_INPUTS, ids=[str(i) for i in range(len(BAD_INPUTS))]
+)
+def test_bad_input_is_refused_by_the_name_of_the_argument(
+    message: str, call: Callable[[], object]
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=rf"\b{message}"):
+        call()
