@@ -1,32 +1,18 @@
-"""Host blocks against plain lists: one pool, then whole requests over several groups.
+"""The host's books: pool and manager against references, one block at a time."""
 
-The model of the block manager is written from the definitions alone: which positions
-a layer may still read decides which blocks must be held, one position at a time.
-"""
-
-import copy
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+import pickle
+import random
+from collections import Counter, deque
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-)
 
-from jaxkv.blocks import (
-    NULL_BLOCK,
-    BlockManager,
-    BlockPool,
-    OutOfBlocksError,
-)
+import jaxkv
+from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, StepShape, TableEntry
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (
     ChunkedAttentionSpec,
@@ -34,527 +20,718 @@ from jaxkv.specs import (
     FullAttentionSpec,
     LayerSpec,
     Limits,
+    MLASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     StateSpec,
 )
-from jaxkv.testing import strategies
+from jaxkv.testing import ReferenceTables, strategies
+from tests.helpers import hybrid_plan
+from tests.reference_manager import OutOfBlocks, ReferenceManager
 
-Held = dict[int, int]  # of one request and group: index into its row -> block id
-
-MAX_LEN, ROWS = 36, 4
-LIMITS = strategies.LIMITS
-SPECS = strategies.layer_specs(windows=range(1, 14))
-CHUNKS = st.integers(1, LIMITS.max_in_flight_tokens)
-
-
-def plans(min_layers: int = 1, min_len: int = 1, max_spare: float = 0) -> st.SearchStrategy[Plan]:
-    """Up to five layers of any kinds; blocks for a longest request, and some to spare."""
-    layers = strategies.models(SPECS, min_layers=min_layers, max_kinds=5)
-    lengths = range(min_len, MAX_LEN + 1)
-    return strategies.plans(layers, lengths=lengths, max_spare=max_spare, limits=LIMITS)
+KV = {"num_kv_heads": 1, "head_size": 4}
+FULL = FullAttentionSpec(block_size=4, **KV)
+WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, **KV)
 
 
-# --- the pool ---------------------------------------------------------------------
+def small_plan(layers: dict[str, LayerSpec], num_blocks: int = 24, **options) -> Plan:
+    options = {"max_model_len": 30, "limits": Limits(max_in_flight_tokens=9)} | options
+    return plan_cache(layers, 2**30, num_blocks_override=num_blocks, **options)
 
 
-def pool_state(pool: BlockPool) -> tuple[int, list[int], list[int]]:
-    """All that a caller can see: free count, references, ids in the order they come."""
-    references = [pool.references(i) for i in range(pool.num_blocks)]
-    free = copy.deepcopy(pool).allocate(pool.num_free_blocks)
-    return pool.num_free_blocks, references, free
+def shape_of(plan: Plan, max_requests: int = 4, **options) -> StepShape:
+    options = {"max_tokens": 40} | options
+    return StepShape.for_plan(plan, max_requests=max_requests, **options)
 
 
-ACTIONS = st.sampled_from(["allocate", "share", "free"])
-ANY_IDS = st.lists(st.integers(-9, 9), max_size=4)
+# --- pool -----------------------------------------------------------------------------
 
 
-@given(st.integers(2, 8), st.data())
-def test_the_pool_equals_a_list_of_free_ids_and_a_count_per_id(
-    num_blocks: int, data: st.DataObject
-) -> None:
-    pool = BlockPool(num_blocks)
-    free, count = list(range(1, num_blocks)), [0] * num_blocks
-    for action in data.draw(st.lists(ACTIONS, min_size=5, max_size=30)):
-        owned = [i for i, owners in enumerate(count) if owners] or [NULL_BLOCK]
-        some_ids = st.lists(st.sampled_from(owned), max_size=3, unique=True) | ANY_IDS
-        ids = data.draw(some_ids, label=action)
-        before = pool_state(pool)
-        ids = ids if action == "free" else list(dict.fromkeys(ids))
-        uses = Counter(ids)
-        held = all(0 < i < num_blocks and n <= count[i] for i, n in uses.items())
-        if action == "allocate" and len(ids) > len(free):
-            with pytest.raises(OutOfBlocksError) as error:
-                pool.allocate(len(ids))
-            asked = (error.value.needed_blocks, error.value.free_blocks)
-            assert asked == (len(ids), len(free))
-            assert pool_state(pool) == before
-        elif action == "allocate":
-            taken, free = free[: len(ids)], free[len(ids) :]
-            assert pool.allocate(len(ids)) == taken
-            for i in taken:
-                count[i] = 1
-        elif not held:
-            with pytest.raises(ValueError, match="block_ids"):
-                (pool.free if action == "free" else pool.share)(ids)
-            assert pool_state(pool) == before
-        elif action == "share":
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=60
+    )
+)
+def test_the_pool_equals_a_list_of_free_ids_and_a_count_per_id(calls) -> None:
+    pool, free, held = BlockPool(8), deque(range(1, 8)), Counter()
+    for call, size in calls:
+        ids = list(itertools.islice(held.elements(), size))
+        if call == "allocate" and size > len(free):
+            with pytest.raises(OutOfBlocksError):
+                pool.allocate(size)
+        elif call == "allocate":
+            got = pool.allocate(size).tolist()
+            assert got == [free.popleft() for _ in range(size)]
+            held.update(got)
+        elif call == "share":
             pool.share(ids)
-            for i in ids:
-                count[i] += 1
+            held.update(ids)
         else:
             pool.free(ids)
-            for i in ids:
-                count[i] -= 1
-                free += [i] * (count[i] == 0)
-        assert pool_state(pool) == (len(free), count, free)
+            for block_id in ids:
+                held[block_id] -= 1
+                if not held[block_id]:
+                    free.append(block_id)
+        assert pool.num_free_blocks == len(free)
+        assert [pool.references(i) for i in range(1, 8)] == [held[i] for i in range(1, 8)]
 
 
-def test_running_out_says_what_was_needed_and_free_and_changes_nothing() -> None:
-    pool = BlockPool(4)
-    pool.allocate(1)
-    before = pool_state(pool)
-    with pytest.raises(OutOfBlocksError, match="3 blocks needed and 2 free") as error:
-        pool.allocate(3)
-    assert (error.value.needed_blocks, error.value.free_blocks) == (3, 2)
-    assert pool_state(pool) == before
+def test_ids_come_back_in_the_order_of_their_release_also_across_the_end() -> None:
+    pool = BlockPool(6)
+    first = pool.allocate(4).tolist()
+    pool.free(first[::-1])
+    assert pool.allocate(5).tolist() == [5, *first[::-1]]
 
 
-@pytest.mark.parametrize("operation", [BlockPool.free, BlockPool.share])
-@pytest.mark.parametrize("bad", [[NULL_BLOCK], [3], [-1], [4], [99], [1, 3], [2, -3]])
-def test_ids_that_are_not_held_are_refused_and_change_nothing(
-    operation: Callable[[BlockPool, list[int]], None], bad: list[int]
-) -> None:
-    pool = BlockPool(4)
-    pool.allocate(2)
-    before = pool_state(pool)
-    with pytest.raises(ValueError, match=r"block_ids .* in 1\.\.3"):
-        operation(pool, bad)
-    assert pool_state(pool) == before
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [([0], ValueError), ([4], ValueError), ([-1], ValueError), ([8], ValueError),
+     ([2**31 - 1], ValueError), ([1, 1], ValueError), ([1, 4], ValueError), ([1.0], TypeError),
+     ([[1]], TypeError)],
+)  # fmt: skip
+def test_ids_that_are_not_held_are_refused_and_change_nothing(ids, error) -> None:
+    pool = BlockPool(8)
+    pool.allocate(3)
+    with pytest.raises(error, match="block_ids"):
+        pool.free(ids)
+    if ids != [1, 1]:
+        with pytest.raises(error, match="block_ids"):
+            pool.share(ids)
+    assert pool.num_free_blocks == 4 and pool.references(1) == 1
 
 
-def test_a_double_free_is_refused_and_changes_nothing() -> None:
-    pool = BlockPool(4)
-    first, second = pool.allocate(2)
-    before = pool_state(pool)
-    with pytest.raises(ValueError, match="block_ids"):
-        pool.free([second, first, first])
-    assert pool_state(pool) == before
-    pool.free([first])
-    before = pool_state(pool)
-    with pytest.raises(ValueError, match="block_ids"):
-        pool.free([second, first])
-    assert pool_state(pool) == before
+def test_running_out_says_what_was_needed_and_survives_a_pickle() -> None:
+    pool = BlockPool(8)
+    with pytest.raises(OutOfBlocksError, match="8 blocks needed and 7 free") as caught:
+        pool.allocate(8)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.needed_blocks, copy.free_blocks, str(copy)) == (8, 7, str(caught.value))
+    assert pool.num_free_blocks == 7
 
 
-def test_a_block_is_free_only_when_its_last_owner_lets_go() -> None:
-    pool = BlockPool(3)
-    (block_id,) = pool.allocate(1)
-    pool.share([block_id])
-    pool.free([block_id])
-    assert (pool.references(block_id), pool.num_free_blocks) == (1, 1)
-    pool.free([block_id])
-    assert (pool.references(block_id), pool.num_free_blocks) == (0, 2)
-    with pytest.raises(ValueError, match="block_ids"):
-        pool.free([block_id])
+# --- the manager against the reference ------------------------------------------------
+
+STATE = {"shapes": ((2,),), "dtypes": ("f32",)}
+MODELS: dict[str, dict[str, LayerSpec]] = {
+    "full": {"a": FULL},
+    "windows": {
+        "a": FULL,
+        "b": WINDOW,
+        "c": ChunkedAttentionSpec(block_size=2, chunk_size=7, **KV),
+        "d": SlidingWindowMLASpec(block_size=4, head_size=8, sliding_window=1),
+    },
+    "states": {
+        "a": FULL,
+        "none": StateSpec(block_size=4, speculative_blocks=1, **STATE),
+        "align": StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE),
+        "all": StateSpec(block_size=2, speculative_blocks=1, cache_mode="all", **STATE),
+    },
+    "aligned": {
+        "a": StateSpec(block_size=4, speculative_blocks=1, cache_mode="align", **STATE),
+        "b": WINDOW,
+    },
+    "cross": {
+        "a": FULL,
+        "b": CrossAttentionSpec(block_size=4, **KV),
+        "c": MLASpec(block_size=8, head_size=4),
+    },
+    "sinks": {"a": FullAttentionSpec(block_size=4, sink_tokens=5, **KV), "b": WINDOW},
+}  # fmt: skip
 
 
-# --- what a request must hold, position by position -------------------------------
+class Pair:
+    """A manager and its reference, driven alike; and a device that only sees the uploads."""
+
+    def __init__(self, plan: Plan, seed: int, max_requests: int = 4):
+        self.plan, self.rng = plan, random.Random(seed)
+        self.manager = BlockManager(plan, max_requests=max_requests)
+        self.reference = ReferenceManager(plan, max_requests=max_requests)
+        tokens = max_requests * plan.limits.max_in_flight_tokens
+        self.shape = shape_of(plan, max_requests, batch_size=max_requests, max_tokens=tokens)
+        most = max_requests * sum(plan.row_blocks)  # growth may run ahead of the steps
+        self.shape = dataclasses.replace(
+            self.shape, block_ids=most, zero_ids=most, block_copies=most, row_copies=max_requests
+        )
+        self.device = ReferenceTables(plan, max_requests=max_requests)
+        self.names = itertools.count()
+        self.seen: Counter[str] = Counter()
+        self.ahead = False  # something was grown and not stepped
+
+    def act(self) -> None:
+        running = list(self.reference.requests)
+        actions = ["start"] * (len(running) < 4)
+        if running:
+            actions += ["step"] * 6 + ["finish", "grow", "fork", "rewind", "swap", "trim"]
+        action = self.rng.choice(actions or ["step"])
+        getattr(self, f"_{action}")(running)
+        self.seen[action] += 1
+        self.check()
+
+    def _start(self, running) -> None:
+        encoder = self.rng.randint(0, self.plan.limits.max_encoder_tokens)
+        name = next(self.names)
+        self.manager.start(name, encoder_tokens=encoder)
+        self.reference.start(name, encoder)
+
+    def _finish(self, running) -> None:
+        name = self.rng.choice(running)
+        self.manager.finish(name)
+        self.reference.finish(name)
+
+    def _trim(self, running) -> None:
+        names = self.rng.sample(running, self.rng.randint(0, len(running)))
+        self.manager.trim(names)
+        self.reference.trim(names)
+
+    def _swap(self, running) -> None:
+        rows = self.rng.randrange(4), self.rng.randrange(4)
+        self.manager.swap_rows(*rows)
+        self.reference.swap_rows(*rows)
+
+    def _fork(self, running) -> None:
+        if len(running) == 4:
+            return
+        donor, name = self.rng.choice(running), next(self.names)
+        computed = self.reference.requests[donor].computed
+        count = self.rng.choice([computed, self.rng.randint(0, computed)])
+        try:
+            self.reference.fork(donor, name, count)
+        except KeyError:
+            self.seen["prefix gone"] += 1
+            with pytest.raises(ValueError, match="no longer holds"):
+                self.manager.fork(donor, [name], num_tokens=count)
+            return
+        self.manager.fork(donor, [name], num_tokens=count)
+        self.seen["forked"] += 1
+
+    def _rewind(self, running) -> None:
+        name = self.rng.choice(running)
+        computed = self.reference.requests[name].computed
+        count = max(0, computed - self.rng.choice([0, 1, 2, 3, 9]))
+        try:
+            self.reference.rewind(name, count)
+        except KeyError:
+            self.seen["too far back"] += 1
+            with pytest.raises(ValueError, match="no longer holds"):
+                self.manager.rewind(name, count)
+            return
+        self.manager.rewind(name, count)
+
+    def _work(self, running) -> dict[int, int]:
+        chosen = self.rng.sample(running, self.rng.randint(0, len(running)))
+        most = self.plan.limits.max_in_flight_tokens
+        work = {}
+        for name in chosen:
+            room = self.plan.max_model_len - self.reference.requests[name].computed
+            if room:
+                work[name] = min(room, self.rng.choice([1, 1, self.rng.randint(1, most)]))
+        return work
+
+    def _grow(self, running) -> None:
+        work = self._work(running)
+        try:
+            self.reference.grow(work)
+        except OutOfBlocks:
+            with pytest.raises(OutOfBlocksError):
+                self.manager.grow(work)
+            return
+        self.manager.grow(work)
+        self.ahead = True
+
+    def _step(self, running) -> None:
+        work = self._work(running)
+        try:
+            changes = self.reference.grow(work)
+        except OutOfBlocks:
+            self.seen["out of blocks"] += 1
+            with pytest.raises(OutOfBlocksError):
+                self.manager.step(self.shape, work)
+            return
+        upload = self.manager.step(self.shape, work, extra=range(0))
+        self.reference.compute(work)
+        parts = {name: part.tolist() for name, part in self.shape.split(upload.data).items()}
+        if not self.ahead:
+            self._check_changes(parts, changes)
+        self._apply(parts)
+        self._check_device()
+        self.ahead = False
+        self.seen["copied"] += sum(change.copied is not None for change in changes)
+
+    def _check_changes(self, parts, changes) -> None:
+        """Compares the ids to zero and the copies with those of the reference, in order."""
+        zeroed, copies = [], []
+        for change in changes:
+            if change.copied is not None:
+                copies.append((change.copied, change.block_id))
+            elif self.plan.groups_to_zero[change.group]:
+                zeroed.append(change.block_id)
+        assert parts["zero_ids"][: len(zeroed)] == zeroed
+        assert set(parts["zero_ids"][len(zeroed) :]) <= {-1}
+        got = list(zip(parts["copy_sources"], parts["copy_destinations"], strict=True))
+        assert got[: len(copies)] == copies and set(got[len(copies) :]) <= {(-1, -1)}
+
+    def _apply(self, parts) -> None:
+        """Does to the reference tables what an upload says, entry by entry."""
+        pairs = zip(parts["row_sources"], parts["row_destinations"], strict=True)
+        pairs = [pair for pair in pairs if pair[0] >= 0]
+        self.device.copy_rows([a for a, _ in pairs], [b for _, b in pairs])
+        group, groups = 0, len(self.plan.groups)
+        for k in range(parts["entry_ends"][-1]):
+            while k >= parts["entry_ends"][group]:
+                group += 1
+            row, column = parts["entry_rows"][k], parts["entry_columns"][k]
+            self.device.cells[group][row][column] = parts["entry_ids"][k]
+        for row, lengths in zip(parts["changed_rows"], parts["row_lengths"], strict=True):
+            for group in range(groups):
+                if row >= 0:
+                    self.device.lengths[group][row] = lengths[group]
+
+    def _check_device(self) -> None:
+        for name, request in self.reference.requests.items():
+            if not any(request.blocks):
+                continue
+            for group, held in enumerate(request.blocks):
+                row = self.device.row(group, request.row)
+                assert len(row) == request.lengths[group], (name, group)
+                assert {column: row[column] for column in held} == held, (name, group)
+
+    def check(self) -> None:
+        manager, reference = self.manager, self.reference
+        rows = {name: request.row for name, request in reference.requests.items()}
+        assert manager.requests == rows
+        assert manager.num_free_blocks == len(reference.free)
+        held = [0] * len(self.plan.groups)
+        for name, request in reference.requests.items():
+            assert manager.num_computed_tokens(name) == request.computed
+            for group, (ids, blocks) in enumerate(
+                zip(manager.block_ids(name), request.blocks, strict=True)
+            ):
+                assert {c: i for c, i in enumerate(ids) if i} == blocks, (name, group)
+                held[group] += len(blocks)
+        assert manager.held_blocks() == tuple(held)
+        assert manager.block_pool.allocate(0).size == 0
 
 
-def sees(spec: LayerSpec, query: int, key: int) -> bool:
-    """Whether the token at ``query`` may read the one at ``key``."""
-    if isinstance(spec, SlidingWindowSpec | SlidingWindowMLASpec):
-        return query - spec.sliding_window < key <= query
-    if isinstance(spec, ChunkedAttentionSpec):
-        return key <= query and key // spec.chunk_size == query // spec.chunk_size
-    return key <= query
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_manager_equals_the_reference_after_every_call(model: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        rng = random.Random(seed)
+        limits = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
+        roomy = small_plan(MODELS[model], 200, limits=limits)
+        need = roomy.admission_blocks(30) + roomy.reserved_blocks
+        plan = small_plan(
+            MODELS[model],
+            num_blocks=int(need * rng.choice([1, 1.5, 2.5])),
+            zero_policy=rng.choice(["when_needed", "always"]),
+            limits=limits,
+        )
+        pair = Pair(plan, seed)
+        for _ in range(60):
+            pair.act()
+        seen += pair.seen
+        for name in list(pair.reference.requests):
+            pair.manager.finish(name)
+        assert pair.manager.num_free_blocks == plan.usable_blocks
+    assert seen["forked"] and seen["copied"] and seen["out of blocks"]
+    assert model != "windows" or (seen["too far back"] and seen["prefix gone"])
 
 
-def live_indices(spec: LayerSpec, computed: int, total: int, encoder_tokens: int) -> set[int]:
-    """Blocks that computing tokens ``computed .. total - 1`` reads or writes."""
-    size = spec.block_size
-    if isinstance(spec, CrossAttentionSpec):
-        return {key // size for key in range(encoder_tokens)}
-    if not isinstance(spec, StateSpec):
-        queries = range(computed, total)
-        return {k // size for q in queries for k in range(total) if sees(spec, q, k)}
-    if spec.cache_mode == "none":  # one running state, whatever the position
-        return set(range(1 + spec.speculative_blocks))
-    newest = (total - 1) // size
-    live = {newest + i for i in range(1 + spec.speculative_blocks)}
-    if spec.cache_mode == "all":
-        return live | {position // size for position in range(total)}
-    return live | {(computed - 1) // size for _ in range(computed > 0)}
+# --- admission ------------------------------------------------------------------------
+
+PLANS = strategies.plans()
+CHUNKS = st.integers(1, strategies.LIMITS.max_in_flight_tokens)
 
 
-def held_blocks(row: Sequence[int]) -> Held:
-    return {i: block_id for i, block_id in enumerate(row) if block_id != NULL_BLOCK}
+def held_columns(manager: BlockManager, name: object) -> list[set[int]]:
+    return [{c for c, i in enumerate(ids) if i} for ids in manager.block_ids(name)]
 
 
-def reading(spec: LayerSpec) -> tuple[object, ...]:
-    """Element types and geometry of a page, without what only decides its growth."""
-    growth = {"block_size", "page_bytes_padded", "sliding_window", "chunk_size"}
-    growth |= {"cache_mode", "speculative_blocks", "compress_ratio"}
-    fields = dataclasses.asdict(spec)
-    return tuple(sorted((k, str(v)) for k, v in fields.items() if k not in growth))
-
-
-def groups_to_zero(plan: Plan) -> list[bool]:
-    """Per group: does another group read one of its slots differently?"""
-    specs = [dict(zip(g.layers, g.specs, strict=True)) for g in plan.groups]
-    overlays = [
-        (mine, other) for slot in plan.layout.slots for mine in slot.layers for other in slot.layers
-    ]
-    readings = {name: reading(spec) for group in specs for name, spec in group.items()}
-    return [any(a in group and readings[a] != readings[b] for a, b in overlays) for group in specs]
-
-
-def manager_state(manager: BlockManager) -> tuple[object, ...]:
-    """All that a caller can see, including the update that it would take next."""
-    requests = dict(manager.requests)
-    rows = {request: manager.block_ids(request) for request in requests}
-    update = copy.deepcopy(manager).take_update()
-    return requests, rows, manager.held_blocks(), pool_state(manager.pool), update
-
-
-# --- admission --------------------------------------------------------------------
-
-
-@given(plans(), st.data())
-def test_what_the_planner_admits_the_allocator_can_hold(plan: Plan, data: st.DataObject) -> None:
+@given(PLANS, st.data())
+def test_what_the_planner_admits_the_manager_holds(plan: Plan, data: st.DataObject) -> None:
+    """A request of the longest length alone: chunks of any size, drafts of any number."""
     manager = BlockManager(plan, max_requests=1)
     length, charged = plan.max_model_len, plan.blocks_per_group(plan.max_model_len)
-    encoder_tokens = data.draw(st.integers(0, LIMITS.max_encoder_tokens))
-    manager.start("r", encoder_tokens=encoder_tokens)
+    encoder = data.draw(st.integers(0, strategies.LIMITS.max_encoder_tokens))
+    manager.start("r", encoder_tokens=encoder)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=length)
+    growths = [group.growth for group in plan.groups]
+    drafts = min([g.speculative_blocks for g in growths if g.stores == "state"], default=3)
     computed = 0
     while computed < length:
-        chunk = data.draw(CHUNKS, label="chunk")
-        total = min(computed + chunk, length)
-        manager.grow("r", computed, total)
-        held = [len(held_blocks(row)) for row in manager.block_ids("r")]
-        assert manager.held_blocks() == tuple(held)
-        assert all(h <= most for h, most in zip(held, charged, strict=True))
-        computed = total
-    widths = [g.spec.row_blocks(length, LIMITS) for g in plan.groups]
-    rows = manager.block_ids("r")
-    assert all(len(row) <= width for row, width in zip(rows, widths, strict=True))
+        count = min(data.draw(CHUNKS), length - computed)
+        upload = manager.step(shape, {"r": count})
+        assert shape.split(upload.data)["num_computed_tokens"][0] == computed
+        held = held_columns(manager, "r")
+        for growth, columns, bound in zip(growths, held, charged, strict=True):
+            live = growth.live_blocks(computed, computed + count, encoder_tokens=encoder)
+            assert set(live) <= columns and len(columns) <= bound
+        rejected = data.draw(st.integers(0, min(drafts, count - 1)))
+        computed += count - rejected
+        try:
+            manager.rewind("r", computed)
+        except ValueError:  # a state before a block boundary is gone
+            computed += rejected
+    assert all(
+        len(row) <= width
+        for row, width in zip(manager.block_ids("r"), plan.row_blocks, strict=True)
+    )
 
 
 def test_admission_charges_no_more_than_a_request_of_full_attention_holds() -> None:
     plan = plan_cache({"kv": FULL}, 2**20, max_model_len=16, num_blocks_override=5)
-    manager = BlockManager(plan, max_requests=2)
+    manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2)
     manager.start("r")
-    manager.grow("r", 0, 16)
+    manager.step(shape, {"r": 16})
     assert manager.held_blocks() == plan.blocks_per_group(16) == (4,)
     manager.start("s")
-    before = manager_state(manager)
-    with pytest.raises(OutOfBlocksError, match="1 blocks needed and 0 free"):
-        manager.grow("s", 0, 1)
-    assert manager_state(manager) == before
+    with unchanged(manager), pytest.raises(OutOfBlocksError, match="1 blocks needed and 0 free"):
+        manager.step(shape, {"s": 1})
 
 
-FULL = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
+# --- steps ----------------------------------------------------------------------------
 
 
-@given(plans(), st.data())
-def test_rejected_drafts_keep_every_live_block_within_what_admission_charges(
-    plan: Plan, data: st.DataObject
-) -> None:
-    """Speculative decoding: after the prompt, the cache moves on by fewer tokens than
-    were computed. A step verifies fewer drafts than a block has tokens.
-    """
-    specs = [group.spec for group in plan.groups]
-    states = [spec for spec in specs if isinstance(spec, StateSpec)]
-    room = [min(s.speculative_blocks, s.block_size - 1) for s in states]
-    most = min([*room, LIMITS.max_in_flight_tokens - 1])
-    manager = BlockManager(plan, max_requests=1)
+class unchanged:
+    """Fails unless a manager is as it was, also in what it would upload next."""
+
+    def __init__(self, manager: BlockManager):
+        self.manager = manager
+
+    def state(self) -> object:
+        manager = self.manager
+        parts = manager._books.__dict__, manager.block_pool.__dict__, manager._pending.__dict__
+        return pickle.dumps((parts, manager.requests, manager._num_uploads))
+
+    def __enter__(self) -> None:
+        self.before = self.state()
+
+    def __exit__(self, *_) -> None:
+        assert self.state() == self.before
+
+
+def running(plan: Plan | None = None, tokens: int = 8) -> tuple[BlockManager, StepShape]:
+    """A manager of four rows in which "r" has computed some tokens."""
+    plan = hybrid_plan() if plan is None else plan
+    manager, shape = BlockManager(plan, max_requests=4), shape_of(plan)
     manager.start("r")
-    length, charged = plan.max_model_len, plan.blocks_per_group(plan.max_model_len)
-    computed = min(data.draw(st.integers(1, most + 1), label="prompt"), length)
-    manager.grow("r", 0, computed)
-    while computed < length:
-        drafted = data.draw(st.integers(0, most), label="drafted")
-        total = min(computed + 1 + drafted, length)
-        manager.grow("r", computed, total)
-        held = [held_blocks(row) for row in manager.block_ids("r")]
-        for spec, blocks, bound in zip(specs, held, charged, strict=True):
-            assert live_indices(spec, computed, total, 0) <= blocks.keys()
-            assert len(blocks) <= bound
-        computed = data.draw(st.integers(computed + 1, total), label="accepted up to")
+    manager.step(shape, {"r": tokens})
+    return manager, shape
 
 
-# --- requests that start, grow, share and finish ----------------------------------
-
-
-class BlockManagerMachine(RuleBasedStateMachine):
-    """The manager beside what each request must hold and what a device was told."""
-
-    @initialize(
-        plan=plans(min_layers=2, min_len=16, max_spare=1),
-        policy=st.sampled_from(["never", "when_needed", "always"]),
-    )
-    def begin(self, plan: Plan, policy: str) -> None:
-        self.manager = BlockManager(plan, max_requests=ROWS, zero_policy=policy)
-        self.specs = [group.spec for group in plan.groups]
-        self.num_blocks, self.max_len = plan.num_blocks, plan.max_model_len
-        every = [policy == "always"] * len(self.specs)
-        self.zeroed = groups_to_zero(plan) if policy == "when_needed" else every
-        self.names = (f"r{i:03}" for i in itertools.count())
-        self.held: dict[str, list[Held]] = {}  # per running request and group
-        self.row: dict[str, int] = {}
-        self.computed: dict[str, int] = {}
-        self.encoder_tokens: dict[str, int] = {}
-        self.fresh: list[set[int]] = [set() for _ in self.specs]  # since the update
-        self.device: dict[tuple[int, int], list[int]] = {}
-
-    @rule(data=st.data())
-    def act(self, data: st.DataObject) -> None:
-        """One of the actions that are possible now.
-
-        A rule for each would be cut off from the others: Hypothesis switches rules off
-        at random, and without ``start`` or ``grow`` a run shows nothing.
-        """
-        actions = [self.take_update]
-        actions += [self.start] * (len(self.held) < ROWS)
-        actions += [self.grow] * (2 * bool(self.growing()))
-        actions += [self.finish] * bool(self.held)
-        data.draw(st.sampled_from(actions))(data)
-
-    def start(self, data: st.DataObject) -> None:
-        prefixes = self.prefixes()
-        if prefixes and data.draw(st.booleans(), label="share a prefix"):
-            donor, length, ids = data.draw(st.sampled_from(prefixes))
-            self.start_after(ids, length, self.encoder_tokens[donor])
-        else:
-            most = LIMITS.max_encoder_tokens
-            self.start_after(None, 0, data.draw(st.integers(0, most)))
-
-    def grow(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.growing()))
-        for chunk in data.draw(st.lists(CHUNKS, min_size=1, max_size=6)):
-            total = min(self.computed[name] + chunk, self.max_len)
-            if total > self.computed[name]:
-                self.grow_to(name, total)
-
-    def finish(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.held)))
-        self.manager.finish(name)
-        for known in (self.held, self.row, self.computed, self.encoder_tokens):
-            del known[name]
-
-    def take_update(self, data: st.DataObject) -> None:
-        del data
-        update = self.manager.take_update()
-        rows = [entry.row for entry in update.entries]
-        assert len(rows) == len(set(rows))
-        for entry in update.entries:
-            for group, ids in enumerate(entry.block_ids):
-                key = entry.row, group
-                before = [] if entry.overwrite else self.device.get(key, [])
-                self.device[key] = [*before, *ids]
-        for name, row in self.row.items():
-            for group, held in enumerate(self.held[name]):
-                ids = self.device.get((row, group), [])
-                assert {index: ids[index] for index in held} == held
-        used = set(self.row.values())
-        assert not any(ids for (row, _), ids in self.device.items() if row not in used)
-        pairs = zip(self.fresh, self.zeroed, strict=True)
-        expected = [fresh if zeroed else set() for fresh, zeroed in pairs]
-        assert [set(ids) for ids in update.zero_ids] == expected
-        self.fresh = [set() for _ in self.specs]
-
-    @invariant()
-    def every_request_holds_its_live_blocks(self) -> None:
-        assert self.manager.requests == self.row
-        for name, groups in self.held.items():
-            rows = self.manager.block_ids(name)
-            assert [held_blocks(row) for row in rows] == groups
-        counts = [sum(map(len, groups)) for groups in self.by_group()]
-        assert list(self.manager.held_blocks()) == counts
-
-    @invariant()
-    def every_block_is_free_or_has_the_owners_that_share_it(self) -> None:
-        owners, pool = self.owners(), self.manager.pool
-        assert NULL_BLOCK not in owners
-        references = [pool.references(i) for i in range(self.num_blocks)]
-        assert references == [owners[i] for i in range(self.num_blocks)]
-        assert pool.num_free_blocks == self.num_blocks - 1 - len(owners)
-        groups = [set().union(*map(dict.values, held)) for held in self.by_group()]
-        assert sum(map(len, groups)) == len(owners)  # no block is in two groups
-
-    def start_after(
-        self, prefix: list[list[int]] | None, computed: int, encoder_tokens: int
-    ) -> None:
-        name = next(self.names)
-        row = self.manager.start(name, shared_block_ids=prefix, encoder_tokens=encoder_tokens)
-        assert row in set(range(ROWS)) - set(self.row.values())
-        self.held[name] = [held_blocks(ids) for ids in prefix or [[]] * len(self.specs)]
-        self.row[name] = row
-        self.computed[name] = computed
-        self.encoder_tokens[name] = encoder_tokens
-
-    def grow_to(self, name: str, total: int) -> None:
-        """Grows a request, or finds that blocks run out."""
-        computed, encoder_tokens = self.computed[name], self.encoder_tokens[name]
-        held, owners = self.held[name], self.owners()
-        live = [live_indices(s, computed, total, encoder_tokens) for s in self.specs]
-        wanted = [now - old.keys() for now, old in zip(live, held, strict=True)]
-        dropped = [
-            old[index] for now, old in zip(live, held, strict=True) for index in old.keys() - now
-        ]
-        returned = {block_id for block_id in dropped if owners[block_id] == 1}
-        free = set(range(1, self.num_blocks)) - owners.keys()
-        needed = max(0, sum(map(len, wanted)) - len(returned))
-        assert self.manager.missing_blocks(name, computed, total) == needed
-        if needed > len(free):
-            before = manager_state(self.manager)
-            with pytest.raises(OutOfBlocksError) as error:
-                self.manager.grow(name, computed, total)
-            asked = (error.value.needed_blocks, error.value.free_blocks)
-            assert asked == (needed, len(free))
-            assert manager_state(self.manager) == before
-            return
-        self.manager.grow(name, computed, total)
-        self.computed[name] = total
-        rows = self.manager.block_ids(name)
-        handed = [{i: r[i] for i in want} for r, want in zip(rows, wanted, strict=True)]
-        ids = [block_id for group in handed for block_id in group.values()]
-        assert len(ids) == len(set(ids))
-        assert set(ids) <= free | returned
-        self.held[name] = [
-            {index: old[index] for index in old.keys() & now} | new
-            for old, now, new in zip(held, live, handed, strict=True)
-        ]
-        for fresh, new in zip(self.fresh, handed, strict=True):
-            fresh.update(new.values())
-
-    def by_group(self) -> list[list[Held]]:
-        """What is held of each group, by every request."""
-        return [[h[g] for h in self.held.values()] for g in range(len(self.specs))]
-
-    def owners(self) -> Counter[int]:
-        """How many table entries hold each block."""
-        return Counter(
-            block_id
-            for groups in self.held.values()
-            for held in groups
-            for block_id in held.values()
-        )
-
-    def growing(self) -> list[str]:
-        return sorted(name for name, n in self.computed.items() if n < self.max_len)
-
-    def prefixes(self) -> list[tuple[str, int, list[list[int]]]]:
-        """Donor, tokens and ids of every prefix that a new request could share."""
-        candidates = [
-            (name, length, self.prefix(name, length))
-            for name, computed in self.computed.items()
-            for length in range(1, min(computed, self.max_len - 1) + 1)
-        ]
-        return [(name, n, ids) for name, n, ids in candidates if ids is not None]
-
-    def prefix(self, donor: str, length: int) -> list[list[int]] | None:
-        """Rows of a donor's first tokens, where whole blocks hold all that is read."""
-        rows: list[list[int]] = []
-        for spec, held in zip(self.specs, self.held[donor], strict=True):
-            count, part = divmod(length, spec.block_size)
-            read = live_indices(spec, length, length + 1, 0)
-            if isinstance(spec, CrossAttentionSpec):
-                count = len(held)
-            elif isinstance(spec, StateSpec) and spec.cache_mode == "none":
-                count = 0  # a running state cannot be shared; it is computed again
-            elif part or not {i for i in read if i < count} <= held.keys():
-                return None
-            rows.append([held.get(index, NULL_BLOCK) for index in range(count)])
-        return rows
-
-
-TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = settings(max_examples=4 * settings().max_examples)
-
-
-# --- bad input --------------------------------------------------------------------
-
-
-def manager_of_two_groups() -> BlockManager:
-    """One running request "r" of 8 tokens, in blocks 1, 2 (KV) and 3 (state)."""
-    state = StateSpec(block_size=4, shapes=((4,),), dtypes=("f32",))
-    plan = plan_cache({"kv": FULL, "state": state}, 2**20, max_model_len=16)
-    manager = BlockManager(plan, max_requests=2)
-    manager.start("r")
-    manager.grow("r", 0, 8)
-    return manager
-
-
-BAD_INPUTS: list[tuple[str, Callable[[BlockManager], object]]] = [
-    ("num_blocks", lambda _: BlockPool(1)),
-    ("num_blocks", lambda _: BlockPool(2.0)),
-    ("count", lambda m: m.pool.allocate(-1)),
-    ("count", lambda m: m.pool.allocate(1.5)),
-    ("block_ids", lambda m: m.pool.free([0])),
-    ("block_ids", lambda m: m.pool.share([4])),
-    ("block_ids", lambda m: m.pool.free([1.0])),
-    ("block_id", lambda m: m.pool.references(-1)),
-    ("block_id", lambda m: m.pool.references(10**6)),
-    ("request", lambda m: m.start("r")),
-    ("request", lambda m: m.grow("s", 0, 1)),
-    ("request", lambda m: m.missing_blocks("s", 0, 1)),
-    ("request", lambda m: m.finish("s")),
-    ("request", lambda m: m.block_ids("s")),
-    ("shared_block_ids", lambda m: m.start("s", shared_block_ids=[[1]])),
-    ("block_ids", lambda m: m.start("s", shared_block_ids=[[1], [4]])),
-    ("encoder_tokens", lambda m: m.start("s", encoder_tokens=-1)),
-    ("encoder_tokens", lambda m: m.start("s", encoder_tokens="many")),
-    ("num_computed_tokens", lambda m: m.grow("r", 9, 8)),
-    ("num_computed_tokens", lambda m: m.grow("r", -1, 8)),
-    ("num_tokens", lambda m: m.grow("r", 8, 9.5)),
-    ("max_model_len", lambda m: m.grow("r", 8, 17)),
-]
+def test_a_step_grows_all_requests_or_none() -> None:
+    manager, shape = running(small_plan({"a": FULL}, 12, max_model_len=30))
+    manager.start("s")
+    manager.step(shape, {"s": 9})
+    manager.step(shape, {"s": 9})
+    with unchanged(manager), pytest.raises(OutOfBlocksError, match="5 blocks needed and 4 free"):
+        manager.step(shape, {"r": 9, "s": 7})
+    manager.step(shape, {"r": 9})
 
 
 @pytest.mark.parametrize(
-    ("argument", "call"),
-    BAD_INPUTS,
-    ids=[f"{name}-{i}" for i, (name, _) in enumerate(BAD_INPUTS)],
-)
-def test_bad_input_is_refused_by_name_and_changes_nothing(
-    argument: str, call: Callable[[BlockManager], object]
-) -> None:
-    manager = manager_of_two_groups()
-    before = manager_state(manager)
-    with pytest.raises((ValueError, TypeError), match=rf"\b{argument}\b"):
-        call(manager)
-    assert manager_state(manager) == before
-
-
-@pytest.mark.parametrize(
-    ("argument", "options"),
+    ("sizes", "message"),
     [
-        ("max_requests", {"max_requests": 0}),
-        ("max_requests", {"max_requests": "2"}),
-        ("zero_policy", {"max_requests": 1, "zero_policy": "sometimes"}),
+        ({"max_tokens": 8}, "max_tokens=9 and its shape has 8"),
+        ({"max_query_len": 4}, "max_query_len=8 and its shape has 4"),
+        ({"max_seq_len": 12}, "max_seq_len=16 and its shape has 12"),
+        ({"batch_size": 1}, "batch_size=2 and its shape has 1"),
+        ({"extra": 1}, "extra=2 and its shape has 1"),
     ],
 )
-def test_a_manager_refuses_bad_options_by_name(argument: str, options: dict[str, Any]) -> None:
-    plan = plan_cache({"kv": FULL}, 2**20, max_model_len=16)
-    with pytest.raises((ValueError, TypeError), match=rf"\b{argument}\b"):
-        BlockManager(plan, **options)
-
-
-def test_a_request_that_finds_no_free_row_is_refused_and_changes_nothing() -> None:
-    manager = manager_of_two_groups()
+def test_a_shape_that_is_too_small_is_refused_and_nothing_is_lost(sizes, message) -> None:
+    """Also of an update that `grow` left behind: the next step carries it."""
+    manager, shape = running()
     manager.start("s")
-    before = manager_state(manager)
-    with pytest.raises(ValueError, match=r"request='t' .* max_requests"):
-        manager.start("t", shared_block_ids=[[1], []])
-    assert manager_state(manager) == before
+    manager.grow({"r": 5})
+    small = shape_of(hybrid_plan(), **({"max_tokens": 40} | sizes))
+    with unchanged(manager), pytest.raises(ValueError, match=message):
+        manager.step(small, {"r": 8, "s": 1}, extra=[1, 2])
+    upload = manager.step(shape, {"r": 8, "s": 1})
+    parts = shape.split(upload.data)
+    written = parts["entry_ids"][: parts["entry_ends"][-1]].tolist()
+    rows = [ids for name in ("r", "s") for ids in manager.block_ids(name)]
+    assert set(written) <= {i for ids in rows for i in ids} and written
 
 
-def test_encoder_input_beyond_what_admission_charged_is_refused() -> None:
-    cross = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
-    limits = Limits(max_encoder_tokens=8)
-    plan = plan_cache({"x": cross}, 2**20, max_model_len=16, limits=limits)
-    manager = BlockManager(plan, max_requests=1)
-    with pytest.raises(ValueError, match="encoder_tokens"):
-        manager.start("r", encoder_tokens=9)
+@pytest.mark.parametrize("room", ["block_ids", "zero_ids", "block_copies", "row_copies"])
+def test_a_shape_without_room_for_the_changes_is_refused_by_name(room: str) -> None:
+    manager, shape = running(tokens=6)
+    manager.fork("r", ["s"])
+    roomy = dataclasses.replace(shape, block_copies=8, row_copies=2)
+    with unchanged(manager), pytest.raises(ValueError, match=f"{room}="):
+        manager.step(dataclasses.replace(roomy, **{room: 0}), {"r": 5, "s": 1})
+    manager.step(roomy, {"r": 5, "s": 1})
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataObject) -> None:
+    """The sizes of `StepShape.for_plan`, over serving runs of any plan."""
+    plan = data.draw(strategies.plans(max_spare=3))
+    rows, most = data.draw(st.sampled_from([1, 2, 4])), plan.limits.max_in_flight_tokens
+    tokens = data.draw(st.sampled_from([1, 3, 2 * most]))
+    shape = StepShape.for_plan(plan, max_requests=rows, max_tokens=tokens)
+    manager, names, length = BlockManager(plan, max_requests=rows), itertools.count(), {}
+    for action in data.draw(st.lists(st.integers(0, 9), max_size=40)):
+        if action < 2 and len(length) < rows:
+            length[name := next(names)] = 0
+            manager.start(name, encoder_tokens=plan.limits.max_encoder_tokens)
+        elif action == 2 and length:
+            manager.finish(gone := next(iter(length)))
+            del length[gone]
+        work, left = {}, tokens
+        for name in list(length)[: shape.batch_size]:
+            room = min(left, shape.max_query_len, plan.max_model_len - length[name])
+            if room:
+                work[name] = data.draw(st.integers(1, room))
+                left -= work[name]
+        try:
+            manager.step(shape, work)
+        except OutOfBlocksError:
+            continue
+        length = {name: count + work.get(name, 0) for name, count in length.items()}
+
+
+def test_plans_that_zero_nothing_have_no_room_for_it() -> None:
+    assert shape_of(small_plan({"a": FULL})).zero_ids == 0
+    assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
+
+
+def test_rows_and_counts_as_arrays_do_what_a_mapping_does() -> None:
+    one, shape = running()
+    two, _ = running()
+    for manager in (one, two):
+        manager.start("s")
+    by_name = one.step(shape, {"s": 3, "r": 2})
+    by_row = two.step(shape, (np.array([two.requests["s"], two.requests["r"]]), np.array([3, 2])))
+    np.testing.assert_array_equal(by_name.data, by_row.data)
+
+
+def test_every_upload_is_a_fresh_numbered_buffer() -> None:
+    manager, shape = running()
+    first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
+    assert not np.shares_memory(first.data, second.data)
+    assert (first.data[0], second.data[0], shape.idle().data[0]) == (2, 3, 0)
+
+
+def test_a_rejected_draft_is_written_over() -> None:
+    manager, shape = running(small_plan({"a": FULL, "b": WINDOW}))
+    blocks = manager.block_ids("r")
+    manager.step(shape, {"r": 3})
+    manager.rewind("r", 9)
+    assert manager.num_computed_tokens("r") == 9 and manager.block_ids("r") != blocks
+    held = manager.block_ids("r")[0]
+    manager.step(shape, {"r": 2})
+    assert manager.block_ids("r")[0] == held
+    manager.rewind({"r": 10})
+    assert manager.num_computed_tokens("r") == 10
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_a_state_is_set_back_by_as_many_drafts_as_have_blocks(mode: str) -> None:
+    """No state is silently read that has seen a rejected token."""
+    state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
+    manager, shape = running(small_plan({"s": state}), 8)
+    manager.step(shape, {"r": 4})
+    with unchanged(manager), pytest.raises(ValueError, match="speculative_blocks=2"):
+        manager.rewind("r", 9)
+    manager.rewind("r", 11)
+    with pytest.raises(ValueError, match="speculative_blocks=2"):
+        manager.rewind("r", 9)
+    manager.rewind("r", 10)
+    if mode != "none":  # the state at the end of a block is kept
+        manager.rewind("r", 8)
+    assert manager.num_computed_tokens("r") == (10 if mode == "none" else 8)
+
+
+def test_a_chunk_that_is_shortened_after_it_was_announced_holds_its_states() -> None:
+    """cache_mode="align" keeps states of announced chunks only; a shorter one gets its own."""
+    state = StateSpec(block_size=4, cache_mode="align", speculative_blocks=1, **STATE)
+    plan = small_plan({"s": state}, 8, limits=Limits(max_in_flight_tokens=32))
+    manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2, max_query_len=32)
+    for name in "ab":
+        manager.start(name)
+    manager.step(shape, {"a": 9})
+    manager.grow({"a": 15})
+    assert held_columns(manager, "a") == [{2, 5, 6}]
+    manager.step(shape, {"b": 4})
+    manager.step(shape, {"a": 3})
+    assert held_columns(manager, "a") == [{2, 3}]
+    ids = [{i for i in manager.block_ids(name)[0] if i} for name in "ab"]
+    assert not ids[0] & ids[1]
+
+
+def test_fifteen_of_sixteen_decode_steps_change_no_table() -> None:
+    manager, shape = running(small_plan({"a": FullAttentionSpec(block_size=16, **KV)}, 20), 1)
+    for _ in range(14):
+        upload = manager.step(shape, {"r": 1})
+        assert shape.split(upload.data)["entry_ends"].tolist() == [0]
+
+
+# --- forks ----------------------------------------------------------------------------
+
+
+def test_forks_share_blocks_until_somebody_writes_into_one() -> None:
+    plan = small_plan({"a": FULL, "b": WINDOW})
+    manager, shape = running(plan, 6)
+    shape = dataclasses.replace(shape, block_copies=8, row_copies=3)
+    before = manager.num_free_blocks
+    manager.fork("r", ["s", "t"])
+    assert manager.block_ids("s") == manager.block_ids("t") == manager.block_ids("r")
+    assert manager.num_free_blocks == before
+    upload = manager.step(shape, {"s": 1, "r": 1})
+    parts = shape.split(upload.data)
+    assert (parts["copy_sources"] >= 0).sum() == 4  # the half-full block of each group, twice
+    rows = [manager.block_ids(name) for name in "rst"]
+    for group in range(2):
+        tails = {row[group][1] for row in rows}
+        assert len(tails) == 3 and len({row[0][0] for row in rows}) == 1
+    upload = manager.step(shape, {"t": 1})  # the last holder keeps the block
+    assert (shape.split(upload.data)["copy_sources"] < 0).all()
+
+
+def test_a_prefix_of_whole_blocks_needs_no_copy() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 9)
+    manager.fork("r", ["s"], num_tokens=8)
+    assert manager.num_computed_tokens("s") == 8
+    shape = dataclasses.replace(shape, row_copies=1)
+    manager.step(shape, {"s": 3})
+    assert manager.block_ids("s")[0][:2] == manager.block_ids("r")[0][:2]
+    assert manager.block_ids("s")[0][2] != manager.block_ids("r")[0][2]
+
+
+def test_drafts_that_are_rejected_over_shared_blocks_do_not_write_into_them() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 9)
+    shape = dataclasses.replace(shape, block_copies=4, row_copies=1)
+    manager.fork("r", ["s"])
+    manager.rewind("r", 2)
+    manager.step(shape, {"r": 1})
+    shared = [manager.block_pool.references(i) for i in manager.block_ids("s")[0]]
+    assert shared == [1, 1, 1]
+    assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
+
+
+# --- schedulers with ids of their own -------------------------------------------------
+
+
+def test_entries_of_a_foreign_scheduler_reach_their_cells() -> None:
+    plan = hybrid_plan()
+    shape, groups = shape_of(plan), len(plan.groups)
+    ids = [[7 + group] for group in range(groups)]
+    entries = [TableEntry(2, ids), TableEntry(2, [[9], *[[]] * (groups - 1)], [1] * groups)]
+    upload = jaxkv.pack_step(
+        shape, entries=entries, rows=[2], num_computed_tokens=[4], num_new_tokens=[3],
+        zero_ids=ids, row_copies=[],
+    )  # fmt: skip
+    parts = shape.split(upload.data)
+    total = parts["entry_ends"][-1]
+    cells = zip(
+        *(parts[f"entry_{f}"][:total].tolist() for f in ("rows", "columns", "ids")), strict=True
+    )
+    assert list(cells) == [(2, 0, 7), (2, 1, 9), *((2, 0, 7 + g) for g in range(1, groups))]
+    assert parts["row_lengths"][0].tolist() == [2] + [1] * (groups - 1)
+    assert parts["changed_rows"].tolist()[:2] == [2, -1] and parts["number"] == 0
+    assert parts["zero_ids"][: parts["zero_ends"][-1]].tolist() == [7 + g for g in range(groups)]
+    assert parts["query_start_loc"].tolist() == [0, 3, 3, 3, 3]
+
+
+# --- bad input ------------------------------------------------------------------------
+
+BAD_CALLS = [
+    ("num_blocks", lambda m, s: BlockPool(1)),
+    ("num_blocks", lambda m, s: BlockPool(2.0)),
+    ("count", lambda m, s: m.block_pool.allocate(-1)),
+    ("count", lambda m, s: m.block_pool.allocate(1.5)),
+    ("block_id", lambda m, s: m.block_pool.references(-1)),
+    ("block_id", lambda m, s: m.block_pool.references(10**6)),
+    ("max_requests", lambda m, s: BlockManager(hybrid_plan(), max_requests=0)),
+    ("max_requests", lambda m, s: BlockManager(hybrid_plan(), max_requests="2")),
+    ("plan", lambda m, s: BlockManager("qwen3", max_requests=1)),
+    ("request='r' is running already", lambda m, s: m.start("r")),
+    ("encoder_tokens", lambda m, s: m.start("s", encoder_tokens=-1)),
+    ("encoder_tokens=1 is more", lambda m, s: m.start("s", encoder_tokens=1)),
+    ("request='s' is not running", lambda m, s: m.step(s, {"s": 1})),
+    ("request='s' is not running", lambda m, s: m.grow({"s": 1})),
+    ("request='s' is not running", lambda m, s: m.finish("s")),
+    ("request='s' is not running", lambda m, s: m.block_ids("s")),
+    ("request='s' is not running", lambda m, s: m.num_computed_tokens("s")),
+    ("request 'r' computes 0 tokens", lambda m, s: m.step(s, {"r": 0})),
+    ("request 'r' computes 9 tokens", lambda m, s: m.step(s, {"r": 9})),
+    ("work must count tokens in ints", lambda m, s: m.step(s, {"r": 1.5})),
+    ("work must map requests", lambda m, s: m.step(s, "r")),
+    ("work: rows", lambda m, s: m.step(s, (np.array([[0]]), np.array([[1]])))),
+    ("work: rows", lambda m, s: m.step(s, (np.array([0.0]), np.array([1])))),
+    ("rows that no request has", lambda m, s: m.step(s, (np.array([3]), np.array([1])))),
+    ("rows that no request has", lambda m, s: m.step(s, (np.array([-4]), np.array([1])))),
+    ("names a row twice", lambda m, s: m.step(s, (np.array([0, 0]), np.array([1, 1])))),
+    ("extra must be ints", lambda m, s: m.step(s, {"r": 1}, extra=[0.5])),
+    ("shape must be a StepShape", lambda m, s: m.step((4, 8), {"r": 1})),
+    ("another plan or manager", lambda m, s: m.step(shape_of(hybrid_plan(41)), {"r": 1})),
+    ("another plan or manager", lambda m, s: m.step(shape_of(hybrid_plan(), 3), {"r": 1})),
+    ("num_tokens=9 is more than the 8", lambda m, s: m.rewind("r", 9)),
+    ("num_tokens", lambda m, s: m.rewind("r", -1)),
+    ("num_tokens is missing", lambda m, s: m.rewind("r")),
+    ("into must be a sequence", lambda m, s: m.fork("r", "s")),
+    ("running already", lambda m, s: m.fork("r", ["r"])),
+    ("names a request twice", lambda m, s: m.fork("r", ["s", "s"])),
+    ("4 requests find 3 free rows", lambda m, s: m.fork("r", list("abcd"))),
+    ("num_tokens=9 is more than the 8", lambda m, s: m.fork("r", ["s"], num_tokens=9)),
+    ("no longer holds the blocks", lambda m, s: m.fork("r", ["s"], num_tokens=3)),
+    ("second must be an int", lambda m, s: m.swap_rows(0, 0.5)),
+    ("row 4 is not in", lambda m, s: m.swap_rows(0, 4)),
+    ("first must be at least 0", lambda m, s: m.swap_rows(-1, 0)),
+    ("rows must be in", lambda m, s: foreign(s, rows=[4])),
+    ("rows must be in", lambda m, s: foreign(s, rows=[-1])),
+    ("rows names a row twice", lambda m, s: foreign(s, rows=[1, 1])),
+    ("differ in length", lambda m, s: foreign(s, rows=[1], num_new_tokens=[1, 1])),
+    ("num_new_tokens must be at least 1", lambda m, s: foreign(s, rows=[1], num_new_tokens=[0])),
+    ("num_computed_tokens must be", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[-1])),
+    ("int32 does not", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[2**31])),
+    ("row 0 has ids for 1 groups", lambda m, s: foreign(s, entries=[TableEntry(0, [[1]])])),
+    ("row=4 is not in", lambda m, s: foreign(s, entries=[TableEntry(4, [[1]] * 5)])),
+    ("zero_ids has 1 groups", lambda m, s: foreign(s, zero_ids=[[1]])),
+    ("copies must be pairs", lambda m, s: foreign(s, copies=[[1]] * 5)),
+    ("copies has 1 groups", lambda m, s: foreign(s, copies=[[(1, 2)]])),
+    ("row_copies=1 and its shape has 0", lambda m, s: foreign(s, row_copies=[(0, 1)])),
+    ("encoder_lens has 2", lambda m, s: foreign(s, rows=[1], encoder_lens=[1, 2])),
+]  # fmt: skip
+
+
+def foreign(shape: StepShape, rows=(), **changes):
+    given = {"num_computed_tokens": [0] * len(rows), "num_new_tokens": [1] * len(rows)}
+    return jaxkv.pack_step(shape, rows=rows, **(given | changes))
+
+
+@pytest.mark.parametrize(("message", "call"), BAD_CALLS, ids=[name for name, _ in BAD_CALLS])
+def test_bad_input_is_refused_by_name_and_changes_nothing(message, call) -> None:
+    manager, shape = running(hybrid_plan())
+    with unchanged(manager), pytest.raises((ValueError, TypeError), match=message):
+        call(manager, shape)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_requests": 0}, "max_requests must be at least 1"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"batch_size": 5}, "batch_size=5 is more than max_requests=4"),
+        ({"max_query_len": 0}, "max_query_len must be"),
+        ({"max_seq_len": 0}, "max_seq_len must be"),
+        ({"extra": -1}, "extra must be at least 0"),
+        ({"forks": 0.5}, "forks must be an int"),
+        ({"tokens_per_request": 3, "max_tokens": 13}, "max_tokens=13 must be batch_size"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused(sizes, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        StepShape.for_plan(hybrid_plan(), **({"max_requests": 4, "max_tokens": 8} | sizes))
+
+
+def test_the_printed_forms_are_one_line_without_arrays() -> None:
+    manager, shape = running()
+    texts = [repr(manager), repr(manager.block_pool), repr(shape), repr(manager.step(shape, {}))]
+    texts.append(repr(TableEntry(1, [list(range(20)), []])))
+    assert all("\n" not in text and len(text) < 140 for text in texts), texts
+    assert "<table" in manager._repr_html_() and "r" in manager._repr_html_()

@@ -1,24 +1,21 @@
-"""Host bookkeeping: who holds which block, and what the device must be told.
+"""The host's books: block ids, requests and their progress, and the uploads of steps. No jax.
 
-Knows block ids, requests, groups and growth. Knows nothing of bytes or arrays and
-never imports jax. Where `jaxkv.block_tables` is the device's picture of the tables,
-this module is the truth that the picture is drawn from.
-
-A serving loop calls, per step: `BlockManager.grow` for every scheduled request,
-`BlockManager.finish` for every one that ends or is preempted, and then
-`BlockManager.take_update` once for all that the device has to learn.
+`BlockManager` is the truth that the block tables on the device follow. A serving loop calls
+`BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 
-from jaxkv.blocks._manager import ZERO_POLICIES, BlockManager
-from jaxkv.blocks._pool import NULL_BLOCK, BlockPool, OutOfBlocksError
-from jaxkv.blocks._update import TableEntry, TableUpdate
+from jaxkv.blocks._manager import BlockManager
+from jaxkv.blocks._pack import TableEntry, list_entries, pack_step
+from jaxkv.blocks._pool import BlockPool, OutOfBlocksError
+from jaxkv.blocks._shape import StepShape, Upload
 
 __all__ = [
-    "NULL_BLOCK",
-    "ZERO_POLICIES",
     "BlockManager",
     "BlockPool",
     "OutOfBlocksError",
+    "StepShape",
     "TableEntry",
-    "TableUpdate",
+    "Upload",
+    "list_entries",
+    "pack_step",
 ]

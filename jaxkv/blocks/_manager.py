@@ -1,135 +1,181 @@
-"""The blocks of every running request, over all groups of one pool."""
+"""The host's books: the blocks and the progress of every running request. No jax."""
 
-import bisect
-import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from jaxkv.blocks._pool import NULL_BLOCK, BlockPool, OutOfBlocksError
-from jaxkv.blocks._update import TableEntry, TableUpdate
-from jaxkv.checks import check_count, check_positive
+import numpy as np
+
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv._internal.html import html_table
+from jaxkv.blocks._books import Books, Changes
+from jaxkv.blocks._changes import plan_changes
+from jaxkv.blocks._pending import Pending
+from jaxkv.blocks._pool import BlockPool
+from jaxkv.blocks._resuming import check_rewind, columns_to_share
+from jaxkv.blocks._rows import Rows, Work
+from jaxkv.blocks._runs import NO_IDS
+from jaxkv.blocks._shape import StepShape, Upload
+from jaxkv.blocks._write import (
+    Batch,
+    Ints,
+    Sizes,
+    as_int32,
+    check_batch,
+    check_room,
+    write_batch,
+    write_copies,
+    write_entries,
+    write_zero_ids,
+)
 from jaxkv.planning import Plan
-from jaxkv.rich_repr import html_table
 
-MAX_ROWS = 8  # that Jupyter is shown
-
-ZERO_POLICIES = ("never", "when_needed", "always")
+MAX_SHOWN = 8  # requests that Jupyter is shown
 
 
-@dataclasses.dataclass(slots=True)
-class _Holding:
-    """The blocks that one request holds: per group its row, null where nothing is held."""
+class Ring(Protocol):
+    """A source of upload buffers, such as `jaxkv.UploadRing`."""
 
-    row: int
-    block_ids: list[list[int]]
-    first_live: list[int]  # per group: no block is held below this index
-    encoder_tokens: int
+    def buffer(self, shape: StepShape) -> np.ndarray:
+        """Returns int32[shape.size] to write a step into."""
+        ...
 
-
-class _Change(NamedTuple):
-    """What growing does to one group of one request, in indices into its row."""
-
-    fresh: list[int]  # to allocate
-    dropped: list[int]  # to give back
-    first_live: int
+    def seal(self) -> Any:
+        """Returns the array of the buffer that was given last, for a step to read."""
+        ...
 
 
 class BlockManager:
-    """Blocks of every running request, over all groups of one pool.
+    """The blocks and the progress of every running request, over all groups of one pool.
 
-    Not thread-safe; one scheduler owns it.
+    ::
+
+        manager = jaxkv.BlockManager(plan, max_requests=256)
+        manager.start("a")
+        upload = manager.step(shape, {"a": 40})   # the first 40 tokens of a
+        ...                                       # run the step on the device
+        upload = manager.step(shape, {"a": 1})    # and its next token
+        manager.finish("a")
+
+    A call that raises changes nothing. Not thread-safe; one scheduler owns it.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        max_requests: int,
-        zero_policy: str = "when_needed",
-    ):
+    def __init__(self, plan: Plan, *, max_requests: int):
         """Starts with every block free.
 
         Args:
-          plan: says how many blocks there are and how each group of layers grows.
+          plan: the blocks of the pool, and how each group of layers grows.
           max_requests: rows of the block tables.
-          zero_policy: which fresh blocks to list for zeroing. ``"never"``: none.
-            ``"when_needed"``: those of groups whose bytes another group reads
-            differently. ``"always"``: all, so that no tenant sees another's bytes.
         """
         check_positive(max_requests=max_requests)
-        self._max_requests = max_requests
-        if zero_policy not in ZERO_POLICIES:
-            raise ValueError(f"zero_policy={zero_policy!r}; use one of {ZERO_POLICIES}")
-        self.pool = BlockPool(plan.num_blocks)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        self._plan, self._max_requests = plan, max_requests
+        self.block_pool = BlockPool(plan.num_blocks)
         #: per group, the blocks of attention sinks, which all requests share
-        self.sink_block_ids = tuple(self.pool.allocate(g.reserved_blocks) for g in plan.groups)
-        self._plan = plan
-        self._specs = tuple(group.spec for group in plan.groups)
-        self._zero = {
-            "never": (False,) * len(self._specs),
-            "when_needed": plan.groups_to_zero,
-            "always": (True,) * len(self._specs),
-        }[zero_policy]
-        self._requests: dict[Hashable, _Holding] = {}
-        self._free_rows = deque(range(max_requests))
-        self._entries: dict[int, TableEntry] = {}  # by row
-        self._zero_ids: list[list[int]] = [[] for _ in self._specs]
+        self.sink_block_ids = tuple(
+            tuple(self.block_pool.allocate(g.reserved_blocks).tolist()) for g in plan.groups
+        )
+        self._growths = tuple(group.growth for group in plan.groups)
+        self._books = Books(
+            self.block_pool,
+            self._growths,
+            plan.row_blocks,
+            max_requests=max_requests,
+            context_parallel=plan.context_parallel,
+        )
+        self._zeroed = np.array(plan.groups_to_zero, bool)
+        self._zeroes = any(plan.groups_to_zero)
+        self._rows = Rows(max_requests, plan.limits.max_in_flight_tokens)
+        self._encoder_tokens = np.zeros(max_requests, np.int64)
+        self._pending = Pending()
+        self._num_uploads = 0
+        self._shapes: set[StepShape] = set()  # those that were checked
 
     def __repr__(self) -> str:
-        pool = self.pool
+        pool = self.block_pool
         return (
-            f"BlockManager({len(self._requests)} of {self._max_requests} rows taken, "
+            f"BlockManager({len(self._rows.of)} of {self._max_requests} rows taken, "
             f"{pool.num_free_blocks:,} of {pool.num_blocks:,} blocks free)"
         )
 
     def _repr_html_(self) -> str:
-        def counts(holding: _Holding) -> list[int]:
-            return [sum(i != NULL_BLOCK for i in ids) for ids in holding.block_ids]
-
         held = [
-            (request, holding.row, *counts(holding))
-            for request, holding in itertools.islice(self._requests.items(), MAX_ROWS)
+            (request, row, self._books.computed[row], *self._books.num_blocks_of(np.array([row])))
+            for request, row in itertools.islice(self._rows.of.items(), MAX_SHOWN)
         ]
-        groups = [f"blocks of group {index}" for index in range(len(self._specs))]
-        more = f"; {MAX_ROWS} of them shown" if len(self._requests) > MAX_ROWS else ""
-        return html_table(held, caption=f"{self!r}{more}", header=["request", "row", *groups])
+        groups = [f"blocks of group {index}" for index in range(len(self._plan.groups))]
+        more = f"; {MAX_SHOWN} of them shown" if len(self._rows.of) > MAX_SHOWN else ""
+        header = ["request", "row", "computed tokens", *groups]
+        return html_table(held, caption=f"{self!r}{more}", header=header)
+
+    # --- reading ------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the manager was made for."""
+        return self._plan
+
+    @property
+    def max_requests(self) -> int:
+        """Rows of the block tables."""
+        return self._max_requests
+
+    @property
+    def num_uploads(self) -> int:
+        """Uploads so far, which is also the number of the last one."""
+        return self._num_uploads
 
     @property
     def requests(self) -> Mapping[Hashable, int]:
         """Running requests and the table row of each."""
-        return {request: holding.row for request, holding in self._requests.items()}
+        return dict(self._rows.of)
 
-    def held_blocks(self) -> tuple[int, ...]:
-        """Per group, table entries that hold a block (a shared block counts for each)."""
-        rows = [holding.block_ids for holding in self._requests.values()]
-        return tuple(
-            sum(block_id != NULL_BLOCK for row in rows for block_id in row[group])
-            for group in range(len(self._specs))
-        )
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that requests can still get."""
+        return self.block_pool.num_free_blocks
+
+    @property
+    def computed_tokens(self) -> Mapping[Hashable, int]:
+        """Running requests and the tokens of each that are in the cache, after all uploads."""
+        rows = np.fromiter(self._rows.of.values(), np.int64, len(self._rows.of))
+        return dict(zip(self._rows.of, self._books.computed[rows].tolist(), strict=True))
+
+    def num_computed_tokens(self, request: Hashable) -> int:
+        """Returns the tokens of a request that are in the cache, after all uploads so far."""
+        return int(self._books.computed[self._rows.row(request)])
 
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
-        """Per group, the ids of the request's blocks in order; null where none is held."""
-        return tuple(tuple(ids) for ids in self._holding(request).block_ids)
+        """Returns, per group, the ids of a request's row in order; null where none is held."""
+        row, books = self._rows.row(request), self._books
+        ends = books.row_lengths(np.array([row]))[0].tolist()
+        return tuple(
+            tuple(books.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
+        )
 
-    def start(
-        self,
-        request: Hashable,
-        *,
-        shared_block_ids: Sequence[Sequence[int]] | None = None,
-        encoder_tokens: int = 0,
-    ) -> int:
+    def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
+        """Returns, per group, the blocks that requests hold (a shared one counts for each).
+
+        Args:
+          requests: running ones; none: all.
+        """
+        rows = [self._rows.row(name) for name in requests] if requests else self._rows.of.values()
+        rows = np.fromiter(rows, np.int64, len(rows))
+        return tuple(self._books.num_blocks_of(rows).tolist())
+
+    # --- requests -----------------------------------------------------------------
+
+    def start(self, request: Hashable, *, encoder_tokens: int = 0) -> int:
         """Gives a request a table row and no blocks yet. Returns the row.
 
         Args:
           request: any hashable name.
-          shared_block_ids: per group, the leading blocks of a prefix that another
-            request computed; they are shared, not copied and not zeroed.
-          encoder_tokens: for cross attention.
+          encoder_tokens: encoder tokens of the request, for cross attention.
 
         Raises:
-          ValueError: the request runs already, or no row is free.
+          ValueError: the request runs already, no row is free, or the plan does not admit
+            that many encoder tokens.
         """
         check_count(encoder_tokens=encoder_tokens)
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
@@ -137,183 +183,249 @@ class BlockManager:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
-        if request in self._requests:
-            raise ValueError(f"request={request!r} is running already; finish it first")
-        if not self._free_rows:
-            raise ValueError(
-                f"request={request!r} finds no free row: {len(self._requests)} requests run; "
-                "raise max_requests or finish one"
-            )
-        prefix = [list(ids) for ids in shared_block_ids or [()] * len(self._specs)]
-        if len(prefix) != len(self._specs):
-            raise ValueError(
-                f"shared_block_ids has {len(prefix)} groups; the pool has {len(self._specs)}"
-            )
-        self._check_prefix(prefix)
-        self.pool.share([i for ids in prefix for i in ids if i != NULL_BLOCK])
-        row = self._free_rows.popleft()
-        self._requests[request] = _Holding(row, prefix, [0] * len(prefix), encoder_tokens)
-        self._entries[row] = TableEntry(row, [list(ids) for ids in prefix], overwrite=True)
+        self._rows.check_new([request])
+        row = self._rows.take(request)
+        self._books.start(row, encoder_tokens)
+        self._encoder_tokens[row] = encoder_tokens
         return row
 
-    def missing_blocks(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> int:
-        """Free blocks that `grow` would take, beyond those it gives back itself."""
-        holding = self._holding(request)
-        return self._missing(holding, self._changes(holding, num_computed_tokens, num_tokens))
+    def fork(
+        self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
+    ) -> None:
+        """Starts requests that share the blocks of another one's first tokens.
 
-    def _missing(self, holding: _Holding, changes: Sequence[_Change]) -> int:
-        returned = sum(self.pool.references(i) == 1 for i in _dropped_ids(holding, changes))
-        return max(0, sum(len(change.fresh) for change in changes) - returned)
-
-    def grow(self, request: Hashable, num_computed_tokens: int, num_tokens: int) -> None:
-        """Makes the request hold every block it needs to compute up to ``num_tokens``.
-
-        Blocks that fell out of a window are given back first, so they may be handed
-        out again at once: every step that reads them must have been dispatched.
+        Blocks are shared until somebody writes into one: whoever does gets a block of its own
+        that starts as a copy, by the copies of the same step, whose shape needs room for
+        ``forks``.
 
         Args:
-          request: a running request.
-          num_computed_tokens: its tokens already in the cache.
-          num_tokens: its tokens in the cache after the step.
+          donor: a running request.
+          into: names of the new requests.
+          num_tokens: tokens of the prefix; None: all that the donor has computed.
+
+        Raises:
+          ValueError: a request that runs already, too few free rows, or a prefix whose blocks
+            the donor no longer holds.
+        """
+        if isinstance(into, str) or not isinstance(into, Sequence):
+            raise TypeError(f"into must be a sequence of names, got {into!r}")
+        row = self._rows.row(donor)
+        computed = int(self._books.computed[row])
+        num_tokens = computed if num_tokens is None else num_tokens
+        check_count(num_tokens=num_tokens)
+        if num_tokens > computed:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than the {computed} tokens that {donor!r} has "
+                "computed"
+            )
+        self._rows.check_new(into)
+        columns = columns_to_share(self._books, row, num_tokens)
+        for name in into:
+            new = self._rows.take(name)
+            self._books.fork(row, new, num_tokens, columns)
+            self._encoder_tokens[new] = self._encoder_tokens[row]
+            self._pending.copy_row(row, new)
+
+    def finish(self, request: Hashable) -> None:
+        """Gives back the row and the blocks of a request that ended or is preempted."""
+        row = self._rows.row(request)
+        self._books.finish(row)
+        self._pending.forget_row(row)
+        self._rows.give_back(request)
+
+    def trim(self, requests: Iterable[Hashable]) -> None:
+        """Gives back the blocks that left a window, or a chunk, with the last step of a request.
+
+        Its next step does the same; `trim` is for requests that sit steps out, to make room for
+        others. The request can then not be set back by `rewind`.
+
+        Raises:
+          ValueError: a request that does not run; nothing is given back.
+        """
+        rows = np.array([self._rows.row(name) for name in requests], np.int64)
+        self._books.trim(rows)
+
+    def rewind(
+        self, request: Hashable | Mapping[Hashable, int], num_tokens: int | None = None
+    ) -> None:
+        """Sets back the computed tokens of a request, after drafts of it were rejected.
+
+        Its blocks are kept: the next step writes over the rejected tokens. A recurrent state
+        cannot be set back, so a layer with states needs a block for each draft
+        (``speculative_blocks``), and reads the one after the accepted drafts (`read_state`).
+
+        Args:
+          request: a running request, or a mapping from requests to their ``num_tokens``.
+          num_tokens: tokens that stay in the cache; at most those that were computed.
+
+        Raises:
+          ValueError: more tokens than were computed, or so few that no block holds what the
+            next token reads; nothing is changed.
+        """
+        wanted = request if num_tokens is None else {request: num_tokens}
+        if not isinstance(wanted, Mapping):
+            raise TypeError("num_tokens is missing: give the tokens that stay in the cache")
+        for count in wanted.values():
+            check_count(num_tokens=count)
+        rows = np.array([self._rows.row(name) for name in wanted], np.int64)
+        counts = np.fromiter(wanted.values(), np.int64, len(wanted))
+        computed = self._books.computed[rows]
+        if (counts > computed).any():
+            at = int((counts > computed).argmax())
+            raise ValueError(
+                f"num_tokens={counts[at]} is more than the {computed[at]} tokens that "
+                f"{list(wanted)[at]!r} has computed"
+            )
+        check_rewind(self._books, rows, counts)
+        self._books.rewind(rows, counts)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows of the block tables, whether requests hold them or not.
+
+        The device follows with the next upload, whose shape needs room for ``forks``: 2.
+
+        Raises:
+          TypeError, ValueError: a row that the tables do not have.
+        """
+        check_count(first=first, second=second)
+        for row in (first, second):
+            if row >= self._max_requests:
+                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}")
+        if first == second:
+            return
+        self._books.swap(first, second)
+        self._rows.swap(first, second)
+        self._encoder_tokens[[first, second]] = self._encoder_tokens[[second, first]]
+        self._pending.swap_rows(first, second)
+
+    # --- steps --------------------------------------------------------------------
+
+    def step(
+        self, shape: StepShape, work: Work, *, extra: Ints = (), ring: Ring | None = None
+    ) -> Upload:
+        """Grows all requests of a step or none, and packs everything the device must learn.
+
+        Afterwards each request has computed its new tokens: run the step before the next one.
+
+        Args:
+          shape: the sizes to pad to.
+          work: request -> tokens that it computes in this step, in the order of the batch; or
+            a pair of integer arrays, the rows of the requests and the tokens of each.
+          extra: your own int32s, at most ``shape.extra``.
+          ring: packs into page-locked memory (`jaxkv.UploadRing`); None: a fresh NumPy array.
+
+        Returns:
+          The upload, for `apply_step`.
 
         Raises:
           OutOfBlocksError: not enough free blocks; nothing is changed.
+          TypeError, ValueError: a request that does not run, more tokens than the plan admits,
+            or something that does not fit the shape; nothing is changed.
         """
-        holding = self._holding(request)
-        changes = self._changes(holding, num_computed_tokens, num_tokens)
-        missing = self._missing(holding, changes)
-        if missing > self.pool.num_free_blocks:
-            raise OutOfBlocksError(missing, self.pool.num_free_blocks)
-        self.pool.free(_dropped_ids(holding, changes))
-        for group, change in enumerate(changes):
-            for index in change.dropped:
-                holding.block_ids[group][index] = NULL_BLOCK
-            holding.first_live[group] = change.first_live
-            if change.fresh:
-                self._extend(holding, group, change.fresh)
+        if shape not in self._shapes:
+            self._check_shape(shape)
+        batch = self._rows.batch(work)
+        computed = self._books.computed[batch.rows]
+        totals = computed + batch.counts
+        self._check_totals(batch, totals)
+        check_batch(shape, batch, totals)
+        own = as_int32("extra", extra) if len(extra) else NO_IDS
+        changes = plan_changes(self._books, batch.rows, totals)
+        check_room(shape, self._sizes(changes, own.size))
+        data = np.empty(shape.size, np.int32) if ring is None else ring.buffer(shape)
+        if changes is not None:
+            self._apply(changes)
+        encoder_lens = self._encoder_tokens[batch.rows] if shape.has_encoder else NO_IDS
+        write_batch(shape, data, batch, computed, encoder_lens, own)
+        if not self._pending.is_empty:
+            self._write_changes(shape, data)
+        self._num_uploads += 1
+        data[0] = self._num_uploads
+        self._books.advance(batch.rows, totals)
+        return Upload(data=data if ring is None else ring.seal(), shape=shape)
 
-    def finish(self, request: Hashable) -> None:
-        """Gives back the request's row and drops its reference to every block."""
-        holding = self._holding(request)
-        self.pool.free([i for ids in holding.block_ids for i in ids if i != NULL_BLOCK])
-        nothing = [()] * len(self._specs)
-        self._entries[holding.row] = TableEntry(holding.row, nothing, overwrite=True)
-        self._free_rows.append(holding.row)
-        del self._requests[request]
+    def grow(self, work: Work) -> None:
+        """Makes requests hold the blocks for their next tokens: all of them, or none.
 
-    def take_update(self) -> TableUpdate:
-        """Everything that changed since the last call; call it once per step, and keep the
-        answer until it has been packed: it is not given a second time.
+        For schedulers that settle each request before the step; `step` then finds the blocks
+        there. Growing twice is harmless, and so is a step of fewer tokens.
 
-        At most one entry per row, so the order of entries does not matter.
+        Args:
+          work: as for `step`.
+
+        Raises:
+          OutOfBlocksError: not enough free blocks; nothing is changed.
+          TypeError, ValueError: a request that does not run, or more tokens than the plan
+            admits.
         """
-        update = TableUpdate(
-            tuple(self._entries.values()),
-            # A block may have changed hands since the last call; zero it once.
-            tuple(tuple(dict.fromkeys(ids)) for ids in self._zero_ids),
-        )
-        self._entries = {}
-        self._zero_ids = [[] for _ in self._specs]
-        return update
+        batch = self._rows.batch(work)
+        totals = self._books.computed[batch.rows] + batch.counts
+        self._check_totals(batch, totals)
+        changes = plan_changes(self._books, batch.rows, totals)
+        if changes is not None:
+            self._apply(changes)
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Follows `jaxkv.block_tables.swap_rows`: whoever had one row has the other now.
+    def _apply(self, changes: Changes) -> None:
+        ids, replaced = self._books.apply(changes)
+        self._pending.add(changes, ids, self._to_zero(changes), replaced)
 
-        Swap on the device before the next update is applied there.
-        """
-        rows = {first: second, second: first}
-        for row in rows:
-            if not 0 <= row < self._max_requests:
-                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}")
-        for holding in self._requests.values():
-            holding.row = rows.get(holding.row, holding.row)
-        self._free_rows = deque(rows.get(row, row) for row in self._free_rows)
-        moved = [
-            entry._replace(row=rows.get(entry.row, entry.row)) for entry in self._entries.values()
-        ]
-        self._entries = {entry.row: entry for entry in moved}
+    def _to_zero(self, changes: Changes) -> np.ndarray:
+        """Returns, bool[K], the fresh runs whose blocks must be zeroed: not those of copies."""
+        if not self._zeroes:
+            return np.zeros(changes.fresh.groups.size, bool)
+        return self._zeroed[changes.fresh.groups] & ~changes.copied
 
-    def _check_prefix(self, prefix: Sequence[Sequence[int]]) -> None:
-        for room, ids in zip(self._plan.row_blocks, prefix, strict=True):
-            if len(ids) > room:
-                raise ValueError(f"shared_block_ids has {len(ids)} blocks for a row of {room}")
-
-    def _holding(self, request: Hashable) -> _Holding:
-        if request not in self._requests:
-            raise ValueError(f"request={request!r} is not running; start it first")
-        return self._requests[request]
-
-    def _changes(
-        self, holding: _Holding, num_computed_tokens: int, num_tokens: int
-    ) -> list[_Change]:
-        check_count(num_computed_tokens=num_computed_tokens, num_tokens=num_tokens)
-        if num_computed_tokens > num_tokens:
-            raise ValueError(
-                f"num_computed_tokens={num_computed_tokens} is more than num_tokens={num_tokens}; "
-                "the second counts those of the first, too"
-            )
-        if num_tokens > self._plan.max_model_len:
-            raise ValueError(
-                f"num_tokens={num_tokens} is more than the plan's max_model_len="
-                f"{self._plan.max_model_len}; finish the request, or plan for longer ones"
-            )
-        limit = self._plan.limits.max_in_flight_tokens
-        if num_tokens - num_computed_tokens > limit:
-            raise ValueError(
-                f"num_tokens={num_tokens} computes {num_tokens - num_computed_tokens} tokens in a "
-                f"step; the plan counts on limits.max_in_flight_tokens={limit}"
-            )
-        changes = []
-        for spec, ids, start in zip(
-            self._specs, holding.block_ids, holding.first_live, strict=True
-        ):
-            live = spec.live_blocks(
-                self._plan.local_tokens(num_computed_tokens),
-                self._plan.local_tokens(num_tokens),
-                encoder_tokens=holding.encoder_tokens,
-            )
-            _check_still_held(live, ids, start, num_computed_tokens)
-            first = max(start, min(live[0] if live else start, len(ids)))
-            fresh = list(live[bisect.bisect_left(live, len(ids)) :])
-            # A range has no holes, so only what lies below it can fall out.
-            stop = first if isinstance(live, range) else len(ids)
-            held = (i for i in range(start, stop) if ids[i] != NULL_BLOCK)
-            changes.append(_Change(fresh, [i for i in held if i not in live], first))
-        return changes
-
-    def _extend(self, holding: _Holding, group: int, fresh: list[int]) -> None:
-        """Allocates blocks for the indices in ``fresh``, all beyond the row's end."""
-        ids = holding.block_ids[group]
-        start = len(ids)
-        new_ids = self.pool.allocate(len(fresh))
-        ids.extend([NULL_BLOCK] * (fresh[-1] + 1 - start))
-        for index, block_id in zip(fresh, new_ids, strict=True):
-            ids[index] = block_id
-        if self._zero[group]:
-            self._zero_ids[group].extend(new_ids)
-        pending = self._entries.get(holding.row)
-        if pending is None:
-            pending = TableEntry(holding.row, [()] * len(self._specs))
-        block_ids = list(pending.block_ids)
-        block_ids[group] = [*block_ids[group], *ids[start:]]
-        self._entries[holding.row] = pending._replace(block_ids=block_ids)
-
-
-def _check_still_held(live: Sequence[int], ids: list[int], start: int, computed: int) -> None:
-    """Refuses to go back to blocks that were given back or skipped."""
-    # A range has no holes: it is held from ``start`` on.
-    known = live[:1] if isinstance(live, range) else live
-    if any(i < start or (i < len(ids) and ids[i] == NULL_BLOCK) for i in known if i < len(ids)):
-        raise ValueError(
-            f"num_computed_tokens={computed} needs a block that the request does not hold: it was "
-            "given back, because an earlier call said that more was computed, or never taken, "
-            'because cache_mode="align" keeps only the states that earlier calls announced'
+    def _sizes(self, changes: Changes | None, extra: int) -> Sizes:
+        """Returns the sizes of what is pending and what is to come."""
+        pending = self._pending.sizes()
+        if changes is None:
+            return pending._replace(extra=extra)
+        fresh = changes.fresh
+        zeroed = int(np.add.reduce(fresh.counts[self._to_zero(changes)])) if self._zeroes else 0
+        return Sizes(
+            changed_rows=self._pending.num_rows_with(changes.rows),
+            block_ids=pending.block_ids + fresh.num_cells,
+            zero_ids=pending.zero_ids + zeroed,
+            block_copies=pending.block_copies + int(np.count_nonzero(changes.copied)),
+            row_copies=pending.row_copies,
+            extra=extra,
         )
 
+    def _write_changes(self, shape: StepShape, data: np.ndarray) -> None:
+        pending = self._pending
+        entries, changed = pending.entries(), pending.changed_rows()
+        write_entries(shape, data, entries, changed, self._books.row_lengths(changed))
+        if self._zeroes:
+            write_zero_ids(shape, data, *entries.zero_ids(len(self._growths)))
+        write_copies(shape, data, pending.copies(), pending.row_copies())
+        pending.clear()
 
-def _dropped_ids(holding: _Holding, changes: Sequence[_Change]) -> list[int]:
-    return [
-        ids[index]
-        for ids, change in zip(holding.block_ids, changes, strict=True)
-        for index in change.dropped
-    ]
+    # --- checks -------------------------------------------------------------------
+
+    def _check_totals(self, batch: Batch, totals: np.ndarray) -> None:
+        if np.maximum.reduce(totals, initial=0) > self._plan.max_model_len:
+            name = self._rows.name(int(batch.rows[totals.argmax()]))
+            raise ValueError(
+                f"work: request {name!r} would have {totals.max()} tokens, more than the plan's "
+                f"max_model_len={self._plan.max_model_len}; finish the request, or plan for longer "
+                "ones"
+            )
+
+    def _check_shape(self, shape: StepShape) -> None:
+        """Raises unless the shape belongs to this manager's plan."""
+        if not isinstance(shape, StepShape):
+            raise TypeError(f"shape must be a StepShape, got {type(shape).__name__}")
+        wanted = {
+            "growths": self._growths,
+            "num_blocks": self._plan.num_blocks,
+            "context_parallel": self._plan.context_parallel,
+            "max_requests": self._max_requests,
+        }
+        for name, value in wanted.items():
+            if getattr(shape, name) != value:
+                raise ValueError(
+                    f"shape was made for another plan or manager: its {name} is "
+                    f"{getattr(shape, name)!r} and this manager's {value!r}; use "
+                    "StepShape.for_plan with the same plan and max_requests"
+                )
+        self._shapes.add(shape)

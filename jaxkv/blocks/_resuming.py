@@ -1,0 +1,91 @@
+"""The tokens from which a request can go on: prefixes to fork, and progress to rewind to.
+
+NumPy only.
+"""
+
+import numpy as np
+
+from jaxkv._internal.numbers import NULL_BLOCK, cdiv
+from jaxkv.blocks._books import Books, holds
+
+
+def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
+    """Returns, per group, source, first and end of the columns that a prefix is read from.
+
+    Raises:
+      ValueError: the row no longer holds a block that the next token reads.
+    """
+    found: list[tuple[int, int, int]] = []
+    for group, growth in enumerate(books.rules.growths):
+        if growth.stores == "state":
+            source, first, end = _state_to_share(books, row, group, num_tokens)
+        elif growth.stores == "encoder":
+            source, first, end = -1, 0, books.held_of(row, group)[2]
+        else:
+            block = int(books.rules.block[group, 0])
+            source, first = -1, int(growth.first_visible(num_tokens)) // block
+            end = cdiv(num_tokens, block)
+        held = books.columns_of(row, group)[first:end]
+        if held.size < end - first or (held == NULL_BLOCK).any():
+            raise ValueError(
+                f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
+                f"{group} that the next token reads; they left its window, or hold a newer "
+                "state. Use the number of tokens that it has computed"
+            )
+        found.append((source, first, end))
+    return found
+
+
+def _state_to_share(books: Books, row: int, group: int, num_tokens: int) -> tuple[int, int, int]:
+    mode, block = books.rules.growths[group].cache_mode, int(books.rules.block[group, 0])
+    if num_tokens == 0:
+        return -1, 0, 0
+    column = cdiv(num_tokens, block) - 1
+    newest = num_tokens == books.computed[row]
+    at_boundary = num_tokens % block == 0 and num_tokens < books.computed[row]
+    if not newest and (mode == "none" or not at_boundary):
+        return -1, 0, books.row_blocks[group] + 1  # no block holds that state: refused
+    if mode == "none":
+        return -1, 0, 1
+    return (column, column, column + 1) if mode == "align" else (-1, 0, column + 1)
+
+
+def check_rewind(books: Books, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+    """Raises ValueError for a block that the next token reads and that was given back."""
+    lost = np.zeros((len(books.rules.growths), rows.size), bool)
+    if books.rules.has_windows:
+        lost = books.rules.firsts_visible(num_tokens) < books.held(rows)[1]
+    for group, growth in enumerate(books.rules.growths):
+        if growth.stores == "state":
+            lost[group] = _lost_states(books, group, rows, num_tokens)
+    if lost.any():
+        group, bad = (int(index[0]) for index in np.nonzero(lost))
+        raise ValueError(
+            f"num_tokens={num_tokens[bad]}: row {rows[bad]} no longer holds a block of group "
+            f"{group} that its next token reads ({_why_lost(books, group)}); finish the request "
+            "and compute it again"
+        )
+
+
+def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
+
+    It is the newest one, that of one of the last drafts, or kept at a block boundary.
+    """
+    drafted = books.reached[rows] - num_tokens <= books.rules.drafts[group, 0]
+    if books.rules.growths[group].cache_mode == "none":
+        return ~drafted
+    block = books.rules.block[group, 0]
+    column = cdiv(num_tokens, block) - 1
+    held = holds(books.held(rows)[:, group], column) | (num_tokens == 0)
+    return ~(held & (drafted | (num_tokens % block == 0)))
+
+
+def _why_lost(books: Books, group: int) -> str:
+    growth = books.rules.growths[group]
+    if growth.stores != "state":
+        return "it left the window when more tokens were computed"
+    return (
+        f"speculative_blocks={growth.speculative_blocks} of the layer's StateSpec is the "
+        "number of drafts whose states are kept"
+    )

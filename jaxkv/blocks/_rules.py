@@ -1,0 +1,73 @@
+"""The growth rules of all groups, laid out for arrays of groups and rows. NumPy only."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxkv._internal.numbers import INT32_MAX, cdiv
+from jaxkv.specs import Growth, first_visible_token
+
+
+class Rules:
+    """`jaxkv.specs.Growth` of G groups, for N rows at once: arrays are int64[G, N].
+
+    block: int64[G, 1], tokens that a column stands for. A group whose rows hold the same from
+      the first step on has one column for all tokens.
+    drafts: int64[G, 1], columns after the last token's.
+    aligned, crossed: int64[...], the groups of "align" states, and those of the encoder.
+    """
+
+    def __init__(self, growths: Sequence[Growth], context_parallel: int):
+        self.growths = tuple(growths)
+        modes = [g.cache_mode if g.stores == "state" else g.kind for g in growths]
+
+        def column(name: str) -> np.ndarray:
+            return np.array([[getattr(growth, name)] for growth in growths], np.int64)
+
+        never_grows = np.array([[mode in ("none", "cross")] for mode in modes])
+        self.block = np.where(never_grows, INT32_MAX, column("block_size") * context_parallel)
+        self.drafts = column("speculative_blocks")
+        self.aligned = np.array([g for g, mode in enumerate(modes) if mode == "align"], np.int64)
+        self.crossed = np.array([g for g, mode in enumerate(modes) if mode == "cross"], np.int64)
+        self._has_drafts = bool(self.drafts.any())
+        self._window, self._chunk = column("window"), column("chunk")
+        self._chunk = self._chunk if "chunked" in modes else None
+        #: whether rows give blocks back that no later token reads
+        self.has_windows = "sliding" in modes or "chunked" in modes
+
+    def ends(self, totals: np.ndarray) -> np.ndarray:
+        """Returns one past the last columns that rows of ``totals`` tokens hold.
+
+        Not of groups in ``crossed``: theirs depend on the encoder.
+        """
+        ends = cdiv(totals, self.block)
+        if self._has_drafts:
+            ends += self.drafts
+        return ends
+
+    def firsts_visible(self, computed: np.ndarray) -> np.ndarray:
+        """Returns the column of the oldest token that the next one attends to."""
+        return first_visible_token(computed, self._window, self._chunk) // self.block
+
+    def quiet_until(self, computed: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Returns, int64[N], the longest total up to which rows change nothing.
+
+        Args:
+          computed: int64[N], tokens in the cache when the step begins.
+          held: int64[3, G, N], source, first and end of the columns that the rows hold.
+        """
+        source, first, end = held
+        until = (end - self.drafts if self._has_drafts else end) * self.block
+        if self.has_windows:  # the first held block leaves the window, or a new chunk begins
+            left = (first + 1) * self.block
+            left += self._window - 1
+            np.minimum(until, left, out=until)
+            if self._chunk is not None:
+                np.minimum(until, (computed // self._chunk + 1) * self._chunk, out=until)
+        if self.crossed.size:
+            until[self.crossed] = INT32_MAX
+        if self.aligned.size:  # once the newest block is the source, too, the older one is dropped
+            source, first = source[self.aligned], first[self.aligned]
+            apart = np.where(source != first, first * self.block[self.aligned] + 1, INT32_MAX)
+            until[self.aligned] = np.minimum(until[self.aligned], apart)
+        return np.minimum.reduce(until, axis=0, initial=INT32_MAX)

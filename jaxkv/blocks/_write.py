@@ -1,0 +1,212 @@
+"""The fields of an upload: checked against the sizes of a step, and written. NumPy only."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._internal.numbers import INT32_MAX
+from jaxkv.blocks._runs import NO_IDS, Runs
+from jaxkv.blocks._shape import StepShape
+
+Ints = Sequence[int] | np.ndarray
+
+
+class Batch(NamedTuple):
+    """The requests of a step: distinct rows, and at least one new token for each."""
+
+    rows: np.ndarray  # int[N]
+    counts: np.ndarray  # int[N], new tokens
+    num_tokens: int
+    longest: int  # most new tokens of one request
+
+    @classmethod
+    def of(cls, rows: np.ndarray, counts: np.ndarray) -> "Batch":
+        if not rows.size:
+            return cls(rows, counts, 0, 0)
+        return cls(rows, counts, int(np.add.reduce(counts)), int(np.maximum.reduce(counts)))
+
+
+class Entries(NamedTuple):
+    """Block ids on their way into cells of the tables, as K runs ordered by group.
+
+    zeroed: runs whose blocks are fresh and must be zeroed.
+    """
+
+    runs: Runs
+    block_ids: np.ndarray  # int32[cells]
+    zeroed: np.ndarray  # bool[K]
+
+    @property
+    def num_zeroed(self) -> int:
+        return int(self.runs.counts[self.zeroed].sum())
+
+    def of_cells(self, of_runs: np.ndarray) -> np.ndarray:
+        """Returns values of runs as values of their cells."""
+        return of_runs if self.runs.are_cells else of_runs.repeat(self.runs.counts)
+
+    def chosen(self, which: np.ndarray) -> "Entries":
+        """Returns some of the runs, given by a mask, and their ids."""
+        ids = self.block_ids[self.of_cells(which)]
+        return Entries(self.runs.chosen(which), ids, self.zeroed[which])
+
+    def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids to zero, ordered by group, and where each group's end."""
+        chosen = self if self.zeroed.all() else self.chosen(self.zeroed)
+        return chosen.block_ids, chosen.runs.ends(num_groups)
+
+
+class Copies(NamedTuple):
+    """C copies of blocks, ordered by group."""
+
+    groups: np.ndarray  # int64[C], ascending
+    sources: np.ndarray  # int32[C]
+    destinations: np.ndarray  # int32[C]
+
+    def chosen(self, destinations: np.ndarray) -> "Copies":
+        """Returns the copies into some blocks."""
+        kept = np.isin(self.destinations, destinations)
+        return Copies(*(part[kept] for part in self))
+
+
+NO_COPIES = Copies(np.zeros(0, np.int64), NO_IDS, NO_IDS)
+
+
+class Sizes(NamedTuple):
+    """Sizes of what a step changes, by the names of a `StepShape`."""
+
+    changed_rows: int = 0
+    block_ids: int = 0
+    zero_ids: int = 0
+    block_copies: int = 0
+    row_copies: int = 0
+    extra: int = 0
+
+
+def check_batch(shape: StepShape, batch: Batch, totals: np.ndarray) -> None:
+    """Raises ValueError unless the requests of a step fit its shape.
+
+    Args:
+      totals: tokens of each request after the step.
+    """
+    longest = int(np.maximum.reduce(totals, initial=0))
+    if (
+        batch.rows.size <= shape.batch_size
+        and batch.num_tokens <= shape.max_tokens
+        and batch.longest <= shape.max_query_len
+        and longest <= shape.max_seq_len
+    ):
+        return
+    _refuse(
+        shape,
+        batch_size=batch.rows.size,
+        max_tokens=batch.num_tokens,
+        max_query_len=batch.longest,
+        max_seq_len=longest,
+    )
+
+
+def check_room(shape: StepShape, sizes: Sizes) -> None:
+    """Raises ValueError unless the changes of a step fit its shape."""
+    if any(size > room for size, room in zip(sizes, shape.room, strict=True)):
+        _refuse(shape, **sizes._asdict())
+
+
+def _refuse(shape: StepShape, **sizes: int) -> None:
+    for name, size in sizes.items():
+        room = shape.batch_size if name == "changed_rows" else getattr(shape, name)
+        if size > room:
+            raise ValueError(
+                f"the step needs {name}={size} and its shape has {room}; use a larger shape"
+            )
+
+
+def as_int32(name: str, values: Ints) -> np.ndarray:
+    """Returns flat ints as int32[N].
+
+    Raises:
+      TypeError: values that are not ints.
+      ValueError: a value that int32 does not hold, or an array that is not flat.
+    """
+    array = values if isinstance(values, np.ndarray) else np.array(values)
+    if not array.size:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
+    if array.dtype == np.int32:
+        return array
+    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+        raise TypeError(f"{name} must be ints, got {array.dtype}")
+    if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
+        raise ValueError(f"{name} holds a value that int32 does not")
+    return array.astype(np.int32)
+
+
+def write_batch(
+    shape: StepShape,
+    data: np.ndarray,
+    batch: Batch,
+    computed: np.ndarray,
+    encoder_lens: np.ndarray,
+    extra: np.ndarray,
+) -> None:
+    """Fills an upload with padding and the requests of a step."""
+    starts, size = shape.starts, batch.rows.size
+    data[:] = shape.padding
+    _put(data, starts["request_rows"], batch.rows)
+    _put(data, starts["num_computed_tokens"], computed)
+    if size:
+        ends = data[
+            starts["query_start_loc"] + 1 : starts["query_start_loc"] + 1 + shape.batch_size
+        ]
+        np.add.accumulate(batch.counts, out=ends[:size])
+        ends[size:] = batch.num_tokens
+    if encoder_lens.size and shape.has_encoder:
+        _put(data, starts["encoder_lens"], encoder_lens)
+    if extra.size:
+        _put(data, starts["extra"], extra)
+
+
+def write_entries(
+    shape: StepShape,
+    data: np.ndarray,
+    entries: Entries,
+    changed_rows: np.ndarray,
+    row_lengths: np.ndarray,
+) -> None:
+    """Writes table entries, and the lengths, [E, G], of the rows that changed."""
+    starts, runs = shape.starts, entries.runs
+    _put(data, starts["changed_rows"], changed_rows)
+    _put(data, starts["row_lengths"], row_lengths.reshape(-1))
+    if runs.num_cells:
+        _, rows, columns = runs.cells()
+        _put(data, starts["entry_rows"], rows)
+        _put(data, starts["entry_columns"], columns)
+        _put(data, starts["entry_ids"], entries.block_ids)
+        _put(data, starts["entry_ends"], runs.ends(len(shape.growths)))
+
+
+def write_zero_ids(shape: StepShape, data: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> None:
+    """Writes the fresh blocks to zero, ordered by group, and where each group's end."""
+    if ids.size:
+        _put(data, shape.starts["zero_ids"], ids)
+        _put(data, shape.starts["zero_ends"], ends)
+
+
+def write_copies(
+    shape: StepShape, data: np.ndarray, copies: Copies, row_copies: np.ndarray
+) -> None:
+    """Writes copies of blocks, and of table rows, int[M, 2]."""
+    starts = shape.starts
+    if copies.groups.size:
+        _put(data, starts["copy_sources"], copies.sources)
+        _put(data, starts["copy_destinations"], copies.destinations)
+        ends = copies.groups.searchsorted(np.arange(len(shape.growths)), "right")
+        _put(data, starts["copy_ends"], ends)
+    if len(row_copies):
+        _put(data, starts["row_sources"], row_copies[:, 0])
+        _put(data, starts["row_destinations"], row_copies[:, 1])
+
+
+def _put(data: np.ndarray, start: int, values: np.ndarray) -> None:
+    data[start : start + values.size] = values
