@@ -1,42 +1,55 @@
-"""The bytes: raw buffers, typed reads and writes of one layer, zeroing of fresh blocks.
+"""The bytes of a cache: typed reads and writes of one layer, views, zeroing, copies.
 
-Knows the layout that a plan made and turns (layer, block id) into bytes. Knows nothing
-of requests or tables: it is given slots and block ids.
+The pool is ``uint8``, so that layers of different groups can lie on the same bytes: fp8 keys
+and values of one group, fp32 recurrent states of another. Writes scatter the bytes of the new
+rows and reads bitcast what they gathered, so that neither ever makes a typed copy of the pool,
+on any backend.
 
-A pool is ``uint8``, so that layers of different groups can lie on the same bytes: fp8
-keys and values of one group, fp32 recurrent state of another. A token's row is K then V
-of every head; the rows of a block follow each other, or the order that the pool was made
-in says otherwise (`jaxkv.kernel_blocks`). Writes scatter the bytes of the new rows and
-reads bitcast what they gathered, so that neither ever makes a typed copy of the pool, on
-any backend.
-
-All functions are jit-safe and return a new pool; donate the old one in your ``jit`` and
-every one of them works in place. Slots and ids that are out of range, and the null
-block, are never written and read as zeros.
+Functions take the cache, a layer's name and the step's batch, and find group, granularity and
+scales by themselves. They are jit-safe and return a new cache; donate the old one in your
+``jit`` and every one of them works in place. Padding, and what lies outside of the pool, is
+never written and reads as zeros.
 """
 
-from jaxkv.pool._blocks import copy_blocks, zero_new_blocks
+from jaxkv.pool._blocks import copy_blocks, zero_blocks
+from jaxkv.pool._bytes import SAME, flag_period, on_devices
 from jaxkv.pool._recurrent import read_state, write_state
-from jaxkv.pool._state import KVPool, make_pool, make_sharded_pool, pool_shapes
-from jaxkv.pool._tokens import quantize, read_rows, read_tokens, write_rows, write_tokens
+from jaxkv.pool._tokens import (
+    attention_spec,
+    check_batch,
+    layer_scales,
+    quantize,
+    ranks_of_heads,
+    read_block_rows,
+    read_rows,
+    read_tokens,
+    token_spec,
+    write_rows,
+    write_tokens,
+)
 from jaxkv.pool._views import describe_bytes, describe_layer, layer_view, with_layer_view
 
 __all__ = [
-    "KVPool",
+    "SAME",
+    "attention_spec",
+    "check_batch",
     "copy_blocks",
     "describe_bytes",
     "describe_layer",
+    "flag_period",
+    "layer_scales",
     "layer_view",
-    "make_pool",
-    "make_sharded_pool",
-    "pool_shapes",
+    "on_devices",
     "quantize",
+    "ranks_of_heads",
+    "read_block_rows",
     "read_rows",
     "read_state",
     "read_tokens",
+    "token_spec",
     "with_layer_view",
     "write_rows",
     "write_state",
     "write_tokens",
-    "zero_new_blocks",
+    "zero_blocks",
 ]

@@ -1,134 +1,201 @@
 """Bytes of blocks: where they lie, and how they are written and read in place.
 
-The one place where block ids, stored rows and heads become indices of arrays.
+The one place where block ids, stored rows, heads and periods become indices of arrays.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from jaxkv.blocks import NULL_BLOCK
-from jaxkv.kernel_blocks import LayerRuns
-from jaxkv.pool._state import KVPool
+from jaxkv._internal.indexing import bit, within
+from jaxkv._internal.mesh import on_every_device, runs_manually
+from jaxkv._internal.numbers import NULL_BLOCK
+from jaxkv.block_tables import report
+from jaxkv.cache import BAD_PERIOD, KVCache, Period
+from jaxkv.layout import LayerExtents
+from pallas_kernels import Implementation
+
+SAME = PartitionSpec()
 
 
-def runs_of(pool: KVPool, layer: str) -> LayerRuns:
-    """Where a layer lies in its buffer."""
-    pool.check_whole()
-    spec = pool.layout.place_of(layer).spec
-    return pool.cache_layout(layer).runs(spec, **pool.form.where(layer))
+class Located(NamedTuple):
+    """A layer of a cache: its buffer, its extents, and which of them is the first.
 
-
-def buffer_of(pool: KVPool, layer: str) -> Array:
-    """The buffer that holds a layer."""
-    return pool.buffers[0 if pool.stacked else pool.layout.place_of(layer).slot]
-
-
-def with_buffer(pool: KVPool, layer: str, buffer: Array) -> KVPool:
-    """The pool with the buffer that holds a layer replaced, given in any shape."""
-    index = 0 if pool.stacked else pool.layout.place_of(layer).slot
-    buffers = list(pool.buffers)
-    buffers[index] = buffer.reshape(buffers[index].shape)
-    return dataclasses.replace(pool, buffers=tuple(buffers))
-
-
-def find_runs(
-    pool: KVPool, runs: LayerRuns, block_ids: Array, tile: Array | int, head: Array | int
-) -> Array:
-    """Indices of runs in their buffer; -1 for the null block and ids out of range."""
-    index = block_ids if runs.tiles == 1 else block_ids * runs.tiles + tile
-    index = runs.first_run + (index if runs.tile_runs == 1 else index * runs.tile_runs)
-    if runs.head_runs:
-        index = index + head * runs.head_runs
-    return jnp.where(_known(pool, block_ids), index, -1)
-
-
-def rows_of(pool: KVPool, slot: int, block_ids: Array) -> Array:
-    """Rows of blocks in a stack that begins with L, seen as [rows, run]; -1 for no row.
-
-    int32[heads * K] where the stack has an axis of heads, else int32[K].
+    first: int, or int32[] for a traced period; -1 for a period that does not exist.
     """
-    known = _known(pool, block_ids)
-    heads = math.prod(pool.buffers[0].shape[1 : pool.block_axis])
-    firsts = [(slot * heads + head) * pool.num_blocks for head in range(heads)]
-    return jnp.concatenate([jnp.where(known, first + block_ids, -1) for first in firsts])
+
+    buffer: int
+    extents: LayerExtents
+    first: Array | int
 
 
-def _known(pool: KVPool, block_ids: Array) -> Array:
-    return (block_ids > NULL_BLOCK) & (block_ids < pool.num_blocks)
+def locate(cache: KVCache, layer: str, period: Period = None) -> Located:
+    """Finds a layer, or the layer of its group that a traced period names.
+
+    Raises:
+      TypeError, ValueError: an unknown layer, a cache without a pool, a period that cannot choose
+        (`CacheLayout.of_period`); a sharded pool outside of ``shard_map``.
+    """
+    buffers = cache.layout.buffers
+    cache.layout.place_of(layer)
+    check_pool(cache)
+    _check_whole(cache)
+    first = cache.layout.of_period(layer, period, lambda name: buffers.extents(name).first, -1)
+    return Located(buffers.buffer_of(layer), buffers.extents(layer), first)
+
+
+def check_pool(cache: KVCache) -> None:
+    """Raises ValueError for a cache that has no pool."""
+    if not cache.buffers:
+        raise ValueError("the cache has no pool: it was made with tables_only=True")
+
+
+def flag_period(cache: KVCache, layer: str, period: Period) -> KVCache:
+    """Returns the cache with `BAD_PERIOD` set where a traced period does not exist."""
+    if period is None or isinstance(period, int):
+        return cache
+    count = len(cache.layout.buffers.period_layers(layer))
+    return report(cache, bit(BAD_PERIOD, ~within(jnp.asarray(period), count)))
+
+
+def on_devices(
+    function: Callable[..., Any],
+    cache: KVCache,
+    *args: Any,
+    in_specs: Sequence[Any],
+    out_specs: Any,
+) -> Any:
+    """Calls ``function(cache, *args)``, on every device where the cache is sharded.
+
+    Args:
+      in_specs: of ``args``.
+      out_specs: of the result.
+    """
+    if runs_manually(cache.layout.axis):
+        return function(cache, *args)
+    specs = (cache.partition_specs(), *in_specs)
+    return on_every_device(function, cache.layout.mesh, specs, out_specs, cache, *args)
+
+
+def with_buffer(cache: KVCache, index: int, buffer: Array) -> KVCache:
+    """Returns the cache with one buffer replaced, given in any shape."""
+    buffers = list(cache.buffers)
+    buffers[index] = buffer.reshape(buffers[index].shape)
+    return dataclasses.replace(cache, buffers=tuple(buffers))
 
 
 def write_bytes(
-    pool: KVPool,
-    layer: str,
+    cache: KVCache,
+    located: Located,
     block_ids: Array,
     rows: Array,
     data: Array,
     *,
-    implementation: str | None,
-) -> KVPool:
+    implementation: Implementation | None,
+) -> KVCache:
     """Writes stored rows, uint8[..., n], each at its index within a block."""
-    runs = runs_of(pool, layer)
+    extents = located.extents
     block_ids, rows = block_ids.reshape(-1), rows.reshape(-1)
-    width, head, head_offset = runs.cell_bytes * runs.heads, 0, 0
-    if not runs.rows_are_whole:  # a piece for each head
+    width, head, head_offset = extents.cell_bytes * extents.heads, 0, 0
+    if not extents.rows_are_whole:  # a piece for each head
         block_ids, rows = block_ids[:, None], rows[:, None]
-        width, head = runs.cell_bytes, jnp.arange(runs.heads, dtype=jnp.int32)[None]
-        head_offset = head * runs.head_bytes
-    tile, row = (0, rows) if runs.tiles == 1 else jnp.divmod(rows, runs.rows)
+        width, head = extents.cell_bytes, jnp.arange(extents.heads, dtype=jnp.int32)[None]
+        head_offset = head * extents.head_bytes
+    tile, row = (0, rows) if extents.tiles == 1 else jnp.divmod(rows, extents.rows)
     index, offsets = jnp.broadcast_arrays(
-        find_runs(pool, runs, block_ids, tile, head),
-        runs.start_bytes + row * runs.row_bytes + head_offset,
+        _find(cache, located, block_ids, tile, head),
+        extents.start_bytes + row * extents.row_bytes + head_offset,
     )
-    steps = [runs.row_bytes] if runs.rows > 1 else []
-    steps += [] if runs.rows_are_whole else [runs.head_bytes]
+    steps = [extents.row_bytes] if extents.rows > 1 else []
+    steps += [] if extents.rows_are_whole else [extents.head_bytes]
     written = pallas_kernels.write_rows(
-        buffer_of(pool, layer).reshape(-1, runs.run_bytes),
+        cache.buffers[located.buffer].reshape(-1, extents.extent_bytes),
         index.reshape(-1),
         offsets.reshape(-1),
         data.reshape(index.size, width),
-        align=math.gcd(runs.start_bytes, *steps) or runs.run_bytes,
+        align=math.gcd(extents.start_bytes, *steps) or extents.extent_bytes,
         implementation=implementation,
     )
-    return with_buffer(pool, layer, written)
+    return with_buffer(cache, located.buffer, written)
 
 
-def read_bytes(pool: KVPool, layer: str, block_ids: Array) -> Array:
-    """All stored rows of blocks, uint8[..., rows, bytes of a row], heads in a row."""
-    runs = runs_of(pool, layer)
-    index = _all_runs(pool, runs, block_ids)
-    buffer = buffer_of(pool, layer).reshape(-1, runs.run_bytes)
-    data = buffer.at[index, runs.start_bytes : runs.start_bytes + runs.data_bytes].get(
+def read_bytes(cache: KVCache, located: Located, block_ids: Array) -> Array:
+    """Reads all stored rows of blocks, uint8[..., rows, bytes of a row], heads in a row.
+
+    The null block and ids out of range read as zeros.
+    """
+    extents = located.extents
+    index = _find_all(cache, located, block_ids)
+    buffer = cache.buffers[located.buffer].reshape(-1, extents.extent_bytes)
+    data = buffer.at[index, extents.start_bytes : extents.start_bytes + extents.data_bytes].get(
         mode="fill", fill_value=0, wrap_negative_indices=False
     )
-    if not runs.rows_are_whole:
-        pieces = (*block_ids.shape, runs.tiles, runs.heads, runs.rows, runs.cell_bytes)
+    if not extents.rows_are_whole:
+        pieces = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, extents.cell_bytes)
         data = data.reshape(pieces).swapaxes(-3, -2)
-    num_rows = runs.tiles * runs.rows
-    return data.reshape(*block_ids.shape, num_rows, runs.heads * runs.cell_bytes)
-
-
-def _all_runs(pool: KVPool, runs: LayerRuns, block_ids: Array) -> Array:
-    """The runs of each block: int32[..., tiles, heads apart], no more axes than it takes."""
-    heads = runs.heads if runs.head_runs else 1
-    if runs.tiles * heads == 1:
-        return find_runs(pool, runs, block_ids, 0, 0)
-    part = jnp.arange(runs.tiles * heads, dtype=jnp.int32)
-    part = part.reshape(*[1] * block_ids.ndim, runs.tiles, heads)
-    return find_runs(pool, runs, block_ids[..., None, None], part // heads, part % heads)
+    num_rows = extents.tiles * extents.rows
+    return data.reshape(*block_ids.shape, num_rows, extents.heads * extents.cell_bytes)
 
 
 def to_bytes(array: Array, batch_dims: int) -> Array:
+    """Returns an array's bytes, uint8[*batch, bytes]."""
     data = lax.bitcast_convert_type(array, jnp.uint8)
     batch = array.shape[:batch_dims]
     return data.reshape(*batch, math.prod(data.shape[batch_dims:]))
 
 
 def from_bytes(data: Array, shape: Sequence[int], dtype: str) -> Array:
+    """Returns the array that bytes hold."""
     itemsize = jnp.dtype(dtype).itemsize
     split = (*shape, itemsize) if itemsize > 1 else tuple(shape)
     return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(dtype))
+
+
+def known_blocks(cache: KVCache, block_ids: Array) -> Array:
+    """Returns whether ids name blocks of the pool other than the null block."""
+    return (block_ids > NULL_BLOCK) & (block_ids < cache.num_blocks)
+
+
+def _find(
+    cache: KVCache, located: Located, block_ids: Array, tile: Array | int, head: Array | int
+) -> Array:
+    """Returns indices of extents in their buffer; -1 for the null block and ids out of range."""
+    extents, known = located.extents, known_blocks(cache, block_ids)
+    if not isinstance(located.first, int):
+        known &= located.first >= 0
+    index = block_ids if extents.tiles == 1 else block_ids * extents.tiles + tile
+    index = located.first + (index if extents.tile_step == 1 else index * extents.tile_step)
+    if extents.head_step:
+        index = index + head * extents.head_step
+    return jnp.where(known, index, -1)
+
+
+def _find_all(cache: KVCache, located: Located, block_ids: Array) -> Array:
+    """Returns the extents of each block: int32[..., tiles, heads apart], axes of 1 left out."""
+    extents = located.extents
+    heads = extents.heads if extents.head_step else 1
+    if extents.tiles * heads == 1:
+        return _find(cache, located, block_ids, 0, 0)
+    part = jnp.arange(extents.tiles * heads, dtype=jnp.int32)
+    part = part.reshape(*[1] * block_ids.ndim, extents.tiles, heads)
+    return _find(cache, located, block_ids[..., None, None], part // heads, part % heads)
+
+
+def _check_whole(cache: KVCache) -> None:
+    """Raises ValueError unless every buffer is as large as the layout says.
+
+    It is not outside of ``shard_map`` for a sharded pool, where a write would reach the first
+    device's part only.
+    """
+    for buffer, shape in zip(cache.buffers, cache.layout.buffers.shapes, strict=True):
+        if buffer.shape != shape:
+            raise ValueError(
+                f"a buffer of the pool has shape {buffer.shape} and the layout {shape}: the pool "
+                "is sharded; call this inside jax.shard_map, with cache.partition_specs()"
+            )

@@ -1,4 +1,4 @@
-"""Recurrent state, read and written whole by block id."""
+"""Recurrent states: reads and writes."""
 
 from collections.abc import Sequence
 
@@ -6,63 +6,135 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.checks import check_int32
-from jaxkv.pool._bytes import from_bytes, read_bytes, to_bytes, write_bytes
-from jaxkv.pool._state import KVPool
+from jaxkv._internal.mesh import runs_manually
+from jaxkv.cache import KVCache, Period, StepBatch
+from jaxkv.pool._bytes import (
+    SAME,
+    flag_period,
+    from_bytes,
+    locate,
+    on_devices,
+    read_bytes,
+    to_bytes,
+    write_bytes,
+)
+from jaxkv.pool._tokens import check_batch, check_owner
 from jaxkv.specs import StateSpec
+from pallas_kernels import Implementation
 
 
 def write_state(
-    pool: KVPool,
+    cache: KVCache,
     layer: str,
-    block_ids: Array,
+    batch: StepBatch,
     arrays: Sequence[Array],
     *,
-    implementation: str | None = None,
-) -> KVPool:
-    """Writes recurrent state, one per block id.
+    at: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> KVCache:
+    """Writes one recurrent state per request of a step.
 
     Args:
-      block_ids: int32[B]; distinct, or out of range for padding.
+      cache, layer, batch, period: as for `write_tokens`.
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
+      at: int32[B], which of the blocks that the step writes, counted from 0: drafts have one
+        each after the running state (``speculative_blocks``), and ``cache_mode="all"`` has one
+        per block that the step's tokens touch. None: the block of the newest token.
       implementation: of `pallas_kernels.write_rows`.
+
+    Raises:
+      TypeError: the layer keeps no states.
+      ValueError: shapes that do not fit the layer and the batch.
     """
-    check_int32(block_ids=block_ids)
-    spec = _state_spec(pool, layer)
-    shapes = tuple((*block_ids.shape, *shape) for shape in spec.shapes)
+    spec = _state_spec(cache, layer, batch)
+    check_owner(cache, layer)
+    shapes = tuple((batch.shape.batch_size, *shape) for shape in spec.shapes)
     given = tuple(array.shape for array in arrays)
     if given != shapes:
         raise ValueError(f"arrays have shapes {given}; layer {layer!r} wants {shapes}")
-    data = [
-        to_bytes(array.astype(dtype), block_ids.ndim)
-        for array, dtype in zip(arrays, spec.dtypes, strict=True)
-    ]
-    return write_bytes(
-        pool,
-        layer,
-        block_ids,
-        jnp.zeros_like(block_ids),
-        jnp.concatenate(data, axis=-1),
-        implementation=implementation,
-    )
 
-
-def read_state(pool: KVPool, layer: str, block_ids: Array) -> tuple[Array, ...]:
-    """Recurrent state by block id, int32[B]: the spec's arrays, each [B, *shape]."""
-    check_int32(block_ids=block_ids)
-    spec = _state_spec(pool, layer)
-    data = read_bytes(pool, layer, block_ids)[..., 0, :]  # a state is one row
-    ends = np.cumsum(spec.array_bytes)
-    return tuple(
-        from_bytes(data[..., end - size : end], (*block_ids.shape, *shape), dtype)
-        for end, size, shape, dtype in zip(
-            ends, spec.array_bytes, spec.shapes, spec.dtypes, strict=True
+    def write(
+        cache: KVCache, batch: StepBatch, arrays: Sequence[Array], at: Array | None, period: Period
+    ) -> KVCache:
+        group = cache.layout.place_of(layer).group
+        ids = batch.state_blocks(group, at, reading=False)
+        data = [
+            to_bytes(array.astype(dtype), 1)
+            for array, dtype in zip(arrays, spec.dtypes, strict=True)
+        ]
+        cache = write_bytes(
+            cache,
+            locate(cache, layer, period),
+            ids,
+            jnp.zeros_like(ids),
+            jnp.concatenate(data, axis=-1),
+            implementation=implementation,
         )
+        return flag_period(cache, layer, period)
+
+    return on_devices(
+        write,
+        cache,
+        *(batch, list(arrays), at, period),
+        in_specs=(SAME,) * 4,
+        out_specs=cache.partition_specs(),
     )
 
 
-def _state_spec(pool: KVPool, layer: str) -> StateSpec:
-    spec = pool.layout.place_of(layer).spec
+def read_state(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    *,
+    at: Array | None = None,
+    period: Period = None,
+) -> tuple[Array, ...]:
+    """Reads the state that each request of a step resumes from.
+
+    A request that has computed nothing reads zeros, whatever its block held before: no request
+    reads a state that it did not write. Padding reads zeros, too.
+
+    Args:
+      cache, layer, batch, period: as for `write_tokens`.
+      at: int32[B], which of the blocks that the step writes to read instead, as for
+        `write_state`: the state after the accepted drafts, say.
+
+    Returns:
+      The spec's arrays, each [B, *shape].
+
+    Raises:
+      TypeError: the layer keeps no states.
+    """
+    spec = _state_spec(cache, layer, batch)
+
+    def read(
+        cache: KVCache, batch: StepBatch, at: Array | None, period: Period
+    ) -> tuple[Array, ...]:
+        ids = batch.state_blocks(cache.layout.place_of(layer).group, at, reading=True)
+        if at is not None:
+            ids = jnp.where(batch.num_computed_tokens > 0, ids, -1)
+        data = read_bytes(cache, locate(cache, layer, period), ids)[..., 0, :]
+        ends = np.cumsum(spec.array_bytes)
+        return tuple(
+            from_bytes(data[..., end - size : end], (*ids.shape, *shape), dtype)
+            for end, size, shape, dtype in zip(
+                ends, spec.array_bytes, spec.shapes, spec.dtypes, strict=True
+            )
+        )
+
+    return on_devices(read, cache, batch, at, period, in_specs=(SAME,) * 3, out_specs=SAME)
+
+
+def _state_spec(cache: KVCache, layer: str, batch: StepBatch) -> StateSpec:
+    check_batch(cache, batch)
+    spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, StateSpec):
         raise TypeError(f"layer={layer!r} keeps {spec.kind}, not state; use read_tokens")
+    if cache.layout.axis is not None and not runs_manually(cache.layout.axis):
+        raise ValueError(
+            f"layer={layer!r} is a state of one rank, and jaxkv does not know which of its axes "
+            f"are divided over {cache.layout.axis!r}: call this inside jax.shard_map, with "
+            "cache.partition_specs() for the cache"
+        )
     return spec

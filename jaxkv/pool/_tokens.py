@@ -1,24 +1,39 @@
-"""Keys, values and latent rows of tokens: writes, reads."""
+"""Keys, values and latent rows of tokens: writes and reads."""
+
+import math
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxkv.checks import check_int32
-from jaxkv.kernel_blocks import row_format, rows_per_block
-from jaxkv.pool._bytes import from_bytes, read_bytes, to_bytes, write_bytes
-from jaxkv.pool._state import KVPool
+from jaxkv._internal.mesh import runs_manually
+from jaxkv.cache import PAD_SLOT, KVCache, Period, StepBatch
+from jaxkv.layout import row_format, rows_per_block
+from jaxkv.pool._bytes import (
+    SAME,
+    check_pool,
+    flag_period,
+    from_bytes,
+    locate,
+    on_devices,
+    read_bytes,
+    to_bytes,
+    write_bytes,
+)
 from jaxkv.specs import FullAttentionSpec, MLASpec
+from pallas_kernels import Implementation
+
+TokenSpec = FullAttentionSpec | MLASpec
 
 
 def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
-    """``values / scale`` in a cache dtype, saturating at the largest finite value.
+    """Returns ``values / scale`` in a cache dtype, saturating at the largest finite value.
 
     Raises:
       TypeError: uint8 holds bytes, not numbers.
     """
     if jnp.dtype(dtype) == jnp.uint8:
-        raise TypeError("a uint8 layer holds bytes of the caller's own format; use write_rows")
+        raise TypeError("a uint8 layer holds bytes of your own format; use write_rows")
     scaled = values.astype(jnp.float32) / scale
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
@@ -29,139 +44,326 @@ def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
 
 
 def write_tokens(
-    pool: KVPool,
+    cache: KVCache,
     layer: str,
-    slots: Array,
+    batch: StepBatch,
     keys: Array,
     values: Array,
     *,
-    key_scale: Array | float = 1.0,
-    value_scale: Array | float = 1.0,
-    implementation: str | None = None,
-) -> KVPool:
-    """Writes keys and values of new tokens of an attention layer.
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> KVCache:
+    """Writes keys and values of a step's tokens into an attention layer.
 
     Args:
-      slots: int32[T], from `map_slots`; distinct, or negative for padding.
-      keys: [T, heads, K], any float dtype.
-      values: [T, heads, V].
-      key_scale, value_scale: per-tensor scales; the cache holds ``x / scale``.
+      cache: of this step.
+      layer: name of a layer that stores keys and values.
+      batch: of this step; it knows where each token goes.
+      keys: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch; any float dtype.
+        For cross attention the encoder's keys, [B, E, heads, K].
+      values: the same with V.
+      period: int32[], traced: writes layer ``period`` of the layer's group instead, in the
+        order of ``cache.layout.buffers.period_layers(layer)``. For models that scan over their
+        layers with the cache in the carry.
       implementation: of `pallas_kernels.write_rows`.
 
     Raises:
-      TypeError: the layer keeps no keys and values.
-      ValueError: shapes that do not fit the layer.
+      TypeError: the layer keeps no keys and values, or arrays that are not floats.
+      ValueError: shapes that do not fit the layer and the batch, or a layer that shares the
+        cache of another one.
     """
-    _check_slots(slots)
-    spec = _attention_spec(pool, layer)
-    heads = (*slots.shape, spec.num_kv_heads)
-    wanted = {"keys": (*heads, spec.head_size), "values": (*heads, spec.value_size)}
-    for (name, shape), array in zip(wanted.items(), (keys, values), strict=True):
-        if array.shape != shape:
-            raise ValueError(
-                f"{name} has shape {array.shape}; layer {layer!r} wants {shape}, one row per slot"
-            )
+    check_batch(cache, batch)
+    spec = attention_spec(cache, layer)
+    check_owner(cache, layer)
+    shape = token_shape(cache, layer, batch, keys=keys)
+    heads = spec.num_kv_heads * ranks_of_heads(cache)
+    wanted = {"keys": (*shape, heads, spec.head_size), "values": (*shape, heads, spec.value_size)}
+    for (name, wants), array in zip(wanted.items(), (keys, values), strict=True):
+        if array.shape != wants:
+            raise ValueError(f"{name} has shape {array.shape}; layer {layer!r} wants {wants}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {array.dtype}; use write_rows for stored rows")
-    parts = [quantize(keys, spec.dtype, key_scale), quantize(values, spec.dtype, value_scale)]
-    rows = jnp.concatenate(parts, axis=-1)
-    return write_rows(pool, layer, slots, rows, implementation=implementation)
+
+    def write(
+        cache: KVCache, batch: StepBatch, keys: Array, values: Array, period: Period
+    ) -> KVCache:
+        scales = layer_scales(cache, layer, period)
+        parts = [quantize(x, spec.dtype, s) for x, s in zip((keys, values), scales, strict=True)]
+        slots = slots_of(cache, layer, batch, shape)
+        rows = jnp.concatenate(parts, axis=-1)
+        return _write(cache, layer, slots, rows, period, implementation)
+
+    by_head = cache.layout.heads_spec(layer, keys.ndim - 2)
+    return on_devices(
+        write,
+        cache,
+        *(batch, keys, values, period),
+        in_specs=(SAME, by_head, by_head, SAME),
+        out_specs=cache.partition_specs(),
+    )
 
 
 def write_rows(
-    pool: KVPool, layer: str, slots: Array, rows: Array, *, implementation: str | None = None
-) -> KVPool:
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    rows: Array,
+    *,
+    mask: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> KVCache:
     """Writes stored rows as they are: MLA latents, or keys and values already quantised.
 
     Args:
-      slots: int32[T]; the slot of any token of a row names the row, each row once, or a
-        negative slot for padding. Of a row named twice, either may be left, or a mix.
-      rows: [T, ...], ``token_bytes`` bytes each.
-      implementation: of `pallas_kernels.write_rows`.
+      cache, layer, batch, period, implementation: as for `write_tokens`.
+      rows: [T, ...], or [B, T / B, ...] for a rectangular batch, ``token_bytes`` bytes each.
+      mask: bool, a token array: tokens whose rows are written; None: all. Of the tokens that
+        share a row (``compress_ratio``) name one: duplicates leave unspecified contents.
+
+    Raises:
+      TypeError: the layer keeps no rows of tokens, or rows of another dtype.
+      ValueError: shapes that do not fit the layer and the batch.
     """
-    _check_slots(slots)
-    spec = token_spec(pool, layer)
-    row_bytes = to_bytes(rows, slots.ndim)
-    if row_bytes.shape != (*slots.shape, spec.token_bytes):
+    check_batch(cache, batch)
+    spec = token_spec(cache, layer)
+    check_owner(cache, layer)
+    check_rank_known(cache, layer, dealt=False)
+    shape = token_shape(cache, layer, batch, rows=rows)
+    row_bytes = rows.dtype.itemsize * math.prod(rows.shape[len(shape) :])
+    wanted = spec.token_bytes
+    wanted *= ranks_of_heads(cache) if cache.layout.has_heads(layer) else 1
+    if rows.shape[: len(shape)] != shape or row_bytes != wanted:
         raise ValueError(
             f"rows has shape {rows.shape} of {rows.dtype}; layer {layer!r} stores "
-            f"{spec.token_bytes} bytes for each of {slots.shape} slots"
+            f"{wanted} bytes for each of {shape} tokens"
         )
-    dtype = row_shape_of(spec)[1]
+    dtype = row_format(spec).dtype
     if dtype != "uint8" and rows.dtype.name not in (dtype, "uint8"):
         raise TypeError(
             f"rows has dtype {rows.dtype}; layer {layer!r} stores {dtype}: cast it, or pass its "
             "bytes as uint8"
         )
-    tokens_per_row = spec.block_size // rows_per_block(spec)
-    return write_bytes(
-        pool,
-        layer,
-        slots // spec.block_size,
-        slots % spec.block_size // tokens_per_row,
-        row_bytes,
-        implementation=implementation,
+    if mask is not None and mask.shape != shape:
+        raise ValueError(f"mask has shape {mask.shape}; the batch wants {shape}")
+
+    def write(
+        cache: KVCache, batch: StepBatch, rows: Array, mask: Array | None, period: Period
+    ) -> KVCache:
+        slots = slots_of(cache, layer, batch, shape)
+        slots = slots if mask is None else jnp.where(mask, slots, PAD_SLOT)
+        return _write(cache, layer, slots, rows, period, implementation)
+
+    by_head = cache.layout.heads_spec(layer, len(shape)) if cache.layout.has_heads(layer) else SAME
+    return on_devices(
+        write,
+        cache,
+        *(batch, rows, mask, period),
+        in_specs=(SAME, by_head, SAME, SAME),
+        out_specs=cache.partition_specs(),
     )
 
 
-def _check_slots(slots: Array) -> None:
-    check_int32(slots=slots)
-    if slots.ndim != 1:
+def read_tokens(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    period: Period = None,
+) -> tuple[Array, Array]:
+    """Reads keys and values of the blocks that a step's requests see, written or not.
+
+    For tests and small models: it copies what it reads. `attend` masks what it must not see;
+    with your own attention, mask by ``batch.first_positions(layer)`` and ``batch.seq_lens``.
+
+    Args:
+      cache, layer, batch, period: as for `write_tokens`.
+      dtype: of the result.
+
+    Returns:
+      ``dtype[B, W * block_size, heads, K]`` and the same with V, scales applied: W blocks from
+      the one of the oldest visible token on.
+
+    Raises:
+      TypeError: the layer keeps no keys and values.
+    """
+    check_batch(cache, batch)
+    spec = attention_spec(cache, layer)
+    check_rank_known(cache, layer)
+
+    def read(cache: KVCache, batch: StepBatch, period: Period) -> tuple[Array, Array]:
+        rows = _read(cache, layer, batch, period).astype(dtype)
+        key_scale, value_scale = (
+            jnp.asarray(scale, dtype) for scale in layer_scales(cache, layer, period)
+        )
+        return rows[..., : spec.head_size] * key_scale, rows[..., spec.head_size :] * value_scale
+
+    by_head = cache.layout.heads_spec(layer, 2)
+    return on_devices(
+        read, cache, batch, period, in_specs=(SAME, SAME), out_specs=(by_head, by_head)
+    )
+
+
+def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = None) -> Array:
+    """Reads the stored rows of the blocks that a step's requests see: [B, W * rows, *row].
+
+    In the layer's dtype; heads are an axis where a row is keys and values. Otherwise as
+    `read_tokens`.
+    """
+    check_batch(cache, batch)
+    token_spec(cache, layer)
+    check_rank_known(cache, layer)
+
+    def read(cache: KVCache, batch: StepBatch, period: Period) -> Array:
+        return _read(cache, layer, batch, period)
+
+    by_head = cache.layout.heads_spec(layer, 2) if cache.layout.has_heads(layer) else SAME
+    return on_devices(read, cache, batch, period, in_specs=(SAME, SAME), out_specs=by_head)
+
+
+def _read(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+    block_ids = batch.tables[cache.layout.place_of(layer).group]
+    rows = read_block_rows(cache, layer, block_ids, period)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+
+def read_block_rows(cache: KVCache, layer: str, block_ids: Array, period: Period) -> Array:
+    """Reads stored rows of logical blocks, int32[...]: [..., rows, *row] in the layer's dtype."""
+    spec = token_spec(cache, layer)
+    row_shape, dtype = row_shape_of(spec)
+    data = read_bytes(cache, locate(cache, layer, period), block_ids)
+    return from_bytes(data, (*block_ids.shape, rows_per_block(spec), *row_shape), dtype)
+
+
+def _write(
+    cache: KVCache,
+    layer: str,
+    slots: Array,
+    rows: Array,
+    period: Period,
+    implementation: Implementation | None,
+) -> KVCache:
+    spec = token_spec(cache, layer)
+    tokens_per_row = spec.block_size // rows_per_block(spec)
+    cache = write_bytes(
+        cache,
+        locate(cache, layer, period),
+        jnp.where(slots < 0, -1, slots // spec.block_size),
+        slots % spec.block_size // tokens_per_row,
+        to_bytes(rows, slots.ndim),
+        implementation=implementation,
+    )
+    return flag_period(cache, layer, period)
+
+
+def slots_of(cache: KVCache, layer: str, batch: StepBatch, shape: tuple[int, ...]) -> Array:
+    """Returns the slots of the tokens, or of the encoder's tokens, that a write brings."""
+    group = cache.layout.place_of(layer).group
+    if cache.layout.growths[group].stores == "encoder":
+        return batch.encoder_slots(group, shape[1])
+    return batch.token_slots(group)
+
+
+def token_shape(cache: KVCache, layer: str, batch: StepBatch, **arrays: Array) -> tuple[int, ...]:
+    """Returns the leading axes that an array of a layer's tokens, given by its name, has."""
+    ((name, array),) = arrays.items()
+    growth = cache.layout.growths[cache.layout.place_of(layer).group]
+    if growth.stores != "encoder":
+        return batch.token_shape
+    if array.ndim < 3 or array.shape[0] != batch.shape.batch_size:
         raise ValueError(
-            f"slots has shape {slots.shape}; wants [T], those of one group: batch.slots[group]"
+            f"{name} has shape {array.shape}; cross attention wants the encoder's, "
+            f"[{batch.shape.batch_size}, encoder tokens, ...]"
+        )
+    return array.shape[:2]
+
+
+def check_batch(cache: KVCache, batch: StepBatch) -> None:
+    """Raises unless the batch is a step's of this cache."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if not isinstance(batch, StepBatch):
+        raise TypeError(
+            f"batch must be the StepBatch that apply_step returned, got {type(batch).__name__}"
+        )
+    if batch.layout != cache.layout:
+        raise ValueError("batch is of another cache; use the one that apply_step returned with it")
+
+
+def check_rank_known(cache: KVCache, layer: str, *, dealt: bool = True) -> None:
+    """Raises ValueError outside of ``shard_map`` where ranks hold parts that make up no array.
+
+    Args:
+      dealt: whether positions matter, which context parallelism deals out to ranks.
+    """
+    layout = cache.layout
+    if layout.axis is None or runs_manually(layout.axis):
+        return
+    parts = "its own positions" if dealt and layout.context_parallel > 1 else ""
+    if isinstance(layout.place_of(layer).spec, FullAttentionSpec) and not layout.has_heads(layer):
+        parts = "the bytes of its own heads, which have no axis of heads"
+    if parts:
+        raise ValueError(
+            f"layer={layer!r}: each rank of mesh axis {layout.axis!r} holds {parts}; call this "
+            "inside jax.shard_map, with cache.partition_specs() for the cache"
         )
 
 
-def read_tokens(
-    pool: KVPool,
-    layer: str,
-    block_ids: Array,
-    *,
-    key_scale: Array | float = 1.0,
-    value_scale: Array | float = 1.0,
-    dtype: DTypeLike = jnp.float32,
-) -> tuple[Array, Array]:
-    """Keys and values of whole blocks, written or not: whoever attends must mask.
-
-    Args:
-      block_ids: int32[..., W], logical ids.
-
-    Returns:
-      ``dtype[..., W * block_size, heads, K]`` and the same with V, scales applied.
-    """
-    spec = _attention_spec(pool, layer)
-    rows = read_rows(pool, layer, block_ids).astype(dtype)
-    scales = jnp.asarray(key_scale, dtype), jnp.asarray(value_scale, dtype)
-    return rows[..., : spec.head_size] * scales[0], rows[..., spec.head_size :] * scales[1]
+def check_owner(cache: KVCache, layer: str) -> None:
+    """Raises ValueError for a layer that shares the cache of another one."""
+    owner = cache.layout.owner_of(layer)
+    if owner != layer:
+        raise ValueError(f"layer={layer!r} shares the cache of {owner!r} and writes nothing")
 
 
-def read_rows(pool: KVPool, layer: str, block_ids: Array) -> Array:
-    """Stored rows of whole blocks, int32[..., W], in the layer's dtype: [..., W * rows, *row]."""
-    check_int32(block_ids=block_ids)
-    spec = token_spec(pool, layer)
-    row_shape, dtype = row_shape_of(spec)
-    data = read_bytes(pool, layer, block_ids)
-    rows = block_ids.shape[-1] * rows_per_block(spec)
-    return from_bytes(data, (*block_ids.shape[:-1], rows, *row_shape), dtype)
+def layer_scales(
+    cache: KVCache, layer: str, period: Period = None
+) -> tuple[Array | float, Array | float]:
+    """Returns the K and the V scale of a layer, f32[] each; 1.0 where the cache has none."""
+    if cache.scales is None:
+        return 1.0, 1.0
+    layout = cache.layout
+    index = layout.of_period(layer, period, lambda x: layout.layer_index[layout.owner_of(x)], 0)
+    return cache.scales[index, 0], cache.scales[index, 1]
 
 
-def row_shape_of(spec: FullAttentionSpec | MLASpec) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of one stored row: heads are an axis where a row is keys and values."""
+def ranks_of_heads(cache: KVCache) -> int:
+    """Returns the ranks whose KV heads an array holds here: 1 inside of ``shard_map``."""
+    layout = cache.layout
+    check_pool(cache)
+    if layout.heads_axis is None or not _is_sharded(cache):
+        return 1
+    return layout.num_ranks
+
+
+def _is_sharded(cache: KVCache) -> bool:
+    shapes = (buffer.shape for buffer in cache.buffers)
+    return any(got != own for got, own in zip(shapes, cache.layout.buffers.shapes, strict=True))
+
+
+def row_shape_of(spec: TokenSpec) -> tuple[tuple[int, ...], str]:
+    """Returns shape and dtype of one stored row: heads are an axis where a row is K and V."""
     row = row_format(spec)
     return (row.width,) if row.key_elements is None else (row.heads, row.width), row.dtype
 
 
-def token_spec(pool: KVPool, layer: str) -> FullAttentionSpec | MLASpec:
-    spec = pool.layout.place_of(layer).spec
+def token_spec(cache: KVCache, layer: str) -> TokenSpec:
+    """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
+    spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec | MLASpec):
         raise TypeError(f"layer={layer!r} keeps {spec.kind}, not tokens; use read_state")
     return spec
 
 
-def _attention_spec(pool: KVPool, layer: str) -> FullAttentionSpec:
-    spec = pool.layout.place_of(layer).spec
+def attention_spec(cache: KVCache, layer: str) -> FullAttentionSpec:
+    """Returns the spec of a layer that stores keys and values; raises TypeError for others."""
+    spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec):
-        raise TypeError(f"layer={layer!r} keeps {spec.kind}, not keys and values")
+        raise TypeError(
+            f"layer={layer!r} keeps {spec.kind}, not keys and values; use write_rows and read_rows "
+            "for latent rows, write_state and read_state for states"
+        )
     if row_format(spec).key_elements is None:
         raise TypeError(
             f"layer={layer!r} stores scales beside its {spec.dtype} elements; pack its rows "

@@ -2,113 +2,127 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from jaxkv.checks import check_positive
-from jaxkv.kernel_blocks import ViewDescription, describe, rows_per_block
-from jaxkv.pool._bytes import buffer_of, from_bytes, to_bytes, with_buffer
-from jaxkv.pool._state import KVPool
-from jaxkv.pool._tokens import row_shape_of, token_spec
+from jaxkv.cache import KVCache
+from jaxkv.layout import LayerView
+from jaxkv.pool._bytes import from_bytes, locate, on_devices, to_bytes, with_buffer
+from jaxkv.pool._tokens import check_rank_known, row_shape_of, token_spec
 
 
-def layer_view(pool: KVPool, layer: str, *, blocks_per_kv_block: int = 1) -> Array:
-    """A token layer's part of the pool as its own dtype, for attention kernels.
+def layer_view(cache: KVCache, layer: str) -> Array:
+    """Returns a token layer's part of the pool as its own dtype, for attention kernels.
 
-    On a GPU this costs nothing inside ``jit``: XLA passes the same bytes on. XLA's CPU
-    backend does copy, so prefer `read_tokens` there.
-
-    Args:
-      blocks_per_kv_block: kernel blocks per block, k below; block ``b`` is the entries
-        ``b * k .. b * k + k - 1`` of axis B, as in expanded tables.
+    Its block axis counts kernel blocks of the cache's ``kernel_block_sizes``, and
+    ``batch.block_tables(layer)`` indexes it. On a GPU this costs nothing inside ``jit``: XLA
+    passes the same bytes on. XLA's CPU backend copies, so prefer `read_tokens` there.
 
     Returns:
-      The layer's buffer, its axes in the physical order of the pool: in a buffer per slot
-      dtype[N * k, block_size / k, heads, K + V widths] in LBNHC (axes BNHC), heads before
-      tokens in LBHNC (BHNC), and before blocks in LHBNC (HBNC). Latent rows and rows of
-      bytes have no axis of heads. In one buffer for all slots the other slots are there,
-      too: L and B are one axis in LBNHC and LBHNC, ``S * N * k`` slot by slot, and in the
-      other orders L keeps its own (index `PoolLayout.place_of(layer).slot`).
+      The layer's buffer in the physical order of the pool: dtype[N * k, block_size / k, heads,
+      K + V widths] in LBNHC (axes BNHC), heads before tokens in LBHNC (BHNC), and before blocks
+      in LHBNC (HBNC). Latent rows and rows of bytes have no axis of heads. In a stacked pool the
+      buffer's other layers are there, too: L and B are one axis in LBNHC and LBHNC, and in the
+      other orders L keeps its own, whose index for this layer is
+      ``cache.layout.buffers.page_placement(layer).layer``.
 
     Raises:
-      ValueError: a padded page, a block that does not split into k parts, or parts
-        (where there are tiles: blocks) that do not follow each other at one stride; pools
-        made with ``kernel_block_sizes`` have a view at those in any order.
+      ValueError: a padded page, or kernel blocks that are not evenly spaced.
     """
-    spec = token_spec(pool, layer)
-    rows = rows_per_block(spec)
-    check_positive(blocks_per_kv_block=blocks_per_kv_block)
-    if rows % blocks_per_kv_block:
-        raise ValueError(f"blocks_per_kv_block={blocks_per_kv_block} does not divide {rows} rows")
-    _check_dense(pool, layer)
-    view = pool.cache_layout(layer).view(
-        spec, **pool.form.where(layer), kernel_block_size=spec.block_size // blocks_per_kv_block
-    )
-    row_shape, dtype = row_shape_of(spec)
-    sizes = dict(zip(view.axes, view.shape, strict=True)) | {"L": len(pool.layout.slots)}
-    axes = pool.order if pool.stacked else view.axes
-    axes = axes if len(row_shape) > 1 else axes.replace("H", "")
-    if axes.startswith("LB"):
-        axes, sizes["B"] = axes[1:], sizes["L"] * sizes["B"]
-    shape = [sizes[axis] for axis in axes]
-    return from_bytes(buffer_of(pool, layer).reshape(-1), shape, dtype)
+    token_spec(cache, layer)
+    check_rank_known(cache, layer)
+
+    def view(cache: KVCache) -> Array:
+        located = locate(cache, layer)
+        shape, dtype = _view_shape(cache, layer)
+        return from_bytes(cache.buffers[located.buffer].reshape(-1), shape, dtype)
+
+    heads = _view_axes(cache, layer).find("H")
+    by_head = cache.layout.heads_spec(layer, heads) if heads >= 0 else PartitionSpec()
+    return on_devices(view, cache, in_specs=(), out_specs=by_head)
 
 
-def with_layer_view(pool: KVPool, layer: str, view: Array) -> KVPool:
-    """The way back: the pool with a layer's part replaced by what a kernel made of it.
+def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
+    """Returns the cache with the bytes of a `layer_view` replaced, for kernels that write.
 
     Args:
-      view: with its axes as `layer_view` gave them, of any ``blocks_per_kv_block``. Only size
-        and dtype can be checked here; a transposed view would be taken for what it is not.
+      view: with its axes as `layer_view` gave them. Only shape and dtype are checked; a view
+        that was transposed and has the same shape is misinterpreted.
+
+    Raises:
+      ValueError: a view of another shape or dtype.
     """
-    _check_dense(pool, layer)
-    dtype = jnp.dtype(row_shape_of(token_spec(pool, layer))[1])
-    wanted = buffer_of(pool, layer).size // dtype.itemsize
-    if view.size != wanted or view.dtype != dtype:
-        raise ValueError(
-            f"view is {view.dtype}{list(view.shape)}; layer {layer!r} wants {wanted} elements of "
-            f"{dtype}"
-        )
-    return with_buffer(pool, layer, to_bytes(view, 1))
+    token_spec(cache, layer)
+    check_rank_known(cache, layer)
+
+    def replace(cache: KVCache, view: Array) -> KVCache:
+        shape, dtype = _view_shape(cache, layer)
+        if view.shape != shape or view.dtype != jnp.dtype(dtype):
+            raise ValueError(
+                f"view is {view.dtype}{list(view.shape)}; layer {layer!r} wants "
+                f"{dtype}{list(shape)}"
+            )
+        return with_buffer(cache, locate(cache, layer).buffer, to_bytes(view, 1))
+
+    heads = _view_axes(cache, layer).find("H")
+    by_head = cache.layout.heads_spec(layer, heads) if heads >= 0 else PartitionSpec()
+    return on_devices(replace, cache, view, in_specs=(by_head,), out_specs=cache.partition_specs())
 
 
-def describe_layer(
-    pool: KVPool, layer: str, *, kernel_block_size: int | None = None
-) -> ViewDescription:
-    """Where a layer's elements lie in its buffer: what connectors register.
+def describe_layer(cache: KVCache, layer: str, *, whole_blocks: bool = False) -> LayerView:
+    """Returns where a layer's elements lie in its buffer: the numbers that connectors register.
 
     Args:
-      kernel_block_size: tokens per entry of the block axis; None: whole blocks.
+      whole_blocks: the block axis counts blocks; otherwise the cache's kernel blocks.
 
     Returns:
-      Axes in the physical order of the pool, without L, and H (of 1) also where `layer_view`
-      has no such axis: `offset_bytes` is where the
-      layer's part of the buffer begins. States and rows of several dtypes are ``uint8``.
+      Axes in the physical order of the pool, without L. States and rows of several dtypes are
+      ``uint8``.
 
     Raises:
-      ValueError: as `CacheLayout.view`; `describe_bytes` then still works.
+      ValueError: blocks that are not evenly spaced; `describe_bytes` then still works.
     """
-    pool.check_whole()
-    spec, where = pool.layout.place_of(layer).spec, pool.form.where(layer)
-    view = pool.cache_layout(layer).view(spec, **where, kernel_block_size=kernel_block_size)
-    return describe(view)
+    size = None if whole_blocks else kernel_block_size(cache, layer)
+    return cache.layout.buffers.view(layer, size)
 
 
-def describe_bytes(pool: KVPool, layer: str) -> ViewDescription:
-    """The same memory as contiguous runs of bytes of whole blocks, in any order and tiling.
+def describe_bytes(cache: KVCache, layer: str) -> LayerView:
+    """Returns the same memory as contiguous extents of whole blocks, in any order and tiling.
 
-    For whoever copies blocks and need not know what is in them: axis B counts blocks and
-    C the bytes of a run; N counts tiles, and H heads where they lie apart.
+    For code that copies blocks without looking into them: axis B counts blocks and C the bytes
+    of an extent; N counts tiles, and H heads where they lie apart.
     """
-    pool.check_whole()
-    spec, where = pool.layout.place_of(layer).spec, pool.form.where(layer)
-    return describe(pool.cache_layout(layer).byte_view(spec, **where))
+    return cache.layout.buffers.byte_view(layer)
 
 
-def _check_dense(pool: KVPool, layer: str) -> None:
-    pool.check_whole()
-    spec = token_spec(pool, layer)
-    page_bytes = pool.layout.slots[pool.layout.place_of(layer).slot].page_bytes
+def kernel_block_size(cache: KVCache, layer: str) -> int:
+    """Returns the tokens of a layer's kernel blocks."""
+    place = cache.layout.place_of(layer)
+    return place.spec.block_size // cache.layout.blocks_per_kv_block[place.group]
+
+
+def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
+    """Returns shape and dtype of `layer_view`, on one device."""
+    spec, buffers = token_spec(cache, layer), cache.layout.buffers
+    page_bytes = buffers.page_placement(layer).page_bytes
     if page_bytes != spec.data_bytes:
         raise ValueError(
             f"layer={layer!r} has {spec.data_bytes} of {page_bytes} bytes of each page, so "
             "its blocks are not contiguous; use read_tokens and write_tokens"
         )
+    view = buffers.view(layer, kernel_block_size(cache, layer))
+    _, dtype = row_shape_of(spec)
+    sizes = dict(zip(view.axes, view.shape, strict=True))
+    sizes["L"] = buffers.page_placement(layer).num_layers
+    axes = _view_axes(cache, layer)
+    if buffers.stacked and "L" not in axes:
+        sizes["B"] *= sizes["L"]
+    return tuple(sizes[axis] for axis in axes), dtype
+
+
+def _view_axes(cache: KVCache, layer: str) -> str:
+    """Returns the letters of the axes of `layer_view`."""
+    buffers = cache.layout.buffers
+    axes = buffers.order if buffers.stacked else buffers.order.replace("L", "")
+    if not cache.layout.has_heads(layer):
+        axes = axes.replace("H", "")
+    return axes[1:] if axes.startswith("LB") else axes

@@ -1,0 +1,49 @@
+"""The cache: block tables and pool as one pytree, and the batch of a step.
+
+A `KVCache` knows its plan, its kernel block sizes and its mesh, so functions that take it need
+neither: a layer's name leads to its group, and a step's batch to the right blocks.
+"""
+
+from jaxkv.cache._batch import PAD_ROW, PAD_SLOT, StepBatch
+from jaxkv.cache._errors import check_errors
+from jaxkv.cache._expand import expand_blocks
+from jaxkv.cache._layout import CacheLayout, Period
+from jaxkv.cache._make import make_cache, set_scales
+from jaxkv.cache._state import (
+    BAD_BATCH,
+    BAD_BLOCK_ID,
+    BAD_COLUMN,
+    BAD_PERIOD,
+    BAD_ROW,
+    LOST_UPLOAD,
+    NO_BLOCK,
+    REPEATED_UPLOAD,
+    TOO_LONG,
+    CacheError,
+    KVCache,
+    check_layout,
+)
+
+__all__ = [
+    "BAD_BATCH",
+    "BAD_BLOCK_ID",
+    "BAD_COLUMN",
+    "BAD_PERIOD",
+    "BAD_ROW",
+    "LOST_UPLOAD",
+    "NO_BLOCK",
+    "PAD_ROW",
+    "PAD_SLOT",
+    "REPEATED_UPLOAD",
+    "TOO_LONG",
+    "CacheError",
+    "CacheLayout",
+    "KVCache",
+    "Period",
+    "StepBatch",
+    "check_errors",
+    "check_layout",
+    "expand_blocks",
+    "make_cache",
+    "set_scales",
+]

@@ -1,0 +1,241 @@
+"""Allocates the cache of a plan."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxkv._internal.allocation import Device, zeros
+from jaxkv._internal.checks import check_count, check_positive
+from jaxkv.cache._layout import CacheLayout
+from jaxkv.cache._state import KVCache
+from jaxkv.layout import Order, blocks_per_kv_block, plan_buffers
+from jaxkv.planning import Plan
+
+Scale = tuple[float | Array, float | Array]
+
+
+def make_cache(
+    plan: Plan,
+    *,
+    max_requests: int,
+    kernel_block_sizes: Sequence[int] | None = None,
+    order: Order = "LBNHC",
+    stacked: bool | None = None,
+    interleave_tokens: int = 1,
+    scales: Scale | Mapping[str, Scale] | None = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    device: Device = None,
+    worker: int = 0,
+    rank: int | None = None,
+    tables_only: bool = False,
+) -> KVCache:
+    """Allocates block tables and pool of a plan, zeroed, straight on the device.
+
+    ::
+
+        plan = jaxkv.plan_cache(layers, memory_bytes, max_model_len=8192)
+        cache = jaxkv.make_cache(plan, max_requests=256)
+
+    Args:
+      plan: gives groups, blocks and the layout of a block.
+      max_requests: rows of the block tables.
+      kernel_block_sizes: per group, the tokens of the blocks that its attention kernel works
+        on; each must divide the group's block size. None: the block size.
+      order: physical order of layer, block, head, token and content: one of
+        `jaxkv.layout.ORDERS`, "NHD" or "HND".
+      stacked: one buffer for all tensors of one page size (True), or one per tensor (False).
+        Every array of a jitted call costs the host some microseconds, and `period` needs the
+        stack; but kernels then see a buffer of all layers and ids that count through them.
+        None: stacked, unless the slots of all layers together pass int32.
+      interleave_tokens: with context parallelism, positions that a rank is dealt at a time;
+        must divide every block size.
+      scales: K and V scales of the cache, for all layers or by layer: the pool stores
+        ``x / scale``. None: no scales, which reads and writes ``x``.
+      mesh, axis: shards the pool over an axis of a mesh: by position with context
+        parallelism, else by KV head; the plan is that of one rank. Block ids mean the same on
+        all devices, and tables and scales are on each. Without ``axis`` every device of the
+        mesh gets all of the pool.
+      device: a device or a sharding for everything; None: the default device. Arrays are
+        committed to it.
+      worker: index into ``plan.layouts``.
+      rank: with context parallelism, this process's rank where no mesh axis tells it.
+      tables_only: no pool, for engines that keep their own buffers.
+
+    Raises:
+      TypeError, ValueError: arguments that contradict the plan or each other: kernel block
+        sizes that do not divide a group's blocks, or that cut overlaid blocks in different
+        ways where nothing is zeroed; an order that the layout does not go with; no such worker
+        or mesh axis.
+    """
+    check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+    _check_places(mesh, axis, device)
+    layout = _make_layout(
+        plan,
+        max_requests=max_requests,
+        kernel_block_sizes=kernel_block_sizes,
+        order=order,
+        stacked=stacked,
+        interleave_tokens=interleave_tokens,
+        worker=worker,
+        rank=rank,
+        has_buffers=not tables_only,
+        mesh=mesh,
+        axis=axis,
+    )
+    if device is None and mesh is None:
+        with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
+            device = next(iter(jnp.zeros(0).devices()))
+    same = device if mesh is None else NamedSharding(mesh, PartitionSpec())
+    split = device if mesh is None else NamedSharding(mesh, layout.buffer_spec)
+    shapes = ((max_requests, layout.column_starts[-1]), (max_requests, len(plan.groups)), (2,))
+    block_tables, row_lengths, status = zeros(shapes, jnp.int32, same)
+    buffers: tuple[Array, ...] = ()
+    if layout.has_buffers and layout.buffers.shapes:
+        buffers = zeros(_global_shapes(layout), jnp.uint8, split)
+    return KVCache(
+        block_tables=block_tables,
+        row_lengths=row_lengths,
+        status=status,
+        buffers=buffers,
+        scales=_make_scales(layout, scales, same),
+        layout=layout,
+    )
+
+
+def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
+    """Returns the cache with other scales, for all layers or for those that are named.
+
+    What is stored keeps its bytes: set scales before a layer is written, or write it anew.
+
+    Args:
+      cache: made with ``scales``.
+      scales: ``(K scale, V scale)``, floats or f32[], or a mapping from layers to such pairs.
+
+    Raises:
+      TypeError: scales that are not pairs of numbers.
+      ValueError: a cache without scales, or a layer that it does not have.
+    """
+    if cache.scales is None:
+        raise ValueError(
+            "the cache has no scales; make it with scales=(1.0, 1.0) to set them later"
+        )
+    table = cache.scales
+    for layer, pair in _by_layer(cache.layout, scales).items():
+        index = cache.layout.layer_index[cache.layout.owner_of(layer)]
+        table = table.at[index].set(jnp.stack([jnp.asarray(s, jnp.float32) for s in pair]))
+    return dataclasses.replace(cache, scales=table)
+
+
+def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
+    if axis is not None and mesh is None:
+        raise ValueError(f"axis={axis!r} needs the mesh that it is an axis of: pass mesh=")
+    if mesh is not None and device is not None:
+        raise ValueError("mesh and device both say where the cache goes; pass one of them")
+    if mesh is not None and axis is not None and axis not in mesh.shape:
+        raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
+
+
+def _make_layout(
+    plan: Plan,
+    *,
+    max_requests: int,
+    kernel_block_sizes: Sequence[int] | None,
+    order: str,
+    stacked: bool | None,
+    interleave_tokens: int,
+    worker: int,
+    rank: int | None,
+    has_buffers: bool,
+    mesh: Mesh | None,
+    axis: str | None,
+) -> CacheLayout:
+    check_count(worker=worker)
+    if worker >= len(plan.layouts):
+        raise ValueError(f"worker={worker}: the plan has {len(plan.layouts)} workers")
+    if rank is not None:
+        check_count(rank=rank)
+        if rank >= plan.context_parallel:
+            raise ValueError(
+                f"rank={rank} is not one of the plan's context_parallel={plan.context_parallel}"
+            )
+    if (rank is None) == (axis is None) and plan.context_parallel > 1:
+        raise ValueError(
+            f"context_parallel={plan.context_parallel} deals positions out to ranks: pass mesh= "
+            "and axis=, or rank= where each process has a cache of its own"
+        )
+    ranks = 1 if mesh is None or axis is None else mesh.shape[axis]
+    if axis is not None and plan.context_parallel not in (1, ranks):
+        raise ValueError(
+            f"axis={axis!r} has {ranks} devices and the plan "
+            f"context_parallel={plan.context_parallel}; plan for as many ranks"
+        )
+    for group in plan.groups:
+        if group.block_size % interleave_tokens:
+            raise ValueError(
+                f"interleave_tokens={interleave_tokens} does not divide the block size "
+                f"{group.block_size}; a block would end in the middle of a rank's turn"
+            )
+    buffers = plan_buffers(
+        plan.layouts[worker],
+        plan.num_blocks,
+        order=order,
+        stacked=stacked,
+        kernel_block_sizes=kernel_block_sizes,
+    )
+    sizes = kernel_block_sizes or [None] * len(plan.groups)
+    return CacheLayout(
+        growths=tuple(group.growth for group in plan.groups),
+        blocks_per_kv_block=tuple(
+            1 if size is None else blocks_per_kv_block(group.specs[0], size)
+            for group, size in zip(plan.groups, sizes, strict=True)
+        ),
+        row_blocks=plan.row_blocks,
+        buffers=buffers,
+        has_buffers=has_buffers,
+        max_requests=max_requests,
+        context_parallel=plan.context_parallel,
+        interleave_tokens=interleave_tokens,
+        rank=rank,
+        mesh=mesh,
+        axis=axis,
+    )
+
+
+def _global_shapes(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the buffers over all devices of the axis together."""
+    if layout.axis is None:
+        return layout.buffers.shapes
+    split = len(layout.buffer_spec) - 1
+    return tuple(
+        (*shape[:split], shape[split] * layout.num_ranks, *shape[split + 1 :])
+        for shape in layout.buffers.shapes
+    )
+
+
+def _make_scales(
+    layout: CacheLayout, scales: Scale | Mapping[str, Scale] | None, device: Device
+) -> Array | None:
+    if scales is None:
+        return None
+    table = np.ones((len(layout.layer_index), 2), np.float32)
+    for layer, pair in _by_layer(layout, scales).items():
+        table[layout.layer_index[layout.owner_of(layer)]] = [np.asarray(s) for s in pair]
+    return jax.device_put(table, device).copy()  # on a CPU that is NumPy's memory, undonatable
+
+
+def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mapping[str, Scale]:
+    """Returns the pair of every layer that is named, or of all layers."""
+    if not isinstance(scales, Mapping):
+        scales = dict.fromkeys(layout.layer_index, scales)
+    for pair in scales.values():
+        if not isinstance(pair, Sequence) or [np.ndim(scale) for scale in pair] != [0, 0]:
+            raise TypeError(f"scales must be pairs (K scale, V scale) of numbers, got {pair!r}")
+    return scales

@@ -1,0 +1,161 @@
+"""The state of a cache on the device: block tables, pool and scales in one pytree."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxkv._internal.checks import FlagsError
+from jaxkv._internal.html import html_table
+from jaxkv.blocks import StepShape, Upload
+from jaxkv.cache._layout import CacheLayout
+
+BAD_ROW = 1
+
+BAD_BLOCK_ID = 2
+
+BAD_COLUMN = 4
+
+NO_BLOCK = 8
+
+TOO_LONG = 16
+
+BAD_BATCH = 32
+
+LOST_UPLOAD = 64
+
+REPEATED_UPLOAD = 128
+
+BAD_PERIOD = 256
+
+MAX_SHOWN = 8  # rows, and ids of a row, that Jupyter is shown
+
+_REASONS = {
+    BAD_ROW: "a row out of range",
+    BAD_BLOCK_ID: "a block id outside the pool",
+    BAD_COLUMN: "more blocks for a row than it has columns",
+    NO_BLOCK: "a request lacks a block: it was not grown for, or an upload was lost",
+    TOO_LONG: "a request with more tokens than the step's shape allows",
+    BAD_BATCH: "new tokens that are negative, or more than the step's shape allows",
+    LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap",
+    REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
+    BAD_PERIOD: "a period beyond the layers of its group",
+}
+
+
+class CacheError(FlagsError):
+    """The device found errors in what it was told. ``flags``: the bits that say which."""
+
+    what, reasons = "the device found errors", _REASONS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KVCache:
+    """Block tables and pool of one worker: R rows of W columns, G groups, N blocks.
+
+    Functions take a cache and return the next one; the old one stays valid unless you donate
+    it. Columns of a row at and past its length are leftovers that no function returns.
+
+    scales: what the stored K and V of each layer are multiplied with when they are read, in
+      the order of ``layout.layer_index``; None: 1 everywhere.
+    """
+
+    block_tables: Array  # int32[R, W], logical block ids, the groups' columns side by side
+    row_lengths: Array  # int32[R, G], columns in use
+    status: Array  # int32[2]: error flags, and the number of the last upload
+    buffers: tuple[Array, ...]  # uint8, see `jaxkv.layout.PoolBuffers`
+    scales: Array | None = None  # f32[layers, 2], of K and of V
+    layout: CacheLayout = dataclasses.field(metadata={"static": True})
+    error: ClassVar[type[FlagsError]] = CacheError
+
+    @property
+    def error_flags(self) -> Array:
+        """int32[], bits that say which operations were dropped; see `check_errors`."""
+        return self.status[0]
+
+    @property
+    def max_requests(self) -> int:
+        return self.layout.max_requests
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layout.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, over all devices together."""
+        return sum(buffer.size for buffer in self.buffers)
+
+    def partition_specs(self) -> "KVCache":
+        """Returns the cache's sharding for ``jax.shard_map``: a cache of PartitionSpecs."""
+        same = jax.sharding.PartitionSpec()
+        return dataclasses.replace(
+            self,
+            block_tables=same,
+            row_lengths=same,
+            status=same,
+            buffers=(self.layout.buffer_spec,) * len(self.buffers),
+            scales=None if self.scales is None else same,
+        )
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        pool = "no pool"
+        if layout.has_buffers:
+            bytes_ = self.num_blocks * layout.buffers.layout.bytes_per_block
+            count = f"{len(self.buffers)} buffer{'s' * (len(self.buffers) != 1)}"
+            each = "" if layout.axis is None else " on each device"
+            pool = f"{bytes_:,} bytes{each} in {count}, {layout.buffers.order}"
+        return (
+            f"KVCache({self.max_requests} rows of {layout.row_blocks} blocks, "
+            f"{self.num_blocks:,} blocks, {pool})"
+        )
+
+    def _repr_html_(self) -> str | None:
+        """Shows the first rows; None, which leaves the repr, inside ``jit`` or once donated."""
+        try:
+            used = np.asarray(self.row_lengths[:MAX_SHOWN])
+            ids = np.asarray(self.block_tables[:MAX_SHOWN])
+        except (jax.errors.TracerArrayConversionError, RuntimeError, TypeError):
+            return None
+        starts = self.layout.column_starts
+        rows = [
+            (
+                row,
+                *(
+                    _ids_text(ids[row, start:], n)
+                    for start, n in zip(starts, lengths, strict=False)
+                ),
+            )
+            for row, lengths in enumerate(used.tolist())
+        ]
+        stores = [f"group {g} ({growth.stores})" for g, growth in enumerate(self.layout.growths)]
+        return html_table(rows, caption=repr(self), header=["row", *stores])
+
+
+def _ids_text(ids: np.ndarray, used: int) -> str:
+    text = ", ".join(map(str, ids[: min(used, MAX_SHOWN)].tolist()))
+    return text if used <= MAX_SHOWN else f"{text}, ... ({used} ids)"
+
+
+jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["shape"])
+
+
+def check_layout(layout: CacheLayout, shape: StepShape) -> None:
+    """Raises ValueError unless a step's shape belongs to the plan of the cache."""
+    wanted: dict[str, Any] = {
+        "growths": layout.growths,
+        "num_blocks": layout.num_blocks,
+        "context_parallel": layout.context_parallel,
+        "max_requests": layout.max_requests,
+    }
+    for name, value in wanted.items():
+        if getattr(shape, name) != value:
+            raise ValueError(
+                f"the upload is of another plan than the cache: its {name} is "
+                f"{getattr(shape, name)!r} and the cache's {value!r}; make cache, manager and "
+                "shapes from one plan, with one max_requests"
+            )
