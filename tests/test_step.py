@@ -1,389 +1,314 @@
-"""Packing a step into one upload, and taking it apart again in one dispatch."""
+"""A whole step on the device: what an upload says happens, in order, in place, once."""
 
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxkv.block_tables import (
-    append_block_ids,
-    check_overflow,
-    gather_block_tables,
-    make_block_tables,
-    map_slots,
+import jaxkv
+from jaxkv.blocks import BlockManager, StepShape, Upload, pack_step
+from jaxkv.cache import (
+    LOST_UPLOAD,
+    NO_BLOCK,
+    REPEATED_UPLOAD,
+    CacheError,
+    check_errors,
+    make_cache,
 )
-from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
-from jaxkv.pool import make_pool
-from jaxkv.step import (
-    StepShape,
-    UploadRing,
-    apply_step,
-    apply_step_donating,
-    compose_entries,
-    lay_out_tokens,
-    pack_entries,
-    pack_step,
-    warm_up,
-)
-from jaxkv.testing import count_compilations
-from tests.helpers import hybrid_plan, ids_of_group, pointers
+from jaxkv.planning import plan_cache
+from jaxkv.pool import read_rows, write_tokens
+from jaxkv.specs import FullAttentionSpec, StateSpec
+from jaxkv.step import UploadRing, apply_step
+from jaxkv.testing import assert_in_place, assert_no_recompilation, assert_unchanged
+from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, pointers
 
-PLAN = hybrid_plan(num_blocks=60)
-GROUPS = len(PLAN.groups)
-TABLES = make_block_tables(PLAN, max_requests=4)
-SHAPE = StepShape(
-    entries=4, block_ids=40, zero_ids=6, batch=3, widths=TABLES.widths, tokens=16, extra=5
-)
-NOTHING = TableUpdate((), ((),) * GROUPS)
-EMPTY_STEP = {"update": NOTHING, "rows": [], "first_positions": [], "lengths": []}
+PLAN = hybrid_plan()
+SHAPE = StepShape.for_plan(PLAN, max_requests=4, max_tokens=16, forks=2)
+step = jax.jit(apply_step, donate_argnums=0)
 
 
-def step(tables, upload):
-    tables, _, batch = apply_step(tables, None, upload, shape=SHAPE)
-    return tables, batch
+def poisoned(**options):
+    """A cache whose every byte is 0xFF, except the null block."""
+    cache = make_cache(PLAN, max_requests=4, **options)
+    buffers = tuple(jnp.full_like(b, 0xFF).at[:, 0].set(0) for b in cache.buffers)
+    return dataclasses.replace(cache, buffers=buffers)
 
 
-only = functools.partial(ids_of_group, GROUPS)
+def blocks_of(cache) -> np.ndarray:
+    """uint8[tensors, blocks, page]."""
+    (buffer,) = cache.buffers
+    return np.asarray(buffer)
 
 
-def pack(**changes) -> np.ndarray:
-    return pack_step(SHAPE, **{**EMPTY_STEP, **changes})
+def upload(**parts) -> Upload:
+    groups = len(PLAN.groups)
+    for name in ("zero_ids", "copies"):
+        if name in parts:
+            parts[name] = parts[name] + [[]] * (groups - len(parts[name]))
+    return pack_step(SHAPE, **parts)
 
 
-def test_one_step_equals_its_parts() -> None:
+# --- in order -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_blocks_are_copied_then_fresh_ones_are_zeroed(implementation) -> None:
+    """A block may be given back, copied from once more, and zeroed for another request."""
+    cache = poisoned()
+    marked = cache.buffers[0].at[:, 5].set(7).at[:, 6].set(9)
+    cache = dataclasses.replace(cache, buffers=(marked,))
+    with kernels_run():
+        run = jax.jit(functools.partial(apply_step, implementation=implementation))
+        cache, _ = run(cache, upload(copies=[[(5, 6), (6, 8)]], zero_ids=[[5], [4]]))
+    blocks = blocks_of(cache)
+    assert (blocks[:, 6] == 7).all() and (blocks[:, 8] == 9).all(), "all at once"
+    assert not blocks[:, [4, 5]].any()
+    assert (blocks[:, [1, 2, 3, 7]] == 0xFF).all() and not blocks[:, 0].any()
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_only_buffers_of_the_groups_are_zeroed_and_copied(stacked: bool) -> None:
+    """Three layers of states make three tensors; the groups of attention use two of them."""
+    cache = make_cache(PLAN, max_requests=4, stacked=stacked)
+    full = tuple(jnp.full_like(buffer, 0xFF) for buffer in cache.buffers)
+    cache = dataclasses.replace(cache, buffers=full)
+    states = next(g for g, group in enumerate(PLAN.groups) if group.growth.stores == "state")
+    ids = [[] for _ in PLAN.groups]
+    ids[0], ids[states] = [3], [4]
+    cache, _ = step(cache, upload(zero_ids=ids, copies=[]))
+    tensors = [b[:] for b in cache.buffers[0]] if stacked else list(cache.buffers)
+    used = [tensor for tensor in range(3) if tensor in PLAN.layout.tensors_of(0)]
+    assert used == [0, 1]
+    for tensor, pages in enumerate(tensors):
+        assert not np.asarray(pages)[4].any()
+        assert stacked or np.asarray(pages)[3].any() == (tensor not in used)
+
+
+def test_rows_are_copied_before_entries_are_written() -> None:
     manager = BlockManager(PLAN, max_requests=4)
-    rows = [manager.start(name) for name in "abc"]
-    lengths, extra = [8, 3, 5], [7, 8, 9]
-    for name, length in zip("abc", lengths, strict=True):
-        manager.grow(name, 0, length)
-    update = manager.take_update()
-    first = [0, 0, 0]
-    upload = pack(update=update, rows=rows, first_positions=first, lengths=lengths, extra=extra)
-    tables, batch = step(TABLES, upload)
-    check_overflow(tables)
+    cache = make_cache(PLAN, max_requests=4)
+    manager.start("a")
+    cache, _ = step(cache, manager.step(SHAPE, {"a": 5}))
+    manager.swap_rows(0, 2)
+    manager.start("b")  # takes row 0, which the device still has a in
+    cache, _ = step(cache, manager.step(SHAPE, {"b": 8, "a": 1}))
+    tables, starts = np.asarray(cache.block_tables), cache.layout.column_starts
+    for name, row in manager.requests.items():
+        for group, ids in enumerate(manager.block_ids(name)):
+            got = tables[row, starts[group] : starts[group] + len(ids)]
+            assert all(i in (0, j) for i, j in zip(ids, got, strict=True)), (name, group)
+    check_errors(cache)
 
-    expected = TABLES
-    for entry in update.entries:  # one by one, through the public function
-        one = pack_entries([entry], num_groups=GROUPS, max_entries=1, max_block_ids=20)
-        expected = append_block_ids(expected, one)
-    for got, wanted in zip(tables.tables, expected.tables, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    _, gathered = gather_block_tables(
-        expected, jnp.array(rows), jnp.array(first), widths=SHAPE.widths
+
+def test_what_a_fork_shares_is_copied_when_it_is_written() -> None:
+    plan = plan_cache(
+        {"a": FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)}, 2**12, max_model_len=16
     )
-    for got, wanted in zip(batch.block_tables, gathered, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    token_rows = np.repeat(rows, lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    _, slots = map_slots(expected, jnp.array(token_rows), jnp.array(positions, jnp.int32))
-    np.testing.assert_array_equal(batch.slots, slots)
-    np.testing.assert_array_equal(batch.positions, positions)
-    np.testing.assert_array_equal(batch.extra, [7, 8, 9, 0, 0])
-    for ids, wanted in zip(np.asarray(batch.zero_ids), update.zero_ids, strict=True):
-        np.testing.assert_array_equal(ids, [*wanted, *[-1] * (SHAPE.zero_ids - len(wanted))])
+    shape = StepShape.for_plan(plan, max_requests=3, max_tokens=8, forks=3)
+    manager, cache = BlockManager(plan, max_requests=3), make_cache(plan, max_requests=3)
+
+    @jax.jit
+    def write(cache, upload, value):
+        cache, batch = apply_step(cache, upload)
+        rows = jnp.full((8, 1, 4), value)
+        cache = write_tokens(cache, "a", batch, rows, rows)
+        return cache, read_rows(cache, "a", batch)[:, :, 0, 0]
+
+    manager.start("a")
+    cache, _ = write(cache, manager.step(shape, {"a": 6}), 1.0)
+    manager.fork("a", ["b", "c"])
+    cache, _ = write(cache, manager.step(shape, {"b": 1, "a": 1}), 2.0)
+    cache, rows = write(cache, manager.step(shape, {"c": 1, "b": 1, "a": 1}), 3.0)
+    check_errors(cache)
+    assert rows[0, :7].tolist() == [1] * 6 + [3]
+    for request in (1, 2):
+        assert rows[request, :8].tolist() == [1] * 6 + [2, 3]
 
 
-def test_an_empty_step_changes_nothing_and_is_all_padding() -> None:
-    tables, batch = step(TABLES, pack())
-    check_overflow(tables)
-    np.testing.assert_array_equal(tables.num_blocks, TABLES.num_blocks)
-    assert (np.asarray(batch.rows) == -1).all() and (np.asarray(batch.slots) == -1).all()
-    assert all((np.asarray(ids) == 0).all() for ids in batch.block_tables)
+# --- once, and for this cache ---------------------------------------------------------
 
 
-@given(
-    lengths=st.tuples(*[st.integers(0, 5)] * 3),
-    first=st.tuples(*[st.integers(0, 9)] * 3),
-    padding=st.integers(0, 3),
-)
-def test_tokens_lie_end_to_end(lengths, first, padding) -> None:
-    rows = [2, 0, 3][: 3 - padding] + [-1] * padding
-    lengths = [n if row >= 0 else 0 for n, row in zip(lengths, rows, strict=True)]
-    expected = [
-        (row, start + i)
-        for row, start, length in zip(rows, first, lengths, strict=True)
-        for i in range(length)
-    ]
-    expected += [(-1, -1)] * (16 - len(expected))
-    parts = (jnp.array(v, jnp.int32) for v in (rows, first, np.cumsum(lengths)))
-    got = lay_out_tokens(*parts, num_tokens=16)
-    np.testing.assert_array_equal(np.stack(got, axis=1), expected)
-
-
-entries = st.builds(
-    TableEntry,
-    row=st.integers(0, 2),
-    block_ids=st.tuples(*[st.lists(st.integers(0, 9), max_size=3)] * 2),
-    overwrite=st.booleans(),
-)
-
-
-@given(st.lists(entries, max_size=8))
-def test_composed_entries_do_what_the_originals_do_in_order(listed) -> None:
-    def replay(entries: list[TableEntry]) -> dict[tuple[int, int], list[int]]:
-        rows: dict[tuple[int, int], list[int]] = {}
-        for entry in entries:
-            for group, ids in enumerate(entry.block_ids):
-                before = [] if entry.overwrite else rows.get((entry.row, group), [77])
-                rows[entry.row, group] = [*before, *ids]
-        return rows
-
-    composed = compose_entries(listed)
-    assert replay(composed) == replay(listed)
-    assert len({entry.row for entry in composed}) == len(composed)
-
-
-def test_every_upload_is_a_fresh_buffer() -> None:
-    first, second = pack(), pack()
-    assert not np.shares_memory(first, second)
-
-
-def test_packed_entries_work_on_their_own() -> None:
-    entries = [TableEntry(3, only(0, [4, 5]))]
-    entries = pack_entries(entries, num_groups=GROUPS, max_entries=2, max_block_ids=4)
-    tables = append_block_ids(TABLES, entries)
-    check_overflow(tables)
-    assert int(tables.num_blocks[0, 3]) == 2
-
-
-def test_a_donating_step_keeps_the_tables_where_they_are() -> None:
-    tables = make_block_tables(PLAN, max_requests=4)
-    where = pointers(tables.tables)
-    for _ in range(3):
-        tables, _, _ = apply_step_donating(tables, None, pack(), shape=SHAPE)
-    assert pointers(tables.tables) == where
+def numbered(count: int = 3) -> tuple[BlockManager, list[Upload]]:
+    manager = BlockManager(PLAN, max_requests=4)
+    manager.start("a")
+    return manager, [manager.step(SHAPE, {"a": 1}) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": [0, 1, 2, 3]}, "differ in length"),
-        (
-            {"rows": [0, 1, 2, 3], "first_positions": [0] * 4, "lengths": [1] * 4},
-            "4 rows and its shape has 3",
-        ),
-        ({"rows": [0], "first_positions": [0], "lengths": [17]}, "17 tokens and its shape has 16"),
-        ({"extra": range(6)}, "6 extra and its shape has 5"),
-        ({"extra": [2**31]}, "extra holds a value that int32 does not"),
-        ({"extra": np.array([2**32 + 7])}, "extra holds a value that int32 does not"),
-        ({"extra": [2**70]}, "extra"),
-        ({"extra": np.array([1.5])}, "extra must be ints"),
-        ({"rows": [1, 1], "first_positions": [0, 1], "lengths": [1, 1]}, "names a row twice"),
-        ({"rows": [1], "first_positions": [0], "lengths": [-1]}, "lengths must be >= 0"),
-        ({"rows": [1], "first_positions": [-2], "lengths": [4]}, "first_positions must be >= 0"),
-        ({"rows": [-1], "first_positions": [0], "lengths": [4]}, "rows must be >= 0"),
-        (
-            {"rows": [0, 1, 2], "first_positions": [0] * 3, "lengths": [2**31 - 1] * 2 + [4]},
-            "4294967298 tokens and its shape has 16",
-        ),
-        (
-            {"rows": np.array([[0], [1]]), "first_positions": [0] * 2, "lengths": [1] * 2},
-            "rows must be a flat list",
-        ),
-        (
-            {"update": TableUpdate([TableEntry(3, [[1]])] * 2, NOTHING.zero_ids)},
-            rf"ids for \{{3: 1\}} groups by row and shape.widths has {GROUPS}",
-        ),
-        ({"copies": [(1, 2)] * GROUPS}, "copies must be, per group, a list of pairs"),
-        ({"copies": np.ones((GROUPS, 1, 3), int)}, "copies must be, per group, a list of pairs"),
-        ({"update": TableUpdate((), ((),))}, "update has 1 groups"),
-        (
-            {"update": TableUpdate((), ((1,) * 7, *((),) * (GROUPS - 1)))},
-            "7 zero_ids and its shape has 6",
-        ),
-        (
-            {"update": TableUpdate((TableEntry(0, only(0, [1] * 41)),), ((),) * GROUPS)},
-            "41 block_ids and its shape has 40",
-        ),
-        (
-            {
-                "update": TableUpdate(
-                    [TableEntry(i, only(0, [])) for i in range(5)], NOTHING.zero_ids
-                )
-            },
-            "5 entries and its shape has 4",
-        ),
-        (
-            {"update": TableUpdate([TableEntry(-1, only(0, []))], NOTHING.zero_ids)},
-            "row=-1 must be >= 0",
-        ),
-        (
-            {"update": TableUpdate([TableEntry(3, [[1]])], NOTHING.zero_ids)},
-            rf"ids for \{{3: 1\}} groups by row and shape.widths has {GROUPS}",
-        ),
-        (
-            {"update": TableUpdate([TableEntry(3, only(0, [2**31]))], NOTHING.zero_ids)},
-            "block_ids holds a value that int32 does not",
-        ),
-        (
-            {"update": TableUpdate([TableEntry(3, only(0, [1.5]))], NOTHING.zero_ids)},
-            "block_ids must be ints",
-        ),
-        ({"copies": [[(1, 2)]]}, "copies has 1 groups"),
-        (
-            {"copies": [[(1, 2)], *[[]] * (GROUPS - 1)]},
-            "1 copies and its shape has 0",
-        ),
-    ],
+    ("order", "flag"),
+    [([0, 1, 2], 0), ([0, 2], LOST_UPLOAD), ([0, 1, 1], REPEATED_UPLOAD), ([1], LOST_UPLOAD)],
 )
-def test_what_does_not_fit_the_shape_is_refused_by_name(changes, message) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        pack(**changes)
+def test_an_upload_that_is_lost_or_applied_twice_is_reported(order, flag) -> None:
+    _, uploads = numbered()
+    cache = make_cache(PLAN, max_requests=4)
+    for index in order:
+        cache, _ = step(cache, uploads[index])
+    assert int(cache.error_flags) & (LOST_UPLOAD | REPEATED_UPLOAD) == flag
+    if flag:
+        with pytest.raises(CacheError, match="upload was"):
+            check_errors(cache)
 
 
-def test_an_update_that_did_not_fit_can_be_packed_again() -> None:
-    manager = BlockManager(PLAN, max_requests=4)
-    row = manager.start("r")
-    manager.grow("r", 0, 8)
-    update = manager.take_update()
-    batch = {"rows": [row], "first_positions": [0], "lengths": [8]}
-    small = dataclasses.replace(SHAPE, block_ids=3)
-    with pytest.raises(ValueError, match="block_ids and its shape has 3"):
-        pack_step(small, update=update, **batch)
-    tables, _ = step(TABLES, pack(update=update, **batch))
-    check_overflow(tables)
-    assert int(tables.num_blocks[0, row]) == 2
+def test_uploads_without_a_number_are_not_counted() -> None:
+    _, uploads = numbered(2)
+    cache = make_cache(PLAN, max_requests=4)
+    for one in (SHAPE.idle(), uploads[0], upload(), uploads[1]):
+        cache, _ = step(cache, one)
+    check_errors(cache)
+
+
+def test_an_idle_step_changes_nothing_and_is_all_padding() -> None:
+    cache = make_cache(PLAN, max_requests=4)
+    with assert_unchanged(cache):
+        after, batch = jax.jit(apply_step)(cache, SHAPE.idle())
+    np.testing.assert_array_equal(after.block_tables, cache.block_tables)
+    assert set(batch.positions.tolist()) == {-1} and set(batch.request_rows.tolist()) == {-1}
+    assert not any(np.asarray(table).any() for table in batch.tables)
+    check_errors(after)
+
+
+def test_a_request_whose_block_never_came_is_reported() -> None:
+    cache, batch = step(
+        make_cache(PLAN, max_requests=4),
+        upload(rows=[0], num_computed_tokens=[0], num_new_tokens=[3]),
+    )
+    assert int(cache.error_flags) == NO_BLOCK
+    assert set(batch.slot_mapping("full.0").tolist()) == {-1}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("change", "message"),
     [
-        ({"entries": -1}, "entries must be at least 0"),
-        ({"widths": (1, -1)}, r"widths\[1\] must be at least 0"),
-        ({"entries": 0, "block_ids": 3}, "need entries"),
-        ({"batch": 0, "tokens": 3}, "need a batch"),
-        ({"extra": 1.5}, "extra must be an int"),
+        ({"plan": hybrid_plan(41)}, "num_blocks is 41 and the cache's 40"),
+        ({"max_requests": 3}, "max_requests is 3 and the cache's 4"),
+        ({"plan": hybrid_plan(kv_dtype="bf16", max_model_len=20)}, None),
+        ({"plan": hybrid_plan(grouping="packed")}, "growths"),
+    ],
+)  # fmt: skip
+def test_an_upload_of_another_plan_is_refused(change, message) -> None:
+    options = {"plan": PLAN, "max_requests": 4} | change
+    other = StepShape.for_plan(options.pop("plan"), **options, max_tokens=16)
+    cache = make_cache(PLAN, max_requests=4)
+    if message is None:  # shorter rows of the same blocks do no harm
+        apply_step(cache, other.idle())
+        return
+    with pytest.raises(ValueError, match=f"upload is of another plan .* {message}"):
+        apply_step(cache, other.idle())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda c, u: (c.block_tables, u), TypeError, "cache must be a KVCache"),
+        (lambda c, u: (c, u.data), TypeError, "upload must be what BlockManager.step returned"),
+        (lambda c, u: (u, c), TypeError, "cache must be a KVCache, got Upload"),
+        (lambda c, u: (c, Upload(data=u.data.astype(np.int64), shape=SHAPE)), TypeError, "int32"),
+        (lambda c, u: (c, Upload(data=u.data[:-1], shape=SHAPE)), ValueError, "has shape"),
     ],
 )
-def test_a_shape_that_makes_no_sense_is_refused(sizes, message) -> None:
-    good = {"entries": 1, "block_ids": 1, "zero_ids": 1, "batch": 1, "widths": (1,)}
-    with pytest.raises((ValueError, TypeError), match=message):
-        StepShape(**{**good, **sizes})
+def test_arguments_of_another_kind_are_refused_by_name(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        apply_step(*arguments(make_cache(PLAN, max_requests=4), SHAPE.idle()))
 
 
-def test_an_upload_that_is_not_int32_is_refused() -> None:
-    with pytest.raises(TypeError, match="upload must be an array of int32, got int64"):
-        step(TABLES, np.zeros(SHAPE.size, np.int64))
+def test_an_upload_carries_its_shape_so_no_other_can_be_told() -> None:
+    """Two buckets that differ in their tokens only: nothing is lost, each compiles once."""
+    shapes = [StepShape.for_plan(PLAN, max_requests=4, max_tokens=n) for n in (16, 4)]
+    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
+    manager.start("a")
+    run = jax.jit(lambda cache, upload: apply_step(cache, upload), donate_argnums=0)
+    for shape, count in zip(shapes * 2, (8, 2, 3, 1), strict=True):
+        cache, batch = run(cache, manager.step(shape, {"a": count}))
+        assert (batch.positions >= 0).sum() == count
+    assert run._cache_size() == 2
+    check_errors(cache)
 
 
-def test_an_upload_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="this step shape wants"):
-        step(TABLES, jnp.zeros(3, jnp.int32))
+# --- jax ------------------------------------------------------------------------------
 
 
-def ring_step(ring: UploadRing, tables, block_id: int):
-    """Appends one block to row 0."""
-    entries = [TableEntry(0, [[block_id]] * GROUPS, overwrite=True)]
-    upload = ring.pack(
-        update=TableUpdate(entries, NOTHING.zero_ids),
-        rows=[0],
-        first_positions=[0],
-        lengths=[1],
-        extra=[block_id],
-    )
-    tables, _, batch = apply_step_donating(tables, None, upload, shape=SHAPE)
-    ring.sent(batch)
-    return tables, batch
+def test_a_donating_step_keeps_everything_where_it_is() -> None:
+    state = StateSpec(block_size=16, shapes=((16, 128),), dtypes=("f32",))
+    kv = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=128, dtype="fp8_e4m3")
+    plan = plan_cache({"a": kv, "b": kv, "c": state}, 2**23, max_model_len=64)
+    shape = StepShape.for_plan(plan, max_requests=4, max_tokens=16)
+    manager = BlockManager(plan, max_requests=4)
+    manager.start("a")
+    cache = make_cache(plan, max_requests=4)
+    assert len(jax.tree.leaves(cache)) == 4
+    sent = jax.tree.map(jnp.asarray, manager.step(shape, {"a": 9}))
+    with kernels_run():
+        assert_in_place(apply_step, cache, sent)
 
 
-def test_a_ring_s_uploads_arrive_as_packed_however_many_are_under_way() -> None:
-    ring, tables, batches = UploadRing(SHAPE, depth=2), make_block_tables(PLAN, max_requests=4), []
-    for block_id in range(1, 51):
-        tables, batch = ring_step(ring, tables, block_id)
-        batches.append(batch)
-    check_overflow(tables)
-    for block_id, batch in enumerate(batches, 1):
-        assert int(batch.extra[0]) == block_id
-        assert int(batch.slots[0, 0]) == block_id * PLAN.groups[0].spec.block_size
+def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
+    _, uploads = numbered(3)
+    data = jnp.stack([jnp.asarray(one.data) for one in uploads])
+
+    def body(cache, data):
+        cache, batch = apply_step(cache, Upload(data=data, shape=SHAPE))
+        return cache, batch.positions[0]
+
+    cache, positions = jax.lax.scan(body, make_cache(PLAN, max_requests=4), data)
+    assert positions.tolist() == [0, 1, 2]
+    check_errors(cache)
 
 
-def test_a_ring_packs_what_pack_step_packs() -> None:
-    ring = UploadRing(SHAPE)
-    step = {"update": NOTHING, "rows": [1, 0], "first_positions": [3, 4], "lengths": [1, 2]}
-    np.testing.assert_array_equal(ring.pack(**step), pack_step(SHAPE, **step))
+# --- a ring of uploads ----------------------------------------------------------------
 
 
-def test_a_ring_does_not_write_over_an_upload_that_no_step_has_read() -> None:
-    ring = UploadRing(SHAPE)
-    with pytest.raises(RuntimeError, match="no upload is waiting"):
-        ring.sent(None)
-    ring.pack(**EMPTY_STEP)
-    with pytest.raises(RuntimeError, match="packed and not sent"):
-        ring.pack(**EMPTY_STEP)
-    ring.sent(None)
-    ring.pack(**EMPTY_STEP)
+def test_a_ring_carries_what_a_fresh_upload_carries() -> None:
+    (one, _), (two, _) = numbered(0), numbered(0)
+    ring = UploadRing(depth=2)
+    for count in (1, 2, 3, 1, 1):
+        fresh, ringed = one.step(SHAPE, {"a": count}), two.step(SHAPE, {"a": count}, ring=ring)
+        np.testing.assert_array_equal(fresh.data, ringed.data)
+        assert ringed.shape == SHAPE
 
 
-def test_warming_up_leaves_nothing_to_compile() -> None:
-    ring = UploadRing(SHAPE)
-    tables, pool = make_block_tables(PLAN, max_requests=4), make_pool(PLAN)
-    tables, pool = warm_up(tables, pool, [SHAPE, ring])
-    with count_compilations() as compilations:
-        for turn in range(6):
-            upload = pack_step(SHAPE, **EMPTY_STEP) if turn % 2 else ring.pack(**EMPTY_STEP)
-            if turn % 3:
-                tables, pool, batch = apply_step_donating(tables, pool, upload, shape=SHAPE)
-            else:
-                tables, pool, batch = apply_step_donating(
-                    tables, pool, upload, shape=SHAPE, implementation=None
-                )
-            if not turn % 2:
-                ring.sent(batch)
-    assert not compilations
+def test_uploads_under_way_are_not_written_over() -> None:
+    manager, _ = numbered(0)
+    ring = UploadRing(depth=2)
+    sent = [manager.step(SHAPE, {"a": 1}, ring=ring) for _ in range(9)]
+    assert [int(one.data[0]) for one in sent] == list(range(1, 10))
 
 
-def test_a_ring_refuses_what_it_cannot_wait_for() -> None:
-    ring = UploadRing(SHAPE, depth=1)
-    ring.pack(**EMPTY_STEP)
-    with pytest.raises(TypeError, match="outputs must hold arrays of jax, got ndarray"):
-        ring.sent(np.zeros(3))
-    output = jnp.zeros(3)
-    ring.sent(output)
-    output.delete()
-    with pytest.raises(RuntimeError, match="are deleted or donated"):
-        ring.pack(**EMPTY_STEP)
+def test_a_ring_serves_many_shapes_and_compiles_each_step_once() -> None:
+    shapes = [SHAPE, StepShape.for_plan(PLAN, max_requests=4, max_tokens=4)]
+    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
+    manager.start("a")
+    ring, run = UploadRing(depth=2), jax.jit(apply_step, donate_argnums=0)
+    for shape in shapes:
+        cache, _ = run(cache, manager.step(shape, {"a": 1}, ring=ring))
+    with assert_no_recompilation():
+        for shape in shapes * 3:
+            cache, _ = run(cache, manager.step(shape, {"a": 1}, ring=ring))
+    assert "2 shapes, 2 uploads each" in repr(ring)
+    check_errors(cache)
 
 
-def test_a_ring_notices_that_a_step_took_its_buffer() -> None:
-    ring = UploadRing(SHAPE, depth=1)
-    upload = ring.pack(**EMPTY_STEP)
-    ring.sent(None)
-    upload.delete()  # as donating it does
-    with pytest.raises(RuntimeError, match="a step donated its upload"):
-        ring.pack(**EMPTY_STEP)
+def test_a_ring_notices_that_a_step_took_its_upload() -> None:
+    manager, _ = numbered(0)
+    ring = UploadRing(depth=1)
+    manager.step(SHAPE, {"a": 1}, ring=ring).data.delete()
+    with pytest.raises(RuntimeError, match="donate the cache, and not the upload"):
+        manager.step(SHAPE, {"a": 1}, ring=ring)
+    assert manager.num_computed_tokens("a") == 1, "the step did not happen"
+    with pytest.raises(RuntimeError, match="no buffer was given"):
+        UploadRing().seal()
 
 
-def test_a_ring_waits_for_the_step_that_reads_a_buffer_before_it_writes_again() -> None:
-    ring, order = UploadRing(SHAPE, depth=2), []
-
-    class Output(list):
-        """Stands for an array: says when it was waited for."""
-
-        def is_deleted(self) -> bool:
-            return False
-
-        def block_until_ready(self) -> None:
-            order.append(self[0])
-
-    for turn in range(5):
-        ring.pack(**EMPTY_STEP)
-        ring.sent(None)
-        ring._fences[turn % 2] = [Output([turn])]
-    assert order == [0, 1, 2]
+def test_a_failed_step_leaves_the_ring_usable() -> None:
+    manager, _ = numbered(0)
+    ring = UploadRing(depth=1)
+    with pytest.raises(ValueError, match="extra=3"):
+        manager.step(SHAPE, {"a": 1}, extra=[1, 2, 3], ring=ring)
+    assert manager.step(SHAPE, {"a": 1}, ring=ring).data[0] == 1
 
 
-def test_a_pool_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match="pool must be a KVPool, or None, got dict"):
-        apply_step(TABLES, {"x": jnp.ones(3)}, pack(), shape=SHAPE)
-
-
-def test_a_pack_that_failed_leaves_the_ring_as_it_was() -> None:
-    ring, tables = UploadRing(SHAPE, depth=1), make_block_tables(PLAN, max_requests=4)
-    with pytest.raises(ValueError, match="names a row twice"):
-        ring.pack(update=NOTHING, rows=[1, 1], first_positions=[0, 0], lengths=[1, 1])
-    tables, batch = ring_step(ring, tables, 7)
-    assert int(batch.extra[0]) == 7
+def test_step_and_cache_are_what_the_front_door_gives() -> None:
+    assert jaxkv.apply_step is apply_step and jaxkv.UploadRing is UploadRing
+    assert pointers(make_cache(PLAN, max_requests=4))
