@@ -1,0 +1,190 @@
+"""Attention over the pages of a cache: writes a step's tokens, then attends."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxkv.attention._paged import AttentionRule, Tiles, attend_to_pages
+from jaxkv.cache import KVCache, Period, StepBatch
+from jaxkv.layout import row_format
+from jaxkv.pool import (
+    SAME,
+    check_batch,
+    flag_period,
+    on_devices,
+    ranks_of_heads,
+    token_spec,
+    write_rows,
+    write_tokens,
+)
+from jaxkv.specs import FullAttentionSpec, MLASpec
+from pallas_kernels import Implementation
+
+
+def attend(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    queries: Array,
+    keys: Array | None = None,
+    values: Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Writes a step's keys and values into a layer, then attends by the layer's own rule.
+
+    ::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        for layer in layers:
+            ...
+            cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
+
+    Each token attends to its own request up to itself: to everything (full attention and
+    latent rows), to its window or its chunk; with cross attention to the encoder's tokens. Bytes
+    that it must not see never reach the output, whatever they hold: values are masked as well as
+    logits. Rows of padding get zeros. No temporary grows with the pool or with the square of the
+    longest request.
+
+    With context parallelism each rank attends to the positions that it was dealt, and the
+    results are combined by their log-sum-exp.
+
+    Args:
+      cache, batch: of this step, from `apply_step`.
+      layer: name of a layer; one that shares the cache of another layer gets no keys.
+      queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The heads of one
+        KV head lie side by side.
+      keys: [T, kv_heads, K]; for latent rows [T, K], the rows; for cross attention the
+        encoder's, [B, E, kv_heads, K]. None: nothing is written.
+      values: [T, kv_heads, V]; None for latent rows, or where ``keys`` is None.
+      scale: of the scores; None: ``K ** -0.5``.
+      soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
+      sinks: float[heads], logits of an attention sink per head: a key without a value.
+      period: int32[], traced: the layer of the group to use instead; see `write_tokens`.
+      implementation: of the kernels, as in `pallas_kernels.write_rows`.
+
+    Returns:
+      The cache, and the output in the queries' dtype: [..., heads, V].
+
+    Raises:
+      TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
+        (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``).
+      ValueError: shapes that do not fit the layer and the batch; context parallelism without a
+        mesh axis.
+    """
+    rule = _rule(cache, layer, batch, queries, scale, soft_cap)
+    if sinks is not None and sinks.shape != queries.shape[-2:-1]:
+        raise ValueError(f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one a head")
+    if keys is not None:
+        cache = _write(cache, layer, batch, keys, values, period, implementation)
+    elif values is not None:
+        raise ValueError("values without keys: pass both, or None for both to write nothing")
+
+    def run(
+        cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
+    ) -> Array:
+        flat = queries.reshape(-1, *queries.shape[-2:])
+        tiles = Tiles.of_batch(batch)
+        out = attend_to_pages(cache, layer, batch, flat, tiles, rule, sinks, period)
+        return out.astype(queries.dtype).reshape(*queries.shape[:-1], rule.value_size)
+
+    axis, heads_dim = cache.layout.heads_axis, queries.ndim - 2
+    by_head = PartitionSpec(*[None] * heads_dim, axis) if axis else SAME
+    of_sinks = PartitionSpec(axis) if axis else SAME
+    out = on_devices(
+        run,
+        cache,
+        *(batch, queries, sinks, period),
+        in_specs=(SAME, by_head, of_sinks, SAME),
+        out_specs=by_head,
+    )
+    return flag_period(cache, layer, period), out
+
+
+def _write(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    keys: Array,
+    values: Array | None,
+    period: Period,
+    implementation: Implementation | None,
+) -> KVCache:
+    spec, options = token_spec(cache, layer), {"period": period, "implementation": implementation}
+    if isinstance(spec, FullAttentionSpec):
+        if values is None:
+            raise ValueError(f"values is None; layer {layer!r} stores keys and values")
+        return write_tokens(cache, layer, batch, keys, values, **options)
+    if values is not None:
+        raise ValueError(
+            f"layer={layer!r} stores latent rows: pass them as keys, and None as values"
+        )
+    dtype = jnp.dtype(row_format(spec).dtype)
+    return write_rows(cache, layer, batch, keys.astype(dtype), **options)
+
+
+def _rule(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    queries: Array,
+    scale: float | None,
+    soft_cap: float | None,
+) -> AttentionRule:
+    """Returns the rule of a layer, after checking that attention can read its rows."""
+    check_batch(cache, batch)
+    spec = token_spec(cache, layer)
+    if cache.layout.context_parallel > 1 and cache.layout.axis is None:
+        raise ValueError(
+            f"context_parallel={cache.layout.context_parallel}: attend combines the ranks over a "
+            "mesh axis, and the cache has none; pass mesh= and axis= to make_cache"
+        )
+    growth = cache.layout.growths[cache.layout.place_of(layer).group]
+    unread = _unreadable(spec)
+    if unread:
+        raise TypeError(
+            f"layer={layer!r} has {unread}, which attend does not read; write its rows with "
+            "write_rows and attend with your own kernel over layer_view"
+        )
+    if isinstance(spec, MLASpec):
+        kv_heads, value_size = 1, spec.value_size or spec.head_size
+    else:
+        kv_heads, value_size = spec.num_kv_heads, spec.value_size
+    shape = batch.token_shape
+    ranks = 1 if isinstance(spec, MLASpec) else ranks_of_heads(cache)
+    heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
+    wanted = (*shape, heads, spec.head_size)
+    if queries.shape != wanted or not heads or heads % (kv_heads * ranks):
+        raise ValueError(
+            f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
+            f"{(*shape, 'heads', spec.head_size)}, heads a multiple of {kv_heads * ranks}"
+        )
+    return AttentionRule(
+        kv_heads=kv_heads,
+        key_size=spec.head_size,
+        value_size=value_size,
+        is_latent=isinstance(spec, MLASpec),
+        scale=spec.head_size**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        window=growth.window,
+        chunk=growth.chunk,
+        causal=growth.stores == "tokens",
+    )
+
+
+def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:
+    """Names what attention does not understand of a layer's rows; "" for nothing."""
+    if isinstance(spec, MLASpec):
+        if spec.bytes_per_token is not None:
+            return f"bytes_per_token={spec.bytes_per_token}"
+        if spec.compress_ratio > 1:
+            return f"compress_ratio={spec.compress_ratio}"
+    elif spec.scale_bytes:
+        return f"scale_bytes={spec.scale_bytes}"
+    elif spec.sink_tokens:
+        return f"sink_tokens={spec.sink_tokens}"
+    return f"dtype={spec.dtype!r}" if spec.dtype in ("nvfp4", "uint8") else ""

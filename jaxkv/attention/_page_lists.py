@@ -1,0 +1,232 @@
+"""The pages that every query group sees: padded lists, or one compact list with offsets.
+
+Both name (request, page) *pairs*, in the order of the requests in the batch and of the pages in
+each request. A pair has the page's id, its logical page (the index of the page in its request)
+and the request. A kernel needs no other map from pages to positions: this one has one entry for
+each listed page, where a map for every (request, page of the pool), or a mark for every (group,
+page of the pool), grows with the pool. A page that two requests share is a pair of each, and a
+kernel that lets tokens see only pairs of their own request counts no key twice.
+`block_mask_indices` makes lists of distinct pages for kernels that know no requests.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._internal.checks import FlagsError
+from jaxkv._internal.indexing import bit, gather_bits
+from jaxkv._internal.numbers import cdiv
+from jaxkv.attention._page_list_errors import TOO_MANY_PAGES, PageListError
+from jaxkv.attention._page_tables import page_ids, page_list_sizes, page_tables
+from jaxkv.attention._segments import (
+    PageTables,
+    Requests,
+    check_tables,
+    count_before,
+    find_requests,
+    find_segments,
+    list_pairs,
+)
+from jaxkv.cache import KVCache, Period, StepBatch
+from jaxkv.layout import PageListSizes
+from jaxkv.pool import SAME, check_batch, on_devices
+
+CSR_ROW = 2**16  # pairs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PageLists:
+    """The pages that the tokens of each query group see; G groups, T tokens of B requests.
+
+    A group's first ``counts`` entries are valid. The others read page 0, the null page, and -1
+    elsewhere. The token at ``positions[t]`` sees key n of an entry if the entry's request is
+    ``token_requests[t]`` and the mask allows the position ``logical_pages * page_tokens + n``;
+    page 0, which also stands for a missing page, has no keys to see.
+    """
+
+    pages: Array  # int32[G, L], on the block axis of `layer_view`
+    logical_pages: Array  # int32[G, L], index of the page in its request
+    requests: Array  # int32[G, L], index of the request in the batch
+    counts: Array  # int32[G], valid entries
+    token_requests: Array  # int32[T], index of each token's request; -1 for padding
+    positions: Array  # int32[T], in its request; -1 for padding
+    seq_lens: Array  # int32[B], tokens of each request, this step's included; 0 for padding
+    error_flags: Array  # int32[], bits; see `jaxkv.check_errors`
+    sizes: PageListSizes = dataclasses.field(metadata={"static": True})
+    error: ClassVar[type[FlagsError]] = PageListError
+
+    def __repr__(self) -> str:
+        groups, pages = self.pages.shape
+        return f"PageLists({groups} query groups, up to {pages} pages each)"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PageCSR:
+    """The lists of all query groups end to end; G groups, C entries, T tokens of B requests.
+
+    Group g's entries are ``offsets[g] : offsets[g + 1]``. Those past the last group's read page
+    0, the null page, and -1 elsewhere.
+    """
+
+    offsets: Array  # int32[G + 1]
+    pages: Array  # int32[C], on the block axis of `layer_view`
+    logical_pages: Array  # int32[C], index of the page in its request
+    requests: Array  # int32[C], index of the request in the batch
+    token_requests: Array  # int32[T], index of each token's request; -1 for padding
+    positions: Array  # int32[T], in its request; -1 for padding
+    seq_lens: Array  # int32[B], tokens of each request, this step's included; 0 for padding
+    error_flags: Array  # int32[], bits; see `jaxkv.check_errors`
+    sizes: PageListSizes = dataclasses.field(metadata={"static": True})
+    error: ClassVar[type[FlagsError]] = PageListError
+
+    def __repr__(self) -> str:
+        groups, pages = self.offsets.shape[0] - 1, self.pages.shape[0]
+        return f"PageCSR({groups} query groups, up to {pages} pages in all)"
+
+
+def build_page_lists(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    *,
+    q_block_tokens: int,
+    causal: bool = True,
+    pages_are_shared: bool = True,
+    period: Period = None,
+) -> PageLists:
+    """Lists, for each query group of a step, the pages of a layer that its tokens see.
+
+    A page is listed if and only if a token of the group sees a token of the page: by the
+    layer's window or chunks, up to the token itself. Blocks of attention sinks, which no table
+    names, are in no list. Inside one ``jit`` the layers of a group cost one build together: only
+    their ids differ.
+
+    A visible page that the request does not hold sets an error flag and reads as page 0. Flags
+    are for `jaxkv.check_errors`, off the hot path.
+
+    Args:
+      cache, batch: of this step, from `apply_step`.
+      layer: name of a layer that stores tokens. Its kernel blocks are the pages.
+      q_block_tokens: tokens of a query group; static.
+      causal: False: tokens see their whole request; for layers without window and chunks.
+      pages_are_shared: False makes the lists smaller, where no two requests hold one block.
+      period: int32[], traced: the layer of the group to list for; see `jaxkv.write_tokens`.
+
+    Returns:
+      Lists whose ids index the block axis of ``layer_view(cache, layer)``, like those of
+      ``batch.block_tables(layer)``. Shapes are those of `page_list_sizes`.
+
+    Raises:
+      TypeError: a layer that stores no tokens of its requests, or arguments of other types.
+      ValueError: a rectangular batch, context parallelism, or a batch of another cache.
+    """
+    check_batch(cache, batch)
+    sizes = page_list_sizes(
+        cache,
+        layer,
+        batch.shape,
+        q_block_tokens=q_block_tokens,
+        causal=causal,
+        pages_are_shared=pages_are_shared,
+    )
+
+    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists:
+        lists = make_lists(page_tables(batch, layer), sizes=sizes)
+        pages, _, flags = page_ids(lists.pages, batch, layer, period)
+        flags |= lists.error_flags
+        return dataclasses.replace(lists, pages=pages, error_flags=flags)
+
+    return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
+
+
+def build_page_csr(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    *,
+    q_block_tokens: int,
+    causal: bool = True,
+    pages_are_shared: bool = True,
+    period: Period = None,
+) -> PageCSR:
+    """Lists the same pairs in the same order as `build_page_lists`, without padding in between.
+
+    Takes and raises the same. Its size is ``(groups + requests - 1) * pages`` instead of
+    ``groups * requests * pages``.
+    """
+    check_batch(cache, batch)
+    sizes = page_list_sizes(
+        cache,
+        layer,
+        batch.shape,
+        q_block_tokens=q_block_tokens,
+        causal=causal,
+        pages_are_shared=pages_are_shared,
+    )
+
+    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageCSR:
+        csr = make_csr(page_tables(batch, layer), sizes=sizes)
+        pages, _, flags = page_ids(csr.pages, batch, layer, period)
+        flags |= csr.error_flags
+        return dataclasses.replace(csr, pages=pages, error_flags=flags)
+
+    return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def make_lists(tables: PageTables, *, sizes: PageListSizes) -> PageLists:
+    """Returns padded lists of page ids that count from the layer's first page."""
+    batch = check_tables(tables, sizes)
+    segments = find_segments(batch, sizes)
+    before = count_before(segments, sizes)
+    counts = jnp.diff(before)
+    listed = list_pairs(batch, segments, before[:-1], counts, sizes.list_width)
+    overflow = bit(TOO_MANY_PAGES, counts > sizes.list_width)
+    token_requests, positions = _find_tokens(batch, sizes)
+    return PageLists(
+        pages=listed.pages,
+        logical_pages=listed.logical_pages,
+        requests=listed.requests,
+        counts=jnp.minimum(counts, sizes.list_width),
+        token_requests=token_requests,
+        positions=positions,
+        seq_lens=batch.seq_lens,
+        error_flags=gather_bits(batch.error_flags, overflow),
+        sizes=sizes,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def make_csr(tables: PageTables, *, sizes: PageListSizes) -> PageCSR:
+    """Returns compact lists of page ids that count from the layer's first page."""
+    batch = check_tables(tables, sizes)
+    segments = find_segments(batch, sizes)
+    before = count_before(segments, sizes)
+    # In rows only so that not all of it is computed at once.
+    width = min(sizes.csr_capacity, CSR_ROW)
+    firsts = jnp.arange(cdiv(sizes.csr_capacity, width), dtype=jnp.int32) * width
+    listed = list_pairs(batch, segments, firsts, before[-1] - firsts, width)
+    pages, logical_pages, requests = (a.reshape(-1)[: sizes.csr_capacity] for a in listed)
+    overflow = bit(TOO_MANY_PAGES, before[-1] > sizes.csr_capacity)
+    token_requests, positions = _find_tokens(batch, sizes)
+    return PageCSR(
+        offsets=jnp.minimum(before, sizes.csr_capacity),
+        pages=pages,
+        logical_pages=logical_pages,
+        requests=requests,
+        token_requests=token_requests,
+        positions=positions,
+        seq_lens=batch.seq_lens,
+        error_flags=gather_bits(batch.error_flags, overflow),
+        sizes=sizes,
+    )
+
+
+def _find_tokens(batch: Requests, sizes: PageListSizes) -> tuple[Array, Array]:
+    return find_requests(batch, jnp.arange(sizes.max_num_batched_tokens, dtype=jnp.int32))
