@@ -1,0 +1,313 @@
+"""The scheduler: budgets, order, preemption, forks, and the planner's promise kept."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from jaxkv.blocks import BlockManager, StepShape
+from jaxkv.hf_config import layers_from_config, load_config
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.scheduler import Schedule, Scheduler
+from jaxkv.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
+
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, num_kv_heads=1, head_size=4)
+ORDERS = ["decode_first", "prefill_first"]
+
+
+def small_plan(
+    num_blocks: int, layers: dict[str, LayerSpec] | None = None, in_flight: int = 8, **options
+) -> Plan:
+    return plan_cache(
+        {"full": FULL} if layers is None else layers,
+        2**30,
+        num_blocks_override=num_blocks,
+        limits=Limits(max_in_flight_tokens=in_flight),
+        **({"max_model_len": 32} | options),
+    )
+
+
+def tight_plan(spare_blocks: int, layers: dict[str, LayerSpec], **options) -> Plan:
+    """A plan whose pool has so many blocks more than its longest request takes."""
+    plan = small_plan(200, layers, **options)
+    least = 1 + plan.admission_blocks(plan.max_model_len)
+    return small_plan(least + spare_blocks, layers, **options)
+
+
+class Server:
+    """An engine without a model: it runs every schedule, and checks what must always hold."""
+
+    def __init__(
+        self, plan: Plan, *, max_requests: int, max_tokens: int, forks: int = 0, **options
+    ):
+        self.manager = BlockManager(plan, max_requests=max_requests)
+        self.scheduler = Scheduler(self.manager, max_tokens=max_tokens, forks=forks, **options)
+        self.shape = StepShape.for_plan(
+            plan, max_requests=max_requests, max_tokens=max_tokens, forks=forks
+        )
+        self.limits: dict[Hashable, int] = {}
+        self.arrived: list[Hashable] = []
+        self.schedules: list[Schedule] = []
+        self.preemptions = 0
+
+    def add(self, name: Hashable, prompt: int, tokens: int, encoder_tokens: int = 0) -> None:
+        """A request that ends when it has so many tokens."""
+        self.scheduler.add(name, prompt, max_tokens=tokens, encoder_tokens=encoder_tokens)
+        self.limits[name] = tokens
+        self.arrived.append(name)
+
+    def step(self, *, carry_out: bool = True) -> Schedule:
+        schedule = self.scheduler.schedule()
+        self.schedules.append(schedule)
+        self.preemptions += len(schedule.preempted)
+        self._check(schedule)
+        if carry_out:
+            self.manager.step(self.shape, schedule.work)  # raises if anything does not fit
+        return schedule
+
+    def sample(self, schedule: Schedule) -> None:
+        """One token for each; requests that have all of theirs end."""
+        for name in schedule.samples:
+            if self.scheduler.num_tokens(name) == self.limits[name]:
+                self.scheduler.finish(name)
+            else:
+                self.scheduler.append({name: 1})
+
+    def _check(self, schedule: Schedule) -> None:
+        work, computed = schedule.work, self.manager.computed_tokens
+        assert sum(work.values()) <= self.shape.max_tokens
+        assert len(work) <= self.shape.batch_size
+        assert set(work) <= set(self.scheduler.running)
+        assert set(schedule.preempted) <= set(self.scheduler.waiting)
+        for name, count in work.items():
+            left = self.scheduler.num_tokens(name) - computed[name]
+            assert 1 <= count <= left
+            assert (name in schedule.samples) == (count == left)
+        assert list(self.scheduler.running) == self._by_age(self.scheduler.running)
+        if schedule.preempted:
+            oldest = self._by_age(schedule.preempted)[0]
+            running = self.scheduler.running
+            assert self._by_age([*running, oldest])[-1] == oldest, "an older one gave way"
+
+    def _by_age(self, names) -> list[Hashable]:
+        return sorted(names, key=self.arrived.index)
+
+    def serve(self, most_steps: int) -> None:
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                break
+            self.sample(self.step())
+        assert not self.scheduler.has_work, "requests starve"
+        assert not self.manager.requests
+        held = self.manager.block_pool.num_blocks - 1 - self.manager.num_free_blocks
+        assert held == sum(map(len, self.manager.sink_block_ids))
+
+
+LAYERS: dict[str, dict[str, LayerSpec]] = {
+    "full": {"full": FULL},
+    "windows": {"full": FULL, "window": WINDOW},
+    "states": {"full": FULL, "state": StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))},
+}
+
+
+def run_random(plan: Plan, seed: int, **options) -> Server:
+    """Random arrivals, aborts and schedules that are not carried out, then all to the end."""
+    draw = random.Random(seed)
+    server = Server(
+        plan, max_requests=draw.randint(1, 5), max_tokens=draw.randint(1, 12), **options
+    )
+    tokens = 0
+    for name in range(draw.randint(1, 8)):
+        length = draw.randint(1, plan.max_model_len)
+        tokens += length
+        server.add(name, draw.randint(1, min(length, draw.choice([3, 99]))), length)
+        for _ in range(draw.randint(0, 4)):
+            carry_out = draw.random() < 0.8
+            schedule = server.step(carry_out=carry_out)
+            if carry_out:
+                server.sample(schedule)
+        alive = [*server.scheduler.running, *server.scheduler.waiting]
+        if alive and draw.random() < 0.2:
+            server.scheduler.finish(draw.choice(alive))
+    server.serve(most_steps=20 * tokens)
+    return server
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([0, 3, 30]),
+    st.sampled_from(list(LAYERS)),
+    st.sampled_from(ORDERS),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_every_request_ends_and_every_step_fits(
+    spare_blocks: int, kind: str, order: str, preemption: bool, seed: int
+) -> None:
+    plan = tight_plan(spare_blocks, LAYERS[kind])
+    server = run_random(plan, seed, order=order, preemption=preemption)
+    again = run_random(plan, seed, order=order, preemption=preemption)
+    assert server.schedules == again.schedules, "the same calls gave other schedules"
+    assert preemption or not server.preemptions
+    event(f"preemptions: {min(server.preemptions, 3)}")
+
+
+def test_random_traffic_preempts() -> None:
+    servers = [run_random(tight_plan(2, LAYERS["windows"]), seed) for seed in range(40)]
+    assert sum(server.preemptions > 0 for server in servers) >= 5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("preemption", [True, False])
+@pytest.mark.parametrize(
+    ("name", "memory", "length"),
+    [
+        *[("gemma-3-27b", 12, 9000), ("gpt-oss-20b", 3, 9000), ("gemma-2-9b", 12, 8192)],
+        *[("llama-4-scout", 16, 17000), ("qwen3.5-4b", 3, 9000), ("deepseek-v4-flash", 3, 5000)],
+    ],
+)
+def test_as_many_requests_run_at_once_as_the_plan_says(
+    name: str, memory: int, length: int, preemption: bool, order: str
+) -> None:
+    plan = plan_cache(layers_from_config(load_config(name)), memory * 2**30, max_model_len=length)
+    promised = plan.requests_that_fit(length)
+    assert promised > 1
+    server = Server(
+        plan, max_requests=promised + 1, max_tokens=8192, order=order, preemption=preemption
+    )
+    for request in range(promised):
+        server.add(request, length - 1, length)
+    for _ in range(3 * promised * -(-length // 8192)):
+        schedule = server.step()
+        server.scheduler.append(
+            {r: 1 for r in schedule.samples if server.scheduler.num_tokens(r) < length}
+        )
+    computed = server.manager.computed_tokens
+    assert list(computed.values()) == [length] * promised
+    assert not server.preemptions
+
+
+def test_decodes_or_prompts_get_the_tokens_of_a_step_first() -> None:
+    for order, first in (("decode_first", {"a": 1, "b": 3}), ("prefill_first", {"b": 4})):
+        server = Server(small_plan(40), max_requests=4, max_tokens=4, order=order)
+        server.add("a", 3, 20)
+        server.sample(server.step())
+        server.add("b", 7, 20)
+        assert server.step().work == first
+
+
+def test_the_youngest_gives_way_and_comes_back_before_later_ones() -> None:
+    server = Server(small_plan(9, max_model_len=24), max_requests=4, max_tokens=8)
+    for name in ("a", "b"):
+        server.add(name, 8, 24)
+    seen: list[Schedule] = []
+    while not server.preemptions:
+        seen.append(server.step())
+        server.sample(seen[-1])
+    server.add("c", 4, 8)
+    assert seen[-1].preempted == ("b",)
+    assert list(seen[-1].work) == ["a"]
+    assert server.scheduler.waiting == ("b", "c")
+    server.serve(most_steps=100)
+
+
+def test_a_prompt_is_computed_in_chunks_next_to_decodes() -> None:
+    server = Server(small_plan(40), max_requests=4, max_tokens=5)
+    server.add("a", 2, 30)
+    server.sample(server.step())
+    server.add("b", 11, 30)
+    found = []
+    for _ in range(4):
+        found.append(server.step())
+        server.sample(found[-1])
+    assert [schedule.work for schedule in found] == [
+        *[{"a": 1, "b": 4}] * 2,
+        {"a": 1, "b": 3},
+        {"a": 1, "b": 1},
+    ]
+    assert [schedule.samples for schedule in found] == [("a",), ("a",), ("a", "b"), ("a", "b")]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(list(LAYERS)), st.booleans())
+def test_samples_share_their_prompt_and_never_outgrow_the_shape(
+    seed: int, kind: str, preemption: bool
+) -> None:
+    draw = random.Random(seed)
+    plan = tight_plan(draw.choice([1, 20]), LAYERS[kind], max_model_len=24)
+    forks = draw.randint(0, 4)
+    server = Server(plan, max_requests=5, max_tokens=8, forks=forks, preemption=preemption)
+    shared = 0
+    for name in range(3):
+        prompt = draw.randint(1, 20)
+        server.add(name, prompt, 24)
+        server.add((name, "other"), draw.randint(1, 20), 24)
+        while server.scheduler.num_tokens(name) == prompt:
+            schedule = server.step()
+            if name in schedule.samples:
+                samples = [(name, i) for i in range(draw.randint(1, 4))]
+                before = server.manager.num_free_blocks
+                server.scheduler.fork(name, samples)
+                assert server.manager.num_free_blocks == before, "a fork takes no blocks"
+                shared += sum(s in server.scheduler.running for s in samples)
+                at = server.arrived.index(name) + 1
+                server.arrived[at:at] = samples
+                server.limits |= dict.fromkeys(samples, 24)
+                server.scheduler.append(dict.fromkeys(samples, 1))
+            server.sample(schedule)
+    event(f"forks: {bool(forks)}, samples that share: {min(shared, 3)}")
+    assert forks or not shared
+    server.serve(most_steps=3000)
+
+
+def test_rejected_drafts_are_taken_back() -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=8)
+    server.add("a", 5, 30)
+    server.step()
+    server.scheduler.append({"a": 4})  # one token and three drafts
+    assert server.step().work == {"a": 4}
+    server.scheduler.rewind({"a": 7})
+    assert server.manager.computed_tokens == {"a": 7}
+    server.scheduler.append({"a": 2})
+    server.scheduler.rewind({"a": 8})  # a draft that was not even computed
+    assert server.step().work == {"a": 1}
+
+
+def test_scheduling_needs_no_jax() -> None:
+    code = "import sys, jaxkv; jaxkv.Scheduler; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MISTAKES = {
+    "an order": (lambda s: Scheduler(s.manager, max_tokens=1, order="lifo"), "order='lifo'"),
+    "a plan": (lambda s: Scheduler(s.manager.plan, max_tokens=1), "must be a BlockManager"),
+    "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
+    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' is there already"),
+    "too long": (lambda s: s.scheduler.add("b", 99), "num_tokens=99 must be at most"),
+    "longer than the plan": (lambda s: s.scheduler.add("b", 3, max_tokens=99), "max_model_len=32"),
+    "encoder": (lambda s: s.scheduler.add("b", 3, encoder_tokens=9), "max_encoder_tokens=0"),
+    "no tokens": (lambda s: s.scheduler.add("b", 0), "num_tokens must be at least 1"),
+    "unknown": (lambda s: s.scheduler.finish("b"), "'b' is unknown; add it first"),
+    "append": (lambda s: s.scheduler.append({"a": 1, "b": 1}), "'b' is unknown"),
+    "too many": (lambda s: s.scheduler.append({"a": 9}), "more than its max_tokens=12"),
+    "rewind": (lambda s: s.scheduler.rewind({"a": 9}), "more than the 5 tokens"),
+    "fork too early": (lambda s: s.scheduler.fork("a", ["b"]), "computed 4 of 5 tokens"),
+    "fork a string": (lambda s: s.scheduler.fork("a", "bc"), "must be a sequence of names"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused_by_name_and_change_nothing(mistake: str) -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=4)
+    server.add("a", 5, 12)
+    server.step()
+    call, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(server)
+    assert server.scheduler.num_tokens("a") == 5
+    assert server.scheduler.running == ("a",) and not server.scheduler.waiting
+    assert server.step().work == {"a": 1}
