@@ -1,41 +1,30 @@
-"""Awake, asleep, and the two functions between them."""
+"""A cache that sleeps, and the two functions between the states."""
 
-import dataclasses
 import itertools
-from collections.abc import Collection
-from typing import Any, NamedTuple, NoReturn, overload
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.block_tables import BlockTables
-from jaxkv.checks import check_positive
-from jaxkv.pool import KVPool
-from jaxkv.sleep._host import HOST_MEMORY, HostCopy, Place, to_device, to_host
+from jaxkv._internal.checks import check_positive
+from jaxkv.cache import CacheLayout, KVCache
+from jaxkv.sleeping._host import HOST_MEMORY, ArrayPlace, HostCopy, to_device, to_host
 
-_FIELDS = {"kv_cache": ("pool", KVPool), "block_tables": ("tables", BlockTables)}
-PARTS = tuple(_FIELDS)
+Part = Literal["kv_cache", "block_tables"]
+PARTS: tuple[Part, ...] = get_args(Part)
+_FIELDS: Mapping[Part, tuple[str, ...]] = {
+    "kv_cache": ("buffers",),
+    "block_tables": ("block_tables", "row_lengths", "status"),
+}
 
 
 class SleepError(RuntimeError):
     """The cache is not in the state that was asked for; the message says which it is in."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class KVCache:
-    """A cache that is awake: what sleeps and wakes together."""
-
-    pool: KVPool
-    tables: BlockTables
-    scales: Any = None  # arrays of the caller in any tree, such as f32[layers] of fp8 layers
-
-    def __repr__(self) -> str:
-        return f"KVCache({self.pool!r}, {self.tables!r})"
-
-
 class _Asleep(NamedTuple):
-    """One part: how its arrays were one tree, and what is kept of each."""
+    """One part that sleeps: the tree of its arrays, and the copy of each."""
 
     level: int
     structure: Any
@@ -51,33 +40,40 @@ class _Asleep(NamedTuple):
 
 
 class SleepingCache:
-    """A cache of which a part sleeps at least: nothing can be done with it but `wake_up`.
+    """A cache with at least one sleeping part; only `wake_up` accepts it, and `sleep`.
 
-    A handle of the host, spent by the call that takes it. It has no pool and no tables
-    to be reached, and jax refuses it as an argument of a step, both with SleepError.
+    A handle on the host, spent by the call that takes it. Its buffers and tables cannot be
+    reached, and jax refuses it as an argument of a step, both with SleepError.
     """
 
-    def __init__(self, awake: dict[str, Any], asleep: dict[str, _Asleep], scales: Any):
-        self._awake, self._asleep, self._scales = awake, asleep, scales
+    def __init__(
+        self,
+        awake: Mapping[Part, Any],
+        asleep: Mapping[Part, _Asleep],
+        scales: Any,
+        layout: CacheLayout,
+    ):
+        self._awake, self._asleep = dict(awake), dict(asleep)
+        self._scales, self._layout = scales, layout
         self._spent = False
 
     @property
     def levels(self) -> dict[str, int]:
-        """The parts that sleep, and at which level."""
+        """The level of each part that sleeps."""
         return {part: asleep.level for part, asleep in self._asleep.items()}
 
     @property
     def released_bytes(self) -> int:
-        """Device memory that its sleep gave back, over all devices together."""
+        """Device memory that sleeping gave back, over all devices together."""
         return sum(asleep.num_bytes for asleep in self._asleep.values())
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory that its content takes."""
+        """Page-locked host memory that the content takes."""
         return sum(asleep.host_bytes for asleep in self._asleep.values())
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("pool", "tables", "scales"):
+        if name in ("buffers", "block_tables", "row_lengths", "status", "scales"):
             raise SleepError(f"{name} of a sleeping cache ({self._state()}): call wake_up first")
         raise AttributeError(f"SleepingCache has no attribute {name!r}")
 
@@ -106,35 +102,37 @@ def sleep(
     cache: KVCache | SleepingCache,
     *,
     level: int = 1,
-    parts: Collection[str] = PARTS,
+    parts: Collection[Part] = PARTS,
     chunk_bytes: int = 256 * 2**20,
 ) -> SleepingCache:
     """Gives the device memory of a cache back to jax's allocator.
 
-    Waits for the steps that compute the cache and deletes its arrays: what else refers to
-    them raises jax's "Array has been deleted" from then on. A step that only reads them
-    ends undisturbed and gives their memory back when it does. If the copying fails, for
-    host memory most likely, nothing has happened.
+    Waits for the steps that compute the cache and deletes its arrays: other references to
+    them raise jax's "Array has been deleted" from then on. A step that only reads them ends
+    undisturbed and gives their memory back when it does. If the copy fails (usually out of
+    host memory), the cache is unchanged.
 
     Args:
-      cache: all of it awake, or a sleeping one of which another part shall sleep too.
+      cache: awake, or partly asleep, to put another part to sleep.
       level: 1 keeps all content on the host; 2 drops that of the pool.
-      parts: of `PARTS`; "kv_cache" is the pool, "block_tables" the tables, whose content
-        is kept at both levels.
-      chunk_bytes: buffers that are larger go out in parts of about so many bytes, two of
-        which are on the device besides the buffer; one that no axis crosses whole on each
-        device goes out in one.
+      parts: of "kv_cache", the pool, and "block_tables", whose content is kept at both levels.
+      chunk_bytes: larger buffers are copied in chunks of about that many bytes, two of which
+        are on the device next to the buffer. A buffer that no axis crosses whole on each
+        device is copied in one.
+
+    Returns:
+      A handle for `wake_up`.
 
     Raises:
       SleepError: a part that sleeps already, or whose arrays were deleted or donated.
       ValueError: an unknown level or part, or arrays in host memory.
-      TypeError: no cache, or one that is being traced.
+      TypeError: not a cache, or one that is being traced.
     """
     check_positive(chunk_bytes=chunk_bytes)
     if type(level) is not int or level not in (1, 2):
         raise ValueError(f"level={level!r}; use 1 to keep content on the host, 2 to drop it")
     _check_parts(parts)
-    awake, asleep, scales = _taken_apart(cache)
+    awake, asleep, scales, layout = _taken_apart(cache)
     for part in parts:
         if part in asleep:
             raise SleepError(f"{part} sleeps already: {cache!r}")
@@ -143,7 +141,7 @@ def sleep(
     for array in jax.tree.leaves(trees):
         array.delete()
     _spend(cache)
-    return SleepingCache(awake, {**asleep, **fallen}, scales)
+    return SleepingCache(awake, {**asleep, **fallen}, scales, layout)
 
 
 @overload
@@ -152,20 +150,20 @@ def wake_up(cache: SleepingCache, *, reset_scales: bool = False) -> KVCache: ...
 
 @overload
 def wake_up(
-    cache: SleepingCache, *, parts: Collection[str] | None, reset_scales: bool = False
+    cache: SleepingCache, *, parts: Collection[Part] | None, reset_scales: bool = False
 ) -> KVCache | SleepingCache: ...
 
 
 def wake_up(
-    cache: SleepingCache, *, parts: Collection[str] | None = None, reset_scales: bool = False
+    cache: SleepingCache, *, parts: Collection[Part] | None = None, reset_scales: bool = False
 ) -> KVCache | SleepingCache:
     """Allocates a sleeping cache again, in the same places, with the content it had.
 
-    Tables have their rows and the pool its bytes; after level 2 the pool is zero.
+    After level 2 the pool is zero. Compiled steps go on without compiling.
 
     Args:
-      cache: asleep, in part or all of it.
-      parts: of `PARTS`; None: all that sleep.
+      cache: asleep, all of it or a part.
+      parts: to wake; None: all that sleep.
       reset_scales: fills the scales with 1 instead of keeping them, for when the content
         that they were measured on is gone.
 
@@ -175,11 +173,11 @@ def wake_up(
     Raises:
       SleepError: a cache, or a part, that is awake.
       ValueError: an unknown part.
-      RuntimeError: of jax, for want of device memory; the cache sleeps as before.
+      RuntimeError: jax's own, when device memory is short; the cache sleeps as before.
     """
     if isinstance(cache, KVCache):
         raise SleepError(f"the cache is awake, all of it: {cache!r}")
-    awake, asleep, scales = _taken_apart(cache)
+    awake, asleep, scales, layout = _taken_apart(cache)
     parts = tuple(asleep) if parts is None else parts
     _check_parts(parts)
     for part in parts:
@@ -190,12 +188,13 @@ def wake_up(
     awake |= _copy_in(taken)
     _spend(cache)  # and with it the last reference to the copies
     if asleep:
-        return SleepingCache(awake, asleep, scales)
-    return KVCache(pool=awake["kv_cache"], tables=awake["block_tables"], scales=scales)
+        return SleepingCache(awake, asleep, scales, layout)
+    fields = {name: array for part in awake.values() for name, array in part.items()}
+    return KVCache(**fields, scales=scales, layout=layout)
 
 
-def _copy_out(trees: dict[str, Any], level: int, chunk_bytes: int) -> dict[str, _Asleep]:
-    """All parts in one go, so that either all of them have what they need or none."""
+def _copy_out(trees: Mapping[Part, Any], level: int, chunk_bytes: int) -> dict[Part, _Asleep]:
+    """Copies all parts in one go, so that either all of them sleep or none."""
     dropped = [part for part in trees if part == "kv_cache" and level == 2]
     leaves = {part: jax.tree.leaves(tree) for part, tree in trees.items()}
     kept = [array for part in trees if part not in dropped for array in leaves[part]]
@@ -213,7 +212,7 @@ def _copy_out(trees: dict[str, Any], level: int, chunk_bytes: int) -> dict[str, 
     }
 
 
-def _copy_in(parts: dict[str, _Asleep]) -> dict[str, Any]:
+def _copy_in(parts: Mapping[Part, _Asleep]) -> dict[Part, Any]:
     arrays = iter(to_device([copy for part in parts.values() for copy in part.arrays]))
     return {
         name: jax.tree.unflatten(part.structure, list(itertools.islice(arrays, len(part.arrays))))
@@ -224,43 +223,43 @@ def _copy_in(parts: dict[str, _Asleep]) -> dict[str, Any]:
 def _ones(scale: Any) -> Any:
     if not isinstance(scale, jax.Array):
         return jnp.ones_like(scale)
-    with Place.of(scale).as_default():
+    with ArrayPlace.of(scale).as_default():
         ones = jnp.ones_like(scale)
     return jax.device_put(ones, scale.sharding) if scale.committed else ones
 
 
 def _taken_apart(
     cache: KVCache | SleepingCache,
-) -> tuple[dict[str, Any], dict[str, _Asleep], Any]:
-    """What is awake, what sleeps, and the scales; in dicts of the caller's own."""
-    awake: dict[str, Any] = {}
-    asleep: dict[str, _Asleep] = {}
+) -> tuple[dict[Part, Any], dict[Part, _Asleep], Any, CacheLayout]:
+    """Returns the parts that are awake, those that sleep, the scales and the layout."""
+    awake: dict[Part, Any] = {}
+    asleep: dict[Part, _Asleep] = {}
     if isinstance(cache, KVCache):
-        scales = cache.scales
-        for part, (name, kind) in _FIELDS.items():
-            awake[part] = getattr(cache, name)
-            if not isinstance(awake[part], kind):
-                raise TypeError(
-                    f"{name} of the cache must be {kind.__name__}, got {type(awake[part]).__name__}"
-                )
+        for part, names in _FIELDS.items():
+            awake[part] = {name: getattr(cache, name) for name in names}
+        scales, layout = cache.scales, cache.layout
     elif isinstance(cache, SleepingCache):
         if cache._spent:
             raise SleepError(f"{cache!r}")
-        awake, asleep, scales = dict(cache._awake), dict(cache._asleep), cache._scales
+        awake |= cache._awake
+        asleep |= cache._asleep
+        scales, layout = cache._scales, cache._layout
     else:
         raise TypeError(f"cache must be a KVCache or a SleepingCache, got {type(cache).__name__}")
     for part, tree in awake.items():
         _check_alive(part, tree)
-    return awake, asleep, scales
+    return awake, asleep, scales, layout
 
 
 def _spend(cache: KVCache | SleepingCache) -> None:
     if isinstance(cache, SleepingCache):
-        cache.__init__({}, {}, None)
+        cache._awake.clear()
+        cache._asleep.clear()
+        cache._scales = None
         cache._spent = True
 
 
-def _check_parts(parts: Collection[str]) -> None:
+def _check_parts(parts: Collection[Part]) -> None:
     listed = isinstance(parts, (tuple, list, set, frozenset))
     if not listed or not parts or not all(part in PARTS for part in parts):
         raise ValueError(f"parts={parts!r}; give at least one of {PARTS}, as a tuple")
@@ -274,7 +273,7 @@ def _check_alive(part: str, tree: Any) -> None:
             raise TypeError(f"{part} has a {type(array).__name__} for an array; device_put it")
         if array.is_deleted():
             raise SleepError(
-                f"{part}: an array of it was deleted, for it sleeps already or was donated to a "
+                f"{part}: an array of it was deleted: it sleeps already, or was donated to a "
                 "step; use what wake_up or the last step returned"
             )
         if array.sharding.memory_kind == HOST_MEMORY:

@@ -1,7 +1,4 @@
-"""Arrays to page-locked host memory and back, in chunks.
-
-Knows arrays and shardings, nothing of caches.
-"""
+"""Arrays to page-locked host memory and back, in chunks."""
 
 import collections
 import contextlib
@@ -14,13 +11,13 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from jaxkv.allocation import zeros
+from jaxkv._internal.allocation import zeros
 
 HOST_MEMORY = "pinned_host"
 
 
-class Place(NamedTuple):
-    """What an array must be again for compiled functions to know it as the same."""
+class ArrayPlace(NamedTuple):
+    """The properties by which compiled functions recognise an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -28,7 +25,7 @@ class Place(NamedTuple):
     committed: bool  # to its devices; `jit` compiles one program for yes and one for no
 
     @classmethod
-    def of(cls, array: Array) -> "Place":
+    def of(cls, array: Array) -> "ArrayPlace":
         return cls(array.shape, array.dtype, array.sharding, array.committed)
 
     @property
@@ -41,7 +38,7 @@ class Place(NamedTuple):
             return array
 
     def put(self, chunk: Array) -> Array:
-        """A part of the array, from the host to where the array belongs."""
+        """Copies a part of the array from the host to where the array belongs."""
         if self.committed:
             return jax.device_put(chunk, self.sharding)
         # Sent on from jax's own host memory it would be committed. NumPy sees the same bytes.
@@ -49,22 +46,22 @@ class Place(NamedTuple):
             return jax.device_put(np.asarray(chunk), may_alias=False)
 
     def as_default(self) -> contextlib.AbstractContextManager[object]:
-        """Uncommitted arrays lie on the default device; it may have changed since."""
+        """Makes the array's device the default again, where uncommitted arrays go."""
         if self.committed:
             return contextlib.nullcontext()
         return jax.default_device(next(iter(self.sharding.device_set)))
 
 
 class HostCopy(NamedTuple):
-    """An array on the host, in chunks along one axis; no chunks: zeros, when it is wanted."""
+    """An array on the host, in chunks along one axis; no chunks: zeros."""
 
-    place: Place
+    place: ArrayPlace
     axis: int
     chunks: tuple[Array, ...]
 
     @classmethod
     def without_content(cls, array: Array) -> "HostCopy":
-        return cls(Place.of(array), 0, ())
+        return cls(ArrayPlace.of(array), 0, ())
 
 
 def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
@@ -86,7 +83,7 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
                 cut = [] if len(bounds) == 1 else [_take(array, _index(start), size, axis)]
                 made.append(jax.device_put(cut[0] if cut else array, host))
                 pending.append(made[-1])
-            copies.append(HostCopy(Place.of(array), axis, tuple(made[start_of_array:])))
+            copies.append(HostCopy(ArrayPlace.of(array), axis, tuple(made[start_of_array:])))
         jax.block_until_ready(made)
     except BaseException:
         _delete([*made, *cut])  # a traceback would hold on to them
@@ -95,7 +92,7 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
 
 
 def to_device(copies: Sequence[HostCopy]) -> list[Array]:
-    """The arrays again, ready, where they were. The copies stay."""
+    """Copies arrays back to where they were, and waits for it; the copies stay."""
     arrays: list[Array] = []
     pending: collections.deque[Array] = collections.deque()
     try:
@@ -108,7 +105,7 @@ def to_device(copies: Sequence[HostCopy]) -> list[Array]:
 
 
 def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
-    """pending: chunks on their way, of this array and those before it."""
+    """Restores one array. ``pending`` holds chunks in flight, of this array and earlier ones."""
     place, axis, chunks = copy
     if len(chunks) == 1:
         return place.put(chunks[0])
@@ -134,18 +131,18 @@ def _delete(arrays: Sequence[Array]) -> None:
 
 
 def _index(start: int) -> Array:
-    """For jit, sent explicitly: a transfer guard may forbid anything else."""
+    """Returns an index for jit, sent explicitly: a transfer guard may forbid anything else."""
     return jax.device_put(np.int32(start))
 
 
 def _wait_for_room(pending: collections.deque[Array]) -> None:
-    """Two transfers in flight keep the bus busy; more would only take memory."""
+    """Waits until fewer than two transfers are in flight: two keep the bus busy."""
     while len(pending) > 1:
         pending.popleft().block_until_ready()
 
 
 def _cut(array: Array, chunk_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-    """An axis that lies on every device whole, and (start, size) of chunks along it."""
+    """Returns an axis that lies on every device whole, and (start, size) of chunks along it."""
     held = array.sharding.shard_shape(array.shape)
     whole = [axis for axis, size in enumerate(array.shape) if held[axis] == size]
     if array.nbytes <= chunk_bytes or not whole:

@@ -1,18 +1,15 @@
-"""Finds arrays of a cache that a step closes over instead of taking as arguments.
-
-Knows what jax traced. Does not run the step.
-"""
+"""Finds arrays of a cache that a step closes over instead of taking as arguments."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from jaxkv.sleep._cache import KVCache
+from jaxkv.cache import KVCache
 
 
 class ClosedOverError(ValueError):
-    """A step has arrays of the cache built in; the message says which."""
+    """A step has arrays of the cache compiled in; the message names them."""
 
 
 def check_not_closed_over(
@@ -20,20 +17,20 @@ def check_not_closed_over(
 ) -> None:
     """Raises if a step would have a buffer or table of the cache compiled in.
 
-    Finds the arrays themselves, and by shape and dtype those of an older state that have
-    two axes or more; a constant that is merely shaped like one is reported, too. Does not
-    find what was computed from the cache outside of the step, such as a `layer_view`: make
-    views inside. Scales do not count, they stay where they are.
+    Matches captured constants by identity and, for arrays of two axes or more, by shape and
+    dtype, so false positives are possible. Does not find what was computed from the cache
+    outside of the step, such as a `layer_view`: make views inside. Scales do not count, because
+    they stay where they are.
 
     Args:
       cache: any state of it, awake; its arrays may be deleted.
       step: a function, jitted or not; it is traced, not run.
-      args, kwargs: what it is called with.
+      args, kwargs: its arguments.
 
     Raises:
-      ClosedOverError: it closes over arrays of the cache.
-      TypeError: no KVCache.
-      RuntimeError: of jax, for a step that was never traced before and closes over arrays
+      ClosedOverError: the step closes over arrays of the cache.
+      TypeError: not a KVCache.
+      RuntimeError: jax's own, for a step that was never traced before and closes over arrays
         that are deleted.
     """
     if not isinstance(cache, KVCache):
@@ -54,9 +51,10 @@ def check_not_closed_over(
 
 
 def _named_arrays(cache: KVCache) -> Iterator[tuple[str, jax.Array]]:
-    for name, part in (("pool", cache.pool), ("tables", cache.tables)):
-        for path, array in jax.tree.leaves_with_path(part):
-            yield name + jax.tree_util.keystr(path), array
+    arrays = {"block_tables": cache.block_tables, "buffers": cache.buffers}
+    arrays |= {"row_lengths": cache.row_lengths, "status": cache.status}
+    for path, array in jax.tree.leaves_with_path(arrays):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), array
 
 
 def _is_like(constant: Any, array: jax.Array) -> bool:
@@ -66,7 +64,7 @@ def _is_like(constant: Any, array: jax.Array) -> bool:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Arrays that a traced program has built in, those of nested programs too."""
+    """Yields the arrays that a traced program has built in, those of nested programs too."""
     if hasattr(jaxpr, "consts"):
         yield from (constant for constant in jaxpr.consts if hasattr(constant, "shape"))
         jaxpr = jaxpr.jaxpr
