@@ -7,7 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import jax
@@ -18,24 +18,17 @@ from hypothesis import given, settings
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+import jaxkv
 from jaxkv import plotting
-from jaxkv.block_tables import (
-    append_block_ids,
-    check_overflow,
-    gather_block_tables,
-    make_block_tables,
-)
-from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, TableEntry
-from jaxkv.flex_attention import MetadataSizes, build_page_csr, build_page_lists
-from jaxkv.kernel_blocks import LAYOUT_ORDERS, CacheLayout
-from jaxkv.models import encoder_len, layers_from_config, load_config, model_len
-from jaxkv.planning import Plan, plan_cache
+from jaxkv._internal.html import GROUP_COLOURS, html_table, text_colour
+from jaxkv._internal.text import describe_unused, readable
+from jaxkv.block_tables import append_block_ids, pack_entries
+from jaxkv.blocks import BlockPool
+from jaxkv.hf_config import encoder_len
+from jaxkv.layout import ORDERS, PhysicalOrder
 from jaxkv.plotting import Holder
-from jaxkv.plotting._style import readable_bytes, spread
-from jaxkv.rich_repr import GROUP_COLOURS, html_table, text_colour
-from jaxkv.specs import FullAttentionSpec, Limits, MLASpec, StateSpec
-from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
-from tests.helpers import as_ids, hybrid_layers, hybrid_plan
+from jaxkv.plotting._style import spread
+from tests.helpers import hybrid_layers, hybrid_plan
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = (
@@ -49,11 +42,13 @@ MODELS = (
 )
 
 
-def plan_model(name: str, memory_bytes: int = 40 * 2**30, **options) -> Plan:
-    config = load_config(name)
-    limits = Limits(max_encoder_tokens=encoder_len(config))
-    options = {"max_model_len": model_len(config), "fit_max_model_len": True} | options
-    return plan_cache(layers_from_config(config), memory_bytes, limits=limits, **options)
+def plan_model(name: str, memory_bytes: int = 40 * 2**30, **options) -> jaxkv.Plan:
+    config = jaxkv.load_config(name)
+    limits = jaxkv.Limits(max_encoder_tokens=encoder_len(config))
+    options = {"max_model_len": jaxkv.model_len(config), "fit_max_model_len": True} | options
+    return jaxkv.plan_cache(
+        jaxkv.layers_from_config(config), memory_bytes, limits=limits, **options
+    )
 
 
 PLANS = {name: plan_model(name) for name in MODELS}
@@ -68,67 +63,75 @@ def title_of(figure: Figure) -> str:
     return figure.axes[0].get_title(loc="left")
 
 
-def serve(plan: Plan, steps: int = 40, seed: int = 0):
-    """A manager after random traffic, what it held at every step, and the preemptions."""
+def serve(plan: jaxkv.Plan, steps: int = 40, seed: int = 0):
+    """Random traffic: what was held at every step, as snapshots and as counts; preemptions."""
     rng = np.random.default_rng(seed)
-    manager, running, snapshots, held, preempted = (
-        BlockManager(plan, max_requests=6),
-        {},
-        [],
-        [],
-        [],
-    )
+    manager = jaxkv.BlockManager(plan, max_requests=6)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=6, max_tokens=48)
+    lengths: dict[int, int] = {}
+    snapshots, held, preempted = [], [], []
     for step in range(steps):
-        if len(running) < 6 and rng.random() < 0.5:
+        if len(lengths) < 6 and rng.random() < 0.5:
             manager.start(step)
-            running[step] = (0, int(rng.integers(4, plan.max_model_len + 1)))
-        for name, (computed, total) in list(running.items()):
-            target = min(computed + int(rng.integers(1, 9)), total)
-            running[name] = (target, total)
+            lengths[step] = int(rng.integers(4, plan.max_model_len + 1))
+        work = {
+            name: min(int(rng.integers(1, 9)), total - manager.num_computed_tokens(name))
+            for name, total in lengths.items()
+        }
+        while work:
             try:
-                manager.grow(name, computed, target)
-            except OutOfBlocksError:
+                manager.step(shape, work)
+                break
+            except jaxkv.OutOfBlocksError:
                 preempted.append(step)
-                target = total
-            if target == total:
+                name, _ = work.popitem()
                 manager.finish(name)
-                del running[name]
+                del lengths[name]
+        for name in [n for n in lengths if manager.num_computed_tokens(n) == lengths[n]]:
+            manager.finish(name)
+            del lengths[name]
         snapshots.append(plotting.snapshot_blocks(manager))
         held.append(manager.held_blocks())
-    return manager, snapshots, held, preempted
+    return snapshots, held, preempted
 
 
-def filled_tables(max_requests: int = 6, rows: int = 4):
-    manager, tables = BlockManager(SMALL, max_requests=max_requests), None
-    tables = make_block_tables(SMALL, max_requests=max_requests)
+def filled_cache(max_requests: int = 6, rows: int = 3):
+    """A manager, a cache and the batch of the last of a few steps."""
+    manager = jaxkv.BlockManager(SMALL, max_requests=max_requests)
+    cache = jaxkv.make_cache(SMALL, max_requests=max_requests)
+    shape = jaxkv.StepShape.for_plan(SMALL, max_requests=max_requests, max_tokens=24, batch_size=6)
     for request in range(rows):
         manager.start(request)
-        manager.grow(request, 0, 2 * request + 1)
-    entries = pack_entries(
-        manager.take_update().entries, num_groups=5, max_entries=8, max_block_ids=64
-    )
-    return manager, append_block_ids(tables, entries)
+    for step in range(1, 5):
+        work = {request: request + step for request in range(rows)}
+        cache, batch = jaxkv.apply_step(cache, manager.step(shape, work))
+    return manager, cache, batch
+
+
+@functools.cache
+def shared_cache():
+    return filled_cache()
 
 
 def figures() -> dict[str, Callable[[], Figure]]:
     """Pictures by name, drawn when they are asked for."""
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
-    padded = MLASpec(block_size=64, head_size=576, page_bytes_padded=80_000)
+    spec = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
+    padded = jaxkv.MLASpec(block_size=64, head_size=576, page_bytes_padded=80_000)
     hybrid = PLANS["qwen3-next-80b-a3b"]
     state, attention = hybrid.groups[0].specs[0], hybrid.groups[3].specs[0]
 
     def occupancy() -> Figure:
-        _, _, held, preempted = serve(SMALL)
+        _, held, preempted = serve(SMALL)
         return plotting.plot_occupancy(SMALL, held, preemptions=preempted)
 
-    def narrow() -> Figure:
-        return plotting.plot_block_tables(filled_tables()[1], widths=(1, 1, 1, 1, 0))
+    def tables() -> Figure:
+        _, cache, batch = shared_cache()
+        return plotting.plot_block_tables(cache, batch=batch)
 
     drawn = {
-        "pool": lambda: plotting.plot_pool_over_time(SMALL, serve(SMALL)[1]),
+        "pool": lambda: plotting.plot_pool_over_time(SMALL, serve(SMALL)[0]),
         "occupancy": occupancy,
-        "tables": lambda: plotting.plot_block_tables(filled_tables()[1]),
-        "narrow": narrow,
+        "tables": tables,
         "lengths": lambda: plotting.plot_length_against_requests(PLANS),
         "one length": lambda: plotting.plot_length_against_requests(SMALL),
         "page": lambda: plotting.plot_page(spec, kernel_block_size=4, block_id=3),
@@ -137,7 +140,7 @@ def figures() -> dict[str, Callable[[], Figure]]:
         "long page": lambda: plotting.plot_page(attention),
         "many kernel blocks": lambda: plotting.plot_page(attention, kernel_block_size=4),
         "orders": plotting.plot_orders,
-        "tiles": lambda: plotting.plot_order(CacheLayout("LBHNC", tile_tokens=2)),
+        "tiles": lambda: plotting.plot_order(PhysicalOrder("LBHNC", tile_tokens=2)),
     }
     for name, plan in PLANS.items():
         drawn[f"layout {name}"] = functools.partial(plotting.plot_layout, plan.layout)
@@ -149,7 +152,7 @@ def figures() -> dict[str, Callable[[], Figure]]:
 FIGURES = figures()
 
 
-# What a demanding reader would check first.
+# Every text can be read.
 
 
 def visible_texts(figure: Figure) -> list[Text]:
@@ -181,7 +184,7 @@ def test_texts_lie_within_the_figure_and_overlap_nowhere(name: str) -> None:
     hidden = hidden_ticks(figure)
     texts = [text for text in visible_texts(figure) if id(text) not in hidden]
     assert texts
-    # A point or so less: letters seldom fill their box.
+    # A little smaller, because letters seldom fill their box.
     boxes = [Text.get_window_extent(text).padded(-1.5) for text in texts]  # without arrows
     page = figure.bbox.padded(2)
     for i, (text, box) in enumerate(zip(texts, boxes, strict=True)):
@@ -241,7 +244,7 @@ def test_colours_of_neighbouring_groups_differ_in_print_and_text_on_them_does() 
         assert abs(grey(text_colour(colour)) - shade) > 0.4
 
 
-# What is drawn is what was given.
+# A picture shows what it was given.
 
 
 @given(
@@ -277,40 +280,39 @@ def test_the_parts_of_the_memory_bar_are_all_of_the_memory(name, memory, share) 
 def test_the_memory_of_each_worker_is_drawn() -> None:
     layers = hybrid_layers()
     stages = [dict(list(layers.items())[:5]), dict(list(layers.items())[5:])]
-    plan = plan_cache(stages, [2**20, 2**19], max_model_len=24)
+    plan = jaxkv.plan_cache(stages, [2**20, 2**19], max_model_len=24)
     for worker in range(2):
         title = title_of(plotting.plot_memory(plan, worker=worker))
         assert f"{plan.bytes_per_block[worker]:,} bytes" in title
-        assert readable_bytes(plan.memory_bytes[worker]) in title
+        assert readable(plan.memory_bytes[worker]) in title
         assert plotting.plot_layout(plan.layouts[worker]).axes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layer_is_drawn_on_its_own_bytes(name: str) -> None:
     layout = PLANS[name].layout
-    ax = plotting.plot_layout(layout, max_slots=len(layout.slots)).axes[0]
-    unit = ax.get_xlabel().split(",")[1].split()[0]
+    ax = plotting.plot_layout(layout, max_tensors=len(layout.tensors)).axes[0]
+    unit = ax.get_xlabel().split()[0]
     size = {"MiB": 2**20, "KiB": 2**10, "bytes": 1}[unit]
     drawn = {
         (round(bar.get_x() * size), round(bar.get_width() * size), round(bar.get_y() + 0.4))
         for bar in ax.patches
     }
-    starts = np.cumsum([0, *(slot.page_bytes for slot in layout.slots)])
+    starts = np.cumsum([0, *(tensor.page_bytes for tensor in layout.tensors)])
     for group in layout.groups:
         for layer in group.layers:
             place = layout.place_of(layer)
-            start = int(starts[place.slot]) + place.offset_bytes
+            start = int(starts[place.tensor]) + place.offset_bytes
             assert (start, place.spec.data_bytes, place.group) in drawn
 
 
-def test_a_layout_of_many_slots_says_how_many_it_draws() -> None:
+def test_a_layout_of_many_tensors_says_how_many_it_draws() -> None:
     layout = PLANS["llama-3.1-8b"].layout
-    assert "32 slots (first 12 drawn)" in title_of(plotting.plot_layout(layout))
-    assert "first 12 slots drawn" in layout._repr_html_()
+    assert "32 tensors (first 12 drawn)" in title_of(plotting.plot_layout(layout))
 
 
 @given(
-    st.sampled_from(LAYOUT_ORDERS),
+    st.sampled_from(ORDERS),
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -319,32 +321,32 @@ def test_a_layout_of_many_slots_says_how_many_it_draws() -> None:
     st.data(),
 )
 @settings(max_examples=25)
-def test_orders_count_runs_as_a_transposed_array_does(
-    order, layers, blocks, heads, parts, tile_tokens, data
+def test_orders_count_extents_as_a_transposed_array_does(
+    order, layers, blocks, heads, tiles, tile_tokens, data
 ) -> None:
     """The reference lays addresses out by NumPy, tiles as blocks of their own."""
     block_id = data.draw(st.integers(0, blocks - 1))
-    sizes = {"L": layers, "B": blocks * parts, "H": heads, "N": tile_tokens}
+    sizes = {"L": layers, "B": blocks * tiles, "H": heads, "N": tile_tokens}
     letters = order.replace("C", "")
     addresses = np.arange(np.prod(list(sizes.values())))
     addresses = addresses.reshape([sizes[letter] for letter in letters])
     addresses = addresses.transpose([letters.index(letter) for letter in "LBHN"])
-    own = addresses[:, block_id * parts : (block_id + 1) * parts]
+    own = addresses[:, block_id * tiles : (block_id + 1) * tiles]
 
-    def runs(found: np.ndarray) -> int:
+    def extents(found: np.ndarray) -> int:
         return 1 + int((np.diff(np.sort(found.reshape(-1))) > 1).sum())
 
     figure = plotting.plot_order(
-        CacheLayout(order, tile_tokens=tile_tokens if parts > 1 else None),
+        PhysicalOrder(order, tile_tokens=tile_tokens if tiles > 1 else None),
         num_layers=layers,
         num_blocks=blocks,
         num_heads=heads,
-        block_size=tile_tokens * parts,
+        block_size=tile_tokens * tiles,
         block_id=block_id,
     )
-    one, every = runs(own[0]), runs(own)
-    assert f"layer 0 is {one} run" in title_of(figure)
-    assert f"all layers {every} run" in title_of(figure)
+    one, every = extents(own[0]), extents(own)
+    assert f"layer 0 is {one} extent" in title_of(figure)
+    assert f"all layers {every} extent" in title_of(figure)
     marked = [bar for bar in figure.axes[0].patches if round(bar.get_height(), 2) == 0.5]
     cells = sum(round(bar.get_width() + 0.16) for bar in marked)
     assert cells == own.size
@@ -353,7 +355,7 @@ def test_orders_count_runs_as_a_transposed_array_does(
 @given(st.integers(0, 20))
 @settings(max_examples=5)
 def test_the_pool_map_fills_the_cells_that_are_held(seed: int) -> None:
-    _, snapshots, _, _ = serve(SMALL, steps=25, seed=seed)
+    snapshots, _, _ = serve(SMALL, steps=25, seed=seed)
     ax = plotting.plot_pool_over_time(SMALL, snapshots).axes[0]
     areas = {}
     for collection in ax.collections:
@@ -386,22 +388,23 @@ def hand_overs(snapshots) -> tuple[int, int]:
 
 
 def test_a_shared_block_belongs_to_all_who_hold_it_and_is_not_handed_out_again() -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
-    plan = plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
-    manager = BlockManager(plan, max_requests=2)
+    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
+    plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
+    manager = jaxkv.BlockManager(plan, max_requests=2)
     manager.start("a")
-    manager.grow("a", 0, 4)
+    manager.step(jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=4), {"a": 4})
     snapshots = [plotting.snapshot_blocks(manager)]
-    (shared,) = manager.block_ids("a")
-    manager.start("b", shared_block_ids=[shared])
+    ((shared,),) = manager.block_ids("a")
+    manager.fork("a", ["b"])
     snapshots.append(plotting.snapshot_blocks(manager))
     (sink,) = manager.sink_block_ids[0]
-    assert snapshots[-1] == {shared[0]: Holder(0, ("a", "b")), sink: Holder(0, ())}
+    assert snapshots[-1] == {shared: Holder(0, ("a", "b")), sink: Holder(0, ())}
     assert title_of(plotting.plot_pool_over_time(plan, snapshots)).startswith("2 blocks handed")
 
 
 def test_occupancy_stacks_what_each_group_holds() -> None:
-    _, _, held, preempted = serve(SMALL)
+    _, held, preempted = serve(SMALL)
+    assert preempted
     figure = plotting.plot_occupancy(SMALL, held, preemptions=preempted)
     steps = [patch.get_data() for patch in figure.axes[0].patches]
     assert len(steps) == len(SMALL.groups)
@@ -410,34 +413,45 @@ def test_occupancy_stacks_what_each_group_holds() -> None:
         np.testing.assert_array_equal(step.values - np.asarray(step.baseline), counts)
 
 
-def test_tables_show_ids_and_mark_null_entries_and_rows_that_are_too_long() -> None:
-    manager, tables = filled_tables()
-    new = [TableEntry(4, [[0, 7], [], [], [], []])]
-    entries = pack_entries(new, num_groups=5, max_entries=8, max_block_ids=64)
-    tables = append_block_ids(tables, entries)
-    widths = (1, 1, 1, 1, 1)
-    tables, _ = gather_block_tables(tables, as_ids([3]), as_ids([6]), widths=widths)
-    ax = plotting.plot_block_tables(tables, widths=widths).axes[0]
-    shown = sorted(int(text.get_text()) for text in ax.texts if text.get_text().isdigit())
-    held = [i for r in manager.requests for ids in manager.block_ids(r) for i in ids]
-    assert shown == sorted([*held, 7])
+def test_tables_show_ids_null_entries_and_the_errors_that_the_device_found() -> None:
+    manager, cache, _ = shared_cache()
+    new = [jaxkv.TableEntry(4, [[0, 7], [], [], [], []]), jaxkv.TableEntry(5, [[99]] + [[]] * 4)]
+    entries = pack_entries(new, num_groups=5, max_requests=6, max_block_ids=3, max_rows=2)
+    cache = append_block_ids(cache, entries)
+    ax = plotting.plot_block_tables(cache).axes[0]
+    shown = {int(text.get_text()) for text in ax.texts}
+    held = {i for r in manager.requests for ids in manager.block_ids(r) for i in ids if i}
+    assert shown >= held | {7}
     null = [bar for bar in ax.patches if bar.get_hatch()]
-    assert [(bar.get_x(), bar.get_y()) for bar in null] == [(0, 4)]
-    used = np.asarray(tables.num_blocks)
-    frames = [bar for bar in ax.patches if not bar.get_fill()]
-    assert len(frames) == (used > 1).sum() == sum(" > 1" in text.get_text() for text in ax.texts)
-    title = title_of(ax.figure)
-    assert f"{used.sum()} block ids in 5 of 6 rows" in title
-    assert "a gathered width smaller than a row's blocks" in title
+    assert {(bar.get_x(), bar.get_y()) for bar in null} == {(0, 4), (0, 5)}
+    used = np.asarray(cache.row_lengths).sum()
+    assert f"{used} block ids in 5 of 6 rows" in title_of(ax.figure)
+    assert "a block id outside the pool" in title_of(ax.figure)
+
+
+def test_frames_are_around_the_columns_that_the_step_reads() -> None:
+    manager, cache, batch = shared_cache()
+    ax = plotting.plot_block_tables(cache, batch=batch).axes[0]
+    frames = [bar.get_bbox() for bar in ax.patches if not bar.get_fill()]
+    starts = [bar.get_x() for bar in ax.patches if bar.get_alpha() == 0.5]  # of the groups
+    assert len(starts) == 5
+    read = []
+    for request, row in manager.requests.items():
+        for group, ids in enumerate(manager.block_ids(request)):
+            columns = np.flatnonzero(ids)
+            read.append((row, starts[group] + columns[0], starts[group] + columns[-1] + 1))
+    found = [(round((box.y0 + box.y1) / 2 - 0.5), box.x0, box.x1) for box in frames]
+    assert sorted(found) == sorted(read)
+    assert any(ids[0] == 0 for r in manager.requests for ids in manager.block_ids(r))
 
 
 def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
-    _, tables = filled_tables(max_requests=100)
-    figure = plotting.plot_block_tables(tables)
+    _, cache, _ = filled_cache(max_requests=100)
+    figure = plotting.plot_block_tables(cache)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["0", "1", "2", "3"]
-    assert "4 of 100 rows, 4 drawn" in title_of(figure)
-    assert plotting.plot_block_tables(tables, rows=[99]).axes  # empty, and still a picture
+    assert labels == ["0", "1", "2"]
+    assert "3 of 100 rows, 3 drawn" in title_of(figure)
+    assert plotting.plot_block_tables(cache, rows=[99]).axes  # empty, and still a picture
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -449,17 +463,17 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
 
 
 def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
-    _, snapshots, held, _ = serve(SMALL, steps=5)
-    _, tables = filled_tables()
+    snapshots, held, _ = serve(SMALL, steps=5)
+    _, cache, _ = shared_cache()
     for draw in (
         lambda ax: plotting.plot_layout(SMALL.layout, ax=ax),
         lambda ax: plotting.plot_memory(SMALL, ax=ax),
         lambda ax: plotting.plot_length_against_requests(SMALL, ax=ax),
         lambda ax: plotting.plot_pool_over_time(SMALL, snapshots, ax=ax),
         lambda ax: plotting.plot_occupancy(SMALL, held, ax=ax),
-        lambda ax: plotting.plot_block_tables(tables, ax=ax),
-        lambda ax: plotting.plot_page(SMALL.groups[0].spec, ax=ax),
-        lambda ax: plotting.plot_page(SMALL.groups[3].spec, ax=ax),
+        lambda ax: plotting.plot_block_tables(cache, ax=ax),
+        lambda ax: plotting.plot_page(SMALL.groups[0].specs[0], ax=ax),
+        lambda ax: plotting.plot_page(SMALL.groups[3].specs[0], ax=ax),
         lambda ax: plotting.plot_order("HND", ax=ax),
     ):
         ax = new_axes()
@@ -470,7 +484,7 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
     ("draw", "error", "message"),
     [
         (lambda: plotting.plot_layout(SMALL), TypeError, "layout must be a PoolLayout, got Plan"),
-        (lambda: plotting.plot_layout(SMALL.layout, max_slots=0), ValueError, "max_slots"),
+        (lambda: plotting.plot_layout(SMALL.layout, max_tensors=0), ValueError, "max_tensors"),
         (lambda: plotting.plot_memory(SMALL.layout), TypeError, "plan must be a Plan"),
         (lambda: plotting.plot_memory(SMALL, 25), ValueError, "num_tokens=25; the plan admits 24"),
         (lambda: plotting.plot_memory(SMALL, 0), ValueError, "num_tokens must be at least 1"),
@@ -489,24 +503,35 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
         (lambda: plotting.snapshot_blocks(SMALL), TypeError, "manager must be a BlockManager"),
         (lambda: plotting.plot_occupancy(SMALL, []), ValueError, "held_blocks has steps"),
         (lambda: plotting.plot_occupancy(SMALL, [(1, 2)]), ValueError, "the 5 groups"),
-        (lambda: plotting.plot_block_tables(filled_tables()[1], rows=[6]), ValueError, "rows"),
-        (lambda: plotting.plot_block_tables(filled_tables()[1], widths=[1]), ValueError, "widths"),
-        (lambda: plotting.plot_block_tables(SMALL), TypeError, "tables must be a BlockTables"),
+        (lambda: plotting.plot_block_tables(shared_cache()[1], rows=[6]), ValueError, "rows"),
+        (lambda: plotting.plot_block_tables(SMALL), TypeError, "cache must be a KVCache"),
+        (
+            lambda: plotting.plot_block_tables(shared_cache()[1], batch=SMALL),
+            TypeError,
+            "batch must be a StepBatch",
+        ),
+        (
+            lambda: plotting.plot_block_tables(
+                jaxkv.make_cache(SMALL, max_requests=6, tables_only=True), batch=shared_cache()[2]
+            ),
+            ValueError,
+            "batch is of another cache",
+        ),
         (lambda: plotting.plot_page("full"), TypeError, "spec must be a LayerSpec"),
         (
-            lambda: plotting.plot_page(SMALL.groups[0].spec, kernel_block_size=3),
+            lambda: plotting.plot_page(SMALL.groups[0].specs[0], kernel_block_size=3),
             ValueError,
             "kernel_block_size=3 does not divide",
         ),
-        (lambda: plotting.plot_page(SMALL.groups[0].spec, block_id=-1), ValueError, "block_id"),
-        (lambda: plotting.plot_order("LBH"), ValueError, "order='LBH' is not a cache layout"),
+        (lambda: plotting.plot_page(SMALL.groups[0].specs[0], block_id=-1), ValueError, "block_id"),
+        (lambda: plotting.plot_order("LBH"), ValueError, "order='LBH' is not a physical order"),
         (lambda: plotting.plot_order("NHD", block_id=3), ValueError, "block_id=3 is not one of"),
         (lambda: plotting.plot_orders([]), ValueError, r"orders=\[\] must be"),
         (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
         (lambda: plotting.plot_length_against_requests(SMALL, 512), TypeError, "lengths=512 must"),
     ],
 )
-def test_what_makes_no_picture_is_refused_by_name(draw, error, message) -> None:
+def test_wrong_arguments_are_refused_by_name(draw, error, message) -> None:
     with pytest.raises(error, match=message):
         draw()
 
@@ -522,51 +547,52 @@ def test_spread_positions_are_apart_in_order_and_stay_where_they_can(positions, 
     assert np.mean(moved) == pytest.approx(np.mean(positions), abs=1e-9)
 
 
-# Reprs.
+# Text.
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (1536, "1,536 B"),
+        (10 * 2**10, "10.00 KiB"),
+        (3 * 2**19, "1.50 MiB"),
+        (40 * 2**30, "40.00 GiB"),
+    ],
+)
+def test_bytes_are_readable(num_bytes: int, text: str) -> None:
+    assert readable(num_bytes) == text
+
+
+def test_unused_bytes_are_described_over_all_groups() -> None:
+    assert describe_unused([0, 0]) == "all used"
+    assert describe_unused([64, 64]) == "64 unused"
+    assert describe_unused([0, 2048]) == "0 to 2,048 unused, by group"
 
 
 def public_objects() -> dict[str, object]:
     plan = PLANS["qwen3-next-80b-a3b"]
-    manager, tables = filled_tables()
-    manager.grow(0, 1, 8)
-    update = manager.take_update()
-    entries = pack_entries(update.entries, num_groups=5, max_entries=8, max_block_ids=64)
-    shape = StepShape(entries=8, block_ids=64, zero_ids=8, batch=4, widths=tables.widths, tokens=32)
-    upload = pack_step(shape, update=update, rows=[0], first_positions=[1], lengths=[7])
-    _, _, batch = apply_step(tables, None, upload, shape=shape)
-    sizes = MetadataSizes(
-        max_num_batched_tokens=32,
-        max_num_seqs=4,
-        max_model_len=24,
-        page_size=4,
-        q_block_tokens=16,
-        num_blocks=40,
-    )
-    where = batch.block_tables[0], batch.token_ends, batch.first_positions
+    manager, cache, batch = shared_cache()
+    entry = jaxkv.TableEntry(0, [[1, 2], [3]], starts=(4, 0))
     return {
         "plan": plan,
         "layout": plan.layout,
         "group": plan.groups[0],
-        "slot": plan.layout.slots[0],
-        "packed slot": PLANS["deepseek-v4-flash"].layout.slots[0],
+        "tensor": plan.layout.tensors[0],
+        "packed tensor": PLANS["deepseek-v4-flash"].layout.tensors[0],
         "manager": manager,
         "pool": BlockPool(100_000),
-        "entry": update.entries[0],
-        "long entry": update.entries[0]._replace(block_ids=[range(10_000), (), (), (), ()]),
-        "update": update,
-        "entries": entries,
-        "tables": tables,
-        "shape": shape,
+        "entry": entry,
+        "long entry": entry._replace(block_ids=[range(10_000), ()]),
+        "upload": batch.shape.idle(),
+        "cache": cache,
+        "shape": batch.shape,
         "batch": batch,
-        "sizes": sizes,
-        "lists": build_page_lists(*where, sizes=sizes),
-        "csr": build_page_csr(*where, sizes=sizes),
     }
 
 
 @pytest.fixture(scope="module")
-def objects() -> Iterator[dict[str, object]]:
-    yield public_objects()
+def objects() -> dict[str, object]:
+    return public_objects()
 
 
 def test_reprs_are_one_short_line_without_array_elements(objects) -> None:
@@ -602,7 +628,7 @@ class Checker(html.parser.HTMLParser):
         self.seen.append(data.strip())
 
 
-@pytest.mark.parametrize("name", ["plan", "layout", "manager", "tables"])
+@pytest.mark.parametrize("name", ["plan", "manager", "cache"])
 def test_rich_reprs_are_small_whole_html_that_loads_nothing(objects, name: str) -> None:
     markup = objects[name]._repr_html_()
     checker = Checker(markup)
@@ -624,48 +650,44 @@ def test_a_plan_shows_its_three_figures_apart() -> None:
 
 
 def test_names_are_escaped() -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
-    names = ["<script>alert(1)</script>", "a&b"]
-    plan = plan_cache(dict.fromkeys(names, spec), 2**20, max_model_len=8)
-    manager = BlockManager(plan, max_requests=2)
-    manager.start(names[0])
-    for shown in (plan, plan.layout, manager):
-        assert "<script" not in shown._repr_html_()
-    assert names[0] in " ".join(Checker(manager._repr_html_()).seen)
-    assert names[0] in " ".join(Checker(plan.layout._repr_html_()).seen)
+    manager = jaxkv.BlockManager(SMALL, max_requests=2)
+    name = "<script>alert(1)</script>"
+    manager.start(name)
+    markup = manager._repr_html_()
+    assert "<script" not in markup and name in " ".join(Checker(markup).seen)
     assert html_table([["<b>"]], caption="<i>", header=["<u>"]).count("&lt;") == 3
 
 
-def test_tables_show_their_first_rows_and_nothing_that_cannot_be_read() -> None:
-    manager, tables = filled_tables()
-    seen = Checker(tables._repr_html_()).seen
-    for group, ids in enumerate(manager.block_ids(3)):
-        assert ", ".join(map(str, ids)) in seen, group
+def test_a_cache_shows_its_first_rows_and_nothing_that_cannot_be_read() -> None:
+    manager, cache, _ = filled_cache()
+    seen = Checker(cache._repr_html_()).seen
+    full = manager.block_ids(2)[0]
+    assert ", ".join(map(str, full)) in seen
     inside: list[str | None] = []
-    step = jax.jit(
-        lambda tables: (inside.append(tables._repr_html_()), tables)[1], donate_argnums=0
-    )
-    kept = step(tables)
+    step = jax.jit(lambda cache: (inside.append(cache._repr_html_()), cache)[1], donate_argnums=0)
+    kept = step(cache)
     assert inside == [None]
-    assert tables._repr_html_() is None and repr(tables) == repr(kept)  # donated, and gone
-    check_overflow(kept)
+    assert cache._repr_html_() is None and repr(cache) == repr(kept)  # donated, and gone
+    jaxkv.check_errors(kept)
 
 
 def test_a_manager_of_many_requests_shows_the_first() -> None:
-    manager = BlockManager(SMALL, max_requests=20)
+    manager = jaxkv.BlockManager(SMALL, max_requests=20)
     for request in range(12):
         manager.start(request)
     seen = Checker(manager._repr_html_()).seen
-    assert "8 of them shown" in seen[1] or "8 of them shown" in " ".join(seen)
+    assert "8 of them shown" in " ".join(seen)
     assert "7" in seen and "11" not in seen
 
 
 def test_a_worker_without_layers_of_a_group_has_reprs_and_pictures() -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
-    state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))
-    plan = plan_cache([{"a": spec, "s": state}, {"b": spec}], [2**16] * 2, max_model_len=8)
+    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+    state = jaxkv.StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))
+    stages = [{"a": spec, "s": state}, {"b": spec}]
+    plan = jaxkv.plan_cache(stages, [2**16] * 2, max_model_len=8)
     layout = plan.layouts[1]
-    assert "group 0: 0 layers" in " ".join(Checker(layout._repr_html_()).seen)
     assert repr(layout.groups[0]) == "Group(0 layers, 0 bytes per block)"
-    assert plotting.plot_layout(layout).axes and plotting.plot_memory(plan, worker=1).axes
+    labels = [text.get_text() for text in plotting.plot_layout(layout).axes[0].get_yticklabels()]
+    assert labels[0] == "group 0: 0 layers"
+    assert plotting.plot_memory(plan, worker=1).axes
     assert "workers" in plan._repr_html_()

@@ -1,10 +1,9 @@
-"""Pictures of plans, layouts, tables and pools.
+"""Pictures of plans, layouts, block tables and pools. No jax.
 
-Knows how to draw; counts nothing that the other modules do not count. Needs matplotlib
-(``pip install "jaxkv[plot]"``), which is imported when something is drawn, and no jax.
+Needs matplotlib (``pip install "jaxkv[plot]"``), which is imported when something is drawn.
 
 Every function returns the matplotlib ``Figure`` that it drew on: a new one, which Jupyter shows
-when it is the last value of a cell, or that of the ``ax`` that it was given. pyplot is never
+when it is the last value of a cell, or the one of the ``ax`` that it was given. pyplot is never
 imported and no global setting is changed. Colours are those of Okabe and Ito, in one fixed
 order: group 0 is blue in every picture. Hatching marks bytes that hold no data, and tells
 groups apart in print.

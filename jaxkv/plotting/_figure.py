@@ -1,4 +1,4 @@
-"""A figure that Jupyter shows by itself. The only module that imports matplotlib at its top."""
+"""A figure that Jupyter shows by itself. Imported only when something is drawn."""
 
 import io
 
@@ -8,7 +8,7 @@ DPI = 85
 
 
 class NotebookFigure(Figure):
-    """A figure without pyplot, so that nothing is shown twice and nothing must be closed."""
+    """A figure without pyplot: nothing is shown twice and nothing must be closed."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()

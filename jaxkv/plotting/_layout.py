@@ -1,10 +1,12 @@
-"""Layers over the bytes of a block."""
+"""The picture of a block: the layers of every group over its bytes."""
 
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.checks import check_positive
-from jaxkv.groups import PoolLayout
-from jaxkv.groups._spans import Span, layer_spans, short_names, slot_starts
+from jaxkv._internal.checks import check_positive
+from jaxkv._internal.html import group_colour, text_colour
+from jaxkv._internal.text import describe_unused
+from jaxkv.planning import PoolLayout
+from jaxkv.plotting._spans import Span, layer_spans, short_names, tensor_starts
 from jaxkv.plotting._style import (
     INK,
     LABEL,
@@ -18,7 +20,6 @@ from jaxkv.plotting._style import (
     finish,
     fits,
 )
-from jaxkv.rich_repr import group_colour, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,26 +28,25 @@ if TYPE_CHECKING:
 BAR = 0.8  # of the row of a group
 
 
-def plot_layout(layout: PoolLayout, *, max_slots: int = 12, ax: "Axes | None" = None) -> "Figure":
-    """Draws one block, slot by slot, and in a row per group the layers that lie on it.
+def plot_layout(layout: PoolLayout, *, max_tensors: int = 12, ax: "Axes | None" = None) -> "Figure":
+    """Draws one block, tensor by tensor, and in a row per group the layers that lie on it.
 
-    What lies above each other is the same memory, with another meaning for each group that
-    may own the block. Hatched is what holds no data: padding of a page, and slots in which
-    a group has no layer.
+    Layers above each other share the same memory, which belongs to one group at a time.
+    Hatched bytes hold no data: padding of a page, and tensors in which a group has no layer.
 
     Args:
       layout: ``plan.layout``, or one of ``plan.layouts``.
-      max_slots: slots to draw; the title says when there are more.
+      max_tensors: tensors to draw; the title says when there are more.
       ax: axes to draw on; None: a new figure.
 
     Raises:
       ImportError: matplotlib is missing.
-      TypeError: something else than a layout.
+      TypeError: not a layout.
     """
     check_kind(PoolLayout, layout=layout)
-    check_positive(max_slots=max_slots)
-    shown = min(max_slots, len(layout.slots))
-    starts = slot_starts(layout)[: shown + 1]
+    check_positive(max_tensors=max_tensors)
+    shown = min(max_tensors, len(layout.tensors))
+    starts = tensor_starts(layout)[: shown + 1]
     ax = axes_of(ax, 10, min(1.5 + 0.5 * len(layout.groups), 9))
     unit, size = byte_unit(starts[-1])
     rows = range(len(layout.groups))
@@ -66,17 +66,10 @@ def plot_layout(layout: PoolLayout, *, max_slots: int = 12, ax: "Axes | None" = 
     ax.set(xlim=(0, max(starts[-1] / size, 1e-9)), ylim=(len(rows) - 0.5, -0.5))
     ax.set_yticks(rows, [_row_name(layout, index) for index in rows])
     unused = [layout.bytes_per_block - sum(s.data_bytes for s in g.specs) for g in layout.groups]
-    more = "" if shown == len(layout.slots) else f" (first {shown} drawn)"
-    slots = f"{count_of(len(layout.slots), 'slot')}{more}"
-    title = f"A block is {layout.bytes_per_block:,} bytes in {slots}; {_unused_text(unused)}"
-    return finish(ax, title, xlabel=f"byte of the block, {unit} (lines: slots, boxes: layers)")
-
-
-def _unused_text(unused: list[int]) -> str:
-    least, most = min(unused, default=0), max(unused, default=0)
-    if not most:
-        return "none unused, whichever group owns it"
-    return f"{most:,} unused" if least == most else f"{least:,} to {most:,} unused, by its owner"
+    more = "" if shown == len(layout.tensors) else f" (first {shown} drawn)"
+    tensors = f"{count_of(len(layout.tensors), 'tensor')}{more}"
+    title = f"A block is {layout.bytes_per_block:,} bytes in {tensors}; {describe_unused(unused)}"
+    return finish(ax, title, xlabel=f"{unit} of the block (lines: tensors, boxes: layers)")
 
 
 def _draw(ax: "Axes", span: Span, name: str, size: int, inch: float) -> None:

@@ -1,13 +1,14 @@
-"""How many requests of each length plans run at once."""
+"""The requests that run at once, for every length."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv.checks import check_positive
+from jaxkv._internal.checks import check_positive
+from jaxkv._internal.html import GROUP_COLOURS
+from jaxkv._internal.text import readable
 from jaxkv.planning import Plan
-from jaxkv.plotting._style import INK, LABEL, axes_of, check_kind, finish, readable_bytes, spread
-from jaxkv.rich_repr import GROUP_COLOURS
+from jaxkv.plotting._style import INK, LABEL, axes_of, check_kind, finish, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +26,11 @@ def plot_length_against_requests(
     *,
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """Draws, for every length, how many requests of that length run at once.
+    """Draws the number of requests that run at once against their length.
 
     Args:
       plans: one plan, or several by name.
-      lengths: tokens per request; None: from some 128 tokens to the longest that a plan admits.
+      lengths: tokens per request; None: from about 128 tokens to the longest that a plan admits.
       ax: axes to draw on; None: a new figure.
 
     Raises:
@@ -63,15 +64,15 @@ def plot_length_against_requests(
     ax.set_xlim(min(shown), max(max(shown), min(shown) + 1))
     _label_ends(ax, ends)
     _tick(ax)
-    title = "How many requests of one length run at once"
+    title = "Requests of one length that run at once"
     memory = {sum(plan.memory_bytes) for plan in named.values()}
     if len(memory) == 1:
-        title += f" in {readable_bytes(memory.pop())}"
+        title += f" in {readable(memory.pop())}"
     return finish(ax, title, xlabel="tokens per request", ylabel="requests at once")
 
 
 def _lengths(longest: int) -> list[int]:
-    """Eight per doubling, and the ends."""
+    """Returns eight lengths per doubling, and the ends."""
     first = min(128, max(1, longest // 8))
     steps = range(8 * max(0, int(math.log2(longest / first))) + 8)
     return sorted({min(longest, round(first * 2 ** (step / 8))) for step in steps} | {longest})
@@ -85,7 +86,7 @@ def _draw_curve(ax: "Axes", index: int, points: Sequence[tuple[int, int]]) -> No
 
 
 def _label_ends(ax: "Axes", ends: Mapping[str, tuple[int, tuple[int, int]]]) -> None:
-    """Name and last point of each curve at the right margin, tied to it by a thin line."""
+    """Names each curve and its last point at the right margin, tied to it by a thin line."""
     low, high = (math.log(limit) for limit in ax.get_ylim())
     heights = [(math.log(fit) - low) / (high - low) for _, (_, fit) in ends.values()]
     moved = spread(heights, 0.075)
@@ -110,7 +111,7 @@ def _tick(ax: "Axes") -> None:
 
 
 def _short(tokens: float) -> str:
-    """1024 -> 1k, as lengths are spoken of."""
+    """Returns tokens as people say them: 1k for 1024."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if tokens >= size:
             return f"{tokens / size:g}{unit}"

@@ -1,9 +1,11 @@
-"""What a plan does with memory, when as many requests run as fit."""
+"""The parts of a worker's memory when as many requests run as fit."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxkv.checks import check_positive
+from jaxkv._internal.checks import check_positive
+from jaxkv._internal.html import group_colour
+from jaxkv._internal.text import readable
 from jaxkv.planning import Plan
 from jaxkv.plotting._style import (
     INK,
@@ -15,38 +17,33 @@ from jaxkv.plotting._style import (
     count_of,
     finish,
     label_bar,
-    readable_bytes,
 )
-from jaxkv.rich_repr import group_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINES = ("-", "--", "-.", ":")
-MARKERS = "osD^vP*X"
-
 
 class _Part(NamedTuple):
-    """Part of a worker's memory; ``blocks`` is None for what is less than a block."""
+    """A part of a worker's memory; ``blocks`` is None for less than a block."""
 
     name: str
     num_bytes: int
     blocks: int | None
     unused_bytes: int = 0
     group: int | None = None
-    requests: int = 0  # among which the blocks are divided
+    requests: int = 0  # that hold the blocks, as many each
 
 
 def plot_memory(
     plan: Plan, num_tokens: int | None = None, *, worker: int = 0, ax: "Axes | None" = None
 ) -> "Figure":
-    """Draws what a worker's memory is split into when as many requests run as fit.
+    """Draws the parts of a worker's memory when as many requests run as fit.
 
-    One bar, a row for each of its parts: the blocks that each group holds while all those
-    requests decode (hatched: bytes of these blocks that carry no data), what one request
-    in prefill needs beyond, blocks too few for one more request, blocks that no request
-    gets, and bytes that make no block.
+    One bar, with a row for each part: the blocks that each group holds while all those
+    requests decode (hatched: bytes of these blocks that carry no data), the blocks that one
+    request in prefill needs beyond those, blocks too few for one more request, blocks that
+    no request gets, and bytes too few for a block.
 
     Args:
       plan: from `plan_cache`.
@@ -78,7 +75,7 @@ def plot_memory(
     ax.axvline(plan.memory_bytes[worker] / size, color=INK, linewidth=1)
     fit = count_of(plan.requests_that_fit(length), "request")
     title = (
-        f"{fit} of {length:,} tokens at once in {readable_bytes(plan.memory_bytes[worker])}: "
+        f"{fit} of {length:,} tokens at once in {readable(plan.memory_bytes[worker])}: "
         f"{plan.num_blocks:,} blocks of {plan.bytes_per_block[worker]:,} bytes"
     )
     return finish(ax, title, xlabel=f"memory, {unit}")
@@ -101,7 +98,7 @@ def _split(plan: Plan, length: int, worker: int) -> Sequence[_Part]:
         _Part("more while one prefills", share * block, share),
         _Part("free, too few for one more", left * block, left),
         _Part("null block and reserved", plan.reserved_blocks * block, plan.reserved_blocks),
-        _Part("in no block", max(rest, 0), None),
+        _Part("less than a block", max(rest, 0), None),
     ]
 
 
@@ -118,7 +115,7 @@ def _draw(ax: "Axes", line: int, left: float, part: _Part, size: int) -> None:
 
 
 def _text(part: _Part) -> str:
-    text = readable_bytes(part.num_bytes)
+    text = readable(part.num_bytes)
     if part.blocks is not None:
         each = f"{part.requests:,} x " if part.requests > 1 else ""
         text += f", {each}{count_of(part.blocks // max(part.requests, 1), 'block')}"

@@ -1,4 +1,4 @@
-"""How many blocks each group holds over time."""
+"""The blocks that each group holds, step by step."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -29,17 +29,17 @@ def plot_occupancy(
     preemptions: Sequence[int] = (),
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """Draws how many blocks each group holds at every step, stacked.
+    """Draws the blocks that each group holds at every step, stacked.
 
     Args:
-      plan: gives groups and blocks.
-      held_blocks: per step, blocks by group, as `BlockManager.held_blocks` counts them.
-      preemptions: steps at which a request lost its blocks.
+      plan: of the manager.
+      held_blocks: per step, what `BlockManager.held_blocks` returned.
+      preemptions: steps at which a request was preempted.
       ax: axes to draw on; None: a new figure.
 
     Raises:
       ImportError: matplotlib is missing.
-      ValueError: no steps, or steps with another number of groups than the plan's.
+      ValueError: no steps, or steps of another number of groups than the plan has.
     """
     check_kind(Plan, plan=plan)
     lengths = {len(held) for held in held_blocks}

@@ -1,9 +1,11 @@
-"""Inside a block: rows and kernel blocks."""
+"""The picture of a page: its rows and kernel blocks."""
 
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.checks import check_count
-from jaxkv.kernel_blocks import blocks_per_kv_block, row_format, rows_per_block
+from jaxkv._internal.checks import check_count
+from jaxkv._internal.html import GROUP_COLOURS, group_colour, text_colour
+from jaxkv._internal.numbers import cdiv
+from jaxkv.layout import blocks_per_kv_block, row_format, rows_per_block
 from jaxkv.plotting._style import (
     INK,
     LABEL,
@@ -18,14 +20,13 @@ from jaxkv.plotting._style import (
     fits,
     label_bar,
 )
-from jaxkv.rich_repr import GROUP_COLOURS, group_colour, text_colour
 from jaxkv.specs import LayerSpec, StateSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MANY = 20  # kernel blocks, beyond which not each is named
+MANY = 20  # kernel blocks; of more, only some are named
 KEY, VALUE = GROUP_COLOURS[0], GROUP_COLOURS[6]
 
 
@@ -38,18 +39,18 @@ def plot_page(
 ) -> "Figure":
     """Draws one page: the rows that a layer stores for one block, and its kernel blocks.
 
-    A row is a token, or the tokens that share one; beside it stands the slot of its first
-    token, ``block_id * block_size + offset``. A state is one row. Hatched is padding.
+    A row is a token, or the tokens that share one, with the slot of its first token,
+    ``block_id * block_size + offset``, next to it. A state is one row. Hatched is padding.
 
     Args:
-      spec: what the layer stores.
-      block_id: which block; slots and kernel blocks are numbered accordingly.
+      spec: of the layer.
+      block_id: the block, by which slots and kernel blocks are numbered.
       kernel_block_size: tokens of a kernel block; None: the block size.
       ax: axes to draw on; None: a new figure.
 
     Raises:
       ImportError: matplotlib is missing.
-      TypeError, ValueError: as `jaxkv.kernel_blocks.blocks_per_kv_block`.
+      TypeError, ValueError: as `jaxkv.layout.blocks_per_kv_block`.
     """
     check_kind(LayerSpec, spec=spec)
     check_count(block_id=block_id)
@@ -60,7 +61,7 @@ def plot_page(
 
 
 def _draw_state(spec: StateSpec, block_id: int, ax: "Axes | None") -> "Figure":
-    """The arrays of a state, each in a line of its own, over the bytes of the page."""
+    """Draws the arrays of a state, each in a line of its own, over the bytes of the page."""
     sizes = {
         f"{dtype}{list(shape)}": num_bytes
         for shape, dtype, num_bytes in zip(spec.shapes, spec.dtypes, spec.array_bytes, strict=True)
@@ -79,11 +80,11 @@ def _draw_state(spec: StateSpec, block_id: int, ax: "Axes | None") -> "Figure":
         start += num_bytes
     ax.set_yticks(range(len(sizes)), list(sizes))
     title = f"Block {block_id}, state layer: one state of {spec.data_bytes:,} bytes"
-    return finish(ax, title, xlabel=f"byte of the page, {unit}")
+    return finish(ax, title, xlabel=f"{unit} of the page")
 
 
 def _draw_rows(spec: LayerSpec, block_id: int, parts: int, ax: "Axes | None") -> "Figure":
-    """The rows of tokens, one below the other."""
+    """Draws the rows of tokens, one below the other."""
     rows, padding = rows_per_block(spec), spec.page_bytes - spec.data_bytes
     row_bytes = spec.data_bytes // rows
     # A line of padding is drawn whatever its size: it says that there is some, and how much.
@@ -115,26 +116,26 @@ def _draw_rows(spec: LayerSpec, block_id: int, parts: int, ax: "Axes | None") ->
     what = f"{count_of(rows, stored)} x {row_bytes:,} bytes = {spec.data_bytes:,} bytes"
     many = f" (K and V of {count_of(heads, 'head')})" if heads > 1 else ""
     return finish(
-        ax, f"Block {block_id}, {spec.kind} layer: {what}{many}", xlabel="byte of the row"
+        ax, f"Block {block_id}, {spec.kind} layer: {what}{many}", xlabel="bytes of the row"
     )
 
 
 def _row_parts(spec: LayerSpec, row_bytes: int) -> list[tuple[str, int, str]]:
-    """Name, bytes and colour of what lies in a row."""
-    form = row_format(spec)
-    if form.key_elements is None:
-        return [(f"{form.width} x {form.dtype}", row_bytes, KEY)]
-    head_bytes = row_bytes // form.heads
-    key_bytes = head_bytes * form.key_elements // form.width
+    """Returns name, bytes and colour of the parts of a row."""
+    row = row_format(spec)
+    if row.key_elements is None:
+        return [(f"{row.width} x {row.dtype}", row_bytes, KEY)]
+    head_bytes = row_bytes // row.heads
+    key_bytes = head_bytes * row.key_elements // row.width
     sizes = ("K", key_bytes, KEY), ("V", head_bytes - key_bytes, VALUE)
-    heads = range(form.heads)
+    heads = range(row.heads)
     return [(f"{name} {head}", size, colour) for head in heads for name, size, colour in sizes]
 
 
 def _mark_kernel_blocks(ax: "Axes", block_id: int, parts: int, rows: int) -> None:
     right = ax.secondary_yaxis("right")
     name = "kernel block" if parts > 1 else "block"
-    step = -(-parts // MANY)
+    step = cdiv(parts, MANY)
     labels = [f"{name} {block_id * parts + part:,}" for part in range(0, parts, step)]
     middles = [rows * (part + 0.5) for part in range(0, parts, step)]
     right.set_yticks(middles, labels, fontsize=LABEL)
@@ -145,8 +146,13 @@ def _mark_kernel_blocks(ax: "Axes", block_id: int, parts: int, rows: int) -> Non
 
 
 def _mark_slots(ax: "Axes", block_size: int, block_id: int, rows: int, parts: int) -> None:
-    """The slot of a row's first token; of kernel blocks' first rows where those are many."""
-    step = 1 if rows <= 16 else max(rows // parts, 1) if 1 < parts <= MANY else -(-rows // 8)
+    """Writes the slot of the first token of every row, or of some rows where there are many."""
+    if rows <= 16:
+        step = 1
+    elif 1 < parts <= MANY:
+        step = max(rows // parts, 1)  # the first row of each kernel block
+    else:
+        step = cdiv(rows, 8)
     picked = range(0, rows, step)
     slots = [block_id * block_size + row * (block_size // rows) for row in picked]
     ax.set_yticks([row + 0.5 for row in picked], [f"slot {slot:,}" for slot in slots])

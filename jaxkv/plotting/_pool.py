@@ -1,4 +1,4 @@
-"""The pool over time: who holds which block."""
+"""The picture of a pool over time: the holder of every block."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxkv.blocks import NULL_BLOCK, BlockManager
+from jaxkv._internal.html import group_colour, text_colour
+from jaxkv._internal.numbers import NULL_BLOCK
+from jaxkv.blocks import BlockManager
 from jaxkv.planning import Plan
 from jaxkv.plotting._style import (
     INK,
@@ -20,7 +22,6 @@ from jaxkv.plotting._style import (
     legend_below,
     tick_cells,
 )
-from jaxkv.rich_repr import group_colour, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Holder(NamedTuple):
-    """Who holds a block: a group of layers, for one request or for several that share it."""
+    """The holder of a block: a group of layers, for one request or for several that share it."""
 
     group: int
     requests: tuple[Hashable, ...]
@@ -37,8 +38,8 @@ class Holder(NamedTuple):
 Snapshot = Mapping[int, Holder]
 
 
-class _Run(NamedTuple):
-    """Blocks ``first_block .. last_block`` that one holder has from step to step."""
+class _Patch(NamedTuple):
+    """Consecutive blocks that one holder has from step ``start`` to step ``stop``."""
 
     holder: Holder
     first_block: int
@@ -48,7 +49,7 @@ class _Run(NamedTuple):
 
 
 def snapshot_blocks(manager: BlockManager) -> dict[int, Holder]:
-    """Who holds which block now; take one per step for `plot_pool_over_time`.
+    """Returns the holder of every block that is not free, for `plot_pool_over_time`.
 
     Blocks of attention sinks are held for no request.
     """
@@ -73,12 +74,12 @@ def plot_pool_over_time(
     """Draws blocks against steps, coloured by the group that holds them.
 
     Black lines part holders: requests, or groups of one request. A holder's name stands in
-    the largest patch that it fits. The title counts the blocks that came to a group whose
-    bytes the block had last held for another one: those that zeroing is for.
+    its largest patch, if it fits. The title counts the blocks that were handed out, and those
+    of them that another group held before: zeroing is for these.
 
     Args:
-      plan: gives groups and blocks.
-      snapshots: from `snapshot_blocks`, one per step.
+      plan: of the manager.
+      snapshots: of `snapshot_blocks`, one per step.
       ax: axes to draw on; None: a new figure.
 
     Raises:
@@ -89,23 +90,21 @@ def plot_pool_over_time(
     cells, holders = _cells(plan, snapshots)
     ax = axes_of(ax, 10, min(2.2 + 0.14 * plan.num_blocks, 7))
     ax.set(xlim=(0, cells.shape[1]), ylim=(cells.shape[0], 0))
-    runs = list(_runs(cells, holders))
-    for group in sorted({run.holder.group for run in runs}):
-        _fill(
-            ax, group, [run for run in runs if run.holder.group == group], str(plan.groups[group])
-        )
+    patches = list(_patches(cells, holders))
+    for group in sorted({patch.holder.group for patch in patches}):
+        _fill(ax, f"group {group}: {plan.groups[group]}", group, patches)
     tick_cells(ax, "y", cells.shape[0])
     tick_cells(ax, "x", cells.shape[1])
     _draw_boundaries(ax, cells)
-    _label(ax, runs)
+    _label(ax, patches)
     legend_below(ax)
-    handed, changed = _count_hand_overs(runs)
+    handed, changed = _count_hand_overs(patches)
     title = f"{handed:,} blocks handed out, {changed:,} of them from one group to another"
     return finish(ax, title, xlabel="step", ylabel="block (0: null block)")
 
 
 def _cells(plan: Plan, snapshots: Sequence[Snapshot]) -> tuple[np.ndarray, list[Holder]]:
-    """int[num_blocks, steps]: which holder, counted from 1; 0 is free."""
+    """Returns int[num_blocks, steps], holders counted from 1 and 0 for free; and the holders."""
     if not len(snapshots):
         raise ValueError("snapshots is empty; give one of snapshot_blocks(manager) per step")
     cells = np.zeros((plan.num_blocks, len(snapshots)), int)
@@ -123,41 +122,38 @@ def _cells(plan: Plan, snapshots: Sequence[Snapshot]) -> tuple[np.ndarray, list[
     return cells, list(numbers)
 
 
-def _runs(cells: np.ndarray, holders: Sequence[Holder]) -> Iterator[_Run]:
-    """Rectangles of one holder: runs in time, joined over neighbouring blocks."""
-    open_runs: dict[tuple[int, int, int], _Run] = {}
+def _patches(cells: np.ndarray, holders: Sequence[Holder]) -> Iterator[_Patch]:
+    """Yields rectangles of one holder: stretches of time, joined over neighbouring blocks."""
+    growing: dict[tuple[int, int, int], _Patch] = {}
     for block, row in enumerate(cells):
         ends = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
         now = {}
         for start, stop in itertools.pairwise(ends):
             if number := int(row[start]):
                 key = start, stop, number
-                before = open_runs.pop(key, _Run(holders[number - 1], block, 0, start, stop))
+                before = growing.pop(key, _Patch(holders[number - 1], block, 0, start, stop))
                 now[key] = before._replace(num_blocks=before.num_blocks + 1)
-        yield from open_runs.values()
-        open_runs = now
-    yield from open_runs.values()
+        yield from growing.values()
+        growing = now
+    yield from growing.values()
 
 
-def _fill(ax: "Axes", group: int, runs: Sequence[_Run], name: str) -> None:
+def _fill(ax: "Axes", label: str, group: int, patches: Sequence[_Patch]) -> None:
+    """Draws the patches of a group."""
     from matplotlib.collections import PolyCollection
 
-    corners = [
-        [(x, y) for x, y in ((r.start, 0), (r.stop, 0), (r.stop, 1), (r.start, 1))] for r in runs
-    ]
-    boxes = [
-        [(x, run.first_block + y * run.num_blocks) for x, y in box]
-        for run, box in zip(runs, corners, strict=True)
-    ]
+    boxes = []
+    for patch in patches:
+        if patch.holder.group == group:
+            top, bottom = patch.first_block, patch.first_block + patch.num_blocks
+            left, right = patch.start, patch.stop
+            boxes.append([(left, top), (right, top), (right, bottom), (left, bottom)])
     style = group_style(group)
-    collection = PolyCollection(
-        boxes, label=f"group {group}: {name}", linewidth=0, antialiased=False, **style
-    )
-    ax.add_collection(collection)
+    ax.add_collection(PolyCollection(boxes, label=label, linewidth=0, antialiased=False, **style))
 
 
 def _draw_boundaries(ax: "Axes", cells: np.ndarray) -> None:
-    """A line wherever two neighbouring cells have different holders."""
+    """Draws a line wherever two neighbouring cells have different holders."""
     from matplotlib.collections import LineCollection
 
     padded = np.pad(cells, 1)
@@ -170,53 +166,46 @@ def _draw_boundaries(ax: "Axes", cells: np.ndarray) -> None:
     ax.add_collection(LineCollection(lines, color=INK, linewidth=width, capstyle="projecting"))
 
 
-def _label(ax: "Axes", runs: Sequence[_Run]) -> None:
-    """Each holder's name once, in its largest patch, where it fits."""
+def _label(ax: "Axes", patches: Sequence[_Patch]) -> None:
+    """Writes each holder's name once, into its largest patch, where it fits."""
     width, height = axes_inches(ax)
     per_step = width / max(ax.get_xlim()[1], 1)
     per_block = height / max(ax.get_ylim()[0], 1)
-    largest: dict[Holder, _Run] = {}
-    for run in runs:
-        best = largest.get(run.holder)
-        if best is None or _area(run) > _area(best):
-            largest[run.holder] = run
-    for holder, run in largest.items():
+    largest: dict[Holder, _Patch] = {}
+    for patch in patches:
+        best = largest.get(patch.holder)
+        if best is None or _area(patch) > _area(best):
+            largest[patch.holder] = patch
+    for holder, patch in largest.items():
         text = ", ".join(map(str, holder.requests)) or "sink"
-        box = (run.stop - run.start) * per_step, run.num_blocks * per_block
+        box = (patch.stop - patch.start) * per_step, patch.num_blocks * per_block
         if fits(text, box[0]) and box[1] > SMALL / 72:
-            at = (run.start + run.stop) / 2, run.first_block + run.num_blocks / 2
+            at = (patch.start + patch.stop) / 2, patch.first_block + patch.num_blocks / 2
             colour = group_colour(holder.group)
             pad = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}
-            ax.text(
-                *at,
-                text,
-                ha="center",
-                va="center",
-                fontsize=SMALL,
-                color=text_colour(colour),
-                bbox=pad,
-            )
+            style = {"ha": "center", "va": "center", "fontsize": SMALL, "bbox": pad}
+            ax.text(*at, text, color=text_colour(colour), **style)
 
 
-def _area(run: _Run) -> int:
-    return run.num_blocks * (run.stop - run.start)
+def _area(patch: _Patch) -> int:
+    return patch.num_blocks * (patch.stop - patch.start)
 
 
-def _count_hand_overs(runs: Sequence[_Run]) -> tuple[int, int]:
-    """Blocks handed out, and of those the ones that another group had before."""
+def _count_hand_overs(patches: Sequence[_Patch]) -> tuple[int, int]:
+    """Counts the blocks handed out, and of those the ones that another group had before."""
     handed = changed = 0
-    last: dict[int, _Run] = {}
-    for run in sorted(runs, key=lambda run: run.start):
-        for block in range(run.first_block, run.first_block + run.num_blocks):
+    last: dict[int, _Patch] = {}
+    for patch in sorted(patches, key=lambda patch: patch.start):
+        for block in range(patch.first_block, patch.first_block + patch.num_blocks):
             before = last.get(block)
-            last[block] = run
-            if before is None or not _goes_on(before, run):
+            last[block] = patch
+            if before is None or not _goes_on(before, patch):
                 handed += 1
-                changed += before is not None and before.holder.group != run.holder.group
+                changed += before is not None and before.holder.group != patch.holder.group
     return handed, changed
 
 
-def _goes_on(before: _Run, run: _Run) -> bool:
-    """Is this the same holding, which others joined or left?"""
-    both = {*before.holder.requests} & {*run.holder.requests}
-    return before.stop == run.start and before.holder.group == run.holder.group and bool(both)
+def _goes_on(before: _Patch, patch: _Patch) -> bool:
+    """Returns whether a patch is the same holding as before, which others joined or left."""
+    both = {*before.holder.requests} & {*patch.holder.requests}
+    return before.stop == patch.start and before.holder.group == patch.holder.group and bool(both)

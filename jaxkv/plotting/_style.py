@@ -1,9 +1,9 @@
-"""What all pictures share: figures, colours, hatches, units."""
+"""Figures, colours, hatches, labels and units of all pictures."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.rich_repr import GROUP_COLOURS, group_colour, text_colour
+from jaxkv._internal.html import GROUP_COLOURS, group_colour, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ HATCHES = ("", "///", "...", "", "\\\\\\", "xxx", "|||", "---")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches.
+    """Returns an empty figure; width and height in inches.
 
     Raises:
       ImportError: matplotlib is missing.
@@ -32,11 +32,12 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def axes_of(ax: "Axes | None", width: float, height: float) -> "Axes":
-    """The axes to draw on: those given, or the only ones of a new figure."""
+    """Returns the axes to draw on: those given, or the only ones of a new figure."""
     return new_figure(width, height).subplots() if ax is None else ax
 
 
 def figure_of(ax: "Axes") -> "Figure":
+    """Returns the figure of axes; raises ValueError for axes without one."""
     figure = ax.get_figure(root=True)
     if figure is None:
         raise ValueError("ax belongs to no figure any more; pass axes that are still in use")
@@ -44,7 +45,7 @@ def figure_of(ax: "Axes") -> "Figure":
 
 
 def finish(ax: "Axes", title: str, **labels: str) -> "Figure":
-    """Title and labels; no frame but the axes that carry ticks."""
+    """Sets title and labels, and leaves no frame but the axes that carry ticks."""
     ax.set_title(title, loc="left", fontsize=TITLE)
     for axis, text in labels.items():
         getattr(ax, f"set_{axis}")(text, fontsize=LABEL)
@@ -54,21 +55,21 @@ def finish(ax: "Axes", title: str, **labels: str) -> "Figure":
 
 
 def group_style(group: int) -> dict[str, Any]:
-    """Fill and hatch of a group. Beyond the palette, the hatches shift against the colours."""
+    """Returns fill and hatch of a group. Beyond the palette, hatches shift against colours."""
     turn, index = divmod(group, len(GROUP_COLOURS))
     hatch = HATCHES[(index + turn) % len(HATCHES)]
     return {"facecolor": group_colour(group), "hatch": hatch, "edgecolor": "#00000066"}
 
 
 def axes_inches(ax: "Axes") -> tuple[float, float]:
-    """About how large the axes will be, to judge whether a text fits."""
+    """Returns the width and height that axes will have, roughly, to judge whether text fits."""
     figure = figure_of(ax)
     box = ax.get_position()
     return box.width * figure.get_figwidth(), box.height * figure.get_figheight()
 
 
 def tick_cells(ax: "Axes", axis: str, count: int) -> None:
-    """Numbers cells, 0 to count - 1, in their middles; every 1st, 2nd, 5th, 10th ... of them."""
+    """Numbers cells, 0 to count - 1, in their middles: each, or every 2nd, 5th, 10th ... one."""
     steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
     step = next(step for step in steps if count <= 14 * step)
     picked = range(0, count, step)
@@ -78,7 +79,7 @@ def tick_cells(ax: "Axes", axis: str, count: int) -> None:
 def label_bar(
     ax: "Axes", line: float, left: float, width: float, text: str, colour: str, filled: float = 1.0
 ) -> None:
-    """A text in the filled part of a horizontal bar if it fits, else beside it, else over it."""
+    """Writes a text into the filled part of a bar if it fits, else next to it, else over it."""
     low, high = ax.get_xlim()
     inch = axes_inches(ax)[0] / (high - low)
     right = left + width
@@ -99,7 +100,7 @@ def label_bar(
 
 
 def legend_below(ax: "Axes") -> None:
-    """A legend under the axis labels, if there is anything to name."""
+    """Adds a legend under the axis labels, if there is anything to name."""
     handles, _ = ax.get_legend_handles_labels()
     if handles:
         ax.legend(
@@ -114,16 +115,17 @@ def legend_below(ax: "Axes") -> None:
 
 
 def text_inches(text: str, points: float) -> float:
-    """About how wide a text is."""
+    """Returns the rough width of a text."""
     return len(text) * points * 0.62 / 72
 
 
 def fits(text: str, width_inches: float, points: float = SMALL) -> bool:
+    """Returns whether a text is narrower than this."""
     return text_inches(text, points) < width_inches
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """The nearest positions, in the same order, that are at least ``gap`` apart."""
+    """Returns the nearest positions, in the same order, that are at least ``gap`` apart."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     clusters: list[list[int]] = []
     for index in order:
@@ -142,24 +144,13 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
 
 
 def _bottom(positions: Sequence[float], cluster: Sequence[int], gap: float) -> float:
-    """Where a cluster, set at the gap, starts so as to lie around its own middle."""
+    """Returns the start of a cluster that is set at the gap around its own middle."""
     middle = sum(positions[i] for i in cluster) / len(cluster)
     return middle - gap * (len(cluster) - 1) / 2
 
 
-def readable_bytes(num_bytes: int) -> str:
-    """``1,536 B``, ``1.50 MiB``: whole bytes below 10 KiB, else three digits or so."""
-    if abs(num_bytes) < 10 * 2**10:
-        return f"{num_bytes:,} B"
-    unit, size = "GiB", 2**30
-    if abs(num_bytes) < 1000 * 2**20:
-        unit, size = ("KiB", 2**10) if abs(num_bytes) < 1000 * 2**10 else ("MiB", 2**20)
-    value = num_bytes / size
-    return f"{value:,.{2 if abs(value) < 10 else 1}f} {unit}"
-
-
 def byte_unit(num_bytes: int) -> tuple[str, int]:
-    """A unit for an axis that reaches ``num_bytes``."""
+    """Returns a unit, and its bytes, for an axis that reaches ``num_bytes``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= 2 * size:
             return unit, size
@@ -167,11 +158,12 @@ def byte_unit(num_bytes: int) -> tuple[str, int]:
 
 
 def count_of(number: int, noun: str) -> str:
+    """Returns ``1 block`` or ``2 blocks``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def check_kind(kind: type, **values: object) -> None:
-    """Raises TypeError for the first value that is no ``kind``."""
+    """Raises TypeError for the first value that is not a ``kind``."""
     for name, value in values.items():
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
