@@ -15,31 +15,23 @@
 # # 1. Layouts: pages, groups, kernel blocks, orders
 #
 # A paged cache is cut into **blocks** of one size, numbered from 0. A block holds one **page** for
-# each layer that uses it. This notebook draws where the bytes lie. Nothing here needs a GPU, and
-# nothing here allocates memory. All four want `pip install ".[notebooks]"`, from a clone.
+# each layer that uses it. This notebook draws the place of every byte. It needs no GPU. All four
+# notebooks want `pip install ".[notebooks]"`, from a clone.
 
 # %%
+import jaxkv
 from jaxkv import plotting
-from jaxkv.kernel_blocks import (
-    LAYOUT_ORDERS,
-    AcceptedSizes,
-    CacheLayout,
-    blocks_per_kv_block,
-    select_kernel_block_size,
-)
-from jaxkv.models import layers_from_config, load_config, model_len
-from jaxkv.planning import plan_cache
-from jaxkv.specs import FullAttentionSpec
+from jaxkv.layout import ORDERS, AcceptedSizes, PhysicalOrder
 
 # %% [markdown]
 # ## A page
 #
-# A layer is described by a *spec*. This one keeps keys and values of two heads, 16 tokens to a
-# block. The **slot** of a token is `block_id * block_size + offset`: one number that says where
-# in the pool its row goes.
+# A *spec* describes a layer. This one keeps keys and values of two heads, 16 tokens to a block.
+# The **slot** of a token is `block_id * block_size + offset`: one number for its place in the
+# pool.
 
 # %%
-spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
+spec = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
 plotting.plot_page(spec, block_id=3)
 
 # %% [markdown]
@@ -47,81 +39,80 @@ plotting.plot_page(spec, block_id=3)
 #
 # Attention kernels have block sizes of their own. If two kernels read a layer, one size has to
 # suit both and divide the block. Block `b` is then the kernel blocks `b * k .. b * k + k - 1`.
-# No byte moves and slots stay what they are: it is a second reading of the same memory.
+# No byte moves and slots stay the same: it is a second reading of the same memory.
 
 # %%
-backends = {
-    "kernel A": AcceptedSizes(multiples_of=4),
-    "kernel B": AcceptedSizes(exact={4}),
-}
-size = select_kernel_block_size(spec.block_size, backends)
-k = blocks_per_kv_block(spec, size)
-print(f"kernel blocks of {size} tokens; block 3 is kernel blocks {list(range(3 * k, 4 * k))}")
-plotting.plot_page(spec, block_id=3, kernel_block_size=size)
+layers = {"layers.0": spec, "layers.1": spec}
+plan = jaxkv.plan_cache(layers, 2**20, max_model_len=512)
+kernels = {"kernel A": AcceptedSizes(multiples_of=4), "kernel B": AcceptedSizes(exact=(4,))}
+sizes = jaxkv.select_kernel_block_sizes(plan.groups, [kernels])
+print("kernel_block_sizes, per group:", sizes)
+plotting.plot_page(spec, block_id=3, kernel_block_size=sizes[0])
 
 # %% [markdown]
 # ## Groups
 #
 # Layers that need the same blocks for the same request share one block table. They are a
 # **group**. Qwen3-Next has 36 layers with a recurrent state and 12 with attention. They make four
-# groups of 12, and a block belongs to one group at a time. What lies above each other in the
-# picture is the same memory. A block is cut into **slots of the pool** (black lines; not the slots
-# of tokens above), and one layer of each group lies on each. Numbers in boxes are layers, and
-# `12 state @ 544` is twelve state layers in blocks of 544 tokens.
+# groups of 12, and a block belongs to one group at a time. So layers above each other in the
+# picture are the same memory. The pool consists of 12 **tensors** (between black lines): each has
+# one page per block, which one layer of every group uses. Numbers in boxes are layers, and
+# `12 state @ 544` is twelve layers with states, in blocks of 544 tokens.
 
 # %%
-config = load_config("qwen3-next-80b-a3b")
-plan = plan_cache(layers_from_config(config), 40 * 2**30, max_model_len=model_len(config))
-plotting.plot_layout(plan.layout)
+config = jaxkv.load_config("qwen3-next-80b-a3b")
+options = {"max_model_len": jaxkv.model_len(config)}
+qwen = jaxkv.plan_cache(jaxkv.layers_from_config(config), 40 * 2**30, **options)
+plotting.plot_layout(qwen.layout)
 
 # %% [markdown]
-# A state is as large as the keys and values of 536 tokens, so the attention block has grown
-# to 544 tokens to fill the same page. What a state does not fill is padding:
+# A state is as large as the keys and values of 536 tokens, so the plan lets attention blocks grow
+# to 544 tokens until a state fits. The rest of a state's page is padding:
 
 # %%
-state = plan.groups[0].specs[0]
-plotting.plot_page(state)
+plotting.plot_page(qwen.groups[0].specs[0])
 
 # %% [markdown]
 # Groups need not be equally large. Gemma 3 has 52 layers with a sliding window and 10 with full
-# attention. Groups of 8 and 9 layers leave slots of a block unused (hatched).
+# attention. In groups of 8, 9 and 10 layers some tensors of a block stay unused (hatched).
 
 # %%
-config = load_config("gemma-3-27b")
-gemma = plan_cache(layers_from_config(config), 40 * 2**30, max_model_len=model_len(config))
+config = jaxkv.load_config("gemma-3-27b")
+options = {"max_model_len": jaxkv.model_len(config)}
+gemma = jaxkv.plan_cache(jaxkv.layers_from_config(config), 40 * 2**30, **options)
 plotting.plot_layout(gemma.layout)
 
 # %% [markdown]
 # ## Six physical orders
 #
-# Where an element lies is a matter of the order of five axes: layer (L), block (B), head (H),
-# token (N) and content (C, what one head stores for one token). The order decides what is
+# The place of an element follows from the order of five axes: layer (L), block (B), head (H),
+# token (N) and content (C, the elements of one head of one token). The order decides what is
 # contiguous: the page of one layer, which kernels like, or a whole block over all layers, which
-# one transfer can move. The pictures come from the strides that `CacheLayout` returns.
+# one transfer can move. `make_cache(plan, order=...)` takes any of them.
 
 # %%
 plotting.plot_orders()
 
 # %% [markdown]
-# The same as numbers, for the spec above, 100 blocks and 2 layers. A kernel view needs one stride
-# from each kernel block to the next. Where other heads or layers lie between, there is none, and
-# it is refused.
+# `describe_layer` gives the same as numbers, for kernels and connectors. In LBNHC and LHBNC,
+# kernel blocks of 4 tokens are a second reading of the same bytes. In the other orders heads or
+# layers would lie between them, so a cache that is made for such a kernel stores its blocks as
+# **tiles** of 4 tokens. Then every order has a view.
 
 # %%
-for order in LAYOUT_ORDERS:
-    layout = CacheLayout(order)
-    view = layout.view(spec, num_blocks=100, num_layers=2)
-    try:
-        layout.view(spec, num_blocks=100, num_layers=2, kernel_block_size=4)
-        kernel_view = "yes"
-    except ValueError:
-        kernel_view = "no"
-    print(f"{order}  {view.axes} {view.shape!s:18} strides {view.strides!s:22} ", end="")
-    print(f"kernel blocks of 4: {kernel_view}")
+print(f"{'order':6} {'axes':5} {'shape':18} {'strides in bytes':23} tiles")
+for order in ORDERS:
+    for size in (16, 4):
+        # Without a pool: only the numbers are of interest here.
+        cache = jaxkv.make_cache(
+            plan, max_requests=1, order=order, kernel_block_sizes=[size], tables_only=True
+        )
+        view = jaxkv.describe_layer(cache, "layers.1")
+        tiles = cache.layout.buffers.tiles[0]
+        print(f"{order:6} {view.axes:5} {view.shape!s:18} {view.strides_bytes!s:23} {tiles}")
 
 # %% [markdown]
-# A pool that is made for a kernel has its blocks cut into **tiles** of that kernel's size. Then
-# every order has the view, and whole blocks are moved as bytes.
+# A block of four tokens in tiles of two, once more drawn as memory:
 
 # %%
-plotting.plot_order(CacheLayout("LBHNC", tile_tokens=2))
+plotting.plot_order(PhysicalOrder("LBHNC", tile_tokens=2))

@@ -14,181 +14,219 @@
 # %% [markdown]
 # # 2. Block tables: the life of a request
 #
-# A **block table** has one row per running request and, per group, the ids of the blocks that the
-# request was given. The host decides who gets which block. The device keeps the tables and turns
-# them into what kernels read. Tables are immutable: every function takes a state and returns a new
-# one.
+# A **block table** has one row per running request and, per group of layers, the ids of the blocks
+# that the request was given. The host decides who gets which block. The device keeps the tables
+# and turns them into the numbers that kernels read. This notebook follows a few requests through
+# both.
 
 # %%
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from jaxkv import plotting
-from jaxkv.block_tables import (
-    BlockTableError,
-    append_block_ids,
-    check_overflow,
-    gather_block_tables,
-    make_block_tables,
-    map_slots,
-    release_rows,
-    swap_rows,
-)
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.planning import plan_cache
-from jaxkv.specs import FullAttentionSpec, Limits, SlidingWindowSpec, StateSpec
-from jaxkv.step import pack_entries
 
 # %% [markdown]
-# A small model with three groups: full attention, a window of 9 tokens, recurrent state.
+# A small model with three groups: full attention, a window of 9 tokens, recurrent states. Blocks
+# hold 4 tokens.
 
 # %%
-attention = {"block_size": 4, "num_kv_heads": 2, "head_size": 4, "dtype": "fp8_e4m3"}
-state = StateSpec(block_size=4, shapes=((4, 4),), dtypes=("f32",))
+kv = {"block_size": 4, "num_kv_heads": 2, "head_size": 4, "dtype": "bf16"}
+state = jaxkv.StateSpec(block_size=4, shapes=((4, 8),), dtypes=("f32",))
 layers = {
-    "full.0": FullAttentionSpec(**attention),
-    "full.1": FullAttentionSpec(**attention),
-    "window.0": SlidingWindowSpec(**attention, sliding_window=9),
-    "window.1": SlidingWindowSpec(**attention, sliding_window=9),
+    "full.0": jaxkv.FullAttentionSpec(**kv),
+    "full.1": jaxkv.FullAttentionSpec(**kv),
+    "window.0": jaxkv.SlidingWindowSpec(**kv, sliding_window=9),
+    "window.1": jaxkv.SlidingWindowSpec(**kv, sliding_window=9),
     "state.0": state,
     "state.1": state,
 }
-limits = Limits(max_in_flight_tokens=8)
-plan = plan_cache(layers, 2**20, max_model_len=40, num_blocks_override=48, limits=limits)
+plan = jaxkv.plan_cache(
+    layers,
+    2**20,
+    max_model_len=40,
+    num_blocks_override=48,  # few, so that the pictures stay small
+    limits=jaxkv.Limits(max_in_flight_tokens=8),  # of one request in one step
+)
 plotting.plot_layout(plan.layout)
 
 # %% [markdown]
-# ## Append
+# ## A step
 #
-# `BlockManager` lives on the host. `start` gives a request a row, `grow` gives it the blocks for
-# the tokens that the next step computes, `take_update` is what the device has to learn.
+# `BlockManager` keeps the books on the host, `make_cache` allocates tables and pool on the device,
+# and a `StepShape` fixes the sizes of a step, so that nothing compiles twice. All three are made
+# from the plan. Group 0 gets kernel blocks of 2 tokens, because its kernel wants them.
 
 # %%
-manager = BlockManager(plan, max_requests=6)
-tables = make_block_tables(plan, max_requests=6, kernel_block_sizes=[2, 4, 4])
-empty = tables
-
-
-def apply(tables, update):
-    # Arrays of fixed sizes, so that nothing compiles twice.
-    entries = pack_entries(update.entries, num_groups=3, max_entries=6, max_block_ids=64)
-    return append_block_ids(tables, entries)
-
-
-row = manager.start("r0")
-manager.grow("r0", 0, 6)
-update = manager.take_update()
-print(update)
-tables = apply(tables, update)
-one_request = tables
-print(tables)
+manager = jaxkv.BlockManager(plan, max_requests=4)
+cache = jaxkv.make_cache(plan, max_requests=4, kernel_block_sizes=[2, 4, 4])
+shape = jaxkv.StepShape.for_plan(
+    plan, max_requests=4, max_tokens=12, batch_size=3, block_copies=3, row_copies=1
+)
+print(manager, cache, shape, sep="\n")
 
 # %% [markdown]
-# More requests arrive and grow. Entries keep their place in the row, so a row is read by position:
-# entry `i` of a group with blocks of 4 tokens holds positions `4 * i` to `4 * i + 3`. The device is
-# not told when a window gives a block back: group 1 of r2 still shows nine ids, and the manager
-# holds the last few. Gathering, below, hides the others.
+# `start` gives a request a row. `step` gives all requests of a step the blocks for their next
+# tokens, or raises and changes nothing, and packs all that the device must learn into one array.
+# `apply_step` brings the cache up to date and returns the **batch**: the step as the model sees it.
+# In your own code it is the first line of your jitted step. The cache is donated, so the update
+# happens in place.
 
 # %%
-for request, length in {"r1": 20, "r2": 34, "r3": 11}.items():
-    manager.start(request)
-    for start in range(0, length, 8):
-        manager.grow(request, start, min(start + 8, length))
-tables = apply(tables, manager.take_update())
-print("r2 holds in group 1:", manager.block_ids("r2")[1])
-plotting.plot_block_tables(tables)
+apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+
+manager.start("a")
+manager.start("b")
+upload = manager.step(shape, {"a": 6, "b": 3})  # request -> new tokens
+cache, batch = apply_step(cache, upload)
+print(f"upload: int32{list(upload.data.shape)}")
+for name in ("query_start_loc", "num_computed_tokens", "seq_lens", "positions"):
+    print(f"{name:20}", getattr(batch, name))
 
 # %% [markdown]
-# ## Gather and expand
+# The shape has room for 3 requests and 12 tokens, and two requests came with 9 tokens. So the third
+# request has no tokens, and the last three tokens have position -1. Each token has a **slot** in
+# every layer that stores tokens: `block_id * 4 + offset` here. Each request has a row of block ids,
+# padded with 0, the **null block** that nobody owns.
+
+# %%
+print("slot_mapping of window.0:", batch.slot_mapping("window.0"))
+print("block_tables of window.0:", *batch.block_tables("window.0"), sep="\n")
+
+# %% [markdown]
+# `write_tokens` and `read_tokens` take the batch, so you never pass slots or block ids yourself.
+# Here each key is the number of its token.
+
+# %%
+marks = jnp.broadcast_to(batch.positions[:, None, None].astype(jnp.bfloat16), (12, 2, 4))
+for layer in ("full.0", "full.1", "window.0", "window.1"):
+    cache = jaxkv.write_tokens(cache, layer, batch, marks, marks)
+keys, _ = jaxkv.read_tokens(cache, "full.0", batch)
+print("keys of a:", keys[0, :8, 0, 0])  # whole blocks: 6 and 7 are not written yet
+
+# %% [markdown]
+# ## Kernel blocks
 #
-# A step reads the rows of its batch. `gather_block_tables` returns them at the granularity of the
-# kernels: group 0 was made for kernel blocks of 2 tokens, so each id becomes two. `widths` is how
-# many blocks per row to return; a small one keeps the step small. Entries wholly below the window
-# read 0, the **null block**, because their blocks may belong to somebody else by now.
+# Blocks of group 0 are two kernel blocks each, so its tables name twice as many ids. Layers of one
+# size lie in one buffer, one after the other, and `layer_view` returns all of that buffer. So the
+# ids of the second layer start where those of the first end: 48 blocks of two kernel blocks later.
 
 # %%
-rows = np.array([manager.requests["r2"], manager.requests["r3"], -1], np.int32)  # -1: padding
-positions = np.array([34, 11, 0], np.int32)
-tables, gathered = gather_block_tables(tables, rows, positions, widths=(9, 9, 1))
-for group, ids in enumerate(gathered):
-    print(f"group {group}\n{ids}")
+print("blocks of a:       ", manager.block_ids("a")[0])
+for layer in ("full.0", "full.1"):
+    view = jaxkv.layer_view(cache, layer)
+    print(f"{layer} as {view.shape}:", batch.block_tables(layer)[0, :6])
 
 # %% [markdown]
-# ## Slots
+# ## Windows start in the middle of a row
 #
-# `map_slots` says where the row of each new token goes. States have no slots.
+# A block keeps its column for as long as the request holds it: column `i` of a group with blocks
+# of 4 tokens holds positions `4 * i` to `4 * i + 3`. Blocks that leave the window go back to the
+# pool, and a step reads the row from the first visible block on. A frame below is what the last
+# step reads. Ids to the left of it are leftovers: those blocks may belong to other requests by now.
 
 # %%
-tables, slots = map_slots(tables, rows[:2], positions[:2] - 1)  # the last tokens computed
-print(slots)  # [group, token]; -1: none
+for tokens in (8, 8, 8):
+    cache, batch = apply_step(cache, manager.step(shape, {"a": tokens, "b": 4}))
+plotting.plot_block_tables(cache, batch=batch)
 
 # %% [markdown]
-# ## Old states stay valid
+# Tables of the batch start at the frame, and `first_positions` says which token that is. A kernel
+# of your own needs both; `jaxkv.attend` takes the batch and needs neither. On the host, blocks
+# that were given back read 0:
+
+# %%
+print("the manager's row of a:", manager.block_ids("a")[1])
+print("block_tables of a:     ", batch.block_tables("window.0")[0])
+print("first_positions:       ", batch.first_positions("window.0"), "of seq_lens", batch.seq_lens)
+
+# %% [markdown]
+# ## Fork, and copy on write
 #
-# Nothing above changed a table in place. The states that we kept still say what they said.
+# `fork` starts requests that share the blocks of another one, for parallel samples or a common
+# prompt. Nothing is copied until a request writes into a shared block. Then it gets a block of its
+# own, which starts as a copy, in the same step. The `block_copies` and `row_copies` of the shape
+# are room for that.
 
 # %%
-for name, kept in {"empty": empty, "one request": one_request, "now": tables}.items():
-    print(f"{name:12} {np.asarray(kept.num_blocks).sum(axis=0)} ids by row")
+manager.fork("b", ["c"])
+for name in "bc":
+    print(f"{name} after the fork:", *manager.block_ids(name))
+cache, batch = apply_step(cache, manager.step(shape, {"c": 1}))
+for name in "bc":
+    print(f"{name} after the step:", *manager.block_ids(name))
 
 # %% [markdown]
-# That costs a copy of the tables for each call. Whoever does not need the old state **donates** it
-# in a `jit` of their own. Then the update happens in place and the old state is gone. The library
-# never donates behind your back.
+# Request c has 15 tokens, so its next one goes into the fourth block of both attention groups, and
+# every token changes the state. These three are copies. The blocks before are still shared (but for
+# the first one of the window, which c will never read), and c reads from them what b wrote:
 
 # %%
-swap = jax.jit(swap_rows, donate_argnums=0)
-first, second = np.array([0], np.int32), np.array([3], np.int32)
-donated, tables = tables, swap(tables, first, second)
-manager.swap_rows(0, 3)
-print("old state deleted:", donated.num_blocks.is_deleted())
-print("rows:", manager.requests)
+keys, _ = jaxkv.read_tokens(cache, "full.0", batch)
+print("first keys of c:", keys[0, :3, 0, 0])
 
 # %% [markdown]
+# ## Rewind
+#
+# Speculative decoding computes draft tokens and rejects some. `rewind` sets the request back. Its
+# blocks stay, and the next step writes over the rejected tokens.
+
+# %%
+cache, batch = apply_step(cache, manager.step(shape, {"b": 4}))  # one token and three drafts
+print("computed", batch.positions[:4])
+manager.rewind("b", 17)  # two of the drafts are rejected
+cache, batch = apply_step(cache, manager.step(shape, {"b": 2}))
+print("then    ", batch.positions[:2])
+
+# %% [markdown]
+# That is all for keys and values. A recurrent state cannot be taken back: give each draft a state
+# of its own with `StateSpec(speculative_blocks=3)` and `write_state(..., at=...)`.
+#
 # ## What does not fit is dropped and reported
 #
-# The device never waits for the host, so it cannot raise. It drops what is out of range, changes
-# nothing else and remembers why. `check_overflow` raises it, off the hot path. Below, a gathered
-# width of 6 is too small for one row in each of two groups, and row 77 does not exist. In the
-# picture a line marks the width, and a frame the row that is too long.
+# A jitted function cannot raise. It drops what is wrong, does the rest, and sets a flag in the
+# cache. `check_errors` raises what the flags say; it waits for the device, so call it every hundred
+# steps or so. Here an upload gets lost, and the next one is applied twice.
 
 # %%
-bad, _ = gather_block_tables(tables, rows, positions, widths=(6, 6, 1))
-bad = release_rows(bad, np.array([77], np.int32))
+manager.step(shape, {"a": 4})  # lost: never applied
+upload = manager.step(shape, {"a": 1})
+broken, _ = jaxkv.apply_step(cache, upload)  # without donation the old cache stays valid
+broken, _ = jaxkv.apply_step(broken, upload)
 try:
-    check_overflow(bad)
-except BlockTableError as error:
-    print(error)
-plotting.plot_block_tables(bad, widths=(6, 6, 1))
+    jaxkv.check_errors(broken)
+except jaxkv.CacheError as error:
+    print(*str(error).split("; "), sep="\n")
 
 # %% [markdown]
 # ## Sixty steps
 #
-# Requests come and go, grow by a chunk and then token by token, and lose their blocks when there
-# are none left. The window's blocks (hatched orange) return to the pool early.
+# Requests come and go, grow by a chunk and then token by token. When blocks run out, the youngest
+# request is preempted: `finish` gives its blocks back, and a scheduler would start it again later.
+# Blocks of the window (hatched orange) return to the pool early.
 
 # %%
 rng = np.random.default_rng(0)
-manager, lengths, snapshots = BlockManager(plan, max_requests=6), {}, []
-names = map("r{}".format, range(1000))
-for _ in range(60):
-    if len(lengths) < 6 and rng.random() < 0.35:
-        name = next(names)
-        manager.start(name)
-        lengths[name] = (0, int(rng.integers(12, 40)))
-    for name, (computed, total) in list(lengths.items()):
-        target = min(computed + (8 if computed < 8 else 1), total)
+manager = jaxkv.BlockManager(plan, max_requests=4)
+shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=32)
+lengths, snapshots = {}, []
+for step in range(60):
+    if len(lengths) < 4 and rng.random() < 0.35:
+        manager.start(f"r{step}")
+        lengths[f"r{step}"] = int(rng.integers(12, 41))
+    computed = {name: manager.num_computed_tokens(name) for name in lengths}
+    work = {name: 8 if computed[name] < 8 else 1 for name in lengths}
+    while True:
         try:
-            manager.grow(name, computed, target)
-            lengths[name] = (target, total)
-        except OutOfBlocksError:
-            total = target  # preempted: it would start again later
-        if target == total:
+            manager.step(shape, work)
+            break
+        except jaxkv.OutOfBlocksError:
+            name, _ = work.popitem()
             manager.finish(name)
             del lengths[name]
     snapshots.append(plotting.snapshot_blocks(manager))
+    for name in [n for n in lengths if manager.num_computed_tokens(n) == lengths[n]]:
+        manager.finish(name)
+        del lengths[name]
 plotting.plot_pool_over_time(plan, snapshots)
-
-# %% [markdown]
-# In a serving stack the table work, zeroing and copies of a step are one call: `jaxkv.step`. The
-# README shows it.

@@ -19,40 +19,37 @@
 # notebook does not import jax.
 
 # %%
+import jaxkv
 from jaxkv import plotting
-from jaxkv.models import encoder_len, layers_from_config, load_config, model_len
-from jaxkv.planning import KVCacheCapacityError, plan_cache
-from jaxkv.specs import Limits
 
 GIB = 2**30
 
 
-def plan_model(name, memory_gib, max_in_flight_tokens=8192, **options):
-    config = load_config(name)
-    limits = Limits(
-        max_in_flight_tokens=max_in_flight_tokens, max_encoder_tokens=encoder_len(config)
-    )
-    layers = layers_from_config(config, kv_dtype=options.pop("kv_dtype", None))
-    options = {"max_model_len": model_len(config), "limits": limits} | options
-    return plan_cache(layers, int(memory_gib * GIB), **options)
+def plan_model(name, memory_gib, *, kv_dtype=None, max_in_flight_tokens=8192, **options):
+    config = jaxkv.load_config(name)  # a preset by name, or the path of your own config.json
+    layers = jaxkv.layers_from_config(config, kv_dtype=kv_dtype)
+    limits = jaxkv.Limits(max_in_flight_tokens=max_in_flight_tokens)
+    options = {"max_model_len": jaxkv.model_len(config), "limits": limits} | options
+    return jaxkv.plan_cache(layers, int(memory_gib * GIB), **options)
 
 
 # %% [markdown]
 # ## Three figures that must not be mixed
 #
-# - What **admission charges**: the most blocks that one request of the longest length can ever
-#   hold, while a full step of its tokens is in flight. A plan is accepted if that fits.
-# - What a request **holds while it decodes**, one token in flight.
-# - **How many run at once**: one of them in prefill, the others decoding.
+# - **Admission** charges a request the most blocks that it can ever hold, while a full step of its
+#   tokens is in flight (`plan.admission_blocks`). A plan is accepted if its longest request fits.
+# - While a request **decodes**, with one token in flight, it holds fewer (`plan.steady_blocks`).
+# - As many requests **fit** as find room while one prefills and the others decode
+#   (`plan.requests_that_fit`).
 #
-# For a model whose layers all keep all tokens the first two are the same. For Gemma 3, with its
+# If all layers of a model keep all tokens, the first two are the same. For Gemma 3, with its
 # windows, they differ.
 
 # %%
 plotting.plot_memory(plan_model("gemma-3-27b", 40))
 
 # %% [markdown]
-# The same as a table. `print` shows it as text.
+# The same as a table. `print` shows it as text, and so does `python -m jaxkv plan`.
 
 # %%
 plan_model("gemma-3-27b", 40)
@@ -75,8 +72,8 @@ plotting.plot_length_against_requests(plans)
 # %% [markdown]
 # ## Memory sizes
 #
-# Twice the memory is at least twice the requests, and up to three times as many where few run:
-# what is set aside for the one in prefill is counted once.
+# Twice the memory runs at least twice the requests, and up to three times as many where few run,
+# because what is set aside for the one in prefill is counted once.
 
 # %%
 sizes = {
@@ -86,15 +83,15 @@ sizes = {
 plotting.plot_length_against_requests(sizes)
 
 # %% [markdown]
-# ## What does not fit is refused, with what to change
+# ## What does not fit is refused
 #
-# `fit_max_model_len=True` shortens the longest request to what the memory holds. Without it the
-# refusal carries the figures.
+# The error says what to change. `fit_max_model_len=True` shortens the longest request to what the
+# memory holds.
 
 # %%
 try:
     plan_model("llama-3.1-70b", 12)
-except KVCacheCapacityError as error:
+except jaxkv.KVCacheCapacityError as error:
     print(error)
     shorter = plan_model("llama-3.1-70b", 12, fit_max_model_len=True)
     print(f"\nfitted: {shorter.max_model_len:,} tokens; fp8 keys and values: ", end="")
@@ -118,13 +115,15 @@ for name in ("llama-3.1-8b", "qwen3-next-80b-a3b"):
 # %% [markdown]
 # ## Why hybrids surprise: tokens in flight
 #
-# A window of 1,024 tokens does not mean that a request holds 1,024 tokens. All tokens that one
-# step computes are held at once, so a large prefill chunk costs blocks in every window group. In a
-# small memory that decides how many run.
+# A window of 1,024 tokens does not mean that a request holds 1,024 tokens. A step holds all the
+# tokens that it computes, so a large prefill chunk costs blocks in every group of windows. In a
+# small memory that decides how many requests run.
 
 # %%
 chunks = {
-    f"{chunk:,} in flight": plan_model("gemma-3-27b", 5, chunk, fit_max_model_len=True)
+    f"{chunk:,} in flight": plan_model(
+        "gemma-3-27b", 5, max_in_flight_tokens=chunk, fit_max_model_len=True
+    )
     for chunk in (512, 2048, 8192)
 }
 plotting.plot_length_against_requests(chunks)
@@ -135,9 +134,9 @@ plotting.plot_memory(chunks["8,192 in flight"])
 # %% [markdown]
 # ## Why hybrids surprise: unused bytes
 #
-# Groups of unequal size leave part of their blocks unused: hatched below, for requests of 1,024
-# tokens. `grouping="least_waste"` looks for the grouping that fits the longest request and then
-# charges the fewest bytes. It may make many more groups, and tables.
+# Groups of unequal size leave a part of their blocks unused: hatched below, for requests of 1,024
+# tokens. `grouping="least_waste"` takes the grouping that fits the longest request and charges it
+# the fewest bytes. It may make many more groups, each with a block table.
 
 # %%
 groupings = {name: plan_model("gemma-3-27b", 40, grouping=name) for name in ("rule", "least_waste")}

@@ -12,177 +12,183 @@
 # ---
 
 # %% [markdown]
-# # 4. Zeroing and NaN: the bug, the cure, the cost
+# # 4. Zeroing and NaN: the bug, two cures, the cost
 #
 # In a hybrid model a block may hold a recurrent state now and keys and values a moment later.
-# Attention reads whole blocks and masks what a request has not written. Masking is a product with
-# 0, and 0 times NaN is NaN. This notebook makes that happen, cures it, and counts what the cure
-# costs.
+# Attention kernels read whole blocks and mask the tokens that a request has not written. If they
+# mask only the logits, a weight of 0 meets an old value, and 0 times NaN is NaN. This notebook
+# makes that happen, prevents it in two ways, and counts the cost.
 
 # %%
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from jaxkv import plotting
-from jaxkv.block_tables import make_block_tables
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.models import encoder_len, layers_from_config, load_config, model_len, preset_names
-from jaxkv.planning import plan_cache
-from jaxkv.pool import make_pool, read_tokens, write_state, write_tokens, zero_new_blocks
-from jaxkv.specs import FullAttentionSpec, Limits, StateSpec
-from jaxkv.step import StepShape, apply_step, pack_step
+from jaxkv.hf_config import encoder_len, preset_names
 
 # %% [markdown]
-# One attention layer with fp8 keys and values and one layer with an f32 state. Both lie on the
-# same bytes, and the plan knows: fresh blocks of both groups have to be zeroed. The pool is tiny:
-# three blocks beside the null block.
+# One attention layer with fp8 keys and values, and one layer with a float32 state. Both lie on the
+# same bytes, and the plan knows it. The pool is tiny: three blocks, and the null block that nobody
+# owns.
 
 # %%
 layers = {
-    "attention": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype="fp8_e4m3"),
-    "state": StateSpec(block_size=16, shapes=((16, 16),), dtypes=("f32",)),
+    "attention": jaxkv.FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=32, dtype="fp8_e4m3"
+    ),
+    "state": jaxkv.StateSpec(block_size=16, shapes=((16, 16),), dtypes=("f32",)),
 }
-limits = Limits(max_in_flight_tokens=16)
-plan = plan_cache(layers, 2**20, max_model_len=16, num_blocks_override=4, limits=limits)
-print("groups to zero:", plan.groups_to_zero)
+
+
+def make_plan(zero_policy):
+    return jaxkv.plan_cache(
+        layers, 2**20, max_model_len=16, num_blocks_override=4, zero_policy=zero_policy
+    )
+
+
+plan = make_plan("when_needed")
+print("groups whose fresh blocks are zeroed:", plan.groups_to_zero)
 plotting.plot_layout(plan.layout)
 
 # %% [markdown]
 # ## The bug
 #
 # Three requests run one after the other. Each writes keys and values of five tokens, all ones, and
-# a random state. Then it ends and gives its blocks back.
+# a random state. Then it ends and gives its blocks back. The plan is told not to zero anything.
+
 
 # %%
-ATTENTION, STATE = (plan.layout.place_of(layer).group for layer in ("attention", "state"))
+@jax.jit(donate_argnums=0)
+def model_step(cache, upload, state):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    ones = jnp.ones((5, 1, 32))
+    cache = jaxkv.write_tokens(cache, "attention", batch, ones, ones)
+    cache = jaxkv.write_state(cache, "state", batch, [state])
+    return cache, batch
 
 
-def serve(zero_policy):
-    """Serves three requests; returns the pool, the last one's block and who held what."""
-    manager, snapshots = BlockManager(plan, max_requests=1, zero_policy=zero_policy), []
-    tables, pool = make_block_tables(plan, max_requests=1), make_pool(plan)
-    shape = StepShape(entries=1, block_ids=2, zero_ids=1, batch=1, widths=tables.widths, tokens=5)
+def serve(plan):
+    manager = jaxkv.BlockManager(plan, max_requests=1)
+    cache = jaxkv.make_cache(plan, max_requests=1)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=1, max_tokens=5)
+    snapshots = []
     for number, name in enumerate("ABC"):
-        row = manager.start(name)
-        manager.grow(name, 0, 5)
-        update = manager.take_update()
-        upload = pack_step(shape, update=update, rows=[row], first_positions=[0], lengths=[5])
-        tables, pool, batch = apply_step(tables, pool, upload, shape=shape)
-        pool = write_tokens(pool, "attention", batch.slots[ATTENTION], *jnp.ones((2, 5, 1, 32)))
+        manager.start(name)
         state = jax.random.uniform(jax.random.key(number), (1, 16, 16))
-        pool = write_state(pool, "state", batch.block_tables[STATE][0], (state,))
+        cache, batch = model_step(cache, manager.step(shape, {name: 5}), state)
         snapshots.append(plotting.snapshot_blocks(manager))
         manager.finish(name)
-    return pool, batch.block_tables[ATTENTION][0], snapshots
+    return cache, batch, snapshots
 
 
-pool, block_ids, snapshots = serve("never")
+cache, batch, snapshots = serve(make_plan("never"))
 plotting.plot_pool_over_time(plan, snapshots)
 
 # %% [markdown]
 # Blocks come back in the order in which they were freed. Request C keeps its keys and values in
-# block 2, which held the state of A. It attends to its five tokens the way attention does: mask,
+# block 2, which held the state of A. Its attention below is what many kernels do: mask the logits,
 # softmax, product. All values are ones, so the answer has to be ones.
 
 
 # %%
-def attend(pool, block_ids, length):
-    keys, values = read_tokens(pool, "attention", block_ids)
-    scores = jnp.where(jnp.arange(keys.shape[0]) < length, keys[:, 0].sum(axis=-1), -jnp.inf)
-    return jax.nn.softmax(scores) @ values[:, 0]
+def attend_masking_logits(cache, batch, queries):
+    keys, values = (x[0, :, 0] for x in jaxkv.read_tokens(cache, "attention", batch))
+    visible = jnp.arange(keys.shape[0]) <= batch.positions[:, None]
+    scores = jnp.where(visible, queries[:, 0] @ keys.T, -jnp.inf)
+    return jax.nn.softmax(scores) @ values
 
 
-print(f"block {block_ids} without zeroing:\n{attend(pool, block_ids, 5)}")
+queries = jnp.ones((5, 1, 32))
+print(attend_masking_logits(cache, batch, queries)[-1])  # of the last token
 
 # %% [markdown]
-# What went wrong lies in the other eleven rows of the block: bytes of the old f32 state, read as
-# fp8. Two of 256 byte values are NaN there. The mask made their weights 0, and 0 times NaN is NaN.
+# The other eleven rows of the block are bytes of the old float32 state, read as fp8. Two of 256
+# byte values are NaN there. The mask made their weights 0, and 0 times NaN is NaN.
 
 # %%
-_, values = read_tokens(pool, "attention", block_ids)
-print("rows with NaN among the values:", np.flatnonzero(np.isnan(values).any(axis=(1, 2))))
+_, values = jaxkv.read_tokens(cache, "attention", batch)
+print("rows with NaN among the values:", np.flatnonzero(np.isnan(values[0]).any(axis=(1, 2))))
 
 # %% [markdown]
-# ## The cure
+# ## The first cure: mask the values, too
 #
-# Zero a block before its new owner reads it. `BlockManager` lists the fresh blocks of each group
-# (`zero_policy="when_needed"` is the default) and `apply_step` clears them, padding included,
-# before anything of the same step writes.
+# `jaxkv.attend` replaces values that a token must not see before it multiplies. Stale bytes never
+# reach its output, whatever they are. The cache is the same one, nothing was zeroed:
 
 # %%
-pool, block_ids, _ = serve("when_needed")
-print(f"block {block_ids} with zeroing:\n{attend(pool, block_ids, 5)}")
+_, output = jaxkv.attend(cache, "attention", batch, queries, None, None)  # no keys: writes nothing
+print(output[-1, 0])
 
 # %% [markdown]
-# ## Who needs it
+# ## The second cure: zero fresh blocks
 #
-# Not whoever mixes dtypes, but whoever lets bytes change their meaning. Models with one kind of
-# layer, or with windows beside full attention in one dtype and shape, zero nothing by default.
-# To keep tenants apart byte for byte there is `zero_policy="always"`.
+# If your kernel masks only logits, a block has to be zeroed before its new owner reads it.
+# `BlockManager` lists the fresh blocks of the groups that need it, and `apply_step` clears them,
+# padding included, before anything of the same step is written. The plan decides:
+# `zero_policy="when_needed"` is the default.
 
 # %%
-needed = {}
+cache, batch, _ = serve(make_plan("when_needed"))
+print(attend_masking_logits(cache, batch, queries)[-1])
+
+# %% [markdown]
+# ## Models that need zeroing
+#
+# They are not those that mix dtypes, but those that let bytes change their meaning. Models with
+# one kind of layer, or with windows next to full attention in one dtype and shape, zero nothing by
+# default. `zero_policy="always"` is for tenants who must never read each other's bytes.
+
+# %%
+needed = {True: [], False: []}
 for name in preset_names():
-    config = load_config(name)
-    limits = Limits(max_encoder_tokens=encoder_len(config))
-    options = {"max_model_len": model_len(config), "fit_max_model_len": True, "limits": limits}
-    flags = plan_cache(layers_from_config(config), 80 * 2**30, **options).groups_to_zero
-    needed.setdefault(any(flags), []).append(name)
+    config = jaxkv.load_config(name)
+    preset = jaxkv.plan_cache(
+        jaxkv.layers_from_config(config),
+        80 * 2**30,
+        max_model_len=jaxkv.model_len(config),
+        fit_max_model_len=True,
+        limits=jaxkv.Limits(max_encoder_tokens=encoder_len(config)),
+    )
+    needed[any(preset.groups_to_zero)].append(name)
 print("zero fresh blocks:", ", ".join(needed[True]))
 print("\nneed not:", ", ".join(needed[False]))
 
 # %% [markdown]
 # ## The cost
 #
-# Only fresh blocks are zeroed, once. A block is written over and over while its owner decodes, so
-# the bytes zeroed are few beside the bytes that a step reads. Here is a trace of a small Qwen3-Next
-# and the blocks that change hands in it.
+# Only fresh blocks are zeroed, once. A request reads its blocks again and again while it decodes,
+# so the blocks that are zeroed are few next to those that are read. Here is a trace of a small
+# Qwen3-Next, and the blocks that change hands in it.
 
 # %%
-config = load_config("qwen3-next-demo")
-options = {"max_model_len": model_len(config), "limits": Limits(max_in_flight_tokens=64)}
-demo = plan_cache(layers_from_config(config), 1_000_000, **options)
+config = jaxkv.load_config("qwen3-next-demo")
+small = jaxkv.plan_cache(
+    jaxkv.layers_from_config(config),
+    1_000_000,
+    max_model_len=jaxkv.model_len(config),
+    limits=jaxkv.Limits(max_in_flight_tokens=64),
+)
+manager = jaxkv.BlockManager(small, max_requests=6)
+shape = jaxkv.StepShape.for_plan(small, max_requests=6, max_tokens=256)
 rng = np.random.default_rng(1)
-manager, running, snapshots, names = BlockManager(demo, max_requests=6), {}, [], iter(range(1000))
-zeroed = read = 0
-for _ in range(160):
-    if len(running) < 6 and rng.random() < 0.3 and manager.pool.num_free_blocks > 6:
-        name = f"r{next(names)}"
-        manager.start(name)
-        running[name] = (0, int(rng.integers(20, 120)))
-    for name, (computed, total) in list(running.items()):
-        target = min(computed + (64 if not computed else 1), total)
-        try:
-            manager.grow(name, computed, target)
-        except OutOfBlocksError:
-            target = total
-        running[name] = (target, total)
-        if target == total:
-            manager.finish(name)
-            del running[name]
-    zeroed += sum(len(ids) for ids in manager.take_update().zero_ids)
+lengths, snapshots, zeroed, read = {}, [], 0, 0
+for step in range(160):
+    if len(lengths) < 6 and rng.random() < 0.3 and manager.num_free_blocks > 6:
+        manager.start(f"r{step}")
+        lengths[f"r{step}"] = int(rng.integers(20, 120))
+    left = {name: total - manager.num_computed_tokens(name) for name, total in lengths.items()}
+    work = {name: min(left[name], 1 if left[name] < lengths[name] else 64) for name in lengths}
+    upload = manager.step(shape, work)
+    zeroed += (shape.split(upload.data)["zero_ids"] > 0).sum()
     read += sum(manager.held_blocks())
     snapshots.append(plotting.snapshot_blocks(manager))
+    for name in [name for name in lengths if left[name] == work[name]]:
+        manager.finish(name)
+        del lengths[name]
 print(f"{zeroed:,} blocks zeroed, {read:,} read: {100 * zeroed / read:.1f} %")
-plotting.plot_pool_over_time(demo, snapshots)
+plotting.plot_pool_over_time(small, snapshots)
 
 # %% [markdown]
-# And the time. On a GPU with Mosaic kernels zeroing runs in place at memory speed; the README has
-# figures from an H200. On a CPU the XLA path is taken, so this number says little about serving.
-
-# %%
-pool = make_pool(demo)
-ids = np.full((len(demo.groups), 8), -1, np.int32)
-ids[0, :4] = range(1, 5)
-zero = jax.jit(zero_new_blocks, donate_argnums=0)
-pool = jax.block_until_ready(zero(pool, ids))  # compiles
-start = time.perf_counter()
-for _ in range(100):
-    pool = zero(pool, ids)
-jax.block_until_ready(pool)
-each = (time.perf_counter() - start) / 100
-print(f"{jax.devices()[0].device_kind}: 4 blocks of {demo.layout.bytes_per_block:,} bytes ", end="")
-print(f"in {1e6 * each:,.0f} us")
+# On a GPU a Mosaic kernel zeroes blocks in place, at the speed of memory. The README has figures.

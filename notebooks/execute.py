@@ -1,4 +1,4 @@
-"""Runs notebooks and writes an ``.ipynb`` beside each source: ``python notebooks/execute.py``.
+"""Runs notebooks and writes an ``.ipynb`` next to each source: ``python notebooks/execute.py``.
 
 The sources are the py:percent files; the ``.ipynb`` are made from them and never edited. Name
 sources to run only those. ``--output FOLDER`` writes elsewhere, and leaves what is here alone.
@@ -20,7 +20,7 @@ COLOURS = 96  # of a picture
 
 
 def read(source: pathlib.Path) -> nbformat.NotebookNode:
-    """A source as a notebook without outputs. Cells have the same ids each time."""
+    """Returns a source as a notebook without outputs. Cells have the same ids each time."""
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
@@ -28,7 +28,7 @@ def read(source: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def shrink(png: str) -> str:
-    """A picture with a palette, a third of the size: notebooks are kept in git."""
+    """Returns a picture with a palette, a third of the size: notebooks are kept in git."""
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     small = io.BytesIO()
     picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE).save(small, "png", optimize=True)
@@ -36,6 +36,7 @@ def shrink(png: str) -> str:
 
 
 def execute(source: pathlib.Path) -> nbformat.NotebookNode:
+    """Runs a source and returns it with its outputs."""
     notebook = read(source)
     where = {"metadata": {"path": str(source.parent)}}
     client = NotebookClient(
