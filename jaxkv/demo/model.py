@@ -1,16 +1,15 @@
 """A decoder of the Qwen3-Next shape: three gated delta nets to one full attention.
 
-Knows weights and arithmetic. Where keys, values and states are kept is a `Cache`'s
-business, so the same model runs over the paged pool and over plain dense arrays.
+Weights and arithmetic only. A `Memory` keeps keys, values and states, so that the same model
+runs over the paged cache and over plain dense arrays.
 
-Shapes: B requests, C tokens of each computed now, H heads. Padding tokens have a
-negative position and lie behind the real ones.
+Shapes: T tokens of B requests, up to Q of each, H heads.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +18,32 @@ from jax import Array, lax
 Params = dict[str, dict[str, Array]]
 
 
-class Cache(Protocol):
-    """What a layer remembers, by layer name."""
+class Tokens(NamedTuple):
+    """The tokens of a step."""
 
-    def attend(self, layer: str, keys: Array, values: Array) -> tuple[Self, Array, Array]:
-        """Stores [B, C, H, D] new keys and values; returns those of all positions."""
+    ids: Array  # int32[T]
+    positions: Array  # int32[T], in the request; -1 for padding
+    by_request: Array  # int32[B, Q], index of each request's tokens; T for padding
+
+    def to_requests(self, x: Array) -> Array:
+        """Returns [B, Q, ...] of [T, ...]; zeros for padding."""
+        return x.at[self.by_request].get(mode="fill", fill_value=0)
+
+    def to_tokens(self, x: Array) -> Array:
+        """Returns [T, ...] of [B, Q, ...]; zeros for padding."""
+        flat = jnp.zeros((self.ids.shape[0], *x.shape[2:]), x.dtype)
+        return flat.at[self.by_request].set(x, mode="drop")
+
+
+class Memory(Protocol):
+    """What the layers remember of earlier tokens, by layer name."""
+
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
+        """Keeps [T, H, D] new keys and values. Returns the attention's output, as the queries."""
         ...
 
     def read_state(self, layer: str) -> tuple[Array, Array]:
-        """Convolution inputs [B, K - 1, channels] and matrix state [B, H, V, D]."""
+        """Returns convolution inputs [B, K - 1, channels] and a matrix state [B, H, V, D]."""
         ...
 
     def write_state(self, layer: str, conv: Array, state: Array) -> Self: ...
@@ -35,14 +51,14 @@ class Cache(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A configuration and its layers in order; static, to be closed over by a jit."""
+    """A configuration and its layers in order; static."""
 
     config: Mapping[str, Any]
     layers: tuple[str, ...]
 
 
 def init_params(model: Model, key: Array) -> Params:
-    """Random weights, each matrix scaled by the square root of its fan-in."""
+    """Returns random weights, each matrix scaled by the square root of its fan-in."""
     config = model.config
     hidden, ffn, vocab = (config[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
     heads, kv_heads, width = (
@@ -81,47 +97,54 @@ def init_params(model: Model, key: Array) -> Params:
     return params
 
 
-def forward[C: Cache](
-    model: Model, params: Params, tokens: Array, positions: Array, cache: C
-) -> tuple[C, Array]:
-    """Computes tokens[B, C] at positions[B, C]; logits[B, vocab] after the last of each."""
+def forward[M: Memory](model: Model, params: Params, tokens: Tokens, memory: M) -> tuple[M, Array]:
+    """Computes all tokens. Returns the memory, and what each token says: [T, hidden]."""
     config = model.config
-    x = params["head"]["embed"][tokens] * math.sqrt(config["hidden_size"])
+    x = params["head"]["embed"][tokens.ids] * math.sqrt(config["hidden_size"])
     for layer in model.layers:
         weights = params[layer]
         mix = _attention if layer.endswith("full_attention") else _delta_net
-        cache, mixed = mix(config, weights, layer, _norm(config, x), positions, cache)
+        memory, mixed = mix(config, weights, layer, _norm(config, x), tokens, memory)
         x = x + mixed
         h = _norm(config, x)
         x = x + (jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])) @ weights["down"]
-    last = jnp.maximum((positions >= 0).sum(axis=1) - 1, 0)
-    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    return cache, _norm(config, x) @ params["head"]["unembed"]
+    return memory, x
 
 
-def _attention(config, weights, layer, x, positions, cache):
-    """Gated attention over everything the cache holds. Masks logits, and only those:
-    like JAX's own paged attention it multiplies the values of masked positions by zero,
-    so a NaN in a stale byte of a block reaches the output."""
+def logits(model: Model, params: Params, x: Array) -> Array:
+    """Returns f32[..., vocab] of what tokens say."""
+    return _norm(model.config, x) @ params["head"]["unembed"]
+
+
+def causal_attention(queries: Array, keys: Array, values: Array, seen: Array) -> Array:
+    """Attends from [B, Q, H, D] to [B, S, H', D] where bool[B, Q, S] allows it.
+
+    Masks logits, and only those: as many kernels do, it multiplies the values of masked
+    positions by zero, so that a NaN among them reaches the output.
+    """
+    groups = queries.shape[2] // keys.shape[2]
+    split = queries.reshape(*queries.shape[:2], keys.shape[2], groups, queries.shape[3])
+    scores = jnp.einsum("bqhgd,bshd->bhgqs", split, keys) / math.sqrt(queries.shape[3])
+    scores = jnp.where(seen[:, None, None], scores, -1e30)
+    mixed = jnp.einsum("bhgqs,bshd->bqhgd", jax.nn.softmax(scores), values)
+    return mixed.reshape(queries.shape)
+
+
+def _attention(config, weights, layer, x, tokens, memory):
+    """Gated attention over everything that the request has said."""
     width = config["head_dim"]
 
     def split(y):
         return y.reshape(*y.shape[:-1], -1, width)
 
-    query = _rotate(config, _norm(config, split(x @ weights["query"])), positions)
-    key = _rotate(config, _norm(config, split(x @ weights["key"])), positions)
-    cache, keys, values = cache.attend(layer, key, split(x @ weights["value"]))
-    groups = query.shape[2] // keys.shape[2]
-    query = query.reshape(*query.shape[:2], keys.shape[2], groups, width)
-    scores = jnp.einsum("bchgd,bthd->bhgct", query, keys) / math.sqrt(width)
-    seen = jnp.arange(keys.shape[1])[None, None] <= positions[..., None]
-    scores = jnp.where(seen[:, None, None], scores, -1e30)
-    mixed = jnp.einsum("bhgct,bthd->bchgd", jax.nn.softmax(scores), values)
-    mixed = mixed.reshape(*x.shape[:2], -1)
-    return cache, (mixed * jax.nn.sigmoid(x @ weights["query_gate"])) @ weights["out"]
+    query = _rotate(config, _norm(config, split(x @ weights["query"])), tokens.positions)
+    key = _rotate(config, _norm(config, split(x @ weights["key"])), tokens.positions)
+    memory, mixed = memory.attend(layer, query, key, split(x @ weights["value"]))
+    gate = jax.nn.sigmoid(x @ weights["query_gate"])
+    return memory, (mixed.reshape(gate.shape) * gate) @ weights["out"]
 
 
-def _delta_net(config, weights, layer, x, positions, cache):
+def _delta_net(config, weights, layer, x, tokens, memory):
     """Gated delta rule, token by token: S <- a S + b (v - a S k) k^T, out = S q."""
     key_heads, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     value_heads, value_size = config["linear_num_value_heads"], config["linear_value_head_dim"]
@@ -147,20 +170,15 @@ def _delta_net(config, weights, layer, x, positions, cache):
         state = jnp.where(valid[:, None, None, None], new_state, state)
         return (conv, state), out
 
-    # A request starts from a zero state, whatever its block held: as production
-    # kernels do, the state is masked, not trusted to be cleared.
-    fresh = positions[:, 0] == 0
-    conv, state = cache.read_state(layer)
-    conv = jnp.where(fresh[:, None, None], 0, conv)
-    state = jnp.where(fresh[:, None, None, None], 0, state)
     beta = jax.nn.sigmoid(x @ weights["beta"])
     decay = jnp.exp(-jax.nn.softplus(x @ weights["decay"]))
-    inputs = (x @ weights["qkv"], beta, decay, positions >= 0)
-    by_token = [jnp.moveaxis(y, 1, 0) for y in inputs]
-    (conv, state), out = lax.scan(step, (conv, state), by_token)
-    cache = cache.write_state(layer, conv, state)
-    out = _norm(config, jnp.moveaxis(out, 0, 1)).reshape(*x.shape[:2], -1)
-    return cache, (out * jax.nn.silu(x @ weights["out_gate"])) @ weights["out"]
+    valid = tokens.by_request < tokens.ids.shape[0]
+    inputs = [tokens.to_requests(y) for y in (x @ weights["qkv"], beta, decay)]
+    by_token = [jnp.moveaxis(y, 1, 0) for y in (*inputs, valid)]
+    (conv, state), out = lax.scan(step, memory.read_state(layer), by_token)
+    memory = memory.write_state(layer, conv, state)
+    out = tokens.to_tokens(_norm(config, jnp.moveaxis(out, 0, 1))).reshape(x.shape[0], -1)
+    return memory, (out * jax.nn.silu(x @ weights["out_gate"])) @ weights["out"]
 
 
 def _channels(config) -> int:
@@ -177,10 +195,10 @@ def _unit(x: Array) -> Array:
 
 
 def _rotate(config, x: Array, positions: Array) -> Array:
-    """Rotary embedding of the leading ``partial_rotary_factor`` of each head."""
+    """Turns the leading ``partial_rotary_factor`` of each head by the token's position."""
     half = int(x.shape[-1] * config["partial_rotary_factor"]) // 2
     frequency = config["rope_theta"] ** (-jnp.arange(half, dtype=x.dtype) / half)
-    angle = positions[..., None, None].astype(x.dtype) * frequency[None, None, None]
+    angle = positions[..., None, None].astype(x.dtype) * frequency[None, None]
     first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
     turned = (
         first * jnp.cos(angle) - second * jnp.sin(angle),

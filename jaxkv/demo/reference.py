@@ -1,75 +1,70 @@
-"""The same model over dense arrays, nothing paged or shared: what paging must equal."""
+"""Served tokens against the same model over whole requests, without any cache."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.demo.caches import DenseCache
-from jaxkv.demo.model import Model, Params, forward
+from jaxkv.demo.memory import NoMemory
+from jaxkv.demo.model import Model, Params, Tokens, forward, logits
 from jaxkv.demo.trace import Request
-from jaxkv.specs import LayerSpec
 
-BATCH, CHUNK = 16, 64  # requests side by side, each in rows of its own; prefill chunk
+BATCH = 4  # requests side by side
 
 
-def dense_outputs(
+class Comparison(NamedTuple):
+    """The largest difference between two logits of the same token, and the tokens that agree."""
+
+    largest_difference: float
+    num_equal: int  # tokens that both would have picked
+    num_tokens: int
+
+
+def compare(
     model: Model,
     params: Params,
-    layers: Mapping[str, LayerSpec],
+    layers: Mapping[str, object],
     trace: Sequence[Request],
+    served: Mapping[int, np.ndarray],
     *,
     max_model_len: int,
     on_finish: Callable[[], object],
-) -> dict[int, list[int]]:
-    """Greedy tokens of every request, by name."""
-    step = jax.jit(functools.partial(_dense_step, model), donate_argnums=1)
-    outputs: dict[int, list[int]] = {}
+) -> Comparison:
+    """Computes every request anew, prompt and served tokens at once, and compares the logits.
+
+    Args:
+      served: by request, f32[new tokens, vocab], the logits that each new token was picked from.
+    """
+    step = jax.jit(functools.partial(_logits_of_all, model, layers))
+    largest, equal, count = 0.0, 0, 0
     for start in range(0, len(trace), BATCH):
         batch = trace[start : start + BATCH]
-        cache = DenseCache.empty(layers, BATCH, max_model_len)
-        tokens = [list(request.prompt) for request in batch]
-        computed = [0] * len(batch)
-        while any(_unfinished(r, t) for r, t in zip(batch, tokens, strict=True)):
-            prefilling = any(len(t) - c > 1 for t, c in zip(tokens, computed, strict=True))
-            cache = _advance(step, params, cache, batch, tokens, computed, prefilling)
-        for request, known in zip(batch, tokens, strict=True):
-            outputs[request.name] = known[len(request.prompt) :]
+        ids = np.zeros((BATCH, max_model_len), np.int32)
+        for row, request in zip(ids, batch, strict=False):
+            known = [*request.prompt, *served[request.name].argmax(axis=-1)]
+            row[: len(known)] = known
+        expected = np.asarray(step(params, ids))
+        for row, request in zip(expected, batch, strict=False):
+            got = served[request.name]
+            first = len(request.prompt) - 1
+            wanted = row[first : first + len(got)]
+            largest = float(np.maximum(largest, np.abs(got - wanted).max()))  # NaN stays
+            equal += int((got.argmax(axis=-1) == wanted.argmax(axis=-1)).sum())
+            count += len(got)
             on_finish()
-    return outputs
+    return Comparison(largest, equal, count)
 
 
-def _advance(step, params, cache, batch, tokens, computed, prefilling):
-    """One step of the whole batch; prompts first, then one token of each request."""
-    chunk = CHUNK if prefilling else 1
-    ids, positions = np.zeros((BATCH, chunk), np.int32), np.full((BATCH, chunk), -1, np.int32)
-    for i, (request, known) in enumerate(zip(batch, tokens, strict=True)):
-        waiting = len(known) - computed[i]
-        if not _unfinished(request, known) or (prefilling and waiting == 1):
-            continue
-        length = min(chunk, waiting)
-        ids[i, :length] = known[computed[i] : computed[i] + length]
-        positions[i, :length] = np.arange(computed[i], computed[i] + length)
-    cache, picked = step(params, cache, ids, positions)
-    picked = np.asarray(picked)
-    for i, known in enumerate(tokens):
-        computed[i] += int((positions[i] >= 0).sum())
-        if computed[i] == len(known) and (positions[i] >= 0).any():
-            known.append(int(picked[i]))
-    return cache
-
-
-def _unfinished(request: Request, tokens: Sequence[int]) -> bool:
-    return len(tokens) < len(request.prompt) + request.max_new_tokens
-
-
-def _dense_step(model, params, cache, tokens, positions):
-    cache = dataclasses.replace(cache, positions=positions)
+def _logits_of_all(
+    model: Model, layers: Mapping[str, object], params: Params, ids: jax.Array
+) -> jax.Array:
+    """Returns f32[B, L, vocab] for whole requests, int32[B, L]."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    index = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+    tokens = Tokens(ids.reshape(-1), positions.reshape(-1), index)
     with jax.default_matmul_precision("highest"):
-        cache, logits = forward(model, params, tokens, positions, cache)
-    # The positions go back in the shape they came, so that every step has one signature.
-    cache = dataclasses.replace(cache, positions=positions[:, :1])
-    return cache, jnp.argmax(logits, axis=-1)
+        _, x = forward(model, params, tokens, NoMemory(layers, tokens))
+        return logits(model, params, x).reshape(*ids.shape, -1)
