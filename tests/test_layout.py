@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -473,9 +474,15 @@ def buffers_of(
     order: str = "LBNHC",
     stacked: bool | None = None,
     kernel_block_sizes: Any = None,
+    groups_to_zero: Sequence[bool] | None = None,
 ) -> PoolBuffers:
     return plan_buffers(
-        layout, num_blocks, order=order, stacked=stacked, kernel_block_sizes=kernel_block_sizes
+        layout,
+        num_blocks,
+        order=order,
+        stacked=stacked,
+        kernel_block_sizes=kernel_block_sizes,
+        groups_to_zero=layout.groups_to_zero() if groups_to_zero is None else groups_to_zero,
     )
 
 
@@ -592,6 +599,18 @@ def test_blocks_are_stored_as_tiles_only_where_a_view_needs_them() -> None:
     assert buffers_of(layout, order="BLNHC", kernel_block_sizes=[2, 2]).tiles == (2, 2)
     view = buffers_of(layout, order="HND", kernel_block_sizes=[2, 2]).view("f0", 2)
     assert view.shape == (10, 2, 2, 16) and view.blocks_per_kv_block == 2
+
+
+def test_groups_cut_shared_bytes_in_different_ways_only_if_the_plan_zeroes_them() -> None:
+    two_groups = {"order": "LBHNC", "kernel_block_sizes": [2, 4]}
+    assert buffers_of(POOLS["two groups"], groups_to_zero=(True, True), **two_groups).tiles
+    with pytest.raises(ValueError, match=r"fresh blocks of groups \[0\] are not zeroed"):
+        buffers_of(POOLS["two groups"], groups_to_zero=(False, True), **two_groups)
+    plan = plan_cache(TWO_GROUPS, 2**20, max_model_len=16)
+    always = dataclasses.replace(plan, zero_policy="always")
+    assert make_cache(always, max_requests=1, **two_groups).layout.buffers.tiles
+    with pytest.raises(ValueError, match=r"are not zeroed; .* zero_policy='always'"):
+        make_cache(plan, max_requests=1, **two_groups)
 
 
 def test_a_period_chooses_among_the_layers_of_one_spec_in_a_group() -> None:

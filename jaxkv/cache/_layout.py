@@ -124,7 +124,7 @@ class CacheLayout:
 
         Where tensors are stacked in front of their blocks, a view counts both on one axis.
         """
-        if not self.buffers.stacked or not self.buffers.axes.startswith("LB"):
+        if not self.buffers.counts_through:
             return 0
         return self.buffers.page_placement(layer).layer * self.num_blocks
 

@@ -92,7 +92,13 @@ def make_cache(
     )
     if device is None and mesh is None:
         with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
-            device = next(iter(jnp.zeros(0).devices()))
+            devices = jnp.zeros(0).devices()
+        if len(devices) > 1:
+            raise ValueError(
+                f"jax.set_mesh has set a mesh of {len(devices)} devices: pass mesh=, and axis= to "
+                "shard the pool over one of its axes"
+            )
+        (device,) = devices
     same = device if mesh is None else NamedSharding(mesh, PartitionSpec())
     split = device if mesh is None else NamedSharding(mesh, layout.buffer_spec)
     shapes = ((max_requests, layout.column_starts[-1]), (max_requests, len(plan.groups)), (2,))
@@ -139,6 +145,8 @@ def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
         raise ValueError(f"axis={axis!r} needs the mesh that it is an axis of: pass mesh=")
     if mesh is not None and device is not None:
         raise ValueError("mesh and device both say where the cache goes; pass one of them")
+    if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
+        raise TypeError(f"device must be a jax.Device or a Sharding, got {device!r}")
     if mesh is not None and axis is not None and axis not in mesh.shape:
         raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
 
@@ -189,6 +197,7 @@ def _make_layout(
         order=order,
         stacked=stacked,
         kernel_block_sizes=kernel_block_sizes,
+        groups_to_zero=plan.groups_to_zero,
     )
     sizes = kernel_block_sizes or [None] * len(plan.groups)
     return CacheLayout(
@@ -231,6 +240,11 @@ def _make_scales(
     return jax.device_put(table, device).copy()  # on a CPU that is NumPy's memory, undonatable
 
 
+def _is_positive(scale: float | Array) -> bool:
+    """Returns whether a scale is a positive float32. Arrays of jax pass: they may be traced."""
+    return isinstance(scale, Array) or bool(0 < np.float32(scale) < np.inf)
+
+
 def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mapping[str, Scale]:
     """Returns the pair of every layer that is named, or of all layers."""
     if not isinstance(scales, Mapping):
@@ -238,4 +252,6 @@ def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mappi
     for pair in scales.values():
         if not isinstance(pair, Sequence) or [np.ndim(scale) for scale in pair] != [0, 0]:
             raise TypeError(f"scales must be pairs (K scale, V scale) of numbers, got {pair!r}")
+        if not all(_is_positive(scale) for scale in pair):
+            raise ValueError(f"scales must be finite float32 greater than 0, got {pair!r}")
     return scales

@@ -102,6 +102,11 @@ class PoolBuffers:
         spec = self.layout.place_of(layer).spec
         return self.physical_order(layer).extents(spec, self.page_placement(layer))
 
+    @property
+    def counts_through(self) -> bool:
+        """Whether one axis of a view counts the blocks of all layers of a buffer."""
+        return self.stacked and self.axes.startswith("LB")
+
     def view(self, layer: str, kernel_block_size: int | None = None) -> LayerView:
         """Returns a layer as a strided array; see `PhysicalOrder.view`."""
         spec, place = self.layout.place_of(layer).spec, self.page_placement(layer)
@@ -170,6 +175,7 @@ def plan_buffers(
     order: str,
     stacked: bool | None,
     kernel_block_sizes: Sequence[int | None] | None,
+    groups_to_zero: Sequence[bool],
 ) -> PoolBuffers:
     """Chooses the buffers of a pool.
 
@@ -180,6 +186,7 @@ def plan_buffers(
       stacked: True, False, or None: stacked unless the slots of a buffer's layers, counted
         through, pass int32.
       kernel_block_sizes: per group, the tokens of a kernel block; None: the block size.
+      groups_to_zero: per group, whether fresh blocks are zeroed, as `Plan.groups_to_zero`.
 
     Raises:
       TypeError: kernel block sizes that are not a sequence of ints.
@@ -203,7 +210,7 @@ def plan_buffers(
         _tile(buffers, group, size)
         for group, size in enumerate(_checked_sizes(layout, kernel_block_sizes))
     )
-    _check_cuts(buffers, tiles)
+    _check_cuts(buffers, tiles, groups_to_zero)
     return dataclasses.replace(buffers, tiles=tiles)
 
 
@@ -283,14 +290,14 @@ def _layer_extents(buffers: PoolBuffers, layer: str, tile: int | None) -> LayerE
         raise ValueError(f"layer={layer!r} in order={buffers.order!r}: {error}") from error
 
 
-def _check_cuts(buffers: PoolBuffers, tiles: Tiles) -> None:
+def _check_cuts(buffers: PoolBuffers, tiles: Tiles, groups_to_zero: Sequence[bool]) -> None:
     layout = buffers.layout
     cuts = {
         i: group.block_size // (tile or group.block_size)
         for i, (group, tile) in enumerate(zip(layout.groups, tiles, strict=True))
         if group.layers
     }
-    _check_overlays(buffers, cuts)
+    _check_overlays(buffers, cuts, groups_to_zero)
     extents = max((math.prod(shape[:-1]) for shape in buffers.shapes), default=0)
     if extents * max(cuts.values(), default=1) > INT32_MAX:
         raise ValueError(
@@ -299,24 +306,25 @@ def _check_cuts(buffers: PoolBuffers, tiles: Tiles) -> None:
         )
 
 
-def _check_overlays(buffers: PoolBuffers, cuts: dict[int, int]) -> None:
+def _check_overlays(
+    buffers: PoolBuffers, cuts: dict[int, int], groups_to_zero: Sequence[bool]
+) -> None:
     """Raises if groups that are not zeroed cut the bytes they share in different ways.
 
     One would then read what the other left behind at the same id.
     """
     layout, tensors = buffers.layout, range(len(buffers.layout.tensors))
-    zeroed = layout.groups_to_zero()
     for together in [tensors] if buffers.order.startswith("B") else [[t] for t in tensors]:
         here = {
             group: cut
             for group, cut in cuts.items()
             if not layout.tensors_of(group).isdisjoint(together)
         }
-        stale = [group for group in here if not zeroed[group]]
+        stale = [group for group in here if not groups_to_zero[group]]
         if stale and len(set(here.values())) > 1:
             raise ValueError(
                 f"kernel_block_sizes: groups {list(here)} overlay each other and would cut a "
                 f"block into {list(here.values())} tiles, while fresh blocks of groups {stale} "
                 "are not zeroed; choose sizes that give them as many kernel blocks per block, "
-                "or order='LBNHC' and pages without padding"
+                "order='LBNHC' and pages without padding, or plan with zero_policy='always'"
             )

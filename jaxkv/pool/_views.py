@@ -1,13 +1,20 @@
 """One layer's part of a pool: as a typed array for kernels, as numbers for connectors."""
 
+import dataclasses
+from typing import Literal, get_args
+
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxkv._internal.checks import check_choice
 from jaxkv.cache import KVCache
 from jaxkv.layout import LayerView
 from jaxkv.pool._bytes import from_bytes, locate, on_devices, to_bytes, with_buffer
 from jaxkv.pool._tokens import check_rank_known, row_shape_of, token_spec
+
+#: ids that a block axis counts: those of `StepBatch.block_tables`, or of `BlockManager.block_ids`
+Ids = Literal["block_tables", "manager"]
 
 
 def layer_view(cache: KVCache, layer: str) -> Array:
@@ -68,11 +75,14 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
     return on_devices(replace, cache, view, in_specs=(by_head,), out_specs=cache.partition_specs())
 
 
-def describe_layer(cache: KVCache, layer: str, *, whole_blocks: bool = False) -> LayerView:
-    """Returns where a layer's elements lie in its buffer: the numbers that connectors register.
+def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> LayerView:
+    """Returns where a layer's elements lie in its buffer: shape, strides and offset.
 
     Args:
-      whole_blocks: the block axis counts blocks; otherwise the cache's kernel blocks.
+      ids: what the block axis counts. "block_tables": kernel blocks, as
+        ``batch.block_tables(layer)`` lists them, through all layers of the buffer where
+        `layer_view` does so; for kernels. "manager": whole blocks of this layer, as
+        `BlockManager.block_ids` lists them; for connectors that move blocks.
 
     Returns:
       Axes in the physical order of the pool, without L. States and rows of several dtypes are
@@ -81,8 +91,21 @@ def describe_layer(cache: KVCache, layer: str, *, whole_blocks: bool = False) ->
     Raises:
       ValueError: blocks that are not evenly spaced; `describe_bytes` then still works.
     """
-    size = None if whole_blocks else kernel_block_size(cache, layer)
-    return cache.layout.buffers.view(layer, size)
+    check_choice(get_args(Ids), ids=ids)
+    buffers = cache.layout.buffers
+    if ids == "manager":
+        return buffers.view(layer)
+    view = buffers.view(layer, kernel_block_size(cache, layer))
+    shape, block = list(view.shape), view.block_axis
+    through = buffers.page_placement(layer).num_layers if buffers.counts_through else 1
+    shape[block] *= through
+    before = cache.layout.id_offset(layer) * view.blocks_per_kv_block
+    return dataclasses.replace(
+        view,
+        shape=tuple(shape),
+        num_blocks=view.num_blocks * through,
+        offset_bytes=view.offset_bytes - before * view.strides_bytes[block],
+    )
 
 
 def describe_bytes(cache: KVCache, layer: str) -> LayerView:
@@ -114,7 +137,7 @@ def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
     sizes = dict(zip(view.axes, view.shape, strict=True))
     sizes["L"] = buffers.page_placement(layer).num_layers
     axes = _view_axes(cache, layer)
-    if buffers.stacked and "L" not in axes:
+    if buffers.counts_through:
         sizes["B"] *= sizes["L"]
     return tuple(sizes[axis] for axis in axes), dtype
 
@@ -125,4 +148,4 @@ def _view_axes(cache: KVCache, layer: str) -> str:
     axes = buffers.order if buffers.stacked else buffers.order.replace("L", "")
     if not cache.layout.has_heads(layer):
         axes = axes.replace("H", "")
-    return axes[1:] if axes.startswith("LB") else axes
+    return axes[1:] if buffers.counts_through else axes
