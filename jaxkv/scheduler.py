@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv.blocks import BlockManager, OutOfBlocksError
@@ -15,14 +15,14 @@ class Schedule:
     """The work of one step.
 
     work: new tokens by request, for `BlockManager.step`.
-    samples: requests of ``work`` whose newest token the step computes: sample the next one of
-      each, and tell the scheduler by `Scheduler.append`.
+    samples: requests of ``work`` whose newest token the step computes, and the index of each in
+      the batch: sample the next one of each, and tell the scheduler by `Scheduler.append`.
     preempted: requests that lost their blocks and wait to be computed again from the start.
     """
 
-    work: dict[Hashable, int]
-    samples: tuple[Hashable, ...]
-    preempted: tuple[Hashable, ...]
+    work: dict[Any, int]
+    samples: dict[Any, int]
+    preempted: tuple[Any, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,12 +139,12 @@ class Scheduler:
     # --- requests -----------------------------------------------------------------
 
     @property
-    def running(self) -> tuple[Hashable, ...]:
+    def running(self) -> tuple[Any, ...]:
         """Requests that have a row, oldest first."""
         return tuple(self._running)
 
     @property
-    def waiting(self) -> tuple[Hashable, ...]:
+    def waiting(self) -> tuple[Any, ...]:
         """Requests that have none, in the order in which they are admitted."""
         return tuple(self._waiting)
 
@@ -237,7 +237,7 @@ class Scheduler:
                 self._waiting[name] = sample
         self._running, self._waiting = _by_age(self._running), _by_age(self._waiting)
 
-    def append(self, num_tokens: Mapping[Hashable, int]) -> None:
+    def append(self, num_tokens: Mapping[Any, int]) -> None:
         """Gives requests more tokens to compute: sampled ones, and drafts to verify with them.
 
         Args:
@@ -258,7 +258,7 @@ class Scheduler:
         for name, count in num_tokens.items():
             self._known(name).num_tokens += count
 
-    def rewind(self, num_tokens: Mapping[Hashable, int]) -> None:
+    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
         """Takes back the last tokens of requests: drafts that were rejected.
 
         Args:
@@ -320,11 +320,11 @@ class Scheduler:
                     break
                 if not self._grows(request.name, step.work[request.name]):
                     step.take_back(request.name)
-        samples = tuple(
-            name
-            for name, count in step.work.items()
+        samples = {
+            name: index
+            for index, (name, count) in enumerate(step.work.items())
             if computed.get(name, 0) + count == self._running[name].num_tokens
-        )
+        }
         return Schedule(step.work, samples, tuple(preempted))
 
     def _with_work(self, computed: Mapping[Hashable, int]) -> tuple[list[_Request], list[_Request]]:
