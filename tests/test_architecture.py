@@ -1,6 +1,6 @@
-"""Imports run downwards only, planning never loads jax, and the README's picture says so.
+"""Imports run downwards only, planning never loads jax, and CONTRIBUTING.md's map says so.
 
-`ROWS` is the rule and the picture is its drawing. The checker reads the imports of every
+`ROWS` is the rule and the map its drawing. The checker reads the imports of every
 module, those inside of functions too.
 """
 
@@ -25,16 +25,16 @@ PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pa
 # import jax; what stands on the right only inside a function that was given one of its own.
 ROWS: list[tuple[list[str], list[str]]] = [
     (["__main__"], []),
-    (["plan_command"], ["demo"]),
+    (["cli"], ["demo"]),
     (["plotting"], ["testing"]),
-    ([], ["sleep", "step"]),
-    ([], ["pool", "flex_attention"]),
+    ([], ["attention", "step", "sleeping"]),
+    ([], ["pool"]),
     ([], ["block_tables"]),
-    (["blocks"], []),
-    (["kernel_blocks", "planning", "models"], []),
-    (["groups"], []),
-    (["specs", "flex_sizes"], ["jit_int32", "allocation"]),
-    (["checks", "rich_repr"], ["pallas_kernels"]),
+    (["scheduler"], ["cache"]),
+    (["blocks", "layout"], []),
+    (["planning", "hf_config"], []),
+    (["specs"], ["_internal (jax)"]),
+    (["_internal"], ["pallas_kernels"]),
 ]
 ROW_OF = {name: row for row, sides in enumerate(ROWS) for name in itertools.chain(*sides)}
 WITHOUT_JAX = {name for left, _ in ROWS for name in left}
@@ -46,18 +46,21 @@ OPTIONAL = {
     "hypothesis": {"testing"},
     "chex": {"testing"},
 }
-MAX_IMPORT_MS = 80
+MAX_IMPORT_MS = 100
+INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh"}
 REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
 
 
 def part_of(module: str) -> str:
     """``jaxkv.pool._tokens`` -> ``pool``; another package's name for its modules."""
-    package, _, rest = module.partition(".")
-    return rest.partition(".")[0] if package == "jaxkv" else package
+    package, *rest = module.split(".")
+    if rest[:1] == ["_internal"] and set(rest[1:2]) & INTERNAL_WITH_JAX:
+        return "_internal (jax)"
+    return (rest or [""])[0] if package == "jaxkv" else package
 
 
 def imports(source: str) -> Iterator[tuple[str, str]]:
-    """Parts that a module's text imports, and when: now, later (in a function), for types."""
+    """Modules that a module's text imports, and when: now, later (in a function), for types."""
     tree = ast.parse(source)
     when = dict.fromkeys(ast.walk(tree), "now")
     for block in list(when):
@@ -70,11 +73,11 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "jaxkv":
-            names = [f"jaxkv.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module in ("jaxkv", "jaxkv._internal"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
-        yield from ((part_of(name), when[node]) for name in names)
+        yield from ((name, when[node]) for name in names)
 
 
 def complaints(module: str, source: str) -> list[str]:
@@ -83,12 +86,19 @@ def complaints(module: str, source: str) -> list[str]:
     if part not in ROW_OF:
         return [f"{module}: {part} has no place in ROWS"] if part else []
     found = []
-    for other, when in imports(source):
+    for name, when in imports(source):
+        other = part_of(name)
         if other == part or other in sys.stdlib_module_names:
+            continue
+        if (name, part) == ("jaxkv", "demo"):  # shows the front door
             continue
         if other in ROW_OF:
             if ROW_OF[other] <= ROW_OF[part]:
                 found.append(f"{module} imports {other}, which is not below {part}")
+            if any(
+                piece.startswith("_") for piece in name.removeprefix("jaxkv._internal").split(".")
+            ):
+                found.append(f"{module} imports {name}, which is private to {other}")
         elif other in OPTIONAL:
             if part not in OPTIONAL[other]:
                 found.append(f"{module} imports {other}, which users need not have")
@@ -109,7 +119,7 @@ def modules() -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def draw() -> str:
-    """`ROWS` as the README shows it."""
+    """`ROWS` as CONTRIBUTING.md shows it."""
     lines = [("without jax", "with jax")]
     lines += [("  ".join(left), "  ".join(right)) for left, right in ROWS]
     width = max(len(left) for left, _ in lines) + 4
@@ -139,16 +149,19 @@ def test_every_part_of_the_table_exists() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "text"),
     [
-        ("jaxkv.specs._base", "import jaxkv.groups", "imports groups, which is not below specs"),
-        ("jaxkv.groups", "from jaxkv.planning import Plan", "imports planning"),
-        ("jaxkv.groups", "from jaxkv import planning", "imports planning"),
-        ("jaxkv.pool", "def f():\n    from jaxkv.step import pack_step", "imports step"),
+        ("jaxkv.specs._base", "import jaxkv.planning", "planning, which is not below specs"),
+        ("jaxkv.layout", "from jaxkv.blocks import BlockManager", "imports blocks"),
+        ("jaxkv.layout", "from jaxkv import blocks", "imports blocks"),
+        ("jaxkv.pool", "def f():\n    from jaxkv.step import apply_step", "imports step"),
         ("jaxkv.pool", "if TYPE_CHECKING:\n    import jaxkv.step", "imports step"),
-        ("pallas_kernels._pages", "import jaxkv.checks", "imports checks"),
-        ("jaxkv.checks", "import jaxkv", "imports jaxkv, which no rule allows"),
+        ("pallas_kernels._tiling", "import jaxkv._internal.checks", "is not below pallas_kernels"),
+        ("jaxkv.specs", "import jaxkv", "imports jaxkv, which no rule allows"),
+        ("jaxkv.step", "from jaxkv.pool._tokens import write", "private to pool"),
+        ("jaxkv.pool", "from pallas_kernels._mosaic import call", "private to pallas_kernels"),
         ("jaxkv.blocks", "import jax.numpy as jnp", "imports jax and has to do without jax"),
+        ("jaxkv.blocks", "from jaxkv._internal import mesh", "(jax) and has to do without jax"),
         ("jaxkv.plotting", "def f():\n    import jax", "imports jax and has to do without jax"),
-        ("jaxkv.plotting", "from jaxkv.pool import KVPool", "has to do without jax"),
+        ("jaxkv.plotting", "from jaxkv.cache import KVCache", "has to do without jax"),
         ("jaxkv.blocks", "import pallas_kernels", "has to do without jax"),
         ("jaxkv.step", "import matplotlib.pyplot", "which users need not have"),
         ("jaxkv.step", "import torch", "imports torch, which no rule allows"),
@@ -163,9 +176,11 @@ def test_the_checker_finds_a_planted_violation(module: str, source: str, text: s
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("jaxkv.planning", "import dataclasses, numpy, jaxkv.groups"),
+        ("jaxkv.planning", "import dataclasses, numpy, jaxkv.specs, jaxkv._internal.checks"),
+        ("jaxkv.planning", "from jaxkv.planning._plan import Plan"),
         ("jaxkv.planning", "if TYPE_CHECKING:\n    from jax import Array"),
-        ("jaxkv.plotting", "def f():\n    from jaxkv.pool import KVPool"),
+        ("jaxkv.plotting", "def f():\n    from jaxkv.cache import KVCache"),
+        ("jaxkv.demo.engine", "import jaxkv"),
         ("jaxkv.plotting", "import matplotlib.figure"),
     ],
 )
@@ -173,10 +188,10 @@ def test_the_checker_lets_pass_what_is_right(module: str, source: str) -> None:
     assert complaints(module, source) == []
 
 
-def test_the_readme_shows_the_table() -> None:
-    readme = (HERE / "README.md").read_text()
-    shown = re.search(r"<!-- architecture -->\n```\n(.*?)```\n<!-- /architecture -->", readme, re.S)
-    assert shown and shown[1] == draw(), f"README.md has to show, between the two marks:\n{draw()}"
+def test_contributors_are_shown_the_table() -> None:
+    text = (HERE / "CONTRIBUTING.md").read_text()
+    shown = re.search(r"<!-- architecture -->\n```\n(.*?)```\n<!-- /architecture -->", text, re.S)
+    assert shown and shown[1] == draw(), f"CONTRIBUTING.md has to show, between marks:\n{draw()}"
 
 
 def test_what_does_without_jax_loads_none() -> None:
@@ -187,11 +202,14 @@ def test_what_does_without_jax_loads_none() -> None:
     assert not {"jax", "jaxlib", *OPTIONAL} & {name.partition(".")[0] for name in loaded}
 
 
-@pytest.mark.parametrize("part", sorted(set(ROW_OF) - {"__main__", "demo"}))
-def test_an_import_is_quick_and_silent_and_loads_nothing_optional(part: str) -> None:
-    """At most 80 ms beyond jax, in the quickest of a few runs: others compile or compete.
+ROOMS = set(ROW_OF) - {"__main__", "demo", "_internal (jax)"}
 
-    On a slower machine, a fifth of what jax itself takes.
+
+@pytest.mark.parametrize("part", sorted(ROOMS))
+def test_an_import_is_quick_and_silent_and_loads_nothing_optional(part: str) -> None:
+    """At most 100 ms beyond jax, in the quickest of a few runs: others compile or compete.
+
+    On a slower machine, a quarter of what jax itself takes.
     """
     code = f"""if True:
         import sys, time
@@ -206,7 +224,7 @@ def test_an_import_is_quick_and_silent_and_loads_nothing_optional(part: str) -> 
     for _ in range(5):
         took, jax_took, *loaded = run(code, "-W", "error")
         assert not set(OPTIONAL) & {name.partition(".")[0] for name in loaded}
-        if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 5):
+        if float(took) <= max(MAX_IMPORT_MS, float(jax_took) / 4):
             return
         runs.append((took, jax_took))
     pytest.fail(f"ms for {part} and for jax before it: {runs}")
