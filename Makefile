@@ -16,12 +16,12 @@ comma := ,
 	ci clean
 
 help:
-	@echo "make demo    serve a small hybrid model from one paged pool"
-	@echo "make test    lint, types and the whole test suite, notebooks too"
-	@echo "make bench   time kernels, steps and planner on the device that is there"
+	@echo "make demo    serve a small hybrid model, compare it with the model without a cache"
+	@echo "make test    lint, types, all tests and notebooks; needs no GPU"
+	@echo "make bench   time host books, steps, kernels and planner; ARGS='zero copies' for some"
 	@echo "make check   lint and types only"
 	@echo "make format  rewrite the code in the project's format"
-	@echo "make lanes   the tests on the built wheel: oldest, measured and newest Python and jax"
+	@echo "make lanes   all tests on the built wheel: oldest, measured and newest Python and jax"
 	@echo "make wheel-check PY=3.13 WITH='jax==0.11.2'  the same on a Python and packages of yours"
 	@echo "make ci      test and lanes: all that has to pass"
 

@@ -15,13 +15,13 @@
 # # 1. Layouts: pages, groups, kernel blocks, orders
 #
 # A paged cache is cut into **blocks** of one size, numbered from 0. A block holds one **page** for
-# each layer that uses it. This notebook draws the place of every byte. It needs no GPU. All four
+# each layer that uses it. This notebook draws the place of every byte. It needs no GPU. All
 # notebooks want `pip install ".[notebooks]"`, from a clone.
 
 # %%
 import jaxkv
 from jaxkv import plotting
-from jaxkv.layout import ORDERS, AcceptedSizes, PhysicalOrder
+from jaxkv.layout import ORDERS, AcceptedSizes, PhysicalOrder, select_kernel_block_sizes
 
 # %% [markdown]
 # ## A page
@@ -45,7 +45,7 @@ plotting.plot_page(spec, block_id=3)
 layers = {"layers.0": spec, "layers.1": spec}
 plan = jaxkv.plan_cache(layers, 2**20, max_model_len=512)
 kernels = {"kernel A": AcceptedSizes(multiples_of=4), "kernel B": AcceptedSizes(exact=(4,))}
-sizes = jaxkv.select_kernel_block_sizes(plan.groups, [kernels])
+sizes = select_kernel_block_sizes(plan.groups, [kernels])
 print("kernel_block_sizes, per group:", sizes)
 plotting.plot_page(spec, block_id=3, kernel_block_size=sizes[0])
 

@@ -20,6 +20,8 @@
 # both.
 
 # %%
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,9 +63,7 @@ plotting.plot_layout(plan.layout)
 # %%
 manager = jaxkv.BlockManager(plan, max_requests=4)
 cache = jaxkv.make_cache(plan, max_requests=4, kernel_block_sizes=[2, 4, 4])
-shape = jaxkv.StepShape.for_plan(
-    plan, max_requests=4, max_tokens=12, batch_size=3, block_copies=3, row_copies=1
-)
+shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=12, batch_size=3, forks=2)
 print(manager, cache, shape, sep="\n")
 
 # %% [markdown]
@@ -146,8 +146,7 @@ print("first_positions:       ", batch.first_positions("window.0"), "of seq_lens
 #
 # `fork` starts requests that share the blocks of another one, for parallel samples or a common
 # prompt. Nothing is copied until a request writes into a shared block. Then it gets a block of its
-# own, which starts as a copy, in the same step. The `block_copies` and `row_copies` of the shape
-# are room for that.
+# own, which starts as a copy, in the same step. The `forks` of the shape are room for that.
 
 # %%
 manager.fork("b", ["c"])
@@ -170,19 +169,32 @@ print("first keys of c:", keys[0, :3, 0, 0])
 # ## Rewind
 #
 # Speculative decoding computes draft tokens and rejects some. `rewind` sets the request back. Its
-# blocks stay, and the next step writes over the rejected tokens.
+# blocks stay, and the next step writes over the rejected tokens. That is all for keys and values. A
+# recurrent state cannot be taken back, and the manager says so:
 
 # %%
 cache, batch = apply_step(cache, manager.step(shape, {"b": 4}))  # one token and three drafts
-print("computed", batch.positions[:4])
-manager.rewind("b", 17)  # two of the drafts are rejected
-cache, batch = apply_step(cache, manager.step(shape, {"b": 2}))
-print("then    ", batch.positions[:2])
+try:
+    manager.rewind("b", 17)  # two of the drafts are rejected
+except ValueError as error:
+    print(error)
 
 # %% [markdown]
-# That is all for keys and values. A recurrent state cannot be taken back: give each draft a state
-# of its own with `StateSpec(speculative_blocks=3)` and `write_state(..., at=...)`.
-#
+# With `speculative_blocks=3` each of three drafts has a block for its state. `write_state` writes
+# them (`at=`), and `read_state` reads the one after the last accepted draft.
+
+# %%
+spec = dataclasses.replace(state, speculative_blocks=3)
+drafts = {"full.0": layers["full.0"], "state.0": spec}
+drafts = jaxkv.plan_cache(drafts, 2**20, max_model_len=40)
+books = jaxkv.BlockManager(drafts, max_requests=1)
+books.start("b")
+for num_tokens in (15, 4):
+    books.step(jaxkv.StepShape.for_plan(drafts, max_requests=1, max_tokens=16), {"b": num_tokens})
+books.rewind("b", 17)
+print(books.num_computed_tokens("b"), "tokens; blocks with states:", books.block_ids("b")[1])
+
+# %% [markdown]
 # ## What does not fit is dropped and reported
 #
 # A jitted function cannot raise. It drops what is wrong, does the rest, and sets a flag in the

@@ -54,7 +54,9 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: zipfile.ZipFil
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == files_under(*PACKAGES, suffixes=(".py", ".json", ".typed"))
     assert {"jaxkv/py.typed", "pallas_kernels/py.typed"} <= held
-    assert {f"jaxkv/presets/{name}.json" for name in ("llama-3.1-8b", "gpt-oss-20b")} <= held
+    assert {
+        f"jaxkv/hf_config/presets/{name}.json" for name in ("llama-3.1-8b", "gpt-oss-20b")
+    } <= held
 
 
 def test_the_sdist_holds_what_tests_and_readers_need_and_nothing_private(
@@ -66,7 +68,7 @@ def test_the_sdist_holds_what_tests_and_readers_need_and_nothing_private(
     folders = {name.partition("/")[0] for name in names if "/" in name}
     assert folders == {*PACKAGES, "tests", "notebooks"}
     assert {name for name in names if "/" not in name} == {
-        *("README.md", "LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml"),
+        *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml"),
         *("PKG-INFO", ".gitignore"),  # hatchling's own choice
     }
     held = {name for name in names if "/" in name}
