@@ -1,4 +1,4 @@
-"""How long a full plan takes: 96 hybrid layers over 8 workers, with the length fitted."""
+"""Planning: 96 hybrid layers over 8 workers, with the length fitted."""
 
 import statistics
 import subprocess
@@ -7,10 +7,9 @@ import time
 
 from jaxkv.planning import plan_cache
 from jaxkv.specs import FullAttentionSpec, LayerSpec, StateSpec
-from tests.benchmarks.timing import Report
+from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 
-REPEATS = 101
 ATTENTION = FullAttentionSpec(block_size=544, num_kv_heads=2, head_size=256)
 STATE = StateSpec(
     block_size=544,
@@ -23,15 +22,19 @@ LAYERS: dict[str, LayerSpec] = {
 }
 
 
+def repeats() -> int:
+    return by_size(full=101, small=101, smallest=3)
+
+
 def stages() -> list[dict[str, LayerSpec]]:
     names = list(LAYERS)
     return [{name: LAYERS[name] for name in names[i : i + 12]} for i in range(0, 96, 12)]
 
 
 def measure(workers: list[dict[str, LayerSpec]]) -> float:
-    """Median milliseconds of one plan."""
+    """Returns the median milliseconds of one plan."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats()):
         start = time.perf_counter()
         plan_cache(workers, [40 * 2**30] * 8, max_model_len=262144, fit_max_model_len=True)
         times.append(time.perf_counter() - start)
@@ -39,16 +42,19 @@ def measure(workers: list[dict[str, LayerSpec]]) -> float:
 
 
 def import_milliseconds() -> float:
-    """Median milliseconds of ``import jaxkv.planning`` in a fresh interpreter."""
+    """Returns the median milliseconds of ``import jaxkv.planning`` in a fresh interpreter."""
     code = "import time; t = time.perf_counter(); import jaxkv.planning; "
     code += "print(time.perf_counter() - t)"
-    runs = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(9)]
+    runs = [
+        subprocess.check_output([sys.executable, "-c", code])
+        for _ in range(by_size(full=9, small=9, smallest=1))
+    ]
     return 1e3 * statistics.median(float(run) for run in runs)
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
     del peer  # its planner needs all of vLLM
-    report.title(f"Planning, median of {REPEATS} on the host")
+    report.title(f"Planning, median of {repeats()} on the host")
     report.note(f"8 pipeline stages of 12 layers   {measure(stages()):6.2f} ms")
     report.note(f"8 tensor-parallel ranks of 96    {measure([LAYERS] * 8):6.2f} ms")
     report.note(f"import jaxkv.planning            {import_milliseconds():6.1f} ms")

@@ -1,235 +1,227 @@
-"""A step's table work: one upload and one dispatch, against vLLM's `BlockTables`.
+"""Table work of a step, from the books on the host to gathered tables on the device.
 
-Both start from Python lists (new ids by request and group) and NumPy arrays (rows, first
-positions, lengths) and end with gathered tables and slots on the device. vLLM's part is
-its own calls: append_block_ids, apply_staged_writes, gather_block_tables,
-compute_slot_mappings; with "inputs", also what it needs on the device for the last two
-(two uploads and its positions kernel), which our upload holds. "tables only" gives it
-those for nothing.
+Ours is `BlockManager.step` and `apply_step`; vLLM's is its `KVCacheManager` and the calls of its
+model runner on `BlockTables`: append_block_ids, apply_staged_writes, two uploads and the
+positions kernel (which our one upload holds), gather_block_tables, compute_slot_mappings. Both
+serve the same requests. "dispatched" is the host's share, "synced" waits for the device.
 """
 
 import functools
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxkv.block_tables import BlockTables, TableGroup, check_overflow
-from jaxkv.blocks import TableUpdate
-from jaxkv.step import StepShape, UploadRing, apply_step, apply_step_donating, pack_step
-from tests.benchmarks.timing import ON_GPU, Report, Times, added, make_matrix, measure, work
+import jaxkv
+from jaxkv.blocks import StepShape, Upload
+from jaxkv.planning import plan_cache
+from tests.benchmarks import timing
+from tests.benchmarks.servers import PARTS, PROMPT, Case, Server, VllmServer, apply_step
+from tests.benchmarks.timing import (
+    ON_GPU,
+    Report,
+    Times,
+    added,
+    by_size,
+    make_matrix,
+    measure,
+    medians,
+    work,
+)
 from tests.benchmarks.vllm_peer import VllmPeer
-
-BLOCK_SIZE = 16
-
-
-class Case(NamedTuple):
-    """``appends`` requests get ``ids`` blocks in each group; ``batch`` requests compute
-    ``new`` tokens each, after ``computed`` ones."""
-
-    name: str
-    groups: int
-    batch: int
-    appends: int
-    ids: int
-    computed: int
-    new: int
-    row_blocks: int  # of a table row
-    width: int  # gathered: a bucket that holds the longest row
-    max_requests: int = 256
-    kernel_blocks: int = 1  # per block
-
-    @property
-    def held(self) -> int:
-        """Blocks of a row before the first step."""
-        return self.computed // BLOCK_SIZE + 1 if self.computed else 0
+from tests.benchmarks.workload import BLOCK_SIZE, FULL, MAX_MODEL_LEN, WINDOW, make_plan
 
 
-CASES = (
-    Case("decode, 16 appends", 1, 256, 16, 1, 2000, 1, 512, 512),
-    Case("decode, 256 appends", 1, 256, 256, 1, 2000, 1, 512, 512),
-    Case("decode, 256 appends, 4 groups", 4, 256, 256, 1, 2000, 1, 512, 512),
-    Case("prefill, 8 x 64 blocks", 1, 8, 8, 64, 0, 1024, 256, 256),
-    Case("decode, rows for 128k, 4 groups", 4, 256, 16, 1, 8000, 1, 8192, 1024),
-)
-SPLIT = Case("decode, 16 appends, split blocks", 1, 256, 16, 1, 2000, 1, 512, 512, kernel_blocks=4)
-LARGE = tuple(
-    Case(
-        f"{rows} rows x {blocks} blocks x {groups}", groups, 256, 16, 1, 2000, 1, blocks, 512, rows
+def cases() -> tuple[Case, ...]:
+    """Returns the cases of this run's size."""
+    if timing.size == "smallest":
+        return (Case(4, 2, chunk=32, in_phase=True),)
+    counts = by_size(full=(64, 256, 1024, 4096), small=(64, 256), smallest=())
+    groups = by_size(full=(1, 2, 4, 8), small=(1, 4), smallest=())
+    both = by_size(full=(1, 4), small=(1,), smallest=())
+    decodes = [(count, of) for count in counts for of in groups if count == 256 or of in (1, 4)]
+    return (
+        *itertools.starmap(Case, decodes),
+        *(Case(256, of, in_phase=True) for of in both),
+        *(Case(256, of, chunk=512) for of in both),
     )
-    for rows, blocks, groups in (
-        (256, 1024, 1),
-        (1024, 8192, 4),
-        (4096, 8192, 8),
-        (4096, 65536, 8),
-    )
-)
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
-    report.title("Table work of a step, host packing included")
-    for case in (*CASES, SPLIT):
-        ours = report.add(case.name, "jaxkv", time_ours(case))
-        report.add(case.name, "NumPy upload", time_ours(case, ring=False), base=ours)
-        report.add(case.name, "no work at all", time_nothing(case), base=ours)
-        if peer is not None and case.kernel_blocks == 1:
-            for inputs in (True, False):
-                name = "vLLM, inputs" if inputs else "vLLM, tables only"
-                report.add(case.name, name, time_vllm(case, peer, inputs), base=ours)
+    report.title("Table work of a step, to tables on the device; above each the parts, median us")
+    for case in cases():
+        ours = report.add(case.name, "jaxkv", time_ours(report, case))
+        if peer is not None and peer.has_tables:
+            report.add(case.name, "vLLM", time_vllm(case, peer), base=ours)
+    requests = by_size(full=256, small=64, smallest=4)
+    case = Case(requests, 1)
+    server = Server(case)
+    report.title("The same, and what jax itself costs")
+    ours = report.add(case.name, "NumPy upload", time_steps(server))
+    if ON_GPU:
+        report.add(case.name, "page-locked ring", time_steps(server, ring=True), base=ours)
+    report.add(case.name, "no work at all", time_nothing(server), base=ours)
     report.title("The same work inside a caller's jitted step, which has an upload anyway")
-    for case in CASES:
-        time_added(report, case)
-    report.title("Tables of any size: a decode step of 256 requests")
-    for case in LARGE if ON_GPU else LARGE[:2]:
-        report.add(case.name, "jaxkv", time_ours(case))
+    for groups in by_size(full=(1, 4), small=(1,), smallest=(1,)):
+        _time_added(report, Server(Case(requests, groups)))
+    _time_buffers(report, by_size(full=80, small=80, smallest=3), requests)
+    small = ((256, 1024, 1), (1024, 8192, 4))
+    large = (*small, (4096, 8192, 8), (4096, 65536, 8))
+    _time_large(report, by_size(full=large, small=small, smallest=((8, 64, 2),)), requests)
 
 
-def make_tables(case: Case) -> BlockTables:
-    shape = (case.max_requests, case.row_blocks)
-    group = TableGroup(BLOCK_SIZE, case.kernel_blocks, "tokens", None, None)
-    return BlockTables(
-        tables=tuple(jnp.ones(shape, jnp.int32) for _ in range(case.groups)),
-        num_blocks=jnp.full((case.groups, case.max_requests), case.held, jnp.int32),
-        overflow=jnp.int32(0),
-        groups=(group,) * case.groups,
-        pool_blocks=2**20,
-    )
+# --- timing -----------------------------------------------------------------------------
 
 
-def make_shape(case: Case) -> StepShape:
-    return StepShape(
-        entries=case.appends,
-        block_ids=case.appends * case.groups * case.ids,
-        zero_ids=0,
-        batch=case.batch,
-        tokens=case.batch * case.new,
-        widths=(case.width,) * case.groups,
-    )
+def _print_parts(report: Report, server: Server) -> None:
+    """Decodes, and prints the medians of the parts of a step."""
+    case, scheduler = server.case, server.scheduler
+    scheduler.append(dict.fromkeys(case.prompts, 1))
+    samples: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(by_size(full=80, small=48, smallest=34)):
+        if case.chunk and case.requests not in (*scheduler.running, *scheduler.waiting):
+            scheduler.add(case.requests, PROMPT)
+        begins_blocks = server.manager.num_computed_tokens(0) % BLOCK_SIZE == 0
+        for part, seconds in server.scheduled_step().items():
+            if begins_blocks or not case.in_phase:
+                samples[part].append(seconds)
+        if case.chunk and scheduler.num_tokens(case.requests) > PROMPT:
+            scheduler.finish(case.requests)
+    found = medians({part: seconds[1:] for part, seconds in samples.items()})  # the first compiles
+    texts = [f"{part} {us:.1f}" for part, us in found.items()]
+    report.note(f"{case.name:<40} {', '.join(texts)}", **found)
 
 
-def new_ids(case: Case) -> list[tuple[int, tuple[list[int], ...]]]:
-    """Rows and their new ids per group, as a scheduler hands them out."""
-    ids = list(range(7, 7 + case.ids))
-    return [(row, tuple(list(ids) for _ in range(case.groups))) for row in range(case.appends)]
+def time_ours(report: Report, case: Case) -> Times:
+    """Prints the parts of a step with the scheduler; times a step without it."""
+    server = Server(case)
+    if timing.clock == "host":
+        _print_parts(report, server)
+    return time_steps(server)
 
 
-def make_pack(case: Case, pack):
-    """Packs a step from lists: appended ids in decode, fresh rows in prefill."""
-    changes, overwrite = new_ids(case), case.new > 1
-    no_zeros = ((),) * case.groups
-    batch = np.arange(case.batch, dtype=np.int32)
-    first = np.full(case.batch, case.computed, np.int32)
-    lengths = np.full(case.batch, case.new, np.int32)
-
-    def call():
-        entries = [(row, ids, overwrite) for row, ids in changes]  # as TableEntry, cheaper
-        update = TableUpdate(entries, no_zeros)
-        return pack(update=update, rows=batch, first_positions=first, lengths=lengths)
-
-    return call
-
-
-def time_ours(case: Case, ring: bool = True) -> Times:
-    """By a ring of page-locked buffers, or by a NumPy array."""
-    tables, shape = make_tables(case), make_shape(case)
-    uploads = UploadRing(shape)
-    pack = make_pack(case, uploads.pack if ring else functools.partial(pack_step, shape))
-
-    def call():
-        nonlocal tables
-        tables, _, batch = apply_step_donating(tables, None, pack(), shape=shape)
-        if ring:
-            uploads.sent(batch)
-        return batch
-
-    times = measure(call)
-    check_overflow(tables)
+def time_steps(server: Server, ring: bool = False) -> Times:
+    """Times a step from the books to the tables."""
+    case, manager = server.case, server.manager
+    server.ring = jaxkv.UploadRing() if ring else None
+    if case.chunk:
+        if case.requests in manager.requests:
+            manager.finish(case.requests)
+        manager.start(case.requests)
+    times = measure(server.step, prepare=server.quiet_steps if case.in_phase else None)
+    jaxkv.check_errors(server.cache)
     return times
 
 
-def time_nothing(case: Case) -> Times:
-    """A jitted call that takes the same arguments and does nothing: what jax itself costs."""
-    tables, shape = make_tables(case), make_shape(case)
-    ring = UploadRing(shape)
-    pack = make_pack(case, ring.pack)
+def time_nothing(server: Server) -> Times:
+    """Times a jitted call that takes the same arguments and does nothing: jax's own cost."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(tables, upload):
-        return tables, jax.device_put(upload, jax.memory.Space.Device)[:8]
+    def step(cache, upload):
+        return cache, jnp.asarray(upload.data)[:8]
 
-    upload = pack()
+    cache, upload = server.cache, server.shape.idle()
 
     def call():
-        nonlocal tables
-        tables, out = step(tables, upload)
+        nonlocal cache
+        cache, out = step(cache, upload)
         return out
 
     return measure(call)
 
 
-def time_vllm(case: Case, peer: VllmPeer, inputs: bool) -> Times:
+def time_vllm(case: Case, peer: VllmPeer) -> Times:
+    """Times vLLM's manager and tables on the same requests."""
     import torch
 
-    device, tokens = torch.device("cuda"), case.batch * case.new
-    tables = peer.BlockTables(
-        [BLOCK_SIZE] * case.groups,
-        case.max_requests,
-        max(tokens, case.max_requests),
-        [case.row_blocks] * case.groups,
-        device,
+    server = VllmServer(case, peer)
+    return measure(
+        server.step,
+        lambda _: torch.cuda.synchronize(),
+        server.quiet_steps if case.in_phase else None,
     )
-    tables.num_blocks.np[:] = case.held
-    changes, overwrite = new_ids(case), case.new > 1
-    rows = np.arange(case.batch, dtype=np.int64)
-    ends = np.arange(case.batch + 1, dtype=np.int32) * case.new
-    computed = torch.full((case.max_requests,), case.computed, dtype=torch.int32, device=device)
-    idx, starts = torch.tensor(rows, device=device), torch.tensor(ends, device=device)
-    positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-    lengths = torch.zeros(case.max_requests, dtype=torch.int32, device=device)
-    peer.prepare_pos_seq_lens(idx, starts, computed, positions, lengths)
-
-    def call() -> None:
-        nonlocal idx
-        for row, ids in changes:
-            tables.append_block_ids(row, ids, overwrite=overwrite)
-        tables.apply_staged_writes()
-        if inputs:
-            idx = peer.upload(rows, device=device, dtype=torch.int64)
-            peer.upload(ends, out=starts)
-            peer.prepare_pos_seq_lens(idx, starts, computed, positions, lengths)
-        tables.gather_block_tables(idx, case.batch)
-        tables.compute_slot_mappings(idx, starts, positions, tokens)
-
-    return measure(call, lambda _: torch.cuda.synchronize())
 
 
-def time_added(report: Report, case: Case) -> None:
-    """A jitted step of a caller's own with and without the table work in it.
+# --- what else a step costs -----------------------------------------------------------------
+
+
+def _decodes(manager: jaxkv.BlockManager, shape: StepShape) -> Iterator[Upload]:
+    """Starts as many requests as a step of the shape has; yields uploads that decode them."""
+    for name in range(shape.batch_size):
+        manager.start(name)
+    while True:
+        yield manager.step(shape, dict.fromkeys(range(shape.batch_size), 1))
+
+
+def _time_uploads(cache: jaxkv.KVCache, uploads: Iterator[Upload]) -> Times:
+    def call():
+        nonlocal cache
+        cache, batch = apply_step(cache, next(uploads))
+        return batch
+
+    times = measure(call)
+    jaxkv.check_errors(cache)
+    return times
+
+
+def _time_buffers(report: Report, layers: int, requests: int) -> None:
+    """Times a pool of one stacked buffer, and one of a buffer a layer."""
+    report.title(f"{requests} decodes by the buffers of a pool of {layers} layers, uploads at hand")
+    plan = plan_cache(
+        {f"layers.{i}": FULL for i in range(layers)},
+        2**50,
+        max_model_len=MAX_MODEL_LEN,
+        num_blocks_override=40 * requests + MAX_MODEL_LEN // BLOCK_SIZE,
+    )
+    shape = StepShape.for_plan(plan, max_requests=requests, max_tokens=requests)
+    for stacked in (True, False):
+        cache = jaxkv.make_cache(plan, max_requests=requests, stacked=stacked)
+        manager = jaxkv.BlockManager(plan, max_requests=requests)
+        uploads = iter(list(itertools.islice(_decodes(manager, shape), 400)))
+        name = f"{len(cache.buffers)} buffers"
+        report.add(name, "jaxkv", _time_uploads(cache, uploads))
+
+
+def _time_large(report: Report, sizes: tuple[tuple[int, int, int], ...], requests: int) -> None:
+    """Times tables of many rows and columns, of which a step sees few."""
+    report.title(f"Tables of any size: a decode step of {requests} requests")
+    for rows, blocks, groups in sizes:
+        specs = (FULL, *[WINDOW] * (groups - 1))
+        plan = make_plan(specs, requests, max_model_len=blocks * BLOCK_SIZE)
+        cache = jaxkv.make_cache(plan, max_requests=rows, tables_only=True)
+        manager = jaxkv.BlockManager(plan, max_requests=rows)
+        shape = StepShape.for_plan(
+            plan, max_requests=rows, max_tokens=requests, max_seq_len=MAX_MODEL_LEN
+        )
+        times = _time_uploads(cache, _decodes(manager, shape))
+        report.add(f"{rows} rows x {blocks} blocks x {groups}", "jaxkv", times)
+
+
+def _time_added(report: Report, server: Server) -> None:
+    """Times a jitted step of a caller's own with and without the table work in it.
 
     The caller's upload has the same size either way.
     """
-    shape = make_shape(case)
-    upload = make_pack(case, functools.partial(pack_step, shape))()
+    idle = server.shape.idle()
 
-    def step(tables, matrix, upload, with_tables):
-        batch = upload.sum()  # the caller's own use of its upload
+    def step(cache, matrix, upload, with_tables):
+        seen = upload.data.sum()  # the caller's own use of its upload
         if with_tables:
-            tables, _, batch = apply_step(tables, None, upload, shape=shape)
-        return tables, work(matrix), batch
+            cache, seen = jaxkv.apply_step(cache, upload)
+        return cache, work(matrix), seen
 
-    found = {}
+    found: dict[bool, Times] = {}
     for with_tables in (False, True):
-        jitted = jax.jit(
-            functools.partial(step, with_tables=with_tables), donate_argnames=("tables", "matrix")
-        )
-        state = make_tables(case), make_matrix()
+        jitted = jax.jit(functools.partial(step, with_tables=with_tables), donate_argnums=(0, 1))
+        state = server.cache, make_matrix()
 
         def call(jitted=jitted):
             nonlocal state
-            *state, batch = jitted(*state, upload.copy())
-            return batch
+            *state, seen = jitted(*state, Upload(data=idle.data.copy(), shape=idle.shape))
+            return seen
 
         name = "with table work" if with_tables else "without"
-        found[with_tables] = report.add(case.name, name, measure(call))
+        found[with_tables] = report.add(server.case.name, name, measure(call))
+        server.cache = state[0]
     report.note(f"added: {added(found[True], found[False])}")

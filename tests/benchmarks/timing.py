@@ -1,4 +1,4 @@
-"""How everything here is timed, and how a run is printed and kept.
+"""Clocks and sizes of all benchmarks, and the report that prints and keeps a run.
 
 Two clocks: the GPU's own record of its kernels (jax's profiler, which reads CUPTI and so
 sees torch's and Triton's kernels as well), and the host's, either waiting for every call
@@ -13,19 +13,25 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 ON_GPU = jax.default_backend() == "gpu"
 REPEATS, CHAIN = 20, 50
-
+Size = Literal["smallest", "small", "full"]
 
 # "host" or "GPU". A process that was profiled once dispatches more slowly ever after, so a
 # run first reads the host's clock everywhere, and then goes through all of it again.
 clock = "host"
+size: Size = "full" if ON_GPU else "small"
+
+
+def by_size[T](*, full: T, small: T, smallest: T) -> T:
+    """Returns what goes with the size of this run."""
+    return {"full": full, "small": small, "smallest": smallest}[size]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,28 +55,60 @@ def poll(arrays: Any) -> None:
         pass
 
 
-def measure(call: Callable[[], Any], wait: Callable[[Any], Any] = poll) -> Times:
+def measure(
+    call: Callable[[], Any],
+    wait: Callable[[Any], Any] = poll,
+    prepare: Callable[[], Any] | None = None,
+) -> Times:
     """Times one call, after warming it up, by the clock that `clock` names.
 
     Args:
       call: runs once and returns what ``wait`` waits for.
       wait: blocks until a call is done.
+      prepare: runs before each call, untimed, and returns what ``wait`` waits for.
     """
-    for _ in range(3):
+    for _ in range(2 if size == "smallest" else 3):
+        _prepared(prepare, wait)
+        started = time.perf_counter()
         wait(call())
+        last = time.perf_counter() - started
     if clock == "GPU":
-        return Times(*_kernel_seconds(call, wait))
-    synced = []
-    for _ in range(CHAIN):
-        start = time.perf_counter()
+        return Times(*_kernel_seconds(call, wait, prepare))
+    calls = _affordable_calls(last, 1 if prepare is None else 4)
+    synced: list[float] = []
+    for _ in range(calls):
+        _prepared(prepare, wait)
+        started = time.perf_counter()
         wait(call())
-        synced.append(time.perf_counter() - start)
-    dispatched = statistics.median(_dispatch_seconds(call, wait) for _ in range(5))
-    return Times(synced=statistics.median(synced), dispatched=dispatched)
+        synced.append(time.perf_counter() - started)
+    if prepare is None:
+        chains = [_dispatch_seconds(call, wait, calls) for _ in range(5)]
+        return Times(synced=statistics.median(synced), dispatched=statistics.median(chains))
+    dispatched: list[float] = []
+    for _ in range(calls):
+        _prepared(prepare, wait)
+        dispatched.append(_dispatch_seconds(call, wait, 1))
+    return Times(synced=statistics.median(synced), dispatched=statistics.median(dispatched))
+
+
+def _affordable_calls(seconds: float, share: int) -> int:
+    """Returns how often to repeat a call: ``CHAIN`` times, less often if it takes long."""
+    most = 2 if size == "smallest" else CHAIN // share
+    return max(2, min(most, int(1 / max(seconds, 1e-6))))
+
+
+def _prepared(prepare: Callable[[], Any] | None, wait: Callable[[Any], Any]) -> None:
+    if prepare is not None:
+        wait(prepare())
+
+
+def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
+    """Returns the median of each list of seconds, in microseconds."""
+    return {name: 1e6 * statistics.median(seconds) for name, seconds in samples.items()}
 
 
 def make_matrix() -> jax.Array:
-    """What `work` works on."""
+    """A matrix for `work`."""
     size = 1024 if ON_GPU else 64
     return jnp.full((size, size), 0.01, jnp.bfloat16)
 
@@ -83,7 +121,7 @@ def work(matrix: jax.Array) -> jax.Array:
 
 
 def added(more: Times, less: Times) -> str:
-    """What one call costs more than another, by each clock."""
+    """Returns the extra cost of one call over another, by each clock, as text."""
     texts = []
     for name in ("kernels", "synced", "dispatched"):
         pair = getattr(more, name), getattr(less, name)
@@ -92,20 +130,37 @@ def added(more: Times, less: Times) -> str:
     return ", ".join(texts)
 
 
-def _dispatch_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+def _dispatch_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], calls: int) -> float:
     start = time.perf_counter()
-    for _ in range(CHAIN):
+    for _ in range(calls):
         last = call()
     seconds = time.perf_counter() - start
     wait(last)
-    return seconds / CHAIN
+    return seconds / calls
 
 
-def _kernel_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
+def _kernel_seconds(
+    call: Callable[[], Any], wait: Callable[[Any], Any], prepare: Callable[[], Any] | None
+) -> tuple[float, float]:
     """Median GPU time of a call, and its number of kernels and copies."""
+    if prepare is None:
+        events = _gpu_events(call, wait, REPEATS)
+        each = len(events) // REPEATS
+        per_call = [sum(events[i * each : (i + 1) * each]) for i in range(REPEATS)]
+        return 1e-9 * statistics.median(per_call), len(events) / REPEATS
+    traces: list[list[float]] = []
+    for _ in range(REPEATS // 4):
+        _prepared(prepare, wait)
+        traces.append(_gpu_events(call, wait, 1))
+    launches = statistics.median(len(events) for events in traces)
+    return 1e-9 * statistics.median(map(sum, traces)), launches
+
+
+def _gpu_events(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> list[float]:
+    """Returns the nanoseconds of each kernel and copy of some calls, in order."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 last = call()
             wait(last)
         (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
@@ -119,54 +174,51 @@ def _kernel_seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tupl
         for event in line.events
     ]
     events.sort(key=lambda event: event.start_ns)
-    size = len(events) // REPEATS
-    per_call = [
-        sum(event.duration_ns for event in events[i * size : (i + 1) * size])
-        for i in range(REPEATS)
-    ]
-    return 1e-9 * statistics.median(per_call), len(events) / REPEATS
+    return [event.duration_ns for event in events]
 
 
 class Report:
-    """Collects results; prints them when both clocks have been read; keeps them for ``--json``."""
+    """Collects results; prints them when both clocks have been read; keeps them for ``--json``.
+
+    prints: whether this pass prints; the pass before it reads the host's clock alone.
+    """
 
     def __init__(self) -> None:
         device = jax.devices()[0]
         self.about = {
             "device": device.device_kind,
             "num_devices": len(jax.devices()),
+            "size": size,
             "jax": jax.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),
         }
         self.rows: list[dict[str, Any]] = []
+        self.prints = True
         self._on_host: dict[tuple[str, str], Times] = {}
         print("  ".join(f"{name} {value}" for name, value in self.about.items()))
 
-    @property
-    def _last_pass(self) -> bool:
-        return clock == "GPU" or not ON_GPU
-
     def title(self, text: str) -> None:
-        if self._last_pass:
+        if self.prints:
             print(f"\n{text}", flush=True)
 
-    def note(self, text: str) -> None:
-        if self._last_pass:
+    def note(self, text: str, **figures: float) -> None:
+        """One line of text; ``figures`` go with it into ``--json``."""
+        if self.prints:
             print(f"  {text}", flush=True)
-            self.rows.append({"note": text})
+            self.rows.append({"note": text, **figures})
 
     def add(
         self, case: str, who: str, times: Times, *, num_bytes: int = 0, base: Times | None = None
     ) -> Times:
         """One line. num_bytes: moved by a call; base: ours, to print the ratio to."""
-        if not self._last_pass:
+        if not self.prints:
             self._on_host[case, who] = times
             return times
         host = self._on_host.get((case, who), times)
         times = dataclasses.replace(times, synced=host.synced, dispatched=host.dispatched)
         row = {"case": case, "who": who, "num_bytes": num_bytes, **dataclasses.asdict(times)}
-        text = f"  {case:<36} {who:<16}"
+        text = f"  {case:<40} {who:<16}"
         if times.kernels is not None:
             text += f" GPU {1e6 * times.kernels:9.1f} us in {times.launches:3.0f}"
         text += f"  synced {1e6 * times.synced:9.1f}  async {1e6 * times.dispatched:9.1f}"

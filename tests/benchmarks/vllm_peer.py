@@ -1,13 +1,17 @@
-"""vLLM's own Triton code, loaded from a folder of its Python files, to be timed beside ours.
+"""vLLM's own code, loaded from a folder of its Python files, to be timed next to ours.
 
-Knows which few names `BlockTables` and the zeroing kernel import from the rest of vLLM and
-gives each a stand-in; everything that is timed is vLLM's. Needs torch and triton. The
-folder holds ``vllm/``, as unzipped from a wheel:
+Only the modules that are timed are vLLM's; every other module of vLLM that they import is a
+stand-in. `VllmPeer.manager` is pure Python and runs anywhere; without torch, which it needs
+for the names of dtypes alone, torch is a stand-in as well. The tables and the zeroing kernel
+are Triton code: they need torch, Triton and a GPU. The folder holds ``vllm/``, as unzipped
+from a wheel::
 
     pip download --no-deps vllm==0.33.0
-    unzip -q vllm-0.33.0-*.whl 'vllm/v1/worker/*.py' -d DIR
+    unzip -q vllm-0.33.0-*.whl 'vllm/*.py' -d DIR
 """
 
+import enum
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -18,8 +22,21 @@ import sys
 import types
 from typing import Any
 
-PACKAGES = ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu")
-MODULES = (
+PACKAGES = ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.worker", "vllm.v1.worker.gpu")
+MANAGER_MODULES = (
+    "vllm.utils.math_utils",
+    "vllm.v1.core.block_pool",
+    "vllm.v1.core.kv_cache_coordinator",
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.kv_cache_metrics",
+    "vllm.v1.core.kv_cache_utils",
+    "vllm.v1.core.single_type_kv_cache_manager",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.kv_cache_layout",
+    "vllm.v1.kv_cache_spec_registry",
+    "vllm.v1.request",
+)
+TABLE_MODULES = (
     "vllm.v1.worker.gpu.block_table",
     "vllm.v1.worker.gpu.buffer_utils",
     "vllm.v1.worker.gpu.input_batch",
@@ -28,21 +45,63 @@ MODULES = (
 
 
 class VllmPeer:
-    """The parts of vLLM that are timed."""
+    """The parts of vLLM that are timed, each loaded when it is first used."""
 
     def __init__(self, folder: str | pathlib.Path):
         root = pathlib.Path(folder)
-        if not (root / "vllm/v1/worker/gpu/block_table.py").is_file():
-            raise FileNotFoundError(f"{root} holds no vllm/v1/worker/gpu/block_table.py")
+        if not (root / "vllm/v1/core/kv_cache_manager.py").is_file():
+            raise FileNotFoundError(f"{root} holds no vllm/v1/core/kv_cache_manager.py")
         sys.meta_path.insert(0, _StandIns(root))
-        self.BlockTables = importlib.import_module(MODULES[0]).BlockTables
-        self.prepare_pos_seq_lens = importlib.import_module(MODULES[2]).prepare_pos_seq_lens
-        self.zero_kernel = importlib.import_module(MODULES[3])._zero_kv_blocks_kernel
-        self.upload = _async_tensor_h2d
+
+    @functools.cached_property
+    def has_tables(self) -> bool:
+        """Whether the tables and the zeroing kernel can run here."""
+        if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+            return False
+        import torch
+
+        return torch.cuda.is_available()
+
+    @functools.cached_property
+    def manager(self) -> types.SimpleNamespace:
+        """`KVCacheManager`, `Request` and the specs of groups, by name."""
+        torch = None if importlib.util.find_spec("torch") else _StandIn("torch")
+        if torch:
+            sys.modules["torch"] = torch
+        try:
+            modules = [importlib.import_module(name) for name in MANAGER_MODULES]
+        finally:
+            if torch:
+                del sys.modules["torch"]
+        names = {name: value for module in modules for name, value in vars(module).items()}
+        return types.SimpleNamespace(**names)
+
+    @functools.cached_property
+    def tables(self) -> types.SimpleNamespace:
+        """`BlockTables`, the kernel of positions, and how inputs are uploaded."""
+        return types.SimpleNamespace(
+            BlockTables=importlib.import_module(TABLE_MODULES[0]).BlockTables,
+            prepare_pos_seq_lens=importlib.import_module(TABLE_MODULES[2]).prepare_pos_seq_lens,
+            upload=_async_tensor_h2d,
+        )
+
+    @functools.cached_property
+    def zero_kernel(self) -> Any:
+        """The Triton kernel that zeroes blocks."""
+        return importlib.import_module(TABLE_MODULES[3])._zero_kv_blocks_kernel
 
 
-class _Anything:
-    """A class that any imported name may be: only annotations and base classes use it."""
+class _AnyClass(type):
+    """Gives a class any attribute: a function that returns None."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+class _Anything(metaclass=_AnyClass):
+    """A class that any imported name may be: only annotations and idle code use it."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -64,7 +123,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.split(".")[0] != "vllm":
             return None
-        if fullname in MODULES:
+        if fullname in (*MANAGER_MODULES, *TABLE_MODULES):
             file = self._root / (fullname.replace(".", "/") + ".py")
             return importlib.util.spec_from_file_location(fullname, file)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -73,26 +132,33 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return types.ModuleType(spec.name) if spec.name in PACKAGES else _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        for name, value in _real_names().get(module.__name__, {}).items():
+        for name, value in _real_names(module.__name__).items():
             setattr(module, name, value)
 
 
-def _real_names() -> dict[str, dict[str, Any]]:
-    import triton
-    import triton.language as tl
-
+def _real_names(module: str) -> dict[str, Any]:
+    """Returns the names that have to be more than a stand-in."""
     logger = logging.getLogger("vllm")
+    if module == "vllm.triton_utils":
+        import triton
+        import triton.language as tl
+
+        return {"tl": tl, "triton": triton}
     return {
         "vllm.logger": {"init_logger": lambda name: logger},
-        "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
         "vllm.utils.platform_utils": {"is_uva_available": lambda: True},
         "vllm.utils.torch_utils": {
             "async_tensor_h2d": _async_tensor_h2d,
             "get_accelerator_view_from_cpu_tensor": _device_view,
+            "get_dtype_size": {"bf16": 2, "f32": 4}.__getitem__,
         },
-        "vllm.utils.math_utils": {"largest_power_of_2_divisor": lambda n: n & -n},
+        "vllm.platforms": {"current_platform": _Anything},
+        "vllm.v1.attention.backends.registry": {
+            "MambaAttentionBackendEnum": enum.Enum("MambaAttentionBackendEnum", "MAMBA2")
+        },
         "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1},
-    }
+    }.get(module, {})
 
 
 def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any = None) -> Any:

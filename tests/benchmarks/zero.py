@@ -1,60 +1,29 @@
 """Zeroing of fresh blocks: the Mosaic kernel, XLA's scatter, a fill, and vLLM's kernel."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import default_implementation, zero_blocks
-from tests.benchmarks.timing import ON_GPU, Report, Times, added, make_matrix, measure, work
+from tests.benchmarks.timing import Report, Times, added, by_size, make_matrix, measure, work
 from tests.benchmarks.vllm_peer import VllmPeer
-
-
-class Case(NamedTuple):
-    """buffers x uint8[blocks, page], of which ``ids`` blocks each are zeroed."""
-
-    name: str
-    buffers: int
-    blocks: int
-    page: int
-    ids: int
-    stacked: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers * self.ids * self.page
-
-
-CASES = (
-    Case("Llama-3.1-8B bf16, 32 buffers", 32, 2048, 65536, 256),
-    Case("Llama-3.1-8B bf16, stacked", 32, 2048, 65536, 256, stacked=True),
-    Case("Llama-3.1-8B bf16, 134 MB", 32, 2048, 65536, 64),
-    Case("Llama-3.1-8B bf16, 134 MB, stacked", 32, 2048, 65536, 64, stacked=True),
-    Case("Llama-3.1-70B fp8, 80 buffers", 80, 1024, 32768, 128),
-    Case("Qwen3-Next hybrid, 12 buffers", 12, 256, 1_114_112, 32),
-    Case("DeepSeek-V3 MLA, 61 buffers", 61, 512, 73_728, 64),
-    Case("DeepSeek-V3.2 indexer, 61 buffers", 61, 2048, 8448, 512),
-    Case("one block in 80 buffers", 80, 256, 32768, 1),
-)
-SMALLER = 64  # on a CPU: as many times fewer blocks
+from tests.kernels.arg_specs import ZERO_SPECS, ZeroSpec
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Zeroing blocks: GPU time of one call, in place")
-    for case in CASES:
-        if not ON_GPU:
-            case = case._replace(
-                blocks=max(8, case.blocks // SMALLER), ids=max(1, case.ids // SMALLER)
-            )
+    for case in by_size(full=ZERO_SPECS, small=ZERO_SPECS, smallest=ZERO_SPECS[-2:-1]):
+        fewer = by_size(full=1, small=64, smallest=512)
+        case = case._replace(blocks=max(8, case.blocks // fewer), ids=max(1, case.ids // fewer))
         ids = np.random.default_rng(0).permutation(np.arange(1, case.blocks))[: case.ids]
         add = functools.partial(report.add, case.name, num_bytes=case.num_bytes)
         ours = add(default_implementation(), time_jax(case, ids, _ours))
         add("XLA, unique ids", time_jax(case, ids, _xla_unique, "uint32"), base=ours)  # its best
         add("XLA, raw bytes", time_jax(case, ids, _xla_unique), base=ours)
         add("XLA fill", time_fill(case), base=ours)
-        if peer is not None:
+        if peer is not None and peer.has_tables:
             add("vLLM", time_vllm(case, ids, peer), base=ours)
     time_added(report)
 
@@ -70,13 +39,13 @@ def _xla_unique(buffers, ids, axis):
     ]
 
 
-def make_buffers(case: Case, dtype: str = "uint8") -> list[jax.Array]:
+def make_buffers(case: ZeroSpec, dtype: str = "uint8") -> list[jax.Array]:
     shape = (case.blocks, case.page // jnp.dtype(dtype).itemsize)
     shapes = [(case.buffers, *shape)] if case.stacked else [shape] * case.buffers
     return jax.jit(lambda: [jnp.ones(shape, dtype) for shape in shapes])()
 
 
-def time_jax(case: Case, ids: np.ndarray, function, dtype: str = "uint8") -> Times:
+def time_jax(case: ZeroSpec, ids: np.ndarray, function, dtype: str = "uint8") -> Times:
     step = jax.jit(functools.partial(function, axis=int(case.stacked)), donate_argnums=0)
     buffers, listed = make_buffers(case, dtype), jnp.asarray(ids, jnp.int32)
 
@@ -88,13 +57,13 @@ def time_jax(case: Case, ids: np.ndarray, function, dtype: str = "uint8") -> Tim
     return measure(call)
 
 
-def time_fill(case: Case) -> Times:
-    """A fresh buffer of zeros as large as what is zeroed: XLA's memset."""
+def time_fill(case: ZeroSpec) -> Times:
+    """Times a fresh buffer of zeros as large as what is zeroed: XLA's memset."""
     fill = jax.jit(lambda: jnp.zeros(case.num_bytes // 4, jnp.uint32))
     return measure(fill)
 
 
-def time_vllm(case: Case, ids: np.ndarray, peer: VllmPeer) -> Times:
+def time_vllm(case: ZeroSpec, ids: np.ndarray, peer: VllmPeer) -> Times:
     import torch
 
     buffers = [
@@ -118,9 +87,13 @@ def time_vllm(case: Case, ids: np.ndarray, peer: VllmPeer) -> Times:
 
 
 def time_added(report: Report) -> None:
-    """What zeroing one block in 80 buffers adds to a jitted step that runs anyway."""
-    case = CASES[-1] if ON_GPU else CASES[-1]._replace(blocks=8)
-    ids = np.array([3], np.int32)
+    """Prints what zeroing one block in 80 buffers adds to a jitted step that runs anyway."""
+    case = ZERO_SPECS[-1]
+    case = case._replace(
+        blocks=by_size(full=case.blocks, small=8, smallest=2),
+        buffers=by_size(full=case.buffers, small=case.buffers, smallest=3),
+    )
+    ids = np.array([1], np.int32)
 
     def step(zeroing, buffers, matrix, ids):
         return (zero_blocks(buffers, ids) if zeroing else buffers), work(matrix)
@@ -136,7 +109,6 @@ def time_added(report: Report) -> None:
             return state[1]
 
         name = f"a step {'with' if zeroing else 'without'} zeroing"
-        found[zeroing] = report.add(name, "80 buffers", measure(call))
-    report.note(
-        f"one block in 80 buffers adds to a jitted step: {added(found[True], found[False])}"
-    )
+        found[zeroing] = report.add(name, f"{case.buffers} buffers", measure(call))
+    more = added(found[True], found[False])
+    report.note(f"one block in {case.buffers} buffers adds to a jitted step: {more}")

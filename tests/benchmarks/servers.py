@@ -1,0 +1,186 @@
+"""Steps of jaxkv and of vLLM over the same requests, from the books to gathered tables."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv.blocks import StepShape, Upload
+from jaxkv.planning import Plan
+from tests.benchmarks.timing import poll
+from tests.benchmarks.vllm_peer import VllmPeer
+from tests.benchmarks.workload import (
+    BLOCK_SIZE,
+    FULL,
+    LONGEST_CHUNK,
+    MAX_MODEL_LEN,
+    WINDOW,
+    VllmBooks,
+    make_plan,
+    prompt_len,
+    settle,
+)
+
+PARTS = ("schedule and grow", "pack", "dispatch", "wait")
+PROMPT = 7680  # tokens of the prompts that are computed in chunks
+apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+
+
+class Case(NamedTuple):
+    """``requests`` that decode, and one more that computes ``chunk`` tokens of its prompt.
+
+    in_phase: all of them begin a block in the same step, and only that one is timed; else a
+      sixteenth of them does in each.
+    """
+
+    requests: int
+    groups: int
+    chunk: int = 0
+    in_phase: bool = False
+
+    @property
+    def name(self) -> str:
+        text = f"{self.requests} decodes"
+        text += f" + {self.chunk} of a prompt" if self.chunk else ""
+        text += ", all append" if self.in_phase else ""
+        return f"{text}, {self.groups} group{'s' * (self.groups > 1)}"
+
+    @property
+    def rows(self) -> int:
+        return self.requests + bool(self.chunk)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.requests + self.chunk
+
+    @property
+    def prompts(self) -> dict[int, int]:
+        """Prompt tokens of the requests that decode, by request."""
+        return {i: 2048 if self.in_phase else prompt_len(i) for i in range(self.requests)}
+
+    def plan(self) -> Plan:
+        return make_plan((FULL, *[WINDOW] * (self.groups - 1)), self.rows)
+
+    def works(self) -> Iterator[dict[int, int]]:
+        """Yields the work of one step after the other; request ``requests`` is the prompt."""
+        decodes = dict.fromkeys(range(self.requests), 1)
+        while True:
+            yield {**decodes, **({self.requests: self.chunk} if self.chunk else {})}
+
+
+class Server:
+    """A scheduler, its manager and a cache, with the prompts of a case computed."""
+
+    def __init__(self, case: Case):
+        self.case, plan = case, case.plan()
+        self.manager = jaxkv.BlockManager(plan, max_requests=case.rows)
+        self.cache = jaxkv.make_cache(plan, max_requests=case.rows)
+        self.ring: jaxkv.UploadRing | None = None
+        self.works = case.works()
+        max_tokens = case.max_tokens if case.chunk else LONGEST_CHUNK
+        self.scheduler = jaxkv.Scheduler(self.manager, max_tokens=max_tokens)
+        sizes = {"max_requests": case.rows, "batch_size": case.rows}
+        prefill = StepShape.for_plan(plan, **sizes, max_tokens=max_tokens)
+        decode = StepShape.for_plan(plan, **sizes, max_tokens=case.requests, max_query_len=1)
+        self.shape = prefill if case.chunk else decode
+        for name, tokens in case.prompts.items():
+            self.scheduler.add(name, tokens)
+        while self.scheduler.has_work:
+            self.apply(self.manager.step(prefill, self.scheduler.schedule().work))
+        settle()
+
+    def apply(self, upload: Upload) -> Any:
+        self.cache, batch = apply_step(self.cache, upload)
+        return batch
+
+    def scheduled_step(self) -> dict[str, float]:
+        """Runs a step of the scheduler. Returns the seconds of its parts."""
+        clocks = [time.perf_counter()]
+        schedule = self.scheduler.schedule()
+        clocks.append(time.perf_counter())
+        upload = self.manager.step(self.shape, schedule.work)
+        clocks.append(time.perf_counter())
+        batch = self.apply(upload)
+        clocks.append(time.perf_counter())
+        poll(batch)
+        clocks.append(time.perf_counter())
+        self.scheduler.append(dict.fromkeys(schedule.samples, 1))
+        seconds = (later - sooner for sooner, later in itertools.pairwise(clocks))
+        return dict(zip(PARTS, seconds, strict=True))
+
+    def step(self) -> Any:
+        """Runs a step without the scheduler, whose work vLLM's side does not do either."""
+        prompt, manager = self.case.requests, self.manager
+        if self.case.chunk and manager.num_computed_tokens(prompt) == PROMPT:
+            manager.finish(prompt)
+            manager.start(prompt)
+        return self.apply(manager.step(self.shape, next(self.works), ring=self.ring))
+
+    def quiet_steps(self) -> Any:
+        """Runs steps until all requests begin a block in the next one."""
+        batch = self.step()
+        while self.manager.num_computed_tokens(0) % BLOCK_SIZE:
+            batch = self.step()
+        return batch
+
+
+class VllmServer:
+    """vLLM's manager and tables, with the prompts of a case computed."""
+
+    def __init__(self, case: Case, peer: VllmPeer):
+        import torch
+
+        device = torch.device("cuda")
+        self.case, self.vllm, self.works = case, peer.tables, case.works()
+        self.books = VllmBooks(peer, case.plan())
+        self.tables = peer.tables.BlockTables(
+            [BLOCK_SIZE] * case.groups,
+            case.rows,
+            max(case.max_tokens, case.rows),
+            [MAX_MODEL_LEN // BLOCK_SIZE] * case.groups,
+            device,
+        )
+        for name, tokens in case.prompts.items():
+            self.books.start(name, tokens)
+            (ids,) = self.books.step({name: tokens})
+            self.tables.append_block_ids(name, ids, overwrite=True)
+        self.tables.apply_staged_writes()
+        if case.chunk:
+            self.books.start(case.requests, PROMPT)
+        counts = [1] * case.requests + [case.chunk] * bool(case.chunk)
+        self.rows = np.arange(case.rows, dtype=np.int64)
+        self.ends = np.cumsum([0, *counts]).astype(np.int32)
+        self.idx = torch.tensor(self.rows, device=device)
+        self.starts = torch.tensor(self.ends, device=device)
+        lengths = [*case.prompts.values(), *([0] * bool(case.chunk))]
+        self.computed = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(case.max_tokens, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(case.rows, dtype=torch.int32, device=device)
+        settle()
+
+    def step(self) -> None:
+        case, books, tables, vllm = self.case, self.books, self.tables, self.vllm
+        prompt = case.requests
+        if case.chunk and books.requests[prompt].num_computed_tokens == PROMPT:
+            books.finish(prompt)
+            books.start(prompt, PROMPT)
+        is_new = bool(case.chunk) and not books.requests[prompt].num_computed_tokens
+        for row, ids in enumerate(books.step(next(self.works))):
+            if ids is not None:
+                tables.append_block_ids(row, ids, overwrite=is_new and row == prompt)
+        tables.apply_staged_writes()
+        idx = vllm.upload(self.rows, device=tables.device, dtype=self.idx.dtype)
+        vllm.upload(self.ends, out=self.starts)
+        vllm.prepare_pos_seq_lens(idx, self.starts, self.computed, self.positions, self.seq_lens)
+        tables.gather_block_tables(idx, case.rows)
+        tables.compute_slot_mappings(idx, self.starts, self.positions, case.max_tokens)
+
+    def quiet_steps(self) -> None:
+        """Runs steps until all requests begin a block in the next one."""
+        self.step()
+        while self.books.requests[0].num_computed_tokens % BLOCK_SIZE:
+            self.step()

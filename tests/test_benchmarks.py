@@ -1,0 +1,30 @@
+"""The benchmarks run at all, in their smallest sizes; their figures are not looked at."""
+
+import gc
+
+import pytest
+
+from tests.benchmarks import timing
+from tests.benchmarks.__main__ import PARTS, load_peer
+
+
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch):
+    """The smallest sizes, by the host's clock alone: a profiler slows down what comes after it."""
+    monkeypatch.setattr(timing, "size", "smallest")
+    monkeypatch.setattr(timing, "clock", "host")
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_runs_and_reports_what_it_timed(part: str, smallest, capsys) -> None:
+    report = timing.Report()
+    PARTS[part](report, None)
+    assert report.rows
+    assert len(capsys.readouterr().out.splitlines()) > len(report.rows)
+
+
+def test_a_folder_without_vllm_is_named_and_not_timed(tmp_path, capsys) -> None:
+    assert load_peer(tmp_path, timing.Report()) is None
+    assert f"vLLM is not timed: {tmp_path} holds no" in capsys.readouterr().out
