@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -59,14 +60,16 @@ def hybrid_layers(kv_dtype: str = "fp8_e4m3") -> dict[str, LayerSpec]:
     }
 
 
-def hybrid_plan(num_blocks: int = 40, max_model_len: int = 24, **options: str) -> Plan:
-    layers = hybrid_layers(**options)
+def hybrid_plan(
+    num_blocks: int = 40, max_model_len: int = 24, kv_dtype: str = "fp8_e4m3", **options: Any
+) -> Plan:
     return plan_cache(
-        layers,
+        hybrid_layers(kv_dtype),
         2**30,
         max_model_len=max_model_len,
         num_blocks_override=num_blocks,
         limits=Limits(max_in_flight_tokens=8),
+        **options,
     )
 
 

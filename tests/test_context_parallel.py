@@ -1,209 +1,340 @@
-"""Context parallelism: positions of a request dealt out among ranks, by the manager's block."""
+"""Context parallelism: positions of a request dealt out among ranks, a few at a time.
+
+For layers that keep all tokens, with heads or latent: plans refuse it for windows and chunks.
+"""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxkv.block_tables import (
-    BAD_RANK,
-    NO_BLOCK,
-    BlockTables,
-    append_block_ids,
-    check_overflow,
-    make_block_tables,
-    map_slots,
-)
-from jaxkv.blocks import BlockManager, TableEntry
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import FullAttentionSpec, Limits
-from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
+import jaxkv
+from jaxkv.cache import NO_BLOCK
 from jaxkv.testing import ReferenceTables
 
-ROWS, LENGTH = 2, 96
-# (ranks, block size, interleave, kernel block size): turns of one token, of a few, of a block.
-FORMS = [(2, 8, 1, 8), (2, 8, 8, 2), (3, 8, 4, 4), (4, 4, 2, 1), (1, 8, 4, 8), (8, 4, 4, 2)]
+REQUESTS, LENGTH, HEADS, SIZE = 2, 48, 2, 4
+DEVICES = jax.devices()
+SAME, BY_RANK = PartitionSpec(), PartitionSpec("context")
+many_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
+
+
+class Deal(NamedTuple):
+    """How positions are dealt out."""
+
+    ranks: int
+    block_size: int
+    interleave_tokens: int
+    kernel_block_size: int | None = None
+
+
+# Turns of one token, of a few and of a block, which may be longer than a kernel block.
+DEALS = [
+    Deal(2, 8, 1, 8),
+    Deal(2, 8, 8, 2),
+    Deal(3, 8, 4, 4),
+    Deal(4, 4, 2, 1),
+    Deal(1, 8, 4, 8),
+]
+STEPS = ({0: 29, 1: 3}, {1: 40, 0: 1}, {0: 18})
 
 
 @functools.cache
-def plan_for(ranks: int, block_size: int) -> Plan:
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=4, dtype="bf16")
-    return plan_cache(
-        {"layer": spec},
+def plan_for(ranks: int, block_size: int, dtype: str = "bf16") -> jaxkv.Plan:
+    """Keys and values, and latent rows: the kinds of layers whose positions are divided."""
+    common = {"block_size": block_size, "dtype": dtype}
+    full = jaxkv.FullAttentionSpec(num_kv_heads=HEADS, head_size=SIZE, **common)
+    latent = jaxkv.MLASpec(head_size=4 * SIZE, value_size=3 * SIZE, **common)
+    return jaxkv.plan_cache(
+        {"full": full, "latent": latent},
         2**20,
         max_model_len=LENGTH,
         context_parallel=ranks,
-        limits=Limits(max_in_flight_tokens=LENGTH),
+        limits=jaxkv.Limits(max_in_flight_tokens=LENGTH),
     )
 
 
-def filled(form: tuple[int, int, int, int]) -> tuple[BlockTables, list[list[list[int]]]]:
-    """Tables whose rows hold all the blocks of a longest request, and their ids."""
-    ranks, block_size, interleave, kernel = form
-    plan = plan_for(ranks, block_size)
-    manager = BlockManager(plan, max_requests=ROWS)
-    tables = make_block_tables(
-        plan, max_requests=ROWS, kernel_block_sizes=[kernel], interleave_tokens=interleave
-    )
-    for name in range(ROWS):
+def shape_for(plan: jaxkv.Plan) -> jaxkv.StepShape:
+    return jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=LENGTH)
+
+
+def started(plan: jaxkv.Plan) -> jaxkv.BlockManager:
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    for name in range(REQUESTS):
         manager.start(name)
-        manager.grow(name, 0, LENGTH)
-    entries = manager.take_update().entries
-    packed = pack_entries(entries, num_groups=1, max_entries=ROWS, max_block_ids=64)
-    tables = append_block_ids(tables, packed)
-    return tables, [list(map(list, manager.block_ids(name))) for name in range(ROWS)]
+    return manager
 
 
-def all_slots(form: tuple[int, int, int, int], rank: int) -> np.ndarray:
-    """int32[ROWS, LENGTH]: the slot of every position on one rank."""
-    tables, _ = filled(form)
-    rows = jnp.arange(ROWS, dtype=jnp.int32)[:, None]
-    tables, slots = map_slots(tables, rows, jnp.arange(LENGTH, dtype=jnp.int32)[None], rank=rank)
-    check_overflow(tables)
-    return np.asarray(slots)[0]
+@pytest.mark.parametrize("deal", DEALS, ids=str)
+def test_slots_equal_those_dealt_out_one_by_one(deal) -> None:
+    """Every position of a chunk has one slot over all ranks, and no slot is used twice."""
+    plan = plan_for(deal.ranks, deal.block_size)
+    manager, shape = started(plan), shape_for(plan)
+    caches = [cache_of_rank(deal, rank) for rank in range(deal.ranks)]
+    used = [set() for _ in caches]
+    for work in STEPS:
+        before = {name: manager.num_computed_tokens(name) for name in work}
+        upload = manager.step(shape, work)
+        computed = [(name, before[name] + i) for name, n in work.items() for i in range(n)]
+        found = []
+        for rank, cache in enumerate(caches):
+            caches[rank], slots = slots_after(cache, upload)
+            reference = reference_tables(deal, rank, manager)
+            expected = [reference.slot(0, name, position) for name, position in computed]
+            np.testing.assert_array_equal(slots[: len(computed)], expected)
+            assert (np.asarray(slots[len(computed) :]) == -1).all()
+            mine = [slot for slot in expected if slot >= 0]
+            assert not used[rank] & set(mine) and len(set(mine)) == len(mine)
+            used[rank] |= set(mine)
+            found.append(np.array(expected) >= 0)
+        assert (np.sum(found, axis=0) == 1).all()
+    for cache in caches:
+        jaxkv.check_errors(cache)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_position_has_exactly_one_slot_over_all_ranks(form) -> None:
-    ranks, block_size = form[:2]
-    _, ids = filled(form)
-    by_rank = [all_slots(form, rank) for rank in range(ranks)]
-    assert (sum((slots >= 0).astype(int) for slots in by_rank) == 1).all()
-    for slots in by_rank:
-        used = slots[slots >= 0]
-        assert len(set(used.tolist())) == len(used), "a slot is used twice"
-        for row in range(ROWS):
-            mine = slots[row][slots[row] >= 0]
-            assert set((mine // block_size).tolist()) <= set(ids[row][0]), "outside its blocks"
+@jax.jit
+def slots_after(cache, upload):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    return cache, batch.slot_mapping("full")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@given(data=st.data())
-def test_slots_equal_those_dealt_out_one_by_one(form, data) -> None:
-    ranks, block_size, interleave, kernel = form
-    rank = data.draw(st.integers(0, ranks - 1))
-    positions = data.draw(st.lists(st.integers(-1, LENGTH - 1), min_size=6, max_size=6))
-    tables, ids = filled(form)
-    plan = plan_for(ranks, block_size)
-    reference = ReferenceTables(
-        [group.spec for group in plan.groups],
-        tables.widths,
-        max_requests=ROWS,
-        pool_blocks=plan.num_blocks,
-        kernel_block_sizes=[kernel],
-        context_parallel=ranks,
-        interleave_tokens=interleave,
-        rank=rank,
+def options_of(deal: Deal, rank: int) -> dict[str, Any]:
+    sizes = [deal.kernel_block_size] * len(plan_for(deal.ranks, deal.block_size).groups)
+    own = {"rank": rank, "interleave_tokens": deal.interleave_tokens}
+    return {"max_requests": REQUESTS, "kernel_block_sizes": sizes, **own}
+
+
+def cache_of_rank(deal: Deal, rank: int) -> jaxkv.KVCache:
+    plan = plan_for(deal.ranks, deal.block_size)
+    return jaxkv.make_cache(plan, **options_of(deal, rank), tables_only=True)
+
+
+def reference_tables(deal: Deal, rank: int, manager: jaxkv.BlockManager) -> ReferenceTables:
+    plan, rows = plan_for(deal.ranks, deal.block_size), manager.requests
+    reference = ReferenceTables(plan, **options_of(deal, rank))
+    reference.append(jaxkv.TableEntry(rows[name], manager.block_ids(name)) for name in rows)
+    return reference
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_block_is_reported_and_its_tokens_have_no_slot(rank) -> None:
+    deal = Deal(2, 8, 8, 2)
+    plan = plan_for(deal.ranks, deal.block_size)
+    entries = [jaxkv.TableEntry(0, [[5]] * len(plan.groups))]  # 16 positions
+    upload = jaxkv.pack_step(
+        shape_for(plan), entries=entries, rows=[0], num_computed_tokens=[0], num_new_tokens=[40]
     )
-    reference.append([TableEntry(row, held) for row, held in enumerate(ids)])
-    rows = [1] * len(positions)
-    _, slots = map_slots(
-        tables, jnp.array(rows, jnp.int32), jnp.array(positions, jnp.int32), rank=rank
-    )
-    np.testing.assert_array_equal(slots, reference.slots(rows, positions))
-    assert reference.flags == 0
+    cache, slots = slots_after(cache_of_rank(deal, rank), upload)
+    assert int(cache.error_flags) == NO_BLOCK
+    assert slots[8 * rank : 8 * rank + 8].tolist() == [*range(40, 48)]
+    assert (slots >= 0).sum() == 8
 
 
-def test_a_turn_longer_than_a_kernel_block_goes_round_all_ranks() -> None:
-    """Dealt by the kernel's block of 64, all of the tokens would go to rank 0."""
-    block, kernel, interleave, ranks = 128, 64, 128, 2
-    positions = np.arange(512)
-    by_kernel = positions % (kernel * ranks) // interleave % ranks
-    assert not by_kernel.any()
-    plan = plan_cache(
-        {"layer": FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=4)},
-        2**22,
-        max_model_len=512,
-        context_parallel=ranks,
-    )
-    tables = make_block_tables(
-        plan, max_requests=1, kernel_block_sizes=[kernel], interleave_tokens=interleave
-    )
-    entries = [TableEntry(0, [[5, 9]])]
-    packed = pack_entries(entries, num_groups=1, max_entries=1, max_block_ids=2)
-    tables = append_block_ids(tables, packed)
-    for rank, expected in enumerate(([0, 256], [128, 384])):
-        _, slots = map_slots(
-            tables, jnp.zeros(512, jnp.int32), jnp.arange(512, dtype=jnp.int32), rank=rank
-        )
-        held = np.flatnonzero(np.asarray(slots)[0] >= 0)
-        np.testing.assert_array_equal(
-            held, [*range(expected[0], expected[0] + 128), *range(expected[1], expected[1] + 128)]
-        )
-        own = np.asarray(slots)[0][held]
-        np.testing.assert_array_equal(own, [*range(5 * 128, 6 * 128), *range(9 * 128, 10 * 128)])
+# --- over a mesh ------------------------------------------------------------------------
 
 
-RANKS = max(n for n in (1, 2, 4) if n <= len(jax.devices()))
+CAP, SINKS = 2.0, (-1.0, 0.0, 1.0, 2.0)
 
 
-def test_under_shard_map_the_rank_comes_from_the_mesh() -> None:
-    form = (RANKS, 8, 4, 4)
-    mesh = Mesh(np.array(jax.devices()[:RANKS]), ("context",))
-    plan, replicated = plan_for(*form[:2]), PartitionSpec()
-    tables = make_block_tables(
-        plan, max_requests=ROWS, interleave_tokens=4, device=NamedSharding(mesh, replicated)
-    )
-    manager = BlockManager(plan, max_requests=ROWS)
-    rows = [manager.start(name) for name in range(ROWS)]
-    for name in range(ROWS):
-        manager.grow(name, 0, 40)
-    shape = StepShape(
-        entries=ROWS, block_ids=32, zero_ids=16, batch=ROWS, tokens=80, widths=tables.widths
-    )
+class Inputs(NamedTuple):
+    """Queries, keys and values of a step: of the layer with heads, and of the latent one.
 
-    def step(tables, upload):
-        rank = jax.lax.axis_index("context")
-        tables, _, batch = apply_step(tables, None, upload, shape=shape, rank=rank)
-        return tables, batch.slots[None]
+    Keys and values are multiples of 1/4 up to 2, which bfloat16 holds, and fp8 over a scale.
+    """
 
-    run = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(replicated, replicated),
-            out_specs=(replicated, PartitionSpec("context")),
-            check_vma=False,
-        )
-    )
-    upload = pack_step(
-        shape,
-        update=manager.take_update(),
-        rows=rows,
-        first_positions=[0] * ROWS,
-        lengths=[40] * ROWS,
-    )
-    tables, slots = run(tables, upload)
-    check_overflow(tables)
-    slots = np.asarray(slots)[:, 0]
-    assert slots.shape == (RANKS, 80) and ((slots >= 0).sum(axis=0) == 1).all()
-    positions = np.tile(np.arange(40), ROWS)
-    np.testing.assert_array_equal((slots >= 0).argmax(axis=0), positions // 4 % RANKS)
+    queries: Any
+    keys: Any
+    values: Any
+    latent_queries: Any
+    latents: Any
+
+    @classmethod
+    def drawn(cls, rng: np.random.Generator, dtype: str) -> "Inputs":
+        heads = ((2 * HEADS, SIZE), (HEADS, SIZE), (HEADS, SIZE), (3, 4 * SIZE), (4 * SIZE,))
+        arrays = [rng.integers(-8, 9, (LENGTH, *shape)) / 4 for shape in heads]
+        return cls(*(array.astype(jnp.dtype(dtype)) for array in arrays))
 
 
-def test_a_missing_block_is_reported_by_the_rank_that_was_dealt_the_token() -> None:
-    plan = plan_for(2, 8)
-    for rank, flag in enumerate((NO_BLOCK, 0)):
-        tables = make_block_tables(plan, max_requests=1, interleave_tokens=8)
-        tables, slots = map_slots(tables, *2 * (jnp.zeros(1, jnp.int32),), rank=rank)
-        assert int(tables.overflow) == flag and int(slots[0, 0]) == -1
+@functools.partial(jax.jit, donate_argnums=0)
+def attend_step(cache, upload, inputs):
+    """Both layers, one of them with a cap on its scores and with sinks."""
+    cache, batch = jaxkv.apply_step(cache, upload)
+    sinks = jnp.array(SINKS, inputs.queries.dtype)
+    cache, full = jaxkv.attend(cache, "full", batch, *inputs[:3], sinks=sinks, soft_cap=CAP)
+    cache, latent = jaxkv.attend(cache, "latent", batch, inputs.latent_queries, inputs.latents)
+    return cache, (full, latent)
 
 
-@pytest.mark.parametrize("rank", [-1, 2, 2**31 - 1])
-def test_a_rank_out_of_range_is_reported(rank) -> None:
-    tables, _ = filled((2, 8, 1, 8))
-    tables, slots = map_slots(tables, *2 * (jnp.zeros(1, jnp.int32),), rank=rank)
-    assert int(tables.overflow) == BAD_RANK and int(slots[0, 0]) == -1
+def attention(queries, keys, values, cap=np.inf, sinks=None) -> np.ndarray:
+    """[n, heads, V] in float64: attention of the last n tokens of a request, each up to itself."""
+    queries, keys, values = (np.asarray(x, np.float64) for x in (queries, keys, values))
+    keys, values = (x.repeat(queries.shape[1] // x.shape[1], axis=1) for x in (keys, values))
+    scores = np.einsum("nhk,mhk->hnm", queries, keys) * queries.shape[-1] ** -0.5
+    if sinks is not None:
+        scores = cap * np.tanh(scores / cap)
+    new, total = len(queries), len(keys)
+    scores[:, np.arange(total) > np.arange(total - new, total)[:, None]] = -np.inf
+    weights = np.exp(scores)
+    sums = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        sums += np.exp(np.array(sinks))[:, None, None]
+    return np.einsum("hnm,mhv->nhv", weights / sums, values)
+
+
+def expected_of(work: dict[int, int], inputs: Inputs, seen: dict[int, list[Any]]) -> list[Any]:
+    """What each layer's tokens attend to; notes what the requests' caches hold from now on."""
+    first, outs = 0, []
+    for name, count in work.items():
+        new = [array[first : first + count] for array in inputs]
+        stored = [new[1], new[2], new[4][:, None]]
+        if name in seen:
+            stored = [np.concatenate(pair) for pair in zip(seen[name], stored, strict=True)]
+        seen[name] = keys, values, latents = stored
+        full = attention(new[0], keys, values, CAP, SINKS)
+        outs.append((full, attention(new[3], latents, latents[..., : 3 * SIZE])))
+        first += count
+    return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
+
+
+MESHES = [
+    (Deal(1, 8, 4), AxisType.Auto, "bf16", "float32"),
+    (Deal(2, 8, 1), AxisType.Auto, "bf16", "float32"),
+    (Deal(4, 4, 2), AxisType.Explicit, "fp8_e4m3", "bfloat16"),
+]
 
 
 @pytest.mark.parametrize(
-    ("interleave", "error"), [(3, ValueError), (16, ValueError), (0, ValueError), (1.5, TypeError)]
+    ("deal", "types", "dtype", "queries"),
+    [case for case in MESHES if case[0].ranks <= len(DEVICES)],
+    ids=str,
 )
-def test_an_interleave_that_does_not_divide_a_block_is_refused(interleave, error) -> None:
-    with pytest.raises(error, match="interleave_tokens"):
-        make_block_tables(plan_for(2, 8), max_requests=1, interleave_tokens=interleave)
+def test_ranks_together_attend_to_the_whole_of_each_request(deal, types, dtype, queries) -> None:
+    """Any number of ranks, one too, is as close to attention in float64 as its dtypes allow.
+
+    What is stored is exact, and outputs are means of values up to 2. In float32 a weight is the
+    exponential of a score below 16, computed with some 16 roundings of 2**-24 relative to it,
+    and there are up to 50 terms. With bfloat16 queries each weight is rounded to 2**-9 for its
+    product with a value, and so is the output.
+    """
+    bound = 2 * (16 * 16 + 50) * 2.0**-24 if queries == "float32" else 2 * 2 * 2.0**-9
+    mesh = jax.make_mesh(
+        (deal.ranks,), ("context",), axis_types=(types,), devices=DEVICES[: deal.ranks]
+    )
+    plan = plan_for(deal.ranks, deal.block_size, dtype)
+    manager, shape = started(plan), shape_for(plan)
+    cache = jaxkv.make_cache(
+        plan,
+        max_requests=REQUESTS,
+        interleave_tokens=deal.interleave_tokens,
+        scales={"full": (0.5, 0.25)},
+        mesh=mesh,
+        axis="context",
+    )
+    rng, seen = np.random.default_rng(0), {}
+    for work in STEPS:
+        inputs = Inputs.drawn(rng, queries)
+        cache, out = attend_step(cache, manager.step(shape, work), inputs)
+        for array, expected in zip(out, expected_of(work, inputs, seen), strict=True):
+            got = np.asarray(array, np.float64)
+            np.testing.assert_allclose(got[: len(expected)], expected, rtol=0, atol=bound)
+            assert not got[len(expected) :].any(), "padding"
+    jaxkv.check_errors(cache)
+
+
+RANKS = max(n for n in (1, 2, 4) if n <= len(DEVICES))
+DEALT = Deal(RANKS, 8, 4)
+
+
+def dealt_cache(plan: jaxkv.Plan, interleave_tokens: int) -> jaxkv.KVCache:
+    mesh = Mesh(np.array(DEVICES[:RANKS]), ("context",))
+    return jaxkv.make_cache(
+        plan,
+        max_requests=REQUESTS,
+        interleave_tokens=interleave_tokens,
+        mesh=mesh,
+        axis="context",
+    )
+
+
+def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None:
+    plan = plan_for(*DEALT[:2])
+    manager, cache = started(plan), dealt_cache(plan, DEALT.interleave_tokens)
+    rows = np.arange(1, LENGTH + 1).astype(jnp.bfloat16).repeat(4 * SIZE).reshape(LENGTH, -1)
+
+    def body(cache, upload, rows):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        cache = jaxkv.write_rows(cache, "latent", batch, rows)
+        read = jaxkv.read_rows(cache, "latent", batch)
+        return cache, batch.slot_mapping("latent")[None], read[None, ..., 0]
+
+    specs = cache.partition_specs()
+    run = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=cache.layout.mesh,
+            in_specs=(specs, SAME, SAME),
+            out_specs=(specs, BY_RANK, BY_RANK),
+            check_vma=False,
+        )
+    )
+    cache, slots, read = run(cache, manager.step(shape_for(plan), {0: 30, 1: 18}), rows)
+    jaxkv.check_errors(cache)
+    slots, read = np.asarray(slots), np.asarray(read, np.float32)
+    assert slots.shape == (RANKS, LENGTH) and ((slots >= 0).sum(axis=0) == 1).all()
+    positions = np.concatenate([np.arange(30), np.arange(18)])
+    np.testing.assert_array_equal((slots >= 0).argmax(axis=0), positions // 4 % RANKS)
+    for rank in range(RANKS):
+        for request, first, count in ((0, 1, 30), (1, 31, 18)):
+            mine = [first + p for p in range(count) if p // 4 % RANKS == rank]
+            assert read[rank, request, : len(mine)].tolist() == mine
+
+
+@many_devices
+def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
+    plan = plan_for(*DEALT[:2])
+    cache, batch = jaxkv.apply_step(dealt_cache(plan, 4), shape_for(plan).idle())
+    for use in (
+        lambda: batch.slot_mapping("full"),
+        lambda: jaxkv.read_tokens(cache, "full", batch),
+        lambda: jaxkv.read_rows(cache, "latent", batch),
+        lambda: jaxkv.layer_view(cache, "full"),
+        lambda: jaxkv.with_layer_view(cache, "full", jnp.zeros(1)),
+    ):
+        with pytest.raises(ValueError, match=r"positions.* inside jax\.shard_map"):
+            use()
+
+
+# --- refusals ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ValueError, "context_parallel=2 deals positions out to ranks: pass mesh= and axis="),
+        ({"rank": 2}, ValueError, "rank=2 is not one of the plan's context_parallel=2"),
+        ({"rank": -1}, ValueError, "rank must be at least 0"),
+        ({"rank": 0, "interleave_tokens": 3}, ValueError, "interleave_tokens=3 does not divide"),
+        ({"rank": 0, "interleave_tokens": 16}, ValueError, "interleave_tokens=16 does not"),
+        ({"rank": 0, "interleave_tokens": 0}, ValueError, "interleave_tokens must be at least 1"),
+        ({"rank": 0, "interleave_tokens": 1.5}, TypeError, "interleave_tokens must be an int"),
+        (
+            {"mesh": Mesh(np.array(DEVICES[:1]), ("context",)), "axis": "context"},
+            ValueError,
+            "axis='context' has 1 devices and the plan context_parallel=2",
+        ),
+    ],
+)
+def test_options_that_contradict_the_plan_are_refused(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        jaxkv.make_cache(plan_for(2, 8), max_requests=REQUESTS, **options)
+
+
+def test_attention_of_a_rank_on_its_own_is_refused() -> None:
+    plan = plan_for(2, 8)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, rank=0)
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape_for(plan).idle())
+    with pytest.raises(ValueError, match="attend combines the ranks over a mesh axis"):
+        jaxkv.attend(cache, "full", batch, jnp.zeros((LENGTH, 2 * HEADS, SIZE)))

@@ -1,499 +1,300 @@
-"""The pool against bytes in NumPy: overlaid dtypes, every layer kind, in-place proofs."""
+"""Reads and writes of a pool: groups kept apart, periods, formats of rows, refusals."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from jax import lax
 
-from jaxkv.block_tables import make_block_tables
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.pool import (
-    KVPool,
-    copy_blocks,
-    layer_view,
-    make_pool,
-    pool_shapes,
-    quantize,
-    read_rows,
-    read_state,
-    read_tokens,
-    with_layer_view,
-    write_rows,
-    write_state,
-    write_tokens,
-    zero_new_blocks,
-)
-from jaxkv.specs import (
-    FullAttentionSpec,
-    LayerSpec,
-    MLASpec,
-    SlidingWindowMLASpec,
-    StateSpec,
-)
-from jaxkv.testing import ReferencePool, assert_in_place, assert_no_recompilation
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, hybrid_plan, kernels_run, pointers
-
-NUM_BLOCKS = 7
-FLOATS = ["fp8_e4m3", "fp8_e5m2", "bf16", "f16", "f32"]
-EXTREMES = [-(2**31), -1, 0, NUM_BLOCKS, 2**31 - 1]
-block_ids = st.integers(1, NUM_BLOCKS - 1)
-any_block_ids = block_ids | st.sampled_from(EXTREMES)
+import jaxkv
+from jaxkv.cache import BAD_PERIOD, CacheError
+from jaxkv.pool import copy_blocks, zero_blocks
+from jaxkv.specs import MLASpec, SharedKVSpec, StateSpec
+from jaxkv.testing import assert_in_place, assert_same_bytes
+from tests import pool_cases as cases
+from tests.helpers import as_ids, hybrid_plan
+from tests.pool_cases import REQUESTS, TOKENS, Case, cross, hybrid, latent, windows
 
 
-def overlay(kv_dtype: str, pad: bool = False) -> Plan:
-    """Two groups on the same bytes: keys and values, and fp32 state (a padded page)."""
-    attention = FullAttentionSpec(
-        block_size=4, num_kv_heads=2, head_size=8, head_size_v=4, dtype=kv_dtype
-    )
-    if pad:
-        attention = FullAttentionSpec(
-            block_size=4,
-            num_kv_heads=2,
-            head_size=8,
-            head_size_v=4,
-            dtype=kv_dtype,
-            page_bytes_padded=448,
-        )
-    state = StateSpec(block_size=4, shapes=((3, 2), (2, 2, 2)), dtypes=("f32", "bf16"))
-    layers = {"kv.0": attention, "kv.1": attention, "state.0": state, "state.1": state}
-    return plan_cache(layers, 2**20, max_model_len=12, num_blocks_override=NUM_BLOCKS)
+def poisoned(case: Case):
+    """A cache of random bytes, a step of three requests, and its batch."""
+    cache = cases.with_memory(cases.empty(case), case.reference().memory)
+    step = cases.fixed_step(case.plan)
+    return cache, step, step.batch(cache, case.plan)
 
 
-def poisoned(plan: Plan, stacked: bool = False) -> KVPool:
-    """Every byte 0xFF, NaN in each dtype, except the null block."""
-    shapes = pool_shapes(plan.layout, plan.num_blocks, stacked=stacked)
-    buffers = [jnp.full(shape.shape, 0xFF, jnp.uint8).at[..., 0, :].set(0) for shape in shapes]
-    return KVPool(buffers=tuple(buffers), layout=plan.layout)
+# --- groups ---------------------------------------------------------------------------
 
 
-def reference(plan: Plan) -> ReferencePool:
-    pool = ReferencePool(plan.layout, plan.num_blocks, fill=0xFF)
-    for slot in pool.slots:
-        slot[0] = 0
-    return pool
+def test_a_layer_writes_only_blocks_of_its_own_group() -> None:
+    """Groups overlay each other and hold other blocks: a slot of one is never another's."""
+    plan, counts = hybrid_plan(kv_dtype="bf16"), {"a": 7, "b": 5}
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=12)
+    manager = jaxkv.BlockManager(plan, max_requests=2)
+    for request in counts:
+        manager.start(request)
+    specs = {x: plan.layout.place_of(x).spec for group in plan.groups for x in group.layers}
+
+    @jax.jit
+    def written_blocks(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        written = {}
+        for layer, spec in specs.items():
+            ones: dict[str, Any] = {"keys": jnp.ones((12, 2, 4)), "values": jnp.ones((12, 2, 4))}
+            if isinstance(spec, StateSpec):
+                ones = {"arrays": [jnp.ones((2, *shape)) for shape in spec.shapes]}
+            after = cases.write(cache, layer, batch, **ones)
+            written[layer] = (after.buffers[0] != cache.buffers[0]).any(axis=(0, 2))
+        return cache, written
+
+    cache = jaxkv.make_cache(plan, max_requests=2)
+    cache, written = written_blocks(cache, manager.step(shape, counts))
+    jaxkv.check_errors(cache)
+    for layer, blocks in written.items():
+        group = plan.layout.place_of(layer).group
+        held = [set(manager.block_ids(request)[group]) for request in counts]
+        got = set(np.flatnonzero(blocks).tolist())
+        assert got == held[0] | held[1] and not held[0] & held[1], layer
 
 
-def assert_same(pool: KVPool, expected: ReferencePool) -> None:
-    slots = pool.buffers[0] if pool.stacked else pool.buffers
-    for slot, wanted in zip(slots, expected.slots, strict=True):
-        np.testing.assert_array_equal(slot, wanted)
+# --- periods --------------------------------------------------------------------------
+
+PERIODS = [
+    Case(cases.three),
+    Case(cases.three, "LHBNC"),
+    Case(cases.three, "BHLNC", None, (2, 2)),
+    Case(hybrid, "BLHNC"),
+    Case(latent, "LBHNC"),
+]
 
 
-def numpy_quantize(values: np.ndarray, dtype: str, scale: float) -> np.ndarray:
-    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    largest = float(ml_dtypes.finfo(kind).max)
-    scaled = np.asarray(values, np.float32) / np.float32(scale)
-    return np.clip(scaled, -largest, largest).astype(kind)
-
-
-@functools.partial(jax.jit, static_argnames="layer")
-def write_and_read(pool, layer, slots, keys, values, ids, scales):
-    names = {"key_scale": scales[0], "value_scale": scales[1]}
-    pool = write_tokens(pool, layer, slots, keys, values, **names)
-    return pool, read_tokens(pool, layer, ids, **names)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("kv_dtype", FLOATS)
-@settings(max_examples=15)
-@given(data=st.data())
-def test_tokens_land_in_their_bytes_and_read_back(kv_dtype, pad, stacked, data) -> None:
-    plan = overlay(kv_dtype, pad)
-    spec = plan.layout.place_of("kv.1").spec
-    slots = data.draw(
-        st.lists(
-            st.integers(4, 4 * NUM_BLOCKS - 1) | st.sampled_from([-1, 4 * NUM_BLOCKS, *EXTREMES]),
-            min_size=5,
-            max_size=5,
-            unique=True,
-        )
-    )
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    keys = rng.normal(size=(5, 2, 8)).astype(np.float32) * 100
-    values = rng.normal(size=(5, 2, 4)).astype(np.float32)
-    ids = np.array([[1, 2, 0], [6, -1, 2**31 - 1]], np.int32)
-    scales = np.array([0.5, 0.25], np.float32)
-    pool, (got_keys, got_values) = write_and_read(
-        poisoned(plan, stacked), "kv.1", np.array(slots, np.int32), keys, values, ids, scales
-    )
-    expected = reference(plan)
-    for slot, key, value in zip(slots, keys, values, strict=True):
-        row = [numpy_quantize(key, spec.dtype, 0.5), numpy_quantize(value, spec.dtype, 0.25)]
-        block_id, offset = divmod(slot, 4)
-        expected.write("kv.1", block_id, offset * spec.token_bytes, np.concatenate(row, axis=-1))
-    assert_same(pool, expected)
-    pages = [[expected.page("kv.1", i)[: spec.data_bytes] for i in row] for row in ids]
-    rows = np.array(pages).reshape(2, 12, 2, -1)
-    kind = np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype))
-    rows = np.ascontiguousarray(rows).view(kind).astype(np.float32)
-    np.testing.assert_array_equal(got_keys, rows[..., :8] * np.float32(0.5))
-    np.testing.assert_array_equal(got_values, rows[..., 8:] * np.float32(0.25))
-
-
-@functools.partial(jax.jit, static_argnames="layer")
-def write_and_read_state(pool, layer, ids, arrays):
-    pool = write_state(pool, layer, ids, arrays)
-    return pool, read_state(pool, layer, ids)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@settings(max_examples=15)
-@given(ids=st.lists(any_block_ids, min_size=3, max_size=3, unique=True), seed=st.integers(0, 99))
-def test_state_of_mixed_dtypes_shares_the_bytes_of_keys_and_values(stacked, ids, seed) -> None:
-    plan = overlay("fp8_e4m3")
-    rng = np.random.default_rng(seed)
-    conv = rng.normal(size=(3, 3, 2)).astype(np.float32)
-    state = rng.normal(size=(3, 2, 2, 2)).astype(ml_dtypes.bfloat16)
-    pool, (got_conv, got_state) = write_and_read_state(
-        poisoned(plan, stacked), "state.1", np.array(ids, np.int32), (conv, state)
-    )
-    expected = reference(plan)
-    for i, block_id in enumerate(ids):
-        expected.write("state.1", block_id, 0, conv[i])
-        expected.write("state.1", block_id, conv[i].nbytes, state[i])
-        known = 0 < block_id < NUM_BLOCKS
-        np.testing.assert_array_equal(got_conv[i], conv[i] if known else 0 * conv[i])
-        np.testing.assert_array_equal(got_state[i], state[i] if known else 0 * state[i])
-    assert_same(pool, expected)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("stacked", [False, True])
-@settings(max_examples=6)
-@given(data=st.data())
-def test_fresh_blocks_are_zeroed_in_the_slots_of_their_group_only(
-    implementation, stacked, data
-) -> None:
-    plan = hybrid_plan(num_blocks=NUM_BLOCKS, max_model_len=4)
-    groups = len(plan.groups)
-    rows = st.lists(any_block_ids, min_size=3, max_size=3)
-    zero_ids = data.draw(st.lists(rows, min_size=groups, max_size=groups))
-    run = _zeroing(implementation)
-    with kernels_run():
-        pool = run(poisoned(plan, stacked), np.array(zero_ids, np.int32))
-    expected = reference(plan)
-    expected.zero(zero_ids)
-    assert_same(pool, expected)
-
-
-@functools.cache
-def _zeroing(implementation):
-    return jax.jit(functools.partial(zero_new_blocks, implementation=implementation))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("stacked", [False, True])
-@settings(max_examples=6)
-@given(data=st.data())
-def test_blocks_are_copied_at_once_in_the_slots_of_their_group_only(
-    implementation, stacked, data
-) -> None:
-    plan = hybrid_plan(num_blocks=NUM_BLOCKS, max_model_len=4)
-    groups = len(plan.groups)
-    sources = data.draw(st.lists(st.tuples(*[any_block_ids] * 3), min_size=groups, max_size=groups))
-    # Windows that overlap: of two copies into one block the later group's counts.
-    targets = data.draw(st.permutations(range(-1, NUM_BLOCKS + 1)))
-    targets = [targets[i : i + 3] for i in range(groups)]
-    before = poisoned(plan, stacked)
-    marks = jnp.arange(NUM_BLOCKS, dtype=jnp.uint8)[:, None]
-    buffers = tuple(jnp.broadcast_to(marks, b.shape).at[..., 0, :].set(0) for b in before.buffers)
-    run = _copying(implementation)
-    with kernels_run():
-        pool = run(
-            KVPool(buffers=buffers, layout=plan.layout),
-            np.array(sources, np.int32),
-            np.array(targets, np.int32),
-        )
-    expected = reference(plan)
-    for slot in expected.slots:
-        slot[:] = np.arange(NUM_BLOCKS)[:, None]
-    expected.copy(sources, targets)
-    assert_same(pool, expected)
-
-
-@functools.cache
-def _copying(implementation):
-    return jax.jit(functools.partial(copy_blocks, implementation=implementation))
-
-
-def test_the_hybrid_plan_has_groups_of_unlike_size() -> None:
-    sizes = {len(group.layers) for group in hybrid_plan().groups}
-    assert len(sizes) > 1, "else the test above would not see a slot that must stay"
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_the_pool_has_exactly_the_bytes_that_were_planned(stacked) -> None:
-    plan = overlay("bf16")
-    pool = make_pool(plan, stacked=stacked)
-    assert pool.num_bytes == plan.num_blocks * plan.bytes_per_block[0]
-    assert pool.stacked == stacked and pool.num_blocks == NUM_BLOCKS
-    assert all(not np.asarray(buffer).any() for buffer in pool.buffers)
-    assert "Array" not in repr(pool) and "\n" not in repr(pool)
-
-
-def test_mixed_pages_of_one_group_cannot_be_stacked() -> None:
-    layers: dict[str, LayerSpec] = {
-        "wide": MLASpec(block_size=4, head_size=8),
-        "narrow": MLASpec(block_size=4, head_size=3, dtype="uint8"),
-    }
-    plan = plan_cache(layers, 2**16, max_model_len=8)
-    assert [buffer.shape[1] for buffer in make_pool(plan).buffers] == [64, 12]
-    with pytest.raises(ValueError, match="stacked=True"):
-        make_pool(plan, stacked=True)
-
-
-def test_compressed_rows_are_written_once_for_all_the_tokens_that_share_them() -> None:
-    spec = MLASpec(block_size=8, head_size=6, dtype="bf16", compress_ratio=4)
-    plan = plan_cache({"mla": spec}, 2**12, max_model_len=16, num_blocks_override=4)
-    rows = jnp.arange(12, dtype=jnp.bfloat16).reshape(2, 6)
-    pool = write_rows(make_pool(plan), "mla", jnp.array([8, 23], jnp.int32), rows)
-    got = read_rows(pool, "mla", jnp.array([1, 2], jnp.int32))
-    assert got.shape == (4, 6)  # two rows a block
-    np.testing.assert_array_equal(got[0], rows[0])
-    np.testing.assert_array_equal(got[3], rows[1])
-    assert not np.asarray(got[1:3]).any()
-
-
-def test_rows_of_a_custom_format_are_bytes() -> None:
-    spec = MLASpec(block_size=2, head_size=4, bytes_per_token=7, dtype="uint8")
-    plan = plan_cache({"mla": spec}, 2**12, max_model_len=4, num_blocks_override=3)
-    rows = jnp.arange(7, dtype=jnp.uint8)[None]
-    pool = write_rows(make_pool(plan), "mla", jnp.array([3], jnp.int32), rows)
-    np.testing.assert_array_equal(read_rows(pool, "mla", jnp.array([1], jnp.int32))[1], rows[0])
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_a_layer_view_shows_kernel_blocks_of_what_was_written(stacked, parts) -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="bf16")
-    plan = plan_cache({"a": spec, "b": spec}, 2**16, max_model_len=8, num_blocks_override=5)
-    keys = jnp.arange(3 * 16, dtype=jnp.bfloat16).reshape(3, 2, 8)
-    slots = jnp.array([4, 9, 19], jnp.int32)
-    pool = write_tokens(make_pool(plan, stacked=stacked), "b", slots, keys, -keys)
-    view = jax.jit(layer_view, static_argnames=("layer", "blocks_per_kv_block"))(
-        pool, "b", blocks_per_kv_block=parts
-    )
-    first = 5 * parts if stacked else 0  # layer b is in the second slot
-    assert view.shape == ((10 if stacked else 5) * parts, 4 // parts, 2, 16)
-    tokens = view[first:].reshape(20, 2, 16)
-    np.testing.assert_array_equal(tokens[slots, :, :8], keys)
-    np.testing.assert_array_equal(tokens[slots, :, 8:], -keys)
-    doubled = jax.jit(
-        lambda pool: with_layer_view(
-            pool, "b", 2 * layer_view(pool, "b", blocks_per_kv_block=parts)
-        )
-    )(pool)
-    got, _ = read_tokens(doubled, "b", jnp.array([1, 2, 4], jnp.int32))
-    np.testing.assert_array_equal(got[jnp.array([0, 5, 11])], 2 * keys.astype(jnp.float32))
-
-
-def test_a_view_and_the_way_back_cost_nothing_on_a_gpu() -> None:
-    """XLA's CPU backend copies, which `layer_view` says; there only the answer counts."""
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
-    plan = plan_cache({"a": spec}, 2**26, max_model_len=64)
-
-    def touch(pool: KVPool) -> KVPool:
-        view = layer_view(pool, "a")
-        return with_layer_view(pool, "a", view.at[3, 2].set(1.0))
-
-    pool = make_pool(plan)
-    compiled = jax.jit(touch, donate_argnums=0).lower(pool).compile()
-    if ON_GPU:
-        assert compiled.memory_analysis().temp_size_in_bytes < 100_000
-    where = pointers(pool)
-    pool = compiled(pool)
-    assert pointers(pool) == where
-    keys, _ = read_tokens(pool, "a", jnp.array([3], jnp.int32))
-    assert float(keys.sum()) == 2 * 64
-
-
-@pytest.mark.parametrize("dtype", FLOATS[:2])
-def test_fp8_saturates_instead_of_turning_into_nan(dtype) -> None:
-    values = jnp.array([1e9, -1e9, jnp.inf, 0.0, jnp.nan], jnp.float32)
-    spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype=dtype)
-    got = np.asarray(quantize(values, spec.dtype, 1.0).astype(jnp.float32))
-    largest = float(jnp.finfo(spec.dtype).max)
-    np.testing.assert_array_equal(got[:4], [largest, -largest, largest, 0.0])
-    assert np.isnan(got[4])  # a NaN is the caller's to find, not ours to hide
-
-
-def test_float16_saturates_instead_of_turning_into_inf() -> None:
-    got = quantize(jnp.array([1e6, -jnp.inf]), "float16", 1.0)
-    np.testing.assert_array_equal(got, np.array([65504, -65504], np.float16))
-
-
-def test_rows_with_scales_inside_are_written_as_bytes() -> None:
-    spec = FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=4, dtype="int8", scale_bytes=4)
-    plan = plan_cache({"a": spec}, 2**10, max_model_len=4)
-    row = jnp.arange(16, dtype=jnp.uint8)[None]
-    pool = write_rows(make_pool(plan), "a", jnp.array([3], jnp.int32), row)
-    got = read_rows(pool, "a", jnp.array([1], jnp.int32))
-    np.testing.assert_array_equal(got[1], row[0])
-    with pytest.raises(TypeError, match="stores scales beside its int8 elements"):
-        read_tokens(pool, "a", jnp.array([1], jnp.int32))
-
-
-def test_an_empty_batch_writes_nothing() -> None:
-    pool = make_pool(overlay("bf16"))
-    none = jnp.zeros((0,), jnp.int32)
-    pool = write_tokens(pool, "kv.0", none, jnp.ones((0, 2, 8)), jnp.ones((0, 2, 4)))
-    state = jnp.ones((0, 3, 2)), jnp.ones((0, 2, 2, 2))
-    pool = write_state(pool, "state.0", none, state)
-    assert not np.asarray(pool.buffers[0]).any()
-
-
-@pytest.mark.parametrize("worker", [0, 1])
-def test_each_worker_gets_the_pool_of_its_own_layers(worker) -> None:
-    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
-    stages: list[dict[str, LayerSpec]] = [{"a": spec}, {"b": spec, "c": spec}]
-    plan = plan_cache(stages, [2**12, 2**12], max_model_len=8)
-    pool = make_pool(plan, worker=worker)
-    assert len(pool.buffers) == worker + 1
-    assert pool.num_bytes == plan.num_blocks * plan.bytes_per_block[worker]
-    with pytest.raises(ValueError, match="worker=-1"):
-        make_pool(plan, worker=-1)
-
-
-def test_packed_layers_keep_apart_in_one_slot() -> None:
-    latent = MLASpec(block_size=8, head_size=5, dtype="f32")
-    window = SlidingWindowMLASpec(block_size=4, head_size=3, dtype="f32", sliding_window=4)
-    layers: dict[str, LayerSpec] = {"a": latent, "b": latent, "w": window, "x": window}
-    plan = plan_cache(layers, 2**14, max_model_len=16)
-    assert len(plan.layout.slots) == 1 and len(plan.groups) == 2
-    pool = make_pool(plan)
-    ids = jnp.array([1], jnp.int32)
-    for number, layer in enumerate(layers, start=1):
-        spec = plan.layout.place_of(layer).spec
-        assert isinstance(spec, MLASpec)
-        block = 1 if layer in "ab" else 2
-        slots = block * spec.block_size + jnp.arange(spec.block_size, dtype=jnp.int32)
-        rows = jnp.full((spec.block_size, spec.head_size), number, jnp.float32)
-        pool = write_rows(pool, layer, slots, rows)
-    for number, layer in enumerate(layers, start=1):
-        got = read_rows(pool, layer, ids if layer in "ab" else ids + 1)
-        assert (np.asarray(got) == number).all()
-    pool = zero_new_blocks(pool, jnp.array([[1], [-1]], jnp.int32))
-    assert not np.asarray(read_rows(pool, "b", ids)).any()
-    assert (np.asarray(read_rows(pool, "x", ids + 1)) == 4).all()
-
-
-def test_int8_rounds_and_saturates() -> None:
-    got = quantize(jnp.array([2.6, -2.6, 500.0, -500.0]), "int8", 1.0)
-    np.testing.assert_array_equal(got, [3, -3, 127, -128])
-
-
-def operations(pool: KVPool, stacked: bool):
-    """Name -> (function of the pool, argument): every public operation that writes."""
-    ids = jnp.array([1, 2, -1], jnp.int32)
-    tokens = jnp.ones((3, 2, 8)), jnp.ones((3, 2, 4))
-    state = jnp.ones((3, 3, 2)), jnp.ones((3, 2, 2, 2), jnp.bfloat16)
-    zero_ids = jnp.broadcast_to(ids, (2, 3))
-    return {
-        "write_tokens": lambda pool: write_tokens(pool, "kv.0", ids, *tokens),
-        "write_state": lambda pool: write_state(pool, "state.1", ids, state),
-        "zero_new_blocks": lambda pool: zero_new_blocks(
-            pool, zero_ids, implementation=None if ON_GPU else "xla"
-        ),
-        "copy_blocks": lambda pool: copy_blocks(pool, zero_ids, zero_ids + 3, disjoint=True),
+def writes_of_periods(case: Case, step: cases.Step) -> tuple[int, dict[str, cases.Arguments]]:
+    """How many periods there are, and the arguments of `write`, a period per first index."""
+    count = len(case.plan.groups[0].layers)
+    each = [cases.writes_for(case.plan, step, seed) for seed in range(count)]
+    writes = jax.tree.map(lambda *arrays: np.stack(arrays), *each)
+    return count, {
+        layer: writes[layer] for layer in cases.layers_of(case.plan)[: len(case.plan.groups)]
     }
 
 
-@pytest.mark.parametrize("name", ["write_tokens", "write_state", "zero_new_blocks", "copy_blocks"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_every_write_is_in_place_in_a_donating_jit(stacked, name) -> None:
-    plan = overlay("bf16")
-    many = plan_cache(
-        {layer: spec for g in plan.groups for layer, spec in zip(g.layers, g.specs, strict=True)},
-        2**26,
-        max_model_len=12,
-        num_blocks_override=50_000,
-    )
-    pool = make_pool(many, stacked=stacked)
-    assert pool.num_bytes > 100 * 100_000
-    pool = assert_in_place(operations(pool, stacked)[name], pool, max_temp_bytes=100_000)
-    assert pool.layout == many.layout
+def scanned(cache, batch, writes):
+    """Writes and reads every layer of the groups, by the name of one, in a scan."""
+
+    def body(cache, inputs):
+        period, arguments = inputs
+        for layer in sorted(arguments):
+            cache = cases.write(cache, layer, batch, **arguments[layer], period=period)
+        return cache, {x: cases.read(cache, x, batch, period=period) for x in arguments}
+
+    count = jax.tree.leaves(writes)[0].shape[0]
+    return lax.scan(body, cache, (jnp.arange(count, dtype=jnp.int32), writes))
 
 
-def test_the_old_pool_stays_valid_without_donation() -> None:
-    plan = overlay("bf16")
-    pool = make_pool(plan)
-    ids = jnp.array([5], jnp.int32)
-    new = write_tokens(pool, "kv.0", ids, jnp.ones((1, 2, 8)), jnp.ones((1, 2, 4)))
-    assert not np.asarray(pool.buffers[0]).any() and np.asarray(new.buffers[0]).any()
+def unrolled(cache, batch, writes):
+    """Writes every layer by its own name, and reads it by a period that is an int."""
+    reads = []
+    for period in range(jax.tree.leaves(writes)[0].shape[0]):
+        arguments = jax.tree.map(lambda array, at=period: array[at], writes)
+        for layer in sorted(arguments):
+            name = cache.period_layers(layer)[period]
+            cache = cases.write(cache, name, batch, **arguments[layer])
+        reads.append({x: cases.read(cache, x, batch, period=period) for x in arguments})
+    return cache, jax.tree.map(lambda *arrays: jnp.stack(arrays), *reads)
+
+
+@pytest.mark.parametrize("case", PERIODS, ids=str)
+def test_a_scan_over_periods_does_what_layers_by_name_do(case: Case) -> None:
+    """Scales follow the period: each layer has its own."""
+    cache, step, batch = poisoned(case)
+    _, writes = writes_of_periods(case, step)
+    got, wanted = (jax.jit(run)(cache, batch, writes) for run in (scanned, unrolled))
+    assert_same_bytes(got, wanted)
+    jaxkv.check_errors(got[0])
+
+
+@pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[3:]], ids=str)
+def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case) -> None:
+    cache, step, batch = poisoned(case)
+    count, writes = writes_of_periods(case, step)
+    tokens = [x for x in writes if case.plan.layout.place_of(x).spec.kind != "state"]
+
+    @jax.jit
+    def run(cache, batch, period):
+        for layer, arguments in jax.tree.map(lambda array: array[0], writes).items():
+            cache = cases.write(cache, layer, batch, **arguments, period=period)
+        reads = [cases.read(cache, layer, batch, period=period) for layer in writes]
+        slots = [batch.slot_mapping(layer, period=period) + 1 for layer in tokens]
+        return cache, reads, slots, [batch.block_tables(layer, period=period) for layer in writes]
+
+    for period in (-1, count, 2**31 - 1, -(2**31)):
+        after, *seen = run(cache, batch, jnp.int32(period))
+        assert_same_bytes(after.buffers, cache.buffers)
+        assert not any(np.asarray(array).any() for array in jax.tree.leaves(seen))
+        assert int(after.error_flags) == BAD_PERIOD
+        with pytest.raises(CacheError, match="a period beyond the layers of its group"):
+            jaxkv.check_errors(after)
+    after, *seen = run(cache, batch, jnp.int32(count - 1))
+    assert all(np.asarray(array).any() for array in jax.tree.leaves(seen))
+    jaxkv.check_errors(after)
+
+
+@pytest.mark.parametrize("case", PERIODS[:2], ids=str)
+def test_a_scan_over_periods_is_in_place(case: Case) -> None:
+    cache, step = case.cache(20_000), cases.fixed_step(case.plan)
+    assert cache.num_bytes > 50 * 100_000
+    batch, (_, writes) = step.batch(cache, case.make_plan(20_000)), writes_of_periods(case, step)
+    assert_in_place(scanned, cache, batch, writes, max_temp_bytes=100_000)
+
+
+# --- formats --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "f16", "bf16", "int8"])
+def test_what_is_too_large_saturates(dtype: str) -> None:
+    """Conversion alone makes NaN of it (fp8) or Inf, and 0 * Inf is NaN again."""
+    dtype = cases.attention(dtype=dtype).dtype
+    values = jnp.array([jnp.inf, -jnp.inf, 3e38, 2.5, -3.5], jnp.float32)
+    got = jaxkv.quantize(values, dtype, 0.5).astype(jnp.float32)
+    info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)
+    np.testing.assert_array_equal(got, [float(info.max), float(info.min), float(info.max), 5, -7])
+    if dtype != "int8":  # a NaN is the caller's to find, not ours to hide
+        assert np.isnan(jaxkv.quantize(jnp.array([jnp.nan]), dtype, 1.0).astype(jnp.float32)).all()
+
+
+def test_int8_rounds_to_even() -> None:
+    got = jaxkv.quantize(jnp.array([2.6, -2.6, 2.5, 3.5, -0.5]), "int8", 1.0)
+    np.testing.assert_array_equal(got, [3, -3, 2, 4, 0])
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    "spec",
     [
-        (lambda p: read_tokens(p, "kv.9", _ids(1)), ValueError, "layer='kv.9'"),
-        (lambda p: read_tokens(p, "state.0", _ids(1)), TypeError, "keeps state"),
-        (lambda p: read_state(p, "kv.0", _ids(1)), TypeError, "use read_tokens"),
-        (lambda p: read_rows(p, "state.0", _ids(1)), TypeError, "use read_state"),
-        (
-            lambda p: write_tokens(p, "kv.0", _ids(2), jnp.ones((1, 2, 8)), jnp.ones((2, 2, 4))),
-            ValueError,
-            "keys has shape",
-        ),
-        (
-            lambda p: write_tokens(p, "kv.0", _ids(2), jnp.ones((2, 2, 8)), jnp.ones((2, 2, 8))),
-            ValueError,
-            "values has shape",
-        ),
-        (
-            lambda p: write_rows(p, "kv.0", _ids(2), jnp.ones((2, 3))),
-            ValueError,
-            "rows has shape",
-        ),
-        (lambda p: write_state(p, "state.0", _ids(1), ()), ValueError, "arrays have shapes"),
-        (
-            lambda p: zero_new_blocks(p, jnp.zeros((1, 2), jnp.int32)),
-            ValueError,
-            r"zero_ids has shape \(1, 2\)",
-        ),
-        (lambda p: read_rows(p, "kv.0", jnp.ones(2)), TypeError, "block_ids must be"),
-        (lambda p: read_state(p, "state.0", jnp.ones(2)), TypeError, "block_ids must be"),
-        (lambda p: zero_new_blocks(p, jnp.ones((2, 2))), TypeError, "zero_ids must be"),
-        (
-            lambda p: copy_blocks(p, jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 1), jnp.int32)),
-            ValueError,
-            "one shape: sources",
-        ),
-        (
-            lambda p: write_tokens(
-                p, "kv.0", jnp.ones(2), jnp.ones((2, 2, 8)), jnp.ones((2, 2, 4))
-            ),
-            TypeError,
-            "slots must be",
-        ),
-        (lambda p: with_layer_view(p, "kv.0", jnp.ones(3)), ValueError, "view is float32"),
-        (lambda p: layer_view(p, "kv.0", blocks_per_kv_block=3), ValueError, "does not divide"),
-        (lambda p: quantize(jnp.ones(1), "uint8", 1.0), TypeError, "use write_rows"),
+        MLASpec(block_size=4, head_size=4, bytes_per_token=7),
+        MLASpec(block_size=4, head_size=16, dtype="nvfp4"),
+        cases.attention(dtype="int8", scale_bytes=4),
+        cases.attention(),
+    ],
+    ids=["own format", "nvfp4", "scales inside", "plain"],
+)
+def test_rows_can_be_given_as_bytes_and_read_by_the_layers_that_share_them(spec) -> None:
+    plan = cases.planned({"a": spec, "shared": SharedKVSpec("a")})
+    cache, step = jaxkv.make_cache(plan, max_requests=REQUESTS), cases.fixed_step(plan)
+    rows = np.random.default_rng(0).integers(0, 256, (TOKENS, spec.token_bytes), np.uint8)
+    batch = step.batch(cache, plan)
+    cache = jax.jit(lambda *a: jaxkv.write_rows(a[0], "a", *a[1:]))(cache, batch, rows)
+    got = np.asarray(jaxkv.read_rows(cache, "shared", batch)).view(np.uint8)
+    got = got.reshape(REQUESTS, -1, spec.token_bytes)
+    for request, index, position in step.tokens():
+        np.testing.assert_array_equal(got[request, position], rows[index])
+    if spec.kind == "full" and spec.scale_bytes:
+        with pytest.raises(TypeError, match="stores scales beside its int8 elements"):
+            jaxkv.read_tokens(cache, "a", batch)
+
+
+def test_a_worker_without_layers_has_nothing_to_zero_or_copy() -> None:
+    plan = jaxkv.plan_cache([{"a": cases.attention()}, {}], [2**16] * 2, max_model_len=4)
+    cache = jaxkv.make_cache(plan, max_requests=1, worker=1, order="BLHNC", kernel_block_sizes=[2])
+    ids = as_ids([1])
+    assert zero_blocks(cache, ids, ids).buffers == copy_blocks(cache, ids, ids, ids).buffers == ()
+
+
+# --- refusals -------------------------------------------------------------------------
+
+KEYS, VALUES = jnp.ones((TOKENS, 2, 4)), jnp.ones((TOKENS, 2, 2))
+ROWS = jnp.ones((TOKENS, 2 * 6 * 2), jnp.uint8)
+MASK, STATES = jnp.ones(8, bool), [jnp.ones((REQUESTS, 3, 8)), jnp.ones((REQUESTS, 2, 3))]
+W, R = jaxkv.write_tokens, jaxkv.read_tokens
+CALLS = [
+    lambda c, b, **period: W(c, "full.0", b, KEYS, VALUES, **period),
+    lambda c, b, **period: jaxkv.write_rows(c, "full.0", b, ROWS, **period),
+    lambda c, b, **period: R(c, "full.0", b, **period),
+    lambda c, b, **period: jaxkv.read_rows(c, "full.0", b, **period),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "call", "error", "message"),
+    [
+        (windows, lambda c, b: R(c, "kv", b), ValueError, "layer='kv' has no cache here"),
+        (windows, lambda c, b: R(c, 0, b), TypeError, "layer must be the name of a layer, got 0"),
+        (windows, lambda c, b: R(c, "full.0", None), TypeError, "batch must be the StepBatch"),
+        (windows, lambda c, b: W(0, "full.0", b, 0, 0), TypeError, "cache must be a KVCache"),
+        (hybrid, lambda c, b: R(c, "state.0", b), TypeError, "keeps state, not keys and values"),
+        (latent, lambda c, b: R(c, "mla.0", b), TypeError, "keeps mla, .* use write_rows and read"),
+        (hybrid, lambda c, b: jaxkv.read_rows(c, "state.0", b), TypeError, "use read_state"),
+        (windows, lambda c, b: jaxkv.read_state(c, "full.0", b), TypeError, "use read_tokens"),
+        (latent, lambda c, b: W(c, "mla.0", b, KEYS, VALUES), TypeError, "keeps mla, not keys"),
+        (windows, lambda c, b: W(c, "full.0", b, KEYS[1:], VALUES), ValueError,
+         r"keys has shape \(8, 2, 4\); layer 'full.0' wants \(9, 2, 4\)"),
+        (windows, lambda c, b: W(c, "full.0", b, KEYS, KEYS), ValueError, r"values .*\(9, 2, 2\)"),
+        (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(int), VALUES), TypeError,
+         "keys has dtype int32; use write_rows"),
+        (cross, lambda c, b: W(c, "cross.0", b, KEYS, KEYS), ValueError,
+         r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
+        (cross, lambda c, b: jaxkv.write_rows(c, "cross.0", b, ROWS), ValueError,
+         r"rows has shape \(9, 24\); cross"),
+        (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, KEYS), ValueError,
+         r"rows has shape \(9, 2, 4\) of float32; layer 'full.0' stores 24 bytes for each"),
+        (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, jnp.ones((9, 6))), TypeError,
+         "rows has dtype float32; layer 'full.0' stores bfloat16: cast it"),
+        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, jnp.ones((9, 3)), mask=MASK),
+         ValueError, r"mask has shape \(8,\); the batch wants \(9,\)"),
+        (hybrid, lambda c, b: jaxkv.write_state(c, "state.0", b, STATES[:1]), ValueError,
+         r"arrays have shapes \(\(3, 3, 8\),\); layer 'state.0' wants"),
+        (hybrid, lambda c, b: jaxkv.write_state(c, "kv.0", b, STATES), TypeError, "not state"),
+        (windows, lambda c, b: zero_blocks(c, as_ids([1]), as_ids([1])), ValueError,
+         r"ends has shape \(1,\); the plan has 2 groups"),
+        (windows, lambda c, b: zero_blocks(c, np.array([1]), as_ids([1, 1])), TypeError,
+         "block_ids must be an array of int32, got int64"),
+        (windows, lambda c, b: copy_blocks(c, as_ids([1]), as_ids([]), as_ids([1, 1])), ValueError,
+         "these must have one shape: sources"),
+        (windows, lambda c, b: jaxkv.quantize(KEYS, "uint8", 1.0), TypeError, "use write_rows"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_refused_by_name(plan, call, error, message) -> None:
+    cache = cases.empty(Case(plan))
+    with pytest.raises(error, match=message):
+        call(cache, cases.fixed_step(plan()).batch(cache, plan()))
+
+
+@pytest.mark.parametrize(
+    ("period", "error", "message"),
+    [
+        (-1, ValueError, r"period=-1 is not in 0\.\.1: layer='full.0' has 2 layers"),
+        (2, ValueError, "period=2 is not in"),
+        (2**31 - 1, ValueError, "period=2147483647 is not in"),
+        (1.0, TypeError, "period must be an array of int32, got float"),
+        (np.int64(2**32), TypeError, "period must be an array of int32, got int64"),
+        (as_ids([0, 1]), ValueError, r"period has shape \(2,\); it names one layer"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, error, message) -> None:
-    with pytest.raises(error, match=message):
-        call(make_pool(overlay("bf16")))
+def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None:
+    cache = cases.empty(Case(windows))
+    batch = cases.fixed_step(windows()).batch(cache, windows())
+    methods = (batch.block_tables, batch.slot_mapping)
+    for call in (
+        *(functools.partial(call, cache, batch) for call in CALLS),
+        *(functools.partial(method, "full.0") for method in methods),
+    ):
+        with pytest.raises(error, match=message):
+            call(period=period)
 
 
-def _ids(count: int) -> jax.Array:
-    return jnp.ones((count,), jnp.int32)
-
-
-def test_a_padded_page_has_no_contiguous_view() -> None:
-    with pytest.raises(ValueError, match="not contiguous"):
-        layer_view(make_pool(overlay("bf16", pad=True)), "kv.0")
-
-
-def test_what_is_allocated_again_compiles_nothing() -> None:
-    plan = overlay("bf16")
-    make_pool(plan)
-    make_block_tables(plan, max_requests=4)
-    with assert_no_recompilation():
-        make_pool(plan)
-        make_block_tables(plan, max_requests=4)
+def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> None:
+    layers = {"full.0": cases.attention(head_size_v=2), "shared": SharedKVSpec("full.0")}
+    plan = cases.planned(layers)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+    batch = cases.fixed_step(plan).batch(cache, plan)
+    for call in CALLS:
+        with pytest.raises(ValueError, match="batch is of another cache; use the one that apply"):
+            call(cases.empty(Case(windows)), batch)
+    for write in (
+        lambda: W(cache, "shared", batch, KEYS, VALUES),
+        lambda: jaxkv.write_rows(cache, "shared", batch, ROWS),
+    ):
+        with pytest.raises(ValueError, match="layer='shared' shares the cache of '"):
+            write()

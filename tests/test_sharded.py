@@ -1,177 +1,334 @@
-"""A pool sharded by KV head over a mesh holds what one device with all heads holds."""
+"""A cache on a mesh holds, reads and attends to what one device with all heads does."""
 
+import contextlib
+import dataclasses
 import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.block_tables import check_overflow, make_block_tables
-from jaxkv.blocks import BlockManager
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.pool import KVPool, make_pool, make_sharded_pool, read_tokens, write_tokens
-from jaxkv.specs import FullAttentionSpec, Limits, SlidingWindowSpec
-from jaxkv.step import StepShape, apply_step, pack_step
-from tests.helpers import ON_GPU, kernels_run, needs_mosaic, pointers
+import jaxkv
+from jaxkv.pool import copy_blocks, zero_blocks
+from jaxkv.testing import assert_no_recompilation
+from tests.helpers import IMPLEMENTATIONS, as_ids, kernels_run, pointers
 
-HEADS, SIZE, TOKENS = 8, 4, 16
-LAYERS = ("full", "window")
-MESHES = [n for n in (1, 2, 4, 8) if n <= len(jax.devices())]
-REPLICATED = PartitionSpec()
-# Interpreted kernels run a device at a time, so only one mesh is tried with them.
-RUNS = [("xla", n) for n in MESHES] + [
-    pytest.param("mosaic_gpu", n, marks=needs_mosaic) for n in MESHES if ON_GPU or n == 2
+HEADS, SIZE, TOKENS, REQUESTS, BLOCKS = 8, 4, 8, 2, 12
+LAYERS = ("full.0", "full.1", "window.0", "window.1")
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+DEVICES = jax.devices()
+SAME = PartitionSpec()
+two_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
+
+# Sums may be taken in another order where there are fewer heads; all else agrees bit by bit.
+# Outputs are means of up to 24 values up to 2, in float32; weights are exponentials of scores
+# up to 16, which are sums of 4 products.
+BOUND = 2 * 2 * (24 + 4 * 16) * 2.0**-24
+
+
+class Setting(NamedTuple):
+    """A mesh, and how a step is run on it.
+
+    mesh: devices along each axis; the last axis is "heads".
+    how: "jit": the user's jit and nothing else; "set_mesh": the same in the context of the
+      mesh; "shard_map": the user's own, over all axes.
+    """
+
+    mesh: tuple[int, ...]
+    types: tuple[AxisType, ...]
+    how: str
+    order: str = "LBNHC"
+    stacked: bool = True
+
+    def make_mesh(self) -> Mesh:
+        names = ("data", "heads")[-len(self.mesh) :]
+        devices = DEVICES[: math.prod(self.mesh)]
+        return jax.make_mesh(self.mesh, names, axis_types=self.types, devices=devices)
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh))
+        types = "".join(axis_type.name for axis_type in self.types)
+        return "-".join([mesh, types, self.how, self.order])
+
+
+SETTINGS = [
+    Setting((2,), (AUTO,), "jit", "BLHNC"),
+    Setting((2, 4), (AUTO, AUTO), "set_mesh", "LBHNC"),
+    Setting((8,), (AUTO,), "shard_map", stacked=False),
+    Setting((2,), (EXPLICIT,), "jit", "LHBNC"),
+    Setting((2, 4), (EXPLICIT, EXPLICIT), "set_mesh", "BHLNC"),
+    Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLNHC"),
 ]
+RUNS = [setting for setting in SETTINGS if math.prod(setting.mesh) <= len(DEVICES)]
 
 
-def plan_for(ranks: int) -> Plan:
+def plan_for(ranks: int) -> jaxkv.Plan:
     """The plan of one rank: its share of the heads."""
     common = {"block_size": 4, "num_kv_heads": HEADS // ranks, "head_size": SIZE, "dtype": "bf16"}
-    layers = {
-        "full": FullAttentionSpec(**common),
-        "window": SlidingWindowSpec(sliding_window=6, **common),
-    }
-    return plan_cache(
-        layers,
+    full = jaxkv.FullAttentionSpec(**common)
+    window = jaxkv.SlidingWindowSpec(sliding_window=6, **common)
+    return jaxkv.plan_cache(
+        {"full.0": full, "full.1": full, "window.0": window, "window.1": window},
         2**20,
         max_model_len=24,
-        num_blocks_override=24,
-        limits=Limits(max_in_flight_tokens=8),
+        num_blocks_override=BLOCKS,
+        limits=jaxkv.Limits(max_in_flight_tokens=TOKENS),
+        zero_policy="always",
     )
 
 
-TABLES = make_block_tables(plan_for(1), max_requests=2)
-SHAPE = StepShape(
-    entries=2,
-    block_ids=16,
-    zero_ids=8,
-    copies=2,
-    batch=2,
-    tokens=TOKENS,
-    widths=TABLES.widths,
-)
+def step(cache, upload, queries, keys, values):
+    """Every layer writes its tokens, full attention attends, and all is read that is there."""
+    cache, batch = jaxkv.apply_step(cache, upload)
 
+    def layer(cache, index, number=0, period=None):
+        scaled = keys / (1 + index.astype(keys.dtype))
+        cache = jaxkv.write_tokens(cache, f"window.{number}", batch, scaled, values, period=period)
+        return jaxkv.attend(cache, f"full.{number}", batch, queries, scaled, values, period=period)
 
-def step(implementation, tables, pool, upload, tokens):
-    """Tables, zeroing, copies, then each layer writes its tokens and reads all it has."""
-    tables, pool, batch = apply_step(
-        tables, pool, upload, shape=SHAPE, implementation=implementation
-    )
-    read = {}
-    for layer in LAYERS:
-        group = pool.layout.place_of(layer).group
-        pool = write_tokens(
-            pool, layer, batch.slots[group], tokens, -tokens, implementation=implementation
+    if cache.layout.buffers.stacked:  # as models do that scan over their layers
+        cache, attended = jax.lax.scan(
+            lambda cache, index: layer(cache, index, period=index), cache, jnp.arange(2)
         )
-        read[layer] = read_tokens(pool, layer, batch.block_tables[group])
-    return tables, pool, read
+    else:
+        cache, first = layer(cache, jnp.int32(0), 0)
+        cache, second = layer(cache, jnp.int32(1), 1)
+        attended = jnp.stack([first, second])
+    return cache, attended, [jaxkv.read_tokens(cache, name, batch) for name in LAYERS]
 
 
-def sharded_step(mesh: Mesh, pages: PartitionSpec, implementation: str):
-    heads = PartitionSpec(None, "heads")
-    return jax.jit(
-        jax.shard_map(
-            functools.partial(step, implementation),
-            mesh=mesh,
-            in_specs=(REPLICATED, pages, REPLICATED, heads),
-            out_specs=(REPLICATED, pages, PartitionSpec(None, None, "heads")),
-            check_vma=False,
-        ),
-        donate_argnums=(0, 1),
-    )
-
-
-def serve(run, tables, pool, check=lambda pool: None) -> list[dict[str, tuple[np.ndarray, ...]]]:
-    """A few steps of two requests, one of which starts over; what each step read."""
-    manager = BlockManager(plan_for(1), max_requests=2, zero_policy="always")
+def serve(
+    run: Callable[..., Any], cache: jaxkv.KVCache, plan: jaxkv.Plan, place: Callable[..., Any]
+) -> list[Any]:
+    """Steps of two requests, one of which starts over; what each attended to and read."""
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     rng, seen = np.random.default_rng(0), []
-    lengths = {"a": 0, "b": 0}
-    for name in lengths:
-        manager.start(name)
-    for turn in range(6):
-        if turn == 3:
+    where = parts_of(cache)
+    manager.start("a")
+    manager.start("b")
+    for turn, work in enumerate(
+        [{"a": 5, "b": 3}, {"b": 3, "a": 1}, {"a": 3, "b": 5}, {"a": 1, "b": 1}, {"b": 4, "a": 4}]
+    ):
+        if turn == 2:  # blocks that it held are b's later on
             manager.finish("a")
             manager.start("a")
-            lengths["a"] = 0
-        new = {name: int(rng.integers(1, 5)) for name in lengths}
-        for name, length in lengths.items():
-            manager.grow(name, length, length + new[name])
-        held = [ids[-1] for ids in manager.block_ids("b")]
-        upload = pack_step(
-            SHAPE,
-            update=manager.take_update(),
-            rows=[manager.requests[name] for name in lengths],
-            first_positions=list(lengths.values()),
-            lengths=list(new.values()),
-            # Blocks that nobody holds serve as a scratch pad: out and back again.
-            copies=[[(block_id, 23), (23, 22)] for block_id in held] if turn > 3 else (),
-        )
-        tokens = jnp.asarray(rng.normal(size=(TOKENS, HEADS, SIZE)), jnp.bfloat16)
-        with kernels_run():
-            tables, pool, read = run(tables, pool, upload, tokens)
-        seen.append(jax.tree.map(np.asarray, read))
-        lengths = {name: length + new[name] for name, length in lengths.items()}
-        check(pool)
-    check_overflow(tables)
+        heads = (2 * HEADS, HEADS, HEADS)
+        tokens = [rng.uniform(-2, 2, (TOKENS, count, SIZE)).astype(np.float32) for count in heads]
+        arguments = manager.step(shape, work), *map(place, tokens)
+        quiet = contextlib.nullcontext() if turn == 0 else assert_no_recompilation()
+        with quiet:
+            cache, attended, read = run(cache, *arguments)
+            jax.block_until_ready(cache)
+        seen.append(jax.tree.map(np.asarray, (attended, read)))
+        assert parts_of(cache) == where, "a device's part of the cache has moved"
+    jaxkv.check_errors(cache)
     return seen
 
 
+def parts_of(cache: jaxkv.KVCache) -> list[int]:
+    arrays = jax.tree.leaves(cache)
+    return pointers([shard.data for array in arrays for shard in array.addressable_shards])
+
+
 @functools.cache
-def on_one_device() -> list[dict[str, tuple[np.ndarray, ...]]]:
-    run = jax.jit(functools.partial(step, "xla"), donate_argnums=(0, 1))
+def on_one_device() -> list[Any]:
     plan = plan_for(1)
-    return serve(run, make_block_tables(plan, max_requests=2), make_pool(plan))
+    run = jax.jit(step, donate_argnums=0)
+    return serve(run, jaxkv.make_cache(plan, max_requests=REQUESTS), plan, jnp.asarray)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize(("implementation", "ranks"), RUNS)
-def test_ranks_together_read_what_one_device_reads(ranks, stacked, implementation) -> None:
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("heads",))
-    plan, replicated = plan_for(ranks), NamedSharding(mesh, REPLICATED)
-    pages = PartitionSpec(*[None] * (2 if stacked else 1), "heads")
-    pool = make_sharded_pool(plan, mesh, "heads", stacked=stacked)
-    assert all(b.sharding.spec == pages for b in pool.buffers)
-    got = serve(
-        sharded_step(mesh, pages, implementation),
-        make_block_tables(plan, max_requests=2, device=replicated),
-        pool,
+def assert_as_on_one_device(seen: list[Any]) -> None:
+    for (attended, read), (wanted, stored) in zip(seen, on_one_device(), strict=True):
+        for got, expected in zip(jax.tree.leaves(read), jax.tree.leaves(stored), strict=True):
+            np.testing.assert_array_equal(got, expected)
+        np.testing.assert_allclose(attended, wanted, rtol=0, atol=BOUND)
+        assert np.abs(wanted).max() > 0.5, "nothing was attended to"
+
+
+@pytest.mark.parametrize("setting", RUNS, ids=str)
+def test_a_mesh_holds_what_one_device_holds_and_each_part_stays_in_place(setting) -> None:
+    mesh, plan = setting.make_mesh(), plan_for(setting.mesh[-1])
+    run, place = step, jnp.asarray
+    context = jax.set_mesh(mesh) if setting.how == "set_mesh" else contextlib.nullcontext()
+    with context:
+        cache = jaxkv.make_cache(
+            plan,
+            max_requests=REQUESTS,
+            mesh=mesh,
+            axis="heads",
+            order=setting.order,
+            stacked=setting.stacked,
+        )
+        assert all(buffer.sharding.device_set == set(mesh.devices.flat) for buffer in cache.buffers)
+        if setting.how == "shard_map":
+            specs, heads = cache.partition_specs(), PartitionSpec(None, None, "heads")
+            by_head = PartitionSpec(None, "heads")
+            run = jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(specs, SAME, by_head, by_head, by_head),
+                out_specs=(specs, heads, heads),
+                check_vma=False,
+            )
+            place = functools.partial(jax.device_put, device=NamedSharding(mesh, by_head))
+        seen = serve(jax.jit(run, donate_argnums=0), cache, plan, place)
+    assert_as_on_one_device(seen)
+
+
+def test_a_cache_without_a_mesh_runs_under_an_explicit_mesh_of_its_device() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(EXPLICIT,), devices=DEVICES[:1])
+    with jax.set_mesh(mesh):
+        cache = jaxkv.make_cache(plan_for(1), max_requests=REQUESTS)
+        seen = serve(jax.jit(step, donate_argnums=0), cache, plan_for(1), jnp.asarray)
+    assert_as_on_one_device(seen)
+
+
+# --- one function at a time -------------------------------------------------------------
+
+
+STATE = jaxkv.plan_cache(
+    {"state": jaxkv.StateSpec(block_size=4, shapes=((2, 3),), dtypes=("f32",))},
+    2**20,
+    max_model_len=8,
+    num_blocks_override=8,
+)
+STATE_SHAPE = jaxkv.StepShape.for_plan(STATE, max_requests=2, max_tokens=4)
+
+
+def state_step(cache, upload):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    (state,) = jaxkv.read_state(cache, "state", batch)
+    return jaxkv.write_state(cache, "state", batch, [state + 1]), state
+
+
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("devices", [n for n in (1, 2) if n <= len(DEVICES)])
+def test_states_of_a_replicated_cache_are_kept_on_every_device(types, devices) -> None:
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(types,), devices=DEVICES[:devices])
+    manager = jaxkv.BlockManager(STATE, max_requests=2)
+    manager.start("a")
+    run = jax.jit(state_step, donate_argnums=0)
+    with jax.set_mesh(mesh):
+        cache = jaxkv.make_cache(STATE, max_requests=2, mesh=mesh)
+        for turn in range(3):
+            cache, state = run(cache, manager.step(STATE_SHAPE, {"a": 1}))
+            for shard in state.addressable_shards:
+                assert np.unique(np.asarray(shard.data)[0]).tolist() == [turn]
+            assert len(state.addressable_shards) == devices
+
+
+@two_devices
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+def test_blocks_are_zeroed_and_copied_on_every_device_of_a_mesh(types, implementation) -> None:
+    """No context tells the mesh: it is that of the arrays alone."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(types,), devices=DEVICES[:2])
+    cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")
+    (buffer,) = cache.buffers
+    content = np.random.default_rng(0).integers(1, 256, buffer.shape, np.uint8)
+    cache = dataclasses.replace(cache, buffers=(jax.device_put(content, buffer.sharding),))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def zero_and_copy(cache, ids, pairs, ends):
+        cache = zero_blocks(cache, ids, ends, implementation=implementation)
+        return copy_blocks(cache, *pairs, ends, implementation=implementation)
+
+    ids, pairs, ends = as_ids([3, 4]), as_ids([[5, 7], [6, 8]]), as_ids([1, 2])
+    with kernels_run():
+        (after,) = zero_and_copy(cache, ids, pairs, ends).buffers
+    content[:, [6, 8]] = content[:, [5, 7]]
+    content[:, [3, 4]] = 0
+    np.testing.assert_array_equal(after, content)
+    assert after.sharding.is_equivalent_to(buffer.sharding, buffer.ndim)
+
+
+@two_devices
+def test_a_view_of_a_sharded_layer_has_all_heads() -> None:
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(EXPLICIT,), devices=DEVICES[:2])
+    cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")
+    view = jaxkv.layer_view(cache, "full.1")
+    assert view.shape == (2 * BLOCKS, 4, HEADS, 2 * SIZE)
+    content = np.random.default_rng(0).normal(size=view.shape).astype(view.dtype)
+    cache = jaxkv.with_layer_view(cache, "full.1", jax.device_put(content, view.sharding))
+    np.testing.assert_array_equal(jaxkv.layer_view(cache, "full.0"), content)
+
+
+# --- refusals ---------------------------------------------------------------------------
+
+
+def one_axis() -> Mesh:
+    return Mesh(np.array(DEVICES[:1]), ("heads",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis": "heads"}, "axis='heads' needs the mesh that it is an axis of: pass mesh="),
+        ({"axis": "model", "mesh": one_axis()}, "axis='model' is not an axis of the mesh"),
+        ({"device": DEVICES[0], "mesh": one_axis()}, "mesh and device both say"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        jaxkv.make_cache(plan_for(1), max_requests=REQUESTS, **options)
+
+
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_states_of_a_sharded_cache_are_refused_outside_of_shard_map(use) -> None:
+    cache = jaxkv.make_cache(STATE, max_requests=2, mesh=one_axis(), axis="heads")
+    cache, batch = jaxkv.apply_step(cache, STATE_SHAPE.idle())
+    with pytest.raises(ValueError, match=r"layer='state' .*: call this inside jax\.shard_map"):
+        if use == "read":
+            jaxkv.read_state(cache, "state", batch)
+        else:
+            jaxkv.write_state(cache, "state", batch, [jnp.zeros((2, 2, 3))])
+
+
+def test_states_of_a_sharded_cache_are_each_rank_s_own_inside_of_shard_map() -> None:
+    ranks = min(2, len(DEVICES))
+    mesh = Mesh(np.array(DEVICES[:ranks]), ("heads",))
+    cache = jaxkv.make_cache(STATE, max_requests=2, mesh=mesh, axis="heads")
+    manager = jaxkv.BlockManager(STATE, max_requests=2)
+    manager.start("a")
+
+    def body(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        (state,) = jaxkv.read_state(cache, "state", batch)
+        rank = jax.lax.axis_index("heads").astype(jnp.float32)
+        return jaxkv.write_state(cache, "state", batch, [state + 1 + rank]), state[None]
+
+    specs = cache.partition_specs()
+    run = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(specs, SAME),
+            out_specs=(specs, PartitionSpec("heads")),
+            check_vma=False,
+        )
     )
-    for read, wanted in zip(got, on_one_device(), strict=True):
-        for layer in LAYERS:
-            for array, other in zip(read[layer], wanted[layer], strict=True):
-                np.testing.assert_array_equal(array, other)
+    for turn in range(3):
+        cache, states = run(cache, manager.step(STATE_SHAPE, {"a": 1}))
+        np.testing.assert_array_equal(states[:, 0, 0, 0], [turn * (1 + r) for r in range(ranks)])
 
 
-def test_a_sharded_step_keeps_every_device_s_part_where_it_is() -> None:
-    mesh = Mesh(np.array(jax.devices()), ("heads",))
-    plan = plan_for(len(mesh.devices))
-    where = []
-
-    def remember(pool: KVPool) -> None:
-        shards = [shard.data for b in pool.buffers for shard in b.addressable_shards]
-        where.append(pointers(shards))
-
-    serve(
-        sharded_step(mesh, PartitionSpec(None, "heads"), "xla"),
-        make_block_tables(plan, max_requests=2, device=NamedSharding(mesh, REPLICATED)),
-        make_sharded_pool(plan, mesh, "heads"),
-        remember,
-    )
-    assert all(pointers == where[0] for pointers in where)
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_a_sharded_pool_outside_of_shard_map_is_refused() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
-    pool = make_sharded_pool(plan_for(2), mesh, "heads")
-    slots, tokens = jnp.zeros(1, jnp.int32), jnp.zeros((1, HEADS // 2, SIZE))
-    with pytest.raises(ValueError, match="a sharded pool is used under shard_map"):
-        write_tokens(pool, "full", slots, tokens, tokens)
-
-
-def test_an_axis_that_the_mesh_lacks_is_refused() -> None:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("heads",))
-    with pytest.raises(ValueError, match="axis='model' is not an axis of the mesh"):
-        make_sharded_pool(plan_for(1), mesh, "model")
+def test_packed_rows_of_a_sharded_cache_are_refused_outside_of_shard_map() -> None:
+    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="nvfp4")
+    plan = jaxkv.plan_cache({"packed": spec}, 2**20, max_model_len=8, num_blocks_override=8)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=4)
+    cache = jaxkv.make_cache(plan, max_requests=2, mesh=one_axis(), axis="heads")
+    cache, batch = jaxkv.apply_step(cache, shape.idle())
+    rows = jnp.zeros((4, spec.token_bytes), jnp.uint8)
+    for use in (
+        lambda: jaxkv.write_rows(cache, "packed", batch, rows),
+        lambda: jaxkv.read_rows(cache, "packed", batch),
+        lambda: jaxkv.layer_view(cache, "packed"),
+    ):
+        with pytest.raises(ValueError, match=r"its own heads.* call this inside jax\.shard_map"):
+            use()

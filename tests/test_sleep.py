@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
-from jaxkv.block_tables import check_overflow, make_block_tables
-from jaxkv.blocks import BlockManager
-from jaxkv.planning import plan_cache
-from jaxkv.pool import make_pool, make_sharded_pool, read_tokens, write_tokens
-from jaxkv.sleep import (
+import jaxkv
+from jaxkv.sleeping import (
     PARTS,
     ClosedOverError,
-    KVCache,
     SleepError,
     SleepingCache,
     _host,
@@ -28,69 +25,61 @@ from jaxkv.sleep import (
     sleep,
     wake_up,
 )
-from jaxkv.specs import FullAttentionSpec
-from jaxkv.step import StepShape, apply_step, pack_step
 from jaxkv.testing import assert_same_bytes, count_compilations
 from tests.helpers import garbage, hybrid_plan, snapshot
 
 PLAN = hybrid_plan(num_blocks=24)
-SMALL_CHUNKS = 5 * PLAN.layout.slots[0].page_bytes  # a buffer goes out in five parts
-two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-HOMES = [
-    "uncommitted",
-    "committed",
-    "stacked",
-    "BHLNC",
-    pytest.param("other default", marks=two_devices),
-    pytest.param("mesh", marks=two_devices),
-    pytest.param("explicit mesh", marks=two_devices),
-]
-HEADS = plan_cache(  # layers whose heads can be dealt out in any order
-    {f"layer.{i}": FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4) for i in range(3)},
+SMALL_CHUNKS = 2 * PLAN.layout.bytes_per_block  # the pool goes out in twelve parts
+HEADS = jaxkv.plan_cache(  # layers whose heads can be dealt out in any order
+    {
+        f"layer.{i}": jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
+        for i in range(3)
+    },
     2**20,
     max_model_len=24,
     num_blocks_override=24,
 )
-SHAPE = StepShape(
-    entries=4,
-    block_ids=40,
-    zero_ids=12,
-    batch=2,
-    tokens=8,
-    widths=make_block_tables(PLAN, max_requests=4).widths,
-)
+SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=4, max_tokens=8)
+CONTENT = ("buffers", "block_tables", "row_lengths", "status")
+SCALES = (0.02, 3.0)
+
+two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+HOMES = [
+    "default",
+    "unstacked",
+    "BHLNC",
+    "uncommitted",
+    pytest.param("mesh", marks=two_devices),
+    pytest.param("explicit mesh", marks=two_devices),
+]
 
 
-def empty_cache(home: str = "uncommitted") -> KVCache:
-    """Scales stand beside, one of them weakly typed, where tables are."""
-    plan, order, pool_of, device = PLAN, "LBNHC", make_pool, None
-    default = jax.devices()[-1] if home == "other default" else None
-    if "mesh" in home:
-        axis_type = jax.sharding.AxisType.Explicit if "explicit" in home else None
-        mesh = jax.make_mesh((2,), ("heads",), axis_types=axis_type and (axis_type,))
-        device = NamedSharding(mesh, PartitionSpec())
-        pool_of = functools.partial(make_sharded_pool, mesh=mesh, axis="heads")
-        if axis_type:
-            plan, order = HEADS, "LHBNC"
+def empty_cache(home: str = "default") -> jaxkv.KVCache:
+    plan, options = PLAN, {"max_requests": 4, "scales": SCALES}
+    if home == "unstacked":
+        options["stacked"] = False
     elif home == "BHLNC":
-        plan, order = HEADS, home
-    elif home == "committed":
-        device = jax.devices()[0]
-        pool_of = functools.partial(make_pool, device=device)
-    with jax.default_device(default):
-        scales = {"a": jnp.full((2,), 0.02), "b": jnp.float32(3)}
-        return KVCache(
-            pool=pool_of(plan, stacked=True if home == "stacked" else None, order=order),
-            tables=make_block_tables(plan, max_requests=4, device=device),
-            scales=scales if device is None else jax.device_put(scales, device),
+        plan, options["order"] = HEADS, home
+    elif "mesh" in home:
+        axis_type = AxisType.Explicit if "explicit" in home else AxisType.Auto
+        options["mesh"] = jax.make_mesh(
+            (2,), ("heads",), axis_types=(axis_type,), devices=jax.devices()[:2]
         )
+        options["axis"] = "heads"
+        if axis_type == AxisType.Explicit:
+            plan, options["order"] = HEADS, "LHBNC"
+    cache = jaxkv.make_cache(plan, **options)
+    if home == "uncommitted":  # and on another device than the default one
+        with jax.default_device(jax.devices()[-1]):
+            cache = jax.tree.map(lambda array: jax.device_put(np.asarray(array)), cache)
+    return cache
 
 
-def full_cache(home: str = "uncommitted") -> KVCache:
+def full_cache(home: str = "default") -> jaxkv.KVCache:
     """Random bytes in pool and tables, each array in the place it had."""
     cache = empty_cache(home)
-    pool, tables = jax.tree.map(_filled, (cache.pool, cache.tables))
-    return dataclasses.replace(cache, pool=pool, tables=tables)
+    filled = jax.tree.map(_filled, {name: getattr(cache, name) for name in CONTENT})
+    return dataclasses.replace(cache, **filled)
 
 
 def _filled(array: jax.Array) -> jax.Array:
@@ -99,9 +88,9 @@ def _filled(array: jax.Array) -> jax.Array:
         return jax.device_put(content, array.sharding if array.committed else None, may_alias=False)
 
 
-def places(tree: object) -> list[tuple]:
+def places(tree: object) -> list[tuple[Any, ...]]:
     return [
-        (array.shape, array.dtype, array.sharding, array.committed, array.weak_type)
+        (array.shape, array.dtype, array.sharding, array.committed)
         for array in jax.tree.leaves(tree)
     ]
 
@@ -110,43 +99,50 @@ def places(tree: object) -> list[tuple]:
 @pytest.mark.parametrize("home", HOMES)
 def test_level_1_gives_back_what_was_there(home: str, chunk_bytes: int) -> None:
     cache = full_cache(home)
-    kept, where = snapshot((cache.pool, cache.tables)), places(cache)
+    kept, where = snapshot(cache), places(cache)
     awake = wake_up(sleep(cache, level=1, chunk_bytes=chunk_bytes))
-    assert_same_bytes((awake.pool, awake.tables), kept)
+    assert_same_bytes(awake, kept)
     assert places(awake) == where
-    assert awake.pool.layout == cache.pool.layout
+    assert awake.layout == cache.layout and awake.scales is cache.scales
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_level_2_zeroes_the_pool_and_keeps_the_tables(home: str) -> None:
+def test_level_2_zeroes_the_pool_and_keeps_tables_and_scales(home: str) -> None:
     cache = full_cache(home)
-    kept, where = snapshot(cache.tables), places(cache)
+    kept, where = snapshot(cache), places(cache)
     sleeping = sleep(cache, level=2)
-    assert sleeping.host_bytes == sum(array.nbytes for array in jax.tree.leaves(kept))
+    tables = [getattr(kept, name) for name in CONTENT[1:]]
+    assert sleeping.host_bytes == sum(array.nbytes for array in tables)
     awake = wake_up(sleeping)
-    assert_same_bytes(awake.tables, kept)
-    assert all(not np.asarray(buffer).any() for buffer in awake.pool.buffers)
+    empty = tuple(np.zeros_like(buffer) for buffer in kept.buffers)
+    assert_same_bytes(awake, dataclasses.replace(kept, buffers=empty))
     assert places(awake) == where
-
-
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("home", HOMES)
-def test_scales_stay_unless_a_reset_is_asked_for(home: str, level: int) -> None:
-    cache = empty_cache(home)
-    awake = wake_up(sleep(cache, level=level))
     assert awake.scales is cache.scales
-    reset = wake_up(sleep(awake, level=level), reset_scales=True)
-    assert [np.asarray(scale).tolist() for scale in jax.tree.leaves(reset.scales)] == [[1, 1], 1]
-    assert places(reset.scales) == places(cache.scales)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_scales_become_1_where_a_reset_is_asked_for(home: str) -> None:
+    cache = empty_cache(home)
+    awake = wake_up(sleep(cache), reset_scales=True)
+    np.testing.assert_array_equal(awake.scales, np.ones_like(cache.scales))
+    assert places(awake.scales) == places(cache.scales)
+
+
+def test_a_cache_without_scales_or_without_a_pool_sleeps_as_well() -> None:
+    cache = jaxkv.make_cache(PLAN, max_requests=4, tables_only=True)
+    kept = snapshot(cache)
+    sleeping = sleep(cache)
+    assert sleeping.host_bytes == sleeping.released_bytes > 0
+    awake = wake_up(sleeping, reset_scales=True)
+    assert awake.scales is None and awake.buffers == ()
+    assert_same_bytes(awake, kept)
 
 
 def test_memory_goes_back_to_the_allocator() -> None:
     """A pool of 64 MiB, out and back in parts of 4 MiB."""
     plan = hybrid_plan(num_blocks=2**26 // PLAN.layout.bytes_per_block)
     part = 4 * 2**20
-    cache = KVCache(
-        pool=make_pool(plan, stacked=True), tables=make_block_tables(plan, max_requests=4)
-    )
+    cache = jaxkv.make_cache(plan, max_requests=4)
     held = sum(array.nbytes for array in jax.tree.leaves(cache))
     gc.collect()  # what earlier tests left over is not to go in between
     before = _device_bytes()
@@ -181,7 +177,7 @@ def test_at_most_two_chunks_lie_beside_the_buffer(monkeypatch: pytest.MonkeyPatc
         return watched
 
     cache = full_cache()
-    buffer = cache.pool.buffers[0]
+    (buffer,) = cache.buffers
     axis, bounds = _host._cut(buffer, SMALL_CHUNKS)
     shapes = {(*buffer.shape[:axis], size, *buffer.shape[axis + 1 :]) for _, size in bounds}
     del buffer
@@ -192,12 +188,12 @@ def test_at_most_two_chunks_lie_beside_the_buffer(monkeypatch: pytest.MonkeyPatc
     assert max(alive) == 2
 
 
-def touch(cache: KVCache) -> KVCache:
+def touch(cache: jaxkv.KVCache) -> jaxkv.KVCache:
     """A step over everything: one more in every byte and every id."""
-    pool, tables = jax.tree.map(
-        lambda array: array + array.dtype.type(1), (cache.pool, cache.tables)
+    content = {name: getattr(cache, name) for name in CONTENT}
+    return dataclasses.replace(
+        cache, **jax.tree.map(lambda array: array + array.dtype.type(1), content)
     )
-    return dataclasses.replace(cache, pool=pool, tables=tables)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -205,7 +201,7 @@ def test_compiled_steps_survive(home: str) -> None:
     """The same programs run on what woke: that of jit, and one compiled ahead."""
     cache = full_cache(home)
     step = jax.jit(touch, donate_argnums=0)
-    cache = step(step(cache))  # what was uncommitted comes back committed from the first
+    cache = step(step(cache))  # explicit axes are spelt out by the first
     ahead = jax.jit(touch).lower(cache).compile()
     programs = step._cache_size()
     for level, parts in [(1, PARTS), (2, PARTS), (1, PARTS[:1]), (2, PARTS[:1]), (1, PARTS[1:])]:
@@ -219,42 +215,35 @@ def test_compiled_steps_survive(home: str) -> None:
     assert step._cache_size() == programs
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def write_and_read(cache, upload):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    tokens = jnp.broadcast_to(batch.positions[:, None, None] / 8, (8, 2, 4))
+    cache = jaxkv.write_tokens(cache, "full.0", batch, tokens, -tokens)
+    return cache, jaxkv.read_tokens(cache, "full.0", batch)
+
+
 def serve(naps: bool) -> list[np.ndarray]:
     """Seven steps of two requests, which read all they have written; naps between steps."""
-    manager, cache = BlockManager(PLAN, max_requests=4), empty_cache()
-    rows, read = [manager.start(name) for name in "ab"], []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(cache, upload):
-        tables, pool, batch = apply_step(cache.tables, cache.pool, upload, shape=SHAPE)
-        tokens = jnp.broadcast_to(batch.positions[:, None, None] / 8, (SHAPE.tokens, 2, 4))
-        pool = write_tokens(pool, "full.0", batch.slots[group], tokens, -tokens)
-        kept = read_tokens(pool, "full.0", batch.block_tables[group])
-        return dataclasses.replace(cache, pool=pool, tables=tables), kept
-
-    group = PLAN.layout.place_of("full.0").group
+    manager, cache = jaxkv.BlockManager(PLAN, max_requests=4), empty_cache()
+    for name in "ab":
+        manager.start(name)
+    read = []
     for i in range(7):
-        for name in "ab":
-            manager.grow(name, 2 * i, 2 * i + 2)
-        upload = pack_step(
-            SHAPE,
-            update=manager.take_update(),
-            rows=rows,
-            first_positions=[2 * i] * 2,
-            lengths=[2, 2],
-        )
-        cache, kept = step(cache, upload)
+        cache, kept = write_and_read(cache, manager.step(SHAPE, {"a": 2, "b": 3}))
         read += [np.asarray(array) for array in kept]
         if naps:
             cache = wake_up(sleep(cache, parts=PARTS[i % 3 : i % 3 + 1] or PARTS))
-    assert step._cache_size() == 1
-    check_overflow(cache.tables)
+    assert write_and_read._cache_size() == 1
+    jaxkv.check_errors(cache)
     return read
 
 
 def test_serving_goes_on_where_it_was() -> None:
-    for napped, awake in zip(serve(naps=True), serve(naps=False), strict=True):
-        np.testing.assert_array_equal(napped, awake)
+    awake = serve(naps=False)
+    assert any(array.any() for array in awake)
+    for napped, expected in zip(serve(naps=True), awake, strict=True):
+        np.testing.assert_array_equal(napped, expected)
 
 
 class Nights(RuleBasedStateMachine):
@@ -263,18 +252,15 @@ class Nights(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cache = full_cache()
-        self.content = {
-            "kv_cache": jax.tree.leaves(snapshot(self.cache.pool)),
-            "block_tables": jax.tree.leaves(snapshot(self.cache.tables)),
-        }
+        self.content = snapshot(self.cache)
+        self.scales = self.cache.scales
         self.asleep: dict[str, int] = {}
 
     @precondition(lambda self: not self.asleep)
     @rule()
     def step(self) -> None:
-        self.cache = TOUCH(self.cache)
-        for arrays in self.content.values():
-            arrays[:] = [array + array.dtype.type(1) for array in arrays]
+        self.cache = dataclasses.replace(TOUCH(self.cache), scales=self.scales)
+        self.content = touch(self.content)
 
     @rule(level=st.sampled_from([1, 2]), parts=st.sets(st.sampled_from(PARTS), min_size=1))
     def sleep(self, level: int, parts: set[str]) -> None:
@@ -282,10 +268,13 @@ class Nights(RuleBasedStateMachine):
             with pytest.raises(SleepError, match="sleeps already"):
                 sleep(self.cache, level=level, parts=parts)
             return
-        self.cache = sleep(self.cache, level=level, parts=parts, chunk_bytes=SMALL_CHUNKS)
+        before = self.cache
+        self.cache = sleep(before, level=level, parts=parts, chunk_bytes=SMALL_CHUNKS)
+        self.check_spent(before)
         self.asleep |= dict.fromkeys(parts, level)
         if level == 2 and "kv_cache" in parts:
-            self.content["kv_cache"] = [0 * array for array in self.content["kv_cache"]]
+            empty = tuple(np.zeros_like(buffer) for buffer in self.content.buffers)
+            self.content = dataclasses.replace(self.content, buffers=empty)
 
     @rule(parts=st.sets(st.sampled_from(PARTS), min_size=1))
     def wake(self, parts: set[str]) -> None:
@@ -293,9 +282,15 @@ class Nights(RuleBasedStateMachine):
             with pytest.raises(SleepError, match="is awake"):
                 wake_up(self.cache, parts=parts)
             return
-        self.cache = wake_up(self.cache, parts=parts)
+        before = self.cache
+        self.cache = wake_up(before, parts=parts)
+        self.check_spent(before)
         for part in parts:
             del self.asleep[part]
+
+    def check_spent(self, handle: jaxkv.KVCache | SleepingCache) -> None:
+        if isinstance(handle, SleepingCache):
+            assert repr(handle).startswith("SleepingCache(spent") and not handle.levels
 
     @invariant()
     def holds(self) -> None:
@@ -303,9 +298,9 @@ class Nights(RuleBasedStateMachine):
             assert isinstance(self.cache, SleepingCache)
             assert self.cache.levels == self.asleep
             return
-        assert isinstance(self.cache, KVCache)
-        assert_same_bytes(jax.tree.leaves(self.cache.pool), self.content["kv_cache"])
-        assert_same_bytes(jax.tree.leaves(self.cache.tables), self.content["block_tables"])
+        assert isinstance(self.cache, jaxkv.KVCache)
+        assert self.cache.scales is self.scales
+        assert_same_bytes(self.cache, self.content)
 
 
 TOUCH = jax.jit(touch)
@@ -313,31 +308,48 @@ TestNights = Nights.TestCase
 TestNights.settings = settings(max_examples=20, stateful_step_count=15)
 
 
-def test_a_part_at_a_time() -> None:
+@pytest.mark.parametrize("first", PARTS)
+def test_a_part_at_a_time(first: str) -> None:
+    """Either part falls asleep first and wakes first; the scales are there in the end."""
+    (second,) = set(PARTS) - {first}
     cache = full_cache()
-    kept = snapshot((cache.pool, cache.tables))
-    dozing = sleep(cache, parts=("kv_cache",))
-    assert dozing.levels == {"kv_cache": 1}
-    assert not cache.tables.num_blocks.is_deleted() and cache.pool.buffers[0].is_deleted()
-    asleep = sleep(dozing, level=2, parts=("block_tables",))
-    assert asleep.levels == {"kv_cache": 1, "block_tables": 2}
-    dozing = wake_up(asleep, parts=("kv_cache",))
-    assert isinstance(dozing, SleepingCache) and dozing.levels == {"block_tables": 2}
+    kept = snapshot(cache)
+    dozing = sleep(cache, parts=(first,))
+    assert dozing.levels == {first: 1}
+    assert cache.status.is_deleted() == (first == "block_tables")
+    assert cache.buffers[0].is_deleted() == (first == "kv_cache")
+    asleep = sleep(dozing, level=1, parts=(second,))
+    assert asleep.levels == {first: 1, second: 1}
+    dozing = wake_up(asleep, parts=(first,))
+    assert isinstance(dozing, SleepingCache) and dozing.levels == {second: 1}
     awake = wake_up(dozing)
-    assert_same_bytes((awake.pool, awake.tables), kept)
+    assert_same_bytes(awake, kept)
+    assert awake.scales is cache.scales
 
 
 def test_a_sleeping_cache_cannot_be_used() -> None:
     sleeping = sleep(full_cache(), parts=("kv_cache",))
-    for name in ("pool", "tables", "scales"):
+    for name in (*CONTENT, "scales", "error_flags"):
         with pytest.raises(SleepError, match=f"{name} of a sleeping cache .*kv_cache asleep"):
             getattr(sleeping, name)
     for use in (jax.jit(lambda cache: 0), jax.tree.leaves, jax.block_until_ready, jax.device_put):
         with pytest.raises(SleepError, match="call wake_up first"):
             use(sleeping)
-    with pytest.raises(AttributeError, match="'buffers'"):
-        _ = sleeping.buffers
-    assert isinstance(wake_up(sleeping), KVCache)
+    with pytest.raises(AttributeError, match="'pool'"):
+        _ = sleeping.pool
+    assert isinstance(wake_up(sleeping), jaxkv.KVCache)
+
+
+def test_a_handle_is_spent_by_the_call_that_takes_it() -> None:
+    dozing = sleep(full_cache(), parts=("kv_cache",))
+    asleep = sleep(dozing, parts=("block_tables",))
+    woken = wake_up(asleep, parts=("block_tables",))
+    wake_up(woken)
+    for handle in (dozing, asleep, woken):
+        assert not handle.levels and not handle.released_bytes and not handle.host_bytes
+        for use in (sleep, wake_up):
+            with pytest.raises(SleepError, match="spent: a later call to sleep or wake_up"):
+                use(handle)
 
 
 def test_states_that_were_left_are_refused() -> None:
@@ -345,22 +357,16 @@ def test_states_that_were_left_are_refused() -> None:
     with pytest.raises(SleepError, match="the cache is awake, all of it"):
         wake_up(cache)
     sleeping = sleep(cache)
-    with pytest.raises(SleepError, match="kv_cache: an array of it was deleted, for it sleeps"):
+    with pytest.raises(SleepError, match="kv_cache: an array of it was deleted: it sleeps"):
         sleep(cache)
     with pytest.raises(SleepError, match=r"sleeps already: SleepingCache\(kv_cache asleep"):
         sleep(sleeping)
     dozing = wake_up(sleeping, parts=("block_tables",))
     with pytest.raises(SleepError, match="block_tables is awake already"):
         wake_up(dozing, parts=("block_tables",))
-    for use in (sleep, wake_up):
-        with pytest.raises(SleepError, match="spent: a later call"):
-            use(sleeping)
-    wake_up(dozing)
-    with pytest.raises(SleepError, match="spent"):
-        wake_up(dozing)
     half = full_cache()
     dozing = sleep(half, parts=("kv_cache",))
-    half.tables.num_blocks.delete()
+    half.status.delete()
     with pytest.raises(SleepError, match="block_tables: an array of it was deleted"):
         wake_up(dozing)
     donated = full_cache()
@@ -396,26 +402,26 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
             wake_up(sleeping, parts=options["parts"])
 
 
-def test_what_is_no_cache() -> None:
+def test_other_things_than_a_cache_are_refused() -> None:
     cache = full_cache()
     for use in (sleep, wake_up):
-        with pytest.raises(TypeError, match=r"cache must be a .*, got KVPool"):
-            use(cache.pool)
+        with pytest.raises(TypeError, match=r"cache must be a .*, got tuple"):
+            use(cache.buffers)
     with pytest.raises(TypeError, match="cannot be part of a jitted function"):
         jax.jit(lambda cache: sleep(cache).host_bytes)(cache)
-    host_side = dataclasses.replace(cache, pool=jax.tree.map(np.asarray, cache.pool))
     with pytest.raises(TypeError, match="kv_cache has a ndarray"):
-        sleep(host_side)
-    with pytest.raises(TypeError, match="pool of the cache must be KVPool, got BlockTables"):
-        sleep(KVCache(pool=cache.tables, tables=cache.pool))
-    with pytest.raises(TypeError, match="cache must be a KVCache that is awake, got KVPool"):
-        check_not_closed_over(cache.pool, touch, cache)
-    pinned = jax.devices()[0].memory("pinned_host")
-    outside = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=pinned.kind)
-    asleep_already = jax.device_put(cache.pool, outside)
+        sleep(snapshot(cache))
+    with pytest.raises(TypeError, match="cache must be a KVCache that is awake, got tuple"):
+        check_not_closed_over(cache.buffers, touch, cache)
+
+
+def test_arrays_in_host_memory_are_refused_and_stay() -> None:
+    cache = full_cache()
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=_host.HOST_MEMORY)
+    outside = jax.device_put(cache.buffers, pinned)
     with pytest.raises(ValueError, match="kv_cache has an array in pinned_host memory; leave"):
-        sleep(dataclasses.replace(cache, pool=asleep_already))
-    assert not asleep_already.buffers[0].is_deleted()
+        sleep(dataclasses.replace(cache, buffers=outside))
+    assert not outside[0].is_deleted()
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, 9, 15])
@@ -423,13 +429,13 @@ def test_a_failure_leaves_things_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     cache = full_cache()
-    kept = snapshot((cache.pool, cache.tables))
+    kept = snapshot(cache)
     before = _live_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(_host.jax, "device_put", _fails_at(fails_at))
         with pytest.raises(MemoryError) as failure:
             sleep(cache, chunk_bytes=SMALL_CHUNKS)
-    assert_same_bytes((cache.pool, cache.tables), kept)
+    assert_same_bytes(cache, kept)
     assert _live_bytes() == before  # while the traceback still holds its frames
     del failure
     sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
@@ -442,7 +448,7 @@ def test_a_failure_leaves_things_as_they_were(
     del failure
     assert sleeping.levels == dict.fromkeys(PARTS, 1)
     awake = wake_up(sleeping)
-    assert_same_bytes((awake.pool, awake.tables), kept)
+    assert_same_bytes(awake, kept)
 
 
 def _live_bytes() -> dict[str, int]:
@@ -470,28 +476,28 @@ def _fails_at(count: int):
 def test_closed_over_arrays_are_found() -> None:
     """The one way to break a sleeping cache, what it does, and the guard against it."""
     cache = full_cache()
-    first_id = int(cache.tables.tables[0][0, 0])
+    first_id = int(cache.block_tables[0, 0])
 
     @jax.jit
     def broken(rows):
-        return cache.tables.tables[0][rows]
+        return cache.block_tables[rows]
 
     rows = jnp.array([0])
     assert broken(rows)[0, 0] == first_id
     later = TOUCH(cache)
     awake = wake_up(sleep(later))
-    assert awake.tables.tables[0][0, 0] == first_id + 1 and broken(rows)[0, 0] == first_id
+    assert awake.block_tables[0, 0] == first_id + 1 and broken(rows)[0, 0] == first_id
     for state in (cache, awake):  # the very arrays, and a later state of them
-        with pytest.raises(ClosedOverError, match=r"broken closes over int32.* \(as tables.tables"):
+        with pytest.raises(ClosedOverError, match=r"broken closes .* \(as cache.block_tables\)"):
             check_not_closed_over(state, broken, rows)
 
     @jax.jit
-    def right(tables, rows):
-        return tables.tables[0][rows] + jnp.int32(3) * scalar
+    def right(cache, rows):
+        return cache.block_tables[rows] + jnp.int32(3) * scalar
 
     scalar = jnp.int32(2)
-    check_not_closed_over(awake, right, awake.tables, rows)
-    check_not_closed_over(awake, lambda tables: right(tables, rows), awake.tables)
+    check_not_closed_over(awake, right, awake, rows)
+    check_not_closed_over(awake, lambda cache: right(cache, rows), awake)
 
 
 def _scan(buffer):
@@ -502,34 +508,37 @@ def _scan(buffer):
     "wrap",
     [
         lambda buffer: lambda x: x + buffer.sum(dtype=jnp.uint8),
-        lambda buffer: lambda x: jax.jit(lambda y: y + buffer[0, 0])(x),
-        lambda buffer: lambda x: x + _scan(buffer)[0, 0],
-        lambda buffer: lambda x: jax.lax.cond(x[0] > 0, lambda: buffer[0, 0], lambda: x[0]),
+        lambda buffer: lambda x: jax.jit(lambda y: y + buffer[0, 0, 0])(x),
+        lambda buffer: lambda x: x + _scan(buffer)[0, 0, 0],
+        lambda buffer: lambda x: jax.lax.cond(x[0] > 0, lambda: buffer[0, 0, 0], lambda: x[0]),
     ],
     ids=["plain", "nested", "scan", "cond"],
 )
 def test_closed_over_buffers_are_found_in_nested_programs(wrap) -> None:
     cache = full_cache()
     x = jnp.zeros(3, jnp.uint8)
-    for step in (wrap(cache.pool.buffers[0]), jax.jit(wrap(cache.pool.buffers[0]))):
-        with pytest.raises(ClosedOverError, match=r"uint8.* \(as pool.buffers\[0\]\)"):
+    for step in (wrap(cache.buffers[0]), jax.jit(wrap(cache.buffers[0]))):
+        with pytest.raises(ClosedOverError, match=r"uint8.* \(as cache.buffers\[0\]\)"):
             check_not_closed_over(cache, step, x)
-    check_not_closed_over(cache, lambda x, buffer: wrap(buffer)(x), x, cache.pool.buffers[0])
+    check_not_closed_over(cache, lambda x, buffer: wrap(buffer)(x), x, cache.buffers[0])
 
 
 def test_a_transfer_guard_has_nothing_to_object_to() -> None:
     cache = full_cache()
-    kept = snapshot((cache.pool, cache.tables))
+    kept = snapshot(cache)
     with jax.transfer_guard("disallow"):
         awake = wake_up(sleep(cache, chunk_bytes=SMALL_CHUNKS))
-    assert_same_bytes((awake.pool, awake.tables), kept)
+    assert_same_bytes(awake, kept)
 
 
-def test_reprs_say_the_state() -> None:
-    cache = full_cache()
-    assert repr(cache).startswith("KVCache(KVPool(24 blocks")
-    sleeping = sleep(cache, level=2, parts=("kv_cache",))
+def test_a_repr_says_which_parts_sleep() -> None:
+    sleeping = sleep(full_cache(), level=2, parts=("kv_cache",))
     assert repr(sleeping).startswith(
         "SleepingCache(kv_cache asleep at level 2, block_tables awake; "
     )
     assert len(repr(sleeping)) < 200
+
+
+def test_the_front_door_offers_the_functions_and_not_their_module() -> None:
+    """An import of the room makes it an attribute of the package, under its own name."""
+    assert jaxkv.sleep is sleep and jaxkv.wake_up is wake_up

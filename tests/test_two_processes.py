@@ -1,64 +1,71 @@
 """Processes and caches that step asynchronously side by side see their own ids only.
 
-Each stream of steps hands out ids of its own kind, dispatches without ever waiting, and
-reads all that came back at the end. A host buffer that is used again too early shows up
-as an id of another step or another stream.
+Each stream of steps hands out ids of its own, dispatches without ever waiting, and reads all
+that came back at the end. A host buffer that is used again too early shows up as an id of
+another step or another stream.
 """
 
 import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 
-from jaxkv.block_tables import check_overflow, make_block_tables
-from jaxkv.blocks import TableUpdate
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import FullAttentionSpec
-from jaxkv.step import StepShape, apply_step_donating, pack_step
+import jaxkv
 
-ROWS, STEPS, STREAMS = 4, 200, 3
-
-
-def make_plan() -> Plan:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)
-    return plan_cache({"layer": spec}, 2**30, max_model_len=64, num_blocks_override=2**20)
+REQUESTS, STEPS, STREAMS, BLOCK = 4, 200, 3, 16
 
 
 def run_streams(process: int) -> None:
-    """Interleaves the streams of one process; raises where one saw a foreign id."""
-    plan = make_plan()
-    tables = [make_block_tables(plan, max_requests=ROWS) for _ in range(STREAMS)]
-    shape = StepShape(
-        entries=ROWS, block_ids=ROWS, zero_ids=0, batch=ROWS, tokens=ROWS, widths=(1,)
-    )
+    """Interleaves the streams of one process; raises where one saw another's id.
+
+    The first stream packs every upload into a fresh array, the others into a ring.
+    """
+    spec = jaxkv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8)
+    plan = jaxkv.plan_cache({"layer": spec}, 2**30, max_model_len=BLOCK, num_blocks_override=2**20)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=REQUESTS)
+    caches = [
+        jaxkv.make_cache(plan, max_requests=REQUESTS, tables_only=True) for _ in range(STREAMS)
+    ]
+    rings = [None, *(jaxkv.UploadRing(depth=depth) for depth in range(2, STREAMS + 1))]
+    step = jax.jit(ids_and_slots, donate_argnums=0)
     seen = []
-    for step in range(STEPS):
-        for stream in range(STREAMS):
-            ids = own_ids(process, stream, step)
-            entries = [(row, ([int(block_id)],), True) for row, block_id in enumerate(ids)]
-            upload = pack_step(
-                shape,
-                update=TableUpdate(entries, ((),)),
-                rows=range(ROWS),
-                first_positions=[0] * ROWS,
-                lengths=[1] * ROWS,
-            )
-            tables[stream], _, batch = apply_step_donating(
-                tables[stream], None, upload, shape=shape
-            )
-            seen.append((process, stream, step, batch))
-    for process, stream, step, batch in seen:
-        expected = own_ids(process, stream, step)
-        np.testing.assert_array_equal(batch.block_tables[0][:, 0], expected)
-        np.testing.assert_array_equal(batch.slots[0], expected * 16)
-    for state in tables:
-        check_overflow(state)
+    for number in range(STEPS):
+        for stream, ring in enumerate(rings):
+            upload = packed(shape, own_ids(process, stream, number))
+            if ring is not None:
+                ring.buffer(shape)[:] = upload.data
+                upload = jaxkv.Upload(data=ring.seal(), shape=shape)
+            caches[stream], *arrays = step(caches[stream], upload)
+            seen.append((own_ids(process, stream, number), *arrays))
+    for expected, ids, slots in seen:
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(slots, expected * BLOCK)
+    for cache in caches:
+        jaxkv.check_errors(cache)
+
+
+def ids_and_slots(cache, upload):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    return cache, batch.block_tables("layer")[:, 0], batch.slot_mapping("layer")
+
+
+def packed(shape: jaxkv.StepShape, ids: np.ndarray) -> jaxkv.Upload:
+    """An upload that replaces the only block of every request."""
+    return jaxkv.pack_step(
+        shape,
+        entries=[jaxkv.TableEntry(row, [[block_id]]) for row, block_id in enumerate(ids)],
+        rows=range(REQUESTS),
+        num_computed_tokens=[0] * REQUESTS,
+        num_new_tokens=[1] * REQUESTS,
+    )
 
 
 def own_ids(process: int, stream: int, step: int) -> np.ndarray:
     """Ids that no other process, stream or step hands out."""
-    return 1 + ((process * STREAMS + stream) * STEPS + step) * ROWS + np.arange(ROWS)
+    first = ((process * STREAMS + stream) * STEPS + step) * REQUESTS
+    return 1 + first + np.arange(REQUESTS)
 
 
 def test_processes_and_streams_never_see_each_other_s_ids() -> None:

@@ -73,7 +73,7 @@ class SleepingCache:
         return sum(asleep.host_bytes for asleep in self._asleep.values())
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("buffers", "block_tables", "row_lengths", "status", "scales"):
+        if name in ("buffers", "block_tables", "row_lengths", "status", "error_flags", "scales"):
             raise SleepError(f"{name} of a sleeping cache ({self._state()}): call wake_up first")
         raise AttributeError(f"SleepingCache has no attribute {name!r}")
 
@@ -183,7 +183,7 @@ def wake_up(
     for part in parts:
         if part not in asleep:
             raise SleepError(f"{part} is awake already: {cache!r}")
-    scales = jax.tree.map(_ones, scales) if reset_scales else scales
+    scales = _ones(scales) if reset_scales and scales is not None else scales
     taken = {part: asleep.pop(part) for part in dict.fromkeys(parts)}
     awake |= _copy_in(taken)
     _spend(cache)  # and with it the last reference to the copies
@@ -220,12 +220,11 @@ def _copy_in(parts: Mapping[Part, _Asleep]) -> dict[Part, Any]:
     }
 
 
-def _ones(scale: Any) -> Any:
-    if not isinstance(scale, jax.Array):
-        return jnp.ones_like(scale)
-    with ArrayPlace.of(scale).as_default():
-        ones = jnp.ones_like(scale)
-    return jax.device_put(ones, scale.sharding) if scale.committed else ones
+def _ones(scales: jax.Array) -> jax.Array:
+    """Returns ones in the place of the scales."""
+    with ArrayPlace.of(scales).as_default():
+        ones = jnp.ones_like(scales)
+    return jax.device_put(ones, scales.sharding) if scales.committed else ones
 
 
 def _taken_apart(

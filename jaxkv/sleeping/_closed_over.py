@@ -1,5 +1,6 @@
 """Finds arrays of a cache that a step closes over instead of taking as arguments."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,10 +52,8 @@ def check_not_closed_over(
 
 
 def _named_arrays(cache: KVCache) -> Iterator[tuple[str, jax.Array]]:
-    arrays = {"block_tables": cache.block_tables, "buffers": cache.buffers}
-    arrays |= {"row_lengths": cache.row_lengths, "status": cache.status}
-    for path, array in jax.tree.leaves_with_path(arrays):
-        yield jax.tree_util.keystr(path, simple=True, separator="."), array
+    for path, array in jax.tree.leaves_with_path(dataclasses.replace(cache, scales=None)):
+        yield f"cache{jax.tree_util.keystr(path)}", array
 
 
 def _is_like(constant: Any, array: jax.Array) -> bool:
