@@ -1,8 +1,11 @@
 """A scheduler on top of the block manager: admission, chunked prefill, preemption. No jax."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv.blocks import BlockManager, OutOfBlocksError
@@ -25,49 +28,141 @@ class Schedule:
     preempted: tuple[Any, ...]
 
 
+class _Ledger:
+    """Numbers of all known requests, in arrays: what a step looks at for everyone.
+
+    of: where in the arrays the numbers of a request lie.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Hashable, int] = {}
+        self._numbers = np.zeros((4, 64), np.int64)
+        self._free: list[int] = list(range(64))
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Tokens that are known: prompt, sampled ones and drafts."""
+        return self._numbers[0]
+
+    @property
+    def max_tokens(self) -> np.ndarray:
+        """The most tokens that a request will have."""
+        return self._numbers[1]
+
+    @property
+    def prefill_tokens(self) -> np.ndarray:
+        """Tokens that were known when a request was admitted."""
+        return self._numbers[2]
+
+    @property
+    def forked_at(self) -> np.ndarray:
+        """Tokens that a request shares with another one; -1: none."""
+        return self._numbers[3]
+
+    def enter(self, request: Hashable, num_tokens: int, max_tokens: int) -> int:
+        """Finds room for a request, and returns its index."""
+        if not self._free:
+            size = self._numbers.shape[1]
+            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
+            self._free = list(range(size, 2 * size))
+        index = self.of[request] = self._free.pop()
+        self._numbers[:, index] = num_tokens, max_tokens, 0, -1
+        return index
+
+    def leave(self, request: Hashable) -> None:
+        """Forgets a request."""
+        self._free.append(self.of.pop(request))
+
+    def indices(self, requests: Collection[Hashable]) -> np.ndarray:
+        """Returns where the numbers of requests lie, int64[N].
+
+        Raises:
+          ValueError: an unknown request.
+        """
+        try:
+            return np.fromiter(map(self.of.__getitem__, requests), np.int64, len(requests))
+        except KeyError as error:
+            raise ValueError(f"request={error.args[0]!r} is unknown; add it first") from None
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
     """A request that waits or runs.
 
     age: its place in the order of arrival, kept when it is preempted.
-    num_tokens: tokens that are known: prompt, sampled ones and drafts.
-    max_tokens: the most that it will have.
     blocks: the most that it holds while it decodes; what a prompt under way takes beyond them.
-    prefill_tokens: tokens that were known when it was admitted.
-    forked_at: tokens that it shares with another request; -1: none.
+    row: in the manager's tables, while it runs.
     """
 
     name: Hashable
     age: tuple[int, ...]
-    num_tokens: int
-    max_tokens: int
     encoder_tokens: int
     blocks: tuple[int, int]
-    prefill_tokens: int = 0
-    forked_at: int = -1
+    row: int = -1
+
+
+class _Running(NamedTuple):
+    """The requests that run, oldest first, and their tokens."""
+
+    names: list[Hashable]
+    rows: np.ndarray  # int64[N]
+    computed: np.ndarray  # int64[N]
+    num_tokens: np.ndarray  # int64[N]
+    prefill_tokens: np.ndarray  # int64[N]
+    forked_at: np.ndarray  # int64[N]
 
 
 class _Step:
-    """The work of a step in the making, and what is left of its sizes."""
+    """The work of a step in the making, and what is left of its sizes.
+
+    unfinished: requests of the work that will not have computed all their tokens.
+    """
 
     def __init__(self, max_tokens: int, batch_size: int, longest: int):
         self.work: dict[Hashable, int] = {}
+        self.unfinished: set[Hashable] = set()
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
 
-    def give(self, request: _Request, computed: int) -> bool:
+    def give(self, name: Hashable, num_tokens: int) -> bool:
         """Gives a request the tokens that it has to compute, as far as they go."""
-        count = min(request.num_tokens - computed, self._tokens, self._longest)
+        count = min(num_tokens, self._tokens, self._longest)
         if count < 1 or self._requests < 1:
             return False
-        self.work[request.name] = count
-        self._tokens -= count
-        self._requests -= 1
+        self._add([name], [count], [count < num_tokens])
         return True
+
+    def give_all(self, running: _Running, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gives running requests their tokens, int64[K] indices. Returns rows and counts."""
+        wanted = (running.num_tokens - running.computed)[chosen]
+        counts = np.minimum(wanted, self._longest)
+        ends = np.cumsum(counts)
+        counts = np.minimum(counts, self._tokens - (ends - counts))
+        fit = min(int(np.count_nonzero(counts > 0)), self._requests)
+        chosen, counts, wanted = chosen[:fit], counts[:fit], wanted[:fit]
+        names = running.names
+        if fit < len(names):
+            names = [names[i] for i in chosen.tolist()]
+        self._add(names, counts.tolist(), (counts < wanted).tolist())
+        return running.rows[chosen], counts
 
     def take_back(self, name: Hashable) -> None:
         """Takes back what a request was given."""
         self._tokens += self.work.pop(name)
         self._requests += 1
+        self.unfinished.discard(name)
+
+    def samples(self) -> dict[Hashable, int]:
+        """Returns the requests that compute their last token, and their indices in the step."""
+        if not self.unfinished:
+            return dict(zip(self.work, range(len(self.work)), strict=True))
+        return {name: i for i, name in enumerate(self.work) if name not in self.unfinished}
+
+    def _add(self, names: Sequence[Hashable], counts: list[int], unfinished: list[bool]) -> None:
+        self.work.update(zip(names, counts, strict=True))
+        self._tokens -= sum(counts)
+        self._requests -= len(counts)
+        if any(unfinished):
+            self.unfinished.update(itertools.compress(names, unfinished))
 
 
 class Scheduler:
@@ -127,6 +222,8 @@ class Scheduler:
         self._decode_first, self._preempts = order == "decode_first", preemption
         self._waiting: dict[Hashable, _Request] = {}  # by age
         self._running: dict[Hashable, _Request] = {}  # by age
+        self._ledger = _Ledger()
+        self._in_order: tuple[list[Hashable], np.ndarray, np.ndarray] | None = None
         self._num_added = 0
         self._row_copies = 0, 0  # since the upload of that number
 
@@ -151,14 +248,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request has tokens to compute."""
-        computed = self._manager.computed_tokens
-        return bool(self._waiting) or any(
-            request.num_tokens > computed[name] for name, request in self._running.items()
-        )
+        running = self._now_running()
+        return bool(self._waiting) or bool((running.num_tokens > running.computed).any())
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return self._known(request).num_tokens
+        return int(self._ledger.num_tokens[self._ledger.indices([request])[0]])
 
     def add(
         self,
@@ -196,16 +291,15 @@ class Scheduler:
             )
         steady = self._plan.steady_blocks(longest)
         blocks = steady, self._plan.admission_blocks(longest) - steady
-        self._waiting[request] = _Request(
-            request, self._next_age(()), num_tokens, longest, encoder_tokens, blocks
-        )
+        self._ledger.enter(request, num_tokens, longest)
+        self._waiting[request] = _Request(request, self._next_age(()), encoder_tokens, blocks)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
         """Starts further samples of a request: they share the blocks of what it has computed.
 
         Call it after the step that computed the prompt, and `append` the first token of every
-        sample. A sample for which no row, no room or none of ``forks`` is left waits like a
-        new request, and computes the prompt by itself.
+        sample. A sample for which no row, no room or none of ``forks`` is left, or whose state
+        lies in the block of a draft, waits like a new request and computes the prompt by itself.
 
         Args:
           request: whose computed tokens the samples begin with.
@@ -215,24 +309,23 @@ class Scheduler:
           ValueError: a request that does not run or has not computed its prompt, or a name
             that is in use; nothing is started.
         """
-        donor = self._known(request)
+        donor, ledger = self._known(request), self._ledger
         if isinstance(into, str) or not isinstance(into, Sequence):
             raise TypeError(f"into must be a sequence of names, got {into!r}")
         self._check_new(into)
-        computed = self._manager.computed_tokens.get(request, 0)
-        if request not in self._running or computed < donor.prefill_tokens:
+        computed, at = self._num_computed(donor), ledger.of[request]
+        if computed < ledger.prefill_tokens[at] or donor.row < 0:
             raise ValueError(
-                f"request={request!r} has computed {computed} of {donor.num_tokens} tokens; fork "
-                "it after the step that computes its prompt"
+                f"request={request!r} has computed {computed} of {self.num_tokens(request)} "
+                "tokens; fork it after the step that computes its prompt"
             )
         for name in into:
-            sample = dataclasses.replace(
-                donor, name=name, age=self._next_age(donor.age), num_tokens=computed
-            )
-            if self._can_fork(sample):
-                self._manager.fork(request, [name])
-                sample.forked_at = donor.forked_at = sample.prefill_tokens = computed
-                self._running[name] = sample
+            index = ledger.enter(name, computed, int(ledger.max_tokens[at]))
+            sample = dataclasses.replace(donor, name=name, age=self._next_age(donor.age), row=-1)
+            if self._can_fork(sample) and self._forks_now(request, name):
+                ledger.forked_at[[index, at]] = computed
+                ledger.prefill_tokens[index] = computed
+                self._run(sample)
             else:
                 self._waiting[name] = sample
         self._running, self._waiting = _by_age(self._running), _by_age(self._waiting)
@@ -247,16 +340,16 @@ class Scheduler:
           TypeError, ValueError: an unknown request, or more tokens than its ``max_tokens``;
             nothing is appended.
         """
-        for name, count in num_tokens.items():
-            request = self._known(name)
-            check_positive(num_tokens=count)
-            if request.num_tokens + count > request.max_tokens:
-                raise ValueError(
-                    f"request={name!r} would have {request.num_tokens + count} tokens, more than "
-                    f"its max_tokens={request.max_tokens}; finish it"
-                )
-        for name, count in num_tokens.items():
-            self._known(name).num_tokens += count
+        index, counts = self._indices(num_tokens), _as_counts(num_tokens)
+        totals = self._ledger.num_tokens[index] + counts
+        over = totals > self._ledger.max_tokens[index]
+        if over.any():
+            at = int(over.argmax())
+            raise ValueError(
+                f"request={list(num_tokens)[at]!r} would have {totals[at]} tokens, more than its "
+                f"max_tokens={self._ledger.max_tokens[index[at]]}; finish it"
+            )
+        self._ledger.num_tokens[index] = totals
 
     def rewind(self, num_tokens: Mapping[Any, int]) -> None:
         """Takes back the last tokens of requests: drafts that were rejected.
@@ -268,20 +361,23 @@ class Scheduler:
           TypeError, ValueError: an unknown request, more tokens than it has, or as
             `BlockManager.rewind`; nothing is taken back.
         """
-        for name, count in num_tokens.items():
-            request = self._known(name)
-            check_positive(num_tokens=count)
-            if count > request.num_tokens:
-                raise ValueError(
-                    f"num_tokens={count} is more than the {request.num_tokens} tokens of "
-                    f"request={name!r}"
-                )
-        computed = self._manager.computed_tokens
-        lost = {name: n for name, n in num_tokens.items() if computed.get(name, 0) > n}
+        index, counts = self._indices(num_tokens), _as_counts(num_tokens)
+        over = counts > self._ledger.num_tokens[index]
+        if over.any():
+            at = int(over.argmax())
+            raise ValueError(
+                f"num_tokens={counts[at]} is more than the {self._ledger.num_tokens[index[at]]} "
+                f"tokens of request={list(num_tokens)[at]!r}"
+            )
+        computed = [self._num_computed(self._known(name)) for name in num_tokens]
+        lost = {
+            name: n
+            for (name, n), done in zip(num_tokens.items(), computed, strict=True)
+            if done > n
+        }
         if lost:
             self._manager.rewind(lost)
-        for name, count in num_tokens.items():
-            self._known(name).num_tokens = count
+        self._ledger.num_tokens[index] = counts
 
     def finish(self, request: Hashable) -> None:
         """Forgets a request that has ended or is aborted, and gives back its blocks.
@@ -289,12 +385,13 @@ class Scheduler:
         Raises:
           ValueError: an unknown request.
         """
-        self._known(request)
-        if request in self._running:
+        known = self._known(request)
+        if known.row >= 0:
             self._manager.finish(request)
-            del self._running[request]
+            self._stop(known)
         else:
             del self._waiting[request]
+        self._ledger.leave(request)
 
     # --- steps --------------------------------------------------------------------
 
@@ -303,79 +400,89 @@ class Scheduler:
 
         The work of a schedule that is not carried out is chosen again by the next one.
         """
-        computed = self._manager.computed_tokens
         step = _Step(self._max_tokens, self._batch_size, self._longest_chunk)
-        decodes, prefills = self._with_work(computed)
-        for request in (*decodes, *prefills) if self._decode_first else prefills:
-            step.give(request, computed[request.name])
-        entrants = self._entrants(step, computed)
-        later = [] if self._decode_first else decodes
-        for request in later:
-            step.give(request, computed[request.name])
-        preempted = self._take_blocks(step, {request.name for request in prefills}, entrants)
-        self._admit(step, entrants, computed)
-        for request in later:  # what those left who did not get in
-            if request.name not in step.work and request.name in self._running:
-                if not step.give(request, computed[request.name]):
-                    break
-                if not self._grows(request.name, step.work[request.name]):
-                    step.take_back(request.name)
-        samples = {
-            name: index
-            for index, (name, count) in enumerate(step.work.items())
-            if computed.get(name, 0) + count == self._running[name].num_tokens
-        }
-        return Schedule(step.work, samples, tuple(preempted))
+        running = self._now_running()
+        decodes, prefills = self._with_work(running)
+        first, later = (prefills, decodes) if not self._decode_first else (decodes, prefills)
+        claims = [step.give_all(running, first)]
+        if self._decode_first:
+            claims.append(step.give_all(running, later))
+        entrants = self._entrants(step)
+        if not self._decode_first:
+            claims.append(step.give_all(running, later))
+        rows, counts = (np.concatenate(part) for part in zip(*claims, strict=True))
+        preempted = self._take_blocks(step, running, rows, counts, entrants)
+        self._admit(step, entrants)
+        if not self._decode_first:
+            self._fill(step, running, later)
+        return Schedule(step.work, step.samples(), tuple(preempted))
 
-    def _with_work(self, computed: Mapping[Hashable, int]) -> tuple[list[_Request], list[_Request]]:
+    def _now_running(self) -> _Running:
+        """Returns what the ledger and the manager know of running requests, the oldest first."""
+        if self._in_order is None:
+            everyone = self._running.values()
+            rows = np.fromiter((request.row for request in everyone), np.int64, len(everyone))
+            self._in_order = list(self._running), self._ledger.indices(self._running), rows
+        names, index, rows = self._in_order
+        ledger, computed = self._ledger, self._manager.computed_by_row[rows]
+        return _Running(
+            names,
+            rows,
+            computed,
+            ledger.num_tokens[index],
+            ledger.prefill_tokens[index],
+            ledger.forked_at[index],
+        )
+
+    def _with_work(self, running: _Running) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: those that decode, and prompts.
 
         Those that write for the first time since they were forked copy a block, for which the
         shape of a step has limited room: the younger ones of too many are left out.
         """
-        decodes: list[_Request] = []
-        prefills: list[_Request] = []
-        forks = self._forks
-        for name, request in self._running.items():
-            done = computed[name]
-            if request.num_tokens <= done:
-                continue
-            if request.forked_at == done:
-                forks -= 1
-                if forks < 0:
-                    continue
-            (prefills if done < request.prefill_tokens else decodes).append(request)
-        return decodes, prefills
+        has_work = running.num_tokens > running.computed
+        forked = has_work & (running.forked_at == running.computed)
+        if forked.any():
+            has_work &= ~forked | (np.cumsum(forked) <= self._forks)
+        is_prefill = running.computed < running.prefill_tokens
+        return np.flatnonzero(has_work & ~is_prefill), np.flatnonzero(has_work & is_prefill)
 
-    def _entrants(self, step: _Step, computed: Mapping[Hashable, int]) -> list[_Request]:
+    def _entrants(self, step: _Step) -> list[_Request]:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
         entrants: list[_Request] = []
         for request in self._waiting.values():
             has_row = len(self._running) + len(entrants) < self._manager.max_requests
-            if not (has_row and self._has_room(request, entrants, computed)):
+            if not (has_row and self._has_room(request, entrants)):
                 break
-            if not step.give(request, 0):
+            if not step.give(request.name, self.num_tokens(request.name)):
                 break
             entrants.append(request)
         return entrants
 
     def _take_blocks(
-        self, step: _Step, prefills: set[Hashable], entrants: list[_Request]
+        self,
+        step: _Step,
+        running: _Running,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        entrants: list[_Request],
     ) -> list[Hashable]:
         """Takes the blocks of all running requests with work; returns those preempted for it.
 
         If there are too few for all, nobody enters.
         """
-        names = {request.name for request in entrants}
-        claims = {name: count for name, count in step.work.items() if name not in names}
-        self._manager.trim(name for name in self._running if name not in claims)
+        if rows.size < len(running.names):
+            given = set(rows.tolist())
+            left_out = zip(running.names, running.rows.tolist(), strict=True)
+            self._manager.trim(name for name, row in left_out if row not in given)
         try:
-            self._manager.grow(claims)
+            self._manager.grow((rows, counts))
         except OutOfBlocksError:
-            for name in names:
-                step.take_back(name)
+            for request in entrants:
+                step.take_back(request.name)
             entrants.clear()
-            return self._take_by_age(step, prefills)
+            is_prefill = running.computed < running.prefill_tokens
+            return self._take_by_age(step, set(itertools.compress(running.names, is_prefill)))
         return []
 
     def _take_by_age(self, step: _Step, prefills: set[Hashable]) -> list[Hashable]:
@@ -408,49 +515,78 @@ class Scheduler:
             return False
         return True
 
+    def _fill(self, step: _Step, running: _Running, decodes: np.ndarray) -> None:
+        """Gives requests that decode what those left who did not get in."""
+        for name in [running.names[i] for i in decodes.tolist()]:
+            if name not in step.work and name in self._running:
+                request = self._running[name]
+                if not step.give(name, self.num_tokens(name) - self._num_computed(request)):
+                    break
+                if not self._grows(name, step.work[name]):
+                    step.take_back(name)
+
+    def _run(self, request: _Request) -> None:
+        """Notes that a request has a row now."""
+        request.row = self._manager.requests[request.name]
+        self._running[request.name] = request
+        self._in_order = None
+
+    def _stop(self, request: _Request) -> None:
+        """Notes that a request has no row any more."""
+        del self._running[request.name]
+        request.row, self._in_order = -1, None
+
     def _preempt(self, name: Hashable) -> None:
         self._manager.finish(name)
-        request = self._running.pop(name)
-        request.forked_at = -1
+        request = self._running[name]
+        self._stop(request)
+        self._ledger.forked_at[self._ledger.of[name]] = -1
         self._waiting = _by_age({**self._waiting, name: request})
 
-    def _admit(
-        self, step: _Step, entrants: Sequence[_Request], computed: Mapping[Hashable, int]
-    ) -> None:
+    def _admit(self, step: _Step, entrants: Sequence[_Request]) -> None:
         """Starts requests in order, for as long as there are blocks."""
         is_full = False
         for request in entrants:
             name = request.name
-            if not is_full and self._has_room(request, (), computed):
+            if not is_full and self._has_room(request, ()):
                 self._manager.start(name, encoder_tokens=request.encoder_tokens)
                 if self._grows(name, step.work[name]):
-                    request.prefill_tokens = request.num_tokens
-                    self._running[name] = self._waiting.pop(name)
+                    self._ledger.prefill_tokens[self._ledger.of[name]] = self.num_tokens(name)
+                    del self._waiting[name]
+                    self._run(request)
                     continue
                 self._manager.finish(name)
             is_full = True
             step.take_back(name)
-        self._running = _by_age(self._running) if entrants else self._running
+        if entrants:
+            self._running, self._in_order = _by_age(self._running), None
 
-    def _has_room(
-        self, request: _Request, ahead: Sequence[_Request], computed: Mapping[Hashable, int]
-    ) -> bool:
+    def _has_room(self, request: _Request, ahead: Sequence[_Request]) -> bool:
         """Returns whether a request can start after others; see ``preemption``."""
         if not self._preempts:
             everyone = (request, *ahead, *self._running.values())
             steady, in_flight = zip(*(other.blocks for other in everyone), strict=True)
             return sum(steady) + max(in_flight) <= self._plan.usable_blocks
         needed = sum(self._prompt_blocks(other) for other in (request, *ahead))
-        for name, other in self._running.items():
-            if computed.get(name, 0) < other.prefill_tokens:
-                held = sum(self._manager.held_blocks(name))
-                needed += max(0, self._prompt_blocks(other) - held)
+        running = self._now_running()
+        for at in np.flatnonzero(running.computed < running.prefill_tokens).tolist():
+            other = self._running[running.names[at]]
+            held = sum(self._manager.held_blocks(other.name))
+            needed += max(0, self._prompt_blocks(other) - held)
         return needed <= self._manager.num_free_blocks
 
     def _prompt_blocks(self, request: _Request) -> int:
         """Returns the blocks that a request takes until it decodes."""
-        tokens = min(request.num_tokens + 1, self._plan.max_model_len)
+        tokens = min(self.num_tokens(request.name) + 1, self._plan.max_model_len)
         return self._plan.admission_blocks(tokens)
+
+    def _forks_now(self, request: Hashable, name: Hashable) -> bool:
+        """Forks a request, unless its newest state may lie in the block of a draft."""
+        try:
+            self._manager.fork(request, [name])
+        except ValueError:
+            return False
+        return True
 
     def _can_fork(self, sample: _Request) -> bool:
         """Returns whether a sample can share blocks now; counts the rows that are copied."""
@@ -458,7 +594,7 @@ class Scheduler:
         copies = copies if uploads == self._manager.num_uploads else 0
         if copies >= self._forks or len(self._running) == self._manager.max_requests:
             return False
-        if not self._preempts and not self._has_room(sample, (), {}):
+        if not self._preempts and not self._has_room(sample, ()):
             return False
         self._row_copies = self._manager.num_uploads, copies + 1
         return True
@@ -475,6 +611,17 @@ class Scheduler:
             raise ValueError(f"request={request!r} is unknown; add it first")
         return found
 
+    def _indices(self, requests: Mapping[Hashable, object]) -> np.ndarray:
+        """Returns the places of requests in the ledger, int64[N]."""
+        if not isinstance(requests, Mapping):
+            raise TypeError(
+                f"num_tokens must map requests to numbers of tokens, got {type(requests).__name__}"
+            )
+        return self._ledger.indices(requests)
+
+    def _num_computed(self, request: _Request) -> int:
+        return int(self._manager.computed_by_row[request.row]) if request.row >= 0 else 0
+
     def _check_new(self, requests: Sequence[Hashable]) -> None:
         for request in requests:
             if request in self._running or request in self._waiting:
@@ -485,3 +632,12 @@ class Scheduler:
 
 def _by_age(requests: Mapping[Hashable, _Request]) -> dict[Hashable, _Request]:
     return {request.name: request for request in sorted(requests.values(), key=lambda r: r.age)}
+
+
+def _as_counts(num_tokens: Mapping[Any, int]) -> np.ndarray:
+    """Returns the positive ints of a mapping, int64[N]."""
+    counts = list(num_tokens.values())
+    if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
+        for count in counts:
+            check_positive(num_tokens=count)
+    return np.array(counts, np.int64)

@@ -241,7 +241,10 @@ def test_samples_share_their_prompt_and_never_outgrow_the_shape(
     draw = random.Random(seed)
     plan = tight_plan(draw.choice([1, 20]), LAYERS[kind], max_model_len=24)
     forks = draw.randint(0, 4)
-    server = Server(plan, max_requests=5, max_tokens=8, forks=forks, preemption=preemption)
+    sizes = draw.choice([(5, 8), (8, 4)])  # the second has forks that wait for a step
+    server = Server(
+        plan, max_requests=sizes[0], max_tokens=sizes[1], forks=forks, preemption=preemption
+    )
     shared = 0
     for name in range(3):
         prompt = draw.randint(1, 20)
@@ -263,6 +266,20 @@ def test_samples_share_their_prompt_and_never_outgrow_the_shape(
     event(f"forks: {bool(forks)}, samples that share: {min(shared, 3)}")
     assert forks or not shared
     server.serve(most_steps=3000)
+
+
+def test_a_sample_whose_state_may_lie_in_the_block_of_a_draft_computes_by_itself() -> None:
+    state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",), speculative_blocks=2)
+    server = Server(small_plan(60, {"state": state}), max_requests=4, max_tokens=8, forks=2)
+    server.add("a", 3, 12)  # as short as drafts are
+    server.step()
+    server.arrived += ["b"]
+    server.scheduler.fork("a", ["b"])
+    assert server.scheduler.waiting == ("b",)
+    server.scheduler.append({"a": 1})
+    assert server.step().work == {"a": 1, "b": 3}
+    server.scheduler.fork("a", ["c"])
+    assert server.manager.computed_tokens == {"a": 4, "b": 3, "c": 4}
 
 
 def test_rejected_drafts_are_taken_back() -> None:
