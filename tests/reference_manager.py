@@ -30,6 +30,7 @@ class Request:
     def __init__(self, row: int, groups: int, encoder_tokens: int):
         self.row, self.computed, self.encoder_tokens = row, 0, encoder_tokens
         self.reached = 0  # computed tokens before any rewind
+        self.resumed = 0  # computed tokens before the last step
         self.blocks: list[dict[int, int]] = [{} for _ in range(groups)]
         self.lengths = [0] * groups  # columns of the table row that are in use
         self.firsts = [0] * groups  # of windows: columns before these were given back
@@ -97,8 +98,9 @@ class ReferenceManager:
         for group, spec in enumerate(self.specs):
             if isinstance(spec, StateSpec):
                 drafted = request.reached - num_tokens <= spec.speculative_blocks
-                boundary = num_tokens % spec.block_size == 0 and spec.cache_mode != "none"
-                if not drafted and not boundary:
+                drafted = drafted and num_tokens > request.resumed
+                kept = num_tokens in (0, request.computed) or _is_kept(spec, request, num_tokens)
+                if not drafted and not kept:
                     raise KeyError(group)
                 if spec.cache_mode != "none" and num_tokens:
                     request.blocks[group][(num_tokens - 1) // spec.block_size]
@@ -166,8 +168,10 @@ class ReferenceManager:
 
     def compute(self, work: Mapping[object, int]) -> None:
         for name, count in work.items():
-            self.requests[name].computed += count
-            self.requests[name].reached = self.requests[name].computed
+            request = self.requests[name]
+            request.resumed = request.computed
+            request.computed += count
+            request.reached = request.computed
 
     # --- definitions --------------------------------------------------------------
 
@@ -203,9 +207,11 @@ class ReferenceManager:
         last = (num_tokens - 1) // size
         if not isinstance(spec, StateSpec):
             return list(range(_oldest_visible(spec, num_tokens) // size, last + 1))
-        at_boundary = num_tokens % size == 0 and spec.cache_mode != "none"
-        if num_tokens != donor.computed and not at_boundary:
+        newest = num_tokens == donor.computed
+        if not newest and not _is_kept(spec, donor, num_tokens):
             raise KeyError(num_tokens)
+        if newest and 1 < num_tokens - donor.resumed <= 1 + spec.speculative_blocks:
+            raise KeyError(num_tokens)  # the state may lie in the block of a draft
         return {"none": [0], "align": [last], "all": list(range(last + 1))}[spec.cache_mode]
 
     def _written(self, group: int, request: Request, wanted: Sequence[int]) -> list[int]:
@@ -291,3 +297,14 @@ def _dropped(spec: LayerSpec, held: dict[int, int], wanted: Sequence[int]) -> li
     if isinstance(spec, StateSpec):
         return sorted(c for c in held if spec.cache_mode == "align" and c not in wanted)
     return sorted(column for column in held if wanted and column < wanted[0])
+
+
+def _is_kept(spec: StateSpec, request: Request, num_tokens: int) -> bool:
+    """Returns whether a block keeps the state after these tokens although newer ones exist.
+
+    With "align" a step that crosses the end of a block does not write the state there: it writes
+    the newest state, and keeps the one that it resumed from, unless that was a draft's.
+    """
+    resumed = num_tokens == 0 or spec.cache_mode == "all"
+    resumed = resumed or (num_tokens == request.resumed and not spec.speculative_blocks)
+    return spec.cache_mode != "none" and num_tokens % spec.block_size == 0 and resumed

@@ -11,6 +11,10 @@ import pytest
 import jaxkv
 from jaxkv.blocks import BlockManager, StepShape, Upload, pack_step
 from jaxkv.cache import (
+    BAD_BATCH,
+    BAD_BLOCK_ID,
+    BAD_COLUMN,
+    BAD_ROW,
     LOST_UPLOAD,
     NO_BLOCK,
     REPEATED_UPLOAD,
@@ -312,3 +316,22 @@ def test_a_failed_step_leaves_the_ring_usable() -> None:
 def test_step_and_cache_are_what_the_front_door_gives() -> None:
     assert jaxkv.apply_step is apply_step and jaxkv.UploadRing is UploadRing
     assert pointers(make_cache(PLAN, max_requests=4))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("entry_ids", PLAN.num_blocks, BAD_BLOCK_ID),
+        ("entry_columns", 99, BAD_COLUMN),
+        ("request_rows", 4, BAD_ROW),
+        ("num_computed_tokens", -1, BAD_BATCH),
+        ("row_destinations", 4, BAD_ROW),
+    ],
+)
+def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) -> None:
+    """Entries, the batch and copies of rows each have a check of their own."""
+    _, (sent,) = numbered(1)
+    data = sent.data.copy()
+    data[SHAPE.fields[field].start] = value
+    cache, _ = step(make_cache(PLAN, max_requests=4), Upload(data=data, shape=SHAPE))
+    assert int(cache.error_flags) & flag

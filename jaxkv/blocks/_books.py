@@ -47,6 +47,7 @@ class Books:
     table: int32[R, W], the groups' columns side by side; null where nothing is held.
     computed: int64[R], tokens of each request that are in the cache.
     reached: int64[R], the same before any rewind.
+    resumed: int64[R], the same before the last step.
     quiet_until: int64[R], the longest total up to which nothing changes; see `Rules`.
     may_share: bool[R], whether a row's next tokens may hit a block of several holders.
     encoder_blocks: int64[G, R], columns of the groups that store the encoder's tokens.
@@ -71,6 +72,7 @@ class Books:
         self._held[0] = -1
         self.computed = np.zeros(max_requests, np.int64)
         self.reached = np.zeros(max_requests, np.int64)
+        self.resumed = np.zeros(max_requests, np.int64)
         self.quiet_until = np.zeros(max_requests, np.int64)
         self.may_share = np.zeros(max_requests, bool)
         self.encoder_blocks = np.zeros(shape, np.int64)
@@ -181,6 +183,7 @@ class Books:
 
     def advance(self, rows: np.ndarray, totals: np.ndarray) -> None:
         """Notes that rows have computed their tokens up to ``totals``."""
+        self.resumed[rows] = self.computed[rows]
         self.computed[rows] = totals
         self.reached[rows] = totals
 
@@ -198,7 +201,8 @@ class Books:
     def start(self, row: int, encoder_tokens: int) -> None:
         """Begins a row that holds nothing."""
         self._held[0, :, row], self._held[1:, :, row] = -1, 0
-        self.computed[row] = self.reached[row] = self.quiet_until[row] = 0
+        self.computed[row] = self.reached[row] = self.resumed[row] = 0
+        self.quiet_until[row] = 0
         self.may_share[row] = False
         for group in self.rules.crossed.tolist():
             growth = self.rules.growths[group]
@@ -245,7 +249,8 @@ class Books:
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         pair, swapped = [first, second], [second, first]
-        for array in (self.table, self.computed, self.reached, self.quiet_until, self.may_share):
+        of_tokens = self.computed, self.reached, self.resumed
+        for array in (self.table, *of_tokens, self.quiet_until, self.may_share):
             array[pair] = array[swapped]
         for array in (*self._held, self.encoder_blocks):
             array[:, pair] = array[:, swapped]

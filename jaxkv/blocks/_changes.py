@@ -114,7 +114,6 @@ def _unshare(
         row = int(rows[index])
         for group in range(len(books.rules.growths)):
             _, first, end = held[:, group, index].tolist()
-            end = max(end, books.held_of(row, group)[2])
             columns = _written(books, row, group, first, end)
             ids = books.columns_of(row, group)[columns]
             at = columns[(ids != NULL_BLOCK) & (books.pool.references_of(ids) > 1)]

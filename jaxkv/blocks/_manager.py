@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.html import html_table
+from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.blocks._books import Books, Changes
 from jaxkv.blocks._changes import plan_changes
 from jaxkv.blocks._pending import Pending
@@ -123,11 +124,11 @@ class BlockManager:
 
     @property
     def num_uploads(self) -> int:
-        """Uploads so far, which is also the number of the last one."""
+        """Uploads so far, and the number of the last one (which begins anew past int32)."""
         return self._num_uploads
 
     @property
-    def requests(self) -> Mapping[Hashable, int]:
+    def requests(self) -> Mapping[Any, int]:
         """Running requests and the table row of each."""
         return dict(self._rows.of)
 
@@ -137,10 +138,17 @@ class BlockManager:
         return self.block_pool.num_free_blocks
 
     @property
-    def computed_tokens(self) -> Mapping[Hashable, int]:
+    def computed_tokens(self) -> Mapping[Any, int]:
         """Running requests and the tokens of each that are in the cache, after all uploads."""
         rows = np.fromiter(self._rows.of.values(), np.int64, len(self._rows.of))
         return dict(zip(self._rows.of, self._books.computed[rows].tolist(), strict=True))
+
+    @property
+    def computed_by_row(self) -> np.ndarray:
+        """The same by table row, int64[max_requests], read-only; 0 where no request runs."""
+        tokens = self._books.computed[:]
+        tokens.flags.writeable = False
+        return tokens
 
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
@@ -242,12 +250,10 @@ class BlockManager:
         Raises:
           ValueError: a request that does not run; nothing is given back.
         """
-        rows = np.array([self._rows.row(name) for name in requests], np.int64)
-        self._books.trim(rows)
+        rows = [self._rows.row(name) for name in dict.fromkeys(requests)]
+        self._books.trim(np.array(rows, np.int64))
 
-    def rewind(
-        self, request: Hashable | Mapping[Hashable, int], num_tokens: int | None = None
-    ) -> None:
+    def rewind(self, request: Hashable | Mapping[Any, int], num_tokens: int | None = None) -> None:
         """Sets back the computed tokens of a request, after drafts of it were rejected.
 
         Its blocks are kept: the next step writes over the rejected tokens. A recurrent state
@@ -276,7 +282,7 @@ class BlockManager:
                 f"num_tokens={counts[at]} is more than the {computed[at]} tokens that "
                 f"{list(wanted)[at]!r} has computed"
             )
-        check_rewind(self._books, rows, counts)
+        check_rewind(self._books, list(wanted), rows, counts)
         self._books.rewind(rows, counts)
 
     def swap_rows(self, first: int, second: int) -> None:
@@ -322,14 +328,14 @@ class BlockManager:
           TypeError, ValueError: a request that does not run, more tokens than the plan admits,
             or something that does not fit the shape; nothing is changed.
         """
-        if shape not in self._shapes:
+        if not isinstance(shape, StepShape) or shape not in self._shapes:
             self._check_shape(shape)
         batch = self._rows.batch(work)
         computed = self._books.computed[batch.rows]
         totals = computed + batch.counts
         self._check_totals(batch, totals)
         check_batch(shape, batch, totals)
-        own = as_int32("extra", extra) if len(extra) else NO_IDS
+        own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
         changes = plan_changes(self._books, batch.rows, totals)
         check_room(shape, self._sizes(changes, own.size))
         data = np.empty(shape.size, np.int32) if ring is None else ring.buffer(shape)
@@ -340,7 +346,7 @@ class BlockManager:
         if not self._pending.is_empty:
             self._write_changes(shape, data)
         self._num_uploads += 1
-        data[0] = self._num_uploads
+        data[0] = (self._num_uploads - 1) % INT32_MAX + 1
         self._books.advance(batch.rows, totals)
         return Upload(data=data if ring is None else ring.seal(), shape=shape)
 

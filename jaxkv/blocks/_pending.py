@@ -1,6 +1,7 @@
 """Changes of the books that no upload has carried to the device yet. No jax."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -42,7 +43,9 @@ class Pending:
         if replaced.size:
             groups = changes.fresh.groups[changes.copied]
             new = ids[changes.fresh.first_cells[changes.copied]]
-            self._copies.append(Copies(groups, replaced, new))
+            sources = self._origins(replaced)
+            self._copies = [copies.without(new) for copies in self._copies]
+            self._copies.append(Copies(groups, sources, new))
 
     def sizes(self) -> Sizes:
         """Returns the sizes of everything pending."""
@@ -92,6 +95,14 @@ class Pending:
         pairs = [(device, row) for row, device in self._device_rows.items() if device != row]
         return np.array(pairs, np.int64).reshape(-1, 2)
 
+    def _origins(self, sources: np.ndarray) -> np.ndarray:
+        """Returns where blocks' content lies now: an upload makes all its copies at once."""
+        pairs = [(c.destinations.tolist(), c.sources.tolist()) for c in self._copies]
+        origins = {
+            block: origin for into, of in pairs for block, origin in zip(into, of, strict=True)
+        }
+        return np.array([origins.get(block, block) for block in sources.tolist()], np.int32)
+
     def copy_row(self, source: int, row: int) -> None:
         """Notes that a row begins as a copy of another one."""
         self._device_rows[row] = self._device_rows.get(source, source)
@@ -121,11 +132,22 @@ class Pending:
         if not any((rows == row).any() for rows in self._rows):
             return
         self._rows = [left for rows in self._rows if (left := rows[rows != row]).size]
+        gone = [entries.chosen(entries.runs.rows == row) for entries in self._entries]
         kept = [entries.chosen(entries.runs.rows != row) for entries in self._entries]
         self._entries = [entries for entries in kept if entries.block_ids.size]
+        self._zero_for_others(gone)
         if self._copies:
             written = np.concatenate([NO_IDS, *(entries.block_ids for entries in self._entries)])
             self._copies = [copies.chosen(written) for copies in self._copies]
+
+    def _zero_for_others(self, gone: Sequence[Entries]) -> None:
+        """Zeroes blocks for rows that share them, where the row that was to do so is gone."""
+        waiting = {block_id for entries in gone for block_id in entries.zero_ids(1)[0].tolist()}
+        for at, entries in enumerate(self._entries if waiting else ()):
+            first_ids = entries.block_ids[entries.runs.first_cells].tolist()
+            shared = [block_id in waiting for block_id in first_ids]
+            waiting.difference_update(itertools.compress(first_ids, shared))
+            self._entries[at] = entries._replace(zeroed=entries.zeroed | np.array(shared, bool))
 
 
 NO_ENTRIES = Entries(NO_RUNS, NO_IDS, np.zeros(0, bool))

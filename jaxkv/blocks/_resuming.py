@@ -3,6 +3,8 @@
 NumPy only.
 """
 
+from collections.abc import Hashable, Sequence
+
 import numpy as np
 
 from jaxkv._internal.numbers import NULL_BLOCK, cdiv
@@ -42,15 +44,24 @@ def _state_to_share(books: Books, row: int, group: int, num_tokens: int) -> tupl
         return -1, 0, 0
     column = cdiv(num_tokens, block) - 1
     newest = num_tokens == books.computed[row]
-    at_boundary = num_tokens % block == 0 and num_tokens < books.computed[row]
-    if not newest and (mode == "none" or not at_boundary):
+    drafts, in_step = int(books.rules.drafts[group, 0]), int(num_tokens - books.resumed[row])
+    if newest and 1 < in_step <= 1 + drafts:
+        raise ValueError(
+            f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
+            f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
+            "fork after a step of one token"
+        )
+    kept = bool(_is_kept(books, group, np.array([row]), np.array([num_tokens]))[0])
+    if not newest and not kept:
         return -1, 0, books.row_blocks[group] + 1  # no block holds that state: refused
     if mode == "none":
         return -1, 0, 1
     return (column, column, column + 1) if mode == "align" else (-1, 0, column + 1)
 
 
-def check_rewind(books: Books, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+def check_rewind(
+    books: Books, names: Sequence[Hashable], rows: np.ndarray, num_tokens: np.ndarray
+) -> None:
     """Raises ValueError for a block that the next token reads and that was given back."""
     lost = np.zeros((len(books.rules.growths), rows.size), bool)
     if books.rules.has_windows:
@@ -61,24 +72,44 @@ def check_rewind(books: Books, rows: np.ndarray, num_tokens: np.ndarray) -> None
     if lost.any():
         group, bad = (int(index[0]) for index in np.nonzero(lost))
         raise ValueError(
-            f"num_tokens={num_tokens[bad]}: row {rows[bad]} no longer holds a block of group "
-            f"{group} that its next token reads ({_why_lost(books, group)}); finish the request "
-            "and compute it again"
+            f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
+            f"group {group} that its next token reads ({_why_lost(books, group)}); finish the "
+            "request and compute it again"
         )
 
 
 def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
 
-    It is the newest one, that of one of the last drafts, or kept at a block boundary.
+    It is the newest one, that of a token of the last step with as many drafts behind it as have
+    blocks, or kept at the end of a block.
     """
     drafted = books.reached[rows] - num_tokens <= books.rules.drafts[group, 0]
+    drafted &= num_tokens > books.resumed[rows]  # the step wrote over the state that it began with
+    drafted |= num_tokens == books.computed[rows]
     if books.rules.growths[group].cache_mode == "none":
-        return ~drafted
+        return ~drafted & (num_tokens > 0)
     block = books.rules.block[group, 0]
     column = cdiv(num_tokens, block) - 1
     held = holds(books.held(rows)[:, group], column) | (num_tokens == 0)
-    return ~(held & (drafted | (num_tokens % block == 0)))
+    return ~(held & (drafted | _is_kept(books, group, rows, num_tokens)))
+
+
+def _is_kept(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Returns whether the state after ``num_tokens`` tokens outlives newer ones, bool[N].
+
+    With ``cache_mode="align"`` only the state that the last step resumed from is kept: a step
+    that crosses the end of a block does not write the state there. With drafts it may have
+    resumed from the block of one.
+    """
+    mode = books.rules.growths[group].cache_mode
+    if mode == "none":
+        return np.zeros(rows.size, bool)
+    at_end = num_tokens % books.rules.block[group, 0] == 0
+    if mode == "all":
+        return at_end
+    resumed = (num_tokens == books.resumed[rows]) & (books.rules.drafts[group, 0] == 0)
+    return at_end & (resumed | (num_tokens == 0))
 
 
 def _why_lost(books: Books, group: int) -> str:

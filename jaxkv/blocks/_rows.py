@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxkv.blocks._write import Batch
 
-Work = Mapping[Hashable, int] | tuple[np.ndarray, np.ndarray]
+Work = Mapping[Any, int] | tuple[np.ndarray, np.ndarray]
 
 
 class Rows:
@@ -33,6 +34,10 @@ class Rows:
     def check_new(self, requests: Sequence[Hashable]) -> None:
         """Raises ValueError unless all requests can be started."""
         for request in requests:
+            if not isinstance(request, Hashable):
+                raise TypeError(
+                    f"request={request!r} must be a hashable name, an int or a str, say"
+                )
             if request in self.of:
                 raise ValueError(f"request={request!r} is running already; finish it first")
         if len(set(requests)) < len(requests):
@@ -85,10 +90,7 @@ class Rows:
             rows = self._last[2].rows
         else:
             rows = self._rows_of(names)
-        counts = np.array(values) if values else np.zeros(0, np.int64)
-        if counts.dtype.kind not in "iu":
-            raise TypeError(f"work must count tokens in ints, got {counts.dtype}")
-        batch = Batch.of(rows, counts)
+        batch = Batch.of(rows, _as_counts(values))
         self._check_counts(batch)
         self._last = names, values, batch
         return batch
@@ -135,5 +137,23 @@ class Rows:
             name = self.name(int(batch.rows[batch.counts.argmax()]))
             raise ValueError(
                 f"work: request {name!r} computes {batch.longest} tokens in a step; the plan "
-                f"counts on limits.max_in_flight_tokens={self._max_in_flight_tokens}"
+                f"counts on limits.max_in_flight_tokens={self._max_in_flight_tokens}; split "
+                "them, or plan with larger limits"
             )
+
+
+def _as_counts(values: Sequence[Any]) -> np.ndarray:
+    """Returns the new tokens of requests, int64[N]; raises TypeError unless they are ints."""
+    try:
+        counts = np.array(values) if values else np.zeros(0, np.int64)
+    except ValueError:  # lists of unlike lengths
+        counts = np.array(None)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        wrong = [
+            value for value in values if np.ndim(value) or np.array(value).dtype.kind not in "iu"
+        ]
+        raise TypeError(
+            f"work must count tokens in ints, got {next(iter(wrong), values)!r}; give the number "
+            "of new tokens of each request"
+        )
+    return counts.astype(np.int64, copy=False)

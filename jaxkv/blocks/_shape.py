@@ -110,6 +110,8 @@ class StepShape:
         Raises:
           TypeError, ValueError: sizes that are not positive ints or contradict each other.
         """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
         check_positive(max_requests=max_requests)
         check_count(forks=forks)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
@@ -155,6 +157,11 @@ class StepShape:
         )
 
     @property
+    def changed_rows(self) -> int:
+        """Table rows that a step changes: of its requests, and of forks that wait for a step."""
+        return min(self.max_requests, self.batch_size + self.row_copies)
+
+    @property
     def has_encoder(self) -> bool:
         """Whether a group stores the encoder's tokens."""
         return any(growth.stores == "encoder" for growth in self.growths)
@@ -178,7 +185,7 @@ class StepShape:
     def room(self) -> tuple[int, ...]:
         """The most that a step changes: rows, then sizes in the order of the fields above."""
         changes = (self.block_ids, self.zero_ids, self.block_copies, self.row_copies)
-        return (self.batch_size, *changes, self.extra)
+        return (self.changed_rows, *changes, self.extra)
 
     @property
     def _batch_lengths(self) -> dict[str, int]:
@@ -196,8 +203,8 @@ class StepShape:
         """Fields that change the cache."""
         groups = len(self.growths)
         return {
-            "changed_rows": self.batch_size,
-            "row_lengths": self.batch_size * groups,
+            "changed_rows": self.changed_rows,
+            "row_lengths": self.changed_rows * groups,
             "entry_rows": self.block_ids,
             "entry_columns": self.block_ids,
             "entry_ids": self.block_ids,
@@ -236,7 +243,7 @@ class StepShape:
     def split(self, upload: Any) -> dict[str, Any]:
         """Returns views of the parts of an upload, NumPy or jax, by name."""
         parts = {name: upload[where] for name, where in self.fields.items()}
-        parts["row_lengths"] = parts["row_lengths"].reshape(self.batch_size, len(self.growths))
+        parts["row_lengths"] = parts["row_lengths"].reshape(self.changed_rows, len(self.growths))
         return parts
 
     def idle(self) -> "Upload":
@@ -314,7 +321,8 @@ class Upload:
             "to copy": parts["copy_sources"].size,
         }
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        return f"Upload(number {parts['number'][0]}: {listed})"
+        number = f"number {parts['number'][0]}" if parts["number"][0] else "not numbered"
+        return f"Upload({number}: {listed})"
 
 
 def _token_sizes(

@@ -68,6 +68,11 @@ class Copies(NamedTuple):
         kept = np.isin(self.destinations, destinations)
         return Copies(*(part[kept] for part in self))
 
+    def without(self, destinations: np.ndarray) -> "Copies":
+        """Returns the copies into other blocks."""
+        kept = ~np.isin(self.destinations, destinations)
+        return Copies(*(part[kept] for part in self))
+
 
 NO_COPIES = Copies(np.zeros(0, np.int64), NO_IDS, NO_IDS)
 
@@ -114,10 +119,12 @@ def check_room(shape: StepShape, sizes: Sizes) -> None:
 
 def _refuse(shape: StepShape, **sizes: int) -> None:
     for name, size in sizes.items():
-        room = shape.batch_size if name == "changed_rows" else getattr(shape, name)
+        room = getattr(shape, name)
         if size > room:
+            larger = "more forks=" if name.endswith("_copies") else "a larger shape"
             raise ValueError(
-                f"the step needs {name}={size} and its shape has {room}; use a larger shape"
+                f"the step needs {name}={size} and its shape has {room}; use {larger} (see "
+                "StepShape.for_plan)"
             )
 
 

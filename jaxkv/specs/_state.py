@@ -31,7 +31,9 @@ class StateSpec(LayerSpec):
     shapes, dtypes: the arrays of one state, stored back to back in one page.
     cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. The latter two keep states at
       block boundaries, so that a prefix can be resumed.
-    speculative_blocks: extra states for speculative tokens.
+    speculative_blocks: extra states for speculative tokens, in the blocks that follow the
+      running state's. With ``"align"`` they move with it: a step that begins another block drops
+      them, so write the accepted state with ``at=0`` in the step that accepts it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
