@@ -1,32 +1,69 @@
-"""What people get wrong in their first hour, and what they are told."""
+"""Mistakes of the first hour: each error names the argument, what was given and what to change."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.block_tables import make_block_tables
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.models import encoder_len, layers_from_config, model_len
-from jaxkv.pool import make_pool, write_rows, write_tokens
+import jaxkv
+from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape, TableEntry, pack_step
+from jaxkv.cache import make_cache
+from jaxkv.planning import KVCacheCapacityError, plan_cache
+from jaxkv.sleeping import ClosedOverError
 from jaxkv.specs import FullAttentionSpec, StateSpec
-from jaxkv.step import StepShape, apply_step, apply_step_donating, pack_step
 from jaxkv.testing import CacheStateMachine, assert_same_bytes, strategies
 from tests.helpers import hybrid_plan
 
-PLAN = hybrid_plan()
-TABLES = make_block_tables(PLAN, max_requests=2)
-POOL = make_pool(PLAN)
-SHAPE = StepShape(entries=2, block_ids=8, zero_ids=4, batch=2, widths=TABLES.widths)
-UPDATE = BlockManager(PLAN, max_requests=2).take_update()
-UPLOAD = pack_step(SHAPE, update=UPDATE, rows=[], first_positions=[], lengths=[])
-SLOTS = jnp.arange(4, 7, dtype=jnp.int32)
-KEYS = jnp.ones((3, 2, 4))
+PLAN = hybrid_plan(kv_dtype="bf16")
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
+KEYS = jnp.ones((8, 2, 4))
+plan_one = functools.partial(plan_cache, {"full.0": FULL}, 2**20, max_model_len=24)
 
 
-class Shapeless(CacheStateMachine):
+class Setting:
+    """A step of 8 tokens, 5 of them of request "r", which may go on with 8 more."""
+
+    def __init__(self) -> None:
+        self.manager = BlockManager(PLAN, max_requests=2)
+        self.shape = StepShape.for_plan(PLAN, max_requests=2, max_tokens=8)
+        self.manager.start("r")
+        self.upload = self.manager.step(self.shape, {"r": 5})
+        self.fresh = make_cache(PLAN, max_requests=2)
+        step = jax.jit(jaxkv.apply_step)
+        self.cache, self.batch = step(self.fresh, self.upload)
+        self.twice, _ = step(self.cache, self.upload)
+        self.manager.start("s")
+        self.manager.step(self.shape, {"s": 1})
+        self.gapped, _ = step(self.cache, self.manager.step(self.shape, {"s": 1}))
+
+    def step(self, work, shape=None, **options):
+        return self.manager.step(self.shape if shape is None else shape, work, **options)
+
+    def smaller(self, **sizes) -> StepShape:
+        return StepShape.for_plan(PLAN, max_requests=2, **{"max_tokens": 8} | sizes)
+
+    def write(self, layer="full.0", keys=KEYS, values=KEYS, batch=None, **options):
+        batch = self.batch if batch is None else batch
+        return jaxkv.write_tokens(self.cache, layer, batch, keys, values, **options)
+
+    def attend(self, *arrays, layer="full.0", **options):
+        return jaxkv.attend(self.cache, layer, self.batch, *arrays, **options)
+
+    def scan(self, index_of_layer):
+        def body(cache, i):
+            return index_of_layer(cache, i), None
+
+        return jax.lax.scan(body, self.cache, jnp.arange(2))
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting()
+
+
+class Flat(CacheStateMachine):
     """Gives a flat list of blocks, as caches of one group have it."""
 
     plan = PLAN
@@ -47,115 +84,316 @@ class Shapeless(CacheStateMachine):
         return [1, 2, 3]
 
 
-class Planless(Shapeless):
+class Planless(Flat):
     plan = None
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: apply_step(TABLES, POOL, UPDATE, shape=SHAPE),
-            TypeError,
-            "upload must be an array of int32, got TableUpdate",
+class Bytesless(Flat):
+    def read_null_block(self):
+        return []
+
+
+MISTAKES = {
+    # --- planning ---
+    "a model's name for its configuration": (
+        lambda s: jaxkv.layers_from_config("llama-3.1-8b"),
+        TypeError,
+        r"config must be the content of a config.json, got str; read it with load_config\(path",
+    ),
+    "a preset that does not exist": (
+        lambda s: jaxkv.load_config("llama-9"),
+        ValueError,
+        "config='llama-9' is neither a readable JSON file .* nor a preset; presets: deepseek-v3, ",
+    ),
+    "a dtype that no page holds": (
+        lambda s: FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype="int4"),
+        ValueError,
+        "dtype='int4' is not a cache dtype; use one of bf16, bfloat16, ",
+    ),
+    "one dtype for a tuple of them": (
+        lambda s: StateSpec(block_size=16, shapes=((4,),), dtypes="f32"),
+        TypeError,
+        "dtypes='f32' must be a tuple of names; add a comma",
+    ),
+    "layers without names": (
+        lambda s: plan_cache([FULL], 2**20, max_model_len=24),
+        TypeError,
+        "layers must map names to specs, or list such mappings; got FullAttentionSpec",
+    ),
+    "memory as a float": (
+        lambda s: plan_cache({"a": FULL}, 80e9, max_model_len=24),
+        TypeError,
+        r"memory_bytes must be an int, got 80000000000.0 \(float\)",
+    ),
+    "a model that is too long for the memory": (
+        lambda s: plan_one(max_model_len=10**6),
+        KVCacheCapacityError,
+        "max_model_len=1,000,000 needs 250,000 blocks and the pool has 8,191 usable ones; set "
+        "max_model_len to at most 32,764 or raise memory_bytes to at least 32,000,128",
+    ),
+    # --- cache, manager and shape ---
+    "layers for a plan": (
+        lambda s: make_cache({"a": FULL}, max_requests=2),
+        TypeError,
+        "plan must be what plan_cache returned, got dict",
+    ),
+    "a cache for a plan": (
+        lambda s: BlockManager(s.cache, max_requests=2),
+        TypeError,
+        "plan must be what plan_cache returned, got KVCache",
+    ),
+    "a manager for a plan": (
+        lambda s: StepShape.for_plan(s.manager, max_requests=2, max_tokens=8),
+        TypeError,
+        "plan must be what plan_cache returned, got BlockManager",
+    ),
+    "one kernel block size for all groups": (
+        lambda s: make_cache(PLAN, max_requests=2, kernel_block_sizes=4),
+        TypeError,
+        "kernel_block_sizes=4 must be a sequence, one per group",
+    ),
+    "a scale of zero": (
+        lambda s: make_cache(PLAN, max_requests=2, scales=(0.0, 1.0)),
+        ValueError,
+        r"scales must be finite float32 greater than 0, got \(0.0, 1.0\)",
+    ),
+    "one scale for keys and values": (
+        lambda s: make_cache(PLAN, max_requests=2, scales=2.0),
+        TypeError,
+        r"scales must be pairs \(K scale, V scale\) of numbers, got 2.0",
+    ),
+    "a device by its name": (
+        lambda s: make_cache(PLAN, max_requests=2, device="cuda"),
+        TypeError,
+        "device must be a jax.Device or a Sharding, got 'cuda'",
+    ),
+    "a step without a size": (
+        lambda s: StepShape.for_plan(PLAN, max_requests=2),
+        TypeError,
+        "max_tokens is missing: give the tokens of a step over all its requests",
+    ),
+    # --- steps on the host ---
+    "a prompt for a name": (
+        lambda s: s.manager.start([1, 15043, 3186]),
+        TypeError,
+        r"request=\[1, 15043, 3186\] must be a hashable name, an int or a str, say",
+    ),
+    "a request that runs already": (
+        lambda s: s.manager.start("r"),
+        ValueError,
+        "request='r' is running already; finish it first",
+    ),
+    "a request that was not started": (
+        lambda s: s.step({"q": 1}),
+        ValueError,
+        "request='q' is not running; start it first",
+    ),
+    "token ids for their number": (
+        lambda s: s.step({"r": [1, 15043]}),
+        TypeError,
+        r"work must count tokens in ints, got \[1, 15043\]; give the number of new tokens of each",
+    ),
+    "a request without new tokens": (
+        lambda s: s.step({"r": 0}),
+        ValueError,
+        "work: request 'r' computes 0 tokens; give at least 1, or leave it out",
+    ),
+    "a chunk beyond the limits of the plan": (
+        lambda s: s.step({"r": 9}),
+        ValueError,
+        "request 'r' computes 9 tokens in a step; the plan counts on limits.max_in_flight_tokens=8"
+        "; split them, or plan with larger limits",
+    ),
+    "work and shape exchanged": (
+        lambda s: s.step(s.shape, {"r": 1}),
+        TypeError,
+        "shape must be a StepShape, got dict",
+    ),
+    "a shape of other rows": (
+        lambda s: s.step({"r": 1}, StepShape.for_plan(PLAN, max_requests=3, max_tokens=8)),
+        ValueError,
+        "shape was made for another plan or manager: its max_requests is 3 and this manager's 2; "
+        "use StepShape.for_plan with the same plan and max_requests",
+    ),
+    "a shape that is too small": (
+        lambda s: s.step({"r": 4}, s.smaller(max_tokens=3)),
+        ValueError,
+        "the step needs max_tokens=4 and its shape has 3; use a larger shape",
+    ),
+    "no room for forks": (
+        lambda s: pack_step(s.shape, row_copies=[(0, 1)]),
+        ValueError,
+        r"needs row_copies=1 and its shape has 0; use more forks= \(see StepShape.for_plan\)",
+    ),
+    "token ids that do not fit": (
+        lambda s: s.step({"r": 1}, extra=[15043]),
+        ValueError,
+        "the step needs extra=1 and its shape has 0; use a larger shape",
+    ),
+    "one extra number": (
+        lambda s: s.step({"r": 1}, extra=7),
+        ValueError,
+        r"extra must be a flat list, got an array of shape \(\)",
+    ),
+    "more blocks than are free": (
+        lambda s: s.manager.block_pool.allocate(10**6),
+        OutOfBlocksError,
+        r"1000000 blocks needed and \d+ free; finish a request, or preempt one \(finish it, and",
+    ),
+    "more drafts rejected than were computed": (
+        lambda s: s.manager.rewind("r", 6),
+        ValueError,
+        "num_tokens=6 is more than the 5 tokens that 'r' has computed",
+    ),
+    "block ids of one group": (
+        lambda s: pack_step(s.shape, entries=[TableEntry(0, [[1, 2]])]),
+        ValueError,
+        "entries: row 0 has ids for 1 groups and starts for 5; the tables have 5 groups",
+    ),
+    # --- steps on the device ---
+    "the books for an upload": (
+        lambda s: jaxkv.apply_step(s.cache, s.manager),
+        TypeError,
+        "upload must be what BlockManager.step returned, got BlockManager",
+    ),
+    "upload and cache exchanged": (
+        lambda s: jaxkv.apply_step(s.upload, s.cache),
+        TypeError,
+        "cache must be a KVCache, got Upload",
+    ),
+    "an upload of other rows": (
+        lambda s: jaxkv.apply_step(make_cache(PLAN, max_requests=4), s.upload),
+        ValueError,
+        "the upload is of another plan than the cache: its max_requests is 2 and the cache's 4; "
+        "make cache, manager and shapes from one plan, with one max_requests",
+    ),
+    "an upload applied twice": (
+        lambda s: jaxkv.check_errors(s.twice),
+        jaxkv.CacheError,
+        "the device found errors: an upload was applied twice, or to another cache",
+    ),
+    "an upload that was dropped": (
+        lambda s: jaxkv.check_errors(s.gapped),
+        jaxkv.CacheError,
+        "an upload was lost: the numbers of two uploads in a row have a gap",
+    ),
+    "a cache from outside of the step": (
+        lambda s: jaxkv.check_not_closed_over(
+            s.cache, jax.jit(lambda u: jaxkv.apply_step(s.cache, u)), s.upload
         ),
-        (
-            lambda: apply_step_donating(POOL, TABLES, UPLOAD, shape=SHAPE),
-            TypeError,
-            "tables must be BlockTables, got KVPool",
-        ),
-        (
-            lambda: apply_step(TABLES, POOL, UPLOAD.astype(np.int64), shape=SHAPE),
-            TypeError,
-            "upload must be an array of int32, got int64",
-        ),
-        (
-            lambda: write_tokens(POOL, "full.0", SLOTS[None], KEYS, KEYS),
-            ValueError,
-            r"slots has shape \(1, 3\); wants \[T\], those of one group: batch.slots\[group\]",
-        ),
-        (
-            lambda: write_tokens(POOL, "full.0", SLOTS, KEYS[:2], KEYS),
-            ValueError,
-            r"keys has shape \(2, 2, 4\); .* wants \(3, 2, 4\), one row per slot",
-        ),
-        (
-            lambda: write_tokens(POOL, "full.0", SLOTS, KEYS.astype(jnp.int8), KEYS),
-            TypeError,
-            "keys has dtype int8; use write_rows",
-        ),
-        (
-            lambda: write_rows(POOL, "full.0", SLOTS, jnp.ones((3, 16), jnp.float8_e5m2)),
-            TypeError,
-            "rows has dtype float8_e5m2; layer 'full.0' stores float8_e4m3fn: cast it",
-        ),
-        (
-            lambda: dataclasses.replace(SHAPE, widths=6),
-            TypeError,
-            "widths=6 must be a tuple, one per group; use tables.widths",
-        ),
-        (
-            lambda: make_block_tables(PLAN, max_requests=2, kernel_block_sizes=4),
-            TypeError,
-            "kernel_block_sizes=4 must be a sequence, one per group",
-        ),
-        (
-            lambda: FullAttentionSpec(
-                block_size=16, num_kv_heads=1, head_size=4, dtype=jnp.bfloat16
-            ),
-            ValueError,
-            "is not the name of a dtype; write a string such as 'bf16'",
-        ),
-        (
-            lambda: StateSpec(block_size=16, shapes=((4,),), dtypes="f32"),
-            TypeError,
-            "dtypes='f32' must be a tuple of names; add a comma",
-        ),
-        *(
-            (lambda read=read: read("llama-3.1-8b"), TypeError, "config must be the content of a")
-            for read in (layers_from_config, model_len, encoder_len)
-        ),
-        (
-            lambda: BlockManager(PLAN, max_requests=2).pool.allocate(10**6),
-            OutOfBlocksError,
-            r"preempt one \(finish it, and compute it again later\)",
-        ),
-        (
-            lambda: strategies.plans({"a": 1}).example(),
-            TypeError,
-            r"layers must be a strategy; wrap one fixed model in st.just",
-        ),
-        (lambda: strategies.traffic(PLAN.groups), TypeError, "plan must be a Plan, got tuple"),
-        (lambda: Planless().begin(0), TypeError, "set plan in Planless, to what plan_cache"),
-        (
-            lambda: Shapeless()._rows(1),
-            TypeError,
-            r"block_ids gave \[1, 2, 3\]; wanted a list of block ids for each of the plan's 5 gr",
-        ),
-        (lambda: assert_same_bytes(object(), object()), TypeError, "a leaf is a object, no array"),
-    ],
-)
+        ClosedOverError,
+        r"closes over int32\[2, 20\] \(as cache.block_tables\), .*: pass the cache as an argument",
+    ),
+    "entries that were not packed": (
+        lambda s: jaxkv.append_block_ids(s.cache, [TableEntry(0, [[1]] * 5)]),
+        TypeError,
+        "entries must be TableEntries, got list",
+    ),
+    # --- layers ---
+    "the number of a layer": (
+        lambda s: s.write(layer=0),
+        TypeError,
+        "layer must be the name of a layer, got 0; in a loop over layers pass the name of any "
+        "layer of the group and the traced index as period=",
+    ),
+    "the traced number of a layer": (
+        lambda s: s.scan(lambda cache, i: jaxkv.write_tokens(cache, i, s.batch, KEYS, KEYS)),
+        TypeError,
+        "layer must be the name of a layer, got .*Tracer.*; in a loop over layers pass .* period=",
+    ),
+    "a layer that is not there": (
+        lambda s: s.write(layer="full"),
+        ValueError,
+        r"layer='full' has no cache here; use one of \['full.0', 'full.1', ",
+    ),
+    "slots for a batch": (
+        lambda s: s.write(batch=jnp.arange(8)),
+        TypeError,
+        "batch must be the StepBatch that apply_step returned, got ArrayImpl",
+    ),
+    "a batch of another cache": (
+        lambda s: jaxkv.read_tokens(make_cache(PLAN, max_requests=3), "full.0", s.batch),
+        ValueError,
+        "batch is of another cache; use the one that apply_step returned with it",
+    ),
+    "keys without padding": (
+        lambda s: s.write(keys=KEYS[:5], values=KEYS[:5]),
+        ValueError,
+        r"keys has shape \(5, 2, 4\); layer 'full.0' wants \(8, 2, 4\), padded to the step's shape",
+    ),
+    "keys with an axis of the batch": (
+        lambda s: s.write(keys=KEYS[None], values=KEYS[None]),
+        ValueError,
+        r"keys has shape \(1, 8, 2, 4\); layer 'full.0' wants \(8, 2, 4\)",
+    ),
+    "keys that were quantised before": (
+        lambda s: s.write(keys=KEYS.astype(jnp.int8)),
+        TypeError,
+        "keys has dtype int8; use write_rows for stored rows",
+    ),
+    "rows of another dtype": (
+        lambda s: jaxkv.write_rows(s.cache, "full.0", s.batch, jnp.ones((8, 2, 8), jnp.float16)),
+        TypeError,
+        "rows has dtype float16; layer 'full.0' stores bfloat16: cast it, or pass its bytes",
+    ),
+    "keys without values": (
+        lambda s: s.attend(KEYS, KEYS),
+        ValueError,
+        "values is None; layer 'full.0' stores keys and values: pass both, or neither to write",
+    ),
+    "queries of too few heads": (
+        lambda s: s.attend(jnp.ones((8, 3, 4)), KEYS, KEYS),
+        ValueError,
+        r"queries has shape \(8, 3, 4\); .* want \(8, 'heads', 4\), heads a multiple of 2",
+    ),
+    "attention to a state": (
+        lambda s: s.attend(KEYS, KEYS, KEYS, layer="state.0"),
+        TypeError,
+        "layer='state.0' keeps states, not tokens; use read_state and write_state",
+    ),
+    "the state of an attention layer": (
+        lambda s: jaxkv.read_state(s.cache, "full.0", s.batch),
+        TypeError,
+        "layer='full.0' keeps tokens, not states; use read_tokens and write_tokens, or read_rows",
+    ),
+    # --- testing kit ---
+    "a fixed model for a strategy": (
+        lambda s: strategies.plans({"a": FULL}).example(),
+        TypeError,
+        r"layers must be a strategy; wrap one fixed model in st.just",
+    ),
+    "groups for a plan": (
+        lambda s: strategies.traffic(PLAN.groups),
+        TypeError,
+        "plan must be a Plan, got tuple; plan_cache makes one",
+    ),
+    "a machine without a plan": (
+        lambda s: Planless().begin(0),
+        TypeError,
+        "set plan in Planless, to what plan_cache returned",
+    ),
+    "a machine without a null block": (
+        lambda s: Bytesless().begin(0),
+        ValueError,
+        "read_null_block gave no bytes; wanted those of block 0",
+    ),
+    "a machine of one group": (
+        lambda s: Flat()._rows(1),
+        TypeError,
+        r"block_ids gave \[1, 2, 3\]; wanted a list of block ids for each of the plan's 5 groups",
+    ),
+    "trees that hold no arrays": (
+        lambda s: assert_same_bytes(object(), object()),
+        TypeError,
+        "not an array; pass its arrays",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.filterwarnings("ignore:The `.example")
-def test_the_message_says_what_to_change(call, error, message) -> None:
+def test_the_message_says_what_to_change(mistake: str, setting: Setting) -> None:
+    call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
-        call()
-
-
-def test_grow_says_which_of_its_numbers_is_wrong() -> None:
-    manager = BlockManager(PLAN, max_requests=2)
-    manager.start("a")
-    with pytest.raises(ValueError, match="num_tokens=25 is more than the plan's max_model_len=24"):
-        manager.grow("a", 20, 25)
-    with pytest.raises(ValueError, match="num_computed_tokens=5 is more than num_tokens=4"):
-        manager.grow("a", 5, 4)
-
-
-def test_a_machine_without_bytes_of_the_null_block_is_refused() -> None:
-    machine = type("Machine", (Shapeless,), {"read_null_block": lambda self: []})
-    with pytest.raises(ValueError, match="read_null_block gave no bytes"):
-        machine().begin(0)
-
-
-def test_trees_of_shardings_have_a_repr() -> None:
-    shardings = jax.tree.map(lambda buffer: buffer.sharding, POOL)
-    assert repr(shardings).startswith("KVPool(LBNHC, buffers=(SingleDeviceSharding")
+        call(setting)
+    assert setting.manager.num_computed_tokens("r") == 5, "nothing was changed"

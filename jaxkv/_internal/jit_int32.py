@@ -26,15 +26,19 @@ class JittedInt32[**P, R]:
     def __init__(self, function: Callable[P, R], names: tuple[str, ...], options: dict[str, Any]):
         functools.update_wrapper(self, function)
         self._jitted = jax.jit(function, **options)
-        parameters = list(inspect.signature(function).parameters)
-        self._places = [(name, parameters.index(name)) for name in names]
+        parameters = inspect.signature(function).parameters
+        self._places = [
+            (name, list(parameters).index(name), parameters[name].annotation) for name in names
+        ]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for name, place in self._places:
+        for name, place, wanted in self._places:
             value = args[place] if place < len(args) else kwargs.get(name)
             if dataclasses.is_dataclass(value):
                 fields = dataclasses.fields(value)
                 check_int32(**{f"{name}.{f.name}": getattr(value, f.name) for f in fields})
+            elif dataclasses.is_dataclass(wanted):
+                raise TypeError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
             else:
                 check_int32(**{name: value})
         return self._jitted(*args, **kwargs)

@@ -21,6 +21,24 @@ def runs_manually(axis: str | None) -> bool:
     return AxisType.Explicit not in mesh.axis_types
 
 
+def check_not_explicit(*trees: Any) -> None:
+    """Raises ValueError where an array is sharded over explicit axes that no context tells.
+
+    XLA's sharding rules would refuse the scatters of its reader, in words of their own.
+    """
+    for leaf in jax.tree.leaves(trees):
+        sharding = jax.typeof(leaf).sharding
+        types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+        for axis in sharding.spec:
+            names = axis if isinstance(axis, tuple) else (axis,)
+            if AxisType.Explicit in [types.get(name) for name in names]:
+                raise ValueError(
+                    f"an array {jax.typeof(leaf)} is sharded over the explicit mesh axis "
+                    f"{axis!r}: run the step under jax.set_mesh(mesh), which needs a cache made "
+                    "with mesh=, or call this inside jax.shard_map"
+                )
+
+
 def on_every_device(
     function: Callable[..., Any], mesh: Mesh | None, in_specs: Specs, out_specs: Specs, *args: Any
 ) -> Any:

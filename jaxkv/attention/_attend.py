@@ -11,7 +11,9 @@ from jaxkv.pool import (
     SAME,
     check_batch,
     flag_period,
+    layer_scales,
     on_devices,
+    quantize,
     ranks_of_heads,
     token_spec,
     write_rows,
@@ -46,9 +48,13 @@ def attend(
 
     Each token attends to its own request up to itself: to everything (full attention and
     latent rows), to its window or its chunk; with cross attention to the encoder's tokens. Bytes
-    that it must not see never reach the output, whatever they hold: values are masked as well as
-    logits. Rows of padding get zeros. No temporary grows with the pool or with the square of the
-    longest request.
+    that its request did not write never reach the output, whatever they hold: values are masked
+    as well as logits. Rows of padding get zeros. No temporary grows with the pool or with the
+    square of the longest request, if each layer's keys follow from the output of the layer before
+    it: XLA copies the pool where it may write a later layer first. Keys that do not (of an encoder,
+    say) take ``jax.lax.optimization_barrier((keys, values, out_before))``.
+
+    Call it inside ``jit``: by itself it compiles for every shape, operation by operation.
 
     With context parallelism each rank attends to the positions that it was dealt, and the
     results are combined by their log-sum-exp.
@@ -58,8 +64,8 @@ def attend(
       layer: name of a layer; one that shares the cache of another layer gets no keys.
       queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The heads of one
         KV head lie side by side.
-      keys: [T, kv_heads, K]; for latent rows [T, K], the rows; for cross attention the
-        encoder's, [B, E, kv_heads, K]. None: nothing is written.
+      keys: [T, kv_heads, K]; for latent rows [T, K], the rows, stored over the K scale; for
+        cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is written.
       values: [T, kv_heads, V]; None for latent rows, or where ``keys`` is None.
       scale: of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
@@ -72,7 +78,8 @@ def attend(
 
     Raises:
       TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
-        (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``).
+        (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``); queries that
+        are not floats of 16 bits or more.
       ValueError: shapes that do not fit the layer and the batch; context parallelism without a
         mesh axis.
     """
@@ -117,14 +124,27 @@ def _write(
     spec, options = token_spec(cache, layer), {"period": period, "implementation": implementation}
     if isinstance(spec, FullAttentionSpec):
         if values is None:
-            raise ValueError(f"values is None; layer {layer!r} stores keys and values")
+            raise ValueError(
+                f"values is None; layer {layer!r} stores keys and values: pass both, or neither to "
+                "write nothing"
+            )
         return write_tokens(cache, layer, batch, keys, values, **options)
     if values is not None:
         raise ValueError(
             f"layer={layer!r} stores latent rows: pass them as keys, and None as values"
         )
-    dtype = jnp.dtype(row_format(spec).dtype)
-    return write_rows(cache, layer, batch, keys.astype(dtype), **options)
+    rows = _stored_latents(cache, layer, keys, period)
+    return write_rows(cache, layer, batch, rows, **options)
+
+
+def _stored_latents(cache: KVCache, layer: str, rows: Array, period: Period) -> Array:
+    """Returns latent rows in the dtype of their layer, over its K scale."""
+    dtype = row_format(token_spec(cache, layer)).dtype
+
+    def run(cache: KVCache, rows: Array, period: Period) -> Array:
+        return quantize(rows, dtype, layer_scales(cache, layer, period)[0])
+
+    return on_devices(run, cache, rows, period, in_specs=(SAME, SAME), out_specs=SAME)
 
 
 def _rule(
@@ -143,6 +163,8 @@ def _rule(
             f"context_parallel={cache.layout.context_parallel}: attend combines the ranks over a "
             "mesh axis, and the cache has none; pass mesh= and axis= to make_cache"
         )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
     growth = cache.layout.growths[cache.layout.place_of(layer).group]
     unread = _unreadable(spec)
     if unread:
@@ -154,6 +176,11 @@ def _rule(
         kv_heads, value_size = 1, spec.value_size or spec.head_size
     else:
         kv_heads, value_size = spec.num_kv_heads, spec.value_size
+    if not jnp.issubdtype(queries.dtype, jnp.floating) or queries.dtype.itemsize < 2:
+        raise TypeError(
+            f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "
+            "bfloat16, float16 or float32"
+        )
     shape = batch.token_shape
     ranks = 1 if isinstance(spec, MLASpec) else ranks_of_heads(cache)
     heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0

@@ -97,6 +97,7 @@ def attend_to_pages(
     tile_queries = _tile_queries(queries, tiles, rule)
     compute = tile_queries.dtype
     key_scale, value_scale = layer_scales(cache, layer, period)
+    value_scale = key_scale if rule.is_latent else value_scale
     pages = _Pages.of_layer(cache, layer, batch, tiles, rule)
 
     def one_round(i: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

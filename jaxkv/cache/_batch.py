@@ -161,7 +161,8 @@ class StepBatch:
 
         A slot is ``block_id * block_size + offset``, which is also ``kernel_block_id *
         kernel_block_size + offset`` for every kernel block size. Slots index the first two axes
-        of ``layer_view(cache, layer)`` in order LBNHC, taken as one; divide them by
+        of ``layer_view(cache, layer)`` in order LBNHC, taken as one: they begin behind the
+        layers that lie before this one in the view, as `block_tables` does. Divide them by
         ``compress_ratio`` where tokens share a row.
 
         Args:

@@ -89,6 +89,14 @@ class KVCache:
         """Bytes of the pool, over all devices together."""
         return sum(buffer.size for buffer in self.buffers)
 
+    def period_layers(self, layer: str) -> tuple[str, ...]:
+        """Returns the layers among which ``period=`` chooses: those of the layer's group and spec.
+
+        Raises:
+          ValueError: the layers lie in several buffers, or share one page.
+        """
+        return self.layout.buffers.period_layers(layer)
+
     def partition_specs(self) -> "KVCache":
         """Returns the cache's sharding for ``jax.shard_map``: a cache of PartitionSpecs."""
         same = jax.sharding.PartitionSpec()

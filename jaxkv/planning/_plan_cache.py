@@ -99,6 +99,10 @@ def plan_cache(
     longest = _longest_fit(plan)
     if longest < (1 if fit_max_model_len else max_model_len):
         raise _capacity_error(plan, longest, overridden=num_blocks_override is not None)
+    if longest > INT32_MAX:
+        raise ValueError(
+            f"max_model_len={longest:,} has positions beyond int32; set it to at most {INT32_MAX:,}"
+        )
     return dataclasses.replace(plan, max_model_len=longest)
 
 

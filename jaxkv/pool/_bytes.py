@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import pallas_kernels
 from jaxkv._internal.indexing import bit, within
-from jaxkv._internal.mesh import on_every_device, runs_manually
+from jaxkv._internal.mesh import check_not_explicit, on_every_device, runs_manually
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.block_tables import report
 from jaxkv.cache import BAD_PERIOD, KVCache, Period
@@ -78,6 +78,7 @@ def on_devices(
       out_specs: of the result.
     """
     if runs_manually(cache.layout.axis):
+        check_not_explicit(cache, *args)
         return function(cache, *args)
     specs = (cache.partition_specs(), *in_specs)
     return on_every_device(function, cache.layout.mesh, specs, out_specs, cache, *args)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv._internal.checks import check_int32
 from jaxkv._internal.mesh import runs_manually
 from jaxkv.cache import KVCache, Period, StepBatch
 from jaxkv.pool._bytes import (
@@ -44,10 +45,10 @@ def write_state(
       implementation: of `pallas_kernels.write_rows`.
 
     Raises:
-      TypeError: the layer keeps no states.
+      TypeError: the layer keeps no states, or ``at`` is not int32.
       ValueError: shapes that do not fit the layer and the batch.
     """
-    spec = _state_spec(cache, layer, batch)
+    spec = _state_spec(cache, layer, batch, at)
     check_owner(cache, layer)
     shapes = tuple((batch.shape.batch_size, *shape) for shape in spec.shapes)
     given = tuple(array.shape for array in arrays)
@@ -104,9 +105,10 @@ def read_state(
       The spec's arrays, each [B, *shape].
 
     Raises:
-      TypeError: the layer keeps no states.
+      TypeError: the layer keeps no states, or ``at`` is not int32.
+      ValueError: ``at`` of another shape.
     """
-    spec = _state_spec(cache, layer, batch)
+    spec = _state_spec(cache, layer, batch, at)
 
     def read(
         cache: KVCache, batch: StepBatch, at: Array | None, period: Period
@@ -126,15 +128,24 @@ def read_state(
     return on_devices(read, cache, batch, at, period, in_specs=(SAME,) * 3, out_specs=SAME)
 
 
-def _state_spec(cache: KVCache, layer: str, batch: StepBatch) -> StateSpec:
+def _state_spec(cache: KVCache, layer: str, batch: StepBatch, at: Array | None) -> StateSpec:
     check_batch(cache, batch)
     spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, StateSpec):
-        raise TypeError(f"layer={layer!r} keeps {spec.kind}, not state; use read_tokens")
+        raise TypeError(
+            f"layer={layer!r} keeps tokens, not states; use read_tokens and write_tokens, or "
+            "read_rows and write_rows for latent rows"
+        )
     if cache.layout.axis is not None and not runs_manually(cache.layout.axis):
         raise ValueError(
             f"layer={layer!r} is a state of one rank, and jaxkv does not know which of its axes "
             f"are divided over {cache.layout.axis!r}: call this inside jax.shard_map, with "
             "cache.partition_specs() for the cache"
         )
+    if at is not None:
+        check_int32(at=at)
+        if at.shape != (batch.shape.batch_size,):
+            raise ValueError(
+                f"at has shape {at.shape}; wants {(batch.shape.batch_size,)}, one block a request"
+            )
     return spec

@@ -29,6 +29,9 @@ TokenSpec = FullAttentionSpec | MLASpec
 def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
     """Returns ``values / scale`` in a cache dtype, saturating at the largest finite value.
 
+    To round and convert back inside one jit, put `jax.lax.optimization_barrier` in between: XLA
+    takes the two conversions for none otherwise.
+
     Raises:
       TypeError: uint8 holds bytes, not numbers.
     """
@@ -63,7 +66,7 @@ def write_tokens(
         For cross attention the encoder's keys, [B, E, heads, K].
       values: the same with V.
       period: int32[], traced: writes layer ``period`` of the layer's group instead, in the
-        order of ``cache.layout.buffers.period_layers(layer)``. For models that scan over their
+        order of ``cache.period_layers(layer)``. For models that scan over their
         layers with the cache in the carry.
       implementation: of `pallas_kernels.write_rows`.
 
@@ -80,7 +83,10 @@ def write_tokens(
     wanted = {"keys": (*shape, heads, spec.head_size), "values": (*shape, heads, spec.value_size)}
     for (name, wants), array in zip(wanted.items(), (keys, values), strict=True):
         if array.shape != wants:
-            raise ValueError(f"{name} has shape {array.shape}; layer {layer!r} wants {wants}")
+            raise ValueError(
+                f"{name} has shape {array.shape}; layer {layer!r} wants {wants}, padded to the "
+                "step's shape"
+            )
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {array.dtype}; use write_rows for stored rows")
 
@@ -352,7 +358,7 @@ def token_spec(cache: KVCache, layer: str) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
     spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec | MLASpec):
-        raise TypeError(f"layer={layer!r} keeps {spec.kind}, not tokens; use read_state")
+        raise TypeError(f"layer={layer!r} keeps states, not tokens; use read_state and write_state")
     return spec
 
 

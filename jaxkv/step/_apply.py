@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv._internal.checks import check_int32
 from jaxkv._internal.indexing import bit, gather_bits
+from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.block_tables import TableEntries, copy_rows, gather_batch, report, write_entries
 from jaxkv.blocks import Upload
 from jaxkv.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
@@ -110,10 +111,13 @@ def _entries(parts: dict[str, Array]) -> TableEntries:
 
 
 def _count_upload(cache: KVCache, number: Array) -> KVCache:
-    """Notes an upload's number, and that one was lost or repeated. 0: not numbered."""
-    last = cache.status[1]
+    """Notes an upload's number, and that one was lost or repeated. 0: not numbered.
+
+    After the last number that int32 holds comes 1.
+    """
+    last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
     problems = bit(LOST_UPLOAD, number > last + 1)
     problems |= bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
-    last = jnp.where(number > 0, number, last)
+    last = jnp.where(number > 0, number, cache.status[1])
     cache = dataclasses.replace(cache, status=cache.status.at[1].set(last))
     return report(cache, problems)
