@@ -1,484 +1,600 @@
-"""Block tables against lists: every operation, long random runs, bad rows and ids."""
+"""Block tables on the device against lists, and the batch of a step against its definition."""
 
-import functools
+import dataclasses
+import itertools
+from collections import Counter
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from jaxkv.block_tables import (
+from jaxkv.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
+from jaxkv.blocks import BlockManager, StepShape, TableEntry, pack_step
+from jaxkv.cache import (
+    BAD_BATCH,
     BAD_BLOCK_ID,
+    BAD_COLUMN,
     BAD_ROW,
-    DUPLICATE,
-    MISPLACED,
     NO_BLOCK,
-    ROW_FULL,
-    TOO_NARROW,
-    BlockTableError,
-    BlockTables,
-    TableEntries,
-    append_block_ids,
-    check_overflow,
+    PAD_ROW,
+    TOO_LONG,
+    CacheError,
+    check_errors,
     expand_blocks,
-    gather_block_tables,
-    make_block_tables,
-    map_slots,
-    move_rows,
-    release_rows,
-    swap_rows,
+    make_cache,
 )
-from jaxkv.blocks import BlockManager, TableEntry, TableUpdate
 from jaxkv.planning import plan_cache
-from jaxkv.pool import make_pool
-from jaxkv.specs import CrossAttentionSpec, FullAttentionSpec, Limits
-from jaxkv.step import StepShape, apply_step, pack_entries, pack_step
-from jaxkv.testing import ReferenceTables, assert_same_bytes, count_compilations, strategies
-from tests.helpers import hybrid_plan, ids_of_group, snapshot
-
-PLAN = hybrid_plan()
-ROWS, BATCH, TOKENS, ENTRIES, IDS = 5, 4, 6, 8, 12
-KERNEL_SIZES = (2, 4, 1, 4, 4)
-GROUPS = len(PLAN.groups)
-
-append = append_block_ids
-release = release_rows
-move = move_rows
-swap = swap_rows
-gather = gather_block_tables
-slots_of = map_slots
-
-
-def make() -> tuple[BlockTables, ReferenceTables]:
-    tables = make_block_tables(PLAN, max_requests=ROWS, kernel_block_sizes=KERNEL_SIZES)
-    reference = ReferenceTables(
-        [group.spec for group in PLAN.groups],
-        tables.widths,
-        max_requests=ROWS,
-        pool_blocks=PLAN.num_blocks,
-        kernel_block_sizes=KERNEL_SIZES,
-    )
-    return tables, reference
-
-
-def int32(values) -> np.ndarray:
-    return np.asarray(values, np.int32)
-
-
-def pack(entries: list[TableEntry]) -> TableEntries:
-    return pack_entries(entries, num_groups=GROUPS, max_entries=ENTRIES, max_block_ids=IDS)
-
-
-only = functools.partial(ids_of_group, GROUPS)
-
-
-good_rows, any_rows = strategies.ids(ROWS), strategies.ids(ROWS, malformed=True)
-positions = st.integers(-2, 30) | st.sampled_from(strategies.EXTREMES)
-entry_lists = functools.partial(
-    strategies.table_entries,
-    GROUPS,
-    max_requests=ROWS,
-    pool_blocks=PLAN.num_blocks,
-    max_block_ids=IDS,
+from jaxkv.specs import (
+    ChunkedAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    Limits,
+    MLASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    StateSpec,
 )
+from jaxkv.step import apply_step
+from jaxkv.testing import (
+    ReferenceTables,
+    assert_in_place,
+    assert_no_recompilation,
+    assert_unchanged,
+    pad_tables,
+    strategies,
+)
+from tests.helpers import as_ids
+
+ROWS, BATCH, TOKENS, ENCODER = 4, 3, 12, 7
+KV = {"num_kv_heads": 1, "head_size": 4}
+STATE = {"block_size": 4, "shapes": ((2,),), "dtypes": ("f32",)}
+EVERY_KIND = {
+    "full": FullAttentionSpec(block_size=4, **KV),
+    "sliding": SlidingWindowSpec(block_size=4, sliding_window=6, **KV),
+    "chunked": ChunkedAttentionSpec(block_size=2, chunk_size=7, **KV),
+    "mla": MLASpec(block_size=8, head_size=4, compress_ratio=2),
+    "sliding mla": SlidingWindowMLASpec(block_size=4, head_size=8, sliding_window=3),
+    "cross": CrossAttentionSpec(block_size=4, **KV),
+    "none": StateSpec(speculative_blocks=1, **STATE),
+    "align": StateSpec(speculative_blocks=1, cache_mode="align", **STATE),
+    "all": StateSpec(cache_mode="all", **STATE),
+}
+PLAN = plan_cache(
+    EVERY_KIND,
+    2**20,
+    max_model_len=24,
+    num_blocks_override=60,
+    grouping="packed",
+    limits=Limits(max_in_flight_tokens=8, max_encoder_tokens=ENCODER),
+)
+KERNEL_SIZES = {"full": 2, "sliding": 1, "chunked": 2, "mla": 4, "sliding_mla": 4, "cross": 2}
+SIZES = [KERNEL_SIZES.get(g.specs[0].kind, g.block_size) for g in PLAN.groups]
+SHAPE = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=BATCH, max_tokens=TOKENS)
+GROUPS = len(PLAN.groups)
+NAMES = [group.layers[0] for group in PLAN.groups]
+
+ROW = st.integers(0, ROWS - 1)
+BLOCK_IDS = st.integers(1, 59)
+ENTRIES = strategies.table_entries(
+    GROUPS, max_requests=ROWS, num_blocks=60, max_block_ids=40, max_entries=3
+)
+ENTRIES |= strategies.table_entries(
+    GROUPS, max_requests=ROWS, num_blocks=60, max_block_ids=40, malformed=True
+)
+IS_HELD = st.integers(0, 9).map(lambda drawn: drawn < 9)
+# The first new token, the number of new tokens, the encoder's tokens.
+REQUEST = st.tuples(
+    st.integers(0, 23), st.integers(1, TOKENS // BATCH), st.integers(0, ENCODER), IS_HELD
+)
+
+append = jax.jit(append_block_ids, donate_argnums=0)
+copy = jax.jit(copy_rows, donate_argnums=0)
+gather = jax.jit(gather_batch, static_argnames="shape")
+
+
+@jax.jit
+def views(batch):
+    tables = [batch.block_tables(name) for name in NAMES]
+    firsts = [batch.first_positions(name) for name in NAMES]
+    growths = batch.layout.growths
+    slots = [
+        batch.slot_mapping(n) for n, g in zip(NAMES, growths, strict=True) if g.stores == "tokens"
+    ]
+    return tables, firsts, slots, batch.positions, batch.token_requests, batch.last_tokens
+
+
+def small_cache(**options):
+    return make_cache(PLAN, max_requests=ROWS, tables_only=True, **options)
+
+
+def ids_from(first: int) -> list[list[int]]:
+    """Ids for every column of a row, counted on from a first one."""
+    starts = itertools.accumulate(PLAN.row_blocks, initial=first)
+    return [
+        [1 + (start + i) % 59 for i in range(width)]
+        for start, width in zip(starts, PLAN.row_blocks, strict=False)
+    ]
 
 
 class TablesMachine(RuleBasedStateMachine):
-    """Drives the tables and the lists side by side; keeps old states and checks them."""
+    """Random updates and steps. Most steps compute tokens whose blocks their rows hold."""
 
-    @initialize()
-    def start(self) -> None:
-        self.tables, self.reference = make()
-        self.old: list[tuple[BlockTables, list[np.ndarray]]] = []
+    seen: ClassVar[Counter[bool]] = Counter()  # tokens, by whether they had a slot
 
-    def remember(self) -> None:
-        if len(self.old) < 5:
-            self.old.append((self.tables, snapshot(self.tables)))
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = small_cache(kernel_block_sizes=SIZES)
+        self.lists = ReferenceTables(PLAN, max_requests=ROWS, kernel_block_sizes=SIZES)
 
-    @rule(entries=entry_lists())
-    def append_good(self, entries) -> None:
-        self.remember()
-        self.tables = append(self.tables, pack(entries))
-        self.reference.append(entries)
+    @initialize(first=BLOCK_IDS)
+    def fill(self, first: int) -> None:
+        self._append([TableEntry(row, ids_from(first + 13 * row)) for row in range(ROWS)])
 
-    @rule(entries=entry_lists(malformed=True))
-    def append_anything(self, entries) -> None:
-        self.append_good(entries)
+    @rule(row=ROW, first=BLOCK_IDS, kept=st.integers(0, 8))
+    def rewrite(self, row: int, first: int, kept: int) -> None:
+        """New ids from a column of each group on: the row is full afterwards."""
+        starts = [min(kept, self.lists.lengths[group][row]) for group in range(GROUPS)]
+        ids = [part[start:] for part, start in zip(ids_from(first), starts, strict=True)]
+        self._append([TableEntry(row, ids, starts)])
 
-    @rule(rows=st.tuples(any_rows, any_rows))
-    def release(self, rows) -> None:
-        self.remember()
-        self.tables = release(self.tables, int32(rows))
-        self.reference.release(rows)
+    @rule(row=ROW, lengths=st.lists(st.integers(1, 6), min_size=GROUPS, max_size=GROUPS))
+    def shorten(self, row: int, lengths) -> None:
+        """Ends a row early; what lies past its end stays in the table and must not be seen."""
+        ends = [min(n, self.lists.lengths[g][row]) for g, n in enumerate(lengths)]
+        self._append([TableEntry(row, [[]] * GROUPS, ends)])
 
-    @rule(pairs=st.tuples(*[st.tuples(any_rows, any_rows)] * 3))
-    def move(self, pairs) -> None:
-        self.remember()
-        sources, destinations = zip(*pairs, strict=True)
-        self.tables = move(self.tables, int32(sources), int32(destinations))
-        self.reference.move(sources, destinations)
+    @rule(entries=ENTRIES)
+    def append(self, entries) -> None:
+        self._append(entries)
 
-    @rule(first=good_rows, second=good_rows)
-    def swap(self, first, second) -> None:
-        self.tables = swap(self.tables, int32([first]), int32([second]))
-        self.reference.move([first, second], [second, first])
+    @rule(rows=st.permutations(range(ROWS)), sources=st.lists(ROW, max_size=ROWS))
+    def copy(self, rows, sources) -> None:
+        padding = [PAD_ROW] * (ROWS - len(sources))
+        targets = rows[: len(sources)]
+        self.cache = copy(self.cache, as_ids(sources + padding), as_ids(targets + padding))
+        self.lists.copy_rows(sources, targets)
 
-    @rule(
-        batch=st.tuples(*[st.tuples(any_rows, st.integers(0, 30))] * BATCH),
-        narrow=st.booleans(),
-    )
-    def gather(self, batch, narrow) -> None:
-        widths = tuple(max(1, width - 1) if narrow else width for width in self.tables.widths)
-        rows, first = zip(*batch, strict=True)
-        self.tables, got = gather(self.tables, int32(rows), int32(first), widths=widths)
-        for ids, expected in zip(got, self.reference.gather(rows, first, widths), strict=True):
-            np.testing.assert_array_equal(ids, expected)
-
-    @rule(tokens=st.tuples(*[st.tuples(any_rows, positions)] * TOKENS))
-    def map_slots(self, tokens) -> None:
-        rows, places = zip(*tokens, strict=True)
-        self.tables, got = slots_of(self.tables, int32(rows), int32(places))
-        np.testing.assert_array_equal(got, self.reference.slots(rows, places))
-
-    @invariant()
-    def rows_and_flags_agree(self) -> None:
-        assert int(self.tables.overflow) == self.reference.flags
-        used = np.asarray(self.tables.num_blocks)
-        for group, rows in enumerate(self.reference.rows):
-            table = np.asarray(self.tables.tables[group])
-            assert [list(table[r, : used[group, r]]) for r in range(ROWS)] == rows
+    @rule(rows=st.permutations(range(ROWS)), requests=st.lists(REQUEST, min_size=1, max_size=BATCH))
+    def gather(self, rows, requests) -> None:
+        rows = sorted(rows, key=lambda row: not self._held_tokens(row))[: len(requests)]
+        spans = [self._span(row, *request) for row, request in zip(rows, requests, strict=True)]
+        self._gather(rows, spans, [request[2] for request in requests])
 
     def teardown(self) -> None:
-        for tables, before in getattr(self, "old", []):
-            assert_same_bytes(tables, before)
+        """Every row and position once."""
+        for start in range(0, PLAN.max_model_len, TOKENS // BATCH):
+            for rows in ([0, 1, 2], [3]):
+                spans = [range(start, start + TOKENS // BATCH)] * len(rows)
+                self._gather(rows, spans, [ENCODER] * len(rows))
+
+    def _gather(self, rows, spans, encoder) -> None:
+        """Runs one step and checks all of its batch."""
+        upload = pack_step(
+            SHAPE,
+            rows=rows,
+            num_computed_tokens=[span.start for span in spans],
+            num_new_tokens=list(map(len, spans)),
+            encoder_lens=encoder,
+        )
+        batch, flags = gather(self.cache, upload.data[SHAPE.batch_fields], shape=SHAPE)
+        tables, firsts, slots, *tokens = jax.tree.map(np.asarray, views(batch))
+        self._check_batch(spans, *tokens)
+        before, self.lists.flags = self.lists.flags, 0
+        of_tokens, held = iter(slots), []
+        for group, spec in enumerate(self.lists.specs):
+            wanted = [
+                self.lists.table(group, row, span.start, span.stop, e)
+                for row, span, e in zip(rows, spans, encoder, strict=True)
+            ]
+            padded = pad_tables(wanted + [[]] * (BATCH - len(rows)), tables[group].shape[1])
+            np.testing.assert_array_equal(tables[group], padded, err_msg=str(spec))
+            if spec.kind not in ("state", "cross"):
+                held += self._check_tokens(group, rows, spans, next(of_tokens), firsts[group])
+        assert int(flags) == self.lists.flags & NO_BLOCK
+        self.lists.flags = before
+        self.seen.update(held)
+
+    def _span(self, row: int, start: int, new: int, _encoder: int, is_held: bool) -> range:
+        """Returns the new tokens of a request: of those whose blocks the row holds, or any."""
+        longest = self._held_tokens(row) if is_held else 0
+        longest = longest or PLAN.max_model_len
+        start %= longest
+        return range(start, min(start + new, longest))
+
+    def _held_tokens(self, row: int) -> int:
+        """Returns the tokens whose blocks a row holds in every group."""
+        groups = zip(self.lists.lengths, self.lists.specs, strict=True)
+        ends = [
+            lengths[row] * spec.block_size
+            for lengths, spec in groups
+            if spec.kind not in ("state", "cross")
+        ]
+        return min(PLAN.max_model_len, *ends)
+
+    def _check_batch(self, spans, positions, requests, last) -> None:
+        total = sum(map(len, spans))
+        assert positions[:total].tolist() == [p for span in spans for p in span]
+        assert requests[:total].tolist() == [i for i, span in enumerate(spans) for _ in span]
+        assert set(positions[total:]) | set(requests[total:]) <= {-1}
+        ends = list(itertools.accumulate(map(len, spans)))
+        assert last.tolist() == [end - 1 for end in ends] + [0] * (BATCH - len(spans))
+
+    def _check_tokens(self, group, rows, spans, slots, firsts) -> list[bool]:
+        wanted = [
+            self.lists.slot(group, row, position)
+            for row, span in zip(rows, spans, strict=True)
+            for position in span
+        ]
+        assert slots[: len(wanted)].tolist() == wanted
+        assert set(slots[len(wanted) :]) <= {-1}
+        size = self.lists.specs[group].block_size
+        for first, span in zip(firsts, spans, strict=False):
+            assert first == self.lists.columns(group, span.start, span.stop)[0] * size
+        return [slot >= 0 for slot in wanted]
+
+    def _append(self, entries) -> None:
+        packed = pack_entries(
+            entries, num_groups=GROUPS, max_requests=ROWS, max_block_ids=400, max_rows=ROWS
+        )
+        self.cache = append(self.cache, packed)
+        self.lists.append(entries)
+
+    @invariant()
+    def rows_equal_the_lists(self) -> None:
+        tables, lengths = np.asarray(self.cache.block_tables), np.asarray(self.cache.row_lengths)
+        starts = self.cache.layout.column_starts
+        assert lengths.T.tolist() == self.lists.lengths
+        for group, (start, stop) in enumerate(itertools.pairwise(starts)):
+            assert tables[:, start:stop].tolist() == self.lists.cells[group]
+
+    @precondition(lambda self: self.lists.flags)
+    @invariant()
+    def dropped_entries_are_reported(self) -> None:
+        assert int(self.cache.error_flags) == self.lists.flags
 
 
-TestTablesMachine = TablesMachine.TestCase
+def test_tables_equal_lists_after_any_updates() -> None:
+    machine = type("Machine", (TablesMachine,), {"seen": Counter()})
+    run_state_machine_as_test(machine, settings=settings(max_examples=40))
+    assert min(machine.seen[True], machine.seen[False]) > 500, machine.seen
 
 
-def test_a_thousand_random_updates_compile_nothing_after_the_first() -> None:
-    rng = np.random.default_rng(0)
-    tables, _ = make()
-
-    def run(tables: BlockTables) -> BlockTables:
-        row, ids = int(rng.integers(ROWS)), tuple(rng.integers(1, 40, rng.integers(3)).tolist())
-        entry = TableEntry(row, only(int(rng.integers(GROUPS)), ids), bool(rng.integers(2)))
-        tables = append(tables, pack([entry]))
-        tables = move(tables, int32([row, 0]), int32([0, 0]))
-        tables = release(tables, int32([row, 0]))
-        tables, _ = gather(tables, int32([row] * BATCH), int32([0] * BATCH), widths=tables.widths)
-        return slots_of(tables, int32([row] * TOKENS), int32([-1] * TOKENS))[0]
-
-    tables = run(tables)
-    with count_compilations() as compilations:
-        for _ in range(1000):
-            tables = run(tables)
-    assert not compilations
+# --- one thing at a time --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [None, jax.devices()[0]], ids=["default", "device"])
-def test_tables_and_pool_on_a_device_keep_one_signature(device) -> None:
-    tables = make_block_tables(PLAN, max_requests=ROWS, device=device)
-    pool = make_pool(PLAN, device=device)
-    shape = StepShape(entries=2, block_ids=4, zero_ids=2, batch=2, widths=tables.widths)
-    nothing = TableUpdate((), ((),) * GROUPS)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(tables, pool, upload):
-        return apply_step(tables, pool, upload, shape=shape)[:2]
-
-    for _ in range(4):
-        upload = pack_step(shape, update=nothing, rows=[], first_positions=[], lengths=[])
-        tables, pool = step(tables, pool, upload)
-    assert step._cache_size() == 1
+def entry(row: int, *ids, starts=None):
+    """An entry of the group of full attention, or of the groups given by their ids."""
+    per_group = [list(ids[g]) if g < len(ids) else [] for g in range(GROUPS)]
+    full_starts = None if starts is None else [*starts, *[0] * (GROUPS - len(starts))]
+    return TableEntry(row, per_group, full_starts)
 
 
-def test_int64_ids_are_refused_and_not_cut_down_to_other_ids() -> None:
-    tables, _ = make()
-    with pytest.raises(TypeError, match="rows must be an array of int32, got int64"):
-        release(tables, np.array([2**32]))
-    with pytest.raises(TypeError, match="rows must be an array of int32, got int64"):
-        slots_of(tables, np.array([2**32]), int32([0]))
-    with pytest.raises(TypeError, match="block_ids must be an array of int32, got int64"):
-        append(tables, raw_entries()._replace(block_ids=np.array([2**32 + 7, 1, 1])))
+def packed(*entries, ids: int = 20):
+    return pack_entries(
+        entries, num_groups=GROUPS, max_requests=ROWS, max_block_ids=ids, max_rows=ROWS
+    )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"owners": [2 * GROUPS, 0, 0]},
-        {"owners": [0, 2 * GROUPS, 0]},
-        {"owners": [0, 1, 2 * GROUPS]},
-        {"owners": [0, -1, 2**31 - 1]},
-        {"counts": [3] + [0] * (2 * GROUPS - 1)},
-        {"counts": [1] + [0] * (2 * GROUPS - 1)},
-        {"firsts": [1] + [2] * (2 * GROUPS - 1)},
-        {"firsts": [-1] + [2] * (2 * GROUPS - 1)},
-        {"firsts": [2**31 - 1] + [2] * (2 * GROUPS - 1)},
-        {"counts": [2, -(2**31)] + [0] * (2 * GROUPS - 2)},
-        {"counts": [2**31 - 1] + [0] * (2 * GROUPS - 1)},
-        {"counts": [2**31 - 1] * 2 + [2] + [0] * (2 * GROUPS - 3), "owners": [2 * GROUPS] * 3},
-    ],
-)
-def test_ids_that_are_not_where_the_counts_say_are_dropped_and_reported(changes) -> None:
-    tables = append(make()[0], raw_entries(rows=[1, 0], **changes))
-    assert int(tables.overflow) & MISPLACED and not np.asarray(tables.num_blocks)[:, 1].any()
+def row_of(cache, row: int, group: int = 0) -> list[int]:
+    start = cache.layout.column_starts[group]
+    length = int(cache.row_lengths[row, group])
+    return np.asarray(cache.block_tables)[row, start : start + length].tolist()
 
 
-def test_the_encoder_s_tokens_have_slots_in_groups_of_cross_attention_only() -> None:
-    shape = {"block_size": 4, "num_kv_heads": 1, "head_size": 4}
-    layers = {"self": FullAttentionSpec(**shape), "cross": CrossAttentionSpec(**shape)}
-    plan = plan_cache(layers, 2**20, max_model_len=16, limits=Limits(max_encoder_tokens=8))
-    manager = BlockManager(plan, max_requests=1)
-    row = manager.start("r", encoder_tokens=8)
-    manager.grow("r", 0, 12)
-    tables = make_block_tables(plan, max_requests=1)
-    entries = manager.take_update().entries
-    packed = pack_entries(entries, num_groups=2, max_entries=2, max_block_ids=8)
-    tables = append(tables, packed)
-    rows, positions = int32([row] * 12), np.arange(12, dtype=np.int32)
-    tables, slots = slots_of(tables, rows, positions)
-    assert (np.asarray(slots)[0] >= 0).all() and (np.asarray(slots)[1] == -1).all()
-    tables, slots = slots_of(tables, rows[:8], positions[:8], encoder=True)
-    assert (np.asarray(slots)[0] == -1).all() and (np.asarray(slots)[1] >= 0).all()
-    check_overflow(tables)
-
-
-def test_the_manager_follows_a_swap_of_rows() -> None:
-    manager = BlockManager(PLAN, max_requests=ROWS)
-    tables = make_block_tables(PLAN, max_requests=ROWS)
-
-    def update(tables: BlockTables) -> BlockTables:
-        entries = manager.take_update().entries
-        packed = pack_entries(entries, num_groups=GROUPS, max_entries=20, max_block_ids=20)
-        return append(tables, packed)
-
-    for name in "ab":
-        manager.start(name)
-        manager.grow(name, 0, 4)
-    tables = update(tables)
-    manager.grow("a", 4, 8)  # on its way when the rows are swapped
-    tables = swap(tables, int32([0]), int32([1]))
-    manager.swap_rows(0, 1)
-    tables = update(tables)
-    check_overflow(tables)
-    for name, row in manager.requests.items():
-        for group, ids in enumerate(manager.block_ids(name)):
-            used = int(tables.num_blocks[group, row])
-            assert list(np.asarray(tables.tables[group])[row, :used]) == list(ids)
-    with pytest.raises(ValueError, match="row 9 is not in"):
-        manager.swap_rows(0, 9)
-
-
-@given(ids=st.lists(st.integers(0, 1000), min_size=6, max_size=6), parts=st.sampled_from([1, 2, 7]))
-def test_a_block_expands_to_the_kernel_blocks_it_consists_of(ids, parts) -> None:
-    expected = [block_id * parts + k for block_id in ids for k in range(parts)]
-    np.testing.assert_array_equal(expand_blocks(jnp.array(ids, jnp.int32), parts), expected)
-
-
-def test_expanding_never_wraps_into_another_block() -> None:
-    ids = int32([-1, -(2**31), 2**31 - 1, 2**28 + 1, 3])
-    got = np.asarray(expand_blocks(ids, 16)).reshape(5, 16)
-    assert (got[:4] == -1).all() and list(got[4]) == list(range(48, 64))
-
-
-def test_expanding_keeps_leading_axes() -> None:
-    ids = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-    assert expand_blocks(ids, 4).shape == (2, 12)
-    with pytest.raises(ValueError, match="blocks_per_kv_block"):
-        expand_blocks(ids, 0)
-
-
-def test_entries_for_one_row_compose_in_order() -> None:
-    tables, _ = make()
-    entries = [
-        TableEntry(2, only(0, [9, 8])),
-        TableEntry(2, only(0, [5]), overwrite=True),
-        TableEntry(2, only(0, [6, 7])),
-    ]
-    tables = append(tables, pack(entries))
-    check_overflow(tables)
-    assert list(np.asarray(tables.tables[0])[2, : int(tables.num_blocks[0, 2])]) == [5, 6, 7]
-
-
-def raw_entries(**changes) -> TableEntries:
-    """One good entry (row 1, group 0, ids 3 and 4) as arrays, with changes."""
-    fields = {
-        "rows": [1, -1],
-        "overwrite": [0, 0],
-        "firsts": [0] + [2] * (2 * GROUPS - 1),
-        "counts": [2] + [0] * (2 * GROUPS - 1),
-        "block_ids": [3, 4, 0],
-        "owners": [0, 0, 2 * GROUPS],
-    }
-    arrays = {name: int32(changes.get(name, value)) for name, value in fields.items()}
-    by_group = {name: arrays[name].reshape(-1, GROUPS) for name in ("firsts", "counts")}
-    return TableEntries(**{**arrays, **by_group})
+def test_entries_append_and_replace_and_of_two_for_one_cell_the_later_counts() -> None:
+    cache = append_block_ids(small_cache(), packed(entry(1, [5, 6]), entry(1, [7], starts=[2])))
+    assert row_of(cache, 1) == [5, 6, 7]
+    cache = append_block_ids(cache, packed(entry(1, [8, 9], starts=[2]), entry(1, [4], starts=[3])))
+    assert row_of(cache, 1) == [5, 6, 8, 4]
+    cache = append_block_ids(cache, packed(entry(1, [3])))
+    assert row_of(cache, 1) == [3]
+    check_errors(cache)
 
 
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"rows": [-1, -1]}, BAD_ROW),  # padding that has ids
-        ({"rows": [-2, -1]}, BAD_ROW),
-        ({"rows": [-(2**31), -1]}, BAD_ROW),
-        ({"rows": [ROWS, -1]}, BAD_ROW),
-        ({"rows": [2**31 - 1, -1]}, BAD_ROW),
-        ({"block_ids": [3, -1, 0]}, BAD_BLOCK_ID),
-        ({"block_ids": [3, PLAN.num_blocks, 0]}, BAD_BLOCK_ID),
-        ({"block_ids": [3, 2**31 - 1, 0]}, BAD_BLOCK_ID),
-        ({"rows": [1, 1]}, DUPLICATE),
-        (
-            {
-                "owners": [3, 3, 2 * GROUPS],
-                "firsts": [0] * (2 * GROUPS),
-                "counts": [0, 0, 0, 2] + [0] * (2 * GROUPS - 4),
-            },
-            ROW_FULL,  # a row of group 3 holds one block of state
-        ),
+        ({"rows": -2}, BAD_ROW),
+        ({"rows": ROWS}, BAD_ROW),
+        ({"rows": 2**31 - 1}, BAD_ROW),
+        ({"columns": -1}, BAD_COLUMN),
+        ({"columns": 6}, BAD_COLUMN),
+        ({"columns": 2**31 - 1}, BAD_COLUMN),
+        ({"block_ids": -1}, BAD_BLOCK_ID),
+        ({"block_ids": 60}, BAD_BLOCK_ID),
+        ({"block_ids": 2**31 - 1}, BAD_BLOCK_ID),
+        ({"changed_rows": ROWS}, BAD_ROW),
+        ({"row_lengths": 7}, BAD_COLUMN),
+        ({"row_lengths": -1}, BAD_COLUMN),
     ],
 )
-def test_a_bad_entry_is_dropped_whole_and_reported_until_it_is_read(changes, flag) -> None:
-    tables, _ = make()
-    before = snapshot(tables.num_blocks)
-    tables = append(tables, raw_entries(**changes))
-    assert_same_bytes(tables.num_blocks, before)
-    assert int(tables.overflow) == flag
-    tables = append(tables, raw_entries())  # a good one does not clear the flag
-    with pytest.raises(BlockTableError, match="dropped") as caught:
-        check_overflow(tables)
-    assert caught.value.flags == flag
+def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(changes, flag) -> None:
+    """Other rows and the columns of other groups keep what they held."""
+    full = append_block_ids(
+        small_cache(), packed(*(entry(row, [9] * 6, [9] * 6) for row in range(ROWS)), ids=60)
+    )
+    arrays = packed(entry(2, [5]))
+    name, value = next(iter(changes.items()))
+    bad = np.array(getattr(arrays, name))
+    bad[(0,) * bad.ndim] = value
+    cache = append_block_ids(full, dataclasses.replace(arrays, **{name: bad}))
+    assert int(cache.error_flags) == flag
+    with pytest.raises(CacheError, match="the device found errors"):
+        check_errors(copy_rows(cache, as_ids([]), as_ids([])))
+    before, after = np.asarray(full.block_tables), np.array(cache.block_tables)
+    if name == "block_ids":
+        assert after[2, 0] == 0, "an id that the pool does not have reads as null"
+    after[2, 0] = 9
+    np.testing.assert_array_equal(after, before)
 
 
-def test_garbage_owners_of_ids_are_padding() -> None:
-    tables, _ = make()
-    counts = [1] + [0] * (2 * GROUPS - 1)
-    tables = append(tables, raw_entries(owners=[0, -1, 2**31 - 1], counts=counts))
-    check_overflow(tables)
-    assert int(tables.num_blocks[0, 1]) == 1
+def test_ids_past_the_last_group_are_padding() -> None:
+    arrays = packed(entry(0, [5]))
+    rows, ids = np.array(arrays.rows), np.array(arrays.block_ids)
+    rows[3], ids[3] = 1, 7
+    cache = append_block_ids(
+        small_cache(), dataclasses.replace(arrays, rows=rows, block_ids=ids, columns=ids * 0)
+    )
+    assert row_of(cache, 1) == [] and int(cache.block_tables.sum()) == 5
+    check_errors(cache)
 
 
-def test_a_width_that_cuts_a_row_is_reported() -> None:
-    tables = append(make()[0], raw_entries())
-    widths = (1,) * GROUPS
-    tables, (ids, *_) = gather(tables, int32([1] * BATCH), int32([0] * BATCH), widths=widths)
-    np.testing.assert_array_equal(ids[0], [6, 7])  # block 3 as two kernel blocks
-    assert int(tables.overflow) == TOO_NARROW
+def test_rows_are_copied_at_once() -> None:
+    cache = append_block_ids(small_cache(), packed(entry(0, [5, 6], [7]), entry(1, [8])))
+    swapped = copy_rows(cache, as_ids([0, 1, -1]), as_ids([1, 0, -1]))
+    assert (row_of(swapped, 0), row_of(swapped, 1), row_of(swapped, 1, 1)) == ([8], [5, 6], [7])
+    bad = copy_rows(cache, as_ids([0, ROWS, 1]), as_ids([-1, 2, 2**31 - 1]))
+    assert int(bad.error_flags) == BAD_ROW
+    np.testing.assert_array_equal(bad.block_tables, cache.block_tables)
 
 
-def test_a_width_beyond_the_row_pads_with_null() -> None:
-    tables = append(make()[0], raw_entries())
-    widths = tuple(width + 3 for width in tables.widths)
-    tables, gathered = gather(tables, int32([1] * BATCH), int32([0] * BATCH), widths=widths)
-    check_overflow(tables)
-    assert gathered[0].shape == (BATCH, widths[0] * 2)
-    np.testing.assert_array_equal(gathered[0][0, :6], [6, 7, 8, 9, 0, 0])
+# --- the batch of a step --------------------------------------------------------------
 
 
-def test_a_position_without_a_block_has_no_slot_and_is_reported() -> None:
-    tables = append(make()[0], raw_entries())
-    tables, slots = slots_of(tables, int32([1] * TOKENS), int32([0, 7, 8, -1, -1, -1]))
-    np.testing.assert_array_equal(slots[0], [12, 19, -1, -1, -1, -1])
-    assert int(tables.overflow) == NO_BLOCK
-
-
-def test_blocks_below_the_window_read_null_though_the_row_still_lists_them() -> None:
-    tables, _ = make()
-    group = next(i for i, g in enumerate(tables.groups) if g.sliding_window)
-    tables = append(tables, pack([TableEntry(0, only(group, [11, 12, 13]))]))
-    rows = int32([0] * BATCH)
-    # Window 6, block 4: position 8 sees 3..8, position 9 sees 4..9 and no longer block 0.
-    tables, gathered = gather(tables, rows, int32([8, 9, 13, 14]), widths=tables.widths)
-    kernel = 4 // KERNEL_SIZES[group]
-    first_of_block = np.asarray(gathered[group])[:, ::kernel] // kernel
-    np.testing.assert_array_equal(
-        first_of_block[:, :3], [[11, 12, 13], [0, 12, 13], [0, 0, 13], [0, 0, 13]]
+def upload_of(rows, computed, new, shape=SHAPE):
+    return pack_step(
+        shape, rows=rows, num_computed_tokens=computed, num_new_tokens=new, encoder_lens=()
     )
 
 
-def test_old_tables_stay_valid_unless_the_caller_donates_them() -> None:
-    tables, _ = make()
-    before = snapshot(tables)
-    new = append(tables, raw_entries())
-    assert_same_bytes(tables, before)
-    donating = jax.jit(append_block_ids, donate_argnums=0)
-    donating(new, raw_entries())
-    assert all(array.is_deleted() for array in jax.tree.leaves(new))
+def changed(upload, **fields):
+    data = np.array(upload.data)
+    for name, (index, value) in fields.items():
+        data[upload.shape.fields[name].start + index] = value
+    return data[upload.shape.batch_fields]
+
+
+def full_rows(**options):
+    ids = [list(range(1, 1 + width)) for width in PLAN.row_blocks]
+    entries = packed(*(TableEntry(row, ids) for row in range(ROWS)), ids=400)
+    return append_block_ids(small_cache(**options), entries)
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"request_rows": (0, -2)}, BAD_ROW),
+        ({"request_rows": (1, ROWS)}, BAD_ROW),
+        ({"num_computed_tokens": (0, -1)}, BAD_BATCH),
+        ({"num_computed_tokens": (0, 22)}, TOO_LONG),
+        ({"query_start_loc": (1, 8)}, BAD_BATCH),  # then the second request computes -1 tokens
+        ({"query_start_loc": (3, TOKENS + 1)}, BAD_BATCH),
+        ({"query_start_loc": (1, -1)}, BAD_BATCH),
+    ],
+)
+def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag) -> None:
+    upload = upload_of([0, 1], [4, 5], [3, 4])
+    batch, flags = gather(full_rows(), changed(upload, **fields), shape=SHAPE)
+    assert int(flags) & flag
+    bad = next(iter(fields.values()))[0] if "query_start_loc" not in fields else None
+    for table in batch.tables:
+        assert flag == TOO_LONG or bad is None or not np.asarray(table)[bad].any()
+
+
+def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
+    """Blocks below a window, before a chunk or of an older state may be another request's."""
+    batch, flags = gather(
+        full_rows(), upload_of([1], [17], [3]).data[SHAPE.batch_fields], shape=SHAPE
+    )
+    got = {
+        group.specs[0].kind + getattr(group.specs[0], "cache_mode", ""): np.asarray(table)[
+            0
+        ].tolist()
+        for group, table in zip(PLAN.groups, batch.tables, strict=True)
+    }
+    assert int(flags) == 0 and got == {
+        "full": [1, 2, 3, 4, 5, 0],
+        "sliding": [4, 5, 0, 0, 0],
+        "chunked": [8, 9, 10, 0, 0, 0, 0, 0, 0],
+        "mla": [1, 2, 3],
+        "sliding_mla": [4, 5, 0, 0],
+        "cross": [0, 0],
+        "statenone": [1, 1, 2],
+        "statealign": [5, 5, 6],
+        "stateall": [5, 5, 0, 0],
+    }
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_a_fresh_request_has_no_state_to_resume_from(mode: str) -> None:
+    group = next(
+        i
+        for i, s in enumerate(map(lambda g: g.specs[0], PLAN.groups))
+        if getattr(s, "cache_mode", 0) == mode
+    )
+    data = upload_of([0, 1], [0, 4], [5, 1]).data[SHAPE.batch_fields]
+    batch, _ = gather(full_rows(), data, shape=SHAPE)
+    table = np.asarray(batch.tables[group])
+    assert table[0, 0] == 0 and table[1, 0] == 1 and (table[:2, 1] > 0).all()
+    resumed = batch.state_blocks(group, None, reading=True)
+    written = batch.state_blocks(group, None, reading=False)
+    assert resumed.tolist() == [-1, 1, -1]
+    assert written.tolist() == [
+        {"none": 1, "align": 2, "all": 2}[mode],
+        {"none": 1}.get(mode, 2),
+        -1,
+    ]
+
+
+def test_a_rectangular_batch_has_a_row_of_tokens_per_request() -> None:
+    shape = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=BATCH, tokens_per_request=5)
+    data = upload_of([2, 0], [4, 0], [3, 5], shape).data[shape.batch_fields]
+    batch, flags = gather(full_rows(), data, shape=shape)
+    assert int(flags) == 0
+    assert batch.positions.tolist() == [[4, 5, 6, -1, -1], [0, 1, 2, 3, 4], [-1] * 5]
+    assert batch.token_requests.tolist() == [[0, 0, 0, -1, -1], [1] * 5, [-1] * 5]
+    assert batch.last_tokens.tolist() == [2, 4, 0] and batch.seq_lens.tolist() == [7, 5, 0]
+    assert batch.query_start_loc.tolist() == [0, 3, 8, 8]
+    slots = batch.slot_mapping("full")
+    assert slots.tolist() == [[8, 9, 10, -1, -1], [4, 5, 6, 7, 8], [-1] * 5]
+
+
+def test_states_have_no_slots() -> None:
+    batch, _ = gather(full_rows(), upload_of([0], [4], [3]).data[SHAPE.batch_fields], shape=SHAPE)
+    for layer in ("none", "cross"):
+        with pytest.raises(TypeError, match="have no slot per token"):
+            batch.slot_mapping(layer)
+
+
+# --- jax ------------------------------------------------------------------------------
+
+
+def test_a_thousand_random_updates_compile_nothing_after_the_first() -> None:
+    rng = np.random.default_rng(0)
+    cache = append(full_rows(), packed(entry(0, [1])))
+    data = upload_of([0], [4], [3]).data[SHAPE.batch_fields]
+    views(gather(cache, data, shape=SHAPE)[0])
+    with assert_no_recompilation():
+        for _ in range(1000):
+            row, ids = int(rng.integers(ROWS)), rng.integers(1, 60, rng.integers(7)).tolist()
+            cache = append(cache, packed(entry(row, ids)))
+        batch, _ = gather(cache, upload_of([row], [1], [2]).data[SHAPE.batch_fields], shape=SHAPE)
+        views(batch)
+    assert row_of(cache, row) == ids
+
+
+def test_operations_leave_the_old_state_valid_unless_it_is_donated() -> None:
+    cache = full_rows()
+    with assert_unchanged(cache):
+        append_block_ids(cache, packed(entry(0, [5])))
+        copy_rows(cache, as_ids([0]), as_ids([1]))
 
 
 def test_appending_in_a_donating_jit_copies_no_table() -> None:
-    tables, _ = make()
-    compiled = jax.jit(append_block_ids, donate_argnums=0).lower(tables, raw_entries()).compile()
-    table_bytes = sum(array.nbytes for array in jax.tree.leaves(tables))
-    assert compiled.memory_analysis().alias_size_in_bytes >= table_bytes
-    where = [array.unsafe_buffer_pointer() for array in tables.tables]
-    tables = compiled(tables, raw_entries())
-    assert [array.unsafe_buffer_pointer() for array in tables.tables] == where
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda t: release(t, [1]), TypeError, "rows must be an array of int32, got list"),
-        (lambda t: release(t, jnp.ones(2)), TypeError, "rows must be an array of int32"),
-        (lambda t: move(t, int32([1]), int32([1, 2])), ValueError, "destinations"),
-        (lambda t: slots_of(t, int32([1]), jnp.ones(1)), TypeError, "positions must be"),
-        (lambda t: expand_blocks(jnp.ones(2), 2), TypeError, "block_ids must be"),
-        (
-            lambda t: gather(t, int32([1]), int32([1]), widths=(1,)),
-            ValueError,
-            "widths has 1 groups",
-        ),
-        (
-            lambda t: gather(t, int32([1]), int32([1, 2]), widths=t.widths),
-            ValueError,
-            "first_positions",
-        ),
-        (lambda t: append(t, raw_entries(rows=[1])), ValueError, "one shape: rows"),
-        (lambda t: append(t, raw_entries(block_ids=[1])), ValueError, "one shape: block_ids"),
-    ],
-)
-def test_arrays_of_the_wrong_kind_are_refused_by_name(call, error, message) -> None:
-    with pytest.raises(error, match=message):
-        call(make()[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_requests": 0}, "max_requests must be at least 1"),
-        ({"max_requests": 2, "kernel_block_sizes": [4]}, "kernel_block_sizes has 1 entries"),
-        ({"max_requests": 2, "kernel_block_sizes": [3] * GROUPS}, "3 does not divide"),
-        ({"max_requests": 2, "kernel_block_sizes": [0] * GROUPS}, "kernel_block_size must be"),
-        ({"max_requests": 2, "kernel_block_sizes": [2] * GROUPS}, "would split a state"),
-        ({"max_requests": 2, "kernel_block_sizes": []}, "kernel_block_sizes has 0 entries"),
-    ],
-)
-def test_tables_that_cannot_be_made_are_refused(arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_block_tables(PLAN, **arguments)
-
-
-def test_the_printed_form_is_one_line_without_arrays() -> None:
-    text = repr(make()[0])
-    assert "5 rows" in text and "\n" not in text and "Array" not in text
+    plan = plan_cache({"a": FullAttentionSpec(block_size=1, **KV)}, 2**30, max_model_len=2**16)
+    cache = make_cache(plan, max_requests=16, tables_only=True)
+    entries = pack_entries(
+        [TableEntry(3, [[7, 8]])], num_groups=1, max_requests=16, max_block_ids=4, max_rows=2
+    )
+    cache = assert_in_place(append_block_ids, cache, jax.tree.map(jnp.asarray, entries))
+    assert row_of(cache, 3) == [7, 8]
 
 
 def test_tables_can_be_the_carry_of_a_scan() -> None:
-    tables, _ = make()
+    def body(cache, column):
+        starts = jnp.zeros((1, GROUPS), jnp.int32).at[0, 0].set(column + 1)
+        one = dataclasses.replace(entries, columns=column[None], row_lengths=starts)
+        return append_block_ids(cache, one), None
 
-    @functools.partial(jax.jit, static_argnames="count")
-    def grow(tables: BlockTables, count: int) -> BlockTables:
-        def body(carry, block_id):
-            ids = jnp.stack([block_id, jnp.int32(0), jnp.int32(0)])
-            one = raw_entries(owners=[0, 99, 99], counts=[1] + [0] * (2 * GROUPS - 1))
-            return append_block_ids(carry, one._replace(block_ids=ids)), None
+    entries = jax.tree.map(jnp.asarray, packed(entry(1, [5]), ids=1))
+    entries = dataclasses.replace(entries, changed_rows=entries.changed_rows[:1])
+    cache, _ = jax.lax.scan(body, small_cache(), jnp.arange(4, dtype=jnp.int32))
+    assert row_of(cache, 1) == [5, 5, 5, 5]
 
-        return jax.lax.scan(body, tables, jnp.arange(1, count + 1, dtype=jnp.int32))[0]
 
-    grown = grow(tables, 4)
-    check_overflow(grown)
-    np.testing.assert_array_equal(np.asarray(grown.tables[0])[1, :4], [1, 2, 3, 4])
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_a_step_runs_in_every_mode_of_jax(x64: bool, promotion: str) -> None:
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
+        manager = BlockManager(PLAN, max_requests=ROWS)
+        manager.start("a")
+        cache, batch = jax.jit(apply_step)(small_cache(), manager.step(SHAPE, {"a": 8}))
+        positions = batch.positions
+        assert positions.dtype == jnp.int32 and positions.tolist()[:9] == [*range(8), -1]
+        assert batch.slot_mapping("full").dtype == jnp.int32
+        check_errors(cache)
+
+
+def test_integers_that_are_not_int32_are_refused_and_not_truncated() -> None:
+    cache, entries = small_cache(), packed(entry(0, [5]))
+    wide = dataclasses.replace(entries, block_ids=np.array(entries.block_ids, np.int64) + 2**32)
+    with pytest.raises(TypeError, match=r"entries.block_ids must be an array of int32, got int64"):
+        append_block_ids(cache, wide)
+    with pytest.raises(TypeError, match="sources must be an array of int32"):
+        copy_rows(cache, np.array([0]), as_ids([1]))
+    with pytest.raises(TypeError, match="block_ids must be an array of int32"):
+        expand_blocks([1, 2], 2)
+
+
+def test_jitted_functions_keep_the_methods_of_jit() -> None:
+    cache, entries = small_cache(), packed(entry(0, [5]))
+    assert "stablehlo" in append_block_ids.lower(cache, entries).as_text()
+    assert append_block_ids.trace(cache, entries).jaxpr.eqns
+    assert expand_blocks.eval_shape(as_ids([1, 2]), 3).shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": as_ids([0])}, "one shape"),
+        ({"ends": as_ids([0])}, "ends has shape"),
+        ({"row_lengths": np.zeros((4, 2), np.int32)}, "row_lengths has shape"),
+    ],
+)
+def test_entries_of_shapes_that_do_not_fit_are_refused(changes, message) -> None:
+    entries = dataclasses.replace(packed(entry(0, [5])), **changes)
+    with pytest.raises(ValueError, match=message):
+        append_block_ids(small_cache(), entries)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"max_block_ids": 1}, "max_block_ids=2"), ({"max_rows": 0}, "max_rows=1")],
+)
+def test_entries_that_do_not_fit_their_arrays_are_refused(sizes, message) -> None:
+    room = {"num_groups": GROUPS, "max_requests": ROWS, "max_block_ids": 9, "max_rows": 2}
+    with pytest.raises(ValueError, match=message):
+        pack_entries([entry(0, [5, 6])], **(room | sizes))
+
+
+# --- kernel blocks --------------------------------------------------------------------
+
+
+@given(
+    ids=st.lists(strategies.ids(60, malformed=True), min_size=5, max_size=5),
+    parts=st.sampled_from([1, 2, 3]),
+)
+def test_a_block_expands_to_the_kernel_blocks_it_consists_of(ids, parts: int) -> None:
+    wanted = [
+        i * parts + part if 0 <= i and i * parts + parts <= 2**31 else -1
+        for i in ids
+        for part in range(parts)
+    ]
+    assert expand_blocks(as_ids(ids), parts).tolist() == wanted
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 16])
+def test_the_last_id_whose_kernel_ids_fit_expands_and_the_next_does_not(parts: int) -> None:
+    last = 2**31 // parts - 1
+    ids = as_ids([last, min(last + 1, 2**31 - 1)])
+    got = expand_blocks(ids, parts).tolist()
+    assert got[:parts] == [last * parts + part for part in range(parts)]
+    assert parts == 1 or got[parts:] == [-1] * parts
+
+
+def test_expanding_keeps_leading_axes_and_refuses_no_parts() -> None:
+    assert expand_blocks(as_ids([[1], [2]]), 2).tolist() == [[2, 3], [4, 5]]
+    with pytest.raises(ValueError, match="blocks_per_kv_block must be at least 1"):
+        expand_blocks(as_ids([1]), 0)

@@ -1,7 +1,7 @@
-"""Thousands of random steps against the references: tables, pool, compilations, memory.
+"""Random steps over the front door, each checked against dense caches in NumPy.
 
-``JAXKV_SOAK_STEPS=10000`` makes it as long as you like; the references are compared with
-the device every 500 steps, and at the end.
+Every request keeps the bytes of its tokens and its state in dictionaries that know no blocks.
+``JAXKV_SOAK_STEPS=10000`` makes it as long as you like.
 """
 
 import functools
@@ -11,132 +11,117 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.block_tables import check_overflow, make_block_tables
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.pool import make_pool, write_rows
-from jaxkv.specs import StateSpec
-from jaxkv.step import StepShape, apply_step, pack_step
-from jaxkv.testing import ReferencePool, ReferenceTables, count_compilations
+import jaxkv
+from jaxkv.testing import count_compilations
 from tests.helpers import hybrid_plan, pointers
 
 STEPS = int(os.environ.get("JAXKV_SOAK_STEPS", "1000"))
-COMPARE_EVERY = 500
 ROWS, LONGEST, CHUNK = 6, 24, 8
-PLAN = hybrid_plan(num_blocks=64, max_model_len=LONGEST)
-WRITTEN = [
-    (layer, PLAN.layout.place_of(layer))
-    for group in PLAN.groups
-    for layer in group.layers
-    if not isinstance(group.spec, StateSpec)
-]
-SHAPE = StepShape(
-    entries=ROWS,
-    block_ids=120,
-    zero_ids=40,
-    copies=3,
-    batch=ROWS,
-    tokens=ROWS * CHUNK,
-    widths=make_block_tables(PLAN, max_requests=ROWS).widths,
-    extra=1,
-)
+PLAN = hybrid_plan(num_blocks=52, max_model_len=LONGEST)
+SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=ROWS, max_tokens=ROWS * CHUNK, forks=3, extra=1)
+GROWTHS = {layer: group.growth for group in PLAN.groups for layer in group.layers}
+TOKENS = [layer for layer, growth in GROWTHS.items() if growth.stores == "tokens"]
+STATES = [layer for layer, growth in GROWTHS.items() if growth.stores == "state"]
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def device_step(tables, pool, upload):
-    """Tables, zeroing, copies, and a row of marked bytes for every token of every layer."""
-    tables, pool, batch = apply_step(tables, pool, upload, shape=SHAPE)
-    mark = (batch.positions * 31 + batch.token_rows * 7 + batch.extra[0]) % 251
-    for layer, place in WRITTEN:
-        row = jnp.broadcast_to(mark[:, None], (SHAPE.tokens, place.spec.token_bytes))
-        pool = write_rows(pool, layer, batch.slots[place.group], row.astype(jnp.uint8))
-    return tables, pool, batch.slots
+@functools.partial(jax.jit, donate_argnums=0)
+def device_step(cache, upload):
+    """Writes a marked row for every token and adds up every state; reads all of it back."""
+    cache, batch = jaxkv.apply_step(cache, upload)
+    mark, rows = batch.extra[0], batch.request_rows[batch.token_requests]
+    marks = ((batch.positions * 31 + rows * 7 + mark) % 251).astype(jnp.uint8)
+    read = {}
+    for layer in TOKENS:
+        width = cache.layout.place_of(layer).spec.token_bytes
+        data = jnp.broadcast_to(marks[:, None], (SHAPE.max_tokens, width))
+        cache = jaxkv.write_rows(cache, layer, batch, data)
+        stored = jax.lax.bitcast_convert_type(jaxkv.read_rows(cache, layer, batch), jnp.uint8)
+        read[layer] = batch.first_positions(layer), stored.reshape(*stored.shape[:2], -1)
+    for layer in STATES:
+        before = jaxkv.read_state(cache, layer, batch)
+        added = (batch.seq_lens + mark).astype(jnp.float32)
+        after = [array + added.reshape(-1, *[1] * (array.ndim - 1)) for array in before]
+        cache = jaxkv.write_state(cache, layer, batch, after)
+        read[layer] = before
+    return cache, read
 
 
 class Soak:
-    """The device and the references side by side."""
+    """A cache on the device, and next to it what each request must read."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
-        self.manager = BlockManager(PLAN, max_requests=ROWS)
-        self.tables, self.pool = make_block_tables(PLAN, max_requests=ROWS), make_pool(PLAN)
-        self.lists = ReferenceTables(
-            [group.spec for group in PLAN.groups],
-            self.tables.widths,
-            max_requests=ROWS,
-            pool_blocks=PLAN.num_blocks,
-        )
-        self.bytes = ReferencePool(PLAN.layout, PLAN.num_blocks)
-        self.computed: dict[int, int] = {}
+        self.manager = jaxkv.BlockManager(PLAN, max_requests=ROWS)
+        self.cache = jaxkv.make_cache(PLAN, max_requests=ROWS)
+        self.tokens: dict[int, list[int]] = {}  # the mark of every token
+        self.states: dict[int, int] = {}
         self.names = iter(range(10**9))
+        self.forks = self.refusals = 0
 
     def step(self, mark: int) -> None:
-        first, lengths = self.schedule()
-        update = self.manager.take_update()
-        copies = self.rng.integers(-1, PLAN.num_blocks + 1, (len(PLAN.groups), 3, 2))
-        copies[:, :, 1] = [self.rng.permutation(PLAN.num_blocks)[:3] for _ in PLAN.groups]
-        rows = [self.manager.requests[name] for name in lengths]
-        upload = pack_step(
-            SHAPE,
-            update=update,
-            rows=rows,
-            first_positions=first,
-            lengths=list(lengths.values()),
-            copies=copies.tolist(),
-            extra=[mark],
-        )
-        self.tables, self.pool, self.slots = device_step(self.tables, self.pool, upload)
-        self.follow(update, copies, rows, first, list(lengths.values()), mark)
-
-    def schedule(self) -> tuple[list[int], dict[int, int]]:
-        """Starts and finishes requests at random, and grows some of those that run."""
-        for name in [name for name in self.computed if self.rng.random() < 0.1]:
-            self.manager.finish(name)
-            del self.computed[name]
-        while len(self.computed) < ROWS and self.rng.random() < 0.5:
-            name = next(self.names)
-            self.manager.start(name)
-            self.computed[name] = 0
-        lengths = {}
-        for name, done in self.computed.items():
-            length = min(int(self.rng.integers(0, CHUNK + 1)), LONGEST - done)
+        """Runs a step of random requests and checks all that they read."""
+        self.come_and_go()
+        work = {
+            name: int(self.rng.integers(1, min(CHUNK, LONGEST - len(tokens)) + 1))
+            for name, tokens in self.tokens.items()
+            if len(tokens) < LONGEST and self.rng.random() < 0.7
+        }
+        while True:
             try:
-                self.manager.grow(name, done, done + length)
-            except OutOfBlocksError:
-                continue
-            lengths[name] = length
-        first = [self.computed[name] for name in lengths]
-        for name, length in lengths.items():
-            self.computed[name] += length
-        return first, lengths
+                upload = self.manager.step(SHAPE, work, extra=[mark])
+                break
+            except jaxkv.OutOfBlocksError:
+                self.refusals += 1
+                self.finish(next(iter(self.tokens)))
+                work = {name: count for name, count in work.items() if name in self.tokens}
+        self.cache, read = device_step(self.cache, upload)
+        rows = self.manager.requests
+        for name, count in work.items():
+            tokens = self.tokens[name]
+            new = range(len(tokens), len(tokens) + count)
+            tokens += [(position * 31 + rows[name] * 7 + mark) % 251 for position in new]
+        self.check(work, read)
+        for name in work:
+            self.states[name] += len(self.tokens[name]) + mark
 
-    def follow(self, update, copies, rows, first, lengths, mark) -> None:
-        """The same step, from the definitions."""
-        self.lists.append(update.entries)
-        self.bytes.zero(update.zero_ids)
-        self.bytes.copy(copies[:, :, 0], copies[:, :, 1])
-        tokens = [
-            (row, start + i)
-            for row, start, length in zip(rows, first, lengths, strict=True)
-            for i in range(length)
-        ]
-        self.expected_slots = self.lists.slots([t[0] for t in tokens], [t[1] for t in tokens])
-        for layer, place in WRITTEN:
-            size, width = place.spec.block_size, place.spec.token_bytes
-            for (row, position), slot in zip(tokens, self.expected_slots[place.group], strict=True):
-                data = np.full(width, (position * 31 + row * 7 + mark) % 251, np.uint8)
-                self.bytes.write(layer, slot // size, slot % size * width, data)
+    def come_and_go(self) -> None:
+        """Finishes, starts, forks and swaps requests at random, as blocks and rows allow."""
+        for name in list(self.tokens):
+            if self.rng.random() < (0.5 if len(self.tokens[name]) == LONGEST else 0.05):
+                self.finish(name)
+        while len(self.tokens) < ROWS and self.rng.random() < 0.5:
+            self.start([], 0)
+        donors = [name for name, tokens in self.tokens.items() if tokens]
+        if donors and len(self.tokens) < ROWS and self.rng.random() < 0.3:
+            donor = donors[int(self.rng.integers(len(donors)))]
+            self.manager.fork(donor, [self.start(self.tokens[donor], self.states[donor], donor)])
+            self.forks += 1
+        if self.rng.random() < 0.2:
+            self.manager.swap_rows(*self.rng.choice(ROWS, 2, replace=False).tolist())
 
-    def compare(self) -> None:
-        check_overflow(self.tables)
-        assert self.lists.flags == 0
-        used = np.asarray(self.tables.num_blocks)
-        for group, rows in enumerate(self.lists.rows):
-            table = np.asarray(self.tables.tables[group])
-            assert [list(table[r, : used[group, r]]) for r in range(ROWS)] == rows
-        count = self.expected_slots.shape[1]
-        np.testing.assert_array_equal(np.asarray(self.slots)[:, :count], self.expected_slots)
-        for buffer, expected in zip(self.pool.buffers, self.bytes.slots, strict=True):
-            np.testing.assert_array_equal(buffer, expected)
+    def start(self, tokens: list[int], state: int, donor: int | None = None) -> int:
+        name = next(self.names)
+        if donor is None:
+            self.manager.start(name)
+        self.tokens[name], self.states[name] = list(tokens), state
+        return name
+
+    def finish(self, name: int) -> None:
+        self.manager.finish(name)
+        del self.tokens[name], self.states[name]
+
+    def check(self, work, read) -> None:
+        for layer in TOKENS:
+            firsts, stored = map(np.asarray, read[layer])
+            for index, (name, count) in enumerate(work.items()):
+                tokens, first = self.tokens[name], firsts[index]
+                oldest = int(GROWTHS[layer].first_visible(len(tokens) - count))
+                got = stored[index, oldest - first : len(tokens) - first]
+                assert (got == np.array(tokens[oldest:], np.uint8)[:, None]).all(), (layer, name)
+        for layer in STATES:
+            for array in read[layer]:
+                for index, name in enumerate(work):
+                    assert (np.asarray(array)[index] == self.states[name]).all(), (layer, name)
 
 
 def device_bytes() -> int:
@@ -144,21 +129,21 @@ def device_bytes() -> int:
     return stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_random_steps_stay_right_compile_nothing_and_keep_memory_flat() -> None:
+def test_random_steps_read_what_they_wrote_compile_nothing_and_keep_memory_flat() -> None:
     soak = Soak()
     for mark in range(20):
         soak.step(mark)
-    soak.compare()
-    before, where = device_bytes(), pointers((soak.tables.tables, soak.pool))
+    before, where = device_bytes(), pointers(soak.cache)
     with count_compilations() as compilations:
-        for count in range(1, STEPS + 1):
+        for count in range(STEPS):
             soak.step(count % 251)
-            if count % COMPARE_EVERY == 0 or count == STEPS:
-                soak.compare()
-    assert not compilations
-    assert device_bytes() <= before
-    assert pointers((soak.tables.tables, soak.pool)) == where
+    jaxkv.check_errors(soak.cache)
+    assert not compilations and device_bytes() <= before and pointers(soak.cache) == where
+    assert soak.forks > STEPS // 20 and soak.refusals > STEPS // 50
+    for name in list(soak.tokens):
+        soak.finish(name)
+    assert soak.manager.num_free_blocks == PLAN.usable_blocks
 
 
 if __name__ == "__main__":
-    test_random_steps_stay_right_compile_nothing_and_keep_memory_flat()
+    test_random_steps_read_what_they_wrote_compile_nothing_and_keep_memory_flat()

@@ -1,17 +1,16 @@
-"""`jaxkv.testing`: each check fails when its property is broken, each strategy draws what it says.
+"""`jaxkv.testing`: strategies draw what they promise, planted bugs are found, assertions fail.
 
-The machine over jaxkv itself is in `tests/test_whole_cache.py`, the example for users in
-`tests/test_example_suite.py`.
+The references are tested in `tests/test_references.py`; the machine over a jaxkv without bugs is
+in `tests/test_whole_cache.py`, the example for users in `tests/test_example_suite.py`.
 """
 
 import contextlib
-import functools
-import itertools
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,258 +19,46 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as hst
 from hypothesis.stateful import run_state_machine_as_test
 
-from jaxkv.block_tables import append_block_ids, make_block_tables
-from jaxkv.blocks import BlockManager, OutOfBlocksError, TableEntry
+import jaxkv.testing
+from jaxkv.block_tables import pack_entries
+from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, _changes, _manager, _resuming
+from jaxkv.blocks._pending import Pending
+from jaxkv.blocks._rows import Rows
+from jaxkv.blocks._rules import Rules
+from jaxkv.cache import CacheError, KVCache, make_cache
 from jaxkv.planning import Plan, plan_cache
-from jaxkv.pool import KVPool, make_pool, zero_new_blocks
-from jaxkv.specs import EncoderOnlySpec, FullAttentionSpec, MLASpec, StateSpec
-from jaxkv.step import pack_entries
+from jaxkv.pool import zero_blocks
+from jaxkv.specs import FullAttentionSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv.testing import (
-    ReferenceCache,
+    CacheStateMachine,
+    JaxkvStateMachine,
     assert_in_place,
     assert_no_recompilation,
     assert_same_bytes,
     assert_unchanged,
     count_compilations,
-    place_in_row,
     strategies,
 )
+from jaxkv.testing import jaxkv_state_machine as machines
 from jaxkv.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from tests.helpers import ON_GPU, hybrid_plan
 from tests.test_example_suite import ToyMachine
 from tests.toy_cache import BLOCK_SIZE, ToyCache
 
-# --- the state machine finds what it says it finds --------------------------------
+# --- strategies -----------------------------------------------------------------------
+
+SURE = settings(derandomize=True, database=None, deadline=None)
+SOME = settings(SURE, max_examples=1000, phases=[Phase.generate])
+EVERY_EVENT = (*strategies.EVENTS, "fork")
 
 
-class Leaks(ToyCache):
-    def finish(self, request):
-        self.free += self.tables.pop(request)[1:]
+def can_draw(drawn: hst.SearchStrategy[Any], wanted: Callable[[Any], bool]) -> bool:
+    find(drawn, wanted, settings=SOME)  # raises where there is none
+    return True
 
 
-class SharesWithoutCounting(ToyCache):
-    def take_block(self):
-        block = super().take_block()
-        if len(self.tables) > 1 and len(self.free) % 2:
-            self.free.append(block)
-        return block
-
-
-class HandsOutTheNullBlock(ToyCache):
-    def __init__(self, num_blocks):
-        super().__init__(num_blocks)
-        self.free.append(0)
-
-
-class ForgetsABlock(ToyCache):
-    def grow(self, request, num_tokens):
-        super().grow(request, num_tokens - 1)
-
-
-class NamesABlockOutOfRange(ToyCache):
-    def take_block(self):
-        return super().take_block() if len(self.free) > 3 else 10**6
-
-
-class RefusesWithoutReason(ToyCache):
-    def grow(self, request, num_tokens):
-        if num_tokens > 20:
-            raise MemoryError("too long")
-        super().grow(request, num_tokens)
-
-
-class WritesOneTokenTooFar(ToyCache):
-    def write(self, request, positions, rows):
-        where = np.minimum(positions + 1, len(self.tables[request]) * BLOCK_SIZE - 1)
-        super().write(request, np.unique(where), rows[: len(np.unique(where))])
-
-
-class StartsAsNaN(ToyCache):
-    def __init__(self, num_blocks):
-        super().__init__(num_blocks)
-        self.pages = self.pages.at[1:].set(jnp.nan)
-
-    def take_block(self):
-        return self.free.pop()
-
-
-smallest = functools.partial(find, settings=settings(max_examples=2000, database=None))
-
-
-def run(machine: type, max_examples: int = 300) -> None:
-    """Until the first failure; what fails is not shrunk."""
-    options = settings(
-        max_examples=max_examples, phases=[Phase.generate], report_multiple_bugs=False
-    )
-    run_state_machine_as_test(machine, settings=options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Leaks, "some leaked"),
-        (SharesWithoutCounting, "is held by request .* and by request|freed twice"),
-        (HandsOutTheNullBlock, "9 blocks are free at the start"),
-        (ForgetsABlock, "holds no block, and computing tokens"),
-        (NamesABlockOutOfRange, "holds block 1000000, which is not in the pool"),
-        (RefusesWithoutReason, "was refused blocks, and no other holds any"),
-        (WritesOneTokenTooFar, "which the request wrote as"),
-        (StartsAsNaN, "reads as NaN, and no request wrote that"),
-    ],
-)
-def test_the_machine_finds_what_is_broken(kind, message) -> None:
-    with pytest.raises(AssertionError, match=message):
-        run(type("Machine", (ToyMachine,), {"kind": kind}))
-
-
-class CountingCache(ToyCache):
-    """Counts references, so that requests can share blocks."""
-
-    def __init__(self, num_blocks):
-        super().__init__(num_blocks)
-        self.owners = [0] * num_blocks
-
-    def take_block(self):
-        block = super().take_block()
-        self.owners[block] = 1
-        return block
-
-    def fork(self, request, donor, num_tokens):
-        self.tables[request] = self.tables[donor][: num_tokens // BLOCK_SIZE]
-        for block in self.tables[request]:
-            self.owners[block] += 1
-
-    def finish(self, request):
-        for block in self.tables.pop(request):
-            self.owners[block] -= 1
-            if not self.owners[block]:
-                self.free.append(block)
-
-
-class ForgetsOwners(CountingCache):
-    def fork(self, request, donor, num_tokens):
-        self.tables[request] = self.tables[donor][: num_tokens // BLOCK_SIZE]
-
-
-class SharesTheUnfinishedBlock(CountingCache):
-    def fork(self, request, donor, num_tokens):
-        super().fork(request, donor, len(self.tables[donor]) * BLOCK_SIZE)
-
-
-class ForkingMachine(ToyMachine):
-    kind = CountingCache
-
-    def fork(self, request, donor, num_tokens):
-        self.cache.fork(request, donor, num_tokens)
-
-
-def test_the_machine_forks_requests_and_accepts_that_they_share() -> None:
-    forks = []
-
-    class Machine(ForkingMachine):
-        def fork(self, request, donor, num_tokens):
-            super().fork(request, donor, num_tokens)
-            forks.append(num_tokens)
-
-    run(Machine, max_examples=150)
-    assert forks and all(length % BLOCK_SIZE == 0 for length in forks)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (ForgetsOwners, "freed twice|is held by|something changed"),
-        (SharesTheUnfinishedBlock, "is held by request .* and by request"),
-    ],
-)
-def test_the_machine_finds_blocks_shared_in_the_wrong_way(kind, message) -> None:
-    with pytest.raises(AssertionError, match=message):
-        run(type("Machine", (ForkingMachine,), {"kind": kind}))
-
-
-@pytest.mark.parametrize("bad", [np.zeros((9, 31), np.uint8), np.zeros((9, 32), np.int8)])
-def test_pages_of_another_shape_are_refused_and_say_what_is_wanted(bad) -> None:
-    class Machine(ToyMachine):
-        def read_pages(self, request, layer):
-            return bad
-
-    with pytest.raises(ValueError, match=r"read_pages gave .*; wanted uint8\[\d, 32\]"):
-        run(Machine)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "make_cache",
-        "start",
-        "grow",
-        "write",
-        "finish",
-        "num_free_blocks",
-        "block_ids",
-        "read_pages",
-        "read_null_block",
-    ],
-)
-def test_a_method_that_was_not_written_is_named(method) -> None:
-    from jaxkv.testing import CacheStateMachine
-
-    unwritten = {method: getattr(CacheStateMachine, method)}
-    with pytest.raises(NotImplementedError, match=method):
-        run(type("Machine", (ToyMachine,), unwritten))
-
-
-# --- what requests write and where ------------------------------------------------
-
-
-@given(strategies.plans(lengths=[20]), hst.lists(hst.integers(1, 4), min_size=1, max_size=5))
-def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
-    plan: Plan, chunks: list[int]
-) -> None:
-    cache = ReferenceCache(plan)
-    cache.start("r")
-    for computed, total in itertools.pairwise([0, *itertools.accumulate(chunks)]):
-        for _, layer, positions, rows in cache.write("r", computed, total):
-            place = plan.layout.place_of(layer)
-            assert computed <= positions[0] and positions[-1] < total
-            for position, row in zip(positions.tolist(), rows, strict=True):
-                entry, offset = place_in_row(place.spec, position)
-                assert 0 <= entry < plan.row_blocks[place.group]
-                assert 0 <= offset <= place.spec.data_bytes - len(row)
-            if not isinstance(place.spec, StateSpec):
-                numbers = rows.view(jnp.dtype(place.spec.dtype)).astype(np.float32)
-                assert np.isfinite(numbers).all() and numbers.all()
-        for layer, place in cache.layers.items():
-            pages = cache._pages["r", layer].data
-            live = place.spec.live_blocks(total, total)
-            problem = functools.partial(cache.find_problem, "r", layer, live)
-            assert problem(pages, unwritten_reads_zero=True) is None
-            for entry in live:
-                if pages[entry].any():
-                    wrong = pages.copy()
-                    wrong[entry] ^= 1
-                    assert f"entry {entry} has" in problem(wrong, unwritten_reads_zero=False)
-
-
-def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
-    state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))
-    cache = ReferenceCache(plan_cache({"state": state}, 2**20, max_model_len=8))
-    cache.start("r")
-    (write,) = cache.write("r", 0, 3)
-    assert list(write.positions) == [2]
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-        assert np.isnan(write.rows.view(jnp.dtype(dtype)).astype(np.float32)).any()
-    assert np.isfinite(write.rows.view(np.float32)).all()
-
-
-def test_layers_without_rows_of_their_own_have_no_place() -> None:
-    with pytest.raises(TypeError, match="stores neither tokens nor a state"):
-        place_in_row(EncoderOnlySpec(), 0)
-    latent = MLASpec(block_size=8, head_size=4, compress_ratio=4)
-    assert place_in_row(latent, 13) == (1, 8)
-
-
-# --- strategies -------------------------------------------------------------------
+def smallest(drawn: hst.SearchStrategy[Any]) -> Any:
+    return find(drawn, lambda value: True, settings=SURE)
 
 
 @given(strategies.models(without_cache=True))
@@ -280,118 +67,85 @@ def test_every_model_has_a_plan(layers) -> None:
     assert plan.num_blocks > plan.admission_blocks(20)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_spec_of_each_kind_alone(kind) -> None:
-    spec = smallest(strategies.layer_specs([kind]), lambda spec: True)
-    assert spec.kind == kind and spec.block_size == 4
-
-
 def test_models_are_uniform_and_hybrid_and_shrink_to_one_layer_of_full_attention() -> None:
-    (spec,) = smallest(strategies.models(), lambda layers: True).values()
+    for kind in KINDS:
+        spec = smallest(strategies.layer_specs([kind]))
+        assert spec.kind == kind and spec.block_size == 4
+    (spec,) = smallest(strategies.models()).values()
     assert spec == FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
-    smallest(strategies.models(), lambda layers: len(layers) > 2 and len(set(layers.values())) == 1)
-    smallest(strategies.models(), lambda layers: len(set(layers.values())) == 3)
-    smallest(strategies.models(without_cache=True), lambda layers: "shared" in layers)
+    for count, kinds in ((3, 1), (3, 3)):
+        assert can_draw(
+            strategies.models(min_layers=count), lambda m, n=kinds: len(set(m.values())) == n
+        )
+    assert can_draw(strategies.models(without_cache=True), lambda model: "shared" in model)
 
 
+@settings(max_examples=50)
 @given(strategies.plans(max_spare=0), hst.data())
 def test_a_plan_holds_its_longest_request_and_no_more_than_it_says(plan: Plan, data) -> None:
     manager = BlockManager(plan, max_requests=1)
-    manager.start("r")
-    computed = 0
-    while computed < plan.max_model_len:
+    manager.start("r", encoder_tokens=LIMITS.max_encoder_tokens)
+    shape = machines._widest_shape(plan, 1)
+    while left := plan.max_model_len - manager.num_computed_tokens("r"):
         chunk = data.draw(hst.integers(1, LIMITS.max_in_flight_tokens))
-        total = min(computed + chunk, plan.max_model_len)
-        manager.grow("r", computed, total)
-        computed = total
+        manager.step(shape, {"r": min(chunk, left)})
     assert plan.usable_blocks == max(plan.admission_blocks(plan.max_model_len), 1)
 
 
+@settings(max_examples=50)
 @given(hst.data())
 def test_traffic_is_what_a_manager_accepts(data) -> None:
     plan = data.draw(strategies.plans())
-    kinds = [*strategies.EVENTS, "fork"]
-    events = data.draw(strategies.traffic(plan, max_requests=3, kinds=kinds))
-    manager = BlockManager(plan, max_requests=3)
+    events = data.draw(strategies.traffic(plan, max_requests=3, kinds=EVERY_EVENT))
+    manager, shape = BlockManager(plan, max_requests=3), machines._widest_shape(plan, 3)
     tokens: dict[int, int] = {}
-    for event in events:
-        if event.kind in ("start", "fork"):
-            manager.start(event.request)  # a fork that computes its tokens itself
-            tokens[event.request] = 0
-            if event.kind == "fork":
-                assert event.donor in tokens and event.donor != event.request
-                assert event.tokens <= plan.max_model_len
-        elif event.kind == "finish":
-            manager.finish(event.request)
-            del tokens[event.request]
-        elif event.kind == "preempt":
-            manager.finish(event.request)
-            manager.start(event.request)
-            tokens[event.request] = 0
-        else:
-            assert event.kind == "grow" or event.tokens == 1
-            computed = tokens[event.request]
+    for kind, request, count, donor in events:
+        if kind in ("finish", "preempt"):
+            manager.finish(request)
+            tokens.pop(request)
+        if kind in ("start", "preempt", "fork"):  # a fork that computes its tokens itself
+            assert kind != "fork" or (donor != request and 1 <= count <= tokens[donor])
+            manager.start(request)
+            tokens[request] = count
+        if kind in ("grow", "decode"):
+            assert 1 <= count <= (LIMITS.max_in_flight_tokens if kind == "grow" else 1)
+            tokens[request] += count
             with contextlib.suppress(OutOfBlocksError):
-                manager.grow(event.request, computed, computed + event.tokens)
-                tokens[event.request] = computed + event.tokens
+                manager.step(shape, {request: count})
+        assert max(tokens.values(), default=0) <= plan.max_model_len
 
 
-@pytest.mark.parametrize("kind", [*strategies.EVENTS, "fork"])
-def test_traffic_shrinks_to_nothing_and_holds_every_kind_of_event(kind) -> None:
-    plan = hybrid_plan()
-    assert smallest(strategies.traffic(plan), lambda events: True) == []
-    kinds = [*strategies.EVENTS, "fork"]
-    events = smallest(
-        strategies.traffic(plan, kinds=kinds), lambda events: any(e.kind == kind for e in events)
+def test_traffic_shrinks_to_nothing_and_holds_every_kind_of_event() -> None:
+    traffic = strategies.traffic(hybrid_plan(), kinds=EVERY_EVENT)
+    assert smallest(traffic) == []
+    assert all(
+        can_draw(traffic, lambda events, kind=kind: any(e.kind == kind for e in events))
+        for kind in EVERY_EVENT
     )
-    before = {"start": 0, "fork": 2}.get(kind, 1)  # who forks has grown first
-    assert [event.kind for event in events][before:] == [kind]
 
 
-def test_a_traffic_s_requests_never_outgrow_the_plan() -> None:
-    plan = hybrid_plan(max_model_len=9)
+def test_table_entries_are_in_range_unless_they_are_asked_to_be_malformed() -> None:
+    sizes = {"max_requests": 4, "num_blocks": 9, "max_entries": 5, "max_block_ids": 7}
 
-    @given(strategies.traffic(plan, max_events=60))
-    def check(events) -> None:
-        tokens: dict[int, int] = {}
-        for event in events:
-            restarts = event.kind in ("start", "preempt")
-            tokens[event.request] = 0 if restarts else tokens[event.request] + event.tokens
-            assert tokens[event.request] <= 9 and event.tokens <= 8
+    def ids(entries):
+        return [i for entry in entries for group in entry.block_ids for i in group]
+
+    @given(strategies.table_entries(3, **sizes))
+    def check(entries) -> None:
+        packed = pack_entries(entries, num_groups=3, max_requests=4, max_rows=4, max_block_ids=7)
+        assert packed.rows.shape == (7,) and packed.changed_rows.shape == (4,)
+        assert set(ids(entries)) <= set(range(9)) and {e.row for e in entries} <= set(range(4))
 
     check()
-
-
-@given(hst.booleans(), hst.data())
-def test_table_entries_fit_what_they_are_packed_into(malformed, data) -> None:
-    entries = data.draw(
-        strategies.table_entries(
-            3, max_requests=4, pool_blocks=9, max_entries=5, max_block_ids=7, malformed=malformed
-        )
-    )
-    packed = pack_entries(entries, num_groups=3, max_entries=5, max_block_ids=7)
-    assert packed.rows.shape == (5,) and packed.block_ids.shape == (7,)
-    ids = [i for entry in entries for group in entry.block_ids for i in group]
-    assert malformed or all(0 <= i < 9 for i in ids)
-    assert malformed or all(0 <= entry.row < 4 for entry in entries)
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        lambda entries: any(-1 in ids for e in entries for ids in e.block_ids),
-        lambda entries: any(2**31 - 1 in ids for e in entries for ids in e.block_ids),
-        lambda entries: any(9 in ids for e in entries for ids in e.block_ids),
-        lambda entries: any(len(set(ids)) < len(ids) for e in entries for ids in e.block_ids),
+    drawn = strategies.table_entries(3, **sizes, malformed=True)
+    for wanted in (
+        *(lambda entries, bad=bad: bad in ids(entries) for bad in (-1, 2**31 - 1, 9)),
+        lambda entries: any(len(set(ids([entry]))) < len(ids([entry])) for entry in entries),
         lambda entries: len({entry.row for entry in entries}) < len(entries),
-        lambda entries: any(entry.row in (4, 2**31 - 1) for entry in entries),
-        lambda entries: any(entry.overwrite for entry in entries),
-    ],
-)
-def test_malformed_entries_of_every_sort_are_drawn(wanted) -> None:
-    drawn = strategies.table_entries(3, max_requests=4, pool_blocks=9, malformed=True)
-    assert len(smallest(drawn, wanted)) <= 2
-    assert smallest(drawn, lambda entries: True) == []
+        lambda entries: any(entry.starts and any(entry.starts) for entry in entries),
+    ):
+        assert can_draw(drawn, wanted)
+    assert smallest(drawn) == []
 
 
 @given(strategies.id_arrays(5, 4), strategies.id_arrays(5, 4, malformed=True, unique=True))
@@ -418,16 +172,17 @@ def test_nan_arrays_are_nan_of_every_payload_that_the_dtype_has(dtype) -> None:
         assert (is_nan == (every & (2 ** (bits - 1) - 1) >= FIRST_NAN[dtype])).all()
 
 
-@given(strategies.poisoned_buffers([(3, 5)]))
-def test_poisoned_buffers_keep_the_shapes_and_dtypes_they_are_drawn_from(buffer) -> None:
-    assert buffer.shape == (3, 5)
-    assert buffer.dtype in [jnp.dtype(d) for d in ("bfloat16", "float8_e4m3fn", "float32")]
+def test_poisoned_buffers_hold_any_bytes_in_the_shapes_and_dtypes_they_are_drawn_from() -> None:
+    dtypes = [jnp.dtype(name) for name in ("bfloat16", "float8_e4m3fn", "float32")]
 
+    @given(strategies.poisoned_buffers([(3, 5)]))
+    def check(buffer) -> None:
+        assert buffer.shape == (3, 5) and buffer.dtype in dtypes
 
-def test_poisoned_buffers_hold_any_bytes() -> None:
+    check()
     drawn = strategies.byte_arrays((4,), "f32")
-    smallest(drawn, lambda array: np.isnan(array).any() and np.isfinite(array).any())
-    assert not smallest(drawn, lambda array: True).any()
+    assert can_draw(drawn, lambda array: np.isnan(array).any() and np.isfinite(array).any())
+    assert not smallest(drawn).any()
 
 
 @pytest.mark.parametrize(
@@ -446,32 +201,231 @@ def test_strategies_refuse_by_name(call: Callable[[], object], message: str) -> 
         call()
 
 
-# --- assertions -------------------------------------------------------------------
+# --- the state machine finds planted bugs ---------------------------------------------
 
 
-def large_pool() -> KVPool:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
-    return make_pool(plan_cache({"a": spec, "b": spec}, 2**22, max_model_len=64))
+def find_bug(machine: type, max_examples: int = 300) -> None:
+    """Runs until the first failure, which is not shrunk; draws the same in every run."""
+    options = settings(
+        SURE, max_examples=max_examples, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    run_state_machine_as_test(machine, settings=options)
 
 
-def test_what_works_in_place_passes_and_its_results_come_back() -> None:
-    pool = large_pool()
-    buffers = pool.buffers
-    ids = jnp.array([[3, -1, 5]], jnp.int32)
-    pool = assert_in_place(zero_new_blocks, pool, ids)
-    assert isinstance(pool, KVPool) and all(buffer.is_deleted() for buffer in buffers)
-    tables = make_block_tables(hybrid_plan(max_model_len=24), max_requests=4096)
-    entry = [TableEntry(7, [[3]] * 5)]
-    entries = pack_entries(entry, num_groups=5, max_entries=2, max_block_ids=8)
-    tables = assert_in_place(append_block_ids, tables, entries, max_temp_bytes=200_000)
-    assert int(tables.num_blocks[0, 7]) == 1
+def hand_out_twice(cache: ToyCache) -> int:
+    block = ToyCache.take_block(cache)
+    cache.free += [block] if len(cache.tables) > 1 and len(cache.free) % 2 else []
+    return block
 
+
+def start_as_nan(cache: ToyCache) -> int:
+    block = ToyCache.take_block(cache)
+    cache.pages[block] = 0xFF
+    return block
+
+
+def refuse_long_requests(cache: ToyCache, request: int, computed: int, total: int) -> None:
+    if total > 12:
+        raise MemoryError("too long")
+    ToyCache.grow(cache, request, computed, total)
+
+
+def name_no_block(cache: ToyCache, request: int, computed: int, total: int) -> None:
+    ToyCache.grow(cache, request, computed, total)
+    cache.tables[request][-1] = 10**6
+
+
+def write_one_token_too_far(cache: ToyCache, request: int, positions, rows) -> None:
+    end = len(cache.tables[request]) * BLOCK_SIZE
+    where = np.unique(np.minimum(positions + 1, end - 1))
+    ToyCache.write(cache, request, where, rows[: len(where)])
+
+
+def copy_nothing(cache: ToyCache, shared: int) -> int:
+    cache.give_back([shared])
+    return cache.take_block()
+
+
+@pytest.mark.parametrize(
+    ("message", "bug"),
+    [
+        ("some leaked", {"finish": lambda cache, r: cache.give_back(cache.tables.pop(r)[1:])}),
+        ("is held by request .* and by request|freed twice", {"take_block": hand_out_twice}),
+        ("9 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(2, n))}),
+        ("11 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(n))}),
+        (
+            "holds no block, and computing tokens",
+            {"grow": lambda cache, r, computed, n: ToyCache.grow(cache, r, computed, n - 1)},
+        ),
+        ("holds block 1000000, which is not in the pool", {"grow": name_no_block}),
+        ("was refused blocks (with|, and no other holds any)", {"grow": refuse_long_requests}),
+        ("which the request wrote as", {"write": write_one_token_too_far}),
+        ("reads as NaN, and no request wrote that", {"take_block": start_as_nan}),
+        (
+            "freed twice|is held by|something changed",
+            {
+                "fork": lambda cache, r, d, n: cache.tables.update(
+                    {r: cache.tables[d][: -(-n // 4)]}
+                )
+            },
+        ),
+        (
+            "is held by request .* two may hold what a fork shares until",
+            {"fork": lambda cache, r, d, n: ToyCache.fork(cache, r, d, 4 * len(cache.tables[d]))},
+        ),
+        ("which the request wrote as", {"copy_block": copy_nothing}),
+    ],
+)
+def test_bugs_of_a_cache_of_your_own_are_found(message, bug) -> None:
+    kind = type("Buggy", (ToyCache,), bug)
+    with pytest.raises(AssertionError, match=message):
+        find_bug(type("Machine", (ToyMachine,), {"kind": kind}))
+
+
+HEADS = {"block_size": 4, "num_kv_heads": 2, "head_size": 4}
+FULL = FullAttentionSpec(**HEADS, dtype="fp8_e4m3")
+WINDOW = SlidingWindowSpec(**HEADS, dtype="fp8_e5m2", sliding_window=6)
+STATE = StateSpec(block_size=4, shapes=((2,), (2, 3)), dtypes=("bf16", "f32"), cache_mode="align")
+
+
+class Machine(JaxkvStateMachine):
+    """Windows, states and full attention, on common bytes of few blocks."""
+
+    plan = plan_cache(
+        {"full": FULL, "window": WINDOW, "state": STATE},
+        2**30,
+        max_model_len=24,
+        num_blocks_override=20,
+        limits=Limits(max_in_flight_tokens=8),
+    )
+    max_requests = 3
+    unwritten_reads_zero = True
+
+
+def keep_free_rows(swap):
+    def broken(rows, first, second):
+        free = rows._free.copy()
+        swap(rows, first, second)
+        rows._free = free
+
+    return broken
+
+
+def forget_earlier_swaps(swap):
+    def broken(pending, first, second):
+        pending._device_rows.clear()
+        swap(pending, first, second)
+
+    return broken
+
+
+def lose(*parts: str):
+    def without(run_step):
+        def broken(cache, upload, rows, **options):
+            data = np.array(upload.data)
+            for part in parts:
+                where = upload.shape.fields[part]
+                data[where] = upload.shape.padding[where]
+            return run_step(cache, dataclasses.replace(upload, data=data), rows, **options)
+
+        return broken
+
+    return without
+
+
+def short(columns_to_share):
+    return lambda *arguments: [
+        (source, first, max(first, end - 1)) for source, first, end in columns_to_share(*arguments)
+    ]
+
+
+BUGS = {  # where, and its replacement made of what was there
+    "free rows do not follow a swap": (Rows, "swap", keep_free_rows),
+    "the second swap forgets the first": (Pending, "swap_rows", forget_earlier_swaps),
+    "a block is not given back": (
+        BlockPool, "release", lambda release: lambda pool, ids: release(pool, ids[:-1])
+    ),
+    "sharing is not counted": (BlockPool, "share", lambda _: lambda pool, ids: None),
+    "a window loses its oldest block": (
+        Rules, "firsts_visible", lambda visible: lambda rules, tokens: visible(rules, tokens + 2)
+    ),
+    "a fork shares one block too few": (_manager, "columns_to_share", short),
+    "a shared block is written": (
+        _changes, "_written", lambda _: lambda *arguments: np.zeros(0, np.int64)
+    ),
+    "the copy of a shared block starts empty": (
+        _changes, "_keeps_content", lambda _: lambda books, row, group, columns: columns < 0
+    ),
+    "every holder takes itself for the last": (
+        _changes, "_last_holders", lambda _: lambda books, cells: books.ids_at(cells) > 0
+    ),
+    "more blocks are taken than are free": (
+        _changes, "_check_room", lambda _: lambda books, changes: None
+    ),
+    "a lost state is resumed from": (
+        _resuming, "_lost_states", lambda _: lambda b, g, rows, n: np.zeros(rows.size, bool)
+    ),
+    "every end of a block is taken for a kept state": (
+        _resuming, "_is_kept", lambda _: lambda books, group, rows, n: n % 4 == 0
+    ),
+    "nothing is zeroed": (machines, "_step", lose("zero_ends")),
+    "nothing is copied": (machines, "_step", lose("copy_ends")),
+    "no block id arrives": (machines, "_step", lose("entry_ends")),
+    "no length of a row arrives": (machines, "_step", lose("changed_rows")),
+    "no row is copied": (machines, "_step", lose("row_sources", "row_destinations")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_of_jaxkv_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken = BUGS[bug]
+    monkeypatch.setattr(where, name, broken(getattr(where, name)))
+    with pytest.raises((AssertionError, CacheError, ValueError, IndexError)):
+        find_bug(Machine)
+
+
+def test_without_a_bug_the_machine_finds_none() -> None:
+    find_bug(Machine, max_examples=20)
+
+
+@pytest.mark.parametrize("bad", [np.zeros((9, 31), np.uint8), np.zeros((9, 32), np.int8)])
+def test_pages_of_another_shape_are_refused_and_say_what_is_wanted(bad) -> None:
+    methods = {"read_pages": lambda machine, request, layer: bad}
+    with pytest.raises(ValueError, match=r"read_pages gave .*; wanted uint8\[\d, 32\]"):
+        find_bug(type("Machine", (ToyMachine,), methods))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("make_cache", "start", "grow", "write", "finish"),
+        *("num_free_blocks", "block_ids", "read_pages", "read_null_block"),
+    ],
+)
+def test_a_method_that_was_not_written_is_named(method) -> None:
+    unwritten = {method: getattr(CacheStateMachine, method)}
+    with pytest.raises(NotImplementedError, match=method):
+        find_bug(type("Machine", (ToyMachine,), unwritten))
+
+
+# --- assertions -----------------------------------------------------------------------
 
 LARGE = (512, 512)
 
 
 def scattered(array: jax.Array) -> jax.Array:
     return array.at[3].set(1.0)
+
+
+def large_cache() -> KVCache:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="bf16")
+    return make_cache(plan_cache({"a": spec, "b": spec}, 2**22, max_model_len=64), max_requests=2)
+
+
+def test_what_works_in_place_passes_and_its_results_come_back() -> None:
+    cache = large_cache()
+    after = assert_in_place(zero_blocks, cache, jnp.array([3, 5]), jnp.array([2]))
+    assert isinstance(after, KVCache) and cache.buffers[0].is_deleted()
 
 
 @pytest.mark.parametrize(
@@ -501,7 +455,7 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
 def test_a_buffer_that_cannot_be_reused_when_it_runs_is_found() -> None:
     array = jnp.zeros(LARGE)
     view = np.asarray(array)  # shares memory, so XLA has to copy what it would write
-    with pytest.raises(AssertionError, match=r"not returned at their own place: float32\[512"):
+    with pytest.raises(AssertionError, match=r"not returned at the same address: float32\[512"):
         assert_in_place(scattered, array)
     assert not view.any()
 
@@ -534,7 +488,7 @@ def test_a_steady_state_compiles_nothing_and_a_new_shape_is_found_by_name() -> N
         decorated(arrays[2])
 
 
-def test_an_error_inside_is_not_hidden_by_the_compilations_before_it() -> None:
+def test_an_error_inside_is_not_hidden_by_the_checks_around_it() -> None:
     with pytest.raises(KeyError), assert_no_recompilation():
         jax.jit(lambda array: array + 3)(np.zeros(7))
         raise KeyError
@@ -561,11 +515,10 @@ def nan(payload: int) -> np.ndarray:
 
 
 def test_trees_of_the_same_bytes_pass() -> None:
-    pool = large_pool()
-    assert_same_bytes(pool, jax.tree.map(np.array, pool))
+    cache = large_cache()
+    assert_same_bytes(cache, jax.tree.map(np.array, cache))
     assert_same_bytes({"a": [nan(0x7FC1), 3]}, {"a": [jnp.asarray(nan(0x7FC1)), 3]})
-    assert_same_bytes((), ())
-    assert_same_bytes(np.zeros((2, 0)), np.zeros((2, 0)))
+    assert_same_bytes((np.zeros((2, 0)),), (np.zeros((2, 0)),))
 
 
 @pytest.mark.parametrize(
@@ -588,9 +541,8 @@ def test_a_tree_that_is_written_is_found() -> None:
     tree = {"numpy": np.zeros(8), "jax": jnp.zeros(8)}
     with assert_unchanged(tree):
         scattered(tree["jax"])
-    with pytest.raises(AssertionError, match="numpy"):
-        with assert_unchanged(tree):
-            tree["numpy"][1] = 2
+    with pytest.raises(AssertionError, match="numpy"), assert_unchanged(tree):
+        tree["numpy"][1] = 2
 
 
 def test_a_tree_that_is_donated_is_found() -> None:
@@ -600,54 +552,17 @@ def test_a_tree_that_is_donated_is_found() -> None:
             jax.jit(scattered, donate_argnums=0)(tree["b"])
 
 
-def test_chex_bounds_the_traces_of_a_step() -> None:
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(array: jax.Array) -> jax.Array:
-        return array + 1
+# --- without the extra ----------------------------------------------------------------
 
-    step(step(jnp.zeros(3)))
-    with pytest.raises(AssertionError, match="traced > 1 times"):
-        step(jnp.zeros(4))
-
-
-# --- without the extra ------------------------------------------------------------
-
-BLOCKED = """
+WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys({blocked}, None))
-import jaxkv.testing
-"""
-
-
-def run_without(blocked: list[str], code: str) -> str:
-    script = BLOCKED.format(blocked=blocked) + code
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True)
-    return done.stdout.decode() + done.stderr.decode()
-
-
-def test_references_work_without_the_extra_and_import_nothing_of_it() -> None:
-    code = """
 import numpy as np
-from jaxkv.testing import ReferenceCache, ReferenceTables, count_compilations
-from jaxkv.testing import assert_no_recompilation, reference_zero_blocks
-with assert_no_recompilation():
-    print(reference_zero_blocks(np.ones((2, 1)), [1]).tolist())
-"""
-    assert run_without(["hypothesis", "chex"], code) == "[[1.0], [0.0]]\n"
-    code = "print([m for m in ('hypothesis', 'chex') if m in sys.modules])"
-    assert run_without([], code) == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("package", "names"),
-    [
-        ("hypothesis", ["strategies", "CacheStateMachine", "JaxkvStateMachine"]),
-        ("chex", ["assert_in_place", "assert_same_bytes", "assert_unchanged"]),
-    ],
-)
-def test_what_needs_the_extra_names_it(package, names) -> None:
-    code = f"""
+import jaxkv.testing
+from jaxkv.testing import ReferenceCache, ReferencePool, ReferenceTables
+with jaxkv.testing.assert_no_recompilation():
+    print(jaxkv.testing.reference_zero_blocks(np.ones((2, 1)), [1]).tolist())
+print([module for module in ("hypothesis", "chex") if sys.modules.get(module)])
 for name in {names}:
     for get in (getattr, lambda module, name: exec(f"from jaxkv.testing import {{name}}")):
         try:
@@ -655,16 +570,25 @@ for name in {names}:
         except ImportError as error:
             print(error)
 """
-    lines = run_without([package], code).splitlines()
-    assert len(lines) == 2 * len(names)
-    said = f'needs {package}, which is not installed: pip install "jaxkv[testing]"'
+NEEDED = {
+    "hypothesis": ["strategies", "CacheStateMachine", "JaxkvStateMachine"],
+    "chex": ["assert_in_place", "assert_same_bytes", "assert_unchanged"],
+}
+
+
+@pytest.mark.parametrize("blocked", [[], ["hypothesis"], ["chex"]])
+def test_references_work_without_the_extra_and_the_rest_says_that_it_needs_it(blocked) -> None:
+    names = [name for package in blocked for name in NEEDED[package]]
+    code = WITHOUT.format(blocked=blocked, names=names)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True)
+    content, loaded, *lines = (done.stdout + done.stderr).decode().splitlines()
+    assert (content, loaded) == ("[[1.0], [0.0]]", "[]") and len(lines) == 2 * len(names)
+    said = f'needs {"".join(blocked)}, which is not installed: pip install "jaxkv[testing]"'
     assert all(line.startswith("jaxkv.testing.") and line.endswith(said) for line in lines)
 
 
 def test_names_that_do_not_exist_are_attribute_errors_and_those_that_do_are_listed() -> None:
-    import jaxkv.testing
-
     with pytest.raises(AttributeError, match=r"'jaxkv\.testing' has no attribute 'nothing'"):
         _ = jaxkv.testing.nothing
-    assert {"strategies", "CacheStateMachine", "ReferencePool"} <= set(dir(jaxkv.testing))
+    assert set(jaxkv.testing.__all__) <= set(dir(jaxkv.testing))
     assert all(getattr(jaxkv.testing, name) for name in jaxkv.testing.__all__)

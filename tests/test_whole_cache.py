@@ -1,14 +1,17 @@
-"""Host, tables and pool together: no request ever sees bytes that are not its own.
+"""Host, tables and pool together: a request never reads bytes that are not its own.
 
 A random serving loop over plans whose groups overlay each other, driven by the state machine
 of `jaxkv.testing`. Every byte of every token and state is its request's own. The pool starts
-as NaN; blocks are freed and handed out again between groups all the time; after every step
-each request must read exactly what it wrote, and zeros where it has not written yet.
+as NaN; blocks are freed and handed out again between groups all the time, forks copy what
+they write, drafts are rejected, rows are swapped. After every step each request must read
+exactly what it wrote, and zeros where it has not written yet.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -45,9 +48,13 @@ class Machine(JaxkvStateMachine):
         super().finish(request)
         self.seen["finished"] += self.computed[request] > 0
 
+    def fork(self, request, donor, num_tokens):
+        super().fork(request, donor, num_tokens)
+        self.seen["forked"] += 1
 
-def run(examples: int, steps: int, **changes: object) -> Counter[str]:
-    """What the requests of a run did."""
+
+def run(examples: int, steps: int = 30, **changes: object) -> Counter[str]:
+    """Runs the machine and counts what its requests did."""
     machine = type("Machine", (Machine,), {**changes, "seen": Counter()})
     options = settings(max_examples=examples, stateful_step_count=steps, derandomize=True)
     with kernels_run():
@@ -58,17 +65,20 @@ def run(examples: int, steps: int, **changes: object) -> Counter[str]:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stacked) -> None:
-    interpreted = implementation == "mosaic_gpu" and not ON_GPU
-    size = (2, 12) if interpreted else (30, 30)  # interpreting costs tenths of a second a step
-    seen = run(*size, implementation=implementation, stacked=stacked)
-    assert seen["grown"]
-    if not interpreted:  # entering interpret mode changes jax's configuration, once
-        assert seen["finished"] and seen["refused"]
-        with assert_no_recompilation():
-            run(3, 30, implementation=implementation, stacked=stacked)
+    options = {"implementation": implementation, "stacked": stacked}
+    if implementation == "mosaic_gpu" and not ON_GPU:
+        # Interpreting costs tenths of a second a step.
+        assert run(2, 12, plan=WINDOWS, max_requests=2, **options)["grown"]
+        return
+    seen = run(30, **options)
+    assert seen["finished"] and seen["refused"] and seen["grown"] > 200
+    with assert_no_recompilation():
+        run(2, **options)
 
 
-FIND = settings(max_examples=300, phases=[Phase.generate], report_multiple_bugs=False)
+FIND = settings(
+    max_examples=300, phases=[Phase.generate], report_multiple_bugs=False, derandomize=True
+)
 HEADS = {"num_kv_heads": 2, "head_size": 4}
 FULL = FullAttentionSpec(block_size=4, dtype="fp8_e4m3", **HEADS)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, dtype="fp8_e5m2", **HEADS)
@@ -76,33 +86,38 @@ LATENT = MLASpec(block_size=4, head_size=8, compress_ratio=2)
 WINDOW_LATENT = SlidingWindowMLASpec(block_size=4, head_size=4, sliding_window=5)
 STATE = StateSpec(block_size=4, shapes=((2,), (2, 3)), dtypes=("bf16", "f32"), cache_mode="align")
 STATES = StateSpec(block_size=4, shapes=((7,),), dtypes=("f32",), cache_mode="all")
+DRAFTS = dataclasses.replace(STATE, speculative_blocks=2)
+RUNNING = dataclasses.replace(STATE, cache_mode="none", speculative_blocks=1)
+
+
+WINDOWS = plan_small({"full": FULL, "window": WINDOW}, num_blocks_override=13)
 
 
 @pytest.mark.parametrize(
-    ("layers", "num_blocks"),
+    "plan",
     [
-        ({"full": FULL, "window": WINDOW}, 13),
-        ({"latent": LATENT, "window": WINDOW_LATENT}, 12),
-        ({"state": STATE, "states": STATES, "full": FULL}, 16),
+        WINDOWS,
+        plan_small({"latent": LATENT, "window": WINDOW_LATENT}, num_blocks_override=12),
+        plan_small({"state": STATE, "running": RUNNING, "full": FULL}, num_blocks_override=16),
+        plan_small({"states": STATES, "full": FULL}, num_blocks_override=16),
+        plan_small({"drafts": DRAFTS, "full": FULL}, num_blocks_override=16),
     ],
-    ids=["windows of two fp8 formats", "compressed latents", "states of every block"],
+    ids=["fp8 windows", "compressed latents", "newest states", "all states", "drafts"],
 )
-def test_other_overlays_hold_too(layers, num_blocks) -> None:
-    plan = plan_small(layers, num_blocks_override=num_blocks)
+def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)
-    seen = run(20, 30, plan=plan)
-    assert seen["grown"] and seen["finished"]
+    seen = run(30, plan=plan)
+    assert seen["grown"] > 200 and seen["finished"] and seen["forked"]
 
 
 def test_a_forked_request_outlives_its_donor() -> None:
-    """What the machine draws now and then, done once for certain."""
-    plan = plan_small({"full": FULL, "window": WINDOW}, num_blocks_override=24)
-    machine = type("Machine", (Machine,), {"plan": plan, "seen": Counter()})()
+    """Forks certainly what the machine draws now and then."""
+    machine = type("Machine", (Machine,), {"plan": WINDOWS, "seen": Counter()})()
     machine.begin(count=0)
     (donor,) = machine.computed
     machine.step({donor: 15})
-    fork = machine.fork_request(donor, 1)
-    assert machine.computed[fork] == 8 and machine.manager.pool.references(1) == 2
+    fork = machine.fork_request(1)
+    assert machine.computed[fork] == 8 and machine.manager.block_pool.references(1) == 2
     for after in (
         machine.decode,
         lambda: machine.finish_request(donor, again=False),
@@ -111,20 +126,32 @@ def test_a_forked_request_outlives_its_donor() -> None:
         after()
         machine.blocks_are_free_or_held_once()
         machine.requests_read_what_they_wrote()
-    assert machine.manager.pool.references(1) == 1 and machine.computed == {fork: 10}
+    assert machine.manager.block_pool.references(1) == 1 and machine.computed == {fork: 10}
 
 
 def test_without_zeroing_the_machine_finds_stale_bytes() -> None:
-    """The checks above can fail: the same loop with zeroing off reads somebody's bytes."""
-    machine = type("Machine", (Machine,), {"zero_policy": "never", "seen": Counter()})
+    """Shows that the checks above can fail: without zeroing, requests read other bytes."""
+    plan = hybrid_plan(num_blocks=24, kv_dtype="bf16", zero_policy="never")
+    machine = type("Machine", (Stale,), {"plan": plan, "seen": Counter()})
     with pytest.raises(AssertionError, match="reads as NaN, and no request wrote that"):
         run_state_machine_as_test(machine, settings=FIND)
 
 
+class Stale(Machine):
+    """The machine over a pool that starts as NaN although nothing is zeroed."""
+
+    def make_cache(self) -> None:
+        super().make_cache()
+        buffers = [jnp.full_like(buffer, 0xFF) for buffer in self.cache.buffers]
+        self.cache = dataclasses.replace(
+            self.cache, buffers=tuple(buffer.at[:, 0].set(0) for buffer in buffers)
+        )
+
+
 def test_tenants_are_kept_apart_by_zeroing_always_and_not_otherwise() -> None:
     """Blocks of one meaning are not zeroed by default: others' finite bytes can be read."""
-    options = {"plan": plan_small({"full": FULL}, num_blocks_override=12)}
-    run(20, 30, **options, zero_policy="always")
-    machine = type("Machine", (Machine,), {**options, "seen": Counter()})
+    small = functools.partial(plan_small, {"full": FULL}, num_blocks_override=12)
+    run(20, plan=small(zero_policy="always"))
+    machine = type("Machine", (Machine,), {"plan": small(), "seen": Counter()})
     with pytest.raises(AssertionError, match="which nobody wrote"):
         run_state_machine_as_test(machine, settings=FIND)

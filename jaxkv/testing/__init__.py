@@ -1,10 +1,13 @@
-"""Test a cache: references in NumPy and lists, strategies, a state machine, assertions.
+"""Tests for caches: references in NumPy and lists, strategies, a state machine, assertions.
 
-Slow and plain on purpose. What is written from the definitions needs jax alone; the rest
-needs the extra: ``pip install "jaxkv[testing]"``, and is imported when it is first used.
+Slow and plain on purpose. The references are written from the definitions and need jax alone;
+the rest needs the extra, ``pip install "jaxkv[testing]"``, and is imported when it is first
+used.
 
-  ReferenceTables, ReferencePool, reference_*   tables, bytes and kernels, as lists and loops
-  ReferenceCache                                what every request must read
+  ReferenceTables, ReferencePool, reference_*   tables, bytes and kernels, as lists and loops:
+                                                to compare an implementation with, step by step
+  ReferenceCache                                the content that every request must read: to
+                                                check a whole cache, however it is made
   count_compilations, assert_no_recompilation   a steady state compiles nothing
   strategies                                    Hypothesis: specs, models, plans, traffic, ...
   CacheStateMachine                             drives a cache of your own; subclass it
@@ -19,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.testing.compilations import Compilation as Compilation
 from jaxkv.testing.compilations import assert_no_recompilation as assert_no_recompilation
 from jaxkv.testing.compilations import count_compilations as count_compilations
-from jaxkv.testing.reference import ReferencePool as ReferencePool
-from jaxkv.testing.reference import ReferenceTables as ReferenceTables
 from jaxkv.testing.reference_cache import ReferenceCache as ReferenceCache
 from jaxkv.testing.reference_cache import Write as Write
 from jaxkv.testing.reference_cache import place_in_row as place_in_row
 from jaxkv.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
 from jaxkv.testing.reference_kernels import reference_write_rows as reference_write_rows
 from jaxkv.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
+from jaxkv.testing.reference_pool import ReferencePool as ReferencePool
+from jaxkv.testing.reference_tables import ReferenceTables as ReferenceTables
+from jaxkv.testing.reference_tables import pad_tables as pad_tables
 
 if TYPE_CHECKING:
     from jaxkv.testing import strategies as strategies
@@ -57,6 +61,7 @@ __all__ = [
     "assert_same_bytes",
     "assert_unchanged",
     "count_compilations",
+    "pad_tables",
     "place_in_row",
     "reference_copy_blocks",
     "reference_write_rows",
@@ -66,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs the extra, when it is asked for."""
+    """Imports a name that needs the extra when it is first used."""
     if name == "strategies":
         return importlib.import_module(f"{__name__}.strategies")
     if name in _NEED_THE_EXTRA:

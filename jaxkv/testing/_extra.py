@@ -1,4 +1,4 @@
-"""What parts of `jaxkv.testing` need beyond jax, and what to install for it."""
+"""Imports of packages that the extra ``testing`` installs."""
 
 import contextlib
 from collections.abc import Generator
@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def extra(module: str) -> Generator[None]:
-    """For imports of packages that the extra ``testing`` brings.
+    """Wraps imports of packages that the extra ``testing`` installs.
 
     Raises:
       ImportError: one of them is not installed; the message names the extra.

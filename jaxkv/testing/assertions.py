@@ -1,8 +1,6 @@
-"""Assertions over arrays, trees of them and jitted functions.
+"""Assertions over arrays, trees of them and jitted functions: pointers, bytes, compiled memory.
 
-Knows pointers, bytes and what XLA says of a compiled program; nothing of caches. What
-chex has is not repeated here: for trees see ``chex.assert_trees_all_equal`` and its kin, for
-traces ``chex.assert_max_traces``.
+chex has others: ``chex.assert_trees_all_equal`` and its kin, ``chex.assert_max_traces``.
 """
 
 import contextlib
@@ -51,8 +49,8 @@ def assert_in_place(
     donated = jax.tree.leaves([args[number] for number in numbers])
     if not all(isinstance(leaf, jax.Array) for leaf in donated) or not donated:
         raise ValueError(
-            f"donate_argnums={donate_argnums} must name arguments made of jax arrays; pass those "
-            "through jnp.asarray that are NumPy's"
+            f"donate_argnums={donate_argnums} must name arguments made of jax arrays; pass "
+            "NumPy arrays through jnp.asarray"
         )
     with warnings.catch_warnings():  # that donated buffers were not usable is said below
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -66,8 +64,8 @@ def assert_in_place(
     moved = [leaf for leaf, where in zip(donated, before, strict=True) if where not in after]
     if moved:
         raise AssertionError(
-            f"donated and not returned at their own place: {_describe(moved)}; on a CPU, a NumPy "
-            "view of one that somebody holds has this effect too"
+            f"donated and not returned at the same address: {_describe(moved)}; on a CPU, holding "
+            "a NumPy view of a donated array has this effect too"
         )
     return outputs
 
@@ -98,7 +96,7 @@ def _check_memory(memory: Any, donated: Sequence[jax.Array], max_temp_bytes: int
 
 
 def _pointers(array: Any) -> tuple[int, ...]:
-    """Where each part of an array lies; nothing for what is no array of jax."""
+    """Returns the address of each part of a jax array; nothing for anything else."""
     if not isinstance(array, jax.Array):
         return ()
     return tuple(shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards)
@@ -126,19 +124,19 @@ def assert_same_bytes(got: Any, expected: Any) -> None:
 def _bytes(array: np.ndarray) -> np.ndarray:
     """uint8[*shape, itemsize]."""
     if array.dtype == object:
-        raise TypeError(f"a leaf is a {type(array.item()).__name__}, no array; pass its arrays")
+        raise TypeError(f"a leaf is a {type(array.item()).__name__}, not an array; pass its arrays")
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
     return contiguous[..., None].view(np.uint8)
 
 
 @contextlib.contextmanager
 def assert_unchanged(tree: Any) -> Generator[None]:
-    """Around code that must leave the arrays of a tree alone: same bytes, not donated.
+    """Wraps code that must leave the arrays of a tree alone: same bytes, not donated.
 
-    ```
-    with assert_unchanged(tables):
-        new = append_block_ids(tables, entries)
-    ```
+    ::
+
+        with assert_unchanged(cache):
+            new = append_block_ids(cache, entries)
 
     Raises:
       AssertionError: an array was written, deleted or donated.

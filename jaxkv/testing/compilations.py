@@ -1,6 +1,6 @@
 """Compilations while a piece of code runs: none, in the steady state of a serving loop.
 
-Knows the event that jax reports for each. Needs jax alone.
+Needs jax alone.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ def count_compilations() -> Generator[list[Compilation]]:
 
 @contextlib.contextmanager
 def assert_no_recompilation() -> Generator[None]:
-    """Around the steady state, after a warm-up: fails when anything compiles in it.
+    """Wraps a steady state, after a warm-up, and fails when anything compiles in it.
 
     ```
     with assert_no_recompilation():
         for upload in uploads:
-            tables, pool, batch = step(tables, pool, upload)
+            cache = step(cache, upload)
     ```
 
     Also a decorator: ``@assert_no_recompilation()``. Operations of jax outside of any
@@ -64,7 +64,7 @@ def assert_no_recompilation() -> Generator[None]:
 
 @functools.cache
 def _listen() -> None:
-    """Once for the process: jax has no public way to take a listener away again."""
+    """Listens once for the process: jax has no public way to take a listener away again."""
     jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 

@@ -1,12 +1,11 @@
-"""The state machine over jaxkv itself: block manager, block tables and pool.
+"""The state machine over jaxkv itself: block manager, cache and step, as a serving loop uses them.
 
-Knows how a serving loop calls them. Subclass it to test a plan, a device, an
-implementation of the kernels, or a part that you put in the place of one of jaxkv's.
+Subclass it to test a plan, a device, an implementation of the kernels, or a part that you put in
+the place of one of jaxkv's.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, override
 
@@ -15,79 +14,57 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv.block_tables import (
-    PAD_ROW,
-    BlockTables,
-    check_overflow,
-    gather_block_tables,
-    make_block_tables,
-    swap_rows,
-)
-from jaxkv.blocks import BlockManager
-from jaxkv.kernel_blocks import rows_per_block
+from jaxkv._internal.numbers import NULL_BLOCK
+from jaxkv.blocks import BlockManager, StepShape, Upload, pack_step
+from jaxkv.cache import KVCache, check_errors, make_cache
+from jaxkv.layout import rows_per_block
 from jaxkv.planning import Plan
-from jaxkv.pool import KVPool, make_pool, read_rows, read_state, write_rows, write_state
+from jaxkv.pool import describe_bytes, read_rows, write_rows, write_state
 from jaxkv.specs import StateSpec
-from jaxkv.step import StepShape, apply_step, pack_step
+from jaxkv.step import apply_step
 from jaxkv.testing._extra import extra
-from jaxkv.testing.reference import ReferenceTables
-from jaxkv.testing.reference_cache import Write, place_in_row
+from jaxkv.testing.reference_cache import Write
+from pallas_kernels import Implementation
 
 with extra(__name__):
-    from hypothesis.stateful import invariant
+    from hypothesis import strategies as st
+    from hypothesis.stateful import invariant, precondition, rule
 
     from jaxkv.testing.state_machine import CacheStateMachine
 
 
 class JaxkvStateMachine(CacheStateMachine):
-    """Drives jaxkv; also holds its tables against `ReferenceTables`. Set `plan`.
+    """Drives jaxkv; also compares the rows on the device with the manager's. Set `plan`.
 
-    Every slot that is always zeroed first starts as NaN in all dtypes.
+    Every tensor that is always zeroed first starts as NaN in all dtypes.
 
-    stacked, implementation, zero_policy: as `make_pool`, `apply_step` and `BlockManager` take
-      them; rows are written by the device's default implementation.
+    stacked, implementation: as `make_cache` and `apply_step` take them; rows are written by the
+      device's default implementation.
     """
 
-    stacked: ClassVar[bool] = False
+    stacked: ClassVar[bool | None] = None
     implementation: ClassVar[str | None] = None
-    zero_policy: ClassVar[str] = "when_needed"
+    copies_on_write: ClassVar[bool] = True
 
     @override
     def make_cache(self) -> None:
-        self.manager = BlockManager(
-            self.plan, max_requests=self.max_requests, zero_policy=self.zero_policy
-        )
+        self.manager = BlockManager(self.plan, max_requests=self.max_requests)
         empty = _make_empty(self.plan, self.max_requests, self.stacked)
-        self.tables, self.pool = jax.tree.map(jnp.copy, empty)  # steps consume theirs
-        self.lists = ReferenceTables(
-            [group.spec for group in self.plan.groups],
-            self.tables.widths,
-            max_requests=self.max_requests,
-            pool_blocks=self.plan.num_blocks,
-        )
-        in_flight = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
-        held = sum(self.tables.widths) * self.max_requests
-        self.shape = StepShape(
-            entries=self.max_requests,
-            block_ids=held,
-            zero_ids=self.plan.num_blocks,
-            batch=self.max_requests,
-            widths=self.tables.widths,
-            tokens=self.max_requests * in_flight,
-        )
-        self._batch: dict[Hashable, tuple[int, int]] = {}  # tokens computed and wanted, by request
-        self._is_behind = False  # the manager has something to tell the device
+        self.cache = jax.tree.map(jnp.copy, empty)  # steps consume theirs
+        self.shape = _widest_shape(self.plan, self.max_requests)
+        self._batch: dict[Hashable, int] = {}  # tokens that each grown request computes
+        self._is_behind = False  # the device does not know all that the manager does
         self._read: dict[str, np.ndarray] | None = None  # by layer, until something changes
 
     @override
     def start(self, request: int) -> None:
         self.manager.start(request)
-        self._is_behind = True
+        self._read = None
 
     @override
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
-        self.manager.grow(request, num_computed_tokens, num_tokens)
-        self._batch[request] = num_computed_tokens, num_tokens
+        self.manager.grow({request: num_tokens - num_computed_tokens})
+        self._batch[request] = num_tokens - num_computed_tokens
         self._is_behind = True
 
     @override
@@ -97,24 +74,35 @@ class JaxkvStateMachine(CacheStateMachine):
 
     @override
     def fork(self, request: int, donor: int, num_tokens: int) -> None:
-        counts = [num_tokens // group.block_size for group in self.plan.groups]
-        rows = zip(self.manager.block_ids(donor), counts, strict=True)
-        self.manager.start(request, shared_block_ids=[ids[:count] for ids, count in rows])
+        self.manager.fork(donor, [request], num_tokens=num_tokens)
         self._is_behind = True
 
     @override
-    def swap(self, first: int, second: int) -> None:
-        rows = [self.manager.requests[request] for request in (first, second)]
-        if first != second:
-            device_rows = [jnp.array([row], jnp.int32) for row in rows]
-            self.tables = swap_rows(self.tables, *device_rows)
-            self.manager.swap_rows(*rows)
-            self.lists.move(rows, rows[::-1])
+    def rewind(self, request: int, num_tokens: int) -> bool:
+        try:
+            self.manager.rewind(request, num_tokens)
+        except ValueError:
+            return False
         self._read = None
+        return True
+
+    @precondition(lambda self: any(self.computed.values()))
+    @rule(first=st.integers(0, 7), second=st.integers(0, 7))
+    def swap_any_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows, whether requests hold them or not."""
+        first, second = first % self.max_requests, second % self.max_requests
+        if first == second:
+            second = (second + 1) % self.max_requests
+        self.manager.swap_rows(first, second)
+        self._is_behind = True
+
+    @override
+    def is_at_rest(self) -> bool:
+        return not self._is_behind
 
     @override
     def num_free_blocks(self) -> int:
-        return self.manager.pool.num_free_blocks
+        return self.manager.num_free_blocks
 
     @override
     def block_ids(self, request: int) -> Sequence[Sequence[int]]:
@@ -122,7 +110,8 @@ class JaxkvStateMachine(CacheStateMachine):
 
     @override
     def read_null_block(self) -> list[np.ndarray]:
-        return [np.asarray(buffer[..., 0, :]) for buffer in self.pool.buffers]
+        axis = self.cache.layout.buffers.block_axis
+        return [np.asarray(jnp.take(buffer, 0, axis=axis)) for buffer in self.cache.buffers]
 
     @override
     def write(self, writes: Sequence[Write]) -> None:
@@ -130,138 +119,178 @@ class JaxkvStateMachine(CacheStateMachine):
 
     @override
     def read_pages(self, request: int, layer: str) -> np.ndarray:
-        if self._is_behind:
-            self._dispatch(())
+        self._catch_up()
         if self._read is None:
-            rows = np.full(self.max_requests, PAD_ROW, np.int32)
-            rows[: len(self.computed)] = [self.manager.requests[name] for name in self.computed]
-            first = np.zeros(self.max_requests, np.int32)
-            first[: len(self.computed)] = list(self.computed.values())
-            self._read = jax.tree.map(np.asarray, _read_all(self.tables, self.pool, rows, first))
+            self._read = self._read_all()
         return self._read[layer][list(self.computed).index(request)]
 
     @invariant()
-    def device_rows_equal_the_lists(self) -> None:
-        check_overflow(self.tables)
-        used = np.asarray(self.tables.num_blocks)
-        for group, (table, rows) in enumerate(
-            zip(map(np.asarray, self.tables.tables), self.lists.rows, strict=True)
-        ):
-            got = [table[row, : used[group, row]].tolist() for row in range(len(rows))]
-            if got != rows:
-                raise AssertionError(f"group {group}: device rows {got}, lists {rows}")
+    def every_request_has_a_row_of_its_own(self) -> None:
+        rows = list(self.manager.requests.values())
+        if len(set(rows)) < len(rows):
+            raise AssertionError(f"requests share a row: {self.manager.requests}")
+
+    @invariant()
+    def device_rows_equal_the_manager_s(self) -> None:
+        if self._is_behind:
+            return
+        check_errors(self.cache)
+        tables, starts = np.asarray(self.cache.block_tables), self.cache.layout.column_starts
+        for request in self.computed:
+            row = self.manager.requests[request]
+            if not self.computed.get(request) and not any(map(any, self.block_ids(request))):
+                continue  # the device learns of a row when it first gets blocks
+            for group, ids in enumerate(self.block_ids(request)):
+                got = tables[row, starts[group] : starts[group] + len(ids)].tolist()
+                if any(
+                    mine not in (NULL_BLOCK, theirs) for mine, theirs in zip(ids, got, strict=True)
+                ):
+                    raise AssertionError(f"group {group}: device row {got}, manager {ids}")
+
+    def _catch_up(self) -> None:
+        """Tells the device what the manager did since the last step."""
+        if self._is_behind:
+            self._run(self.manager.step(self.shape, {}), self._no_rows())
 
     def _dispatch(self, writes: Sequence[Write]) -> None:
-        """One step, as a serving loop makes it."""
-        batch = self._batch if writes else {}
-        update = self.manager.take_update()
-        self.lists.append(update.entries)
-        upload = pack_step(
-            self.shape,
-            update=update,
-            rows=[self.manager.requests[request] for request in batch],
-            first_positions=[first for first, _ in batch.values()],
-            lengths=[total - first for first, total in batch.values()],
-        )
-        self.tables, self.pool = _step(
-            self.tables,
-            self.pool,
-            upload,
-            self._lay_out(batch, writes),
-            shape=self.shape,
-            implementation=self.implementation,
-        )
-        self._is_behind, self._read = False, None
-        if writes:
-            self._batch = {}
+        """Runs one step, as a serving loop does."""
+        batch = self._batch
+        upload = self.manager.step(self.shape, batch)
+        self._run(upload, self._lay_out(batch, writes))
+        self._batch = {}
 
-    def _lay_out(
-        self, batch: Mapping[Hashable, tuple[int, int]], writes: Sequence[Write]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The ``rows`` of `_step`: those of all requests, end to end, in the batch's order."""
+    def _run(self, upload: Upload, rows: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        self.cache = _step(self.cache, upload, rows, implementation=self.implementation)
+        self._is_behind, self._read = False, None
+
+    def _no_rows(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Returns the ``rows`` of `_step` that write nothing."""
         laid_out: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for layer, place in self.reference.layers.items():
-            is_state = isinstance(place.spec, StateSpec)
-            count = self.shape.batch if is_state else self.shape.tokens
-            width = place.spec.data_bytes // rows_per_block(place.spec)
-            laid_out[layer] = np.full(count, -1, np.int32), np.zeros((count, width), np.uint8)
-        ends = itertools.accumulate((total - first for first, total in batch.values()), initial=0)
-        start = {
-            request: end - first
-            for (request, (first, _)), end in zip(batch.items(), ends, strict=False)
-        }
-        for request, layer, positions, rows in writes:
-            spec, (where, data) = self.reference.layers[layer].spec, laid_out[layer]
+            spec, count = place.spec, (self.shape.max_tokens,)
             if isinstance(spec, StateSpec):
-                index = list(batch).index(request)
-                where[index], _ = place_in_row(spec, int(positions[0]))
-                data[index] = rows[0]
-            else:
-                where[start[request] + positions] = 0
-                data[start[request] + positions] = rows
+                blocks = self.shape.widths[place.group] - 1 - spec.speculative_blocks
+                count = self.shape.batch_size, blocks
+            width = spec.data_bytes // rows_per_block(spec)
+            laid_out[layer] = np.zeros(count, bool), np.zeros((*count, width), np.uint8)
         return laid_out
+
+    def _lay_out(
+        self, batch: Mapping[Hashable, int], writes: Sequence[Write]
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Returns the ``rows`` of `_step`: all requests end to end, in the batch's order."""
+        laid_out = self._no_rows()
+        starts = dict(zip(batch, np.cumsum([0, *batch.values()])[:-1], strict=True))
+        for request, layer, positions, rows in writes:
+            mask, data = laid_out[layer]
+            if isinstance(self.reference.layers[layer].spec, StateSpec):
+                at = list(batch).index(request), np.arange(len(rows))
+            else:
+                first = self.manager.num_computed_tokens(request) - batch[request]
+                at = starts[request] + positions - first
+            mask[at], data[at] = True, rows
+        return laid_out
+
+    def _read_all(self) -> dict[str, np.ndarray]:
+        """Reads the pages of all running requests, by layer and column of their rows."""
+        rows = self.manager.requests
+        firsts = [max(0, min(n, self.plan.max_model_len - 1)) for n in self.computed.values()]
+        upload = pack_step(
+            self.shape,
+            rows=[rows[request] for request in self.computed],
+            num_computed_tokens=firsts,
+            num_new_tokens=[self._batch.get(request, 1) for request in self.computed],
+        )
+        tables, pages = jax.tree.map(np.asarray, _read_tokens(self.cache, upload))
+        read = {}
+        for layer, place in self.reference.layers.items():
+            if isinstance(place.spec, StateSpec):
+                read[layer] = self._read_states(layer)
+                continue
+            width = self.plan.row_blocks[place.group]
+            read[layer] = np.zeros((len(firsts), width, place.spec.data_bytes), np.uint8)
+            for i, start in enumerate(tables[place.group][: len(firsts)].tolist()):
+                found = pages[layer][i][: width - start]
+                read[layer][i, start : start + len(found)] = found
+        return read
+
+    def _read_states(self, layer: str) -> np.ndarray:
+        """Reads the states of all running requests from the pool's bytes, by column."""
+        place, view = self.cache.layout.place_of(layer), describe_bytes(self.cache, layer)
+        buffer = np.asarray(self.cache.buffers[self.cache.layout.buffers.buffer_of(layer)])
+        stride = view.strides_bytes[view.block_axis]
+        width = self.plan.row_blocks[place.group]
+        states = np.zeros((len(self.computed), width, place.spec.data_bytes), np.uint8)
+        for i, request in enumerate(self.computed):
+            for column, block_id in enumerate(self.block_ids(request)[place.group]):
+                start = view.offset_bytes + block_id * stride
+                states[i, column] = buffer.reshape(-1)[start : start + place.spec.data_bytes]
+        return states
+
+
+def _widest_shape(plan: Plan, max_requests: int) -> StepShape:
+    """Returns a shape that fits every step, also after growth that no step followed."""
+    tokens = max_requests * min(plan.limits.max_in_flight_tokens, plan.max_model_len)
+    shape = StepShape.for_plan(
+        plan, max_requests=max_requests, batch_size=max_requests, max_tokens=tokens
+    )
+    most = sum(plan.row_blocks) * max_requests
+    return dataclasses.replace(
+        shape, block_ids=most, zero_ids=most, block_copies=most, row_copies=max_requests
+    )
 
 
 @functools.lru_cache(maxsize=4)
-def _make_empty(plan: Plan, max_requests: int, stacked: bool) -> tuple[BlockTables, KVPool]:
-    """Kept, since every example wants them anew and making them compiles."""
-    tables = make_block_tables(plan, max_requests=max_requests)
-    return tables, _poison(make_pool(plan, stacked=stacked), plan.groups_to_zero)
+def _make_empty(plan: Plan, max_requests: int, stacked: bool | None) -> KVCache:
+    """Returns an empty cache, kept because every example wants one and making it compiles."""
+    cache = make_cache(plan, max_requests=max_requests, stacked=stacked)
+    return _poison(cache, plan.groups_to_zero)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "implementation"), donate_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnums=0)
 def _step(
-    tables: BlockTables,
-    pool: KVPool,
-    upload: np.ndarray,
+    cache: KVCache,
+    upload: Upload,
     rows: Mapping[str, tuple[Array, Array]],
     *,
-    shape: StepShape,
-    implementation: str | None,
-) -> tuple[BlockTables, KVPool]:
-    """Tables, zeroing, and the rows of every layer.
+    implementation: Implementation | None,
+) -> KVCache:
+    """Applies a step and writes the rows of every layer.
 
-    rows: int32[N] and uint8[N, row_bytes] by layer. For tokens, N of them: 0 to write, -1 not
-      to. For a state, N requests: the entry of the row that holds it, or -1.
+    rows: bool[...] and uint8[..., row_bytes] by layer: which of the [T] tokens are written, or of
+      the [B, K] blocks of a state: K of each request, counted from the first that it writes.
     """
-    tables, pool, batch = apply_step(
-        tables, pool, upload, shape=shape, implementation=implementation
-    )
-    for layer, (where, data) in rows.items():
-        place = pool.layout.place_of(layer)
-        if isinstance(place.spec, StateSpec):
-            ids = jnp.take_along_axis(batch.block_tables[place.group], where[:, None], axis=1)
-            ids = jnp.where(where < 0, -1, ids[:, 0])
-            arrays = _split(place.spec, data)
-            pool = write_state(pool, layer, ids, arrays)
+    cache, batch = apply_step(cache, upload, implementation=implementation)
+    for layer, (mask, data) in rows.items():
+        spec = cache.layout.place_of(layer).spec
+        if isinstance(spec, StateSpec):
+            for block in range(mask.shape[1]):
+                at = jnp.where(mask[:, block], jnp.int32(block), jnp.int32(-1))
+                cache = write_state(cache, layer, batch, _split(spec, data[:, block]), at=at)
         else:
-            slots = jnp.where(where < 0, -1, batch.slots[place.group])
-            pool = write_rows(pool, layer, slots, data)
-    return tables, pool
+            cache = write_rows(cache, layer, batch, data, mask=mask)
+    return cache
 
 
 @jax.jit
-def _read_all(
-    tables: BlockTables, pool: KVPool, rows: Array, first_positions: Array
-) -> dict[str, Array]:
-    """By layer uint8[B, W, data_bytes], through the gathered tables."""
-    _, gathered = gather_block_tables(tables, rows, first_positions, widths=tables.widths)
+def _read_tokens(cache: KVCache, upload: Upload) -> tuple[list[Array], dict[str, Array]]:
+    """Reads through the tables of a step: per group the first columns, int32[B], and by layer
+    uint8[B, W, data_bytes]."""
+    _, batch = apply_step(cache, upload)
     pages = {}
-    for group in pool.layout.groups:
-        for layer in group.layers:
-            place = pool.layout.place_of(layer)
-            ids = gathered[place.group]
-            if isinstance(place.spec, StateSpec):
-                arrays = read_state(pool, layer, ids.reshape(-1))
-                data = jnp.concatenate([_bytes(a, 1) for a in arrays], axis=-1)
-            else:
-                data = _bytes(read_rows(pool, layer, ids), 1)
-            pages[layer] = data.reshape(*ids.shape, place.spec.data_bytes)
-    return pages
+    for group, members in enumerate(cache.layout.buffers.layout.groups):
+        for layer in members.layers:
+            spec = cache.layout.place_of(layer).spec
+            if not isinstance(spec, StateSpec):
+                rows = lax.bitcast_convert_type(read_rows(cache, layer, batch), jnp.uint8)
+                shape = batch.tables[group].shape
+                pages[layer] = rows.reshape(*shape, spec.data_bytes)
+    firsts = [batch.first_columns(group) for group in range(len(cache.layout.growths))]
+    return firsts, pages
 
 
 def _split(spec: StateSpec, data: Array) -> list[Array]:
-    """The arrays of states, [N, *shape], from their bytes, uint8[N, data_bytes]."""
+    """Returns the arrays of states, [N, *shape], from their bytes, uint8[N, data_bytes]."""
     ends = np.cumsum(spec.array_bytes)[:-1]
     arrays = []
     for part, shape, dtype in zip(
@@ -273,23 +302,23 @@ def _split(spec: StateSpec, data: Array) -> list[Array]:
     return arrays
 
 
-def _bytes(array: Array, batch_dims: int) -> Array:
-    data = lax.bitcast_convert_type(array, jnp.uint8)
-    return data.reshape(*array.shape[:batch_dims], -1)
-
-
-def _poison(pool: KVPool, zeroed: Sequence[bool]) -> KVPool:
-    """0xFF in every slot whose groups are all zeroed first; the null block stays zero."""
-    users = {
-        slot: [group for group in range(len(zeroed)) if slot in pool.layout.slots_of(group)]
-        for slot in range(len(pool.layout.slots))
-    }
-    stale = [all(zeroed[group] for group in groups) for groups in users.values()]
-    fill = [jnp.uint8(0xFF if poisoned else 0) for poisoned in stale]
-    if pool.stacked:
-        fill = [jnp.stack(fill)[:, None, None]]
-    buffers = [
-        jnp.broadcast_to(value, buffer.shape).at[..., 0, :].set(0)
-        for value, buffer in zip(fill, pool.buffers, strict=True)
-    ]
-    return dataclasses.replace(pool, buffers=tuple(buffers))
+def _poison(cache: KVCache, zeroed: Sequence[bool]) -> KVCache:
+    """Fills every tensor whose groups are all zeroed first with 0xFF, except the null block."""
+    buffers, layout = cache.layout.buffers, cache.layout.buffers.layout
+    poisoned = []
+    for stack, buffer in zip(buffers.stacks, cache.buffers, strict=True):
+        fills = [
+            0xFF
+            if all(zeroed[g] for g in range(len(zeroed)) if tensor in layout.tensors_of(g))
+            else 0
+            for tensor in stack
+        ]
+        values = jnp.array(fills, jnp.uint8)
+        if buffers.stacked:
+            axis = buffers.axes.index("L")
+            values = values.reshape([-1 if i == axis else 1 for i in range(buffer.ndim)])
+        full = jnp.broadcast_to(values, buffer.shape)
+        index = (slice(None),) * buffers.block_axis + (0,)
+        # On the buffer's own devices: a step that finds it elsewhere compiles once more.
+        poisoned.append(jax.device_put(full.at[index].set(0), buffer.sharding))
+    return dataclasses.replace(cache, buffers=tuple(poisoned))

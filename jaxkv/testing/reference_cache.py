@@ -1,7 +1,6 @@
-"""What every request of a cache must read, from the definition: a cache of its own.
+"""The content of a cache, from the definition: a dense cache of its own for every request.
 
-Knows what requests wrote, entry by entry of their rows. Knows nothing of block ids, of the
-pool or of who shares what: each request has NumPy arrays that nobody else touches.
+Has no block ids and no pool: each request has NumPy arrays that no other request touches.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,21 +9,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kernel_blocks import row_format, rows_per_block
+from jaxkv.layout import row_format, rows_per_block
 from jaxkv.planning import Plan
-from jaxkv.specs import LayerSpec, StateSpec, TokenSpec
+from jaxkv.specs import CrossAttentionSpec, LayerSpec, StateSpec
 
 LARGEST_MARK = 0x7B  # as the top byte of an element: finite in fp8, int8, f16, bf16 and f32
 
 
 class Write(NamedTuple):
-    """What a request writes into one layer in one step.
+    """The rows that a request writes into one layer in one step.
 
-    request, layer: whose, and the layer's name.
+    request, layer: the request, and the layer's name.
     positions: int32[n], the tokens whose rows these are. Of tokens that share a compressed
-      row only one is named; a state has one row, of the last token.
+      row only one is named; a state has one row, of the last token, and with
+      ``cache_mode="all"`` one of the last token of every block.
     rows: uint8[n, row_bytes]. View them as the layer's dtype: all numbers are finite, and
-      some are NaN to whoever reads them as a narrower dtype. The arrays of a state follow
+      some are NaN when read as a narrower dtype. The arrays of a state follow
       each other.
     """
 
@@ -35,14 +35,16 @@ class Write(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """A request's part of one layer, by entry of its row, and which bytes it wrote."""
+    """A request's part of one layer, by column of its row."""
 
     data: np.ndarray  # uint8[W, data_bytes]
     written: np.ndarray  # bool[W, data_bytes]
+    rejected: np.ndarray  # bool[W, data_bytes], written for drafts that were rejected
+    tokens: np.ndarray  # int64[W], those that the state in each column has seen
 
 
 class ReferenceCache:
-    """A dense cache for each request: draws what it writes, and knows what it must read."""
+    """A dense cache for each request: draws its writes, and tells what it must read."""
 
     def __init__(self, plan: Plan, *, seed: int = 0):
         """Starts without requests.
@@ -57,22 +59,32 @@ class ReferenceCache:
             layer: plan.layout.place_of(layer)
             for group in plan.layout.groups
             for layer in group.layers
-            if group.spec.kind != "cross"
+            if group.growth.stores != "encoder"
         }
         self._rng = np.random.default_rng(seed)
         self._pages: dict[tuple[Hashable, str], _Pages] = {}
+        self._reached: dict[Hashable, int] = {}  # tokens of each request before any rewind
 
     def start(self, request: Hashable) -> None:
         """An empty cache for a request, also for one that had one before."""
+        self._reached[request] = 0
         for layer, place in self.layers.items():
             shape = self.plan.row_blocks[place.group], place.spec.data_bytes
-            self._pages[request, layer] = _Pages(np.zeros(shape, np.uint8), np.zeros(shape, bool))
+            self._pages[request, layer] = _Pages(
+                data=np.zeros(shape, np.uint8),
+                written=np.zeros(shape, bool),
+                rejected=np.zeros(shape, bool),
+                tokens=np.zeros(shape[0], np.int64),
+            )
 
     def fork(self, request: Hashable, donor: Hashable, num_tokens: int) -> None:
-        """A cache that begins with the whole blocks of another's first tokens."""
+        """Begins a cache with another's first tokens, and its states."""
         self.start(request)
+        self._reached[request] = num_tokens
         for layer, place in self.layers.items():
-            count = num_tokens // place.spec.block_size
+            count = -(-num_tokens // place.spec.block_size)
+            if isinstance(place.spec, StateSpec):
+                count = len(self._pages[request, layer].data)
             both = zip(self._pages[request, layer], self._pages[donor, layer], strict=True)
             for mine, other in both:
                 mine[:count] = other[:count]
@@ -84,18 +96,50 @@ class ReferenceCache:
     def write(
         self, request: Hashable, num_computed_tokens: int, num_tokens: int
     ) -> tuple[Write, ...]:
-        """Computes the tokens up to ``num_tokens``: what is new in every layer, noted here."""
+        """Computes the tokens up to ``num_tokens``: draws and notes the rows of every layer."""
+        self._reached[request] = num_tokens
         writes = []
         for layer, place in self.layers.items():
             positions = _row_positions(place.spec, num_computed_tokens, num_tokens)
             rows = self._draw_rows(place.spec, len(positions))
             pages = self._pages[request, layer]
             for position, row in zip(positions.tolist(), rows, strict=True):
-                entry, offset = place_in_row(place.spec, position)
-                pages.data[entry, offset : offset + len(row)] = row
-                pages.written[entry, offset : offset + len(row)] = True
+                column, offset = place_in_row(place.spec, position)
+                pages.data[column, offset : offset + len(row)] = row
+                pages.written[column, offset : offset + len(row)] = True
+                pages.rejected[column, offset : offset + len(row)] = False
+                pages.tokens[column] = position + 1
             writes.append(Write(request, layer, positions, rows))
         return tuple(writes)
+
+    def rewind(self, request: Hashable, num_tokens: int) -> None:
+        """Sets a request back to its first tokens, which the cache under test agreed to.
+
+        Raises:
+          AssertionError: no block holds the state after ``num_tokens`` tokens: it should have
+            been refused. Drafts of the last step have a block each (``speculative_blocks``).
+        """
+        for layer, place in self.layers.items():
+            pages, reached = self._pages[request, layer], self._reached[request]
+            if not isinstance(place.spec, StateSpec):
+                self._reject(pages, place.spec, num_tokens, reached)
+            elif num_tokens and reached - num_tokens > place.spec.speculative_blocks:
+                column, _ = place_in_row(place.spec, num_tokens - 1)
+                if pages.tokens[column] != num_tokens:
+                    raise AssertionError(
+                        f"request {request}, layer {layer!r} was set back to {num_tokens} tokens, "
+                        f"and the state in column {column} has seen {pages.tokens[column]}"
+                    )
+
+    def _reject(self, pages: _Pages, spec: LayerSpec, kept: int, reached: int) -> None:
+        """Forgets the rows of which no token is kept: they read as anything but NaN."""
+        row_bytes = spec.data_bytes // rows_per_block(spec)
+        for position in _row_positions(spec, kept, reached).tolist() if kept < reached else ():
+            column, offset = place_in_row(spec, position)
+            if position >= kept and place_in_row(spec, kept - 1) != (column, offset):
+                where = column, slice(offset, offset + row_bytes)
+                pages.rejected[where] |= pages.written[where]
+                pages.written[where] = False
 
     def _draw_rows(self, spec: LayerSpec, count: int) -> np.ndarray:
         """uint8[count, row_bytes]: the top byte of each element is drawn, the others 0xFF."""
@@ -108,71 +152,83 @@ class ReferenceCache:
             parts.append(elements.reshape(count, row_bytes))
         return np.concatenate(parts, axis=-1)
 
-    def share(self, group: int, entry: int, first: Hashable, second: Hashable) -> bool:
-        """May both requests hold one block there? They wrote the same into it, and something."""
+    def share(self, group: int, column: int, first: Hashable, second: Hashable) -> bool:
+        """Returns whether both requests may hold one block there: they wrote the same into it."""
         layers = [layer for layer, place in self.layers.items() if place.group == group]
         pairs = [(self._pages[first, layer], self._pages[second, layer]) for layer in layers]
-        return any(mine.written[entry].any() for mine, _ in pairs) and all(
-            np.array_equal(a[entry], b[entry])
-            for mine, other in pairs
-            for a, b in zip(mine, other, strict=True)
+        return any((a.written | a.rejected)[column].any() for a, _ in pairs) and all(
+            (
+                a.rejected[column]
+                | b.rejected[column]
+                | (a.data[column] == b.data[column]) & (a.written[column] == b.written[column])
+            ).all()
+            for a, b in pairs
         )
 
     def find_problem(
         self,
         request: Hashable,
         layer: str,
-        entries: Sequence[int],
+        columns: Sequence[int],
         pages: np.ndarray,
         *,
         unwritten_reads_zero: bool,
     ) -> str | None:
-        """What is wrong with the pages that a request reads of a layer; None: nothing.
+        """Returns what is wrong with the pages that a request reads of a layer; None: nothing.
 
         Args:
-          entries: of the request's row, those whose blocks the next token may read.
-          pages: uint8[W, data_bytes], what was read, by entry of the row.
+          columns: of the request's row, those whose blocks the next token may read.
+          pages: uint8[W, data_bytes], what was read, by column of the row.
           unwritten_reads_zero: what the request did not write must read as zeros;
             otherwise as anything but NaN, which attention multiplies by zero and keeps.
         """
-        for entry in entries:
-            mine, written = (part[entry] for part in self._pages[request, layer])
-            got = pages[entry]
+        for column in columns:
+            mine, written, rejected = (part[column] for part in self._pages[request, layer][:3])
+            got = pages[column]
             if _has_nan(self.layers[layer].spec, got):
-                return f"entry {entry} reads as NaN, and no request wrote that"
+                return f"column {column} reads as NaN, and no request wrote that"
             for wrong, what in (
                 (written & (got != mine), "which the request wrote as"),
-                (~written & (got != 0) & unwritten_reads_zero, "which nobody wrote; wanted"),
+                (
+                    ~(written | rejected) & (got != 0) & unwritten_reads_zero,
+                    "which nobody wrote; wanted",
+                ),
             ):
                 if wrong.any():
                     at = int(wrong.argmax())
-                    return f"entry {entry} has {got[at]:#04x} at byte {at}, {what} {mine[at]:#04x}"
+                    return (
+                        f"column {column} has {got[at]:#04x} at byte {at}, {what} {mine[at]:#04x}"
+                    )
         return None
 
 
 def place_in_row(spec: LayerSpec, position: int) -> tuple[int, int]:
-    """Where a token's row lies: the entry of the request's row of blocks, and the byte of
-    the page. A state of ``cache_mode="none"`` stays in entry 0."""
+    """Returns the column of the request's row, and the byte of the page, where a token's row lies.
+
+    A state of ``cache_mode="none"`` stays in column 0.
+    """
     if isinstance(spec, StateSpec):
         return (0 if spec.cache_mode == "none" else position // spec.block_size), 0
-    if not isinstance(spec, TokenSpec):
+    if not isinstance(spec, LayerSpec) or isinstance(spec, CrossAttentionSpec):
         raise TypeError(f"spec={spec!r} stores neither tokens nor a state")
-    entry, token = divmod(position, spec.block_size)
+    column, token = divmod(position, spec.block_size)
     rows = rows_per_block(spec)
-    return entry, token * rows // spec.block_size * (spec.data_bytes // rows)
+    return column, token * rows // spec.block_size * (spec.data_bytes // rows)
 
 
 def _row_positions(spec: LayerSpec, computed: int, total: int) -> np.ndarray:
-    """One token for each row that the tokens ``computed .. total - 1`` write."""
+    """Returns one token for each row that the tokens ``computed .. total - 1`` write."""
     if isinstance(spec, StateSpec):
-        return np.array([total - 1], np.int32)
+        size = spec.block_size if spec.cache_mode == "all" else total
+        blocks = range(computed // size, (total - 1) // size + 1)
+        return np.array([min((block + 1) * size, total) - 1 for block in blocks], np.int32)
     shared = spec.block_size // rows_per_block(spec)  # tokens of one row
     rows = range(computed // shared, (total - 1) // shared + 1)
     return np.array([max(row * shared, computed) for row in rows], np.int32)
 
 
 def _runs(spec: LayerSpec) -> list[tuple[np.dtype, int]]:
-    """Dtypes in a page, in order, and the bytes of each."""
+    """Returns the dtypes in a page, in order, and the bytes of each."""
     if isinstance(spec, StateSpec):
         pairs = zip(spec.dtypes, spec.array_bytes, strict=True)
         return [(jnp.dtype(dtype), num_bytes) for dtype, num_bytes in pairs]

@@ -1,4 +1,4 @@
-"""What the kernels must do, from the definitions: lists and loops."""
+"""The kernels, from the definitions: lists and loops."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,13 +10,12 @@ def reference_zero_blocks(
     block_ids: Iterable[int],
     *,
     block_axis: int = 0,
-    include_null_block: bool = False,
 ) -> np.ndarray:
-    """A copy of ``buffer`` with the listed blocks zeroed; ids out of range do nothing."""
+    """Returns a copy of ``buffer`` with the listed blocks zeroed; ids out of range do nothing."""
     zeroed = buffer.copy()
     by_block = np.moveaxis(zeroed, block_axis, 0)
     for block_id in block_ids:
-        if (0 if include_null_block else 1) <= block_id < len(by_block):
+        if 0 <= block_id < len(by_block):
             by_block[block_id] = 0
     return zeroed
 
@@ -28,11 +27,11 @@ def reference_copy_blocks(
     *,
     block_axis: int = 0,
 ) -> np.ndarray:
-    """A copy of ``buffer`` after all pairs at once; of one destination the last counts."""
+    """Returns a copy of ``buffer`` after all pairs at once; of one destination the last counts."""
     copied = buffer.copy()
     before, after = np.moveaxis(buffer, block_axis, 0), np.moveaxis(copied, block_axis, 0)
     for source, destination in zip(sources, destinations, strict=True):
-        if 0 <= source < len(before) and 1 <= destination < len(before):
+        if 0 <= source < len(before) and 0 <= destination < len(before):
             after[destination] = before[source]
     return copied
 
@@ -45,7 +44,7 @@ def reference_write_rows(
     *,
     align: int = 1,
 ) -> np.ndarray:
-    """A copy of ``pages`` with the rows that lie within a page written into it."""
+    """Returns a copy of ``pages`` with the rows that lie within a page written into it."""
     written = pages.copy()
     num_pages, page = pages.shape
     for block_id, offset, row in zip(block_ids, offsets, rows, strict=True):

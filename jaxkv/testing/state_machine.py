@@ -1,20 +1,21 @@
 """A state machine that drives a cache of your own against a reference, request by request.
 
-Knows what a plan promises: which blocks a request must hold, who may share them, and what it
-must read. Knows nothing of how the cache under test is made: it calls the methods that a
-subclass writes. `JaxkvStateMachine` is such a subclass.
+It checks the promises of a plan: the blocks that a request must hold, who may share them, and
+the content that it must read. The cache under test is reached through the methods that a
+subclass writes; `JaxkvStateMachine` is such a subclass.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxkv.blocks import NULL_BLOCK, OutOfBlocksError
+from jaxkv._internal.numbers import NULL_BLOCK
+from jaxkv.blocks import OutOfBlocksError
 from jaxkv.planning import Plan
-from jaxkv.specs import StateSpec
+from jaxkv.specs import Growth
 from jaxkv.testing._extra import extra
 from jaxkv.testing.reference_cache import ReferenceCache, Write
 
@@ -43,9 +44,10 @@ class CacheStateMachine(RuleBasedStateMachine):
     Requests are numbered from 1: ``requests_0`` of a printed story starts request 1. To shrink a
     failure may take minutes; for a quick answer leave `hypothesis.Phase.shrink` out.
 
-    Set `plan` and write the methods below from `make_cache` to `read_null_block`; `fork` and
-    `swap` are driven when they are written. Then ``TestMyCache = MyMachine.TestCase`` for
-    unittest and pytest. Add rules of your own over the bundle `requests`.
+    Set `plan` and write the methods below from `make_cache` to `read_null_block`; `fork`,
+    `rewind` and `swap` are driven when they are written. Then
+    ``TestMyCache = MyMachine.TestCase`` for unittest and pytest. Add rules of your own over the
+    bundle `requests`.
 
     Checked, whenever the cache is at rest and between the growth and the writes of a step:
 
@@ -53,7 +55,8 @@ class CacheStateMachine(RuleBasedStateMachine):
       what the plan counts on and leaves out the null block;
     - *null block*: no request holds id 0, or an id out of range, where it needs a block,
       and the null block keeps its bytes;
-    - *aliasing*: two entries hold one block only where a fork made them equal;
+    - *aliasing*: two requests hold one block only in the same column, after a fork, and until
+      one of them writes into it;
     - *content*: every request reads, in all that its next token may read, what it wrote, and
       no NaN beside it;
     - *all or nothing*: a request that is refused blocks leaves everything as it was, and the
@@ -63,12 +66,15 @@ class CacheStateMachine(RuleBasedStateMachine):
     max_requests: that run at once.
     unwritten_reads_zero: bytes of a block that its holder has not written must be zeros, as
       when tenants are kept apart. Otherwise anything but NaN passes.
-    out_of_blocks: what `grow` raises when blocks run out.
+    copies_on_write: forks are drawn of all tokens that the donor computed, too, and of plans
+      with states: partial blocks and states then have to be copied before they are written.
+    out_of_blocks: the error that `grow` raises when blocks run out.
     """
 
     plan: ClassVar[Plan]
     max_requests: ClassVar[int] = 4
     unwritten_reads_zero: ClassVar[bool] = False
+    copies_on_write: ClassVar[bool] = False
     out_of_blocks: ClassVar[type[Exception]] = OutOfBlocksError
 
     requests = Bundle("requests")
@@ -80,11 +86,11 @@ class CacheStateMachine(RuleBasedStateMachine):
         raise NotImplementedError("make_cache")
 
     def start(self, request: int) -> None:
-        """A request begins; it holds nothing yet."""
+        """Starts a request, which holds nothing yet."""
         raise NotImplementedError("start")
 
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
-        """The request is about to compute its tokens up to ``num_tokens``.
+        """Gives a request the blocks to compute its tokens up to ``num_tokens``.
 
         Raises:
           out_of_blocks: too few are free, and nothing was changed.
@@ -92,40 +98,57 @@ class CacheStateMachine(RuleBasedStateMachine):
         raise NotImplementedError("grow")
 
     def write(self, writes: Sequence[Write]) -> None:
-        """One step: all layers of all requests of the batch, as `Write` says."""
+        """Runs one step: writes the rows of all layers of all requests of the batch."""
         raise NotImplementedError("write")
 
     def finish(self, request: int) -> None:
-        """The request ends, or is preempted, and gives everything back."""
+        """Takes everything back from a request that ends or is preempted."""
         raise NotImplementedError("finish")
 
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out."""
+        """Returns the blocks that can be handed out."""
         raise NotImplementedError("num_free_blocks")
 
     def block_ids(self, request: int) -> Sequence[Sequence[int]]:
-        """Per group of the plan, the request's blocks in order; 0 where it holds none."""
+        """Returns, per group of the plan, the request's blocks in order; 0 where it holds none."""
         raise NotImplementedError("block_ids")
 
     def read_pages(self, request: int, layer: str) -> np.ndarray:
-        """uint8[W, data_bytes]: the request's pages of a layer, entry by entry of its row, read
-        the way that your attention reads them. Entries that it does not hold may be anything.
+        """Returns uint8[W, data_bytes]: the request's pages of a layer, by column of its row.
+
+        Read them the way that your attention reads them, for the next token of the request.
+        Columns that it does not hold may be anything.
         """
         raise NotImplementedError("read_pages")
 
     def read_null_block(self) -> Iterable[np.ndarray]:
-        """The bytes of block 0, in any arrays; they must stay what they are at the start."""
+        """Returns the bytes of block 0, in any arrays; they must not change."""
         raise NotImplementedError("read_null_block")
 
-    def fork(self, request: int, donor: int, num_tokens: int) -> None:
-        """Optional: starts a request that shares the blocks of a donor's first tokens.
+    def is_at_rest(self) -> bool:
+        """Returns whether requests may read now (optional).
 
-        Only drawn for whole blocks, of plans whose groups all keep tokens.
+        False: what was finished, forked, rewound or swapped reaches the cache with its next step.
+        """
+        return True
+
+    def fork(self, request: int, donor: int, num_tokens: int) -> None:
+        """Starts a request that shares the blocks of a donor's first tokens (optional).
+
+        Drawn for whole blocks, of plans whose groups all keep tokens; see `copies_on_write`.
         """
         raise NotImplementedError("fork")
 
+    def rewind(self, request: int, num_tokens: int) -> bool:
+        """Sets a request back to its first tokens, after drafts were rejected (optional).
+
+        Returns whether it did: False, with nothing changed, when a block that the next token
+        reads was given back, or holds a later state.
+        """
+        raise NotImplementedError("rewind")
+
     def swap(self, first: int, second: int) -> None:
-        """Optional: the two requests exchange their rows of the block tables."""
+        """Exchanges the rows of two requests in the block tables (optional)."""
         raise NotImplementedError("swap")
 
     # --- rules --------------------------------------------------------------------
@@ -141,7 +164,7 @@ class CacheStateMachine(RuleBasedStateMachine):
         self.make_cache()
         self._usable_blocks = self.num_free_blocks()
         self._null_block = [np.array(part) for part in self.read_null_block()]
-        if not sum(part.size for part in self._null_block) and self.plan.layout.slots:
+        if not sum(part.size for part in self._null_block) and self.plan.layout.tensors:
             raise ValueError("read_null_block gave no bytes; wanted those of block 0")
         if not self.plan.usable_blocks <= self._usable_blocks < self.plan.num_blocks:
             raise AssertionError(
@@ -155,38 +178,61 @@ class CacheStateMachine(RuleBasedStateMachine):
     def start_request(self) -> int:
         return self._start()
 
-    @rule(batch=st.dictionaries(requests, st.integers(0, 15), min_size=1))
-    def step(self, batch: dict[int, int]) -> None:
-        """Prefill and decode: from one token each, for 0, to all that a step may take, for 15."""
+    @rule(
+        batch=st.dictionaries(requests, st.integers(0, 15), min_size=1),
+        preempt=st.booleans(),
+        look=st.booleans(),
+    )
+    def step(self, batch: dict[int, int], preempt: bool = False, look: bool = True) -> None:
+        """Prefill and decode: from one token each, for 0, to all that a step may take, for 15.
+
+        preempt: requests outside of the batch give way to those that are refused blocks.
+        look: requests also read between the growth and the writes.
+        """
         most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
-        self._step({request: 1 + part * (most - 1) // 15 for request, part in batch.items()})
+        wanted = {request: 1 + part * (most - 1) // 15 for request, part in batch.items()}
+        self._step(wanted, preempt, look)
 
-    @rule()
-    def decode(self) -> None:
-        """One token for every request."""
-        self._step(dict.fromkeys(self.computed, 1))
+    @precondition(lambda self: self.computed)
+    @rule(preempt=st.booleans(), look=st.booleans())
+    def decode(self, preempt: bool = False, look: bool = True) -> None:
+        """One token for every request; ``preempt``: the last ones give way to the first."""
+        self._step(dict.fromkeys(self.computed, 1), preempt, look)
 
+    # Events after which nothing is different are not offered: Hypothesis disables some rules in
+    # every story, and a story without steps is worth nothing.
+
+    @precondition(lambda self: any(self.computed.values()))
     @rule(target=requests, request=consumes(requests), again=st.booleans())
     def finish_request(self, request: int, again: bool) -> Any:
         """It gives its blocks back; ``again``: it was preempted, and computes its tokens anew."""
-        self.finish(request)
-        self.reference.finish(request)
-        del self.computed[request]
+        self._finish(request)
         return self._start(request) if again else multiple()
 
-    @precondition(lambda self: self._can_fork())
-    @rule(target=requests, donor=requests, which=st.integers(0, 7))
-    def fork_request(self, donor: int, which: int) -> Any:
-        lengths = self._shareable(donor)
-        if not lengths:
-            return multiple()
-        request, length = next(self._names), lengths[which % len(lengths)]
+    @precondition(lambda self: self._prefixes())
+    @rule(target=requests, which=st.integers(0, 15))
+    def fork_request(self, which: int) -> int:
+        """A request starts with the tokens of another one."""
+        prefixes = self._prefixes()
+        donor, length = prefixes[which % len(prefixes)]
+        request = next(self._names)
         self.fork(request, donor, length)
         self.reference.fork(request, donor, length)
         self.computed[request] = length
         return request
 
-    @precondition(lambda self: _overrides("swap")(self))
+    @precondition(lambda self: _overrides("rewind")(self) and self._drafted())
+    @rule(which=st.integers(0, 7), count=st.integers(1, 3))
+    def reject_drafts(self, which: int, count: int) -> None:
+        """Sets a request back by a few tokens."""
+        drafted = self._drafted()
+        request = drafted[which % len(drafted)]
+        kept = max(1, self.computed[request] - count)
+        if self.rewind(request, kept):
+            self.reference.rewind(request, kept)
+            self.computed[request] = kept
+
+    @precondition(lambda self: _overrides("swap")(self) and any(self.computed.values()))
     @rule(first=requests, second=requests)
     def swap_requests(self, first: int, second: int) -> None:
         self.swap(first, second)
@@ -195,12 +241,12 @@ class CacheStateMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_free_or_held_once(self) -> None:
-        holders: dict[int, tuple[int, int, int]] = {}  # block -> request, group, entry
+        holders: dict[int, tuple[int, int, int]] = {}  # block -> request, group, column
         for request in self.computed:
             for group, ids in enumerate(self._rows(request)):
-                for entry, block_id in enumerate(ids):
+                for column, block_id in enumerate(ids):
                     if block_id != NULL_BLOCK:
-                        self._check_holder(block_id, (request, group, entry), holders)
+                        self._check_holder(block_id, (request, group, column), holders)
         free = self.num_free_blocks()
         if free + len(holders) != self._usable_blocks:
             raise AssertionError(
@@ -210,9 +256,11 @@ class CacheStateMachine(RuleBasedStateMachine):
 
     @invariant()
     def requests_read_what_they_wrote(self) -> None:
+        if not self.is_at_rest():
+            return
         for request, computed in self.computed.items():
             if computed:
-                self._check_request(request, computed, computed)
+                self._check_content(request, self._check_held(request, computed, computed))
         for before, after in zip(self._null_block, self.read_null_block(), strict=True):
             if not np.array_equal(_raw(before), _raw(after)):
                 raise AssertionError("the null block was written; drop what goes to block 0")
@@ -226,21 +274,43 @@ class CacheStateMachine(RuleBasedStateMachine):
         self.computed[request] = 0
         return request
 
-    def _step(self, wanted: Mapping[int, int]) -> None:
-        totals = {}
+    def _finish(self, request: int) -> None:
+        self.finish(request)
+        self.reference.finish(request)
+        del self.computed[request]
+
+    def _step(self, wanted: Mapping[int, int], preempt: bool, look: bool) -> None:
+        totals: dict[int, int] = {}
         for request, length in wanted.items():
             total = min(self.computed[request] + length, self.plan.max_model_len)
-            if total > self.computed[request] and self._grow(request, total):
+            if total == self.computed[request]:  # as long as it may be: it begins anew
+                self._restart(request)
+            elif self._grow(request, total) or (preempt and self._make_way(request, total, totals)):
                 totals[request] = total
         self.blocks_are_free_or_held_once()
         for request, total in totals.items():
-            self._check_request(request, self.computed[request], total)
+            live = self._check_held(request, self.computed[request], total)
+            if look:
+                self._check_content(request, live)
         writes: list[Write] = []
         for request, total in totals.items():
             writes += self.reference.write(request, self.computed[request], total)
             self.computed[request] = total
         if totals:
             self.write(writes)
+
+    def _restart(self, request: int) -> None:
+        self._finish(request)
+        self._start(request)
+
+    def _make_way(self, request: int, total: int, batch: Collection[int]) -> bool:
+        """Preempts requests outside of the batch until one of them is given its blocks."""
+        for other in list(self.computed)[::-1]:
+            if other not in (request, *batch) and any(map(any, self._rows(other))):
+                self._restart(other)
+                if self._grow(request, total):
+                    return True
+        return False
 
     def _grow(self, request: int, total: int) -> bool:
         before = {name: self._rows(name) for name in self.computed}
@@ -257,7 +327,7 @@ class CacheStateMachine(RuleBasedStateMachine):
             raise AssertionError(
                 f"request {request} was refused blocks, and something changed: {'; '.join(changes)}"
             )
-        enough = sum(group.spec.max_blocks(total, self.plan.limits) for group in self.plan.groups)
+        enough = self.plan.admission_blocks(total)
         if free >= enough:
             raise AssertionError(
                 f"request {request} was refused blocks with {free} free; it never holds more than "
@@ -292,13 +362,18 @@ class CacheStateMachine(RuleBasedStateMachine):
         alike = other[0] != holder[0] and other[1:] == holder[1:]
         if not (alike and self.reference.share(*holder[1:], other[0], holder[0])):
             raise AssertionError(
-                f"block {block_id} is held by {_name(other)} and by {_name(holder)}"
+                f"block {block_id} is held by {_name(other)} and by {_name(holder)}; two may hold "
+                "what a fork shares until one of them writes into it"
             )
 
-    def _check_request(self, request: int, computed: int, total: int) -> None:
-        """What a request holds and reads before it computes the tokens up to ``total``."""
+    def _check_held(self, request: int, computed: int, total: int) -> list[Sequence[int]]:
+        """Checks that a request holds the blocks to compute its tokens up to ``total``.
+
+        Returns:
+          Their columns, per group.
+        """
         rows = self._rows(request)
-        live = [g.spec.live_blocks(computed, total) for g in self.plan.groups]
+        live = [_needed(g.growth, computed, total) for g in self.plan.groups]
         for group, (ids, needed) in enumerate(zip(rows, live, strict=True)):
             missing = [i for i in needed if i >= len(ids) or ids[i] == NULL_BLOCK]
             if missing:
@@ -306,6 +381,10 @@ class CacheStateMachine(RuleBasedStateMachine):
                     f"{_name((request, group, missing[0]))} holds no block, and computing "
                     f"tokens {computed} to {total} needs one"
                 )
+        return live
+
+    def _check_content(self, request: int, live: Sequence[Sequence[int]]) -> None:
+        """Checks what a request reads from its live columns, given per group."""
         for layer, place in self.reference.layers.items():
             pages = np.asarray(self.read_pages(request, layer))
             wanted = max(live[place.group], default=-1) + 1, place.spec.data_bytes
@@ -313,7 +392,7 @@ class CacheStateMachine(RuleBasedStateMachine):
             if pages.dtype != np.uint8 or not fits:
                 raise ValueError(
                     f"read_pages gave {pages.dtype}{list(pages.shape)} for layer {layer!r}; "
-                    f"wanted uint8{list(wanted)}, or more entries"
+                    f"wanted uint8{list(wanted)}, or more columns"
                 )
             problem = self.reference.find_problem(
                 request,
@@ -325,32 +404,58 @@ class CacheStateMachine(RuleBasedStateMachine):
             if problem:
                 raise AssertionError(
                     f"request {request}, layer {layer!r}: {problem}; its blocks are "
-                    f"{rows[place.group]}"
+                    f"{self._rows(request)[place.group]}"
                 )
 
-    def _can_fork(self) -> bool:
-        kinds = [group.spec for group in self.plan.groups]
-        tokens_only = not any(isinstance(s, StateSpec) or s.kind == "cross" for s in kinds)
-        return _overrides("fork")(self) and tokens_only and len(self.computed) < self.max_requests
+    def _drafted(self) -> list[int]:
+        """Returns the requests that can be set back."""
+        return [request for request, computed in self.computed.items() if computed > 1]
+
+    def _prefixes(self) -> list[tuple[int, int]]:
+        """Returns what a request can start with now: pairs of a donor and a number of tokens."""
+        stored = {group.growth.stores for group in self.plan.groups}
+        tokens_only = stored <= ({"tokens", "state"} if self.copies_on_write else {"tokens"})
+        if not (_overrides("fork")(self) and tokens_only):
+            return []
+        if len(self.computed) == self.max_requests:
+            return []
+        return [(donor, length) for donor in self.computed for length in self._shareable(donor)]
 
     def _shareable(self, donor: int) -> list[int]:
-        """Lengths of whole blocks of all groups that a donor still holds what is read of."""
+        """Returns the prefixes of a donor that can be shared: their live blocks are held."""
         size = math.lcm(*(group.block_size for group in self.plan.groups))
         most = min(self.computed[donor], self.plan.max_model_len - 1)
+        lengths = list(range(size, most + 1, size))
+        modes = {g.growth.cache_mode for g in self.plan.groups if g.growth.stores == "state"}
+        if modes - {"all"}:
+            lengths.clear()  # a state is at hand after the newest token only
+        if self.copies_on_write and most == self.computed[donor] > 0:
+            lengths.append(most)
         rows = self._rows(donor)
         return [
             length
-            for length in range(size, most + 1, size)
+            for length in lengths
             if all(
-                ids[entry] != NULL_BLOCK
+                ids[column] != NULL_BLOCK
                 for group, ids in zip(self.plan.groups, rows, strict=True)
-                for entry in group.spec.live_blocks(length, length)
+                for column in _needed(group.growth, length, length)
             )
         ]
 
 
+def _needed(growth: Growth, computed: int, total: int) -> Sequence[int]:
+    """Returns the columns that a request needs for its tokens up to ``total``.
+
+    At rest that is the state to resume from, without blocks for drafts.
+    """
+    if growth.stores != "state" or total > computed:
+        return growth.live_blocks(computed, total)
+    source = int(growth.live_columns(computed, total).source)
+    return range(source, source + 1) if computed else ()
+
+
 def _name(holder: tuple[int, int, int]) -> str:
-    return "request {} (group {}, entry {})".format(*holder)
+    return "request {} (group {}, column {})".format(*holder)
 
 
 def _raw(array: np.ndarray) -> np.ndarray:

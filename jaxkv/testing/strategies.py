@@ -1,11 +1,9 @@
 """Hypothesis strategies: layer specs, models, plans, traffic, table entries, ids, NaN.
 
-Knows what `jaxkv.specs` and `jaxkv.planning` accept, and which inputs go wrong. Knows nothing
-of arrays on a device: everything is Python ints, named tuples and NumPy.
-
-Shapes are drawn from small fixed sets, so that what a suite compiles, it compiles once;
-values are drawn freely. All strategies shrink to one plain thing: one layer of full attention,
-no events, no entries. Each takes the sets it draws from as arguments.
+Everything is Python ints, named tuples and NumPy. Shapes are drawn from small fixed sets, so
+that a suite compiles each program once; values are drawn freely. Every strategy shrinks to one
+plain thing (one layer of full attention, no events, no entries) and takes the sets that it draws
+from as arguments.
 """
 
 import itertools
@@ -15,10 +13,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._internal.checks import check_count, check_positive
 from jaxkv.blocks import TableEntry
-from jaxkv.checks import check_count, check_positive
-from jaxkv.groups import make_groups
-from jaxkv.planning import NULL_BLOCKS, Plan, WorkerLayers, plan_cache
+from jaxkv.planning import Plan, WorkerLayers, make_groups, plan_cache
 from jaxkv.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
@@ -41,7 +38,7 @@ with extra(__name__):
 
 KINDS = ("full", "sliding", "chunked", "cross", "mla", "sliding_mla", "state")
 LIMITS = Limits(max_in_flight_tokens=7, max_encoder_tokens=9)
-EXTREMES = (-1, -(2**31), 2**31 - 1)  # what wraps, and what overflows
+EXTREMES = (-1, -(2**31), 2**31 - 1)  # -1 may wrap, the others overflow
 FIRST_NAN = {  # bits of the least NaN without sign; all larger ones are NaN too
     "float8_e4m3fn": 0x7F,
     "float8_e5m2": 0x7D,
@@ -58,7 +55,7 @@ def layer_specs(
     windows: Sequence[int] = (1, 3, 6, 13),
     kv_dtypes: Sequence[str] = ("bf16", "fp8_e4m3", "fp8_e5m2"),
 ) -> st.SearchStrategy[LayerSpec]:
-    """What one layer keeps: two heads of four elements, or as small a thing of another kind.
+    """Specs of one layer: two heads of four elements, or as small a thing of another kind.
 
     Args:
       kinds: as ``spec.kind`` names them.
@@ -152,8 +149,9 @@ def plans(
     length = draw(st.sampled_from(lengths))
     owned = {name: spec for name, spec in model.items() if isinstance(spec, LayerSpec)}
     groups = make_groups(owned)
-    charged = sum(group.spec.max_blocks(length, limits) for group in groups)
-    reserved = NULL_BLOCKS + sum(group.reserved_blocks for group in groups)
+    sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
+    charged = sum(group.growth.max_blocks(length, *sizes) for group in groups)
+    reserved = 1 + sum(group.reserved_blocks for group in groups)
     spare = draw(st.integers(0, int(charged * max_spare)))
     return plan_cache(
         model,
@@ -165,7 +163,7 @@ def plans(
 
 
 class Event(NamedTuple):
-    """What happens to one request; `traffic` says when.
+    """An event in the life of one request; see `traffic`.
 
     kind: ``"start"``; ``"grow"`` by ``tokens``; ``"decode"``, to grow by one; ``"fork"``, to
       start with the first ``tokens`` of ``donor``; ``"preempt"``, to give all blocks back and
@@ -191,16 +189,16 @@ def traffic(
     """Events that make sense one after the other, for requests 0, 1, 2, ...
 
     Nothing grows past the plan's ``max_model_len``, nor in one event by more than
-    ``limits.max_in_flight_tokens``, and at most ``max_requests`` run at once. Whoever finds that
-    blocks run out leaves a ``grow`` or ``decode`` away, and what follows still makes sense,
-    but for a ``fork`` of tokens that were not computed.
+    ``limits.max_in_flight_tokens``, and at most ``max_requests`` run at once. If your cache runs
+    out of blocks, skip that ``grow`` or ``decode``: the rest of the trace stays valid, except
+    forks of tokens that were never computed.
 
     Args:
       plan: whose limits are kept.
       max_requests: rows.
-      max_events: drawn; those that are not possible are left out.
-      kinds: to draw from. ``"fork"`` is not among them unless you say so, and of any length:
-        the cache must copy what it cannot share.
+      max_events: events drawn; impossible ones are left out.
+      kinds: to draw from. ``"fork"`` is not among them unless you say so. Its length is
+        arbitrary: the cache must copy what it cannot share.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; plan_cache makes one")
@@ -220,7 +218,7 @@ def traffic(
 def _possible(
     wanted: Sequence[tuple[str, int, int]], max_requests: int, max_model_len: int
 ) -> list[Event]:
-    """The events that make sense when they come, for kind, which request and tokens wanted."""
+    """Returns the events that make sense when they come, of (kind, which request, tokens)."""
     tokens: dict[int, int] = {}  # of every running request
     events: list[Event] = []
     names = itertools.count()
@@ -251,10 +249,10 @@ def _possible(
 
 
 def ids(count: int, *, malformed: bool = False) -> st.SearchStrategy[int]:
-    """A row, a block id, a slot: ``0 .. count - 1``.
+    """A row, a block id or a slot: ``0 .. count - 1``.
 
     Args:
-      count: how many there are.
+      count: rows, blocks or slots.
       malformed: also -1, -2**31, ``count`` and 2**31 - 1.
     """
     check_positive(count=count)
@@ -276,34 +274,34 @@ def table_entries(
     num_groups: int,
     *,
     max_requests: int,
-    pool_blocks: int,
+    num_blocks: int,
     max_entries: int = 4,
     max_block_ids: int = 12,
+    max_start: int = 3,
     malformed: bool = False,
 ) -> list[TableEntry]:
-    """What one update changes; several entries may name one row, and one id come twice.
+    """Changes of one update; several entries may name one row, and one id come twice.
 
     Args:
       num_groups: of the plan.
-      max_requests, pool_blocks: rows and block ids to draw from.
-      max_entries, max_block_ids: at most so many entries, and ids in all of them: what the
-        update will be packed into.
-      malformed: also rows and ids out of range. Rows are not negative: those are refused
-        when they are packed.
+      max_requests, num_blocks: rows and block ids to draw from.
+      max_entries, max_block_ids: most entries, and most ids in all of them.
+      max_start: most ids that a row is said to hold already.
+      malformed: also ids out of range.
     """
     rows = ids(max_requests)
-    if malformed:
-        rows |= st.sampled_from([max_requests, 2**31 - 1])
-    block_ids = ids(pool_blocks, malformed=malformed)
-    heads = draw(st.lists(st.tuples(rows, st.booleans()), max_size=max_entries))
-    entries = [TableEntry(row, [[] for _ in range(num_groups)], flag) for row, flag in heads]
-    if not entries:
+    block_ids = ids(num_blocks, malformed=malformed)
+    columns = st.none() | st.lists(
+        st.integers(0, max_start), min_size=num_groups, max_size=num_groups
+    )
+    heads = draw(st.lists(st.tuples(rows, columns), max_size=max_entries))
+    if not heads:
         return []
-    place = st.tuples(st.integers(0, len(entries) - 1), st.integers(0, num_groups - 1), block_ids)
-    given: list[list[list[int]]] = [[[] for _ in range(num_groups)] for _ in entries]
+    place = st.tuples(st.integers(0, len(heads) - 1), st.integers(0, num_groups - 1), block_ids)
+    given: list[list[list[int]]] = [[[] for _ in range(num_groups)] for _ in heads]
     for entry, group, block_id in draw(st.lists(place, max_size=max_block_ids)):
         given[entry][group].append(block_id)
-    return [entry._replace(block_ids=per) for entry, per in zip(entries, given, strict=True)]
+    return [TableEntry(row, per, starts) for (row, starts), per in zip(heads, given, strict=True)]
 
 
 def nan_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndarray]:
@@ -325,7 +323,7 @@ def nan_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndarr
 
 
 def byte_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndarray]:
-    """Any bytes at all, as what they mean in a dtype: numbers, infinities, NaN."""
+    """Any bytes at all, viewed in a dtype: numbers, infinities, NaN."""
     kind = jnp.dtype(canonical_dtype(dtype))
     drawn = hnp.arrays(np.uint8, (*shape, kind.itemsize), fill=st.integers(0, 255))
     return drawn.map(lambda array: array.view(kind)[..., 0])
@@ -334,7 +332,7 @@ def byte_arrays(shape: tuple[int, ...], dtype: str) -> st.SearchStrategy[np.ndar
 def poisoned_buffers(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str] = ("bf16", "fp8_e4m3", "f32")
 ) -> st.SearchStrategy[np.ndarray]:
-    """What memory may hold before anybody wrote to it: NaN throughout, or any bytes.
+    """Content of memory before the first write: NaN throughout, or any bytes.
 
     Args:
       shapes, dtypes: to draw from; one of each for a suite that compiles once.

@@ -1,0 +1,218 @@
+"""References of `jaxkv.testing`: right by small examples that were worked out by hand."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as hst
+
+from jaxkv.blocks import TableEntry
+from jaxkv.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv.layout import ORDERS
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.specs import (
+    ChunkedAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlySpec,
+    FullAttentionSpec,
+    LayerSpec,
+    Limits,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+from jaxkv.testing import (
+    ReferenceCache,
+    ReferencePool,
+    ReferenceTables,
+    pad_tables,
+    place_in_row,
+    reference_copy_blocks,
+    reference_write_rows,
+    reference_zero_blocks,
+    strategies,
+)
+
+HEADS = {"block_size": 4, "num_kv_heads": 2, "head_size": 4}
+FULL = FullAttentionSpec(**HEADS, dtype="fp8_e4m3")
+WINDOW = SlidingWindowSpec(**HEADS, dtype="fp8_e5m2", sliding_window=6)
+CHUNKED = ChunkedAttentionSpec(**HEADS, chunk_size=6)
+CROSS = CrossAttentionSpec(**HEADS)
+STATE = StateSpec(block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode="align")
+
+
+def plan_of(layers: dict[str, LayerSpec], num_blocks: int = 20, **options) -> Plan:
+    limits = Limits(max_in_flight_tokens=8, max_encoder_tokens=8)
+    options = {"max_model_len": 24, "num_blocks_override": num_blocks, "limits": limits} | options
+    return plan_cache(layers, 2**30, **options)
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),  # of a request that goes from 5 tokens to 9, and encodes 5
+    [
+        (FULL, [0, 1, 2]),
+        (WINDOW, [0, 1, 2]),
+        (dataclasses.replace(WINDOW, sliding_window=3), [0, 1, 2]),
+        (dataclasses.replace(WINDOW, sliding_window=2), [1, 2]),
+        (CHUNKED, [0, 1, 2]),
+        (dataclasses.replace(CHUNKED, chunk_size=5), [1, 2]),
+        (CROSS, [0, 1]),
+        (STATE, [1, 2]),
+        (dataclasses.replace(STATE, cache_mode="all"), [1, 1, 2]),
+        (dataclasses.replace(STATE, cache_mode="none", speculative_blocks=1), [0, 0, 1]),
+    ],
+)
+def test_the_columns_that_a_step_reads_are_those_of_the_definition(spec, columns) -> None:
+    tables = ReferenceTables(plan_of({"a": spec}), max_requests=2)
+    assert tables.columns(0, 5, 9, encoder_tokens=5) == columns
+    fresh = tables.columns(0, 0, 1, encoder_tokens=1)
+    assert fresh == [None, 0, 1][spec.kind != "state" :][: len(fresh)]
+
+
+def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -> None:
+    tables = ReferenceTables(plan_of({"a": FULL}), max_requests=3, kernel_block_sizes=[2])
+    tables.append([TableEntry(0, [[5, 6, 7]]), TableEntry(0, [[0]], [1]), TableEntry(1, [[9]])])
+    assert (tables.row(0, 0), tables.row(0, 1), tables.flags) == ([5, 0], [9], 0)
+    tables.append([TableEntry(0, [[7, 3]], [2])])
+    assert tables.row(0, 0) == [5, 0, 7, 3]
+    tables.copy_rows([0, 1], [1, 2])
+    assert [tables.row(0, row) for row in range(3)] == [[5, 0, 7, 3], [5, 0, 7, 3], [9]]
+    assert [tables.slot(0, 0, p) for p in (1, 3, 5, 9, 16)] == [21, 23, -1, 29, -1]
+    assert tables.table(0, 2, 0, 4) == [18, 19] and tables.flags == 0
+    assert tables.table(0, 0, 0, 9) == [10, 11, 0, 0, 14, 15] and tables.flags == NO_BLOCK
+    tables.append([TableEntry(2, [[20]])])
+    assert tables.row(0, 2) == [0] and tables.flags == NO_BLOCK | BAD_BLOCK_ID
+    tables.append([TableEntry(2, [[1, 2]], [5])])
+    assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_COLUMN
+    assert pad_tables([[1, 2], []], 3).tolist() == [[1, 2, 0], [0, 0, 0]]
+
+
+def test_reference_slots_deal_positions_out_among_ranks_as_cards() -> None:
+    plan = plan_of({"a": FULL}, context_parallel=2)
+    for rank, wanted in ((0, [4, 5, -1, -1, 6, 7, -1, -1, 24]), (1, [-1, -1, 4, 5, -1, -1, 6])):
+        tables = ReferenceTables(plan, max_requests=1, interleave_tokens=2, rank=rank)
+        tables.append([TableEntry(0, [[1, 6]])])
+        assert [tables.slot(0, 0, position) for position in range(len(wanted))] == wanted
+
+
+# --- bytes of a pool, and kernels ----------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tile", [1, 2])
+def test_reference_addresses_count_the_axes_in_order(order: str, tile: int) -> None:
+    """Pages without padding lie as an array of five axes does."""
+    spec = FullAttentionSpec(block_size=2, num_kv_heads=2, head_size=1, dtype="fp8")
+    plan = plan_of({"a": spec, "b": spec}, 3, max_model_len=2)
+    pool = ReferencePool(plan.layout, 3, order=order, kernel_block_sizes=[tile])
+    sizes = {"L": 2, "B": 3 * 2 // tile, "H": 2, "N": tile, "C": 2}
+    memory = np.arange(pool.memory.size).reshape([sizes[axis] for axis in order])
+    memory = memory.transpose([order.index(axis) for axis in "LBNHC"])
+    for index, layer in enumerate("ab"):
+        np.testing.assert_array_equal(pool.addresses(layer), memory[index].reshape(3, -1))
+    data = np.arange(1, 9, dtype=np.uint8)
+    pool.write("b", 2, 0, data[:3]), pool.write("b", 2, 3, data[3:]), pool.write("b", 0, 0, data)
+    assert pool.page("b", 2).tolist() == data.tolist() and pool.memory.sum() == data.sum()
+    assert not pool.page("b", 0).any() and not pool.page("b", 3).any()
+
+
+@pytest.mark.parametrize(("order", "tensors"), [("LBNHC", [0]), ("BLNHC", [0, 1])])
+def test_reference_zeroes_and_copies_reach_the_tensors_of_a_group(order, tensors) -> None:
+    """A block in one piece is copied whole."""
+    plan = plan_of({"a": FULL, "b": FULL, "c": WINDOW}, 4, max_model_len=4)
+    pool = ReferencePool(plan.layout, 4, order=order)
+    for tensor, pages in enumerate(pool.tensors):
+        pages[...] = 10 * tensor + np.arange(4)[:, None]
+    pool.copy([[], [1, 2, 0]], [[], [2, 1, 3]])
+    pool.zero([[0, 4], [3]])
+    for tensor, pages in enumerate(pool.tensors):
+        wanted = [0, 2, 1, 0] if tensor in tensors else range(4)
+        base = [10 * tensor] * 3 + [10 * tensor * (tensor not in tensors)]
+        assert (pages == np.add(wanted, base)[:, None]).all()
+
+
+def test_reference_kernels_work_at_once_and_leave_out_what_is_out_of_range() -> None:
+    pages = np.arange(8, dtype=np.uint8).reshape(4, 2)
+    assert reference_zero_blocks(pages, [1, 4, -1]).tolist() == [[0, 1], [0, 0], [4, 5], [6, 7]]
+    assert reference_zero_blocks(pages, [1], block_axis=1)[:, 1].tolist() == [0] * 4
+    swapped = reference_copy_blocks(pages, [0, 1, 2, 9], [1, 0, 9, 2])
+    assert swapped.tolist() == [[2, 3], [0, 1], [4, 5], [6, 7]]
+    rows = [np.array([9], np.uint8)] * 4
+    written = reference_write_rows(pages, [0, 1, 2, 4], [0, 1, 2, 0], rows)
+    assert written.tolist() == [[9, 1], [2, 9], [4, 5], [6, 7]]
+    assert (reference_write_rows(pages, [0], [1], rows[:1], align=2) == pages).all()
+
+
+# --- content -------------------------------------------------------------------------
+
+
+@given(strategies.plans(lengths=[20]), hst.lists(hst.integers(1, 4), min_size=1, max_size=5))
+def test_what_requests_write_lands_within_their_rows_and_must_be_read_again(
+    plan: Plan, chunks: list[int]
+) -> None:
+    cache = ReferenceCache(plan)
+    cache.start("r")
+    for computed, total in itertools.pairwise([0, *itertools.accumulate(chunks)]):
+        for _, layer, positions, rows in cache.write("r", computed, total):
+            place = plan.layout.place_of(layer)
+            assert computed <= positions[0] and positions[-1] < total
+            for position, row in zip(positions.tolist(), rows, strict=True):
+                column, offset = place_in_row(place.spec, position)
+                assert 0 <= column < plan.row_blocks[place.group]
+                assert 0 <= offset <= place.spec.data_bytes - len(row)
+            if not isinstance(place.spec, StateSpec):
+                numbers = rows.view(jnp.dtype(place.spec.dtype)).astype(np.float32)
+                assert np.isfinite(numbers).all() and numbers.all()
+    for layer, place in cache.layers.items():
+        pages = cache._pages["r", layer].data
+        live = place.spec.growth.live_blocks(total, total)
+        problem = functools.partial(cache.find_problem, "r", layer, live)
+        assert problem(pages, unwritten_reads_zero=True) is None
+        for column in live:
+            if column < len(pages) and pages[column].any():
+                wrong = pages.copy()
+                wrong[column] ^= 1
+                assert f"column {column} has" in problem(wrong, unwritten_reads_zero=False)
+
+
+def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
+    state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",))
+    cache = ReferenceCache(plan_of({"state": state}))
+    cache.start("r")
+    (write,) = cache.write("r", 0, 3)
+    assert list(write.positions) == [2] and np.isfinite(write.rows.view(np.float32)).all()
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        assert np.isnan(write.rows.view(jnp.dtype(dtype)).astype(np.float32)).any()
+
+
+def test_forks_may_share_a_block_until_one_of_them_writes_into_it() -> None:
+    cache = ReferenceCache(plan_of({"a": FULL}))
+    cache.start("r"), cache.write("r", 0, 6), cache.fork("s", "r", 6)
+    shared = functools.partial(cache.share, 0)
+    assert [shared(column, "r", "s") for column in range(3)] == [True, True, False]
+    cache.write("s", 6, 7)
+    assert shared(0, "r", "s") and not shared(1, "r", "s")
+    cache.rewind("s", 6)  # a rejected token may stay
+    assert shared(1, "r", "s")
+
+
+def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
+    cache = ReferenceCache(plan_of({"a": STATE}))
+    cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 7)
+    cache.rewind("r", 4)
+    cache.write("r", 3, 7)
+    with pytest.raises(AssertionError, match="set back to 6 tokens, and the state in column 1"):
+        cache.rewind("r", 6)
+
+
+def test_layers_without_rows_of_their_own_have_no_place() -> None:
+    with pytest.raises(TypeError, match="stores neither tokens nor a state"):
+        place_in_row(EncoderOnlySpec(), 0)
+    assert place_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
