@@ -40,7 +40,7 @@ class ToyMachine(CacheStateMachine):
         self.cache.finish(request)
 
     def fork(self, request, donor, num_tokens):
-        self.cache.fork(request, donor, num_tokens)
+        return self.cache.fork(request, donor, num_tokens)
 
     def rewind(self, request, num_tokens):
         return self.cache.rewind(request, num_tokens)

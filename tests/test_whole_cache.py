@@ -49,8 +49,9 @@ class Machine(JaxkvStateMachine):
         self.seen["finished"] += self.computed[request] > 0
 
     def fork(self, request, donor, num_tokens):
-        super().fork(request, donor, num_tokens)
-        self.seen["forked"] += 1
+        forked = super().fork(request, donor, num_tokens)
+        self.seen["forked"] += forked
+        return forked
 
 
 def run(examples: int, steps: int = 30, **changes: object) -> Counter[str]:
@@ -93,13 +94,16 @@ RUNNING = dataclasses.replace(STATE, cache_mode="none", speculative_blocks=1)
 WINDOWS = plan_small({"full": FULL, "window": WINDOW}, num_blocks_override=13)
 
 
+ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
         WINDOWS,
         plan_small({"latent": LATENT, "window": WINDOW_LATENT}, num_blocks_override=12),
         plan_small({"state": STATE, "running": RUNNING, "full": FULL}, num_blocks_override=16),
-        plan_small({"states": STATES, "full": FULL}, num_blocks_override=16),
+        ALL_STATES,
         plan_small({"drafts": DRAFTS, "full": FULL}, num_blocks_override=16),
     ],
     ids=["fp8 windows", "compressed latents", "newest states", "all states", "drafts"],
@@ -127,6 +131,16 @@ def test_a_forked_request_outlives_its_donor() -> None:
         machine.blocks_are_free_or_held_once()
         machine.requests_read_what_they_wrote()
     assert machine.manager.block_pool.references(1) == 1 and machine.computed == {fork: 10}
+
+
+def test_a_fork_of_a_prefix_has_no_newer_state() -> None:
+    machine = type("Machine", (Machine,), {"plan": ALL_STATES, "seen": Counter()})()
+    machine.begin(count=0)
+    machine.step({1: 9})
+    fork = machine.fork_request(0)
+    assert machine.computed[fork] == 4 and machine.computed[1] > 4
+    machine.decode(look=True)
+    machine.requests_read_what_they_wrote()
 
 
 def test_without_zeroing_the_machine_finds_stale_bytes() -> None:

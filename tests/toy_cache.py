@@ -66,10 +66,11 @@ class ToyCache:
     def read(self, request: int) -> np.ndarray:
         return self.pages[self.tables[request]]
 
-    def fork(self, request: int, donor: int, num_tokens: int) -> None:
+    def fork(self, request: int, donor: int, num_tokens: int) -> bool:
         self.tables[request] = self.tables[donor][: -(-num_tokens // BLOCK_SIZE)]
         for block in self.tables[request]:
             self.holders[block] += 1
+        return True
 
     def rewind(self, request: int, num_tokens: int) -> bool:
         return True  # the next tokens are written over the rejected ones

@@ -73,9 +73,13 @@ class JaxkvStateMachine(CacheStateMachine):
         self._is_behind = True
 
     @override
-    def fork(self, request: int, donor: int, num_tokens: int) -> None:
-        self.manager.fork(donor, [request], num_tokens=num_tokens)
+    def fork(self, request: int, donor: int, num_tokens: int) -> bool:
+        try:
+            self.manager.fork(donor, [request], num_tokens=num_tokens)
+        except ValueError:
+            return False
         self._is_behind = True
+        return True
 
     @override
     def rewind(self, request: int, num_tokens: int) -> bool:

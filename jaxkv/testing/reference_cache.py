@@ -82,12 +82,13 @@ class ReferenceCache:
         self.start(request)
         self._reached[request] = num_tokens
         for layer, place in self.layers.items():
-            count = -(-num_tokens // place.spec.block_size)
-            if isinstance(place.spec, StateSpec):
-                count = len(self._pages[request, layer].data)
+            end = -(-num_tokens // place.spec.block_size)
+            shared = range(end)
+            if isinstance(place.spec, StateSpec) and place.spec.cache_mode != "all":
+                shared = range(min(end, 1)) if place.spec.cache_mode == "none" else shared[-1:]
             both = zip(self._pages[request, layer], self._pages[donor, layer], strict=True)
             for mine, other in both:
-                mine[:count] = other[:count]
+                mine[shared] = other[shared]
 
     def finish(self, request: Hashable) -> None:
         for layer in self.layers:

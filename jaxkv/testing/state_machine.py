@@ -132,10 +132,12 @@ class CacheStateMachine(RuleBasedStateMachine):
         """
         return True
 
-    def fork(self, request: int, donor: int, num_tokens: int) -> None:
+    def fork(self, request: int, donor: int, num_tokens: int) -> bool:
         """Starts a request that shares the blocks of a donor's first tokens (optional).
 
         Drawn for whole blocks, of plans whose groups all keep tokens; see `copies_on_write`.
+        Returns whether it did: False, with nothing changed, when no block that can be shared
+        holds the state after those tokens.
         """
         raise NotImplementedError("fork")
 
@@ -211,12 +213,13 @@ class CacheStateMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._prefixes())
     @rule(target=requests, which=st.integers(0, 15))
-    def fork_request(self, which: int) -> int:
+    def fork_request(self, which: int) -> Any:
         """A request starts with the tokens of another one."""
         prefixes = self._prefixes()
         donor, length = prefixes[which % len(prefixes)]
         request = next(self._names)
-        self.fork(request, donor, length)
+        if not self.fork(request, donor, length):
+            return multiple()
         self.reference.fork(request, donor, length)
         self.computed[request] = length
         return request
