@@ -1,0 +1,225 @@
+"""`import jaxkv`: the names it gives, what they load, and a newcomer's first example."""
+
+import ast
+import dataclasses
+import inspect
+import pydoc
+import re
+import subprocess
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.testing import assert_no_recompilation
+from tests.pool_cases import planned
+
+WANTED = {
+    *("plan_cache", "layers_from_config", "load_config", "Limits", "Plan"),
+    *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedAttentionSpec", "CrossAttentionSpec"),
+    *("MLASpec", "SlidingWindowMLASpec", "StateSpec", "SharedKVSpec", "EncoderOnlySpec"),
+    *("make_cache", "KVCache", "BlockManager", "OutOfBlocksError", "StepShape", "UploadRing"),
+    *("apply_step", "attend", "write_tokens", "read_tokens", "read_state", "write_state"),
+    *("layer_view", "check_errors", "sleep", "wake_up", "append_block_ids", "expand_blocks"),
+    "Scheduler",
+}
+EXAMPLE = """
+import jax
+import jax.numpy as jnp
+import jaxkv
+
+layers = {"layer.0": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)}
+plan = jaxkv.plan_cache(layers, 2**20, max_model_len=512)
+cache = jaxkv.make_cache(plan, max_requests=8)
+manager = jaxkv.BlockManager(plan, max_requests=8)
+shape = jaxkv.StepShape.for_plan(plan, max_requests=8, max_tokens=64)
+
+
+@jax.jit
+def step(cache, upload, queries, keys, values):
+    cache, batch = jaxkv.apply_step(cache, upload)
+    return jaxkv.attend(cache, "layer.0", batch, queries, keys, values)
+
+
+manager.start("a")
+rows = jnp.ones((64, 2, 64))
+cache, out = step(cache, manager.step(shape, {"a": 1}), rows, rows, rows)
+"""
+
+
+# --- names ----------------------------------------------------------------------------
+
+
+def test_the_names_that_a_serving_stack_needs_are_there_and_few_more() -> None:
+    assert WANTED <= set(jaxkv.__all__) <= set(dir(jaxkv))
+    assert 45 <= len(jaxkv.__all__) <= 55
+    assert all(getattr(jaxkv, name) is not None for name in dir(jaxkv))
+    namespace: dict[str, Any] = {}
+    exec("from jaxkv import *", namespace)
+    assert set(jaxkv.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize("name", jaxkv.__all__)
+def test_a_name_says_what_it_is_where_it_is_used(name: str) -> None:
+    """By a verb or a noun phrase, not by a question word."""
+    doc = inspect.getdoc(getattr(jaxkv, name)) or ""
+    first = doc.split()[0] if doc else ""
+    assert re.match(r"[A-Z`]", first), f"{name} has the docstring {doc[:60]!r}"
+    assert first not in {"What", "Which", "Who", "Whose", "Where", "How", "When"}, doc
+    assert not doc.startswith(f"{name}("), "that is the signature, not a docstring"
+
+
+def test_help_lists_every_name_in_a_group() -> None:
+    text = pydoc.plain(pydoc.render_doc(jaxkv))
+    for group in ("Layers", "Planning", "Books on the host", "The cache on the device", "Sleep"):
+        assert re.search(rf"^ *{group}$", text, re.M), group
+    groups = (jaxkv.__doc__ or "").partition("\nLayers\n")[2].partition("Rooms with more")[0]
+    listed = re.findall(
+        r"\w+", "".join(line for line in groups.splitlines(True) if line[:1] == " ")
+    )
+    assert sorted(listed) == sorted(jaxkv.__all__)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match="module 'jaxkv' has no attribute 'make_pool'"):
+        jaxkv.make_pool  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'make_pool' from 'jaxkv'"):
+        from jaxkv import make_pool  # noqa: F401
+
+
+def test_rooms_are_modules_of_the_package() -> None:
+    for room in ("layout", "attention", "block_tables", "planning", "testing"):
+        assert isinstance(getattr(jaxkv, room), types.ModuleType)
+
+
+@pytest.mark.parametrize("name", ["append_block_ids", "expand_blocks"])
+def test_functions_that_are_jitted_can_be_lowered_and_traced(name: str) -> None:
+    function = getattr(jaxkv, name)
+    assert callable(function.lower) and callable(function.trace)
+    if name == "expand_blocks":
+        ids = jax.ShapeDtypeStruct((3,), jnp.int32)
+        assert function.lower(ids, blocks_per_kv_block=2).compile().out_info.shape == (6,)
+        assert function.trace(ids, blocks_per_kv_block=2).jaxpr.out_avals[0].shape == (6,)
+
+
+# --- what is loaded -------------------------------------------------------------------
+
+
+def run(code: str) -> list[str]:
+    """The words that code prints in a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_an_import_loads_nothing_and_planning_loads_no_jax() -> None:
+    code = """if True:
+        import sys
+        def loaded():
+            names = ("jax", "jaxlib", "numpy", "matplotlib", "hypothesis", "chex", "tqdm")
+            print("-".join(name for name in names if name in sys.modules) or "nothing")
+        import jaxkv
+        rooms = [name for name in sys.modules if name.startswith("jaxkv.")]
+        dir(jaxkv), loaded()
+        spec = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)
+        plan = jaxkv.plan_cache({"a": spec}, 2**20, max_model_len=64)
+        shape = jaxkv.StepShape.for_plan(plan, max_requests=1, max_tokens=8)
+        manager = jaxkv.BlockManager(plan, max_requests=1)
+        manager.start("r")
+        manager.step(shape, {"r": 8})
+        jaxkv.Scheduler, loaded()
+        jaxkv.attend, loaded()
+        print(len(rooms))
+    """
+    at_import, without_jax, with_jax, rooms = run(code)
+    assert (at_import, without_jax, rooms) == ("nothing", "numpy", "0")
+    assert with_jax == "jax-jaxlib-numpy"
+
+
+# --- the first example ----------------------------------------------------------------
+
+
+def test_one_token_is_served_in_few_lines_calls_and_arguments() -> None:
+    tree = ast.parse(EXAMPLE)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert sum(bool(line.strip()) for line in EXAMPLE.splitlines()) <= 18
+    assert len(calls) <= 13
+    assert sum(len(call.args) + len(call.keywords) for call in calls) <= 30
+    served: dict[str, Any] = {}
+    exec(EXAMPLE, served)
+    jaxkv.check_errors(served["cache"])
+    assert_means_of_ones(served["out"], 1)
+
+
+def test_an_idle_upload_compiles_what_serving_runs() -> None:
+    served: dict[str, Any] = {}
+    exec(EXAMPLE.partition("manager.start")[0], served)
+    rows, manager, shape = jnp.ones((64, 2, 64)), served["manager"], served["shape"]
+    cache, out = served["step"](served["cache"], shape.idle(), rows, rows, rows)
+    assert_means_of_ones(out, 0)
+    manager.start("a")
+    uploads = {count: manager.step(shape, {"a": count}) for count in (40, 1, 7)}
+    with assert_no_recompilation():
+        outs = {}
+        for count, upload in uploads.items():
+            cache, outs[count] = served["step"](cache, upload, rows, rows, rows)
+    for count, out in outs.items():
+        assert_means_of_ones(out, count)
+
+
+def assert_means_of_ones(out: jax.Array, count: int) -> None:
+    """The first rows are sums of up to 64 equal weights over their sum; the rest is padding."""
+    np.testing.assert_allclose(out[:count], 1, rtol=2 * 64 * 2.0**-24)
+    assert not np.asarray(out)[count:].any()
+
+
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_cache_of_80_layers_has_few_arrays(kind: str) -> None:
+    """Every array of a jitted call costs the host some microseconds."""
+    layers: dict[str, Any] = {
+        f"layer.{i}": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)
+        for i in range(80)
+    }
+    if kind == "hybrid":
+        state = jaxkv.StateSpec(block_size=16, shapes=((4, 16),), dtypes=("f32",))
+        layers |= dict.fromkeys([f"layer.{i}" for i in range(80) if i % 4], state)
+    plan = planned(layers)
+    assert len(jax.tree.leaves(jaxkv.make_cache(plan, max_requests=4))) <= 8
+
+
+# --- a fresh state is zero ------------------------------------------------------------
+
+KV = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+
+
+@pytest.mark.parametrize("cache_mode", ["none", "align", "all"])
+@pytest.mark.parametrize("others", [{}, {"kv": KV}], ids=["states only", "hybrid"])
+def test_a_fresh_state_is_zero_whatever_its_block_held(others, cache_mode) -> None:
+    """Nothing is zeroed here: it holds by the read alone, from the first request on."""
+    spec = jaxkv.StateSpec(block_size=4, shapes=((2, 3),), dtypes=("f32",), cache_mode=cache_mode)
+    plan = planned({"state": spec, **others}, zero_policy="never")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
+    manager = jaxkv.BlockManager(plan, max_requests=2)
+    cache = jaxkv.make_cache(plan, max_requests=2)
+    poisoned = tuple(jnp.full_like(buffer, 0xFF) for buffer in cache.buffers)
+    cache = dataclasses.replace(cache, buffers=poisoned)
+
+    @jax.jit
+    def step(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        (state,) = jaxkv.read_state(cache, "state", batch)
+        return jaxkv.write_state(cache, "state", batch, [state + 1]), state
+
+    for life in range(8):  # blocks come round
+        manager.start(life)
+        for turn in range(3):
+            cache, state = step(cache, manager.step(shape, {life: 2}))
+            assert np.unique(np.asarray(state)[0]).tolist() == [turn], (life, turn)
+            assert not np.asarray(state)[1:].any(), "padding"
+        manager.finish(life)
+    jaxkv.check_errors(cache)
