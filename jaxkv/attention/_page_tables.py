@@ -1,4 +1,4 @@
-"""What page lists take from a cache and a step: sizes, tables of pages, and the ids of pages."""
+"""Sizes, tables of pages and ids of pages, for page lists, from a cache and a step."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -178,7 +178,7 @@ class StepShape:
 
     @functools.cached_property
     def starts(self) -> Mapping[str, int]:
-        """Where each part of an upload begins."""
+        """First int32 of each part of an upload."""
         return {name: where.start for name, where in self.fields.items()}
 
     @functools.cached_property

@@ -106,7 +106,7 @@ class CacheLayout:
 
     @functools.cached_property
     def buffer_spec(self) -> PartitionSpec:
-        """How every buffer of the pool is sharded: its heads, else the bytes of its pages."""
+        """Sharding of every buffer of the pool: of its heads, else of the bytes of its pages."""
         if self.axis is None:
             return PartitionSpec()
         split = (self.buffers.axes + "H").index("H")

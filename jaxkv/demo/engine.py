@@ -33,7 +33,7 @@ INTERLEAVE_TOKENS = 4  # positions that a context-parallel rank is dealt at a ti
 
 @dataclasses.dataclass
 class Report:
-    """What happened.
+    """Course of a serving run.
 
     logits: by request, f32[new tokens, vocab] that its tokens were picked from.
     occupancy: per step, blocks held by each group.

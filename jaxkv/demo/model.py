@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 
 
 class Memory(Protocol):
-    """What the layers remember of earlier tokens, by layer name."""
+    """Memory of the layers for earlier tokens, by layer name."""
 
     def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
         """Keeps [T, H, D] new keys and values. Returns the attention's output, as the queries."""
