@@ -98,7 +98,7 @@ plotting.plot_pool_over_time(plan, snapshots)
 
 # %% [markdown]
 # `jaxkv.Scheduler` is such a loop with admission, chunked prefill, forks and drafts: read
-# `jaxkv/scheduler.py` before you write the next one.
+# `jaxkv/scheduler` before you write the next one.
 #
 # ## Your block ids
 #

@@ -1,168 +1,18 @@
-"""A scheduler on top of the block manager: admission, chunked prefill, preemption. No jax."""
+"""Chooses the work of every step, and keeps the promise of the planner. No jax."""
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv.blocks import BlockManager, OutOfBlocksError
+from jaxkv.scheduler._ledger import Ledger, Request, Running
+from jaxkv.scheduler._step import Schedule, Step
 
 Order = Literal["decode_first", "prefill_first"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The work of one step.
-
-    work: new tokens by request, for `BlockManager.step`.
-    samples: requests of ``work`` whose newest token the step computes, and the index of each in
-      the batch: sample the next one of each, and tell the scheduler by `Scheduler.append`.
-    preempted: requests that lost their blocks and wait to be computed again from the start.
-    """
-
-    work: dict[Any, int]
-    samples: dict[Any, int]
-    preempted: tuple[Any, ...]
-
-
-class _Ledger:
-    """Numbers of all known requests, in arrays: what a step looks at for everyone.
-
-    of: where in the arrays the numbers of a request lie.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[Hashable, int] = {}
-        self._numbers = np.zeros((4, 64), np.int64)
-        self._free: list[int] = list(range(64))
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Tokens that are known: prompt, sampled ones and drafts."""
-        return self._numbers[0]
-
-    @property
-    def max_tokens(self) -> np.ndarray:
-        """The most tokens that a request will have."""
-        return self._numbers[1]
-
-    @property
-    def prefill_tokens(self) -> np.ndarray:
-        """Tokens that were known when a request was admitted."""
-        return self._numbers[2]
-
-    @property
-    def forked_at(self) -> np.ndarray:
-        """Tokens that a request shares with another one; -1: none."""
-        return self._numbers[3]
-
-    def enter(self, request: Hashable, num_tokens: int, max_tokens: int) -> int:
-        """Finds room for a request, and returns its index."""
-        if not self._free:
-            size = self._numbers.shape[1]
-            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
-            self._free = list(range(size, 2 * size))
-        index = self.of[request] = self._free.pop()
-        self._numbers[:, index] = num_tokens, max_tokens, 0, -1
-        return index
-
-    def leave(self, request: Hashable) -> None:
-        """Forgets a request."""
-        self._free.append(self.of.pop(request))
-
-    def indices(self, requests: Collection[Hashable]) -> np.ndarray:
-        """Returns where the numbers of requests lie, int64[N].
-
-        Raises:
-          ValueError: an unknown request.
-        """
-        try:
-            return np.fromiter(map(self.of.__getitem__, requests), np.int64, len(requests))
-        except KeyError as error:
-            raise ValueError(f"request={error.args[0]!r} is unknown; add it first") from None
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Request:
-    """A request that waits or runs.
-
-    age: its place in the order of arrival, kept when it is preempted.
-    blocks: the most that it holds while it decodes; what a prompt under way takes beyond them.
-    row: in the manager's tables, while it runs.
-    """
-
-    name: Hashable
-    age: tuple[int, ...]
-    encoder_tokens: int
-    blocks: tuple[int, int]
-    row: int = -1
-
-
-class _Running(NamedTuple):
-    """The requests that run, oldest first, and their tokens."""
-
-    names: list[Hashable]
-    rows: np.ndarray  # int64[N]
-    computed: np.ndarray  # int64[N]
-    num_tokens: np.ndarray  # int64[N]
-    prefill_tokens: np.ndarray  # int64[N]
-    forked_at: np.ndarray  # int64[N]
-
-
-class _Step:
-    """The work of a step in the making, and what is left of its sizes.
-
-    unfinished: requests of the work that will not have computed all their tokens.
-    """
-
-    def __init__(self, max_tokens: int, batch_size: int, longest: int):
-        self.work: dict[Hashable, int] = {}
-        self.unfinished: set[Hashable] = set()
-        self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
-
-    def give(self, name: Hashable, num_tokens: int) -> bool:
-        """Gives a request the tokens that it has to compute, as far as they go."""
-        count = min(num_tokens, self._tokens, self._longest)
-        if count < 1 or self._requests < 1:
-            return False
-        self._add([name], [count], [count < num_tokens])
-        return True
-
-    def give_all(self, running: _Running, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gives running requests their tokens, int64[K] indices. Returns rows and counts."""
-        wanted = (running.num_tokens - running.computed)[chosen]
-        counts = np.minimum(wanted, self._longest)
-        ends = np.cumsum(counts)
-        counts = np.minimum(counts, self._tokens - (ends - counts))
-        fit = min(int(np.count_nonzero(counts > 0)), self._requests)
-        chosen, counts, wanted = chosen[:fit], counts[:fit], wanted[:fit]
-        names = running.names
-        if fit < len(names):
-            names = [names[i] for i in chosen.tolist()]
-        self._add(names, counts.tolist(), (counts < wanted).tolist())
-        return running.rows[chosen], counts
-
-    def take_back(self, name: Hashable) -> None:
-        """Takes back what a request was given."""
-        self._tokens += self.work.pop(name)
-        self._requests += 1
-        self.unfinished.discard(name)
-
-    def samples(self) -> dict[Hashable, int]:
-        """Returns the requests that compute their last token, and their indices in the step."""
-        if not self.unfinished:
-            return dict(zip(self.work, range(len(self.work)), strict=True))
-        return {name: i for i, name in enumerate(self.work) if name not in self.unfinished}
-
-    def _add(self, names: Sequence[Hashable], counts: list[int], unfinished: list[bool]) -> None:
-        self.work.update(zip(names, counts, strict=True))
-        self._tokens -= sum(counts)
-        self._requests -= len(counts)
-        if any(unfinished):
-            self.unfinished.update(itertools.compress(names, unfinished))
 
 
 class Scheduler:
@@ -220,9 +70,9 @@ class Scheduler:
         self._max_tokens, self._batch_size, self._forks = max_tokens, batch_size, forks
         self._longest_chunk = min(max_tokens, manager.plan.limits.max_in_flight_tokens)
         self._decode_first, self._preempts = order == "decode_first", preemption
-        self._waiting: dict[Hashable, _Request] = {}  # by age
-        self._running: dict[Hashable, _Request] = {}  # by age
-        self._ledger = _Ledger()
+        self._waiting: dict[Hashable, Request] = {}  # by age
+        self._running: dict[Hashable, Request] = {}  # by age
+        self._ledger = Ledger()
         self._in_order: tuple[list[Hashable], np.ndarray, np.ndarray] | None = None
         self._num_added = 0
         self._row_copies = 0, 0  # since the upload of that number
@@ -292,7 +142,7 @@ class Scheduler:
         steady = self._plan.steady_blocks(longest)
         blocks = steady, self._plan.admission_blocks(longest) - steady
         self._ledger.enter(request, num_tokens, longest)
-        self._waiting[request] = _Request(request, self._next_age(()), encoder_tokens, blocks)
+        self._waiting[request] = Request(request, self._next_age(()), encoder_tokens, blocks)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
         """Starts further samples of a request: they share the blocks of what it has computed.
@@ -400,7 +250,7 @@ class Scheduler:
 
         The work of a schedule that is not carried out is chosen again by the next one.
         """
-        step = _Step(self._max_tokens, self._batch_size, self._longest_chunk)
+        step = Step(self._max_tokens, self._batch_size, self._longest_chunk)
         running = self._now_running()
         decodes, prefills = self._with_work(running)
         first, later = (prefills, decodes) if not self._decode_first else (decodes, prefills)
@@ -417,7 +267,7 @@ class Scheduler:
             self._fill(step, running, later)
         return Schedule(step.work, step.samples(), tuple(preempted))
 
-    def _now_running(self) -> _Running:
+    def _now_running(self) -> Running:
         """Returns what the ledger and the manager know of running requests, the oldest first."""
         if self._in_order is None:
             everyone = self._running.values()
@@ -425,7 +275,7 @@ class Scheduler:
             self._in_order = list(self._running), self._ledger.indices(self._running), rows
         names, index, rows = self._in_order
         ledger, computed = self._ledger, self._manager.computed_by_row[rows]
-        return _Running(
+        return Running(
             names,
             rows,
             computed,
@@ -434,7 +284,7 @@ class Scheduler:
             ledger.forked_at[index],
         )
 
-    def _with_work(self, running: _Running) -> tuple[np.ndarray, np.ndarray]:
+    def _with_work(self, running: Running) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: those that decode, and prompts.
 
         Those that write for the first time since they were forked copy a block, for which the
@@ -447,9 +297,9 @@ class Scheduler:
         is_prefill = running.computed < running.prefill_tokens
         return np.flatnonzero(has_work & ~is_prefill), np.flatnonzero(has_work & is_prefill)
 
-    def _entrants(self, step: _Step) -> list[_Request]:
+    def _entrants(self, step: Step) -> list[Request]:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
-        entrants: list[_Request] = []
+        entrants: list[Request] = []
         for request in self._waiting.values():
             has_row = len(self._running) + len(entrants) < self._manager.max_requests
             if not (has_row and self._has_room(request, entrants)):
@@ -461,11 +311,11 @@ class Scheduler:
 
     def _take_blocks(
         self,
-        step: _Step,
-        running: _Running,
+        step: Step,
+        running: Running,
         rows: np.ndarray,
         counts: np.ndarray,
-        entrants: list[_Request],
+        entrants: list[Request],
     ) -> list[Hashable]:
         """Takes the blocks of all running requests with work; returns those preempted for it.
 
@@ -485,7 +335,7 @@ class Scheduler:
             return self._take_by_age(step, set(itertools.compress(running.names, is_prefill)))
         return []
 
-    def _take_by_age(self, step: _Step, prefills: set[Hashable]) -> list[Hashable]:
+    def _take_by_age(self, step: Step, prefills: set[Hashable]) -> list[Hashable]:
         """Takes blocks for one request after the other, the oldest first."""
         preempted: list[Hashable] = []
         left = list(self._running)  # to preempt, the youngest last
@@ -515,7 +365,7 @@ class Scheduler:
             return False
         return True
 
-    def _fill(self, step: _Step, running: _Running, decodes: np.ndarray) -> None:
+    def _fill(self, step: Step, running: Running, decodes: np.ndarray) -> None:
         """Gives requests that decode what those left who did not get in."""
         for name in [running.names[i] for i in decodes.tolist()]:
             if name not in step.work and name in self._running:
@@ -525,13 +375,13 @@ class Scheduler:
                 if not self._grows(name, step.work[name]):
                     step.take_back(name)
 
-    def _run(self, request: _Request) -> None:
+    def _run(self, request: Request) -> None:
         """Notes that a request has a row now."""
         request.row = self._manager.requests[request.name]
         self._running[request.name] = request
         self._in_order = None
 
-    def _stop(self, request: _Request) -> None:
+    def _stop(self, request: Request) -> None:
         """Notes that a request has no row any more."""
         del self._running[request.name]
         request.row, self._in_order = -1, None
@@ -543,7 +393,7 @@ class Scheduler:
         self._ledger.forked_at[self._ledger.of[name]] = -1
         self._waiting = _by_age({**self._waiting, name: request})
 
-    def _admit(self, step: _Step, entrants: Sequence[_Request]) -> None:
+    def _admit(self, step: Step, entrants: Sequence[Request]) -> None:
         """Starts requests in order, for as long as there are blocks."""
         is_full = False
         for request in entrants:
@@ -561,7 +411,7 @@ class Scheduler:
         if entrants:
             self._running, self._in_order = _by_age(self._running), None
 
-    def _has_room(self, request: _Request, ahead: Sequence[_Request]) -> bool:
+    def _has_room(self, request: Request, ahead: Sequence[Request]) -> bool:
         """Returns whether a request can start after others; see ``preemption``."""
         if not self._preempts:
             everyone = (request, *ahead, *self._running.values())
@@ -575,7 +425,7 @@ class Scheduler:
             needed += max(0, self._prompt_blocks(other) - held)
         return needed <= self._manager.num_free_blocks
 
-    def _prompt_blocks(self, request: _Request) -> int:
+    def _prompt_blocks(self, request: Request) -> int:
         """Returns the blocks that a request takes until it decodes."""
         tokens = min(self.num_tokens(request.name) + 1, self._plan.max_model_len)
         return self._plan.admission_blocks(tokens)
@@ -588,7 +438,7 @@ class Scheduler:
             return False
         return True
 
-    def _can_fork(self, sample: _Request) -> bool:
+    def _can_fork(self, sample: Request) -> bool:
         """Returns whether a sample can share blocks now; counts the rows that are copied."""
         uploads, copies = self._row_copies
         copies = copies if uploads == self._manager.num_uploads else 0
@@ -605,7 +455,7 @@ class Scheduler:
 
     # --- checks -------------------------------------------------------------------
 
-    def _known(self, request: Hashable) -> _Request:
+    def _known(self, request: Hashable) -> Request:
         found = self._running.get(request) or self._waiting.get(request)
         if found is None:
             raise ValueError(f"request={request!r} is unknown; add it first")
@@ -619,7 +469,7 @@ class Scheduler:
             )
         return self._ledger.indices(requests)
 
-    def _num_computed(self, request: _Request) -> int:
+    def _num_computed(self, request: Request) -> int:
         return int(self._manager.computed_by_row[request.row]) if request.row >= 0 else 0
 
     def _check_new(self, requests: Sequence[Hashable]) -> None:
@@ -630,7 +480,7 @@ class Scheduler:
             raise ValueError(f"{list(requests)!r} names a request twice")
 
 
-def _by_age(requests: Mapping[Hashable, _Request]) -> dict[Hashable, _Request]:
+def _by_age(requests: Mapping[Hashable, Request]) -> dict[Hashable, Request]:
     return {request.name: request for request in sorted(requests.values(), key=lambda r: r.age)}
 
 
