@@ -102,7 +102,7 @@ class Server:
         clocks = [time.perf_counter()]
         schedule = self.scheduler.schedule()
         clocks.append(time.perf_counter())
-        upload = self.manager.step(self.shape, schedule.work)
+        upload = self.manager.step(self.shape, schedule.work, ring=self.ring)
         clocks.append(time.perf_counter())
         batch = self.apply(upload)
         clocks.append(time.perf_counter())
