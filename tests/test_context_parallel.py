@@ -216,10 +216,10 @@ def test_ranks_together_attend_to_the_whole_of_each_request(deal, types, dtype, 
 
     What is stored is exact, and outputs are means of values up to 2. In float32 a weight is the
     exponential of a score below 16, computed with some 16 roundings of 2**-24 relative to it,
-    and there are up to 50 terms. With bfloat16 queries each weight is rounded to 2**-9 for its
+    and there are up to 50 terms. With bfloat16 queries each weight is rounded to 2**-8 for its
     product with a value, and so is the output.
     """
-    bound = 2 * (16 * 16 + 50) * 2.0**-24 if queries == "float32" else 2 * 2 * 2.0**-9
+    bound = 2 * (16 * 16 + 50) * 2.0**-24 if queries == "float32" else 2 * 2 * 2.0**-8
     mesh = jax.make_mesh(
         (deal.ranks,), ("context",), axis_types=(types,), devices=DEVICES[: deal.ranks]
     )
