@@ -1,0 +1,141 @@
+"""Arguments of `paged_attention`, checked by name."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
+
+QUERY_DTYPES = ("float32", "bfloat16", "float16")
+PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+INT32_MAX = 2**31 - 1
+
+
+def check_arguments(
+    queries: Any,
+    pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    *,
+    scale: float | None,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    soft_cap: float | None,
+    sinks: Any,
+    key_scale: Any,
+    value_scale: Any,
+    key_width: int | None,
+) -> tuple[AttentionRule, AttentionArrays]:
+    """Returns the rule and the arrays of a call.
+
+    Raises:
+      TypeError, ValueError: an argument that does not fit.
+    """
+    queries, pages = jnp.asarray(queries), jnp.asarray(pages)
+    _check_dtype("queries", queries, QUERY_DTYPES)
+    _check_dtype("pages", pages, PAGE_DTYPES)
+    _check_pages(queries, pages, key_width)
+    (num_tokens, heads, key_size), kv_heads = queries.shape, pages.shape[2]
+    block_tables = _as_int32("block_tables", block_tables, 2)
+    batch = block_tables.shape[0]
+    seq_lens = _as_int32("seq_lens", seq_lens, 1, batch)
+    if query_start_loc is not None:
+        query_start_loc = _as_int32("query_start_loc", query_start_loc, 1, batch + 1)
+    elif num_tokens != batch:
+        raise ValueError(
+            f"queries has {num_tokens} tokens for {batch} requests; pass query_start_loc, because "
+            "without it each request has one"
+        )
+    if block_tables.shape[1] * pages.shape[1] > INT32_MAX:
+        raise ValueError(f"block_tables is too wide: {block_tables.shape} pages of {pages.shape}")
+    rule = AttentionRule(
+        kv_heads=kv_heads,
+        group=heads // kv_heads if kv_heads else 0,
+        key_width=key_size,
+        value_width=pages.shape[3] - key_size,
+        page_tokens=pages.shape[1],
+        scale=key_size**-0.5 if scale is None else _positive("scale", scale),
+        window=_as_count("sliding_window", sliding_window),
+        chunk=_as_count("chunk_size", chunk_size),
+        soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+    )
+    arrays = AttentionArrays(
+        queries,
+        pages,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
+        key_scale=_as_scale("key_scale", key_scale, kv_heads),
+        value_scale=_as_scale("value_scale", value_scale, kv_heads),
+    )
+    return rule, arrays
+
+
+def _check_dtype(name: str, array: Array, dtypes: tuple[str, ...]) -> None:
+    if array.dtype.name not in dtypes:
+        raise TypeError(f"{name} must be one of {', '.join(dtypes)}, got {array.dtype}")
+
+
+def _check_pages(queries: Array, pages: Array, key_width: int | None) -> None:
+    if queries.ndim != 3:
+        raise ValueError(f"queries must be [T, heads, K], got shape {queries.shape}")
+    if pages.ndim != 4:
+        raise ValueError(f"pages must be [blocks, tokens, kv_heads, K + V], got {pages.shape}")
+    heads, key_size = queries.shape[1:]
+    kv_heads, row = pages.shape[2:]
+    if not kv_heads or not heads or heads % kv_heads:
+        raise ValueError(f"queries has {heads} heads; pages want a multiple of {kv_heads}")
+    if not pages.shape[1]:
+        raise ValueError(f"pages has blocks of 0 tokens: its shape is {pages.shape}")
+    if key_width is not None and key_width != key_size:
+        raise ValueError(f"key_width={key_width}; queries are {key_size} wide")
+    if not 0 < key_size < row:
+        raise ValueError(
+            f"queries are {key_size} wide and a row of pages is {row}; a row is a key as wide as a "
+            "query, and then its value"
+        )
+
+
+def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Array:
+    """Returns ids or lengths as an array of jax; the dtype is checked before jax cuts it down."""
+    dtype, shape = getattr(array, "dtype", type(array).__name__), jnp.shape(array)
+    wanted = ["B", "W"][:ndim] if length is None else [str(length)]
+    if str(dtype) != "int32" or len(shape) != ndim:
+        raise TypeError(f"{name} must be int32[{', '.join(wanted)}], got {dtype}{list(shape)}")
+    if length is not None and shape[0] != length:
+        raise ValueError(f"{name} must be int32[{length}], got {dtype}{list(shape)}")
+    return jnp.asarray(array)
+
+
+def _as_scale(name: str, scale: Any, kv_heads: int) -> Array:
+    shape = jnp.shape(scale)
+    return jnp.broadcast_to(_as_float(name, scale, shape if shape == () else (kv_heads,)), kv_heads)
+
+
+def _as_float(name: str, array: Any, shape: tuple[int, ...]) -> Array:
+    given = jnp.asarray(array)
+    if given.shape != shape:
+        wanted = f"{list(shape)}" if name == "sinks" else f"a number or {list(shape)}"
+        raise ValueError(f"{name} has shape {given.shape}; wants {wanted}, one a head")
+    if not jnp.issubdtype(given.dtype, jnp.floating):
+        raise TypeError(f"{name} must be of floats, got {given.dtype}")
+    return given.astype(jnp.float32)
+
+
+def _as_count(name: str, count: int | None) -> int | None:
+    if count is None:
+        return None
+    if isinstance(count, jax.Array) or int(count) != count or count < 1:
+        raise ValueError(f"{name}={count!r} must be an int of at least 1, or None")
+    return min(int(count), INT32_MAX)
+
+
+def _positive(name: str, number: float) -> float:
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}={number!r} must be positive and finite, or None")
+    return float(number)

@@ -1,0 +1,275 @@
+"""The Mosaic GPU kernel that decodes: a few queries of a request over all of its keys.
+
+Operands are swapped (scores are keys times queries), so 64 keys are a wgmma's rows and the query
+heads of one KV head its columns. One warpgroup a thread block does everything, loads too: several
+thread blocks then fit an SM and hide each other's waits. 16-bit pages are used where the copy
+engine put them, 8-bit ones are widened to 16 bits: keys in registers, values through shared memory.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _capability
+from pallas_kernels import _paged_attention_pieces as pieces
+from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._paged_attention_pieces import Steps, multiply, store, tiled
+from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
+from pallas_kernels._paged_attention_tiles import AttentionRule
+
+SMEM_PER_SM = 227 * 1024
+# Of 128 registers a thread; widening what several copies bring takes some more than that.
+MAX_THREAD_BLOCKS_PER_SM, MAX_WITH_MANY_REGISTERS = 4, 3
+BYTES_AHEAD = 128 * 1024  # of an SM: with more, thread blocks only get in each other's way
+SLOTS = 2  # steps that a thread block loads ahead
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector of one number per column
+
+
+class DecodeShape(NamedTuple):
+    """Constants of a compiled kernel.
+
+    rows: query heads of a tile, a multiple of 8. page: dtype of pages. compute: 16-bit dtype.
+    """
+
+    rule: AttentionRule
+    steps: Steps
+    rows: int
+    page: jnp.dtype
+    compute: jnp.dtype
+
+    @property
+    def widens(self) -> bool:
+        return self.page.itemsize == 1
+
+    @property
+    def thread_blocks_per_sm(self) -> int:
+        """Returns how many of them fit, and have enough bytes under way together."""
+        rule = self.rule
+        ahead = SLOTS * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
+        used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
+        used += STEP * rule.value_width * 2 if self.widens else 0
+        many_registers = (self.widens and self.steps.granules > 1) or self.rows > 8
+        most = MAX_WITH_MANY_REGISTERS if many_registers else MAX_THREAD_BLOCKS_PER_SM
+        return max(1, min(most, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
+
+    @property
+    def num_lanes(self) -> int:
+        blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
+        return max(1, blocks // self.rule.kv_heads)
+
+
+class Segments(NamedTuple):
+    """Results of segments, or references to them.
+
+    out: float32[S, kv_heads, V, rows], sums of weighted values.
+    highest: float32[S, kv_heads, rows], the highest scores, in powers of two.
+    total: float32[S, kv_heads, rows], sums of weights.
+    """
+
+    out: Any
+    highest: Any
+    total: Any
+
+
+def decode(
+    shape: DecodeShape, tasks: TaskMap, tables: Array, queries: Array, pages: Array, scales: Array
+) -> Segments:
+    """Returns the results of all segments; what no segment has is left undefined.
+
+    Args:
+      tables: int32[B, W]. queries: [N, kv_heads, rows, K]. scales: float32[kv_heads], of scores.
+      pages: [blocks, tokens, kv_heads, K + V].
+    """
+    rule, rows = shape.rule, shape.rows
+    results = (tasks.num_segments, rule.kv_heads, rows)
+    call = plgpu.kernel(
+        lambda *refs: _Decoder(shape, *refs).run(),
+        out_type=[
+            jax.ShapeDtypeStruct((*results[:2], rule.value_width, rows), jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+        ],
+        grid=(rule.kv_heads, shape.num_lanes),
+        grid_names=("head", "lane"),
+        kernel_name="paged_attention_decode",
+        scratch_types=_scratch(shape),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales])
+    # Pages begin at multiples of more than 256 bytes, wherever they lie in a pool.
+    flat = pages.reshape(pages.shape[0] * rule.page_tokens, -1)
+    with jax.enable_x64(False):
+        return Segments(*call(*inputs, flat))
+
+
+def _scratch(shape: DecodeShape) -> list[Any]:
+    rule = shape.rule
+    align = math.gcd(rule.key_width, rule.value_width)
+    scratch = [
+        tiled((SLOTS, STEP, rule.key_width + rule.value_width), shape.page, align),
+        tiled((shape.rows, rule.key_width), shape.compute),
+        tiled((shape.rows, STEP), shape.compute),
+        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
+        plgpu.Barrier(),
+    ]
+    if shape.widens:
+        scratch.append(tiled((STEP, rule.value_width), shape.compute))
+        if not pieces.OPERANDS_IN_REGISTERS:
+            scratch.append(tiled((STEP, rule.key_width), shape.compute))
+    return scratch
+
+
+class _Softmax(NamedTuple):
+    """A running softmax. total: by rows and columns, summed up at the end."""
+
+    out: Array  # [V, columns]
+    highest: Array  # [columns]
+    total: Array  # [STEP, columns]
+
+
+class _Decoder:
+    """The kernel's references, and the code of one thread block."""
+
+    def __init__(self, shape: DecodeShape, *refs: Any) -> None:
+        self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
+        self.tiles, self.lanes, self.tables, self.queries, self.scales, self.pages = refs[:6]
+        self.segments = Segments(*refs[6:9])
+        self.loaded, self.query, self.weights, self.loaded_full, self.query_full = refs[9:14]
+        self.widened = refs[14] if shape.widens else None
+        self.widened_keys = refs[15] if len(refs) > 15 else None
+        self.head, self.lane = lax.axis_index("head"), lax.axis_index("lane")
+
+    def run(self) -> None:
+        lane = Lane.load(self.lanes, self.lane)
+
+        @pl.loop(lane.first_tile, lane.last_tile + 1)
+        def _(index: Array) -> None:
+            tile = Tile.load(self.tiles, index)
+            begin = jnp.maximum(lane.line_begin, tile.line_begin)
+            num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
+            first_step = tile.first_step + begin - tile.line_begin
+
+            @pl.when(num_steps > 0)
+            def _() -> None:
+                plgpu.copy_gmem_to_smem(
+                    self.queries.at[index, self.head], self.query, self.query_full
+                )
+                self._segment(tile, first_step, num_steps, self.lane + index)
+
+    def _segment(self, tile: Tile, first_step: Array, num_steps: Array, number: Array) -> None:
+        """Attends from a tile's queries to some steps of its keys."""
+        granules = self.steps.granules
+        holes = jnp.int32(0)
+        for slot in range(SLOTS):
+            places, found = self._locate(tile, first_step + slot)
+            holes |= found << (slot * granules)
+            pl.when(slot < num_steps)(lambda p=places, s=slot: self._fetch(p, s))
+        plgpu.barrier_wait(self.query_full)
+        scale = self.scales[self.head]
+
+        def step(i: Array, carry: tuple[_Softmax, Array]) -> tuple[_Softmax, Array]:
+            running, holes = carry
+            slot = lax.rem(i, SLOTS)
+            # Ids are far away: those of a later step are asked for before this one is waited for.
+            places, found = self._locate(tile, first_step + i + SLOTS)
+            shift = slot * granules
+            mask = (1 << granules) - 1
+            found_holes = (holes >> shift) & mask
+            running = self._step(tile, first_step + i, slot, found_holes, scale, running)
+            pl.when(i + SLOTS < num_steps)(lambda: self._fetch(places, slot))
+            return running, (holes & ~(mask << shift)) | (found << shift)
+
+        running, _ = lax.fori_loop(0, num_steps, step, (self._start(), holes))
+        place = number, self.head
+        store(self.segments.out.at[place], running.out)
+        store(self.segments.highest.at[place], running.highest)
+        store(self.segments.total.at[place], running.total.sum(axis=0))
+
+    def _start(self) -> _Softmax:
+        rows, columns = plgpu.Layout.WGMMA, self.shape.rows
+        return _Softmax(
+            plgpu.layout_cast(jnp.zeros((self.rule.value_width, columns), jnp.float32), rows),
+            plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), COLUMNS),
+            plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), rows),
+        )
+
+    def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
+        return self.steps.locate(self.tables, tile.request, step)
+
+    def _fetch(self, places: list[Array], slot: Array | int) -> None:
+        """Begins to load the keys and values of a step."""
+        n, row = self.steps.granule, self.rule.key_width + self.rule.value_width
+        for j, place in enumerate(places):
+            plgpu.copy_gmem_to_smem(
+                self.pages.at[pl.ds(place * n, n), pl.ds(self.head * row, row)],
+                self.loaded.at[slot, pl.ds(j * n, n)],
+                self.loaded_full.at[slot],
+            )
+
+    def _step(
+        self, tile: Tile, step: Array, slot: Array, holes: Array, scale: Array, running: _Softmax
+    ) -> _Softmax:
+        """Adds the 64 keys in a slot to a running softmax."""
+        shape = (STEP, self.shape.rows)
+        plgpu.barrier_wait(self.loaded_full.at[slot])
+        products = multiply(self._keys(slot), self.query.T)
+        scores, factor = pieces.cap(self.rule, products, scale)
+        seen = self._seen(tile, step, holes, shape)
+        scores = jnp.where(seen, scores * factor, -jnp.inf)
+        highest = jnp.maximum(running.highest, scores.max(axis=0))
+        # Nothing seen so far: -inf - -inf is NaN.
+        finite = jnp.where(highest > -jnp.inf, highest, 0.0)
+        shrink = jnp.exp2(running.highest - finite)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
+        total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
+        self.weights.T[...] = weights.astype(self.shape.compute)
+        values = self._clean_values(tile, step, slot, holes)
+        plgpu.commit_smem()
+        added = multiply(values.T, self.weights.T)
+        out = running.out * lax.broadcast_in_dim(shrink, added.shape, [1]) + added
+        return _Softmax(out, highest, total)
+
+    def _keys(self, slot: Array) -> Any:
+        """Returns a step's keys in 16 bits."""
+        keys = self.loaded.at[slot, :, pl.ds(0, self.rule.key_width)]
+        if not self.shape.widens:
+            return keys
+        widened = keys[...].astype(self.shape.compute)
+        if self.widened_keys is None:
+            return widened
+        self.widened_keys[...] = widened
+        plgpu.commit_smem()
+        return self.widened_keys
+
+    def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:
+        """Returns bool[STEP, columns]: which keys of a step each query sees."""
+        place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        queries = lax.div(column, self.rule.group) + tile.position
+        seen = pieces.sees(self.rule, queries, place + step * STEP, tile.end)
+        return seen & self.steps.held(place, holes)
+
+    def _clean_values(self, tile: Tile, step: Array, slot: Array, holes: Array) -> Any:
+        """Returns a step's values in 16 bits, with zeros where no query sees them."""
+        columns = pl.ds(self.rule.key_width, self.rule.value_width)
+        values = self.loaded.at[slot, :, columns]
+        clean = values if self.widened is None else self.widened
+        key = step * STEP
+        partial = (key < tile.begin) | (key + STEP > tile.end) | (holes != 0)
+
+        @pl.when(partial)
+        def _() -> None:
+            pieces.zero_unseen(values, clean, self.steps, holes, key, (tile.begin, tile.end))
+
+        if self.widened is not None:
+
+            @pl.when(~partial)
+            def _() -> None:
+                clean[...] = values[...].astype(self.shape.compute)
+
+        return clean

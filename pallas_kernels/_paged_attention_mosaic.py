@@ -1,0 +1,169 @@
+"""The Mosaic GPU implementation of `paged_attention`: which kernels run, and with what."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._paged_attention_combine_mosaic import combine
+from pallas_kernels._paged_attention_decode_mosaic import DecodeShape, decode
+from pallas_kernels._paged_attention_pieces import LOG2E, Steps
+from pallas_kernels._paged_attention_prefill_mosaic import (
+    ROWS,
+    PrefillArrays,
+    PrefillShape,
+    prefill,
+)
+from pallas_kernels._paged_attention_prefill_tasks import KEYS, QUERIES, prefill_tiles
+from pallas_kernels._paged_attention_tasks import STEP, share_out
+from pallas_kernels._paged_attention_tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Cut,
+    QueryTiles,
+    cut_queries,
+    one_query_each,
+)
+
+MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
+
+
+def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+    """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp.
+
+    One kernel takes the requests of few queries, and another one those of many.
+    """
+    num_tokens, heads, _ = arrays.queries.shape
+    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), arrays.queries.dtype))
+    size = _decode_size(arrays, rule)
+    if not can_prefill(arrays, rule, size):
+        tiles = _decode_tiles(arrays, rule, Cut(size))
+        lse = _lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
+        return jax.freeze(out), lse
+    tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
+    lse = _lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
+    tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
+    lse_tiles = _prefill(arrays, rule, tiles, out)
+    # A warpgroup that was pushed back into the queries has its rows further back.
+    warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
+    octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
+    row += jnp.maximum(octets - (num_tokens - ROWS) // 8, 0) * 8
+    lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
+    return jax.freeze(out), jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+
+
+def can_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
+    """Returns whether the kernel for many queries takes the requests that have some."""
+    num_tokens = arrays.queries.shape[0]
+    return (
+        arrays.query_start_loc is not None
+        and num_tokens > size
+        and num_tokens >= ROWS
+        and num_tokens % 8 == 0
+        and arrays.pages.dtype == arrays.queries.dtype
+        and max(rule.key_width, rule.value_width) <= 128
+        and rule.page_tokens % 16 == 0
+    )
+
+
+def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
+    """Writes the output of tiles; returns their log-sum-exp, float32[N, heads, 2, 64]."""
+    shape = PrefillShape(rule, _steps(arrays, KEYS), arrays.pages.dtype)
+    no_sinks = jnp.full(arrays.queries.shape[1], -jnp.inf, jnp.float32)
+    inputs = PrefillArrays(
+        tiles=prefill_tiles(arrays, rule, tiles),
+        num_tiles=jnp.sum(tiles.counts > 0, dtype=jnp.int32).reshape(1),
+        block_tables=arrays.block_tables,
+        scales=arrays.key_scale * jnp.float32(rule.scale),
+        value_scale=arrays.value_scale,
+        sinks=no_sinks if arrays.sinks is None else arrays.sinks * LOG2E,
+    )
+    return prefill(shape, inputs, arrays.queries, arrays.pages, out)
+
+
+def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
+    """Returns the queries of a tile, as many as requests of the batch usually have.
+
+    A batch may have rows of padding, so a request may well have some more than that.
+    """
+    per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
+    usual = max(MIN_QUERIES, 1 << (per_request - 1).bit_length())
+    return min(usual, MAX_QUERIES, max(1, MAX_ROWS // rule.group))
+
+
+def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> QueryTiles:
+    if arrays.query_start_loc is None:
+        return one_query_each(arrays, rule)
+    return cut_queries(arrays, rule, cut)
+
+
+def _decode(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
+    """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
+    shape = _decode_shape(arrays, rule, tiles.size)
+    tasks = share_out(tiles, shape.num_lanes, _used_tokens(arrays))
+    segments = decode(
+        shape,
+        tasks,
+        arrays.block_tables,
+        _tile_queries(arrays.queries, tiles, shape),
+        arrays.pages,
+        arrays.key_scale * jnp.float32(rule.scale),
+    )
+    return combine(rule, tasks, segments, _tile_sinks(arrays, shape), arrays.value_scale, out)
+
+
+def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, size: int) -> DecodeShape:
+    page = arrays.pages.dtype
+    is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
+    return DecodeShape(
+        rule,
+        _steps(arrays, STEP),
+        rows=-(-size * rule.group // 8) * 8,
+        page=page,
+        # Hopper widens 8-bit floats to float16 only.
+        compute=jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype,
+    )
+
+
+def _steps(arrays: AttentionArrays, size: int) -> Steps:
+    num_pages, page_tokens = arrays.pages.shape[:2]
+    return Steps(size, page_tokens, num_pages, arrays.block_tables.shape[1])
+
+
+def _used_tokens(arrays: AttentionArrays) -> Array:
+    """Returns int32[], from which token on all is padding."""
+    if arrays.query_start_loc is None:
+        return jnp.int32(arrays.queries.shape[0])
+    return jnp.clip(arrays.query_start_loc[-1], 0, arrays.queries.shape[0])
+
+
+def _tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
+    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold some others."""
+    rule, rows = shape.rule, tiles.size * shape.rule.group
+    if tiles.size == 1:
+        tiled = queries.reshape(-1, rule.kv_heads, rule.group, rule.key_width)
+    else:
+        inner = jnp.arange(tiles.size, dtype=jnp.int32)
+        tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
+        tiled = tiled.reshape(-1, tiles.size, rule.kv_heads, rule.group, rule.key_width)
+        tiled = jnp.swapaxes(tiled, 1, 2).reshape(-1, rule.kv_heads, rows, rule.key_width)
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, shape.rows - rows), (0, 0)))
+    return tiled.astype(shape.compute)
+
+
+def _tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
+    """Returns float32[kv_heads, rows], in powers of two."""
+    rule = shape.rule
+    if arrays.sinks is None:
+        return jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
+    of_rows = jnp.arange(shape.rows, dtype=jnp.int32) % rule.group
+    return arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
+
+
+def _lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
+    """Returns float32[T, heads] of what the rows of tiles have; -inf for padding."""
+    columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group, dtype=jnp.int32)[None]
+    found = lse[tiles.of_token[:, None], :, columns]
+    found = jnp.swapaxes(found, 1, 2).reshape(found.shape[0], -1)
+    return jnp.where(tiles.of_token[:, None] < 0, -jnp.inf, found)

@@ -1,0 +1,76 @@
+"""The tiles of prefill: which queries and keys they have, and which steps need masks."""
+
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, QueryTiles
+
+QUERIES, KEYS = 128, 128  # of a tile, and of a step
+
+
+class PrefillTile(NamedTuple):
+    """Columns of the numbers that the kernel reads of a tile.
+
+    octet: of tokens, where the tile's first row lies. Rows from ``skip`` to below ``count`` are
+      queries of the request; ``position`` is that of the first row.
+    begin, end: the positions that any query of the tile sees lie between them.
+    first_step, last_step: the steps of keys. From ``full_begin`` to below ``full_end`` every
+      query sees all keys.
+    """
+
+    request: Array
+    octet: Array
+    skip: Array
+    count: Array
+    position: Array
+    begin: Array
+    end: Array
+    first_step: Array
+    full_begin: Array
+    full_end: Array
+    last_step: Array
+
+    @classmethod
+    def load(cls, tiles: Any, index: Array) -> Self:
+        """Loads a row of the tiles within a kernel."""
+        return cls(*[tiles[index, column] for column in range(len(cls._fields))])
+
+
+def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+    """Returns int32[N, ...], a `PrefillTile` per row."""
+    first = tiles.begins // KEYS
+    last = jnp.where(tiles.ends > tiles.begins, (tiles.ends + (KEYS - 1)) // KEYS, first)
+    first_query = jnp.maximum(tiles.positions, 0)
+    last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
+    full_begin = (rule.first_visible(last_query) + (KEYS - 1)) // KEYS
+    full_end = jnp.minimum(jnp.where(tiles.positions < 0, 0, first_query + 1), tiles.ends) // KEYS
+    full_begin = jnp.clip(full_begin, first, last)
+    full_end = jnp.clip(full_end, full_begin, last)
+    holed = _has_holes(arrays, rule, tiles)
+    if rule.window is None and rule.chunk is None:
+        full_begin = first
+    tile = PrefillTile(
+        request=tiles.requests,
+        octet=tiles.tokens // 8,
+        skip=tiles.skips,
+        count=tiles.counts,
+        position=tiles.positions,
+        begin=tiles.begins,
+        end=tiles.ends,
+        first_step=first,
+        full_begin=full_begin,
+        full_end=jnp.where(holed, full_begin, full_end),
+        last_step=last,
+    )
+    return jnp.stack(tile, axis=1)
+
+
+def _has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+    """Returns bool[N]: whether a page that any tile of the request may read holds no keys."""
+    tables = arrays.block_tables
+    columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
+    read = columns < arrays.seq_lens[:, None]
+    holes = read & ((tables < 0) | (tables >= arrays.pages.shape[0]))
+    return holes.any(axis=1)[tiles.requests]

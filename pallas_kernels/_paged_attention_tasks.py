@@ -1,0 +1,119 @@
+"""The task map of decoding: steps of keys shared out evenly to lanes, made on the device.
+
+The steps of all tiles are laid end to end, and each lane takes an equal part of that line, so one
+long request costs what its bytes cost. What a lane computes of one tile is a segment. Lane l and
+tile t share at most one, and its number is l + t, because both ascend along the line.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._paged_attention_tiles import QueryTiles
+
+STEP = 64  # keys of a step
+
+
+class Tile(NamedTuple):
+    """Columns of `TaskMap.tiles`, the numbers that kernels read of a tile.
+
+    begin, end: the positions that any query of the tile sees lie between them.
+    first_step: the first one of the request that the tile sees.
+    line_begin, line_end: the tile's steps on the line of all steps.
+    first_segment, num_segments: where its results lie.
+    """
+
+    request: Array
+    token: Array
+    count: Array
+    position: Array
+    end: Array
+    begin: Array
+    first_step: Array
+    line_begin: Array
+    line_end: Array
+    first_segment: Array
+    num_segments: Array
+
+    @classmethod
+    def load(cls, tiles: Any, index: Array) -> Self:
+        """Loads a row of `TaskMap.tiles` within a kernel."""
+        return cls(*[tiles[index, column] for column in range(len(cls._fields))])
+
+
+class Lane(NamedTuple):
+    """Columns of the numbers that kernels read of a lane: its tiles, and its steps on the line."""
+
+    first_tile: Array
+    last_tile: Array
+    line_begin: Array
+    line_end: Array
+
+    @classmethod
+    def load(cls, lanes: Any, index: Array) -> Self:
+        """Loads a row of `TaskMap.lanes` within a kernel."""
+        return cls(*[lanes[index, column] for column in range(len(cls._fields))])
+
+
+class TaskMap(NamedTuple):
+    """The work of a step, in the order in which kernels take it.
+
+    tiles: int32[N, ...], a `Tile` per row.
+    lanes: int32[L, 4], a `Lane` per row.
+    used_tokens: int32[1], tokens from there on are padding.
+    """
+
+    tiles: Array
+    lanes: Array
+    used_tokens: Array
+
+    @property
+    def num_segments(self) -> int:
+        """Returns how many results there can be."""
+        return self.tiles.shape[0] + self.lanes.shape[0]
+
+
+def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
+    """Shares the steps of tiles out to lanes."""
+    steps = (tiles.ends + (STEP - 1)) // STEP - tiles.begins // STEP
+    steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
+    line_ends = jnp.cumsum(steps, dtype=jnp.int32)
+    line_begins, total = line_ends - steps, line_ends[-1]
+    least, longer = total // num_lanes, total % num_lanes  # so many lanes have one more
+    lanes = jnp.arange(num_lanes, dtype=jnp.int32)
+    begins = lanes * least + jnp.minimum(lanes, longer)
+    ends = begins + least + (lanes < longer).astype(jnp.int32)
+    busy = begins < ends
+    lane = Lane(
+        first_tile=jnp.where(busy, _tile_at(line_ends, begins), 0),
+        last_tile=jnp.where(busy, _tile_at(line_ends, ends - 1), -1),
+        line_begin=begins,
+        line_end=ends,
+    )
+
+    def lane_of(step: Array) -> Array:
+        later = step - longer * (least + 1)
+        return jnp.where(later < 0, step // (least + 1), longer + later // jnp.maximum(least, 1))
+
+    first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
+    tile = Tile(
+        request=tiles.requests,
+        token=tiles.tokens,
+        count=tiles.counts,
+        position=tiles.positions,
+        end=tiles.ends,
+        begin=tiles.begins,
+        first_step=tiles.begins // STEP,
+        line_begin=line_begins,
+        line_end=line_ends,
+        first_segment=first_lane + jnp.arange(steps.shape[0], dtype=jnp.int32),
+        num_segments=jnp.where(steps > 0, last_lane - first_lane + 1, 0),
+    )
+    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), used_tokens.reshape(1))
+
+
+def _tile_at(line_ends: Array, steps: Array) -> Array:
+    """Returns the tile that each step of the line belongs to."""
+    found = jnp.searchsorted(line_ends, steps, side="right", method="compare_all")
+    return found.astype(jnp.int32)

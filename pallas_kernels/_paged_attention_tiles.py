@@ -1,0 +1,164 @@
+"""Attention over pages: its rule, its operands, and queries cut into tiles of one request each."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class AttentionRule(NamedTuple):
+    """Constants of a compiled program: the keys that a query sees, and how it scores them.
+
+    group: query heads of one KV head.
+    window: keys that a query sees, its own among them; None for all before it.
+    chunk: a query sees keys of its own chunk of that many positions; None for all.
+    """
+
+    kv_heads: int
+    group: int
+    key_width: int
+    value_width: int
+    page_tokens: int
+    scale: float
+    window: int | None
+    chunk: int | None
+    soft_cap: float | None
+
+    def first_visible(self, positions: Array) -> Array:
+        """Returns the first position that queries at these positions see."""
+        first = jnp.zeros_like(positions)
+        if self.window is not None:
+            first = jnp.maximum(first, positions - (self.window - 1))
+        if self.chunk is not None:
+            first = jnp.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
+class AttentionArrays(NamedTuple):
+    """The arrays of a call.
+
+    queries: [T, heads, K]. pages: [blocks, tokens, kv_heads, K + V].
+    block_tables: int32[B, W]. seq_lens: int32[B]. query_start_loc: int32[B + 1] or None.
+    sinks: float32[heads] or None. key_scale, value_scale: float32[kv_heads].
+    """
+
+    queries: Array
+    pages: Array
+    block_tables: Array
+    seq_lens: Array
+    query_start_loc: Array | None
+    sinks: Array | None
+    key_scale: Array
+    value_scale: Array
+
+
+class QueryTiles(NamedTuple):
+    """N tiles of ``size`` consecutive tokens, some of which are queries of the tile's request.
+
+    requests: int32[N], a row of the block tables, also where a tile is empty.
+    tokens: int32[N], the first row's index into the flat tokens.
+    skips, counts: int32[N], rows from ``skips`` to below ``counts`` are queries of the request.
+    positions: int32[N], the first row's position in the request.
+    begins, ends: int32[N], the positions that any query of the tile sees lie between them.
+    of_token: int32[T], the tile of every token; -1 for those of none.
+    rows: int32[T], the place of every token in its tile.
+    """
+
+    size: int
+    requests: Array
+    tokens: Array
+    skips: Array
+    counts: Array
+    positions: Array
+    begins: Array
+    ends: Array
+    of_token: Array
+    rows: Array
+
+
+class Cut(NamedTuple):
+    """Sizes by which the queries of a batch are cut into tiles.
+
+    size: rows of a tile. align: every tile begins at a multiple of it among the flat tokens.
+    least, most: queries of the requests that count; the others get no tiles.
+    """
+
+    size: int
+    align: int = 1
+    least: int = 1
+    most: int | None = None
+
+    def max_tiles(self, batch: int, num_tokens: int) -> int:
+        """Returns how many tiles a batch of that shape can need."""
+        begun = min(batch, num_tokens // self.least)
+        if self.most is not None and self.most <= self.size:
+            return begun
+        return begun + (num_tokens + begun * (self.align - 1) - begun) // self.size
+
+
+def one_query_each(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
+    """Returns a tile per request, for a call without ``query_start_loc``.
+
+    The tile of a request without keys has a query, too, whose output is zeros.
+    """
+    seq_lens = jnp.maximum(arrays.seq_lens, 0)
+    index = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    zeros = jnp.zeros_like(index)
+    cut = index, index, zeros, zeros + 1, seq_lens - 1
+    return _tiles(arrays, rule, 1, cut, jnp.where(seq_lens > 0, index, -1), zeros)
+
+
+def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> QueryTiles:
+    """Cuts the queries of a call with ``query_start_loc`` into tiles of one request each."""
+    num_tokens, batch = arrays.queries.shape[0], arrays.block_tables.shape[0]
+    loc = jnp.clip(arrays.query_start_loc, 0, num_tokens)
+    query_lens = loc[1:] - loc[:-1]
+    first_rows = loc[:-1] // cut.align * cut.align
+    counted = query_lens >= cut.least
+    if cut.most is not None:
+        counted &= query_lens <= cut.most
+    per_request = (loc[1:] - first_rows + (cut.size - 1)) // cut.size
+    tile_ends = jnp.cumsum(jnp.where(counted, per_request, 0), dtype=jnp.int32)
+    first_tiles = tile_ends - jnp.where(counted, per_request, 0)
+
+    index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)), dtype=jnp.int32)
+    owner = _count_ended(tile_ends, index)
+    requests = jnp.minimum(owner, batch - 1)
+    tokens = first_rows[requests] + (index - first_tiles[requests]) * cut.size
+    counts = jnp.clip(loc[1:][requests] - tokens, 0, cut.size)
+    counts = jnp.where(owner < batch, counts, 0)
+    tokens = jnp.where(owner < batch, tokens, 0)
+    skips = jnp.clip(loc[requests] - tokens, 0, cut.size)
+    positions = jnp.maximum(arrays.seq_lens, 0)[requests] - loc[1:][requests] + tokens
+
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = _count_ended(loc[1:], token)
+    known = (owner < batch) & (token >= loc[0])
+    owner = jnp.minimum(owner, batch - 1)
+    within = token - first_rows[owner]
+    of_token = jnp.where(known & counted[owner], first_tiles[owner] + within // cut.size, -1)
+    places = requests, tokens, skips, counts, positions
+    return _tiles(arrays, rule, cut.size, places, of_token, within % cut.size)
+
+
+def _tiles(
+    arrays: AttentionArrays,
+    rule: AttentionRule,
+    size: int,
+    places: tuple[Array, Array, Array, Array, Array],
+    of_token: Array,
+    rows: Array,
+) -> QueryTiles:
+    """Returns tiles with the keys that they see."""
+    requests, tokens, skips, counts, positions = places
+    capacity = arrays.block_tables.shape[1] * rule.page_tokens
+    begins = rule.first_visible(jnp.maximum(positions + skips, 0))
+    ends = jnp.clip(jnp.where(counts > 0, positions + counts, 0), 0, capacity)
+    return QueryTiles(
+        size, requests, tokens, skips, counts, positions, begins, ends, of_token, rows
+    )
+
+
+def _count_ended(ends: Array, index: Array) -> Array:
+    """Returns how many of the ascending ends lie at or before each index."""
+    return jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)

@@ -1,0 +1,170 @@
+"""The XLA implementation of `paged_attention`: a running softmax over some blocks at a time."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._paged_attention_tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Cut,
+    QueryTiles,
+    cut_queries,
+    one_query_each,
+)
+
+MAX_TILE = 64  # queries of a tile
+KEYS_AT_ONCE = 512  # keys that a tile reads per round, if memory allows
+ROUND_BYTES = 2**26  # of gathered rows per round, in float32
+
+Running = tuple[Array, Array, Array]  # highest score, sum of weights, weighted sum of values
+
+
+class _Round(NamedTuple):
+    """Some blocks of every tile: S keys of N tiles of Q queries."""
+
+    rows: Array  # [N, S, kv_heads, K + V]
+    seen: Array  # bool[N, Q, S]
+
+
+def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+    """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
+    tiles = _cut(arrays, rule)
+    queries = _tile_queries(arrays.queries, tiles, rule)
+    compute = _compute_dtype(arrays)
+
+    def one_round(i: Array, running: Running) -> Running:
+        rows, seen = _gather(arrays, tiles, rule, i)
+        rows = rows.astype(compute)
+        keys, values = rows[..., : rule.key_width], rows[..., rule.key_width :]
+        # Bytes that nobody sees may be NaN, and 0 * NaN is NaN: values are masked, too.
+        values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0)
+        scores = _scores(queries.astype(compute), keys, rule, arrays.key_scale)
+        return _accumulate(running, scores, values, seen)
+
+    span = _blocks_at_once(arrays, tiles, rule) * rule.page_tokens
+    tokens = tiles.ends - tiles.begins // rule.page_tokens * rule.page_tokens
+    num_rounds = (jnp.max(tokens, initial=0) + (span - 1)) // span
+    running = lax.fori_loop(0, num_rounds, one_round, _start(queries, rule, arrays.sinks))
+    return _finish(running, tiles, rule, arrays.value_scale, arrays.queries.dtype)
+
+
+def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
+    """Cuts the queries into tiles as large as requests of the batch usually are."""
+    if arrays.query_start_loc is None:
+        return one_query_each(arrays, rule)
+    per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
+    return cut_queries(arrays, rule, Cut(min(MAX_TILE, 1 << (per_request - 1).bit_length())))
+
+
+def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule) -> int:
+    num_tiles, width = tiles.requests.shape[0], arrays.block_tables.shape[1]
+    row = rule.kv_heads * (rule.key_width + rule.value_width)
+    room = ROUND_BYTES // (4 * row * rule.page_tokens * num_tiles)
+    return max(1, min(width, -(-KEYS_AT_ONCE // rule.page_tokens), room))
+
+
+def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: Array) -> _Round:
+    """Returns the keys of round i; each tile begins with the first block that it sees."""
+    blocks, tokens = _blocks_at_once(arrays, tiles, rule), rule.page_tokens
+    columns = i * blocks + jnp.arange(blocks, dtype=jnp.int32)[None]
+    columns = columns + (tiles.begins // tokens)[:, None]
+    ids = arrays.block_tables.at[tiles.requests[:, None], columns].get(
+        mode="fill", fill_value=-1, wrap_negative_indices=False
+    )
+    held = (ids >= 0) & (ids < arrays.pages.shape[0])
+    rows = arrays.pages.at[ids].get(mode="clip", wrap_negative_indices=False)
+    rows = rows.reshape(ids.shape[0], -1, *rows.shape[3:])
+    keys = columns[:, :, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)[None, None]
+    keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
+    inner = jnp.arange(tiles.size, dtype=jnp.int32)[None]
+    queries = (tiles.positions[:, None] + inner)[:, :, None]
+    seen = held & (keys < tiles.ends[:, None, None]) & (keys <= queries)
+    seen &= keys >= rule.first_visible(queries)
+    return _Round(rows, seen & (inner < tiles.counts[:, None])[:, :, None])
+
+
+def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
+    """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold some others."""
+    inner = jnp.arange(tiles.size, dtype=jnp.int32)
+    tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
+    tiled = tiled.reshape(*tiled.shape[:2], rule.kv_heads, rule.group, rule.key_width)
+    return jnp.moveaxis(tiled, 1, 3)
+
+
+def _compute_dtype(arrays: AttentionArrays) -> jnp.dtype:
+    """Returns what products are computed in: 8-bit pages are widened to what queries are."""
+    queries, pages = arrays.queries.dtype, arrays.pages.dtype
+    if pages.itemsize == 1 or queries == pages:
+        return queries
+    return jnp.dtype(jnp.float32)
+
+
+def _scores(queries: Array, keys: Array, rule: AttentionRule, key_scale: Array) -> Array:
+    """Returns float32[N, kv_heads, group, Q, S]."""
+    scores = jnp.einsum(
+        "nhgqk,nshk->nhgqs",
+        queries,
+        keys,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
+    )
+    scores = scores * (key_scale * rule.scale)[None, :, None, None, None]
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    return scores
+
+
+def _accumulate(running: Running, scores: Array, values: Array, seen: Array) -> Running:
+    """Adds a round to the running softmax."""
+    highest, total, out = running
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    new_highest = jnp.maximum(highest, scores.max(axis=-1))
+    weights = jnp.exp(scores - _finite(new_highest)[..., None])
+    shrink = jnp.exp(highest - _finite(new_highest))
+    added = jnp.einsum(
+        "nhgqs,nshv->nhgqv",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if values.dtype == jnp.float32 else None,
+    )
+    total = total * shrink + weights.sum(axis=-1)
+    return new_highest, total, out * shrink[..., None] + added
+
+
+def _start(queries: Array, rule: AttentionRule, sinks: Array | None) -> Running:
+    """Returns the softmax before the first key: empty, or holding the sinks."""
+    shape = queries.shape[:-1]
+    out = jnp.zeros((*shape, rule.value_width), jnp.float32)
+    if sinks is None:
+        return jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), out
+    logits = sinks.reshape(1, rule.kv_heads, rule.group, 1)
+    total = (logits > -jnp.inf).astype(jnp.float32)
+    return jnp.broadcast_to(logits, shape), jnp.broadcast_to(total, shape), out
+
+
+def _finish(
+    running: Running, tiles: QueryTiles, rule: AttentionRule, value_scale: Array, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """Returns output and log-sum-exp of every token; zeros and -inf for padding."""
+    highest, total, out = running
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    out = out * value_scale[None, :, None, None, None]
+    lse = jnp.log(total) + _finite(highest)
+    heads = rule.kv_heads * rule.group
+
+    def of_token(array: Array, fill: float) -> Array:
+        flat = jnp.moveaxis(array, 3, 1).reshape(-1, heads, *array.shape[4:])
+        index = jnp.where(tiles.of_token < 0, flat.shape[0], tiles.of_token * tiles.size)
+        return flat.at[index + tiles.rows].get(
+            mode="fill", fill_value=fill, wrap_negative_indices=False
+        )
+
+    return of_token(out, 0).astype(dtype), of_token(lse, -jnp.inf)
+
+
+def _finite(highest: Array) -> Array:
+    """Returns the maximum, with 0 where nothing was seen: -inf - -inf is NaN."""
+    return jnp.where(highest > -jnp.inf, highest, 0)

@@ -1,0 +1,146 @@
+"""Attention over pages: the Mosaic kernels, XLA, and the kernel of jax's own library.
+
+Page ids are shuffled over a pool that is larger than the L2 cache. Times are those of the whole
+call, its task map included, which a model's layers share.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import default_implementation, paged_attention
+from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
+from tests.benchmarks.vllm_peer import VllmPeer
+
+
+class AttentionSpec(NamedTuple):
+    """Requests of these lengths, with so many queries each; None: one, by themselves."""
+
+    name: str
+    lens: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    width: int
+    page_tokens: int
+    pages: str = "bfloat16"
+    queries: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values, read once."""
+        row = self.kv_heads * 2 * self.width * jnp.dtype(self.pages).itemsize
+        return sum(self.lens) * row
+
+    @property
+    def num_operations(self) -> int:
+        """Additions and multiplications of what queries see."""
+        count = self.queries or 1
+        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length in self.lens)
+        return 4 * self.heads * self.width * pairs
+
+    def shorter(self, times: int) -> "AttentionSpec":
+        """Returns the same with fewer and shorter requests."""
+        page = self.page_tokens
+        lens = [-(-length // times // page) * page for length in self.lens[:4]]
+        queries = None if self.queries is None else min(self.queries, *lens)
+        return self._replace(lens=tuple(lens), queries=queries)
+
+
+FP8 = "float8_e4m3fn"
+SPECS = (
+    AttentionSpec("bf16 32/8, 64 x 8k, page 16", (8192,) * 64, 32, 8, 128, 16),
+    AttentionSpec("bf16 32/8, 32 x 4k, page 64", (4096,) * 32, 32, 8, 128, 64),
+    AttentionSpec("bf16 32/8, 8 x 32k, page 64", (32_768,) * 8, 32, 8, 128, 64),
+    AttentionSpec("bf16 64/8, 4 x 32k, page 64", (32_768,) * 4, 64, 8, 128, 64),
+    AttentionSpec("bf16 32/4, 1 x 256k, page 64", (262_144,), 32, 4, 128, 64),
+    AttentionSpec("bf16 8/1, 8 x 128k, page 64", (131_072,) * 8, 8, 1, 128, 64),
+    AttentionSpec("bf16 32/8, 4 x 4k, page 16", (4096,) * 4, 32, 8, 128, 16),
+    AttentionSpec("fp8 32/8, 64 x 8k, page 16", (8192,) * 64, 32, 8, 128, 16, FP8),
+    AttentionSpec("fp8 32/8, 64 x 8k, page 64", (8192,) * 64, 32, 8, 128, 64, FP8),
+    AttentionSpec("fp8 64/8, 128 x 2k, page 64", (2048,) * 128, 64, 8, 128, 64, FP8),
+    AttentionSpec("fp8 16/2 x 256, 64 x 8k, page 16", (8192,) * 64, 16, 2, 256, 16, FP8),
+    AttentionSpec("fp8 16/2 x 256, 64 x 8k, page 64", (8192,) * 64, 16, 2, 256, 64, FP8),
+    AttentionSpec("fp8 32/4, 1 x 256k, page 64", (262_144,), 32, 4, 128, 64, FP8),
+    AttentionSpec("fp8 8/1, 32 x 32k, page 64", (32_768,) * 32, 8, 1, 128, 64, FP8),
+    AttentionSpec("bf16 32/8, 64k + 31 x 4k, page 16", (65_536, *(4096,) * 31), 32, 8, 128, 16),
+    AttentionSpec("bf16 32/8, 4 each over 64 x 8k", (8192,) * 64, 32, 8, 128, 16, queries=4),
+    AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
+    AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
+    AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
+)
+LONGEST_OF_XLA = 64  # queries: prefills by XLA take too long to wait for
+
+
+def run(report: Report, peer: VllmPeer | None) -> None:
+    del peer
+    report.title("Attention over pages: GPU time of one call")
+    decodes, prefills = SPECS[:15], SPECS[15:]
+    for spec in by_size(full=SPECS, small=(decodes[6], prefills[1]), smallest=decodes[6:7]):
+        fewer = by_size(full=1, small=32, smallest=128)
+        spec = spec.shorter(fewer) if fewer > 1 else spec
+        add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes)
+        ours = add(default_implementation(), time_ours(spec))
+        if ours.kernels is not None:
+            report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
+        if ON_GPU and (spec.queries or 1) <= LONGEST_OF_XLA:
+            add("XLA", time_ours(spec, "xla"), base=ours)
+        if ON_GPU and spec.queries is None and spec.pages == "bfloat16":
+            try:
+                add("jax's library", time_library(spec), base=ours)
+            except Exception as error:
+                report.note(f"jax's library fails: {type(error).__name__}")
+
+
+class Arrays(NamedTuple):
+    queries: jax.Array
+    pages: jax.Array
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    query_start_loc: jax.Array | None
+
+
+def make_arrays(spec: AttentionSpec) -> Arrays:
+    counts = [length // spec.page_tokens for length in spec.lens]
+    shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, 2 * spec.width)
+    ids = np.random.default_rng(0).permutation(np.arange(1, shape[0]))
+    tables = np.zeros((len(counts), max(counts)), np.int32)
+    for row, count, end in zip(tables, counts, np.cumsum(counts), strict=True):
+        row[:count] = ids[end - count : end]
+    tokens = len(spec.lens) * (spec.queries or 1)
+    loc = np.arange(len(spec.lens) + 1, dtype=np.int32) * (spec.queries or 1)
+
+    @jax.jit
+    def make() -> tuple[jax.Array, jax.Array]:
+        queries, pages = jax.random.split(jax.random.key(0))
+        pages = jax.random.normal(pages, shape, jnp.bfloat16)
+        queries = jax.random.normal(queries, (tokens, spec.heads, spec.width), jnp.bfloat16)
+        return queries, pages.astype(spec.pages)
+
+    lens = jnp.asarray(spec.lens, jnp.int32)
+    return Arrays(*make(), jnp.asarray(tables), lens, None if spec.queries is None else loc)
+
+
+def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
+    arrays = make_arrays(spec)
+    attend = jax.jit(functools.partial(paged_attention, implementation=implementation))
+    return measure(lambda: attend(*arrays))
+
+
+def time_library(spec: AttentionSpec) -> Times:
+    """Times the Triton kernel, which wants keys and values apart, by head."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as library
+
+    arrays = make_arrays(spec)
+
+    @jax.jit
+    def split(pages: jax.Array) -> list[jax.Array]:
+        return [jnp.moveaxis(half, 2, 0) for half in jnp.split(pages, 2, axis=-1)]
+
+    keys, values = split(arrays.pages)
+    attend = jax.jit(library)
+    return measure(
+        lambda: attend(arrays.queries, keys, values, arrays.block_tables, arrays.seq_lens)
+    )

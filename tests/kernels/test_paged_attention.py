@@ -1,0 +1,513 @@
+"""Attention over pages against its definition in float64, with poison where no query looks.
+
+On a machine without a GPU the Mosaic kernels run in interpret mode, and are lowered for CUDA.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import _capability, paged_attention
+from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
+
+
+class Case(NamedTuple):
+    """Shapes and options of calls that are compiled once."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    key: int = 64
+    value: int = 64
+    page_tokens: int = 16
+    batch: int = 3
+    width: int = 8
+    tokens: int = 0  # of the queries of all requests; 0: one each
+    pages: str = "bfloat16"
+    queries: str = "bfloat16"
+    window: int | None = None
+    chunk: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    scaled: bool = False
+    holes: bool = False  # some pages of every request are not there
+
+    @property
+    def capacity(self) -> int:
+        return self.width * self.page_tokens
+
+
+class Arguments(NamedTuple):
+    queries: np.ndarray
+    pages: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray | None
+    sinks: np.ndarray | None
+    key_scale: Any
+    value_scale: Any
+
+
+class Expected(NamedTuple):
+    """The definition in float64, and what an implementation may be off by, per output."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_bound: np.ndarray
+    lse_bound: np.ndarray
+
+
+def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> Arguments:
+    """Returns arguments whose pages hold numbers where queries look, and poison elsewhere."""
+    rng = np.random.default_rng(seed)
+    blocks = case.batch * case.width + 3
+    ids = rng.permutation(blocks)[: case.batch * case.width].reshape(case.batch, case.width)
+    shape = (blocks, case.page_tokens, case.kv_heads, case.key + case.value)
+    numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
+    numbers = numbers.astype(jnp.dtype(case.pages))
+    poison = 127 if case.pages == "int8" else math.nan
+    pages = np.full(shape, poison, numbers.dtype)
+    for request, length in enumerate(lens):
+        count = 1 if loc is None else loc[request + 1] - loc[request]
+        for position in range(first_visible(case, max(length - count, 0)), length):
+            page, offset = divmod(position, case.page_tokens)
+            place = ids[request, page], offset
+            pages[place] = numbers[place]
+    for request, length in enumerate(lens):  # what tables hold past the last page is anything
+        ids[request, -(-length // case.page_tokens) :] = rng.integers(-3, blocks + 3)
+    if case.holes:
+        where = rng.random(ids.shape) < 0.3
+        ids[where] = rng.choice([-1, -(2**31), blocks, 2**31 - 1], where.sum())
+    tokens = case.tokens or case.batch
+    queries = rng.normal(size=(tokens, case.heads, case.key)).astype(jnp.dtype(case.queries))
+    queries[tokens if loc is None else loc[-1] :] = math.nan
+    return Arguments(
+        queries,
+        pages,
+        as_ids(ids),
+        as_ids(lens),
+        None if loc is None else as_ids(loc),
+        rng.normal(size=case.heads).astype(np.float32) if case.sinks else None,
+        np.float32(0.75) if case.scaled else 1.0,
+        rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
+    )
+
+
+def first_visible(case: Case, position: int) -> int:
+    first = 0
+    if case.window is not None:
+        first = max(first, position - case.window + 1)
+    if case.chunk is not None:
+        first = max(first, position // case.chunk * case.chunk)
+    return first
+
+
+def define(case: Case, given: Arguments) -> Expected:
+    """Attends by the definition, one query and one head at a time, and derives the bounds.
+
+    With u the rounding of 16 bits (or of float32) and n keys: a score is a sum of K products in
+    float32, so it is off by at most d = (K + 8) 2^-24 of the sum of their magnitudes; weights
+    are off by 2d and by the u they are rounded to before they meet values; a float16 weight
+    below 2^-14 by 2^-25 of the largest; the output is rounded by u.
+    """
+    tokens, group = given.queries.shape[0], case.heads // case.kv_heads
+    out = np.zeros((tokens, case.heads, case.value))
+    lse = np.full((tokens, case.heads), -np.inf)
+    out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
+    loc = given.query_start_loc
+    key_scale = np.broadcast_to(np.asarray(given.key_scale, float), case.kv_heads)
+    value_scale = np.broadcast_to(np.asarray(given.value_scale, float), case.kv_heads)
+    rounding = 2.0**-8 if "bfloat16" in (case.queries, case.pages) else 2.0**-11
+    if case.queries == case.pages == "float32":
+        rounding = 2.0**-22
+    for request, length in enumerate(given.seq_lens.tolist()):
+        begin, end = (request, request + 1) if loc is None else loc[request : request + 2].tolist()
+        for token in range(begin, end):
+            position = length - end + token
+            if position < 0:
+                continue
+            seen = np.arange(first_visible(case, position), position + 1)
+            ids = given.block_tables[request, seen // case.page_tokens]
+            held = (ids >= 0) & (ids < len(given.pages))
+            rows = given.pages[ids[held], seen[held] % case.page_tokens].astype(float)
+            for head in range(case.heads):
+                kv_head = head // group
+                keys, values = np.split(rows[:, kv_head], [case.key], axis=1)
+                query = given.queries[token, head].astype(float)
+                scale = case.key**-0.5 * key_scale[kv_head]
+                scores = keys @ query * scale
+                if case.cap is not None:
+                    scores = case.cap * np.tanh(scores / case.cap)
+                sink = -np.inf if given.sinks is None else float(given.sinks[head])
+                highest = max(scores.max(initial=-np.inf), sink)
+                if highest == -np.inf:
+                    continue
+                weights = np.exp(scores - highest)
+                total = weights.sum() + np.exp(sink - highest)
+                lse[token, head] = highest + np.log(total)
+                values = values * value_scale[kv_head]
+                out[token, head] = weights @ values / total
+                sums = (abs(keys) @ abs(query)).max(initial=0) + abs(keys).max(initial=0)
+                off = (case.key + 8) * 2.0**-24 * (sums * scale + (case.cap or 0) + abs(highest))
+                off += 2.0**-18
+                spread = weights @ abs(values) / total
+                tiny = 2.0**-25 * abs(values).sum(axis=0) / total
+                out_bound[token, head] = (rounding + 2 * off) * spread + tiny
+                out_bound[token, head] += rounding * abs(out[token, head]) + 1e-30
+                lse_bound[token, head] = 2 * off + 2.0**-22 * abs(lse[token, head])
+    return Expected(out, lse, out_bound, lse_bound)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "implementation"))
+def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.Array, jax.Array]:
+    *arrays, sinks, key_scale, value_scale = arguments
+    return paged_attention(
+        *arrays,
+        sliding_window=case.window,
+        chunk_size=case.chunk,
+        soft_cap=case.cap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        return_lse=True,
+        implementation=implementation,
+    )
+
+
+def check(case: Case, arguments: Arguments, implementation: str) -> None:
+    with kernels_run():
+        out, lse = attend(jax.tree.map(jnp.asarray, arguments), case, implementation)
+    assert out.dtype == jnp.dtype(case.queries) and lse.dtype == jnp.float32
+    expected = define(case, arguments)
+    out, lse = np.asarray(out, float), np.asarray(lse, float)
+    assert np.isfinite(out).all() and not np.isnan(lse).any()
+    off = abs(out - expected.out)
+    assert (off <= expected.out_bound).all(), (off / np.maximum(expected.out_bound, 1e-30)).max()
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(expected.lse))
+    known = np.isfinite(expected.lse)
+    assert (abs(lse[known] - expected.lse[known]) <= expected.lse_bound[known]).all()
+
+
+@st.composite
+def batches(draw: st.DrawFn, case: Case) -> tuple[list[int], list[int] | None, int]:
+    """Draws lengths, where queries begin, and a seed."""
+    ends = [0, 1, 63, 64, 65, case.capacity]
+    length = st.sampled_from(ends) | st.integers(0, case.capacity)
+    lens = [min(draw(length), case.capacity) for _ in range(case.batch)]
+    seed = draw(st.integers(0, 2**16))
+    if not case.tokens:
+        return lens, None, seed
+    loc = [0]
+    for length in lens:
+        room = min(length, case.tokens - loc[-1])
+        loc.append(loc[-1] + draw(st.integers(0, room) | st.just(min(room, 4))))
+    return lens, loc, seed
+
+
+XLA_CASES = {
+    "decode": Case(),
+    "mixed": Case(tokens=90, heads=8, value=32, page_tokens=12),
+    "f32": Case(tokens=9, pages="float32", queries="float32", key=20, value=12, sinks=True),
+    "f32 over bf16": Case(tokens=5, pages="bfloat16", queries="float32", window=5),
+    "window": Case(tokens=40, window=21, pages="float16", queries="float16", sinks=True),
+    "chunk": Case(tokens=40, chunk=24, heads=3, kv_heads=1, cap=5.0, scaled=True),
+    "fp8_e4m3": Case(tokens=20, pages="float8_e4m3fn", scaled=True, sinks=True),
+    "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", scaled=True),
+    "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70),
+    "holes": Case(tokens=40, holes=True, sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", XLA_CASES)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
+    case = XLA_CASES[name]
+    lens, loc, seed = data.draw(batches(case))
+    check(case, make(case, lens, loc, seed), "xla")
+
+
+MOSAIC_CASES = {
+    "decode": Case(),
+    "mixed": Case(tokens=90, heads=8, value=128),
+    "window": Case(tokens=40, window=21, pages="float16", queries="float16", sinks=True),
+    "chunk": Case(tokens=40, chunk=24, heads=3, kv_heads=1, cap=5.0, scaled=True),
+    "fp8_e4m3": Case(tokens=20, pages="float8_e4m3fn", scaled=True, sinks=True),
+    "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", key=128, scaled=True),
+    "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70),
+    "pages of 272": Case(page_tokens=272, width=2, heads=10, key=192, value=128),
+    "pages of 8": Case(page_tokens=8, width=20, key=256, value=256, heads=16, kv_heads=1),
+    "holes": Case(holes=True, tokens=9, sinks=True),
+    "long": Case(width=600, batch=2, heads=2, sinks=True),
+    "prefill": Case(tokens=320, width=20, heads=4, key=128, value=128, sinks=True),
+    "prefill, window": Case(tokens=328, width=20, heads=2, window=70, key=128, scaled=True),
+    "prefill, chunk": Case(tokens=200, width=3, page_tokens=80, chunk=64, cap=9.0, scaled=True),
+    "prefill, holes": Case(tokens=200, width=20, holes=True, pages="float16", queries="float16"),
+}
+# Small enough for interpret mode, which takes seconds for each.
+FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
+PREFILL = Case(1, 1, batch=2, page_tokens=48, width=4, tokens=72, window=100, holes=True)
+INTERPRETED = {
+    "decode": (Case(batch=2, page_tokens=32, width=4, heads=2, kv_heads=1), [128, 0], None),
+    "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
+    "a decode and a prefill": (PREFILL, [150, 190], [0, 1, 70]),
+}
+quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
+
+
+def some_batches(case: Case) -> list[tuple[list[int], list[int] | None, int]]:
+    """Returns lengths around the ends of pages and steps, none, and all that fits."""
+    given = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        ends = [[0, 65, case.capacity], [case.capacity] * 3, [1, 64, 0]][seed][: case.batch]
+        lens = [min(length, case.capacity) for length in ends]
+        loc = [0]
+        for length in lens:
+            count = rng.integers(0, min(length, case.tokens - loc[-1]) + 1) if case.tokens else 0
+            loc.append(loc[-1] + int(count))
+        given.append((lens, loc if case.tokens else None, seed))
+    return given
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes in interpret mode; on a GPU")
+@needs_mosaic
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_mosaic_attends_by_the_definition(name: str) -> None:
+    case = MOSAIC_CASES[name]
+    for lens, loc, seed in some_batches(case):
+        check(case, make(case, lens, loc, seed), "mosaic_gpu")
+
+
+@quietly
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypatch) -> None:
+    """All but the operands that a GPU takes from registers."""
+    from pallas_kernels import _paged_attention_pieces
+
+    monkeypatch.setattr(_paged_attention_pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
+    case, lens, loc = INTERPRETED[name]
+    for seed in range(2):
+        check(case, make(case, lens, loc, seed), "mosaic_gpu")
+
+
+class Shape(NamedTuple):
+    """Arguments of models that are lowered, and the launches that they take."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    page_tokens: int
+    pages: str
+    launches: int
+
+    def arguments(self, per_request: bool) -> list[jax.ShapeDtypeStruct]:
+        struct, ids = jax.ShapeDtypeStruct, jnp.int32
+        loc = [] if per_request else [struct((self.batch + 1,), ids)]
+        return [
+            struct((self.tokens, self.heads, self.width), jnp.bfloat16),
+            struct((999, self.page_tokens, self.kv_heads, 2 * self.width), self.pages),
+            struct((self.batch, 64), ids),
+            struct((self.batch,), ids),
+            *loc,
+        ]
+
+
+SHAPES = [
+    Shape(64, 64, 32, 8, 128, 16, "bfloat16", 2),
+    Shape(64, 64, 32, 8, 128, 64, "float8_e4m3fn", 2),
+    Shape(64, 64, 16, 2, 256, 544, "float8_e5m2", 2),
+    Shape(8, 8, 8, 1, 64, 16, "int8", 2),
+    Shape(8, 32, 32, 8, 128, 16, "bfloat16", 2),  # speculation: too few for a prefill
+    Shape(8, 1024, 32, 8, 128, 16, "bfloat16", 3),
+    Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 3),
+    Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 2),
+]
+
+
+def lower(function: Any, arguments: list[jax.ShapeDtypeStruct], platform: str = "cuda") -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu", sliding_window=99)
+    text = lower(attend, shape.arguments(per_request=shape.tokens == shape.batch))
+    assert text.count("custom_call @mosaic_gpu") == shape.launches
+    # The pages go straight to kernels: nothing else has as many elements.
+    pages = f"tensor<999x{shape.page_tokens}x{shape.kv_heads}x{2 * shape.width}x"
+    users = [line for line in text.splitlines() if pages in line and "func" not in line]
+    assert users and all("reshape" in line or "call" in line for line in users)
+
+
+@needs_mosaic
+def test_the_kernels_count_in_int32_under_x64_too() -> None:
+    attend = functools.partial(paged_attention, implementation="mosaic_gpu")
+    with jax.enable_x64(True):
+        text = lower(attend, SHAPES[5].arguments(per_request=False))
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@needs_mosaic
+def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
+    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    arguments = SHAPES[0].arguments(per_request=True)
+    assert lower(paged_attention, arguments).count("custom_call @mosaic_gpu") == 2
+    assert "mosaic_gpu" not in lower(paged_attention, arguments, "cpu")
+    arguments[0] = jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)
+    assert "mosaic_gpu" not in lower(paged_attention, arguments)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(queries="float32"), "queries are float32, and the kernels take bfloat16"),
+        (Case(pages="float16"), "pages are float16 and queries bfloat16"),
+        (Case(key=96), "keys are 96 wide and values 64, and the kernels take multiples of 64"),
+        (Case(key=320), "keys or values are wider than 256"),
+        (Case(heads=65, kv_heads=1), "a KV head has 65 query heads, and the kernels take 64"),
+        (Case(page_tokens=12), "pages have 12 tokens, and the kernels take multiples of 8"),
+    ],
+)
+def test_what_mosaic_does_not_take_is_named(case: Case, reason: str) -> None:
+    arguments = jax.tree.map(jnp.asarray, make(case, [3, 2, 1], None))
+    with pytest.raises(NotImplementedError, match=f'implementation="mosaic_gpu": {reason}'):
+        attend(arguments, case, "mosaic_gpu")
+
+
+def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    given = make(Case(), [3, 2, 1], None)
+    with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, this is 0\.10\.2; use"):
+        paged_attention(*given[:4], implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "width", "blocks"), [(0, 0, 3, 4), (0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)]
+)
+def test_no_queries_and_no_keys_are_no_error(tokens, batch, width, blocks) -> None:
+    out, lse = paged_attention(
+        jnp.ones((tokens, 4, 8)),
+        jnp.ones((blocks, 2, 2, 12)),
+        jnp.zeros((batch, width), jnp.int32),
+        jnp.full(batch, 6, jnp.int32),
+        jnp.zeros(batch + 1, jnp.int32) if batch != tokens else None,
+        return_lse=True,
+    )
+    np.testing.assert_array_equal(out, np.zeros((tokens, 4, 4)))
+    np.testing.assert_array_equal(lse, np.full((tokens, 4), -np.inf))
+
+
+def test_more_queries_than_tokens_see_what_there_is() -> None:
+    """The first queries of such a request come before its first key."""
+    case = Case(batch=1, tokens=5, queries="float32", pages="float32")
+    given = make(case, [3], [0, 5])
+    check(case, given._replace(queries=np.nan_to_num(given.queries)), "xla")
+
+
+def test_parts_of_a_sequence_combine_by_their_log_sum_exp() -> None:
+    case = Case(batch=2, width=6, queries="float32", pages="float32")
+    lens = np.array([90, 61])
+    given = make(case, lens.tolist(), None)
+    whole = paged_attention(*given[:4])
+    parts = [
+        paged_attention(
+            given.queries,
+            given.pages,
+            given.block_tables[:, columns],
+            as_ids(np.clip(lens - 16 * columns.start, 0, 48)),
+            return_lse=True,
+        )
+        for columns in (slice(0, 3), slice(3, 6))
+    ]
+    lse = np.stack([lse for _, lse in parts])
+    weights = np.exp(lse - np.logaddexp(*lse))[..., None]
+    combined = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
+    np.testing.assert_allclose(combined, whole, atol=1e-6)
+
+
+def test_it_composes_with_scan_and_shard_map_over_heads() -> None:
+    case = Case(queries="float32", pages="float32", tokens=9)
+    given = make(case, [100, 3, 40], [0, 5, 6, 9])
+    mesh = Mesh(np.array(jax.devices()[: min(2, len(jax.devices()))]), ("heads",))
+    by_head = PartitionSpec(None, "heads")
+
+    def layers(queries, pages, *others):
+        def layer(queries, _):
+            return paged_attention(queries, pages, *others), None
+
+        return jax.lax.scan(layer, queries, None, length=2)[0]
+
+    sharded = jax.shard_map(
+        layers,
+        mesh=mesh,
+        in_specs=(by_head, PartitionSpec(None, None, "heads"), *[PartitionSpec()] * 3),
+        out_specs=by_head,
+        check_vma=False,
+    )
+    arrays = jax.tree.map(jnp.asarray, given[:5])
+    np.testing.assert_allclose(jax.jit(sharded)(*arrays), layers(*arrays), atol=1e-6)
+
+
+GOOD: dict[str, Any] = {
+    "queries": jnp.ones((3, 4, 8)),
+    "pages": jnp.ones((5, 2, 2, 14)),
+    "block_tables": jnp.zeros((3, 2), jnp.int32),
+    "seq_lens": jnp.ones(3, jnp.int32),
+}
+BAD = [
+    ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
+    ("queries", jnp.ones((3, 4, 8), jnp.int32), TypeError, "queries must be one of float32, bfl"),
+    ("queries", jnp.ones((3, 4)), ValueError, r"queries must be \[T, heads, K\], got shape \(3, 4"),
+    ("queries", jnp.ones((3, 3, 8)), ValueError, "queries has 3 heads; pages want a multiple of 2"),
+    ("queries", jnp.ones((4, 4, 8)), ValueError, "4 tokens for 3 requests; pass query_start_loc"),
+    ("queries", jnp.ones((3, 4, 14)), ValueError, "queries are 14 wide and a row of pages is 14"),
+    ("pages", jnp.ones((5, 2, 2, 14), jnp.uint8), TypeError, "pages must be one of .*, got uint8"),
+    ("pages", jnp.ones((5, 2, 28)), ValueError, "pages must be .blocks, tokens, kv_heads, K"),
+    ("pages", jnp.ones((5, 0, 2, 14)), ValueError, "pages has blocks of 0 tokens"),
+    (
+        "block_tables",
+        np.zeros((3, 2), np.int64),
+        TypeError,
+        "block_tables must be int32.B, W., got",
+    ),
+    ("seq_lens", jnp.ones(3), TypeError, "seq_lens must be int32.3., got float32"),
+    ("seq_lens", jnp.ones(4, jnp.int32), ValueError, "seq_lens must be int32.3., got int32.4."),
+    ("query_start_loc", jnp.ones(3, jnp.int32), ValueError, "query_start_loc must be int32.4."),
+    ("scale", -1.0, ValueError, "scale=-1.0 must be positive"),
+    ("soft_cap", 0.0, ValueError, "soft_cap=0.0 must be positive"),
+    ("sliding_window", 0, ValueError, "sliding_window=0 must be an int of at least 1"),
+    ("chunk_size", 1.5, ValueError, "chunk_size=1.5 must be an int of at least 1"),
+    ("sinks", jnp.ones(3), ValueError, r"sinks has shape \(3,\); wants \[4\]"),
+    ("sinks", jnp.ones(4, jnp.int32), TypeError, "sinks must be of floats"),
+    ("key_scale", jnp.ones(3), ValueError, r"key_scale has shape \(3,\); wants a number or \[2\]"),
+    ("value_scale", jnp.ones((2, 1)), ValueError, "value_scale has shape"),
+    ("key_width", 7, ValueError, "key_width=7; queries are 8 wide"),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "message"), BAD, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD)]
+)
+def test_bad_input_is_refused_by_name(argument, value, error, message) -> None:
+    with pytest.raises(error, match=message):
+        paged_attention(**{**GOOD, argument: value})
+
+
+def test_good_input_is_not_refused() -> None:
+    assert paged_attention(**GOOD, key_width=8).shape == (3, 4, 6)
