@@ -10,7 +10,7 @@ from jax import Array, lax
 from pallas_kernels import _capability
 from pallas_kernels._capability import Implementation
 from pallas_kernels._paged_attention_arguments import check_arguments
-from pallas_kernels._paged_attention_limits import why_not_mosaic
+from pallas_kernels._paged_attention_limits import why_not_paged_attention
 from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
 from pallas_kernels._paged_attention_xla import attend_xla
 
@@ -108,7 +108,7 @@ def _run(
         return _see_nothing(arrays, rule)
     xla: Attend = functools.partial(attend_xla, rule=rule)
     mosaic_gpu: Attend = functools.partial(_attend_mosaic, rule=rule)
-    unsupported = why_not_mosaic(arrays, rule)
+    unsupported = why_not_paged_attention(arrays.queries, arrays.pages)
     if implementation == "mosaic_gpu":
         unsupported = _capability.why_unsupported(any_platform=True) or unsupported
         if unsupported:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jaxkv.attention._kernel import attend_fastest
 from jaxkv.attention._paged import AttentionRule, Tiles, attend_to_pages
 from jaxkv.cache import KVCache, Period, StepBatch
 from jaxkv.layout import row_format
@@ -71,7 +72,9 @@ def attend(
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], logits of an attention sink per head: a key without a value.
       period: int32[], traced: the layer of the group to use instead; see `write_tokens`.
-      implementation: of the kernels, as in `pallas_kernels.write_rows`.
+      implementation: of the kernels, as in `pallas_kernels.paged_attention`. By default Mosaic
+        attends on a GPU that runs it, where layer, batch and queries are of a kind that it takes
+        (16-bit queries, heads of 64 to 256, flat batches, LBNHC without padding), XLA elsewhere.
 
     Returns:
       The cache, and the output in the queries' dtype: [..., heads, V].
@@ -80,6 +83,7 @@ def attend(
       TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
         (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``); queries that
         are not floats of 16 bits or more.
+      NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not take; the reason is named.
       ValueError: shapes that do not fit the layer and the batch; context parallelism without a
         mesh axis.
     """
@@ -94,10 +98,15 @@ def attend(
     def run(
         cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
     ) -> Array:
+        def xla(queries: Array) -> Array:
+            tiles = Tiles.of_batch(batch)
+            out = attend_to_pages(cache, layer, batch, queries, tiles, rule, sinks, period)
+            return out.astype(queries.dtype)
+
         flat = queries.reshape(-1, *queries.shape[-2:])
-        tiles = Tiles.of_batch(batch)
-        out = attend_to_pages(cache, layer, batch, flat, tiles, rule, sinks, period)
-        return out.astype(queries.dtype).reshape(*queries.shape[:-1], rule.value_size)
+        given = cache, layer, batch, flat, rule, sinks, period
+        out = attend_fastest(*given, xla=xla, implementation=implementation)
+        return out.reshape(*queries.shape[:-1], rule.value_size)
 
     axis, heads_dim = cache.layout.heads_axis, queries.ndim - 2
     by_head = PartitionSpec(*[None] * heads_dim, axis) if axis else SAME

@@ -34,9 +34,8 @@ class PagedMemory:
     def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
         given = self.cache, layer, self.batch
         if not self.own_attention:
-            cache, out = jaxkv.attend(
-                *given, queries, keys, values, implementation=self.implementation
-            )
+            # The model computes in f32, which only XLA attends in.
+            cache, out = jaxkv.attend(*given, queries, keys, values)
             return dataclasses.replace(self, cache=cache), out
         cache = jaxkv.write_tokens(*given, keys, values, implementation=self.implementation)
         keys, values = _read_kernel_blocks(cache, layer, self.batch)
