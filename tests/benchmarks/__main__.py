@@ -5,7 +5,7 @@ import gc
 import pathlib
 from typing import get_args
 
-from tests.benchmarks import copies, host, planner, sharded, sleep, step, timing, zero
+from tests.benchmarks import attention, copies, host, planner, sharded, sleep, step, timing, zero
 from tests.benchmarks.timing import Report
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -14,11 +14,12 @@ PARTS = {
     "step": step.run,
     "zero": zero.run,
     "copies": copies.run,
+    "attention": attention.run,
     "sharded": sharded.run,
     "sleep": sleep.run,
     "planner": planner.run,
 }
-READS_GPU_CLOCK = ("step", "zero", "copies", "sharded")  # the others read the host's alone
+READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharded")  # the others read the host's alone
 
 
 def main() -> None:
