@@ -27,10 +27,14 @@
 # The order of work in any engine:
 #
 # 1. **Plan** with `plan_cache`, once weights are loaded and you know the memory that is left. A
-#    plan that cannot work raises and says what would help. All below is made from the plan.
+#    plan that cannot work raises and says what would help. All below is made from the plan. Say how
+#    many tokens of one request a step computes at most, `limits=Limits(max_in_flight_tokens=...)`:
+#    layers with a window are charged for them. With tensor parallelism the plan is that of **one**
+#    device: its share of the heads (`layers_from_config(..., tensor_parallel=2)`) and its memory.
+#    `make_cache(plan, mesh=mesh, axis="heads")` then makes one cache over all devices.
 # 2. **Allocate** once: `make_cache` on the device, `BlockManager` on the host, one `StepShape` for
 #    each bucket (say decode, and prefill of 8,192 tokens).
-# 3. **Warm up**: run your step on `shape.idle()` for each shape. Nothing compiles after that.
+# 3. **Warm up**: run your step on `shape.idle()` for each shape. It compiles nothing after that.
 # 4. **Step**: the cache and the upload are arguments of your jitted step, which donates the cache
 #    and returns it. Never close over a cache. `apply_step` comes first.
 # 5. **Write, then attend**, layer by layer. `attend` does both.
@@ -296,8 +300,9 @@ print("slots", slots[:4], "hold", read[0, 13, 0, 0], *read[1, 6:9, 0, 0])
 assert (read[0, 13] == 7).all() and (read[1, 6:9] == 7).all() and (read[0, :13] != 7).all()
 
 # %% [markdown]
-# On a mesh, `apply_step`, `write_tokens` and `attend` call `shard_map` by themselves; wrap your own
-# kernel with `cache.partition_specs()`.
+# On a mesh, `apply_step`, `write_tokens` and `attend` call `shard_map` by themselves. Wrap your own
+# kernel: `cache.partition_specs()` for the cache, `P()` for the batch, which every device has, and
+# `P(None, "heads")` for queries and output.
 #
 # Two things to know before you trust a kernel with a hybrid pool. It should mask **values** as
 # well as logits, or the plan must zero fresh blocks ([notebook 4](4_zeroing_and_nan.ipynb)). And
@@ -306,8 +311,9 @@ assert (read[0, 13] == 7).all() and (read[1, 6:9] == 7).all() and (read[0, :13] 
 #
 # ## Flat and rectangular batches
 #
-# A flat batch is `[T]`, the tokens of all requests end to end. Models that want `[B, T]` make the
-# shape with `tokens_per_request`. Nothing else changes.
+# A flat batch is `[T]`, the tokens of all requests end to end. A model that wants `[B, T]`, and
+# takes positions as an argument, can run it as one row, `x[None]`. Or make the shape with
+# `tokens_per_request`; nothing else changes.
 
 # %%
 rectangular = jaxkv.StepShape.for_plan(plan, max_requests=4, batch_size=2, tokens_per_request=6)
@@ -344,7 +350,9 @@ print("equal")
 #
 # With `lax.scan` a layer has no name while it is traced. Name any layer of the group, and let
 # `period` choose: it indexes the layers of the group in the order of the model. The cache belongs
-# in the **carry**. As an input and output of the scan (`xs` and `ys`) it would be copied.
+# in the **carry**. As an input and output of the scan (`xs` and `ys`) it would be copied. A model
+# whose layers repeat (window, window, full) names one layer of each kind in the body:
+# `period_layers` must list the layers of a kind in the order of the periods.
 
 # %%
 print(cache.period_layers("layers.0"))

@@ -130,7 +130,9 @@ def run(code: str, *options: str) -> list[str]:
     """The words that code prints in a fresh interpreter, which finds the same packages."""
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(path.parent) for path in PACKAGES)},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(str(path.parent) for path in PACKAGES)}
+        | {"PYTHONDONTWRITEBYTECODE": ""},  # else every run compiles every module anew
         capture_output=True,
         text=True,
     )

@@ -198,6 +198,7 @@ def _rule(
         raise ValueError(
             f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
             f"{(*shape, 'heads', spec.head_size)}, heads a multiple of {kv_heads * ranks}"
+            + (f" ({kv_heads} KV heads on each of {ranks} devices)" if ranks > 1 else "")
         )
     return AttentionRule(
         kv_heads=kv_heads,

@@ -21,13 +21,22 @@ class Scheduler:
     ::
 
         scheduler = jaxkv.Scheduler(manager, max_tokens=8192)
-        scheduler.add("a", 40)                                  # a prompt of 40 tokens
+        for name in tokens:                                 # token ids by request: the prompts
+            scheduler.add(name, len(tokens[name]))
         while scheduler.has_work:
             schedule = scheduler.schedule()
-            upload = manager.step(shape, schedule.work)
-            ...                                                 # the step, and sampling
-            scheduler.append(dict.fromkeys(schedule.samples, 1))
-            ...                                                 # finish what has ended
+            ids = []                                        # of this step, before it is counted
+            for name, count in schedule.work.items():
+                done = manager.num_computed_tokens(name)
+                ids += tokens[name][done : done + count]
+            upload = manager.step(shape, schedule.work, extra=ids)
+            cache, picked = step(params, cache, upload)     # a token for each request of the step
+            for name, index in schedule.samples.items():
+                tokens[name].append(int(picked[index]))
+                if len(tokens[name]) < longest:
+                    scheduler.append({name: 1})
+                else:
+                    scheduler.finish(name)
 
     Requests get blocks in the order of their arrival. When blocks run out, the youngest one
     that has got none in this step is preempted: it gives back all it has, and waits ahead of
