@@ -1,9 +1,15 @@
 """Strict modes, virtual devices, and one Hypothesis profile for the whole suite."""
 
 import os
+import shutil
 
 import jax
 from hypothesis import HealthCheck, settings
+
+# Most of the suite's time is compiling. LLVM leaves XLA's program as it is, and what runs is tiny.
+if not shutil.which("nvidia-smi"):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 
 # On a CPU the sharding tests need several devices; on a GPU they take what is there.
 jax.config.update("jax_num_cpu_devices", 8)
