@@ -19,7 +19,8 @@ PARTS = {
     "sleep": sleep.run,
     "planner": planner.run,
 }
-READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharded")  # the others read the host's alone
+# The others read the host's clock alone.
+READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharded")
 
 
 def main() -> None:
