@@ -172,3 +172,22 @@ def test_what_the_kernel_does_not_take_goes_to_xla_or_says_why(
     assert out.shape[:-1] == queries.shape[:-1] and np.isfinite(np.asarray(out, float)).all()
     with pytest.raises(NotImplementedError, match=f'"mosaic_gpu": {reason}'):
         jaxkv.attend(cache, "a", batch, queries, implementation="mosaic_gpu")
+
+
+@needs_mosaic
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device() -> None:
+    spec = jaxkv.FullAttentionSpec(**KV)
+    plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64)
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    cache = jaxkv.make_cache(plan, max_requests=2, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
+
+    @jax.jit
+    def step(cache, upload, queries):
+        cache, batch = jaxkv.apply_step(cache, upload, implementation="mosaic_gpu")
+        return jaxkv.attend(cache, "a", batch, queries, implementation="mosaic_gpu")
+
+    traced = step.trace(cache, shape.idle(), jnp.ones((8, 2 * HEADS, 64), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and f"tensor<8x{HEADS}x64xbf16>" in text  # its own heads
