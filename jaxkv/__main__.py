@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run is None:  # an option of ours before the command; argparse took it, we have none
         parser.error("give the command first")
     try:
-        return run.run(options)
+        status = run.run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head`, say; Python would complain once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, TypeError, NotImplementedError) as error:
         return _refuse(f"{options.command}: {error}")
 

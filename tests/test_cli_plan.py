@@ -315,3 +315,13 @@ def test_an_override_takes_the_place_of_memory(capsys) -> None:
     data = figures(capsys, "llama-3.1-8b", "--memory", "80GiB", "--num-blocks-override", "2000")
     assert data["num_blocks"] == 2000 and data["max_model_len"] == 1999 * 16
     assert data["binds"] == "the override"
+
+
+def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
+    """Such as ``| head -1``."""
+    command = [sys.executable, "-m", "jaxkv", "plan", "qwen3-8b", "--memory", "40GiB"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout and running.stderr
+    running.stdout.close()
+    assert running.wait() == 1 and not running.stderr.read()
+    running.stderr.close()
