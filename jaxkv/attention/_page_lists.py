@@ -11,7 +11,8 @@ kernel that lets tokens see only pairs of their own request counts no key twice.
 
 import dataclasses
 import functools
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -126,23 +127,13 @@ def build_page_lists(
       TypeError: a layer that stores no tokens of its requests, or arguments of other types.
       ValueError: a rectangular batch, context parallelism, or a batch of another cache.
     """
-    check_batch(cache, batch)
-    sizes = page_list_sizes(
-        cache,
-        layer,
-        batch.shape,
+    return _build(
+        make_lists,
+        *(cache, layer, batch, period),
         q_block_tokens=q_block_tokens,
         causal=causal,
         pages_are_shared=pages_are_shared,
     )
-
-    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists:
-        lists = make_lists(page_tables(batch, layer), sizes=sizes)
-        pages, _, flags = page_ids(lists.pages, batch, layer, period)
-        flags |= lists.error_flags
-        return dataclasses.replace(lists, pages=pages, error_flags=flags)
-
-    return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
 
 
 def build_page_csr(
@@ -160,21 +151,32 @@ def build_page_csr(
     Takes and raises the same. Its size is ``(groups + requests - 1) * pages`` instead of
     ``groups * requests * pages``.
     """
-    check_batch(cache, batch)
-    sizes = page_list_sizes(
-        cache,
-        layer,
-        batch.shape,
+    return _build(
+        make_csr,
+        *(cache, layer, batch, period),
         q_block_tokens=q_block_tokens,
         causal=causal,
         pages_are_shared=pages_are_shared,
     )
 
-    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageCSR:
-        csr = make_csr(page_tables(batch, layer), sizes=sizes)
-        pages, _, flags = page_ids(csr.pages, batch, layer, period)
-        flags |= csr.error_flags
-        return dataclasses.replace(csr, pages=pages, error_flags=flags)
+
+def _build(
+    make: Callable[..., Any],
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    period: Period,
+    **options: Any,
+) -> Any:
+    """Lists the pages of a step by ``make``, with ids of the layer's view."""
+    check_batch(cache, batch)
+    sizes = page_list_sizes(cache, layer, batch.shape, **options)
+
+    def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists | PageCSR:
+        listed = make(page_tables(batch, layer), sizes=sizes)
+        pages, _, flags = page_ids(listed.pages, batch, layer, period)
+        flags |= listed.error_flags
+        return dataclasses.replace(listed, pages=pages, error_flags=flags)
 
     return on_devices(build, cache, batch, period, in_specs=(SAME, SAME), out_specs=SAME)
 

@@ -184,7 +184,7 @@ class Scheduler:
             if self._can_fork(sample) and self._forks_now(request, name):
                 ledger.forked_at[[index, at]] = computed
                 ledger.prefill_tokens[index] = computed
-                self._run(sample)
+                self._run(sample, self._manager.requests[name])
             else:
                 self._waiting[name] = sample
         self._running, self._waiting = _by_age(self._running), _by_age(self._waiting)
@@ -262,18 +262,17 @@ class Scheduler:
         step = Step(self._max_tokens, self._batch_size, self._longest_chunk)
         running = self._now_running()
         decodes, prefills = self._with_work(running)
-        first, later = (prefills, decodes) if not self._decode_first else (decodes, prefills)
-        claims = [step.give_all(running, first)]
-        if self._decode_first:
-            claims.append(step.give_all(running, later))
+        first, later = (
+            ((decodes, prefills), ()) if self._decode_first else ((prefills,), (decodes,))
+        )
+        claims = [step.give_all(running, chosen) for chosen in first]
         entrants = self._entrants(step)
-        if not self._decode_first:
-            claims.append(step.give_all(running, later))
+        claims += [step.give_all(running, chosen) for chosen in later]
         rows, counts = (np.concatenate(part) for part in zip(*claims, strict=True))
         preempted = self._take_blocks(step, running, rows, counts, entrants)
         self._admit(step, entrants)
-        if not self._decode_first:
-            self._fill(step, running, later)
+        for chosen in later:
+            self._fill(step, running, chosen)
         return Schedule(step.work, step.samples(), tuple(preempted))
 
     def _now_running(self) -> Running:
@@ -384,9 +383,9 @@ class Scheduler:
                 if not self._grows(name, step.work[name]):
                     step.take_back(name)
 
-    def _run(self, request: Request) -> None:
+    def _run(self, request: Request, row: int) -> None:
         """Notes that a request has a row now."""
-        request.row = self._manager.requests[request.name]
+        request.row = row
         self._running[request.name] = request
         self._in_order = None
 
@@ -408,11 +407,11 @@ class Scheduler:
         for request in entrants:
             name = request.name
             if not is_full and self._has_room(request, ()):
-                self._manager.start(name, encoder_tokens=request.encoder_tokens)
+                row = self._manager.start(name, encoder_tokens=request.encoder_tokens)
                 if self._grows(name, step.work[name]):
                     self._ledger.prefill_tokens[self._ledger.of[name]] = self.num_tokens(name)
                     del self._waiting[name]
-                    self._run(request)
+                    self._run(request, row)
                     continue
                 self._manager.finish(name)
             is_full = True
