@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn, override
 
 COMMANDS = {
     "plan": ("jaxkv.cli.plan", "say how long and how many requests fit, and what to change"),
@@ -12,10 +14,22 @@ COMMANDS = {
 }
 
 
+class UsageError(Exception):
+    """Arguments that a command does not have, or that lack a value."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises what is wrong with arguments, rather than exit."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status; 2 means a refusal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
+    parser = Parser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = None
     for name, (module, text) in COMMANDS.items():
@@ -26,9 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except ModuleNotFoundError as error:
                 return _refuse(f"{name} needs {error.name}: pip install 'jaxkv[demo]'")
             run.add_arguments(command)
-    options = parser.parse_args(arguments)
-    if run is None:  # an option of ours before the command; argparse took it, we have none
-        parser.error("give the command first")
+    try:
+        options = parser.parse_args(arguments)
+        if run is None:  # an option of ours before the command; argparse took it, we have none
+            parser.error("give the command first")
+    except UsageError as error:
+        if "--json" not in arguments:
+            return _refuse(str(error), prefix="")
+        print(json.dumps({"error": str(error)}, indent=2))
+        return 2
     try:
         status = run.run(options)
         sys.stdout.flush()
@@ -40,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{options.command}: {error}")
 
 
-def _refuse(message: str) -> int:
-    print(f"jaxkv {message}", file=sys.stderr)
+def _refuse(message: str, prefix: str = "jaxkv ") -> int:
+    print(f"{prefix}{message}", file=sys.stderr)
     return 2
 
 

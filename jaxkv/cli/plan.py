@@ -1,45 +1,66 @@
 """``python -m jaxkv plan``: the plan of a model in a given memory, and changes to try. No jax."""
 
 import argparse
-import dataclasses
 import json
-import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from jaxkv.cli.question import Question, answer, parse_bytes, parse_length
+from jaxkv._internal.checks import check_choice
+from jaxkv.cli.amounts import parse_bytes, parse_count, parse_length, parse_share
+from jaxkv.cli.data import plan_data, refusal_data
+from jaxkv.cli.gpus import GPUS, Budget, NoRoomError, gpu_bytes
+from jaxkv.cli.page import page
+from jaxkv.cli.question import Question
+from jaxkv.cli.specs_file import SpecsFile, SpecsFileError, load_specs
+from jaxkv.cli.table import cells, table
 from jaxkv.cli.tries import tries
-from jaxkv.hf_config import load_config, model_len
-from jaxkv.planning import Grouping, KVCacheCapacityError, Plan
+from jaxkv.cli.words import in_flags
+from jaxkv.hf_config import Weights, count_weights, layers_from_config, load_config
+from jaxkv.planning import Grouping, KVCacheCapacityError
 from jaxkv.specs import CacheMode
 
-# Arguments of the library -> how a user of the command writes them.
-FLAGS = {
-    field.name: f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Question)
-} | {"config": "CONFIG", "memory_bytes": "--memory"}
+COUNTS = {
+    "block_size": "tokens per block (default: the family's usual)",
+    "num_blocks_override": "blocks, whatever memory gives",
+    "tensor_parallel": "GPUs that share heads and weights",
+    "pipeline_parallel": "stages of layers",
+    "context_parallel": "ranks that share the tokens of a request",
+    "max_in_flight_tokens": "of one request, in one step (default: 8192)",
+    "max_encoder_tokens": "longest encoder input (default: the model's own)",
+    "speculative_tokens": "drafts of a step",
+}
+EPILOG = """\
+Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048,576.
+--specs reads, for example:
+  {"max_model_len": 131072,
+   "layers": [{"count": 6, "layers": [
+     {"count": 5, "kind": "sliding", "sliding_window": 1024, "num_kv_heads": 8, "head_size": 128},
+     {"kind": "full", "num_kv_heads": 8, "head_size": 128, "dtype": "bf16"}]}]}
+"""
+REMEDY = "; give the bytes of the weights, such as --weights 14.2GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command."""
-    parser.add_argument(
-        "config", metavar="CONFIG", help="path of a config.json or its directory, or a preset"
-    )
-    parser.add_argument(
-        "--memory", required=True, help="for the cache, per GPU: 80GiB, 141GB, or bytes"
-    )
-    parser.add_argument("--max-model-len", default="auto", help="tokens, or auto (default)")
-    parser.add_argument("--kv-dtype", help="of keys and values (default: the model's own)")
-    parser.add_argument("--block-size", type=int, help="tokens (default: the family's usual)")
-    parser.add_argument("--num-blocks-override", type=int, metavar="N")
-    parser.add_argument("--override-beyond-memory", action="store_true")
-    for name in ("tensor", "pipeline", "context"):
-        parser.add_argument(f"--{name}-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--max-in-flight-tokens", type=int, default=8192, metavar="N")
-    parser.add_argument(
-        "--state-cache-mode", default="none", choices=get_args(CacheMode), help="of mamba layers"
-    )
-    parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N")
-    parser.add_argument("--grouping", default="auto", choices=get_args(Grouping))
-    parser.add_argument("--json", action="store_true", help="print plan or refusal as data")
+    """Declares the arguments of the command; their values are read later, by `run`."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="a config.json, its directory, or a preset")
+    add("--specs", metavar="FILE", help="layers as JSON, for what no config.json describes")
+    add("--memory", metavar="BYTES", help="for the cache, on each GPU: 71.3GiB, 80GB, or bytes")
+    add("--gpu", metavar="NAME", help=f"in place of --memory: {', '.join(sorted(GPUS))}")
+    add("--utilization", metavar="SHARE", help="of the GPU that the engine takes (default: 0.9)")
+    add("--weights", metavar="BYTES", help="of the whole model; auto (default) counts them")
+    add("--max-model-len", metavar="LEN", default="auto", help="8192, 8k, 1m, or auto (default)")
+    add("--request-len", metavar="LEN", help="of a usual request: how many run at once")
+    add("--kv-dtype", metavar="DTYPE", help="of keys and values (default: the model's own)")
+    for name, text in COUNTS.items():
+        add(f"--{name.replace('_', '-')}", metavar="N", help=text)
+    add("--override-beyond-memory", action="store_true")
+    add("--state-cache-mode", metavar="MODE", default="none", help="none, align or all")
+    add("--grouping", metavar="HOW", default="auto", help="auto, rule, least_waste or packed")
+    add("--table", action="store_true", help="requests at once, by dtype and block size")
+    add("--json", action="store_true", help="print plan or refusal as data")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,131 +72,97 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       ValueError: a refusal, without ``--json``.
     """
+    question: Question | None = None
     try:
-        text, status = _answer(_read(options), as_json=options.json)
+        question, weights = _read(options)
+        text = _answer(question, weights, options)
     except (ValueError, TypeError, NotImplementedError) as error:
-        message = in_flags(str(error))
+        memory = "--memory" if options.memory is not None else "the memory for the cache"
+        message = str(error)
+        if not isinstance(error, SpecsFileError):  # its fields are not flags
+            message = in_flags(message, memory=memory)
+        has_remedy = isinstance(error, KVCacheCapacityError | NoRoomError)
+        tried = tries(question) if question is not None and has_remedy else []
         if not options.json:
-            raise ValueError(message) from error
-        text, status = json.dumps({"error": message}, indent=2), 2
+            raise ValueError("\n".join([message, *map(str, tried)])) from error
+        print(json.dumps(refusal_data(error, message, tried), indent=2))
+        return 2
     print(text)
-    return status
+    return 0
 
 
-def _read(options: argparse.Namespace) -> Question:
-    given = vars(options) | {
-        "config": load_config(options.config),
-        "memory_bytes": parse_bytes(options.memory),
-        "max_model_len": parse_length(options.max_model_len),
+def _answer(question: Question, weights: Weights | None, options: argparse.Namespace) -> str:
+    plan = question.plan()
+    if options.json:
+        data = plan_data(question, plan, weights, tries(question))
+        return json.dumps(data | ({"table": cells(question)} if options.table else {}), indent=2)
+    return table(question) if options.table else page(question, plan, weights, tries(question))
+
+
+def _read(options: argparse.Namespace) -> tuple[Question, Weights | None]:
+    counts = {
+        name: parse_count(given, f"--{name.replace('_', '-')}")
+        for name in COUNTS
+        if (given := getattr(options, name)) is not None
     }
-    return Question(**{field.name: given[field.name] for field in dataclasses.fields(Question)})
+    check_choice(get_args(Grouping), grouping=options.grouping)
+    check_choice(get_args(CacheMode), state_cache_mode=options.state_cache_mode)
+    model = _read_model(options, counts)
+    budget, weights = _read_budget(options, model, drafts=counts.get("speculative_tokens", 0) > 0)
+    longest, usual = options.max_model_len, options.request_len
+    question = Question(
+        model=model,
+        budget=budget,
+        max_model_len=None if longest == "auto" else parse_length(longest, "--max-model-len"),
+        request_len=None if usual is None else parse_length(usual, "--request-len"),
+        kv_dtype=options.kv_dtype,
+        override_beyond_memory=options.override_beyond_memory,
+        state_cache_mode=options.state_cache_mode,
+        grouping=options.grouping,
+        **counts,
+    )
+    return question, weights
 
 
-def _answer(question: Question, *, as_json: bool) -> tuple[str, int]:
-    """Returns the text to print and the exit status; raises refusals that are not data."""
+def _read_model(
+    options: argparse.Namespace, counts: Mapping[str, int]
+) -> Mapping[str, Any] | SpecsFile:
+    if (options.config is None) == (options.specs is None):
+        raise ValueError("give one of CONFIG and --specs FILE")
+    if options.specs is None:
+        return load_config(options.config)
+    if counts.get("tensor_parallel", 1) != 1:
+        raise ValueError(
+            f"--tensor-parallel={counts['tensor_parallel']} divides what a configuration says; "
+            "write the layers of one rank into the file, and give --memory"
+        )
+    return load_specs(options.specs)
+
+
+def _read_budget(
+    options: argparse.Namespace, model: Mapping[str, Any] | SpecsFile, *, drafts: bool
+) -> tuple[Budget, Weights | None]:
+    """Returns the memory for the cache, and the weights where they are counted."""
+    if (options.memory is None) == (options.gpu is None):
+        raise ValueError("give one of --memory, such as 71.3GiB for the cache, and --gpu NAME")
+    if options.gpu is None:
+        for name in ("utilization", "weights"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} goes with --gpu; --memory is for the cache alone")
+        memory_bytes = parse_bytes(options.memory)
+        if not memory_bytes:
+            raise ValueError(f"--memory={options.memory!r} must be at least 1 byte")
+        return Budget(memory_bytes=memory_bytes), None
+    gpu_bytes(options.gpu)  # refuses one that is not in the table
+    share = parse_share(options.utilization or "0.9", "--utilization")
+    if options.weights not in (None, "auto"):
+        given = parse_bytes(options.weights, "--weights")
+        return Budget(gpu=options.gpu, utilization=share, weights_bytes=given), None
+    if isinstance(model, SpecsFile):
+        raise ValueError(f"--weights=auto reads a configuration, not --specs{REMEDY}")
     try:
-        plan = question.plan()
-    except KVCacheCapacityError as error:
-        if as_json:
-            return json.dumps(refusal_data(question, error), indent=2), 2
-        raise ValueError("\n".join([str(error), *map(str, tries(question))])) from error
-    return json.dumps(as_data(question, plan), indent=2) if as_json else page(question, plan), 0
-
-
-def page(question: Question, plan: Plan) -> str:
-    """Returns the plan as text, with what binds and changes to try."""
-    lines = [str(plan), f"{'what binds':<16} {what_binds(question, plan)}"]
-    if question.grouping != "auto":
-        lines.append(f"{'per request':<16} {describe_gain(question, plan)}")
-    return "\n".join([*lines, *map(str, tries(question))])
-
-
-def as_data(question: Question, plan: Plan) -> dict[str, Any]:
-    """Returns the plan as plain data, for ``--json``."""
-    length = plan.max_model_len
-    return {
-        "groups": [
-            {"layers": list(g.layers), "kind": g.specs[0].kind, "block_size": g.block_size}
-            for g in plan.groups
-        ],
-        "bytes_per_block": list(plan.bytes_per_block),
-        "unused_bytes_per_block": list(plan.unused_bytes_per_block),
-        "memory_bytes": list(plan.memory_bytes),
-        "num_blocks": plan.num_blocks,
-        "usable_blocks": plan.usable_blocks,
-        "max_model_len": length,
-        "admission_blocks": plan.admission_blocks(length),
-        "steady_blocks": plan.steady_blocks(length),
-        "requests_that_fit": plan.requests_that_fit(length),
-        "tokens_that_fit": plan.tokens_that_fit(length),
-        "groups_to_zero": list(plan.groups_to_zero),
-        "binds": what_binds(question, plan),
-        "reserved_blocks": plan.reserved_blocks,
-        "bytes_per_request": bytes_per_request(plan, length),
-        "bytes_saved_against_rule": bytes_saved(question, plan),
-        "try": [dataclasses.asdict(change) for change in tries(question)],
-    }
-
-
-def refusal_data(question: Question, error: KVCacheCapacityError) -> dict[str, Any]:
-    """Returns a refusal for want of blocks as plain data, for ``--json``."""
-    return {
-        "error": in_flags(str(error)),
-        "needed_blocks": error.needed_blocks,
-        "usable_blocks": error.usable_blocks,
-        "longest_len": error.longest_len,
-        "try": [dataclasses.asdict(change) for change in tries(question)],
-    }
-
-
-def in_flags(message: str) -> str:
-    """Returns a message of the library with its arguments as a user of the command writes them.
-
-    ``name=value`` becomes ``--flag=value``. A bare name changes too if it has an underscore,
-    because others may be words. Calls that the message quotes stay as they are.
-    """
-
-    def flag(match: re.Match[str]) -> str:
-        name, equals = match["name"], match["equals"]
-        if not equals and "_" not in name:
-            return name
-        return FLAGS[name] + equals.removesuffix("=True")
-
-    names = "|".join(FLAGS)
-    return re.sub(rf"(?<![\w.])(?<!\w\()(?P<name>{names})(?P<equals>=True\b|=|\b)", flag, message)
-
-
-def what_binds(question: Question, plan: Plan) -> str:
-    """Returns what keeps the longest request from being longer."""
-    if plan.max_model_len == model_len(question.config):
-        return "the model's own length"
-    if question.max_model_len is not None:
-        return "the length asked for"
-    if question.num_blocks_override is not None:
-        return "the override"
-    sizes = plan.bytes_per_block
-    tightest = max(range(len(sizes)), key=lambda worker: sizes[worker])
-    return "memory" if len(sizes) == 1 else f"memory of pipeline stage {tightest}"
-
-
-def describe_gain(question: Question, plan: Plan) -> str:
-    """Returns the bytes charged for a request, and what they are less than by the rule."""
-    charged, saved = bytes_per_request(plan, plan.max_model_len), bytes_saved(question, plan)
-    if saved is None:
-        return f"{charged:,} bytes; the rule cannot group this model"
-    share = 100 * saved / (charged + saved)
-    return f"{charged:,} bytes, {saved:,} ({share:.1f} %) fewer than by the rule"
-
-
-def bytes_saved(question: Question, plan: Plan) -> int | None:
-    """Returns the bytes that a request is charged less than by the rule; None: no such plan."""
-    rule = answer(dataclasses.replace(question, grouping="rule")).plan
-    if rule is None:
-        return None
-    length = plan.max_model_len
-    return bytes_per_request(rule, length) - bytes_per_request(plan, length)
-
-
-def bytes_per_request(plan: Plan, num_tokens: int) -> int:
-    """Returns the bytes that admission charges for a request, over all workers."""
-    return plan.admission_blocks(num_tokens) * sum(plan.bytes_per_block)
+        weights = count_weights(model, drafts=drafts)
+    except ValueError as error:
+        layers_from_config(model, kv_dtype=options.kv_dtype)  # says first if that fails, too
+        raise ValueError(f"{error}{REMEDY}") from error
+    return Budget(gpu=options.gpu, utilization=share, weights_bytes=weights.num_bytes), weights

@@ -1,60 +1,34 @@
 """One planning question of the command line, and its answer. No jax."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv._internal.checks import check_positive
+from jaxkv.cli.gpus import Budget
+from jaxkv.cli.specs_file import SpecsFile, change_specs
 from jaxkv.hf_config import encoder_len, layers_from_config, model_len
 from jaxkv.planning import Grouping, KVCacheCapacityError, Plan, plan_cache
 from jaxkv.specs import CacheMode, EncoderOnlySpec, Limits
 
-Figures = tuple[int, int, int]  # longest request, such requests at once, tokens at once
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """Returns the bytes of ``"80GiB"``, ``"141GB"`` or a plain number.
-
-    Raises:
-      ValueError: not a number, an unknown unit, or a fraction of a byte.
-    """
-    match = re.fullmatch(r"\s*(\d+)(?:\.(\d+))?\s*([A-Za-z]*)\s*", text)
-    if not match or match[3] not in UNITS:
-        units = ", ".join(filter(None, UNITS))
-        raise ValueError(f"--memory={text!r} is not understood; give a number and one of {units}")
-    digits = match[2] or ""
-    num_bytes, rest = divmod(int(match[1] + digits) * UNITS[match[3]], 10 ** len(digits))
-    if rest:
-        raise ValueError(f"--memory={text!r} is not a whole number of bytes")
-    return num_bytes
-
-
-def parse_length(text: str) -> int | None:
-    """Returns the tokens of a length; None for ``"auto"``.
-
-    Raises:
-      ValueError: neither a number nor "auto".
-    """
-    if text == "auto":
-        return None
-    if not text.isdecimal():
-        raise ValueError(f'--max-model-len={text!r} is not understood; give tokens or "auto"')
-    return int(text)
+# Longest request, usual requests at once, longest ones at once, tokens at once.
+Figures = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     """A planning question by the options of the command; a changed field asks another one.
 
+    model: a configuration, or layers of one rank.
     max_model_len: tokens; None: the longest that fits.
+    request_len: tokens of a usual request; None: nobody said.
+    max_encoder_tokens: longest encoder input; None: the model's own.
     """
 
-    config: Mapping[str, Any]
-    memory_bytes: int
-    max_model_len: int | None
+    model: Mapping[str, Any] | SpecsFile
+    budget: Budget
+    max_model_len: int | None = None
+    request_len: int | None = None
     kv_dtype: str | None = None
     block_size: int | None = None
     num_blocks_override: int | None = None
@@ -63,33 +37,74 @@ class Question:
     pipeline_parallel: int = 1
     context_parallel: int = 1
     max_in_flight_tokens: int = 8192
+    max_encoder_tokens: int | None = None
     state_cache_mode: CacheMode = "none"
     speculative_tokens: int = 0
     grouping: Grouping = "auto"
+
+    @property
+    def own_len(self) -> int:
+        """Tokens of the model's own longest request, or of the one asked for if it names none."""
+        if isinstance(self.model, SpecsFile):
+            return self.model.max_model_len
+        try:
+            return model_len(self.model)
+        except ValueError:
+            if self.max_model_len is None:
+                raise
+            return self.max_model_len
 
     @property
     def wanted_len(self) -> int:
         """Tokens of the longest request that is wanted: as asked for, else the model's own.
 
         Raises:
-          ValueError: more than the model's own.
+          ValueError: more than the model's own, or less than a usual request.
         """
-        own = model_len(self.config)
-        if self.max_model_len is not None and self.max_model_len > own:
-            raise ValueError(f"max_model_len={self.max_model_len:,} is beyond the model's {own:,}")
-        return own if self.max_model_len is None else self.max_model_len
+        own, wanted = self.own_len, self.max_model_len or self.own_len
+        for name, tokens in (("max_model_len", wanted), ("request_len", self.request_len or 1)):
+            if tokens > own:
+                raise ValueError(f"{name}={tokens:,} is beyond the model's {own:,}")
+        return wanted
 
-    def plan(self) -> Plan:
-        """Returns the plan; raises as `plan_cache` and `layers_from_config` do."""
-        layers = layers_from_config(
-            self.config,
+    @property
+    def num_gpus(self) -> int:
+        """GPUs among which the weights divide."""
+        check_positive(
+            tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel
+        )
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes for the cache on each GPU."""
+        return self.budget.for_cache(self.num_gpus)
+
+    def layers(self) -> dict[str, Any]:
+        """Returns the layers of one rank; raises as `layers_from_config` does."""
+        if isinstance(self.model, SpecsFile):
+            return change_specs(
+                self.model.layers, kv_dtype=self.kv_dtype, block_size=self.block_size
+            )
+        return layers_from_config(
+            self.model,
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
             tensor_parallel=self.tensor_parallel,
             state_cache_mode=self.state_cache_mode,
             speculative_tokens=self.speculative_tokens,
         )
-        stages = split_stages(layers, self.pipeline_parallel)
+
+    def _encoder_tokens(self) -> int:
+        if self.max_encoder_tokens is not None:
+            return self.max_encoder_tokens
+        if isinstance(self.model, SpecsFile):
+            return self.model.max_encoder_tokens
+        return encoder_len(self.model)
+
+    def plan(self) -> Plan:
+        """Returns the plan; raises as `plan_cache` and `layers_from_config` do."""
+        stages = split_stages(self.layers(), self.pipeline_parallel)
         return plan_cache(
             stages,
             [self.memory_bytes] * len(stages),
@@ -99,9 +114,10 @@ class Question:
             override_beyond_memory=self.override_beyond_memory,
             limits=Limits(
                 max_in_flight_tokens=self.max_in_flight_tokens,
-                max_encoder_tokens=encoder_len(self.config),
+                max_encoder_tokens=self._encoder_tokens(),
             ),
             grouping=self.grouping,
+            request_len=self.request_len,
             context_parallel=self.context_parallel,
         )
 
@@ -115,14 +131,20 @@ def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]
     owners = [name for name, spec in layers.items() if not isinstance(spec, EncoderOnlySpec)]
     numbers: dict[str, int] = {}
     for name in owners:
-        numbers.setdefault(name.rsplit(".", 1)[0], len(numbers))
+        numbers.setdefault(layer_of(name), len(numbers))
     if not 1 <= stages <= max(len(numbers), 1):
         raise ValueError(f"pipeline_parallel={stages} must lie in 1..{len(numbers)} (layers)")
     parts: list[dict[str, Any]] = [{} for _ in range(stages)]
     for name in owners:
-        number = numbers[name.rsplit(".", 1)[0]]
+        number = numbers[layer_of(name)]
         parts[number * stages // len(numbers)][name] = layers[name]
     return parts
+
+
+def layer_of(cache: str) -> str:
+    """Returns the layer that a cache belongs to: ``layers.3`` of ``layers.3.mamba``."""
+    layer, _, kind = cache.rpartition(".")
+    return cache if kind.isdecimal() else layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +164,11 @@ class Answer:
     def figures(self) -> Figures:
         """The figures that make a plan better; zeros for a refusal."""
         if self.plan is None or not self.admitted:
-            return 0, 0, 0
+            return 0, 0, 0, 0
         length = self.plan.max_model_len
-        return length, self.plan.requests_that_fit(length), self.plan.tokens_that_fit(length)
+        usual = self.plan.requests_that_fit(self.plan.request_len or length)
+        requests, tokens = self.plan.requests_that_fit(length), self.plan.tokens_that_fit(length)
+        return length, usual, requests, tokens
 
 
 def answer(question: Question) -> Answer:

@@ -3,16 +3,22 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from jaxkv._internal.numbers import cdiv
-from jaxkv._internal.text import readable
+from jaxkv.cli.amounts import gib, parse_bytes, round_up_gib
+from jaxkv.cli.gpus import gpu_bytes
 from jaxkv.cli.question import Answer, Figures, Question, answer
 from jaxkv.planning import Plan
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MAX_TRIES = 3
 LEAST_GAIN = 100  # a figure must grow by at least one part in this many
+MOST_UTILIZATION = Fraction(95, 100)  # the rest of a GPU is for activations
+MOST_RANKS = 64
+
+Change = tuple[dict[str, Any], str, str]  # fields of the question, the flag, its value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +35,7 @@ class Try:
     gives: str
 
     def __str__(self) -> str:
-        value = self.value
-        if self.option == "--memory":
-            value += f" ({readable(int(value))})"
-        return f"try {self.option} {value}: {self.gives}"
+        return f"try {self.option} {self.value}: {self.gives}"
 
 
 def tries(question: Question) -> list[Try]:
@@ -42,12 +45,11 @@ def tries(question: Question) -> list[Try]:
 
 def _tries(question: Question) -> Iterator[Try]:
     now = answer(question)
-    for changes, option in _changes(question, now):
-        changed = dataclasses.replace(question, **changes)
+    for fields, option, value in _changes(question, now):
+        changed = dataclasses.replace(question, **fields)
         then = answer(changed)
         if is_worth_it(now.figures, then.figures):
-            (value,) = changes.values()
-            yield Try(option, str(value), _gives(question, changed, then))
+            yield Try(option, value, _gives(question, changed, then))
 
 
 def is_worth_it(now: Figures, then: Figures) -> bool:
@@ -60,21 +62,53 @@ def is_worth_it(now: Figures, then: Figures) -> bool:
     return False
 
 
-def _changes(question: Question, now: Answer) -> Iterator[tuple[dict[str, Any], str]]:
+def _changes(question: Question, now: Answer) -> Iterator[Change]:
     if not now.admitted and now.longest:
-        yield {"max_model_len": now.longest}, "--max-model-len"
+        yield {"max_model_len": now.longest}, "--max-model-len", str(now.longest)
     if now.plan is None:
+        yield from _more_gpus(question)
         return
     blocks = _blocks_for_more(question, now.plan, now.admitted)
     if question.num_blocks_override is not None:
-        yield {"num_blocks_override": blocks}, "--num-blocks-override"
+        yield {"num_blocks_override": blocks}, "--num-blocks-override", str(blocks)
     else:
-        yield {"memory_bytes": blocks * max(now.plan.bytes_per_block)}, "--memory"
-    yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype"
+        yield from _more_memory(question, blocks * max(now.plan.bytes_per_block))
+    yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype", "fp8_e4m3"
     if question.num_blocks_override is None:  # else larger blocks are just more memory
         others = [{"block_size": size} for size in BLOCK_SIZES]
         best = max(others, key=lambda o: answer(dataclasses.replace(question, **o)).figures)
-        yield best, "--block-size"
+        yield best, "--block-size", str(best["block_size"])
+
+
+def _more_memory(question: Question, num_bytes: int) -> Iterator[Change]:
+    """Yields the change that gives a cache so many bytes on each GPU: memory, share, or GPUs."""
+    budget = question.budget
+    if budget.memory_bytes is not None:
+        value = round_up_gib(num_bytes)
+        yield (
+            {"budget": dataclasses.replace(budget, memory_bytes=parse_bytes(value))},
+            *("--memory", value),
+        )
+        return
+    wanted = num_bytes + cdiv(budget.weights_bytes, question.num_gpus)
+    share = Fraction(cdiv(100 * wanted, gpu_bytes(budget.gpu)), 100)
+    if budget.utilization < share <= MOST_UTILIZATION:
+        changed = dataclasses.replace(budget, utilization=share)
+        yield {"budget": changed}, "--utilization", f"{float(share):g}"
+    else:
+        yield from _more_gpus(question)
+
+
+def _more_gpus(question: Question) -> Iterator[Change]:
+    """Yields the fewest ranks, a power of two more, among which the model has room."""
+    if question.budget.memory_bytes is not None:
+        return
+    ranks = question.tensor_parallel * 2
+    while ranks <= MOST_RANKS:
+        if answer(dataclasses.replace(question, tensor_parallel=ranks)).admitted:
+            yield {"tensor_parallel": ranks}, "--tensor-parallel", str(ranks)
+            return
+        ranks *= 2
 
 
 def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
@@ -88,7 +122,13 @@ def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
 
 
 def _gives(question: Question, changed: Question, then: Answer) -> str:
-    length, requests, tokens = then.figures
-    figures = f"requests up to {length:,} tokens, {requests:,} at once, {tokens:,} tokens in all"
-    more = changed.memory_bytes - question.memory_bytes
-    return f"{more:,} bytes ({readable(more)}) more, {figures}" if more else figures
+    length, usual, requests, tokens = then.figures
+    figures = f"{_requests(requests, length)}, {tokens:,} in all"
+    if question.request_len is not None and question.request_len != length:
+        figures = f"{_requests(usual, question.request_len)}, or {requests:,} of {length:,}"
+    given, asked = question.budget.memory_bytes, changed.budget.memory_bytes
+    return figures if given == asked else f"{gib((asked or 0) - (given or 0))} more, {figures}"
+
+
+def _requests(count: int, num_tokens: int) -> str:
+    return f"{count:,} request{'s' * (count != 1)} of {num_tokens:,} tokens at once"

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from jaxkv._internal.numbers import INT32_MAX, cdiv
 
 GrowthKind = Literal["full", "sliding", "chunked", "state", "cross"]
@@ -17,15 +15,23 @@ CacheMode = Literal["none", "align", "all"]
 Stores = Literal["tokens", "state", "encoder"]
 
 
-def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = np) -> Any:
+def _numpy() -> Any:
+    """Returns NumPy, which planning never needs: it is half of the time to start the command."""
+    import numpy as np
+
+    return np
+
+
+def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) -> Any:
     """Returns the oldest position that the token at ``position`` attends to.
 
     Args:
       position: int or integer array, at least 0.
       window: tokens of a sliding window, the token itself included; `INT32_MAX`: no window.
       chunk: tokens of an attention chunk; `INT32_MAX` or None: no chunks.
-      xp: `numpy` or `jax.numpy`.
+      xp: `jax.numpy`, or None for NumPy.
     """
+    xp = xp or _numpy()
     in_window = xp.maximum(position - (window - 1), 0)
     if chunk is None:
         return in_window
@@ -79,12 +85,12 @@ class Growth:
         """Whether a request holds the blocks of all its tokens until it ends."""
         return self.kind == "full"
 
-    def first_visible(self, position: Any, xp: Any = np) -> Any:
+    def first_visible(self, position: Any, xp: Any = None) -> Any:
         """Returns the oldest position that a token attends to; see `first_visible_token`."""
         return first_visible_token(position, self.window, self.chunk, xp)
 
     def live_columns(
-        self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = np
+        self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = None
     ) -> LiveColumns:
         """Returns the columns that a request must hold to compute its next tokens.
 
@@ -92,7 +98,7 @@ class Growth:
           num_computed_tokens: tokens of the request that are in the cache.
           num_tokens: tokens in the cache after the step.
           encoder_tokens: encoder tokens of the request, for "cross".
-          xp: `numpy` or `jax.numpy`; all arguments are ints or integer arrays.
+          xp: `jax.numpy`, or None for NumPy; all arguments are ints or integer arrays.
         """
         if self.stores == "state":
             return self._state_columns(num_computed_tokens, num_tokens, xp)
@@ -102,6 +108,7 @@ class Growth:
         return LiveColumns(-1, first, cdiv(num_tokens, self.block_size))
 
     def _state_columns(self, num_computed_tokens: Any, num_tokens: Any, xp: Any) -> LiveColumns:
+        xp = xp or _numpy()
         source = cdiv(num_computed_tokens, self.block_size) - 1
         if self.cache_mode == "none":
             return LiveColumns(xp.minimum(source, 0), 0, 1 + self.speculative_blocks)
@@ -109,7 +116,7 @@ class Growth:
         first = 0 if self.cache_mode == "all" else end - 1 - self.speculative_blocks
         return LiveColumns(source, first, end)
 
-    def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = np) -> Any:
+    def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
         """Returns the first column that a step's table lists; see `StepBatch.block_tables`.
 
         For tokens, the block of the first visible token. For a state, the block that the

@@ -1,0 +1,75 @@
+"""Amounts as a user of the command writes them: bytes, lengths, shares. No jax."""
+
+import re
+from fractions import Fraction
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+LENGTHS = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def parse_bytes(text: str, flag: str = "--memory") -> int:
+    """Returns the bytes of ``"80GiB"``, ``"71.3GiB"``, ``"141GB"`` or a plain number.
+
+    A fraction of a byte is left out.
+
+    Raises:
+      ValueError: not a number, or an unknown unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2] not in UNITS:
+        units = ", ".join(filter(None, UNITS))
+        raise ValueError(f"{flag}={text!r} is not understood; give a number and one of {units}")
+    return int(Fraction(match[1]) * UNITS[match[2]])
+
+
+def parse_length(text: str, flag: str) -> int:
+    """Returns the tokens of ``"8k"`` (8,192), ``"1m"`` (1,048,576) or ``"8192"``.
+
+    Raises:
+      ValueError: neither a number nor one with a suffix, or not at least one token.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    tokens = Fraction(match[1]) * LENGTHS[match[2].lower()] if match else Fraction(0)
+    if tokens < 1 or tokens.denominator != 1:
+        raise ValueError(
+            f"{flag}={text!r} is not understood; give tokens, such as 8192 or 8k (k: 1,024, "
+            "m: 1,048,576)"
+        )
+    return int(tokens)
+
+
+def parse_count(text: str, flag: str) -> int:
+    """Returns a whole number.
+
+    Raises:
+      ValueError: it is not one.
+    """
+    if not re.fullmatch(r"-?\d+", text):
+        raise ValueError(f"{flag}={text!r} is not understood; give a whole number")
+    return int(text)
+
+
+def parse_share(text: str, flag: str) -> Fraction:
+    """Returns the share of ``"0.9"`` or ``"90%"``, exactly.
+
+    Raises:
+      ValueError: not above 0 and at most 1.
+    """
+    match = re.fullmatch(r"(\d*\.?\d+)(%?)", text)
+    share = Fraction(match[1]) / (100 if match[2] else 1) if match else Fraction(0)
+    if not 0 < share <= 1:
+        raise ValueError(f"{flag}={text!r} is not understood; give a share such as 0.9 or 90%")
+    return share
+
+
+def round_up_gib(num_bytes: int) -> str:
+    """Returns the least hundredths of a GiB that hold the bytes, such as ``"42.29GiB"``."""
+    hundredths = -(-num_bytes * 100 // 2**30)
+    return f"{hundredths // 100}.{hundredths % 100:02}GiB"
+
+
+def gib(num_bytes: float) -> str:
+    """Returns bytes in GiB, as ``"6.04 GiB"``; with more digits where that is little."""
+    size = num_bytes / 2**30
+    return f"{size:,.2f} GiB" if size >= 0.1 or not size else f"{size:.2g} GiB"

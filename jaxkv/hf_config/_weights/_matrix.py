@@ -1,0 +1,92 @@
+"""Matrices of weights, and the fields of a configuration that give their sizes. No jax."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+# "linear": of a layer; "expert": of one of several experts; "head": to the vocabulary;
+# "tower": of an encoder of images or sounds; "other": embeddings and all else, never quantised.
+Role = Literal["linear", "expert", "head", "tower", "other"]
+
+
+class Matrix(NamedTuple):
+    """Weights of one shape.
+
+    name: of the module, as lists of modules that are not quantised call it.
+    outputs, inputs: its shape.
+    role: its place in the model.
+    count: matrices of this shape, such as those of all experts.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    role: Role = "linear"
+    count: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all its matrices."""
+        return self.outputs * self.inputs * self.count
+
+
+def feed_forward(
+    name: str, hidden: int, width: int, *, gated: bool, role: Role = "linear", count: int = 1
+) -> Iterable[Matrix]:
+    """Yields the matrices of a feed-forward layer: into ``width``, with a gate or not, and back."""
+    for matrix in ("gate_proj", "up_proj") if gated else ("up_proj",):
+        yield Matrix(f"{name}.{matrix}", width, hidden, role, count)
+    yield Matrix(f"{name}.down_proj", hidden, width, role, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The fields of a configuration, some of which families call by different names.
+
+    model_type: as errors name it.
+    values: field -> value.
+    """
+
+    model_type: str
+    values: Mapping[str, Any]
+
+    def first(self, *names: str) -> Any:
+        """Returns the first of the fields that is there and not null; None: not one of them."""
+        given = (self.values[name] for name in names if self.values.get(name) is not None)
+        return next(given, None)
+
+    def listed(self, *names: str) -> Sequence[Any] | None:
+        """Returns the first of the fields that is set, if it is a list; else None."""
+        value = self.first(*names)
+        return value if isinstance(value, Sequence) and not isinstance(value, str) else None
+
+    def number(self, *names: str, default: int | None = None, layer: int = 0) -> int:
+        """Returns the first of the fields that is set, or the default: an int of at least 0.
+
+        A list holds a number for every layer.
+        """
+        value = self.first(*names)
+        if (listed := self.listed(*names)) is not None and layer < len(listed):
+            value = listed[layer]
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(
+                f"{names[0]}={value!r} does not give the sizes of the weights of "
+                f"model_type={self.model_type!r}: it must be an int of at least 0"
+            )
+        return value
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.number("hidden_size", "n_embd", "d_model")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the language model."""
+        kinds = self.listed("layers_block_type")  # by which Nemotron-H may count them
+        default = None if kinds is None else len(kinds)
+        return self.number(
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default
+        )

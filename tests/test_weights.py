@@ -1,0 +1,260 @@
+"""The bytes of a model's weights: published checkpoints, model classes, arithmetic by hand."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from jaxkv.hf_config import count_weights, load_config
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
+INDEX = "total_size of its model.safetensors.index.json"
+CARD = "size of its one file, on the model card"
+
+LLAMA = {
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+QWEN_7B = {
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 32768,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 32768,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+    "sliding_window": None,
+}
+PHI = {
+    "model_type": "phi3",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32064,
+    "sliding_window": 2047,
+}
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "vocab_size": 102400,
+    "tie_word_embeddings": False,
+}
+QWEN_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+MISTRAL_AWQ = load_config("mistral-7b-v0.1") | {
+    "torch_dtype": "float16",
+    "quantization_config": AWQ,
+}
+
+PUBLISHED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("Llama-3.1-8B", load_config("llama-3.1-8b"), 16_060_522_496, INDEX),
+    ("Mistral-7B-v0.1", load_config("mistral-7b-v0.1"), 14_483_464_192, INDEX),
+    ("Qwen2.5-7B", QWEN_7B | {"model_type": "qwen2"}, 15_231_233_024, INDEX),
+    ("Qwen3-8B", load_config("qwen3-8b"), 16_381_470_720, INDEX),
+    ("Mixtral-8x7B", MIXTRAL, 93_405_585_408, INDEX),
+    ("Phi-3-mini-4k", PHI, 7_642_159_104, INDEX),
+    ("gemma-2-9b-it", load_config("gemma-2-9b"), 18_483_411_968, INDEX),
+    ("gemma-3-4b-it, with images", load_config("gemma-3-4b"), 8_600_158_944, INDEX),
+    (
+        "Qwen2.5-VL-7B, with images",
+        QWEN_7B | {"model_type": "qwen2_5_vl", "vision_config": QWEN_VISION},
+        16_584_333_312,
+        INDEX,
+    ),
+    ("DeepSeek-V2-Lite", DEEPSEEK_V2_LITE, 31_412_968_448, INDEX),
+    ("DeepSeek-V3, fp8 and drafts", load_config("deepseek-v3"), 688_586_727_753, INDEX),
+    ("gpt-oss-20b, mxfp4", load_config("gpt-oss-20b"), 13_761_264_768, INDEX),
+    ("gpt-oss-120b, mxfp4", load_config("gpt-oss-120b"), 65_248_815_744, INDEX),
+    ("Mistral-7B-v0.1-AWQ", MISTRAL_AWQ, 4_150_000_000, CARD),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "num_bytes", "source"), PUBLISHED)
+def test_the_bytes_are_those_of_published_checkpoints(name, config, num_bytes, source) -> None:
+    counted = count_weights(config, drafts="drafts" in name).num_bytes
+    assert abs(counted / num_bytes - 1) < 0.005, (name, source)
+
+
+def test_the_parameters_are_those_of_the_model_classes() -> None:
+    """Of 116 model types and 35 presets; norms and biases are left out."""
+    models = [(model["config"], model["parameters"]) for model in GOLDEN["models"]]
+    presets = [(load_config(name), count) for name, count in GOLDEN["presets"].items()]
+    assert len({config["model_type"] for config, _ in models}) >= 115 and len(presets) >= 35
+    off = [
+        (config["model_type"], counted, count)
+        for config, count in models + presets
+        if abs((counted := count_weights(config).parameters) / count - 1) > 0.0075
+    ]
+    assert not off
+
+
+def by_hand(linear: float, other: float) -> int:
+    """The bytes of `LLAMA` with so many for each element of its layers, and of all else."""
+    attention = 256 * (256 + 128 + 128 + 256)
+    return int(2 * (attention + 3 * 256 * 512) * linear + 2 * 1000 * 256 * other)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "linear", "other"),
+    [
+        (None, 2, 2),
+        (AWQ, 0.5 + 2.5 / 128, 2),  # a 16-bit scale and a 4-bit zero for each 128
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 1 + 3 / 128, 2),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, 0.5 + 2.5 / 64, 2),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2, 2),
+        ({"quant_method": "mxfp4"}, 2, 2),  # experts alone
+        (
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_use_double_quant": True,
+            },
+            0.5 + 1 / 64,
+            2,
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5 + 1 / 16, 2),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "ignore": ["lm_head"],
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "type": "int", "group_size": 128},
+                    }
+                },
+            },
+            0.5 + 2 / 128,
+            2,
+        ),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["layers"]}, 2, 2),
+    ],
+)
+def test_quantised_layers_take_the_bytes_of_their_elements_and_scales(
+    quantization, linear, other
+) -> None:
+    counted = count_weights(LLAMA | {"quantization_config": quantization})
+    assert counted.num_bytes == by_hand(linear, other)
+    assert counted.parameters == by_hand(1, 1)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        ["model.layers.0.mlp.down_proj", "lm_head"],
+        ["re:.*layers.0.mlp.down_proj$"],
+        ["*layers.0.mlp.down_proj"],
+        ["language_model.model.layers.0.mlp.down_proj"],
+    ],
+)
+def test_modules_that_are_left_alone_keep_the_dtype_of_the_model(skipped) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    whole = count_weights(LLAMA | {"quantization_config": fp8}).num_bytes
+    fewer = fp8 | {"modules_to_not_convert": skipped}
+    left = count_weights(LLAMA | {"quantization_config": fewer}).num_bytes
+    assert left - whole == 256 * 512 - 4 * (256 // 128) * (512 // 128)
+
+
+def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
+    """DeepSeek-V4-Flash is stored in about 160 GB, drafts included."""
+    with_drafts = count_weights(load_config("deepseek-v4-flash"), drafts=True)
+    assert abs(with_drafts.num_bytes / 160e9 - 1) < 0.02
+    assert with_drafts.stored == "mxfp4, fp8, bfloat16"
+
+
+def test_one_that_names_no_dtype_means_bfloat16() -> None:
+    nameless = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    assert count_weights(nameless) == count_weights(LLAMA)
+    assert count_weights(LLAMA | {"torch_dtype": "float32"}).num_bytes == by_hand(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size=None does not give the sizes of the weights"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm'"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "X"}}, "quant_algo"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+        ({"model_type": "xverse"}, "the weights of model_type='xverse' are not known"),
+        (
+            {"model_type": "h2ovl_chat", "llm_config": LLAMA, "vision_config": {"depth": 1}},
+            "the sizes of what model_type='h2ovl_chat' wraps are not known",
+        ),
+        (
+            {"vision_config": {"depth": 1}},
+            "the sizes of the vision_config of model_type='llama' are not known",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        count_weights(LLAMA | changes)
+
+
+def test_odd_values_are_counted_or_refused() -> None:
+    """Each field of several files, replaced by each of several values."""
+    names = "deepseek-v3", "gpt-oss-20b", "qwen3.5-4b", "nemotron-h-8b", "gemma-4-26b-a4b"
+    refused = 0
+    for name in names:
+        config = load_config(name)
+        for inner in {"text_config", "vision_config", "quantization_config", ""} & {"", *config}:
+            fields = config[inner] if inner else config
+            for field in fields:
+                for odd in (None, 0, -1, 1.5, "x", [], {}, [0], {"a": 1}):
+                    changed = fields | {field: odd}
+                    try:
+                        count_weights(config | {inner: changed} if inner else changed)
+                    except (ValueError, TypeError):
+                        refused += 1
+    assert refused > 500
