@@ -27,18 +27,21 @@ Planning
     plan_cache, Plan, Limits, KVCacheCapacityError
 Books on the host
     BlockManager, OutOfBlocksError, Scheduler, Schedule, StepShape, Upload, UploadRing,
-    TableEntry, pack_step
+    TableEntry, pack_step, PrefixHit, ExtraKey
 The cache on the device
     make_cache, KVCache, apply_step, StepBatch, append_block_ids, expand_blocks, set_scales,
     check_errors, CacheError
 Reads, writes, attention
     attend, write_tokens, read_tokens, write_rows, read_rows, write_state, read_state, quantize,
     layer_view, with_layer_view, describe_layer
+Several processes
+    check_same_upload, broadcast_upload
 Sleep
     sleep, wake_up, SleepingCache, SleepError, check_not_closed_over
 
 Rooms with more: `jaxkv.layout`, `jaxkv.attention` (page lists), `jaxkv.block_tables`,
-`jaxkv.testing`, `jaxkv.plotting`; kernels over plain arrays are in `pallas_kernels`.
+`jaxkv.prefixes` (keys and events), `jaxkv.interop.vllm`, `jaxkv.testing`, `jaxkv.plotting`;
+kernels over plain arrays are in `pallas_kernels`.
 """
 
 import importlib
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from jaxkv.block_tables import append_block_ids as append_block_ids
     from jaxkv.blocks import BlockManager as BlockManager
     from jaxkv.blocks import OutOfBlocksError as OutOfBlocksError
+    from jaxkv.blocks import PrefixHit as PrefixHit
     from jaxkv.blocks import StepShape as StepShape
     from jaxkv.blocks import TableEntry as TableEntry
     from jaxkv.blocks import Upload as Upload
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     from jaxkv.pool import write_rows as write_rows
     from jaxkv.pool import write_state as write_state
     from jaxkv.pool import write_tokens as write_tokens
+    from jaxkv.prefixes import ExtraKey as ExtraKey
     from jaxkv.scheduler import Schedule as Schedule
     from jaxkv.scheduler import Scheduler as Scheduler
     from jaxkv.sleeping import SleepError as SleepError
@@ -96,6 +101,8 @@ if TYPE_CHECKING:
     from jaxkv.specs import StateSpec as StateSpec
     from jaxkv.step import UploadRing as UploadRing
     from jaxkv.step import apply_step as apply_step
+    from jaxkv.step import broadcast_upload as broadcast_upload
+    from jaxkv.step import check_same_upload as check_same_upload
 
 __version__ = "0.1.0.dev0"
 
@@ -103,7 +110,8 @@ _NAMES = {
     "attention": ("attend",),
     "block_tables": ("append_block_ids",),
     "blocks": (
-        *("BlockManager", "OutOfBlocksError", "StepShape", "TableEntry", "Upload", "pack_step"),
+        *("BlockManager", "OutOfBlocksError", "PrefixHit", "StepShape", "TableEntry", "Upload"),
+        "pack_step",
     ),
     "cache": (
         *("CacheError", "KVCache", "StepBatch", "check_errors", "expand_blocks", "make_cache"),
@@ -115,6 +123,7 @@ _NAMES = {
         *("describe_layer", "layer_view", "quantize", "read_rows", "read_state", "read_tokens"),
         *("with_layer_view", "write_rows", "write_state", "write_tokens"),
     ),
+    "prefixes": ("ExtraKey",),
     "scheduler": ("Schedule", "Scheduler"),
     "sleeping": ("SleepError", "SleepingCache", "check_not_closed_over", "sleep", "wake_up"),
     "specs": (
@@ -122,10 +131,10 @@ _NAMES = {
         *("Limits", "MLASpec", "SharedKVSpec", "SlidingWindowMLASpec", "SlidingWindowSpec"),
         "StateSpec",
     ),
-    "step": ("UploadRing", "apply_step"),
+    "step": ("UploadRing", "apply_step", "broadcast_upload", "check_same_upload"),
 }
 _ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
-_ROOMS = {*_NAMES, "layout", "plotting", "testing"}
+_ROOMS = {*_NAMES, "interop", "layout", "plotting", "testing"}
 
 __all__ = sorted(_ROOM_OF)  # pyrefly: ignore
 

@@ -30,9 +30,9 @@ ROWS: list[tuple[list[str], list[str]]] = [
     ([], ["attention", "step", "sleeping"]),
     ([], ["pool"]),
     ([], ["block_tables"]),
-    (["scheduler"], ["cache"]),
+    (["scheduler", "interop"], ["cache"]),
     (["blocks", "layout"], []),
-    (["planning", "hf_config"], []),
+    (["planning", "hf_config", "prefixes"], []),
     (["specs"], ["_internal (jax)"]),
     (["_internal"], ["pallas_kernels"]),
 ]
@@ -45,6 +45,7 @@ OPTIONAL = {
     "tqdm": {"demo"},
     "hypothesis": {"testing"},
     "chex": {"testing"},
+    "msgpack": {"prefixes"},
 }
 MAX_IMPORT_MS = 100
 INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh"}

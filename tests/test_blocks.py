@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, StepShape, TableEntry
+from jaxkv.blocks import (
+    BlockManager,
+    BlockPool,
+    OutOfBlocksError,
+    StepShape,
+    TableEntry,
+    _changes,
+    _rows,
+    _runs,
+)
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (
     ChunkedAttentionSpec,
@@ -137,6 +146,9 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
     },
     "sinks": {"a": FullAttentionSpec(block_size=4, sink_tokens=5, **KV), "b": WINDOW},
 }  # fmt: skip
+
+
+FEW = {module: module.FEW for module in (_changes, _rows, _runs)}
 
 
 class Pair:
@@ -313,9 +325,12 @@ class Pair:
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_the_manager_equals_the_reference_after_every_call(model: str) -> None:
+def test_the_manager_equals_the_reference_after_every_call(model: str, monkeypatch) -> None:
+    """Half of the runs look at a few requests as at many, by arrays."""
     seen: Counter[str] = Counter()
     for seed in range(40):
+        for module, few in FEW.items():
+            monkeypatch.setattr(module, "FEW", few * (seed % 2))
         rng = random.Random(seed)
         limits = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
         roomy = small_plan(MODELS[model], 200, limits=limits)

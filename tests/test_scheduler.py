@@ -282,6 +282,28 @@ def test_a_sample_whose_state_may_lie_in_the_block_of_a_draft_computes_by_itself
     assert server.manager.computed_tokens == {"a": 4, "b": 3, "c": 4}
 
 
+def test_what_is_remembered_from_step_to_step_is_forgotten_in_time() -> None:
+    """A steady step is copied from the one before: nobody else may change what is copied."""
+    server = Server(small_plan(40), max_requests=3, max_tokens=9)
+    for name in "abc":
+        server.add(name, 3, 30)
+    for _ in range(3):
+        schedule = server.step()
+        assert list(schedule.samples.items()) == [("a", 0), ("b", 1), ("c", 2)]
+        server.sample(schedule)
+        schedule.work.clear()
+        schedule.samples.clear()
+    server.scheduler.finish("b")
+    server.arrived.remove("b")
+    server.scheduler.append({"a": 1, "c": 2})
+    server.add("b", 2, 5)
+    schedule = server.step()
+    assert schedule.work == {"a": 2, "c": 3, "b": 2}
+    assert schedule.samples == {"a": 0, "c": 1, "b": 2}
+    server.scheduler.append({"a": 1, "c": 1, "b": 1})
+    assert [server.scheduler.num_tokens(name) for name in "acb"] == [8, 9, 3]
+
+
 def test_rejected_drafts_are_taken_back() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=8)
     server.add("a", 5, 30)

@@ -14,9 +14,8 @@ from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks._pool import BlockPool
 from jaxkv.blocks._rules import Rules
 from jaxkv.blocks._runs import NO_IDS, Runs
+from jaxkv.prefixes import SharedColumns
 from jaxkv.specs import Growth
-
-FEW = 16  # runs that are cheaper one after the other than cell by cell
 
 
 class Changes(NamedTuple):
@@ -28,6 +27,8 @@ class Changes(NamedTuple):
     replaces: whether any fresh cell had a block, which its row gives back.
     dropped: cells whose block is given back.
     held: int64[3, G, N], the columns that the rows hold afterwards; see `Books`.
+    quiet_until: int64[N], the longest total up to which the rows then change nothing.
+    given_up: blocks whose content is no longer kept.
     """
 
     rows: np.ndarray  # int64[N]
@@ -36,6 +37,8 @@ class Changes(NamedTuple):
     replaces: bool
     dropped: Runs
     held: np.ndarray
+    quiet_until: np.ndarray
+    given_up: np.ndarray = NO_IDS
 
 
 class Books:
@@ -50,6 +53,7 @@ class Books:
     resumed: int64[R], the same before the last step.
     quiet_until: int64[R], the longest total up to which nothing changes; see `Rules`.
     may_share: bool[R], whether a row's next tokens may hit a block of several holders.
+    shared_until: int64[R], the tokens before which a row's blocks may be shared or kept.
     encoder_blocks: int64[G, R], columns of the groups that store the encoder's tokens.
     """
 
@@ -67,6 +71,7 @@ class Books:
         self.starts = np.array([0, *itertools.accumulate(row_blocks)])  # first column of a group
         self._starts = self.starts[:-1].tolist()
         self.table = np.zeros((max_requests, int(self.starts[-1])), np.int32)
+        self._cells = self.table.reshape(-1)  # NumPy looks up along one axis much faster
         shape = len(growths), max_requests
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
         self._held[0] = -1
@@ -75,6 +80,7 @@ class Books:
         self.resumed = np.zeros(max_requests, np.int64)
         self.quiet_until = np.zeros(max_requests, np.int64)
         self.may_share = np.zeros(max_requests, bool)
+        self.shared_until = np.zeros(max_requests, np.int64)
         self.encoder_blocks = np.zeros(shape, np.int64)
 
     # --- reading ------------------------------------------------------------------
@@ -94,12 +100,14 @@ class Books:
 
     def row_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Returns int64[N, G], columns of each row that the device must know."""
+        if rows.size == 1:
+            return self._held[2, :, rows[0]][None]
         return self._held[2].take(rows, axis=1).T
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
-        ids = np.concatenate([self.table[row, span] for span in self._spans_of(row)])
-        return ids[ids != NULL_BLOCK]
+        spans = self._spans_of(row)
+        return np.concatenate([NO_IDS, *(self.table[row, span] for span in spans)])
 
     def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns int64[G], the blocks that rows hold (a shared block counts for each)."""
@@ -114,31 +122,44 @@ class Books:
         for start, source, first, end in held:
             if 0 <= source < first:
                 spans.append(slice(start + source, start + source + 1))
-            spans.append(slice(start + first, start + max(first, end)))
+            if first < end:
+                spans.append(slice(start + first, start + end))
         return spans
 
     def ids_at(self, runs: Runs) -> np.ndarray:
         """Returns int32[cells], the blocks of runs of cells."""
-        if not runs.are_cells and runs.groups.size <= FEW:
-            return np.concatenate([self.table[row, span] for row, span in self._slices(runs)])
-        groups, rows, columns = runs.cells()
-        return self.table[rows, columns + self.starts[groups]]
+        if runs.are_few:
+            return np.concatenate([self._cells[span] for span in self._slices(runs)])
+        return self._cells[self._cells_of(runs)]
 
     def _set_ids(self, runs: Runs, ids: np.ndarray) -> None:
-        if not runs.are_cells and runs.groups.size <= FEW:
-            begin = 0
-            for row, span in self._slices(runs):
-                end = begin + span.stop - span.start
-                self.table[row, span] = ids[begin:end]
-                begin = end
-        else:
-            groups, rows, columns = runs.cells()
-            self.table[rows, columns + self.starts[groups]] = ids
+        if not runs.are_few:
+            self._cells[self._cells_of(runs)] = ids
+            return
+        spans, end = self._slices(runs), 0
+        if runs.are_cells:
+            self._cells[[span.start for span in spans]] = ids
+            return
+        for span in spans:
+            begin, end = end, end + span.stop - span.start
+            self._cells[span] = ids[begin:end]
 
-    def _slices(self, runs: Runs) -> list[tuple[int, slice]]:
-        begins = runs.begins + self.starts[runs.groups]
-        spans = map(slice, begins.tolist(), (begins + runs.counts).tolist())
-        return list(zip(runs.rows.tolist(), spans, strict=True))
+    def _cells_of(self, runs: Runs) -> np.ndarray:
+        """Returns int64[cells], where runs lie in the flat table."""
+        groups, rows, columns = runs.cells()
+        cells = rows * self.table.shape[1]
+        cells += columns
+        if len(self._starts) > 1:
+            cells += self.starts[groups]
+        return cells
+
+    def _slices(self, runs: Runs) -> list[slice]:
+        """Returns where runs lie in the flat table."""
+        width, starts = self.table.shape[1], self._starts
+        return [
+            slice(begin := row * width + starts[group] + column, begin + count)
+            for group, row, column, count in runs.ints
+        ]
 
     # --- steps --------------------------------------------------------------------
 
@@ -150,6 +171,8 @@ class Books:
         """
         rows, fresh, dropped = changes.rows, changes.fresh, changes.dropped
         ids = replaced = NO_IDS
+        if changes.given_up.size:
+            self.pool.give_up(changes.given_up)
         if dropped.num_cells:
             self._drop(dropped)
         if fresh.num_cells:
@@ -159,11 +182,21 @@ class Books:
                 self.pool.release(before[before != NULL_BLOCK])
                 replaced = before[fresh.first_cells[changes.copied]]
             self._set_ids(fresh, ids)
-        self._held[:, :, rows] = changes.held
+        self._hold(rows, changes.held)
         if self.pool.has_shared_blocks or changes.replaces:
             self.may_share[rows] &= self._shares_source(rows)
-        self.quiet_until[rows] = self.rules.quiet_until(self.computed[rows], changes.held)
+        self.quiet_until[rows] = changes.quiet_until
         return ids, replaced
+
+    def _hold(self, rows: np.ndarray, held: np.ndarray) -> None:
+        """Sets source, first and end of rows, int64[3, G, N]."""
+        if rows.size == 1:
+            self._held[:, :, rows[0]] = held[:, :, 0]
+        elif self.rules.has_windows or self.rules.aligned.size:
+            self._held[:, :, rows] = held
+        else:  # only ends change, and flat arrays take them several times faster
+            for ends, new in zip(self._held[2], held[2], strict=True):
+                ends[rows] = new
 
     def trim(self, rows: np.ndarray) -> None:
         """Gives back the blocks that the next token of rows does not see."""
@@ -177,13 +210,22 @@ class Books:
             self._drop(dropped)
             self._held[1, :, rows] = seen.T
 
-    def _drop(self, cells: Runs) -> None:
-        self.pool.release(self.ids_at(cells))
-        self._set_ids(cells, np.zeros(cells.num_cells, np.int32))
+    def _drop(self, runs: Runs) -> None:
+        if runs.are_few:
+            return self._give_back(self._cells, self._slices(runs))
+        cells = self._cells_of(runs)
+        self.pool.release(self._cells[cells])
+        self._cells[cells] = NULL_BLOCK
 
-    def advance(self, rows: np.ndarray, totals: np.ndarray) -> None:
-        """Notes that rows have computed their tokens up to ``totals``."""
-        self.resumed[rows] = self.computed[rows]
+    def _give_back(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
+        """Gives back the blocks of spans of cells."""
+        self.pool.release(np.concatenate([cells[span] for span in spans]))
+        for span in spans:
+            cells[span] = NULL_BLOCK
+
+    def advance(self, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> None:
+        """Notes that rows have computed their tokens up to ``totals``, from ``computed`` on."""
+        self.resumed[rows] = computed
         self.computed[rows] = totals
         self.reached[rows] = totals
 
@@ -193,7 +235,7 @@ class Books:
         for group in self.rules.aligned:
             source = self._held[0, group, rows]
             ids = self.table[rows, self.starts[group] + np.maximum(source, 0)]
-            shared |= (source >= 0) & (self.pool.references_of(ids) > 1)
+            shared |= (source >= 0) & self.pool.must_copy(ids, self.computed[rows])
         return shared
 
     # --- rows ---------------------------------------------------------------------
@@ -203,19 +245,29 @@ class Books:
         self._held[0, :, row], self._held[1:, :, row] = -1, 0
         self.computed[row] = self.reached[row] = self.resumed[row] = 0
         self.quiet_until[row] = 0
-        self.may_share[row] = False
+        self.may_share[row], self.shared_until[row] = False, 0
         for group in self.rules.crossed.tolist():
             growth = self.rules.growths[group]
             self.encoder_blocks[group, row] = growth.live_columns(0, 1, encoder_tokens).end
 
     def finish(self, row: int) -> None:
         """Gives back every block of a row."""
-        spans = self._spans_of(row)
-        ids = np.concatenate([self.table[row, span] for span in spans])
-        self.pool.release(ids[ids != NULL_BLOCK])
-        for span in spans:
-            self.table[row, span] = NULL_BLOCK
+        cells, spans = self.table[row], self._spans_of(row)
+        if spans and self.pool.has_kept:
+            self._give_back_from_end(cells, spans)
+        elif spans:
+            self._give_back(cells, spans)
         self.start(row, 0)
+
+    def _give_back_from_end(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
+        """Gives back blocks so that the end of a prefix is taken before its beginning."""
+        parts = [np.arange(span.start, span.stop) for span in spans]
+        places = np.concatenate(parts)
+        groups = self.starts.searchsorted(places, "right") - 1
+        positions = (places - self.starts[groups]) * self.rules.block[groups, 0]
+        places = places[(-positions).argsort(kind="stable")]
+        self.pool.release(cells[places])
+        cells[places] = NULL_BLOCK
 
     def fork(
         self, donor: int, row: int, num_tokens: int, columns: Sequence[tuple[int, int, int]]
@@ -226,15 +278,35 @@ class Books:
           columns: per group, source, first and end of the columns to share.
         """
         self.start(row, 0)
-        self.advance(np.array([row]), np.array([num_tokens]))
+        self.computed[row] = self.reached[row] = num_tokens
         self.encoder_blocks[:, row] = self.encoder_blocks[:, donor]
         for group, (source, first, end) in enumerate(columns):
             mine, theirs = self.columns_of(row, group), self.columns_of(donor, group)
             mine[first:end] = theirs[first:end]
             self._held[:, group, row] = source, first, end
         self.pool.share(self.blocks_of(row))
-        self.may_share[[donor, row]] = True
-        self.quiet_until[[donor, row]] = 0  # the next step of either looks at its blocks again
+        for sharer in (donor, row):
+            self.note_shared(sharer, num_tokens)
+
+    def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
+        """Lets a row that has begun share the blocks of a prefix."""
+        self.computed[row] = self.reached[row] = self.resumed[row] = num_tokens
+        for group, (source, first, end, ids) in enumerate(columns):
+            self.columns_of(row, group)[first:end] = ids
+            self._held[:, group, row] = source, first, end
+        self.pool.hold(self.blocks_of(row))
+        if (num_tokens % self.rules.block).any() or self.rules.aligned.size:
+            self.note_shared(row, num_tokens)
+        self.shared_until[row] = num_tokens
+
+    def note_shared(self, row: int, num_tokens: int = 0) -> None:
+        """Lets the next step of a row look at its blocks: it may have to copy some.
+
+        Args:
+          num_tokens: of the row, that are shared or kept now.
+        """
+        self.may_share[row], self.quiet_until[row] = True, 0
+        self.shared_until[row] = max(self.shared_until[row], num_tokens)
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Sets the computed tokens of rows back."""
@@ -242,14 +314,14 @@ class Books:
         if self.rules.aligned.size:
             self.quiet_until[rows] = 0
         if self.pool.has_shared_blocks:
-            for row in rows.tolist():
-                if (self.pool.references_of(self.blocks_of(row)) > 1).any():
-                    self.may_share[row], self.quiet_until[row] = True, 0
+            for row in rows[num_tokens < self.shared_until[rows]].tolist():
+                if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
+                    self.note_shared(row)
 
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         pair, swapped = [first, second], [second, first]
-        of_tokens = self.computed, self.reached, self.resumed
+        of_tokens = self.computed, self.reached, self.resumed, self.shared_until
         for array in (self.table, *of_tokens, self.quiet_until, self.may_share):
             array[pair] = array[swapped]
         for array in (*self._held, self.encoder_blocks):

@@ -6,18 +6,22 @@ costs one comparison.
 
 import numpy as np
 
-from jaxkv._internal.numbers import NULL_BLOCK, cdiv
+from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
 from jaxkv.blocks._books import Books, Changes, holds
 from jaxkv.blocks._pool import OutOfBlocksError
-from jaxkv.blocks._runs import NO_RUNS, Runs
+from jaxkv.blocks._runs import NO_IDS, NO_RUNS, Run, Runs
+
+FEW = 8  # rows times groups that cost less as ints than as arrays
 
 
-def plan_changes(books: Books, rows: np.ndarray, totals: np.ndarray) -> Changes | None:
+def plan_changes(
+    books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
+) -> Changes | None:
     """Works out what growing rows to ``totals`` tokens changes; None: nothing.
 
     Args:
       rows: int64[N], of the requests of a step.
-      totals: int64[N], tokens of each after the step.
+      computed, totals: int64[N], tokens of each before and after the step.
 
     Raises:
       OutOfBlocksError: not enough free blocks.
@@ -30,33 +34,91 @@ def plan_changes(books: Books, rows: np.ndarray, totals: np.ndarray) -> Changes 
     index = changing.nonzero()[0]
     if not index.size:
         return None
-    changes = _changes(books, rows[index], totals[index])
-    _check_room(books, changes)
+    rows, computed, totals = rows[index], computed[index], totals[index]
+    changes = _changes_now(books, rows, computed, totals)
+    needed, free = _blocks_needed(books, changes), books.pool.num_free_blocks
+    if needed > free:
+        kept = _kept_only(books, changes)
+        if needed - kept.size > free:
+            raise OutOfBlocksError(needed, free)
+        with books.pool.ignoring(kept):  # nothing is given up before the step is accepted
+            changes = _changes_now(books, rows, computed, totals)
+        changes = changes._replace(given_up=kept)
     return changes
 
 
-def _changes(books: Books, rows: np.ndarray, totals: np.ndarray) -> Changes:
+def _changes_now(
+    books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
+) -> Changes:
+    may_share = books.pool.has_shared_blocks and books.may_share[rows].any()
+    is_plain = not (books.rules.aligned.size or may_share)
+    if is_plain and rows.size * len(books.rules.growths) <= FEW:
+        return _changes_of_few(books, rows, computed, totals)
+    return _changes(books, rows, computed, totals)
+
+
+def _changes_of_few(
+    books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
+) -> Changes:
+    """As `_changes`, in plain ints, for rows without shared blocks and "align" states."""
+    held = books.held(rows)
+    _, firsts, ends = held.tolist()
+    quiet_until = [INT32_MAX] * rows.size
+    tokens = computed.tolist(), totals.tolist()
+    asked = list(zip(range(rows.size), rows.tolist(), *tokens, strict=True))
+    fresh: list[Run] = []
+    dropped: list[Run] = []
+    for group, rule in enumerate(books.rules.of_groups):
+        block, drafts, kind = rule.block, rule.drafts, rule.kind
+        for i, row, done, total in asked:
+            first, before = firsts[group][i], ends[group][i]
+            if kind == "cross":
+                end, until = int(books.encoder_blocks[group, row]), INT32_MAX
+            else:
+                end = -(-total // block) + drafts
+                end = end if end > before else before
+                until = (end - drafts) * block
+            if kind == "window":
+                seen, left = rule.seen(done, first)
+                if seen > first:
+                    if before > first:
+                        dropped.append((group, row, first, min(seen, before) - first))
+                    held[1, group, i] = first = seen
+                until = left if left < until else until
+            begin = before if before > first else first
+            if end > begin:
+                fresh.append((group, row, begin, end - begin))
+                held[2, group, i] = end
+            if until < quiet_until[i]:
+                quiet_until[i] = until
+    none, until = np.zeros(len(fresh), bool), np.array(quiet_until)
+    return Changes(rows, Runs.listed(fresh), none, False, Runs.listed(dropped), held, until)
+
+
+def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> Changes:
     rules, before = books.rules, books.held(rows)
     after = before.copy()
-    _, first, end = after
+    first, end = after[1], after[2]
     np.maximum(end, rules.ends(totals), out=end)
     if rules.crossed.size:
         end[rules.crossed] = books.encoder_blocks[rules.crossed][:, rows]
     dropped = NO_RUNS
     if rules.has_windows:  # a block that was given back stays so
-        np.maximum(first, rules.firsts_visible(books.computed[rows]), out=first)
+        np.maximum(first, rules.firsts_visible(computed), out=first)
         dropped = Runs.between(rows, before[1], np.minimum(first, before[2]))
     if rules.aligned.size:
         end[rules.aligned] = before[2, rules.aligned]  # neither fresh nor dropped so far
-    fresh = Runs.between(rows, np.maximum(before[2], first), end)
+    taken = np.maximum(before[2], first) if rules.has_windows else before[2]
+    fresh = Runs.between(rows, taken, end)
     if rules.aligned.size:
         _set_aligned(books, rows, totals, after)
         more, less = _aligned_changes(books, rows, before, after)
         fresh, _ = Runs.joined([fresh, more]).by_group()
         dropped, _ = Runs.joined([dropped, less]).by_group()
+    until = rules.quiet_until(computed, after)
     if books.pool.has_shared_blocks and books.may_share[rows].any():
-        return Changes(rows, *_unshare(books, rows, fresh, after), dropped, after)
-    return Changes(rows, fresh, np.zeros(fresh.groups.size, bool), False, dropped, after)
+        return Changes(rows, *_unshare(books, rows, fresh, after), dropped, after, until)
+    return Changes(rows, fresh, np.zeros(fresh.size, bool), False, dropped, after, until)
 
 
 def _set_aligned(books: Books, rows: np.ndarray, totals: np.ndarray, held: np.ndarray) -> None:
@@ -116,14 +178,15 @@ def _unshare(
             _, first, end = held[:, group, index].tolist()
             columns = _written(books, row, group, first, end)
             ids = books.columns_of(row, group)[columns]
-            at = columns[(ids != NULL_BLOCK) & (books.pool.references_of(ids) > 1)]
+            computed = int(books.computed[row])
+            at = columns[(ids != NULL_BLOCK) & books.pool.must_copy(ids, computed)]
             shared.append(Runs.of_cells(np.full(at.size, group), np.full(at.size, row), at))
             copied.append(_keeps_content(books, row, group, at))
     cells, copies = Runs.joined(shared), np.concatenate(copied)
     leaves = ~_last_holders(books, cells)
     cells, copies = cells.chosen(leaves), copies[leaves]
     merged, order = Runs.joined([fresh, cells]).by_group()
-    is_copied = np.concatenate([np.zeros(fresh.groups.size, bool), copies])[order]
+    is_copied = np.concatenate([np.zeros(fresh.size, bool), copies])[order]
     return merged, is_copied, bool(cells.num_cells)
 
 
@@ -147,18 +210,28 @@ def _last_holders(books: Books, cells: Runs) -> np.ndarray:
     ids = books.ids_at(cells)
     named, last, counts = np.unique(ids[::-1], return_index=True, return_counts=True)
     left_by_all = counts == books.pool.references_of(named)
+    left_by_all &= books.pool.kept_until[named] == 0
     keeps = np.zeros(ids.size, bool)
     keeps[ids.size - 1 - last[left_by_all]] = True
     return keeps
 
 
-def _check_room(books: Books, changes: Changes) -> None:
-    needed, free = changes.fresh.num_cells, books.pool.num_free_blocks
-    if needed <= free:
-        return
-    returned = 0
-    if changes.dropped.num_cells:
+def _blocks_needed(books: Books, changes: Changes) -> int:
+    """Returns the free blocks that changes need, besides those that they give back first."""
+    needed = changes.fresh.num_cells
+    if needed > books.pool.num_free_blocks and changes.dropped.num_cells:
         ids = books.ids_at(changes.dropped)
-        returned = int((books.pool.references_of(ids) == 1).sum())
-    if needed - returned > free:
-        raise OutOfBlocksError(needed - returned, free)
+        needed -= int((books.pool.references_of(ids) == 1).sum())
+    return needed
+
+
+def _kept_only(books: Books, changes: Changes) -> np.ndarray:
+    """Returns the blocks that are replaced only because their content is kept.
+
+    When blocks run out, their only holder writes over them instead.
+    """
+    if not changes.replaces:
+        return NO_IDS
+    ids = books.ids_at(changes.fresh)
+    ids = ids[ids != NULL_BLOCK]
+    return ids[books.pool.references_of(ids) == 1]

@@ -1,6 +1,7 @@
 """The host's books: the blocks and the progress of every running request. No jax."""
 
 import itertools
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,7 +13,9 @@ from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.blocks._books import Books, Changes
 from jaxkv.blocks._changes import plan_changes
 from jaxkv.blocks._pending import Pending
-from jaxkv.blocks._pool import BlockPool
+from jaxkv.blocks._pool import BlockPool, BlockUse
+from jaxkv.blocks._prefix_events import PrefixEvents
+from jaxkv.blocks._prefixes import Prefixes, PrefixHit, PrefixStats
 from jaxkv.blocks._resuming import check_rewind, columns_to_share
 from jaxkv.blocks._rows import Rows, Work
 from jaxkv.blocks._runs import NO_IDS
@@ -30,8 +33,10 @@ from jaxkv.blocks._write import (
     write_zero_ids,
 )
 from jaxkv.planning import Plan
+from jaxkv.prefixes import EventLog, ExtraKey
 
 MAX_SHOWN = 8  # requests that Jupyter is shown
+NONE = np.zeros(0, bool)
 
 
 class Ring(Protocol):
@@ -61,14 +66,27 @@ class BlockManager:
     A call that raises changes nothing. Not thread-safe; one scheduler owns it.
     """
 
-    def __init__(self, plan: Plan, *, max_requests: int):
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_requests: int,
+        checkpoint_share: float = 0.1,
+        events: EventLog | None = None,
+    ):
         """Starts with every block free.
 
         Args:
           plan: the blocks of the pool, and how each group of layers grows.
           max_requests: rows of the block tables.
+          checkpoint_share: the most of all blocks that may keep states for other prompts, 0.0
+            to 1.0; the least recently used ones give way.
+          events: log that hears of whole blocks that are kept for others, evicted and cleared;
+            None: their keys are not computed. See `jaxkv.prefixes`.
         """
         check_positive(max_requests=max_requests)
+        if not 0 <= checkpoint_share <= 1:
+            raise ValueError(f"checkpoint_share={checkpoint_share} must be from 0.0 to 1.0")
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
         self._plan, self._max_requests = plan, max_requests
@@ -86,9 +104,15 @@ class BlockManager:
             context_parallel=plan.context_parallel,
         )
         self._zeroed = np.array(plan.groups_to_zero, bool)
-        self._zeroes = any(plan.groups_to_zero)
+        self._zeroes, self._zeroes_all = any(plan.groups_to_zero), all(plan.groups_to_zero)
         self._rows = Rows(max_requests, plan.limits.max_in_flight_tokens)
         self._encoder_tokens = np.zeros(max_requests, np.int64)
+        self._prefixes = Prefixes(
+            self._books,
+            max_requests=max_requests,
+            checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
+            events=None if events is None else PrefixEvents(events, plan),
+        )
         self._pending = Pending()
         self._num_uploads = 0
         self._shapes: set[StepShape] = set()  # those that were checked
@@ -174,16 +198,40 @@ class BlockManager:
 
     # --- requests -----------------------------------------------------------------
 
-    def start(self, request: Hashable, *, encoder_tokens: int = 0) -> int:
-        """Gives a request a table row and no blocks yet. Returns the row.
+    def start(
+        self,
+        request: Hashable,
+        tokens: Ints | None = None,
+        *,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+        boundaries: Sequence[int] = (),
+        max_cached_tokens: int | None = None,
+        encoder_tokens: int = 0,
+    ) -> PrefixHit:
+        """Gives a request a table row, and the blocks that hold the beginning of its prompt.
+
+        Without ``tokens`` it begins with no blocks, and nothing of it is kept for others. With
+        them, its first step goes on after ``num_cached_tokens``; and whole blocks of the prompt
+        are kept from the step that computes them on, until they are needed for other requests.
+        Plans with recurrent states go on after a state that was kept, at any token. Who then
+        writes into a block that somebody shares, or that is kept, gets a copy by the step's own
+        copies, so the step that follows needs room for ``forks``, and for ``cached_tokens``.
 
         Args:
           request: any hashable name.
+          tokens: token ids of the prompt, int[N]; quickest as an array.
+          salt: requests share only with those of the same salt.
+          extra_keys: what the content depends on besides the tokens: adapters, images.
+          boundaries: numbers of tokens after which another prompt may go on differently, such
+            as the end of a system prompt; states are kept there. See `PrefixHit.chunk_ends`.
+          max_cached_tokens: the longest prefix to share; None: all but the last token.
           encoder_tokens: encoder tokens of the request, for cross attention.
 
         Raises:
-          ValueError: the request runs already, no row is free, or the plan does not admit
-            that many encoder tokens.
+          TypeError: tokens that are not ints.
+          ValueError: the request runs already, no row is free, the plan does not admit that many
+            tokens or encoder tokens, or a boundary that is not in the prompt.
         """
         check_count(encoder_tokens=encoder_tokens)
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
@@ -191,11 +239,30 @@ class BlockManager:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
+        if tokens is not None and len(tokens) > self._plan.max_model_len:
+            raise ValueError(
+                f"tokens: {len(tokens)} are more than the plan's "
+                f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
+            )
         self._rows.check_new([request])
+        prompt = found = None
+        if tokens is not None and not self._prefixes.has_encoder:
+            prompt, found = self._prefixes.look_up(
+                tokens,
+                salt=salt,
+                extra_keys=extra_keys,
+                boundaries=boundaries,
+                max_cached_tokens=max_cached_tokens,
+            )
         row = self._rows.take(request)
         self._books.start(row, encoder_tokens)
         self._encoder_tokens[row] = encoder_tokens
-        return row
+        if prompt is None or found is None:
+            return PrefixHit.nothing(row, len(self._growths))
+        self._prefixes.begin(row, prompt, found)
+        if found.num_tokens:
+            self._pending.add_shared(row, found.columns)
+        return PrefixHit.of(row, prompt, found)
 
     def fork(
         self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
@@ -232,12 +299,25 @@ class BlockManager:
             new = self._rows.take(name)
             self._books.fork(row, new, num_tokens, columns)
             self._encoder_tokens[new] = self._encoder_tokens[row]
+            self._prefixes.fork(row, new, num_tokens)
             self._pending.copy_row(row, new)
 
-    def finish(self, request: Hashable) -> None:
-        """Gives back the row and the blocks of a request that ended or is preempted."""
+    def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
+        """Gives back the row and the blocks of a request that ended or is preempted.
+
+        Args:
+          request: a running request.
+          tokens: token ids after its prompt, of a request that was started with one: the blocks
+            of those that it computed are kept, for a prompt that goes on from them. Leave out
+            drafts that were not accepted.
+
+        Raises:
+          TypeError, ValueError: a request that does not run, or tokens that are not token ids.
+        """
         row = self._rows.row(request)
+        self._prefixes.finish(row, tokens)
         self._books.finish(row)
+        self._prefixes.used(row)
         self._pending.forget_row(row)
         self._rows.give_back(request)
 
@@ -274,16 +354,16 @@ class BlockManager:
         for count in wanted.values():
             check_count(num_tokens=count)
         rows = np.array([self._rows.row(name) for name in wanted], np.int64)
-        counts = np.fromiter(wanted.values(), np.int64, len(wanted))
-        computed = self._books.computed[rows]
-        if (counts > computed).any():
-            at = int((counts > computed).argmax())
-            raise ValueError(
-                f"num_tokens={counts[at]} is more than the {computed[at]} tokens that "
-                f"{list(wanted)[at]!r} has computed"
-            )
+        computed = self._books.computed[rows].tolist()
+        for (name, count), most in zip(wanted.items(), computed, strict=True):
+            if count > most:
+                raise ValueError(
+                    f"num_tokens={count} is more than the {most} tokens that {name!r} has computed"
+                )
+        counts = np.array(list(wanted.values()), np.int64)
         check_rewind(self._books, list(wanted), rows, counts)
         self._books.rewind(rows, counts)
+        self._prefixes.rewind(rows, counts)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchanges two rows of the block tables, whether requests hold them or not.
@@ -301,8 +381,64 @@ class BlockManager:
             return
         self._books.swap(first, second)
         self._rows.swap(first, second)
+        self._prefixes.swap(first, second)
         self._encoder_tokens[[first, second]] = self._encoder_tokens[[second, first]]
         self._pending.swap_rows(first, second)
+
+    # --- prefixes -----------------------------------------------------------------
+
+    @property
+    def block_use(self) -> BlockUse:
+        """Blocks by what they are used for: held, shared, warm or cold."""
+        return self.block_pool.use
+
+    @property
+    def may_copy_by_row(self) -> np.ndarray:
+        """Whether the next step of a row may copy a block or a state first, bool[max_requests].
+
+        Each such request counts as one of the ``forks`` of a step.
+        """
+        return self._books.may_share & (self._books.shared_until >= self._books.computed)
+
+    def find_prefix(
+        self,
+        tokens: Ints,
+        *,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+    ) -> tuple[int, int]:
+        """Looks for a prompt in the cache without starting it.
+
+        Args:
+          tokens, salt, extra_keys: as of `start`.
+
+        Returns:
+          The tokens that `start` would find now, and how many of their blocks other requests
+          hold, so that they take no free ones.
+        """
+        if self._prefixes.has_encoder:
+            return 0, 0
+        _, _, found = self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
+        ids = np.concatenate([columns.block_ids for columns in found.columns])
+        return found.num_tokens, int(np.count_nonzero(self.block_pool.references_of(ids)))
+
+    def prefix_stats(self) -> PrefixStats:
+        """Returns what was looked up, found and evicted since the manager was made."""
+        return self._prefixes.stats()
+
+    def new_epoch(self) -> None:
+        """Lets no later request share what was computed so far: call it when weights change.
+
+        Running requests go on, and nothing of them is kept.
+        """
+        self._prefixes.new_epoch()
+
+    def reset_prefixes(self) -> None:
+        """Forgets all prefixes and that they were there: call it when the pool's bytes are lost.
+
+        A cache that `jaxkv.wake_up` brings back from level 2 has lost them.
+        """
+        self._prefixes.reset()
 
     # --- steps --------------------------------------------------------------------
 
@@ -333,21 +469,22 @@ class BlockManager:
         batch = self._rows.batch(work)
         computed = self._books.computed[batch.rows]
         totals = computed + batch.counts
-        self._check_totals(batch, totals)
-        check_batch(shape, batch, totals)
+        check_batch(shape, batch, self._check_totals(batch, totals))
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
-        changes = plan_changes(self._books, batch.rows, totals)
-        check_room(shape, self._sizes(changes, own.size))
+        changes = plan_changes(self._books, batch.rows, computed, totals)
+        zeroed = NONE if changes is None else self._to_zero(changes)
+        check_room(shape, self._sizes(changes, zeroed, own.size))
         data = np.empty(shape.size, np.int32) if ring is None else ring.buffer(shape)
         if changes is not None:
-            self._apply(changes)
+            self._apply(changes, zeroed)
         encoder_lens = self._encoder_tokens[batch.rows] if shape.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         if not self._pending.is_empty:
             self._write_changes(shape, data)
         self._num_uploads += 1
         data[0] = (self._num_uploads - 1) % INT32_MAX + 1
-        self._books.advance(batch.rows, totals)
+        self._books.advance(batch.rows, computed, totals)
+        self._prefixes.after_step(batch.rows, totals)
         return Upload(data=data if ring is None else ring.seal(), shape=shape)
 
     def grow(self, work: Work) -> None:
@@ -365,37 +502,34 @@ class BlockManager:
             admits.
         """
         batch = self._rows.batch(work)
-        totals = self._books.computed[batch.rows] + batch.counts
+        computed = self._books.computed[batch.rows]
+        totals = computed + batch.counts
         self._check_totals(batch, totals)
-        changes = plan_changes(self._books, batch.rows, totals)
+        changes = plan_changes(self._books, batch.rows, computed, totals)
         if changes is not None:
-            self._apply(changes)
+            self._apply(changes, self._to_zero(changes))
 
-    def _apply(self, changes: Changes) -> None:
+    def _apply(self, changes: Changes, zeroed: np.ndarray) -> None:
         ids, replaced = self._books.apply(changes)
-        self._pending.add(changes, ids, self._to_zero(changes), replaced)
+        self._pending.add(changes, ids, zeroed, replaced)
 
     def _to_zero(self, changes: Changes) -> np.ndarray:
         """Returns, bool[K], the fresh runs whose blocks must be zeroed: not those of copies."""
-        if not self._zeroes:
-            return np.zeros(changes.fresh.groups.size, bool)
+        if not changes.replaces and self._zeroes == self._zeroes_all:
+            return ~changes.copied if self._zeroes else changes.copied
         return self._zeroed[changes.fresh.groups] & ~changes.copied
 
-    def _sizes(self, changes: Changes | None, extra: int) -> Sizes:
+    def _sizes(self, changes: Changes | None, zeroed: np.ndarray, extra: int) -> Sizes:
         """Returns the sizes of what is pending and what is to come."""
-        pending = self._pending.sizes()
         if changes is None:
-            return pending._replace(extra=extra)
-        fresh = changes.fresh
-        zeroed = int(np.add.reduce(fresh.counts[self._to_zero(changes)])) if self._zeroes else 0
-        return Sizes(
-            changed_rows=self._pending.num_rows_with(changes.rows),
-            block_ids=pending.block_ids + fresh.num_cells,
-            zero_ids=pending.zero_ids + zeroed,
-            block_copies=pending.block_copies + int(np.count_nonzero(changes.copied)),
-            row_copies=pending.row_copies,
-            extra=extra,
-        )
+            return self._pending.sizes(extra)
+        fresh, pending = changes.fresh, self._pending
+        copied = int(np.count_nonzero(changes.copied)) if changes.replaces else 0
+        to_come = changes.rows.size, fresh.num_cells, fresh.num_cells_of(zeroed), copied
+        if pending.is_empty:
+            return Sizes(*to_come, 0, extra)
+        _, *sizes = map(operator.add, pending.sizes(extra), (*to_come, 0, 0))
+        return Sizes(pending.num_rows_with(changes.rows), *sizes)
 
     def _write_changes(self, shape: StepShape, data: np.ndarray) -> None:
         pending = self._pending
@@ -403,19 +537,23 @@ class BlockManager:
         write_entries(shape, data, entries, changed, self._books.row_lengths(changed))
         if self._zeroes:
             write_zero_ids(shape, data, *entries.zero_ids(len(self._growths)))
-        write_copies(shape, data, pending.copies(), pending.row_copies())
+        if pending.has_copies:
+            write_copies(shape, data, pending.copies(), pending.row_copies())
         pending.clear()
 
     # --- checks -------------------------------------------------------------------
 
-    def _check_totals(self, batch: Batch, totals: np.ndarray) -> None:
-        if np.maximum.reduce(totals, initial=0) > self._plan.max_model_len:
+    def _check_totals(self, batch: Batch, totals: np.ndarray) -> int:
+        """Raises ValueError for a request that grows too long; returns the longest total."""
+        longest = int(np.maximum.reduce(totals)) if totals.size else 0
+        if longest > self._plan.max_model_len:
             name = self._rows.name(int(batch.rows[totals.argmax()]))
             raise ValueError(
-                f"work: request {name!r} would have {totals.max()} tokens, more than the plan's "
+                f"work: request {name!r} would have {longest} tokens, more than the plan's "
                 f"max_model_len={self._plan.max_model_len}; finish the request, or plan for longer "
                 "ones"
             )
+        return longest
 
     def _check_shape(self, shape: StepShape) -> None:
         """Raises unless the shape belongs to this manager's plan."""

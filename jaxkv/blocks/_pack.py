@@ -192,5 +192,5 @@ def _checked_batch(
             f"num_new_tokens must be at least 1, got {counts.min()}; leave the request out"
         )
     batch = Batch.of(rows, counts)
-    check_batch(shape, batch, computed.astype(np.int64) + counts)
+    check_batch(shape, batch, int((computed.astype(np.int64) + counts).max(initial=0)))
     return batch

@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv.blocks._books import Changes
 from jaxkv.blocks._runs import NO_IDS, NO_RUNS, Runs
 from jaxkv.blocks._write import NO_COPIES, Copies, Entries, Sizes
+from jaxkv.prefixes import SharedColumns
 
 
 class Pending:
@@ -22,6 +23,11 @@ class Pending:
     @property
     def is_empty(self) -> bool:
         return not (self._rows or self._device_rows)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks or rows are copied."""
+        return bool(self._copies or self._device_rows)
 
     def clear(self) -> None:
         """Forgets everything, once an upload holds it."""
@@ -38,7 +44,8 @@ class Pending:
           zeroed: bool[K], the fresh runs whose blocks must be zeroed.
           replaced: the blocks that the copied cells had before.
         """
-        self._entries.append(Entries(changes.fresh, ids, zeroed))
+        if ids.size:
+            self._entries.append(Entries(changes.fresh, ids, zeroed))
         self._rows.append(changes.rows)
         if replaced.size:
             groups = changes.fresh.groups[changes.copied]
@@ -47,16 +54,25 @@ class Pending:
             self._copies = [copies.without(new) for copies in self._copies]
             self._copies.append(Copies(groups, sources, new))
 
-    def sizes(self) -> Sizes:
-        """Returns the sizes of everything pending."""
+    def add_shared(self, row: int, columns: Sequence[SharedColumns]) -> None:
+        """Notes that a row shares the blocks of a prefix."""
+        runs = [(g, row, part.first, part.block_ids.size) for g, part in enumerate(columns)]
+        ids = np.concatenate([part.block_ids for part in columns])
+        listed = Runs(None, ids.size, [run for run in runs if run[-1]])
+        self._entries.append(Entries(listed, ids, np.zeros(listed.size, bool)))
+        self._rows.append(np.array([row]))
+
+    def sizes(self, extra: int) -> Sizes:
+        """Returns the sizes of everything pending, and of a step's ``extra``."""
         if self.is_empty:
-            return Sizes()
+            return Sizes(extra=extra)
         return Sizes(
             changed_rows=self.changed_rows().size,
             block_ids=sum(entries.runs.num_cells for entries in self._entries),
             zero_ids=sum(entries.num_zeroed for entries in self._entries),
             block_copies=sum(copies.groups.size for copies in self._copies),
             row_copies=len(self.row_copies()),
+            extra=extra,
         )
 
     def num_rows_with(self, rows: np.ndarray) -> int:
@@ -71,8 +87,8 @@ class Pending:
             return NO_ENTRIES
         parts = [(*e.runs.cells(), e.block_ids, e.of_cells(e.zeroed)) for e in self._entries]
         groups, rows, columns, ids, zeroed = map(np.concatenate, zip(*parts, strict=True))
-        cells = np.stack([groups, rows, columns])
-        _, last = np.unique(cells[:, ::-1], axis=1, return_index=True)
+        cells = (groups * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
+        _, last = np.unique(cells[::-1], return_index=True)
         kept = np.sort(groups.size - 1 - last)
         kept = kept[groups[kept].argsort(kind="stable")]
         runs = Runs.of_cells(groups[kept], rows[kept], columns[kept])
@@ -110,7 +126,7 @@ class Pending:
         for entries in list(self._entries):
             mine = entries.chosen(entries.runs.rows == source)
             if mine.block_ids.size:  # the device does not know these yet, so they are not copied
-                runs = mine.runs._replace(rows=np.full_like(mine.runs.rows, row))
+                runs = mine.runs.moved(np.full_like(mine.runs.rows, row))
                 self._entries.append(Entries(runs, mine.block_ids, np.zeros_like(mine.zeroed)))
 
     def swap_rows(self, first: int, second: int) -> None:
@@ -120,9 +136,7 @@ class Pending:
         self._rows = [_swapped(rows, first, second) for rows in self._rows]
         self._rows.append(np.array([first, second]))
         self._entries = [
-            entries._replace(
-                runs=entries.runs._replace(rows=_swapped(entries.runs.rows, first, second))
-            )
+            entries._replace(runs=entries.runs.moved(_swapped(entries.runs.rows, first, second)))
             for entries in self._entries
         ]
 

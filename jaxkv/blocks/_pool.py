@@ -1,12 +1,17 @@
 """Free list and reference counts of block ids, as arrays. No jax."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.numbers import NULL_BLOCK
+from jaxkv.blocks._warm import WarmBlocks
 
+# Warm blocks are evicted several at a time, so that a step that takes a few rarely has to.
+EVICTED_AT_ONCE, LEAST_PART = 64, 256
 Ids = Sequence[int] | np.ndarray
 
 
@@ -28,12 +33,34 @@ class OutOfBlocksError(RuntimeError):
         return type(self), (self.needed_blocks, self.free_blocks)
 
 
+class BlockUse(NamedTuple):
+    """Blocks by what they are used for, the null block not among them.
+
+    own: with one holder.
+    shared: with several.
+    warm: free, and their content is kept for other requests.
+    cold: free, and empty.
+    """
+
+    own: int
+    shared: int
+    warm: int
+    cold: int
+
+
 class BlockPool:
     """Free list and reference counts of block ids 1 .. num_blocks - 1.
 
     Ids come back in the order in which they were freed, so a freed block stays untouched for
-    as long as the pool allows. Every operation works on slices: a few NumPy calls, whatever
-    the number of ids.
+    as long as the pool allows. A free block whose content is kept is warm: it is taken after
+    all others, the one that was freed first before the others, and may get holders again.
+    Every operation works on slices: a few NumPy calls, whatever the number of ids.
+
+    kept_until: int64[num_blocks], the position before which no token of a block may be written
+      over; 0: its content is not kept. Written by whoever keeps it.
+    has_kept: whether any content may be kept.
+    on_evict: called with warm blocks that are about to be taken; returns other blocks whose
+      content is of no use any more.
     """
 
     def __init__(self, num_blocks: int):
@@ -43,21 +70,38 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._references = np.zeros(num_blocks, np.int32)
         self._num_shared = 0  # references beyond the first of each block
-        # A ring: `_num_free` ids from `_head` on, in the order of their release.
+        # A ring: `_num_cold` ids from `_head` on, in the order of their release.
         self._free = np.arange(NULL_BLOCK + 1, num_blocks, dtype=np.int32)
-        self._head, self._num_free = 0, num_blocks - 1
+        self._head, self._num_cold = 0, num_blocks - 1
+        self._warm = WarmBlocks(num_blocks)
+        self.kept_until = np.zeros(num_blocks, np.int64)
+        self.has_kept = False
+        self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_free
+        """Blocks without holders, warm ones included."""
+        return self._num_cold + len(self._warm)
+
+    @property
+    def num_warm_blocks(self) -> int:
+        """Free blocks whose content is kept."""
+        return len(self._warm)
+
+    @property
+    def use(self) -> BlockUse:
+        """Blocks by what they are used for."""
+        own = int(np.count_nonzero(self._references == 1))
+        held = int(np.count_nonzero(self._references))
+        return BlockUse(own, held - own, len(self._warm), self._num_cold)
 
     @property
     def has_shared_blocks(self) -> bool:
-        """Whether any block has more than one holder."""
-        return self._num_shared > 0
+        """Whether a holder may have to copy a block before it writes there."""
+        return self._num_shared > 0 or self.has_kept
 
     def allocate(self, count: int) -> np.ndarray:
         """Takes ``count`` free blocks, int32[count], each with one reference.
@@ -66,21 +110,64 @@ class BlockPool:
           OutOfBlocksError: fewer are free; none is taken.
         """
         check_count(count=count)
-        if count > self._num_free:
-            raise OutOfBlocksError(count, self._num_free)
+        if count > self.num_free_blocks:
+            raise OutOfBlocksError(count, self.num_free_blocks)
         return self.take(count)
 
     def take(self, count: int) -> np.ndarray:
         """As `allocate`, without its checks: for the books, which know that they are free."""
+        if count > self._num_cold:
+            spare = min(EVICTED_AT_ONCE, self.num_blocks // LEAST_PART)
+            self._evict(count - self._num_cold + spare)
         stop = self._head + count
         if stop <= self._free.size:
             ids = self._free[self._head : stop].copy()
         else:
             ids = np.concatenate([self._free[self._head :], self._free[: stop - self._free.size]])
         self._head = stop % self._free.size
-        self._num_free -= count
+        self._num_cold -= count
         self._references[ids.astype(np.intp)] = 1  # NumPy looks int32 up several times slower
         return ids
+
+    def _evict(self, count: int) -> None:
+        """Makes warm blocks cold, at most ``count`` of them."""
+        ids = self._warm.pop(min(count, len(self._warm)))
+        others = self.on_evict(ids)
+        self._append(ids)
+        self.cool(others)
+
+    def give_up(self, ids: np.ndarray) -> None:
+        """Lets the only holders of blocks write over content that is kept."""
+        self.cool(self.on_evict(ids))
+
+    @contextlib.contextmanager
+    def ignoring(self, ids: np.ndarray) -> Iterator[None]:
+        """Works out changes as if the content of some blocks were not kept."""
+        kept_until = self.kept_until[ids]
+        self.kept_until[ids] = 0
+        try:
+            yield
+        finally:
+            self.kept_until[ids] = kept_until
+
+    def cool(self, ids: np.ndarray) -> None:
+        """Makes those of some blocks cold that are warm: their content is no longer kept."""
+        warm = ids[self._warm.contains(ids)]
+        self._warm.remove(warm)
+        self._append(warm)
+
+    def warm_again(self, ids: np.ndarray) -> None:
+        """Lets those of some blocks that are warm be taken last."""
+        warm = ids[self._warm.contains(ids)]
+        self._warm.remove(warm)
+        self._warm.push(warm)
+
+    def hold(self, ids: np.ndarray) -> None:
+        """Adds one reference to each of some blocks that are held or warm. They are distinct."""
+        self._references[ids] += 1
+        warm = ids[self._warm.contains(ids)]
+        self._warm.remove(warm)
+        self._num_shared += ids.size - warm.size
 
     def share(self, block_ids: Ids) -> None:
         """Adds one reference per id to blocks that are held already.
@@ -105,23 +192,31 @@ class BlockPool:
         """As `free`, without its checks: for the books, which know whose the ids are."""
         if not self._num_shared:  # every block has one reference
             self._references[ids.astype(np.intp)] = 0
-            return self._append(ids)
+            return self._give_back(ids)
         np.subtract.at(self._references, ids, 1)
         gone = ids[self._references[ids] == 0]
         if gone.size > 1:  # an id named twice is freed once, where it was named last
             last = gone.size - 1 - np.unique(gone[::-1], return_index=True)[1]
             gone = gone[np.sort(last)]
         self._num_shared -= ids.size - gone.size
-        self._append(gone)
+        self._give_back(gone)
+
+    def _give_back(self, ids: np.ndarray) -> None:
+        """Puts blocks that nobody holds where they are taken from."""
+        if self.has_kept:
+            is_kept = self.kept_until[ids] > 0
+            self._warm.push(ids[is_kept])
+            ids = ids[~is_kept]
+        self._append(ids)
 
     def _append(self, ids: np.ndarray) -> None:
-        """Puts ids at the end of the free list."""
-        tail = (self._head + self._num_free) % self._free.size
+        """Puts ids at the end of the cold ones."""
+        tail = (self._head + self._num_cold) % self._free.size
         first = min(ids.size, self._free.size - tail)
         self._free[tail : tail + first] = ids[:first]
         if first < ids.size:
             self._free[: ids.size - first] = ids[first:]
-        self._num_free += ids.size
+        self._num_cold += ids.size
 
     def references(self, block_id: int) -> int:
         """Returns the holders of a block; 0: it is free."""
@@ -132,6 +227,10 @@ class BlockPool:
     def references_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the holders of each block, int32 of the ids' shape."""
         return self._references[ids]
+
+    def must_copy(self, ids: np.ndarray, position: int | np.ndarray) -> np.ndarray:
+        """Returns whether a holder that writes from a position on must copy its block first."""
+        return (self._references[ids] > 1) | (self.kept_until[ids] > position)
 
     def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
         ids = np.asarray(block_ids)
@@ -149,3 +248,7 @@ class BlockPool:
                 f"{held[bad[0]]} references; pass ids in 1..{self.num_blocks - 1} that are held"
             )
         return ids.astype(np.int32)
+
+
+def _nothing_more(ids: np.ndarray) -> np.ndarray:
+    return ids[:0]

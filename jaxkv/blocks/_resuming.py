@@ -56,7 +56,10 @@ def _state_to_share(books: Books, row: int, group: int, num_tokens: int) -> tupl
         return -1, 0, books.row_blocks[group] + 1  # no block holds that state: refused
     if mode == "none":
         return -1, 0, 1
-    return (column, column, column + 1) if mode == "align" else (-1, 0, column + 1)
+    if mode == "align":
+        return column, column, column + 1
+    first = books.held_of(row, group)[1]  # after a shared prefix only its last state is held
+    return -1, min(first, column), column + 1
 
 
 def check_rewind(

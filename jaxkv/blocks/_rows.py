@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.blocks._write import Batch
 
+FEW = 8  # requests that cost less as ints than as arrays
 Work = Mapping[Any, int] | tuple[np.ndarray, np.ndarray]
 
 
@@ -90,10 +91,23 @@ class Rows:
             rows = self._last[2].rows
         else:
             rows = self._rows_of(names)
-        batch = Batch.of(rows, _as_counts(values))
-        self._check_counts(batch)
+        batch = self._few(rows, values)
+        if batch is None:
+            batch = Batch.of(rows, _as_counts(values))
+            self._check_counts(batch)
         self._last = names, values, batch
         return batch
+
+    def _few(self, rows: np.ndarray, values: Sequence[Any]) -> Batch | None:
+        """Returns a batch of a few plain ints, which NumPy would look at for longer, or None."""
+        if not 0 < len(values) <= FEW or any([type(value) is not int for value in values]):
+            return None
+        longest = max(values)
+        if min(values) < 1 or longest > self._max_in_flight_tokens:
+            return None  # to be refused
+        counts = np.array(values, np.int64)
+        ends = counts if len(values) == 1 else np.add.accumulate(counts)
+        return Batch(rows, counts, ends, sum(values), longest)
 
     def _rows_of(self, names: Sequence[Hashable]) -> np.ndarray:
         try:

@@ -1,11 +1,37 @@
 """The growth rules of all groups, laid out for arrays of groups and rows. NumPy only."""
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxkv._internal.numbers import INT32_MAX, cdiv
+from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.specs import Growth, first_visible_token
+
+RuleKind = Literal["window", "cross", "other"]
+
+
+class Rule(NamedTuple):
+    """The growth of one group in ints; see `Rules`."""
+
+    block: int
+    drafts: int
+    window: int
+    chunk: int
+    kind: RuleKind
+
+    def seen(self, computed: int, first: int) -> tuple[int, int]:
+        """Returns the first column that is still seen, and the longest total until it is not.
+
+        Args:
+          computed: tokens in the cache when the step begins.
+          first: held column; one that was given back stays so.
+        """
+        if self.window < INT32_MAX:
+            first = max(first, (computed + 1 - self.window) // self.block)
+            return first, (first + 1) * self.block + self.window - 1
+        chunk_start = computed - computed % self.chunk
+        return max(first, chunk_start // self.block), chunk_start + self.chunk
 
 
 class Rules:
@@ -15,6 +41,7 @@ class Rules:
       the first step on has one column for all tokens.
     drafts: int64[G, 1], columns after the last token's.
     aligned, crossed: int64[...], the groups of "align" states, and those of the encoder.
+    of_groups: the same in ints.
     """
 
     def __init__(self, growths: Sequence[Growth], context_parallel: int):
@@ -26,21 +53,27 @@ class Rules:
 
         never_grows = np.array([[mode in ("none", "cross")] for mode in modes])
         self.block = np.where(never_grows, INT32_MAX, column("block_size") * context_parallel)
+        self._last_of_block = self.block - 1
         self.drafts = column("speculative_blocks")
         self.aligned = np.array([g for g, mode in enumerate(modes) if mode == "align"], np.int64)
         self.crossed = np.array([g for g, mode in enumerate(modes) if mode == "cross"], np.int64)
         self._has_drafts = bool(self.drafts.any())
-        self._window, self._chunk = column("window"), column("chunk")
-        self._chunk = self._chunk if "chunked" in modes else None
+        self._window, chunk = column("window"), column("chunk")
+        self._chunk = chunk if "chunked" in modes else None
         #: whether rows give blocks back that no later token reads
         self.has_windows = "sliding" in modes or "chunked" in modes
+        numbers = np.concatenate([self.block, self.drafts, self._window, chunk], axis=1).tolist()
+        self.of_groups = tuple(
+            Rule(block, drafts, window, longest, _kind_of_rule(growth))
+            for growth, (block, drafts, window, longest) in zip(growths, numbers, strict=True)
+        )
 
     def ends(self, totals: np.ndarray) -> np.ndarray:
         """Returns one past the last columns that rows of ``totals`` tokens hold.
 
         Not of groups in ``crossed``: theirs depend on the encoder.
         """
-        ends = cdiv(totals, self.block)
+        ends = (totals + self._last_of_block) // self.block
         if self._has_drafts:
             ends += self.drafts
         return ends
@@ -56,7 +89,7 @@ class Rules:
           computed: int64[N], tokens in the cache when the step begins.
           held: int64[3, G, N], source, first and end of the columns that the rows hold.
         """
-        source, first, end = held
+        first, end = held[1], held[2]
         until = (end - self.drafts if self._has_drafts else end) * self.block
         if self.has_windows:  # the first held block leaves the window, or a new chunk begins
             left = (first + 1) * self.block
@@ -67,7 +100,13 @@ class Rules:
         if self.crossed.size:
             until[self.crossed] = INT32_MAX
         if self.aligned.size:  # once the newest block is the source, too, the older one is dropped
-            source, first = source[self.aligned], first[self.aligned]
+            source, first = held[0, self.aligned], first[self.aligned]
             apart = np.where(source != first, first * self.block[self.aligned] + 1, INT32_MAX)
             until[self.aligned] = np.minimum(until[self.aligned], apart)
-        return np.minimum.reduce(until, axis=0, initial=INT32_MAX)
+        return np.minimum.reduce(until, axis=0) if len(until) > 1 else until[0]
+
+
+def _kind_of_rule(growth: Growth) -> RuleKind:
+    if growth.kind in ("sliding", "chunked"):
+        return "window"
+    return "cross" if growth.kind == "cross" else "other"

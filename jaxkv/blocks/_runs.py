@@ -1,58 +1,126 @@
 """Runs of cells in the tables of a pool's groups. NumPy only."""
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+FEW = 16  # runs that are cheaper one after the other than cell by cell
 NO_IDS = np.zeros(0, np.int32)
 
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Run = tuple[int, int, int, int]
 
-class Runs(NamedTuple):
-    """K runs of consecutive cells, each in one row of one group; ordered by group."""
 
-    groups: np.ndarray  # int64[K]
-    rows: np.ndarray  # int64[K]
-    begins: np.ndarray  # int64[K], the first column, in the table of the group
-    counts: np.ndarray  # int64[K], cells, at least 1
-    num_cells: int
+class Runs:
+    """K runs of consecutive cells, each in one row of one group; ordered by group.
+
+    Groups, rows, first columns (in the table of the group) and numbers of cells (at least 1) are
+    arrays, int64[K] each, or one tuple of ints for each run, which is cheaper for a few. Either
+    is made from the other when it is first asked for.
+    """
+
+    __slots__ = ("_arrays", "_ints", "num_cells", "size")
+
+    def __init__(self, arrays: Arrays | None, num_cells: int, ints: Sequence[Run] = ()):
+        self._arrays, self._ints, self.num_cells = arrays, ints, num_cells
+        self.size = len(ints) if arrays is None else arrays[0].size
 
     @classmethod
     def between(cls, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> "Runs":
         """Returns the columns ``begins[g, i] .. ends[g, i] - 1`` of row i in each group g."""
-        counts = ends - begins
-        groups, index = (counts > 0).nonzero()
-        if not groups.size:
+        counts = (ends - begins).reshape(-1)  # flat: NumPy looks up along one axis much faster
+        at = (counts > 0).nonzero()[0]
+        if not at.size:
             return NO_RUNS
-        counts = counts[groups, index]
-        return cls(groups, rows[index], begins[groups, index], counts, int(np.add.reduce(counts)))
+        if len(begins) == 1:
+            groups, index = np.zeros(at.size, np.int64), at
+        else:
+            groups, index = np.divmod(at, rows.size)
+        counts, begins = counts[at], begins.reshape(-1)[at]
+        return cls((groups, rows[index], begins, counts), int(np.add.reduce(counts)))
 
     @classmethod
     def of_cells(cls, groups: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> "Runs":
         """Returns cells as runs of one cell each."""
-        return cls(groups, rows, columns, np.ones(groups.size, np.int64), groups.size)
+        return cls((groups, rows, columns, np.ones(groups.size, np.int64)), groups.size)
+
+    @classmethod
+    def listed(cls, runs: Sequence[Run]) -> "Runs":
+        """Returns runs of ints, ordered by group."""
+        return cls(None, sum([run[3] for run in runs]), runs) if runs else NO_RUNS
 
     @classmethod
     def joined(cls, runs: Sequence["Runs"]) -> "Runs":
         """Returns the runs of all, one after the other, in no order of groups."""
-        parts = zip(*(part[:4] for part in (NO_RUNS, *runs)), strict=True)
+        parts = zip(*(part.arrays for part in (NO_RUNS, *runs)), strict=True)
         groups, rows, begins, counts = map(np.concatenate, parts)
-        return cls(groups, rows, begins, counts, sum(part.num_cells for part in runs))
+        return cls((groups, rows, begins, counts), sum(part.num_cells for part in runs))
+
+    def __reduce__(self):
+        return type(self), (self.arrays, self.num_cells)
+
+    @property
+    def arrays(self) -> Arrays:
+        """Groups, rows, first columns and numbers of cells, int64[K] each."""
+        if self._arrays is None:
+            groups, rows, begins, counts = np.array(self._ints, np.int64).reshape(-1, 4).T
+            self._arrays = groups, rows, begins, counts
+        return self._arrays
+
+    @property
+    def ints(self) -> Sequence[Run]:
+        """Group, row, first column and number of cells of each run."""
+        if not self._ints:
+            self._ints = list(zip(*(part.tolist() for part in self.arrays), strict=True))
+        return self._ints
+
+    @property
+    def groups(self) -> np.ndarray:
+        """int64[K]."""
+        return self.arrays[0]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64[K]."""
+        return self.arrays[1]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64[K], cells of each run."""
+        return self.arrays[3]
+
+    @property
+    def are_few(self) -> bool:
+        """Whether the runs are cheaper one after the other than all cells at once."""
+        return bool(self._ints) or (self.size <= FEW and self.num_cells > self.size)
 
     @property
     def are_cells(self) -> bool:
         """Whether each run is one cell."""
-        return self.num_cells == self.groups.size
+        return self.num_cells == self.size
 
     @property
     def first_cells(self) -> np.ndarray:
         """int64[K], the index of each run's first cell among all cells."""
         return np.add.accumulate(self.counts) - self.counts
 
+    def num_cells_of(self, which: np.ndarray) -> int:
+        """Returns the cells of some of the runs, given by a mask."""
+        chosen = int(np.count_nonzero(which))
+        if chosen in (0, self.size):
+            return self.num_cells if chosen else 0
+        return int(np.add.reduce(self.counts[which]))
+
     def chosen(self, which: np.ndarray) -> "Runs":
         """Returns some of the runs, given by a mask or by indices."""
-        groups, rows, begins, counts = (part[which] for part in self[:4])
-        return Runs(groups, rows, begins, counts, int(np.add.reduce(counts)))
+        groups, rows, begins, counts = (part[which] for part in self.arrays)
+        return Runs((groups, rows, begins, counts), int(np.add.reduce(counts)))
+
+    def moved(self, rows: np.ndarray) -> "Runs":
+        """Returns the runs in other rows, int64[K]."""
+        groups, _, begins, counts = self.arrays
+        return Runs((groups, rows, begins, counts), self.num_cells)
 
     def by_group(self) -> tuple["Runs", np.ndarray]:
         """Returns the runs ordered by group, and the order, int64[K]."""
@@ -61,14 +129,36 @@ class Runs(NamedTuple):
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns groups, rows and columns of all cells."""
+        groups, rows, begins, counts = self.arrays
         if self.are_cells:
-            return self.groups, self.rows, self.begins
-        at = np.arange(self.groups.size).repeat(self.counts)
-        columns = np.arange(self.num_cells) + (self.begins - self.first_cells)[at]
-        return self.groups[at], self.rows[at], columns
+            return groups, rows, begins
+        at = np.arange(groups.size).repeat(counts)
+        columns = np.arange(self.num_cells) + (begins - self.first_cells)[at]
+        return groups[at], rows[at], columns
 
-    def ends(self, num_groups: int) -> np.ndarray:
-        """Returns int64[num_groups], the cells of each group and all groups before it."""
+    def write_cells(self, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Writes the rows and columns of all cells, into int32[num_cells] each."""
+        if not self.are_few:
+            _, rows[:], columns[:] = self.cells()
+            return
+        at = 0
+        for _, row, begin, count in self.ints:
+            if count == 1:
+                rows[at], columns[at] = row, begin
+            else:
+                rows[at : at + count] = row
+                columns[at : at + count] = np.arange(begin, begin + count)
+            at += count
+
+    def ends(self, num_groups: int) -> np.ndarray | Sequence[int]:
+        """Returns the cells of each group and all groups before it."""
+        if num_groups == 1:
+            return [self.num_cells]
+        if self.are_few:
+            counts = [0] * num_groups
+            for group, _, _, count in self.ints:
+                counts[group] += count
+            return list(itertools.accumulate(counts))
         last = self.groups.searchsorted(np.arange(num_groups), "right")
         if self.are_cells:
             return last
@@ -76,4 +166,4 @@ class Runs(NamedTuple):
 
 
 _NONE = np.zeros(0, np.int64)
-NO_RUNS = Runs(_NONE, _NONE, _NONE, _NONE, 0)
+NO_RUNS = Runs((_NONE, _NONE, _NONE, _NONE), 0)

@@ -84,6 +84,7 @@ class StepShape:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         forks: int = 0,
+        cached_tokens: int = 0,
         extra: int = 0,
     ) -> Self:
         """Derives every size of a step from the plan.
@@ -105,6 +106,9 @@ class StepShape:
           forks: requests of a step that write for the first time since they were forked,
             donors included; a swap of rows counts as 2. Each may copy a row of the tables and,
             in every group, a block.
+          cached_tokens: tokens that the requests which start in a step find in the cache, all
+            together; see `BlockManager.start`. Those that go on after a state count as
+            ``forks``, too.
           extra: int32s of your own that travel with the step.
 
         Raises:
@@ -113,7 +117,7 @@ class StepShape:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
         check_positive(max_requests=max_requests)
-        check_count(forks=forks)
+        check_count(forks=forks, cached_tokens=cached_tokens)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
         longest = plan.max_model_len if max_seq_len is None else max_seq_len
         check_positive(max_seq_len=longest)
@@ -140,7 +144,8 @@ class StepShape:
             max_query_len=query,
             max_seq_len=min(longest, plan.max_model_len),
             max_encoder_tokens=encoder,
-            block_ids=min(sum(most) + copies, plan.num_blocks - 1),
+            block_ids=min(sum(most) + copies, plan.num_blocks - 1)
+            + _most_shared_blocks(plan, batch, cached_tokens),
             zero_ids=min(zeroed, plan.num_blocks - 1),
             block_copies=copies,
             row_copies=forks,
@@ -161,7 +166,7 @@ class StepShape:
         """Table rows that a step changes: of its requests, and of forks that wait for a step."""
         return min(self.max_requests, self.batch_size + self.row_copies)
 
-    @property
+    @functools.cached_property
     def has_encoder(self) -> bool:
         """Whether a group stores the encoder's tokens."""
         return any(growth.stores == "encoder" for growth in self.growths)
@@ -345,6 +350,14 @@ def _token_sizes(
         batch = min(max_requests, tokens) if batch_size is None else batch_size
     check_positive(max_tokens=tokens, batch_size=batch)
     return tokens, batch
+
+
+def _most_shared_blocks(plan: Plan, batch: int, cached_tokens: int) -> int:
+    """Returns the most table entries of requests that find tokens in the cache."""
+    if not cached_tokens:
+        return 0
+    sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
+    return sum(min(batch, cached_tokens) + cached_tokens // size for size in sizes)
 
 
 def _most_new_blocks(

@@ -1,5 +1,6 @@
 """The fields of an upload: checked against the sizes of a step, and written. NumPy only."""
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,14 +18,16 @@ class Batch(NamedTuple):
 
     rows: np.ndarray  # int[N]
     counts: np.ndarray  # int[N], new tokens
+    ends: np.ndarray  # int[N], the same of each request and all before it
     num_tokens: int
     longest: int  # most new tokens of one request
 
     @classmethod
     def of(cls, rows: np.ndarray, counts: np.ndarray) -> "Batch":
         if not rows.size:
-            return cls(rows, counts, 0, 0)
-        return cls(rows, counts, int(np.add.reduce(counts)), int(np.maximum.reduce(counts)))
+            return cls(rows, counts, counts, 0, 0)
+        ends = np.add.accumulate(counts)
+        return cls(rows, counts, ends, int(ends[-1]), int(np.maximum.reduce(counts)))
 
 
 class Entries(NamedTuple):
@@ -39,7 +42,7 @@ class Entries(NamedTuple):
 
     @property
     def num_zeroed(self) -> int:
-        return int(self.runs.counts[self.zeroed].sum())
+        return self.runs.num_cells_of(self.zeroed)
 
     def of_cells(self, of_runs: np.ndarray) -> np.ndarray:
         """Returns values of runs as values of their cells."""
@@ -50,7 +53,7 @@ class Entries(NamedTuple):
         ids = self.block_ids[self.of_cells(which)]
         return Entries(self.runs.chosen(which), ids, self.zeroed[which])
 
-    def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray | Sequence[int]]:
         """Returns the ids to zero, ordered by group, and where each group's end."""
         chosen = self if self.zeroed.all() else self.chosen(self.zeroed)
         return chosen.block_ids, chosen.runs.ends(num_groups)
@@ -88,13 +91,12 @@ class Sizes(NamedTuple):
     extra: int = 0
 
 
-def check_batch(shape: StepShape, batch: Batch, totals: np.ndarray) -> None:
+def check_batch(shape: StepShape, batch: Batch, longest: int) -> None:
     """Raises ValueError unless the requests of a step fit its shape.
 
     Args:
-      totals: tokens of each request after the step.
+      longest: most tokens of one request after the step.
     """
-    longest = int(np.maximum.reduce(totals, initial=0))
     if (
         batch.rows.size <= shape.batch_size
         and batch.num_tokens <= shape.max_tokens
@@ -113,7 +115,7 @@ def check_batch(shape: StepShape, batch: Batch, totals: np.ndarray) -> None:
 
 def check_room(shape: StepShape, sizes: Sizes) -> None:
     """Raises ValueError unless the changes of a step fit its shape."""
-    if any(size > room for size, room in zip(sizes, shape.room, strict=True)):
+    if any(map(operator.gt, sizes, shape.room)):
         _refuse(shape, **sizes._asdict())
 
 
@@ -163,11 +165,9 @@ def write_batch(
     _put(data, starts["request_rows"], batch.rows)
     _put(data, starts["num_computed_tokens"], computed)
     if size:
-        ends = data[
-            starts["query_start_loc"] + 1 : starts["query_start_loc"] + 1 + shape.batch_size
-        ]
-        np.add.accumulate(batch.counts, out=ends[:size])
-        ends[size:] = batch.num_tokens
+        first = starts["query_start_loc"] + 1
+        _put(data, first, batch.ends)
+        data[first + size : first + shape.batch_size] = batch.num_tokens
     if encoder_lens.size and shape.has_encoder:
         _put(data, starts["encoder_lens"], encoder_lens)
     if extra.size:
@@ -186,14 +186,15 @@ def write_entries(
     _put(data, starts["changed_rows"], changed_rows)
     _put(data, starts["row_lengths"], row_lengths.reshape(-1))
     if runs.num_cells:
-        _, rows, columns = runs.cells()
-        _put(data, starts["entry_rows"], rows)
-        _put(data, starts["entry_columns"], columns)
+        rows, columns = data[starts["entry_rows"] :], data[starts["entry_columns"] :]
+        runs.write_cells(rows[: runs.num_cells], columns[: runs.num_cells])
         _put(data, starts["entry_ids"], entries.block_ids)
         _put(data, starts["entry_ends"], runs.ends(len(shape.growths)))
 
 
-def write_zero_ids(shape: StepShape, data: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> None:
+def write_zero_ids(
+    shape: StepShape, data: np.ndarray, ids: np.ndarray, ends: np.ndarray | Sequence[int]
+) -> None:
     """Writes the fresh blocks to zero, ordered by group, and where each group's end."""
     if ids.size:
         _put(data, shape.starts["zero_ids"], ids)
@@ -215,5 +216,5 @@ def write_copies(
         _put(data, starts["row_destinations"], row_copies[:, 1])
 
 
-def _put(data: np.ndarray, start: int, values: np.ndarray) -> None:
-    data[start : start + values.size] = values
+def _put(data: np.ndarray, start: int, values: np.ndarray | Sequence[int]) -> None:
+    data[start : start + len(values)] = values

@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
-from jaxkv.blocks import BlockManager, OutOfBlocksError
-from jaxkv.scheduler._ledger import Ledger, Request, Running
+from jaxkv.blocks import BlockManager, OutOfBlocksError, PrefixHit
+from jaxkv.prefixes import ExtraKey
+from jaxkv.scheduler._ledger import ANYWHERE, InOrder, Ledger, Request, Running
+from jaxkv.scheduler._prompts import Prompt, Prompts, Tokens
 from jaxkv.scheduler._step import Schedule, Step
 
 Order = Literal["decode_first", "prefill_first"]
@@ -54,6 +56,9 @@ class Scheduler:
         order: Order = "decode_first",
         preemption: bool = True,
         forks: int = 0,
+        tokens: Tokens | None = None,
+        cached_tokens: int | None = None,
+        chunk_tokens: int | None = None,
     ):
         """Starts without requests.
 
@@ -66,8 +71,17 @@ class Scheduler:
             still need. False admits it once the longest forms of all requests fit, so that
             none is ever preempted; `add` then wants to know ``max_tokens``.
           forks: as of `StepShape.for_plan`.
+          tokens: token ids by request, which you keep up to date: prompts, and behind them the
+            tokens that were sampled and accepted. With them, requests share the prefixes that
+            the cache still holds, and leave behind what they computed. Plans with states need
+            ``forks`` for that.
+          cached_tokens: as of `StepShape.for_plan`; None: as many as the longest request has.
+          chunk_tokens: chunks of prompts end at its multiples, so that a prompt is computed in
+            the same chunks whatever part of it the cache held; None: anywhere.
         """
         check_count(forks=forks)
+        if tokens is not None and not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens must map requests to token ids, got {type(tokens).__name__}")
         check_choice(get_args(Order), order=order)
         if not isinstance(manager, BlockManager):
             raise TypeError(f"manager must be a BlockManager, got {type(manager).__name__}")
@@ -82,7 +96,14 @@ class Scheduler:
         self._waiting: dict[Hashable, Request] = {}  # by age
         self._running: dict[Hashable, Request] = {}  # by age
         self._ledger = Ledger()
-        self._in_order: tuple[list[Hashable], np.ndarray, np.ndarray] | None = None
+        self._in_order: InOrder | None = None
+        self._prompts = Prompts(manager, tokens, chunk_tokens=chunk_tokens, forks=forks)
+        self._cached_tokens = manager.plan.max_model_len if cached_tokens is None else cached_tokens
+        check_count(cached_tokens=self._cached_tokens)
+        check_positive(chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
+        self._in_chunks: set[Hashable] = (
+            set()
+        )  # running requests whose chunks have to end somewhere
         self._num_added = 0
         self._row_copies = 0, 0  # since the upload of that number
 
@@ -112,7 +133,7 @@ class Scheduler:
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return int(self._ledger.num_tokens[self._ledger.indices([request])[0]])
+        return int(self._ledger.num_tokens[self._ledger.index(request)])
 
     def add(
         self,
@@ -121,6 +142,9 @@ class Scheduler:
         *,
         max_tokens: int | None = None,
         encoder_tokens: int = 0,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+        boundaries: Sequence[int] = (),
     ) -> None:
         """Queues a request.
 
@@ -130,9 +154,11 @@ class Scheduler:
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
           encoder_tokens: encoder tokens of the request, for cross attention.
+          salt, extra_keys, boundaries: as of `BlockManager.start`.
 
         Raises:
-          TypeError, ValueError: a name that is in use, or more tokens than the plan admits.
+          TypeError, ValueError: a name that is in use, more tokens than the plan admits, or
+            fewer token ids in the scheduler's ``tokens`` than ``num_tokens``.
         """
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
         check_positive(num_tokens=num_tokens, max_tokens=longest)
@@ -148,6 +174,8 @@ class Scheduler:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
+        prompt = Prompt(salt=salt, extra_keys=extra_keys, boundaries=boundaries)
+        self._prompts.add(request, num_tokens, prompt)
         steady = self._plan.steady_blocks(longest)
         blocks = steady, self._plan.admission_blocks(longest) - steady
         self._ledger.enter(request, num_tokens, longest)
@@ -181,8 +209,9 @@ class Scheduler:
         for name in into:
             index = ledger.enter(name, computed, int(ledger.max_tokens[at]))
             sample = dataclasses.replace(donor, name=name, age=self._next_age(donor.age), row=-1)
+            self._prompts.fork(request, name)
             if self._can_fork(sample) and self._forks_now(request, name):
-                ledger.forked_at[[index, at]] = computed
+                self._prompts.join(request, name)
                 ledger.prefill_tokens[index] = computed
                 self._run(sample, self._manager.requests[name])
             else:
@@ -246,11 +275,12 @@ class Scheduler:
         """
         known = self._known(request)
         if known.row >= 0:
-            self._manager.finish(request)
+            self._prompts.finish(request)
             self._stop(known)
         else:
             del self._waiting[request]
         self._ledger.leave(request)
+        self._prompts.forget(request)
 
     # --- steps --------------------------------------------------------------------
 
@@ -260,6 +290,7 @@ class Scheduler:
         The work of a schedule that is not carried out is chosen again by the next one.
         """
         step = Step(self._max_tokens, self._batch_size, self._longest_chunk)
+        self._move_chunk_ends()
         running = self._now_running()
         decodes, prefills = self._with_work(running)
         first, later = (
@@ -270,52 +301,73 @@ class Scheduler:
         claims += [step.give_all(running, chosen) for chosen in later]
         rows, counts = (np.concatenate(part) for part in zip(*claims, strict=True))
         preempted = self._take_blocks(step, running, rows, counts, entrants)
-        self._admit(step, entrants)
+        hits = self._admit(step, entrants)
         for chosen in later:
             self._fill(step, running, chosen)
-        return Schedule(step.work, step.samples(), tuple(preempted))
+        return Schedule(step.work, step.samples(), tuple(preempted), hits)
 
     def _now_running(self) -> Running:
         """Returns what the ledger and the manager know of running requests, the oldest first."""
         if self._in_order is None:
-            everyone = self._running.values()
-            rows = np.fromiter((request.row for request in everyone), np.int64, len(everyone))
-            self._in_order = list(self._running), self._ledger.indices(self._running), rows
-        names, index, rows = self._in_order
-        ledger, computed = self._ledger, self._manager.computed_by_row[rows]
+            names, rows = list(self._running), [request.row for request in self._running.values()]
+            index = self._ledger.indices(names)
+            self._in_order = InOrder(names, index, np.array(rows, np.int64))
+        order = self._in_order
+        tokens, _, prefill_tokens, ends = self._ledger.numbers.take(order.index, axis=1)
+        computed, in_chunks = self._manager.computed_by_row[order.rows], bool(self._in_chunks)
         return Running(
-            names,
-            rows,
-            computed,
-            ledger.num_tokens[index],
-            ledger.prefill_tokens[index],
-            ledger.forked_at[index],
+            order, order.names, order.rows, computed, tokens, prefill_tokens, ends, in_chunks
         )
+
+    def _move_chunk_ends(self) -> None:
+        """Looks where the next chunks of prompts have to end."""
+        for name in list(self._in_chunks):
+            computed = self._num_computed(self._running[name])
+            end = self._prompts.next_chunk_end(name, computed)
+            self._ledger.chunk_ends[self._ledger.of[name]] = ANYWHERE if end is None else end
+            if end is None:
+                self._in_chunks.remove(name)
 
     def _with_work(self, running: Running) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: those that decode, and prompts.
 
-        Those that write for the first time since they were forked copy a block, for which the
-        shape of a step has limited room: the younger ones of too many are left out.
+        Those that share the block that they write next, or let it be kept, copy it, for which
+        the shape of a step has limited room: the younger ones of too many are left out.
         """
         has_work = running.num_tokens > running.computed
-        forked = has_work & (running.forked_at == running.computed)
-        if forked.any():
-            has_work &= ~forked | (np.cumsum(forked) <= self._forks)
+        self._forks_left = self._forks
+        if self._forks and self._manager.block_pool.has_shared_blocks:
+            copies = has_work & self._manager.may_copy_by_row[running.rows]
+            has_work &= ~copies | (np.cumsum(copies) <= self._forks)
+            self._forks_left -= min(self._forks, int(np.count_nonzero(copies)))
         is_prefill = running.computed < running.prefill_tokens
-        return np.flatnonzero(has_work & ~is_prefill), np.flatnonzero(has_work & is_prefill)
+        return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0]
 
     def _entrants(self, step: Step) -> list[Request]:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
         entrants: list[Request] = []
+        self._cached_left, shared = self._cached_tokens, 0
         for request in self._waiting.values():
-            has_row = len(self._running) + len(entrants) < self._manager.max_requests
-            if not (has_row and self._has_room(request, entrants)):
+            if len(self._running) + len(entrants) == self._manager.max_requests:
                 break
-            if not step.give(request.name, self.num_tokens(request.name)):
+            num_tokens = self.num_tokens(request.name)
+            cached, held = self._prompts.find(request.name, num_tokens)
+            if not (self._has_room(request, entrants, shared + held) and self._fits(cached)):
                 break
+            if not step.give(request.name, num_tokens - cached):
+                break
+            self._cached_left -= min(cached, self._cached_left)
+            self._forks_left -= bool(cached) and self._prompts.has_states
+            shared += held
             entrants.append(request)
+        self._cached_left = self._cached_tokens
         return entrants
+
+    def _fits(self, cached: int) -> bool:
+        """Returns whether the step has room for a prefix, or is still all there for it."""
+        if cached and self._prompts.has_states and not self._forks_left:
+            return False
+        return cached <= self._cached_left or self._cached_left == self._cached_tokens
 
     def _take_blocks(
         self,
@@ -334,7 +386,8 @@ class Scheduler:
             left_out = zip(running.names, running.rows.tolist(), strict=True)
             self._manager.trim(name for name, row in left_out if row not in given)
         try:
-            self._manager.grow((rows, counts))
+            # As a mapping, the work is looked up once for this call and the step.
+            self._manager.grow((rows, counts) if entrants else step.work)
         except OutOfBlocksError:
             for request in entrants:
                 step.take_back(request.name)
@@ -393,39 +446,69 @@ class Scheduler:
         """Notes that a request has no row any more."""
         del self._running[request.name]
         request.row, self._in_order = -1, None
+        self._in_chunks.discard(request.name)
+        self._ledger.chunk_ends[self._ledger.of[request.name]] = ANYWHERE
 
     def _preempt(self, name: Hashable) -> None:
-        self._manager.finish(name)
+        self._prompts.finish(name)
         request = self._running[name]
         self._stop(request)
-        self._ledger.forked_at[self._ledger.of[name]] = -1
         self._waiting = _by_age({**self._waiting, name: request})
 
-    def _admit(self, step: Step, entrants: Sequence[Request]) -> None:
-        """Starts requests in order, for as long as there are blocks."""
+    def _admit(self, step: Step, entrants: Sequence[Request]) -> dict[Hashable, PrefixHit]:
+        """Starts requests in order, for as long as there are blocks; returns their hits."""
+        hits: dict[Hashable, PrefixHit] = {}
         is_full = False
         for request in entrants:
             name = request.name
-            if not is_full and self._has_room(request, ()):
-                row = self._manager.start(name, encoder_tokens=request.encoder_tokens)
-                if self._grows(name, step.work[name]):
-                    self._ledger.prefill_tokens[self._ledger.of[name]] = self.num_tokens(name)
-                    del self._waiting[name]
-                    self._run(request, row)
-                    continue
-                self._manager.finish(name)
-            is_full = True
-            step.take_back(name)
+            hit = None if is_full else self._starts(step, request)
+            if hit is None:
+                is_full = True
+                step.take_back(name)
+                continue
+            hits[name] = hit
+            self._ledger.prefill_tokens[self._ledger.of[name]] = self.num_tokens(name)
+            del self._waiting[name]
+            self._run(request, hit.row)
         if entrants:
             self._running, self._in_order = _by_age(self._running), None
+        return hits
 
-    def _has_room(self, request: Request, ahead: Sequence[Request]) -> bool:
-        """Returns whether a request can start after others; see ``preemption``."""
+    def _starts(self, step: Step, request: Request) -> PrefixHit | None:
+        """Starts a request with what the cache holds of it, if there are blocks for the rest."""
+        name, num_tokens = request.name, self.num_tokens(request.name)
+        _, held = self._prompts.find(name, num_tokens)
+        if not self._has_room(request, (), held):
+            return None
+        hit = self._prompts.start(
+            name,
+            num_tokens,
+            encoder_tokens=request.encoder_tokens,
+            max_cached_tokens=self._cached_left,
+        )
+        cached = hit.num_cached_tokens
+        end = self._prompts.next_chunk_end(name, cached)
+        step.take_back(name)
+        step.give(name, num_tokens - cached, None if end is None else end - cached)
+        if not self._grows(name, step.work[name]):
+            self._prompts.finish(name)
+            return None
+        self._cached_left -= cached
+        if end is not None:
+            self._in_chunks.add(name)
+        return hit
+
+    def _has_room(self, request: Request, ahead: Sequence[Request], shared: int = 0) -> bool:
+        """Returns whether a request can start after others; see ``preemption``.
+
+        Args:
+          shared: blocks of theirs that running requests hold already.
+        """
         if not self._preempts:
             everyone = (request, *ahead, *self._running.values())
             steady, in_flight = zip(*(other.blocks for other in everyone), strict=True)
             return sum(steady) + max(in_flight) <= self._plan.usable_blocks
-        needed = sum(self._prompt_blocks(other) for other in (request, *ahead))
+        needed = sum(self._prompt_blocks(other) for other in (request, *ahead)) - shared
         running = self._now_running()
         for at in np.flatnonzero(running.computed < running.prefill_tokens).tolist():
             other = self._running[running.names[at]]
@@ -495,6 +578,8 @@ def _by_age(requests: Mapping[Hashable, Request]) -> dict[Hashable, Request]:
 def _as_counts(num_tokens: Mapping[Any, int]) -> np.ndarray:
     """Returns the positive ints of a mapping, int64[N]."""
     counts = list(num_tokens.values())
+    if counts.count(1) == len(counts) and type(sum(counts)) is int:  # 1.0 equals 1
+        return np.ones(len(counts), np.int64)
     if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
         for count in counts:
             check_positive(num_tokens=count)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
-from jaxkv.scheduler._ledger import Running
+from jaxkv.blocks import PrefixHit
+from jaxkv.scheduler._ledger import InOrder, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +18,15 @@ class Schedule:
     work: new tokens by request, for `BlockManager.step`.
     samples: requests of ``work`` whose newest token the step computes, and the index of each in
       the batch: sample the next one of each, and tell the scheduler by `Scheduler.append`.
-    preempted: requests that lost their blocks and wait to be computed again from the start.
+    preempted: requests that lost their blocks and wait to be computed again: from the start, or
+      from where the cache still holds what they computed.
+    hits: requests that start in this step, and what each found in the cache.
     """
 
     work: dict[Any, int]
     samples: dict[Any, int]
     preempted: tuple[Any, ...]
+    hits: dict[Any, PrefixHit]
 
 
 class Step:
@@ -35,27 +39,40 @@ class Step:
         self.work: dict[Hashable, int] = {}
         self.unfinished: set[Hashable] = set()
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
+        self._everyone: InOrder | None = None  # all that run, if the work is a token of each
 
-    def give(self, name: Hashable, num_tokens: int) -> bool:
+    def give(self, name: Hashable, num_tokens: int, at_most: int | None = None) -> bool:
         """Gives a request the tokens that it has to compute, as far as they go."""
         count = min(num_tokens, self._tokens, self._longest)
+        count = count if at_most is None else min(count, at_most)
         if count < 1 or self._requests < 1:
             return False
-        self._add([name], [count], [count < num_tokens])
+        self._add({name: count}, count)
+        if count < num_tokens:
+            self.unfinished.add(name)
         return True
 
     def give_all(self, running: Running, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gives running requests their tokens, int64[K] indices. Returns rows and counts."""
+        if not chosen.size:
+            return chosen, chosen
         wanted = (running.num_tokens - running.computed)[chosen]
         counts = np.minimum(wanted, self._longest)
-        ends = np.cumsum(counts)
-        counts = np.minimum(counts, self._tokens - (ends - counts))
+        if running.has_chunk_ends:
+            counts = np.minimum(counts, (running.chunk_ends - running.computed)[chosen])
+        counts = np.minimum(counts, self._tokens - (np.add.accumulate(counts) - counts))
         fit = min(int(np.count_nonzero(counts > 0)), self._requests)
         chosen, counts, wanted = chosen[:fit], counts[:fit], wanted[:fit]
-        names = running.names
-        if fit < len(names):
+        names, num_tokens = running.names, int(np.add.reduce(counts))
+        if num_tokens == fit == len(names) and not self.work:
+            self._add(running.in_order.one_each, num_tokens)
+            self._everyone = running.in_order
+        else:
             names = [names[i] for i in chosen.tolist()]
-        self._add(names, counts.tolist(), (counts < wanted).tolist())
+            self._add(dict(zip(names, counts.tolist(), strict=True)), num_tokens)
+        unfinished = (counts < wanted).tolist()
+        if True in unfinished:
+            self.unfinished.update(itertools.compress(names, unfinished))
         return running.rows[chosen], counts
 
     def take_back(self, name: Hashable) -> None:
@@ -63,16 +80,21 @@ class Step:
         self._tokens += self.work.pop(name)
         self._requests += 1
         self.unfinished.discard(name)
+        self._everyone = None
 
     def samples(self) -> dict[Hashable, int]:
         """Returns the requests that compute their last token, and their indices in the step."""
-        if not self.unfinished:
-            return dict(zip(self.work, range(len(self.work)), strict=True))
-        return {name: i for i, name in enumerate(self.work) if name not in self.unfinished}
+        if self.unfinished:
+            return {name: i for i, name in enumerate(self.work) if name not in self.unfinished}
+        if self._everyone is not None:
+            return self._everyone.places.copy()
+        return dict(zip(self.work, range(len(self.work)), strict=True))
 
-    def _add(self, names: Sequence[Hashable], counts: list[int], unfinished: list[bool]) -> None:
-        self.work.update(zip(names, counts, strict=True))
-        self._tokens -= sum(counts)
-        self._requests -= len(counts)
-        if any(unfinished):
-            self.unfinished.update(itertools.compress(names, unfinished))
+    def _add(self, work: dict[Hashable, int], num_tokens: int) -> None:
+        if self.work:
+            self.work.update(work)
+        else:
+            self.work = work.copy()
+        self._tokens -= num_tokens
+        self._requests -= len(work)
+        self._everyone = None

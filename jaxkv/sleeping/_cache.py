@@ -159,7 +159,8 @@ def wake_up(
 ) -> KVCache | SleepingCache:
     """Allocates a sleeping cache again, in the same places, with the content it had.
 
-    After level 2 the pool is zero. Compiled steps go on without compiling.
+    After level 2 the pool is zero, so finish all requests and call
+    `jaxkv.BlockManager.reset_prefixes`. Compiled steps go on without compiling.
 
     Args:
       cache: asleep, all of it or a part.

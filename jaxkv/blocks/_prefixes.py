@@ -1,0 +1,461 @@
+"""The prompts of requests, and the blocks that prefix caching keeps of them. No jax."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._internal.checks import check_count
+from jaxkv.blocks._books import Books
+from jaxkv.blocks._prefix_events import KeyChain, PrefixEvents
+from jaxkv.blocks._resuming import columns_to_share
+from jaxkv.blocks._runs import NO_IDS
+from jaxkv.blocks._write import Ints
+from jaxkv.prefixes import (
+    Checkpoint,
+    ExtraKey,
+    Found,
+    Keeping,
+    PrefixTree,
+    Reason,
+    TokenCodes,
+    as_tokens,
+    find,
+)
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Namespace(NamedTuple):
+    """What the content of equal tokens depends on besides them."""
+
+    epoch: int
+    salt: str | None
+    keys: frozenset[ExtraKey]  # of the whole sequence: adapters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixHit:
+    """The prefix that a request found in the cache, and why it is not longer.
+
+    row: of the block tables.
+    num_cached_tokens: tokens that need not be computed: those before the first one of the next
+      step.
+    shared_blocks: per group, the blocks that the request shares.
+    reasons: per group, why there is no longer prefix. "complete": all that can be shared is.
+      "other_groups": this group holds more, others do not. "never_seen": no remembered prompt
+      goes on like this one. "shorter_than_a_block": one does, for less than a block. "evicted":
+      the blocks were needed for other requests. "no_checkpoint": no state was kept there.
+      "left_window": the blocks had left the window before they could be kept. "other_salt",
+      "other_keys", "other_epoch": the same tokens are there under another salt, with other
+      extra keys, from before `BlockManager.new_epoch`. "not_looked_up": the request was
+      started without tokens, or has an encoder's.
+    chunk_ends: tokens after which a chunk of the prompt should end, ascending, so that states
+      can be kept there: the boundaries that were named, where this prompt parts from another
+      one, and before its last token. Empty for plans whose states need none.
+    """
+
+    row: int
+    num_cached_tokens: int
+    shared_blocks: tuple[int, ...]
+    reasons: tuple[Reason, ...]
+    chunk_ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: int, prompt: "Prompt", found: Found) -> "PrefixHit":
+        return cls(
+            row=row,
+            num_cached_tokens=found.num_tokens,
+            shared_blocks=tuple(columns.block_ids.size for columns in found.columns),
+            reasons=found.reasons,
+            chunk_ends=prompt.chunk_ends,
+        )
+
+    @classmethod
+    def nothing(cls, row: int, num_groups: int) -> "PrefixHit":
+        """Returns that of a request whose prompt was not looked up."""
+        none: tuple[Reason, ...] = ("not_looked_up",) * num_groups
+        return cls(
+            row=row,
+            num_cached_tokens=0,
+            shared_blocks=(0,) * num_groups,
+            reasons=none,
+            chunk_ends=(),
+        )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prompt:
+    """The tokens of a running request, as far as they are known.
+
+    namespace: see `PrefixTree`.
+    tokens: int64[N], with their extra keys.
+    chunk_ends: where states are to be kept.
+    wanted: those of them where another prompt is known to go on.
+    num_kept: tokens whose blocks were kept already.
+    checkpoints: that the request began at, and those that were made of it.
+    may_go_on: whether tokens that the request computes after these may be kept.
+    chain: the keys of its blocks; None: nobody wants to know them.
+    """
+
+    namespace: Namespace
+    tokens: np.ndarray
+    chunk_ends: tuple[int, ...]
+    wanted: frozenset[int]
+    num_kept: int
+    checkpoints: list[Checkpoint]
+    may_go_on: bool = True
+    chain: KeyChain | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixStats:
+    """Counts since the manager was made.
+
+    requests, hits: that were looked up, and those of them that found a prefix.
+    prompt_tokens, cached_tokens: of them; and those that need not be computed.
+    evicted_blocks: kept blocks that were taken for other requests.
+    kept_blocks, checkpoint_blocks: blocks that are kept now; those of them that belong to
+      checkpoints of states.
+    reasons: requests by the reason why their prefix was not longer, of the groups that ended it.
+    """
+
+    requests: int
+    hits: int
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_blocks: int
+    kept_blocks: int
+    checkpoint_blocks: int
+    reasons: dict[str, int]
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of all prompt tokens that needed not be computed; 0.0 before any."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Prefixes:
+    """What the manager remembers of prompts, and does about it.
+
+    has_encoder: whether content depends on an encoder's input, so that nothing is shared.
+    due: int64[R], the total at which the step of a row has something to keep.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        *,
+        max_requests: int,
+        checkpoint_blocks: int,
+        events: PrefixEvents | None = None,
+    ):
+        growths, rules, pool = books.rules.growths, books.rules, books.pool
+        self._events = events
+        self._books, self._max_checkpoint_blocks = books, checkpoint_blocks
+        keepings = [
+            Keeping(growth, int(block))
+            for growth, block in zip(growths, rules.block[:, 0].tolist(), strict=True)
+        ]
+        self._smallest = min((keeping.block for keeping in keepings), default=1)
+        self._tree = PrefixTree(
+            keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
+        )
+        self._has_states = any(keeping.by_checkpoint for keeping in keepings)
+        self.has_encoder = bool(rules.crossed.size)
+        self._prompts: dict[int, Prompt] = {}  # by row
+        self.due = np.full(max_requests, NEVER, np.int64)
+        self._epoch = 0
+        self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
+        self._codes = TokenCodes()
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        pool.on_evict = self._evicted
+
+    # --- requests -----------------------------------------------------------------
+
+    def find(
+        self,
+        tokens: Ints,
+        *,
+        salt: str | None,
+        extra_keys: Sequence[ExtraKey],
+        max_cached_tokens: int | None = None,
+    ) -> tuple[Namespace, np.ndarray, Found]:
+        """Finds the longest prefix; also returns where, and a number for each token."""
+        namespace, encoded = self._encode(tokens, salt, extra_keys)
+        limit = encoded.size - 1
+        if max_cached_tokens is not None:
+            check_count(max_cached_tokens=max_cached_tokens)
+            limit = min(limit, max_cached_tokens)
+        path, seen = self._tree.walk(namespace, encoded)
+        self._tree.touch(path)
+        return namespace, encoded, find(self._tree, path, seen, limit)
+
+    def look_up(
+        self,
+        tokens: Ints,
+        *,
+        salt: str | None,
+        extra_keys: Sequence[ExtraKey],
+        boundaries: Sequence[int],
+        max_cached_tokens: int | None,
+    ) -> tuple[Prompt, Found]:
+        """Finds the longest prefix of a prompt, for the arguments of `BlockManager.start`."""
+        namespace, encoded, found = self.find(
+            tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
+        )
+        for boundary in boundaries:
+            if not 0 < boundary <= encoded.size:
+                raise ValueError(
+                    f"boundaries={list(boundaries)} must be in 1..{encoded.size}, the tokens of "
+                    "the prompt"
+                )
+        if found.num_seen < self._smallest:
+            found = found._replace(reasons=self._elsewhere(namespace, encoded, found.reasons))
+        if found.checkpoint is not None:
+            self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
+        ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
+        self._count(encoded.size, found)
+        used = [] if found.checkpoint is None else [found.checkpoint]
+        prompt = Prompt(namespace, encoded, ends, wanted, found.num_tokens, used)
+        if self._events is not None:
+            prompt.chain = KeyChain(salt, tuple(extra_keys))
+        return prompt, found
+
+    def begin(self, row: int, prompt: Prompt, found: Found) -> None:
+        """Gives a row that has begun its prompt, and the blocks of its prefix."""
+        self._prompts[row], self.due[row] = prompt, 0
+        if found.num_tokens:
+            self._books.share(row, found.num_tokens, found.columns)
+
+    def _chunk_ends(
+        self, num_tokens: int, found: Found, boundaries: Sequence[int]
+    ) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Returns where states are to be kept while the rest of a prompt is computed.
+
+        The second are those where another prompt is known to go on.
+        """
+        if not self._has_states:
+            return (), frozenset()
+        limit = num_tokens - 1
+        wanted = set(boundaries)
+        if found.num_seen - found.num_tokens >= self._smallest:
+            wanted.add(min(found.num_seen, limit))
+        ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
+        return tuple(ends), frozenset(wanted)
+
+    def _elsewhere(
+        self, namespace: Namespace, tokens: np.ndarray, reasons: tuple[Reason, ...]
+    ) -> tuple[Reason, ...]:
+        """Returns the reasons, corrected if the first block is known in another namespace."""
+        first = tokens[: self._smallest].tobytes()
+        others = [other for other in self._first_blocks.get(first, ()) if other != namespace]
+        if not others or "complete" in reasons:
+            return reasons
+        now = [other for other in others if other.epoch == namespace.epoch]
+        reason: Reason = "other_keys" if now else "other_epoch"
+        if any(other.keys == namespace.keys for other in now):
+            reason = "other_salt"
+        return (reason,) * len(reasons)
+
+    def _count(self, num_tokens: int, found: Found) -> None:
+        counts = self._counts
+        counts["requests"] += 1
+        counts["hits"] += found.num_tokens > 0
+        counts["prompt_tokens"] += num_tokens
+        counts["cached_tokens"] += found.num_tokens
+        for reason in set(found.reasons) - {"complete", "other_groups"}:
+            self._reasons[reason] += 1
+
+    def fork(self, donor: int, row: int, num_tokens: int) -> None:
+        """Gives a row the prompt of another one, whose first tokens it shares."""
+        prompt = self._prompts.get(donor)
+        if prompt is not None:
+            tokens, kept = prompt.tokens[:num_tokens], min(prompt.num_kept, num_tokens)
+            may_go_on = prompt.may_go_on and num_tokens >= prompt.tokens.size
+            self._prompts[row] = dataclasses.replace(
+                prompt,
+                tokens=tokens,
+                chunk_ends=(),
+                num_kept=kept,
+                may_go_on=may_go_on,
+                checkpoints=[*prompt.checkpoints],
+                chain=None if prompt.chain is None else prompt.chain.copy(),
+            )
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        prompts = self._prompts
+        moved = {first: prompts.pop(second, None), second: prompts.pop(first, None)}
+        prompts.update({row: prompt for row, prompt in moved.items() if prompt is not None})
+        self.due[[first, second]] = self.due[[second, first]]
+
+    def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Forgets the tokens that rows may now compute others in place of."""
+        for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+            prompt = self._prompts.get(row)
+            if prompt is not None and count < prompt.tokens.size:
+                prompt.tokens, prompt.may_go_on = prompt.tokens[:count], False
+                prompt.num_kept = min(prompt.num_kept, count)
+
+    # --- keeping ------------------------------------------------------------------
+
+    def after_step(self, rows: np.ndarray, totals: np.ndarray) -> None:
+        """Keeps what the step of rows computed of their prompts."""
+        if not self._prompts:
+            return
+        for row in rows[totals >= self.due[rows]].tolist():
+            prompt, computed = self._prompts[row], int(self._books.computed[row])
+            count = min(computed, prompt.tokens.size)
+            is_end = count == computed and count in prompt.chunk_ends  # after a rewind it is not
+            self._keep(row, prompt, count, is_end=is_end)
+            if count == prompt.tokens.size:
+                self.due[row] = NEVER
+
+    def finish(self, row: int, tokens: Ints | None) -> None:
+        """Keeps what a request computed, before it gives its blocks back.
+
+        Args:
+          tokens: those after its prompt.
+        """
+        prompt = self._prompts.get(row)
+        more = NO_IDS if tokens is None else as_tokens("tokens", tokens)
+        if prompt is None:
+            return
+        if prompt.may_go_on and more.size:
+            prompt.tokens = np.concatenate([prompt.tokens, more])
+        computed = int(self._books.computed[row])
+        count = min(computed, prompt.tokens.size)
+        self._keep(row, prompt, count, is_end=0 < count == computed)
+
+    def used(self, row: int) -> None:
+        """Lets the states that a request used be taken last, once it has given its blocks back."""
+        prompt = self._prompts.pop(row, None)
+        self.due[row] = NEVER
+        for checkpoint in () if prompt is None else prompt.checkpoints:
+            if checkpoint in self._tree.checkpoints:
+                self._tree.checkpoints.touch(checkpoint, is_wanted=False)
+                self._books.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
+
+    def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
+        """Keeps the whole blocks of a row's first tokens, and what holds their end."""
+        if prompt.namespace.epoch != self._epoch:
+            return
+        keepings = self._tree.keepings
+        ends = self._ends(row, count) if is_end and self._has_states else None
+        if ends is None:
+            whole = [count // k.block * k.block for k in keepings if not k.by_checkpoint]
+            count = max(whole, default=0)
+            if count <= prompt.num_kept:
+                return
+        columns = [
+            self._whole_columns(row, group, prompt.num_kept, count)
+            for group in range(len(keepings))
+        ]
+        made = self._tree.keep(
+            prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
+        )
+        prompt.num_kept = max(prompt.num_kept, count)
+        self._books.shared_until[row] = max(self._books.shared_until[row], count)
+        self._books.pool.has_kept = True
+        self._remember_first(prompt.namespace, prompt.tokens)
+        if self._events is not None and prompt.chain is not None:
+            for group, (first, ids) in enumerate(columns):
+                kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
+                self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
+        if made is not None:
+            prompt.checkpoints.append(made)
+            self._books.note_shared(row)
+            self._bound_checkpoints()
+
+    def _whole_columns(self, row: int, group: int, kept: int, count: int) -> tuple[int, np.ndarray]:
+        """Returns the first whole column between two positions that a row holds, and the blocks."""
+        keeping = self._tree.keepings[group]
+        if keeping.by_checkpoint:
+            return 0, NO_IDS
+        _, first, end = self._books.held_of(row, group)
+        first, end = max(first, kept // keeping.block), min(end, count // keeping.block)
+        return first, self._books.columns_of(row, group)[first:end]
+
+    def _ends(self, row: int, count: int) -> np.ndarray | None:
+        """Returns, int32[G], the blocks that hold the end of what a row computed, if any do."""
+        try:
+            columns = columns_to_share(self._books, row, count)
+        except ValueError:
+            return None
+        ends = np.zeros(len(columns), np.int32)
+        for group, (_, _, end) in enumerate(columns):
+            keeping = self._tree.keepings[group]
+            if keeping.by_checkpoint or count % keeping.block:
+                ends[group] = self._books.columns_of(row, group)[end - 1]
+        return ends
+
+    def _bound_checkpoints(self) -> None:
+        tree = self._tree
+        while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
+            self._books.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+
+    def _remember_first(self, namespace: Namespace, tokens: np.ndarray) -> None:
+        if tokens.size >= self._smallest:
+            known = self._first_blocks.setdefault(tokens[: self._smallest].tobytes(), {})
+            known[namespace] = None
+            if len(self._first_blocks) > self._books.pool.num_blocks:
+                del self._first_blocks[next(iter(self._first_blocks))]
+
+    def _evicted(self, ids: np.ndarray) -> np.ndarray:
+        """Forgets blocks that are taken. Returns others that nothing keeps any more."""
+        self._counts["evicted"] += ids.size
+        if self._events is not None:
+            self._events.removed(ids.tolist())
+        return np.array(self._tree.forget(ids), np.int32)
+
+    # --- all of it ----------------------------------------------------------------
+
+    def new_epoch(self) -> None:
+        """Forgets all blocks, and remembers that their prompts were there."""
+        self._epoch += 1
+        pool = self._books.pool
+        pool.cool(self._tree.clear())
+        pool.has_kept = False
+        if self._events is not None:
+            self._events.cleared()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.new_epoch()
+        self._first_blocks.clear()
+        self._codes = TokenCodes()
+
+    def stats(self) -> PrefixStats:
+        """Returns what was counted so far."""
+        counts, tree = self._counts, self._tree
+        return PrefixStats(
+            requests=counts["requests"],
+            hits=counts["hits"],
+            prompt_tokens=counts["prompt_tokens"],
+            cached_tokens=counts["cached_tokens"],
+            evicted_blocks=counts["evicted"],
+            kept_blocks=int(np.count_nonzero(tree.kept_until)),
+            checkpoint_blocks=tree.checkpoints.num_blocks,
+            reasons=dict(self._reasons),
+        )
+
+    # --- tokens -------------------------------------------------------------------
+
+    def _encode(
+        self, tokens: Ints, salt: str | None, extra_keys: Sequence[ExtraKey]
+    ) -> tuple[Namespace, np.ndarray]:
+        """Returns where a prompt is looked for, and a number for each of its tokens."""
+        for key in extra_keys:
+            if not isinstance(key, ExtraKey):
+                raise TypeError(f"extra_keys must hold ExtraKey, got {key!r}; see ExtraKey.mm")
+        if self._codes.is_full:
+            self.reset()
+        codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])
+        if not codes.size:
+            raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
+        adapters = frozenset(key for key in extra_keys if key.end is None)
+        return Namespace(self._epoch, salt, adapters), codes

@@ -1,0 +1,67 @@
+"""Prompts that are remembered token by token, and the blocks that keep what they computed. No jax.
+
+`jaxkv.BlockManager` finds and keeps prefixes; the names and events here are for those who look at
+its blocks from outside, such as routers.
+"""
+
+from jaxkv.prefixes._checkpoints import Checkpoint
+from jaxkv.prefixes._event_encoding import (
+    END_OF_REPLAY,
+    EventFormat,
+    EventFrames,
+    GroupChoice,
+    KeyFormat,
+    encode_events,
+    event_frames,
+)
+from jaxkv.prefixes._events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    EventBatch,
+    EventGroup,
+    EventLog,
+    GroupKind,
+    Medium,
+)
+from jaxkv.prefixes._extra_keys import BlockExtras, ExtraKey, ExtraKind, extra_keys_by_block
+from jaxkv.prefixes._keys import block_keys, root_key
+from jaxkv.prefixes._lookup import Found, Reason, SharedColumns, find
+from jaxkv.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
+from jaxkv.prefixes._tree import Keeping, PrefixTree
+
+__all__ = [
+    "END_OF_REPLAY",
+    "MAX_TOKEN",
+    "AllBlocksCleared",
+    "BlockExtras",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
+    "Checkpoint",
+    "EventBatch",
+    "EventFormat",
+    "EventFrames",
+    "EventGroup",
+    "EventLog",
+    "ExtraKey",
+    "ExtraKind",
+    "Found",
+    "GroupChoice",
+    "GroupKind",
+    "Keeping",
+    "KeyFormat",
+    "Medium",
+    "PrefixTree",
+    "Reason",
+    "SharedColumns",
+    "TokenCodes",
+    "as_tokens",
+    "block_keys",
+    "encode_events",
+    "event_frames",
+    "extra_keys_by_block",
+    "find",
+    "root_key",
+]

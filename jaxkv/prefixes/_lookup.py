@@ -1,0 +1,233 @@
+"""The longest prefix that every group still holds, and why it is not longer. NumPy only."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxkv._internal.numbers import cdiv
+from jaxkv.prefixes._checkpoints import EVICTED, Checkpoint
+from jaxkv.prefixes._tree import Keeping, Node, PrefixTree
+
+Reason = Literal[
+    "complete",
+    "other_groups",
+    "never_seen",
+    "shorter_than_a_block",
+    "evicted",
+    "no_checkpoint",
+    "left_window",
+    "other_salt",
+    "other_keys",
+    "other_epoch",
+    "not_looked_up",
+]
+
+
+class SharedColumns(NamedTuple):
+    """Columns of one group that a request shares.
+
+    source, first, end: as the columns of a row; see `jaxkv.specs.LiveColumns`.
+    block_ids: int32[end - first].
+    """
+
+    source: int
+    first: int
+    end: int
+    block_ids: np.ndarray
+
+
+class Found(NamedTuple):
+    """The longest prefix of a prompt that a request can share.
+
+    num_tokens: of the prefix; 0: none.
+    num_seen: tokens that were part of a remembered prompt, whether their blocks are there or not.
+    columns: per group.
+    reasons: per group; see `jaxkv.blocks.PrefixHit`.
+    checkpoint: that the prefix ends at, if it needs one.
+    """
+
+    num_tokens: int
+    num_seen: int
+    columns: tuple[SharedColumns, ...]
+    reasons: tuple[Reason, ...]
+    checkpoint: Checkpoint | None
+
+
+def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> Found:
+    """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
+
+    Args:
+      path: what `PrefixTree.walk` returned.
+      num_seen: tokens of the prompt that agree with the path.
+      limit: tokens of the prompt that may be shared: all but the last.
+    """
+    seen = min(num_seen, limit)
+    columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
+    checkpoint: Checkpoint | None = None
+    if any(keeping.by_checkpoint for keeping in tree.keepings):
+        num_tokens, checkpoint = _longest_checkpoint(tree.keepings, path, columns, seen)
+        reasons = _reasons_by_checkpoint(tree.keepings, path, columns, num_tokens, seen, limit)
+    else:
+        num_tokens = _longest_whole(tree.keepings, columns, seen)
+        reasons = _reasons_whole(tree.keepings, columns, num_tokens, seen, limit)
+    shared = tuple(
+        _shared(
+            keeping, columns[g], num_tokens, 0 if checkpoint is None else int(checkpoint.blocks[g])
+        )
+        for g, keeping in enumerate(tree.keepings)
+    )
+    return Found(num_tokens, num_seen, shared, reasons, checkpoint)
+
+
+def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int) -> SharedColumns:
+    """Returns the columns that hold the first tokens for the next one.
+
+    Args:
+      columns: int32[C], the whole ones.
+      partial: the block of a checkpoint; 0: none.
+    """
+    growth, block = keeping.growth, keeping.block
+    if num_tokens == 0:
+        return SharedColumns(-1, 0, 0, columns[:0])
+    end = cdiv(num_tokens, block)
+    if keeping.by_checkpoint:
+        ids = np.array([partial], np.int32)
+        if growth.cache_mode == "none":
+            return SharedColumns(-1, 0, 1, ids)
+        return SharedColumns(end - 1, end - 1, end, ids)
+    first = end - 1 if keeping.only_last else int(growth.first_visible(num_tokens)) // block
+    ids = columns[first : num_tokens // block]
+    if num_tokens % block:
+        ids = np.append(ids, np.int32(partial))
+    return SharedColumns(-1, first, end, ids)
+
+
+# --- plans without states that are overwritten: prefixes of whole blocks ---------------
+
+
+def _grid(keepings: Sequence[Keeping]) -> int:
+    """Returns the tokens that whole blocks of all groups have in common."""
+    return math.lcm(*(keeping.block for keeping in keepings))
+
+
+def _held_at(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns whether a group holds what the token at each position reads, bool[P].
+
+    Args:
+      positions: ends of whole blocks, at least one block each.
+    """
+    last = positions // keeping.block - 1
+    if keeping.only_last:
+        return columns[last] > 0
+    if (columns > 0).all():
+        return np.ones(positions.size, bool)
+    index = np.arange(columns.size)
+    newest_hole = np.maximum.accumulate(np.where(columns > 0, -1, index))
+    first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+    return newest_hole[last] < first
+
+
+def _longest_whole(keepings: Sequence[Keeping], columns: Sequence[np.ndarray], seen: int) -> int:
+    grid = _grid(keepings)
+    positions = np.arange(grid, seen + 1, grid)
+    held = np.ones(positions.size, bool)
+    for keeping, ids in zip(keepings, columns, strict=True):
+        held &= _held_at(keeping, ids, positions)
+    return int(positions[held][-1]) if held.any() else 0
+
+
+def _reasons_whole(
+    keepings: Sequence[Keeping], columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
+) -> tuple[Reason, ...]:
+    grid = _grid(keepings)
+    if hit + grid > limit:
+        return ("complete",) * len(keepings)
+    if hit + grid > seen:
+        return ("never_seen" if seen <= hit else "shorter_than_a_block",) * len(keepings)
+    positions = np.arange(hit + grid, seen + 1, grid)
+    reasons: list[Reason] = []
+    for keeping, ids in zip(keepings, columns, strict=True):
+        if _held_at(keeping, ids, positions).any():
+            reasons.append("other_groups")
+        else:
+            reasons.append(_why_not_held(keeping, ids, positions))
+    return tuple(reasons)
+
+
+def _why_not_held(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> Reason:
+    """Returns whether what the tokens at some positions read was kept once."""
+    end = positions // keeping.block
+    if keeping.only_last:
+        first = end - 1
+    else:
+        first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+    evicted = np.cumsum(np.concatenate([[0], columns == EVICTED]))
+    if (evicted[end] > evicted[first]).any():
+        return "evicted"
+    return "no_checkpoint" if keeping.only_last else "left_window"
+
+
+# --- plans with them: prefixes that end at a checkpoint --------------------------------
+
+
+def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoint]:
+    """Returns the checkpoints at ``above < position <= up_to``, the longest first."""
+    found = [
+        checkpoint
+        for node in path
+        for position, checkpoint in node.checkpoints.items()
+        if above < position <= up_to
+    ]
+    return sorted(found, key=lambda checkpoint: -checkpoint.position)
+
+
+def _holds(keeping: Keeping, columns: np.ndarray, checkpoint: Checkpoint, group: int) -> bool:
+    """Returns whether a group holds what the token after a checkpoint reads."""
+    position, block_id = checkpoint.position, int(checkpoint.blocks[group])
+    if keeping.by_checkpoint:
+        return block_id > 0
+    if position % keeping.block and block_id <= 0:
+        return False
+    end = position // keeping.block
+    if keeping.only_last:
+        return bool(position % keeping.block) or bool(columns[end - 1] > 0)
+    first = int(keeping.growth.first_visible(position)) // keeping.block
+    return bool((columns[first:end] > 0).all())
+
+
+def _longest_checkpoint(
+    keepings: Sequence[Keeping], path: Sequence[Node], columns: Sequence[np.ndarray], seen: int
+) -> tuple[int, Checkpoint | None]:
+    for checkpoint in _checkpoints(path, 0, seen):
+        if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(keepings)):
+            return checkpoint.position, checkpoint
+    return 0, None
+
+
+def _reasons_by_checkpoint(
+    keepings: Sequence[Keeping],
+    path: Sequence[Node],
+    columns: Sequence[np.ndarray],
+    hit: int,
+    seen: int,
+    limit: int,
+) -> tuple[Reason, ...]:
+    if hit == limit:
+        return ("complete",) * len(keepings)
+    if seen <= hit:
+        return ("never_seen",) * len(keepings)
+    longer = _checkpoints(path, hit, seen)
+    kept = [checkpoint for checkpoint in longer if checkpoint.is_kept]
+    gone: Reason = "evicted" if longer else "no_checkpoint"
+    reasons: list[Reason] = []
+    for group, keeping in enumerate(keepings):
+        if keeping.by_checkpoint:
+            reasons.append("other_groups" if kept else gone)
+        elif not kept or any(_holds(keeping, columns[group], at, group) for at in kept):
+            reasons.append("other_groups")
+        else:
+            positions = np.array([at.position for at in kept])
+            reasons.append(_why_not_held(keeping, columns[group], positions))
+    return tuple(reasons)

@@ -1,0 +1,360 @@
+"""Remembered prompts as a tree of tokens, and the blocks that keep what they computed. NumPy only.
+
+A block is found by the tokens themselves, which are compared one by one: there is no hash that
+could collide.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
+from jaxkv.specs import Growth
+
+WHOLE = np.iinfo(np.int64).max  # a block of which no byte may change
+
+
+class Keeping(NamedTuple):
+    """The rule by which a group keeps the blocks of a prefix.
+
+    growth: of the group.
+    block: tokens that a column of its table stands for.
+    """
+
+    growth: Growth
+    block: int
+
+    @property
+    def by_checkpoint(self) -> bool:
+        """Whether a block holds a state that later tokens overwrite."""
+        return self.growth.stores == "state" and self.growth.cache_mode != "all"
+
+    @property
+    def only_last(self) -> bool:
+        """Whether the next token reads only the block at the end of the prefix."""
+        return self.growth.stores == "state"
+
+
+class Node:
+    """Tokens ``start .. end - 1`` of prompts that agree so far, and what is kept of them.
+
+    slot: index in the tree's list of nodes.
+    blocks: per group, int32[...], the blocks of the columns that end in this node: those with
+      ``start // block <= column < end // block``; 0 where none was ever kept.
+    checkpoints: by position, ``start < position <= end``.
+    """
+
+    __slots__ = ("blocks", "checkpoints", "children", "parent", "slot", "start", "tokens")
+
+    def __init__(
+        self, parent: "Node | None", start: int, tokens: np.ndarray, blocks: list[np.ndarray]
+    ):
+        self.parent, self.start, self.tokens, self.blocks = parent, start, tokens, blocks
+        self.children: dict[int, Node] = {}
+        self.checkpoints: dict[int, Checkpoint] = {}
+        self.slot = -1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens.size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of these tokens is kept any more."""
+        if any(checkpoint.is_kept for checkpoint in self.checkpoints.values()):
+            return False
+        return not any((blocks > 0).any() for blocks in self.blocks)
+
+
+class PrefixTree:
+    """Prompts by namespace, token by token.
+
+    A namespace separates prompts whose equal tokens have different content: other weights, other
+    adapters, another tenant.
+
+    checkpoints: all that are kept.
+    num_tokens: tokens that are remembered.
+    """
+
+    def __init__(self, keepings: Sequence[Keeping], kept_until: np.ndarray, *, max_tokens: int):
+        """Starts empty.
+
+        Args:
+          keepings: of the groups.
+          kept_until: int64[num_blocks], written here: the position before which no token of a
+            block may be written over; 0: the block is not kept.
+          max_tokens: tokens that are remembered; beyond it, those are forgotten first whose
+            blocks are gone and that were not asked for recently.
+        """
+        self.keepings = tuple(keepings)
+        self.kept_until = kept_until
+        num_blocks = kept_until.size
+        self._max_tokens = self._prune_at = max_tokens
+        # slot of the node that has a block, times groups, plus the block's group
+        self._place_of = np.full(num_blocks, -1, np.int64)
+        self._column_of = np.zeros(num_blocks, np.int64)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._roots: dict[Hashable, Node] = {}
+        self._nodes: list[Node | None] = []
+        self._free_slots: list[int] = []
+        self._recent: dict[Node, None] = {}  # the least recently used first
+        self._of_block: dict[int, list[Checkpoint]] = {}
+        self.checkpoints = Checkpoints()
+        self.num_tokens = 0
+
+    def clear(self) -> np.ndarray:
+        """Forgets everything. Returns the blocks that were kept."""
+        kept = self.kept_until.nonzero()[0]
+        self.kept_until[:] = 0
+        self._place_of[:] = -1
+        self._clear()
+        return kept
+
+    # --- reading ------------------------------------------------------------------
+
+    def walk(self, namespace: Hashable, tokens: np.ndarray) -> tuple[list[Node], int]:
+        """Returns the nodes along tokens, the last of which may agree in part, and how many
+        tokens agree.
+        """
+        path: list[Node] = []
+        node, at = self._roots.get(namespace), 0
+        while node is not None and at < tokens.size:
+            node = node.children.get(int(tokens[at]))
+            if node is None:
+                break
+            path.append(node)
+            count = min(node.tokens.size, tokens.size - at)
+            same = node.tokens[:count] == tokens[at : at + count]
+            count = count if same.all() else int(same.argmin())
+            at += count
+            if count < node.tokens.size:
+                break
+        return path, at
+
+    def columns(self, path: Sequence[Node], group: int, num_tokens: int) -> np.ndarray:
+        """Returns the blocks of a group's whole columns of the first tokens of a path, int32."""
+        count = num_tokens // self.keepings[group].block
+        parts = [node.blocks[group] for node in path]
+        if not parts:
+            return np.zeros(0, np.int32)
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:count]
+
+    def keeps(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which blocks are kept as whole columns, bool of the ids' shape."""
+        return self._place_of[ids] >= 0
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Notes that the tokens of a path were asked for."""
+        for node in reversed(path):  # a child is forgotten before its parent
+            self._recent.pop(node, None)
+            self._recent[node] = None
+
+    # --- keeping ------------------------------------------------------------------
+
+    def keep(
+        self,
+        namespace: Hashable,
+        tokens: np.ndarray,
+        columns: Sequence[tuple[int, np.ndarray]],
+        checkpoint: np.ndarray | None = None,
+        is_wanted: bool = False,
+    ) -> Checkpoint | None:
+        """Keeps blocks of a request, where no other block is kept for the same tokens.
+
+        Args:
+          tokens: int64[N], the request's first tokens. The tree keeps the array.
+          columns: per group, a column, and the blocks from there on; all columns are whole.
+          checkpoint: int32[G], the blocks that hold the end of the tokens; see `Checkpoint`.
+          is_wanted: of the checkpoint.
+
+        Returns:
+          The checkpoint, if it is new.
+        """
+        path = self._grow_path(namespace, tokens)
+        for group, (first, ids) in enumerate(columns):
+            if ids.size:
+                self._keep_columns(path, group, first, ids)
+        self.touch(path)
+        made = (
+            None
+            if checkpoint is None
+            else self._add_checkpoint(
+                path[-1], Checkpoint(tokens.size, checkpoint, is_wanted=is_wanted)
+            )
+        )
+        if self.num_tokens > self._prune_at:
+            self._prune()
+        return made
+
+    def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
+        block, ids = self.keepings[group].block, ids.astype(np.intp)  # quicker to look up by
+        columns = np.arange(first, first + ids.size)
+        for node in path:
+            begin, end = node.start // block, node.end // block
+            low, high = max(begin, first), min(end, first + ids.size)
+            if low >= high:
+                continue
+            here = node.blocks[group][low - begin : high - begin]
+            kept, places = ids[low - first : high - first], columns[low - first : high - first]
+            if here.any():  # some of it is kept already, or was
+                fresh = here <= 0
+                here[fresh] = kept[fresh]
+                kept, places = kept[fresh], places[fresh]
+            else:
+                here[:] = kept
+            self._place_of[kept] = node.slot * len(self.keepings) + group
+            self._column_of[kept] = places
+            self.kept_until[kept] = (places + 1) * block
+
+    def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
+        position, blocks = made.position, made.blocks
+        known = node.checkpoints.get(position)
+        if known is not None and known.is_kept:
+            self.checkpoints.touch(known, is_wanted=made.is_wanted)
+            return None
+        node.checkpoints[position] = made
+        for group, block_id in enumerate(blocks.tolist()):
+            if block_id > 0:
+                until = WHOLE if self.keepings[group].only_last else position
+                self.kept_until[block_id] = max(int(self.kept_until[block_id]), until)
+                self._of_block.setdefault(block_id, []).append(made)
+        self.checkpoints.add(made)
+        return made
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
+        """Forgets a checkpoint. Returns its blocks that nothing keeps any more."""
+        freed: list[int] = []
+        for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
+            others = self._of_block[block_id]
+            others.remove(checkpoint)
+            if not others:
+                del self._of_block[block_id]
+            self.kept_until[block_id] = self._until(block_id)
+            if not self.kept_until[block_id]:
+                freed.append(block_id)
+        self.checkpoints.remove(checkpoint)
+        checkpoint.blocks = np.where(checkpoint.blocks, EVICTED, 0).astype(np.int32)
+        return freed
+
+    def _until(self, block_id: int) -> int:
+        """Returns the position before which a block must stay as it is."""
+        until = 0
+        if self._place_of[block_id] >= 0:
+            block = self.keepings[int(self._place_of[block_id]) % len(self.keepings)].block
+            until = (int(self._column_of[block_id]) + 1) * block
+        for checkpoint in self._of_block.get(block_id, ()):
+            group = int((checkpoint.blocks == block_id).argmax())
+            is_state = self.keepings[group].only_last
+            until = max(until, WHOLE if is_state else checkpoint.position)
+        return until
+
+    def forget(self, ids: np.ndarray) -> list[int]:
+        """Forgets blocks that are about to be used again.
+
+        Returns:
+          Other blocks that nothing keeps any more: those of checkpoints which are not whole now.
+        """
+        places = self._place_of[ids]
+        for place in set(places.tolist()) - {-1}:
+            self._evict(place, ids[places == place])
+        freed: list[int] = []
+        if self._of_block:
+            for block_id in self._of_block.keys() & set(ids.tolist()):
+                for checkpoint in list(self._of_block.get(block_id, ())):
+                    freed += self.drop_checkpoint(checkpoint)
+        self._place_of[ids], self.kept_until[ids] = -1, 0
+        return [block_id for block_id in freed if not (ids == block_id).any()]
+
+    def _evict(self, place: int, ids: np.ndarray) -> None:
+        slot, group = divmod(place, len(self.keepings))
+        node = self._nodes[slot]
+        if node is not None:
+            first = node.start // self.keepings[group].block
+            node.blocks[group][self._column_of[ids] - first] = EVICTED
+
+    # --- the tree -----------------------------------------------------------------
+
+    def _grow_path(self, namespace: Hashable, tokens: np.ndarray) -> list[Node]:
+        """Returns nodes that end exactly where the tokens do, making what is missing."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(None, 0, np.zeros(0, np.int64), [])
+        path, at = self.walk(namespace, tokens)
+        if path and at < path[-1].end:
+            self._split(path[-1], at)
+        if at < tokens.size:
+            last = path[-1] if path else self._roots[namespace]
+            if path and not last.children:
+                self._extend(last, tokens)
+            else:
+                path.append(self._add(last, at, tokens[at:]))
+        return path
+
+    def _no_blocks(self, start: int, end: int) -> list[np.ndarray]:
+        blocks = (keeping.block for keeping in self.keepings)
+        return [np.zeros(end // block - start // block, np.int32) for block in blocks]
+
+    def _add(self, parent: Node, start: int, tokens: np.ndarray) -> Node:
+        node = Node(parent, start, tokens, self._no_blocks(start, start + tokens.size))
+        parent.children[int(tokens[0])] = node
+        self._enter(node)
+        self.num_tokens += tokens.size
+        return node
+
+    def _enter(self, node: Node) -> None:
+        if self._free_slots:
+            node.slot = self._free_slots.pop()
+            self._nodes[node.slot] = node
+        else:
+            node.slot = len(self._nodes)
+            self._nodes.append(node)
+        self._recent[node] = None
+
+    def _extend(self, leaf: Node, tokens: np.ndarray) -> None:
+        """Lets a leaf end where tokens do, which agree with all that it has."""
+        more = self._no_blocks(leaf.end, tokens.size)
+        leaf.blocks = [np.concatenate(pair) for pair in zip(leaf.blocks, more, strict=True)]
+        self.num_tokens += tokens.size - leaf.end
+        leaf.tokens = tokens[leaf.start :]
+
+    def _split(self, node: Node, at: int) -> None:
+        """Ends a node at a position, and makes the rest of it its only child."""
+        cuts = [at // k.block - node.start // k.block for k in self.keepings]
+        rest = Node(
+            node,
+            at,
+            node.tokens[at - node.start :],
+            [blocks[cut:] for blocks, cut in zip(node.blocks, cuts, strict=True)],
+        )
+        rest.children, node.children = node.children, {int(rest.tokens[0]): rest}
+        for child in rest.children.values():
+            child.parent = rest
+        rest.checkpoints = {n: c for n, c in node.checkpoints.items() if n > at}
+        node.checkpoints = {n: c for n, c in node.checkpoints.items() if n <= at}
+        node.tokens = node.tokens[: at - node.start]
+        node.blocks = [blocks[:cut] for blocks, cut in zip(node.blocks, cuts, strict=True)]
+        self._enter(rest)
+        for group, blocks in enumerate(rest.blocks):
+            self._place_of[blocks[blocks > 0]] = rest.slot * len(self.keepings) + group
+
+    def _prune(self) -> None:
+        """Forgets tokens of which nothing is kept, until a quarter of the room is free."""
+        for node in self._forgettable():
+            if self.num_tokens <= 0.75 * self._max_tokens:
+                break
+            if node.parent is not None:
+                del node.parent.children[int(node.tokens[0])]
+            del self._recent[node]
+            self._nodes[node.slot] = None
+            self._free_slots.append(node.slot)
+            self.num_tokens -= node.tokens.size
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
+        self._prune_at = max(self._max_tokens, self.num_tokens * 5 // 4)
+
+    def _forgettable(self) -> Iterator[Node]:
+        """Returns leaves of which nothing is kept, the least recently used first."""
+        for node in list(self._recent):
+            if not node.children and node.is_empty:
+                yield node

@@ -1,0 +1,123 @@
+"""The token ids of a scheduler's requests, and the prefixes that they share. No jax."""
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.blocks import BlockManager, PrefixHit
+from jaxkv.prefixes import ExtraKey
+
+Tokens = Mapping[Any, Sequence[int] | np.ndarray]
+
+
+@dataclasses.dataclass(slots=True)
+class Prompt:
+    """What the prefix of a request is looked up by.
+
+    known: its token ids when it was queued or preempted; None: they are not looked at yet.
+    chunk_ends: tokens after which a chunk has to end, those to come.
+    """
+
+    salt: str | None = None
+    extra_keys: Sequence[ExtraKey] = ()
+    boundaries: Sequence[int] = ()
+    known: np.ndarray | None = None
+    chunk_ends: Sequence[int] = ()
+
+
+class Prompts:
+    """Prompts by request, and the tokens of their prefixes that a step has room for.
+
+    has_room_for_states: whether a step can copy the states that prefixes go on from.
+    """
+
+    def __init__(
+        self, manager: BlockManager, tokens: Tokens | None, *, chunk_tokens: int | None, forks: int
+    ):
+        growths = [group.growth for group in manager.plan.groups]
+        self.has_states = any(g.stores == "state" and g.cache_mode != "all" for g in growths)
+        self._manager, self._chunk_tokens = manager, chunk_tokens
+        self._tokens = None if self.has_states and not forks else tokens
+        self._of: dict[Hashable, Prompt] = {}
+
+    def add(self, request: Hashable, num_tokens: int, prompt: Prompt) -> None:
+        """Notes a new request.
+
+        Raises:
+          ValueError: its token ids are not there.
+        """
+        if self._tokens is not None:
+            known = len(self._tokens[request]) if request in self._tokens else 0
+            if known < num_tokens:
+                raise ValueError(
+                    f"request={request!r} has num_tokens={num_tokens}, and the scheduler's tokens "
+                    f"hold {known} token ids of it; put its prompt there first"
+                )
+        self._of[request] = prompt
+
+    def fork(self, request: Hashable, into: Hashable) -> None:
+        """Notes a request that goes on like another one."""
+        self._of[into] = dataclasses.replace(self._of[request], known=None, chunk_ends=())
+
+    def join(self, request: Hashable, into: Hashable) -> None:
+        """Notes that a forked request shares the prompt of another one, as the manager does."""
+        self._of[into].known = self._of[request].known
+
+    def forget(self, request: Hashable) -> None:
+        """Drops a request."""
+        self._of.pop(request, None)
+
+    # --- prefixes -----------------------------------------------------------------
+
+    def find(self, request: Hashable, num_tokens: int) -> tuple[int, int]:
+        """Returns the tokens of a waiting request in the cache, and its blocks that others hold."""
+        known, prompt = self._known(request, num_tokens), self._of[request]
+        if known is None:
+            return 0, 0
+        return self._manager.find_prefix(known, salt=prompt.salt, extra_keys=prompt.extra_keys)
+
+    def start(
+        self, request: Hashable, num_tokens: int, *, encoder_tokens: int, max_cached_tokens: int
+    ) -> PrefixHit:
+        """Starts a request, with the prefix that it finds."""
+        prompt, known = self._of[request], self._known(request, num_tokens)
+        hit = self._manager.start(
+            request,
+            known,
+            salt=prompt.salt,
+            extra_keys=prompt.extra_keys,
+            boundaries=[n for n in prompt.boundaries if n <= num_tokens],
+            max_cached_tokens=max_cached_tokens,
+            encoder_tokens=encoder_tokens,
+        )
+        ends = set(hit.chunk_ends)
+        if self._chunk_tokens is not None:
+            ends.update(range(self._chunk_tokens, num_tokens, self._chunk_tokens))
+        prompt.chunk_ends = sorted(end for end in ends if end > hit.num_cached_tokens)
+        return hit
+
+    def finish(self, request: Hashable) -> None:
+        """Ends a request in the manager, which keeps what it computed."""
+        prompt = self._of[request]
+        more = None
+        if self._tokens is not None and prompt.known is not None and request in self._tokens:
+            more = np.array(self._tokens[request][prompt.known.size :], np.int64)
+        self._manager.finish(request, more)
+        prompt.known, prompt.chunk_ends = None, ()
+
+    def next_chunk_end(self, request: Hashable, computed: int) -> int | None:
+        """Returns the tokens after which the next chunk has to end; None: any."""
+        prompt = self._of[request]
+        prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
+        return prompt.chunk_ends[0] if prompt.chunk_ends else None
+
+    def _known(self, request: Hashable, num_tokens: int) -> np.ndarray | None:
+        """Returns the token ids of a request that is about to start; None: they are not given."""
+        if self._tokens is None or request not in self._tokens:
+            return None
+        prompt = self._of[request]
+        if prompt.known is None or prompt.known.size > num_tokens:
+            prompt.known = np.array(self._tokens[request][:num_tokens], np.int64)
+        return prompt.known

@@ -1,0 +1,376 @@
+"""Events: their order, the bytes of vLLM's messages, and what a router learns from them."""
+
+import builtins
+import json
+import pathlib
+import random
+from typing import Any
+
+import msgpack
+import pytest
+
+from jaxkv.blocks import BlockManager, StepShape
+from jaxkv.prefixes import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    EventBatch,
+    EventGroup,
+    EventLog,
+    ExtraKey,
+    block_keys,
+    encode_events,
+    event_frames,
+    root_key,
+)
+from tests.test_prefixes import LAYERS, Driver, plan_of
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())
+PLAIN = next(case for case in GOLDEN["keys"] if case["name"] == "plain")
+TOKENS = PLAIN["tokens"]
+KEYS = block_keys(TOKENS, 4)
+
+STATES = EventGroup(0, "state", 4)
+WINDOWS = EventGroup(1, "sliding", 4, window=1024)
+FULL = EventGroup(3, "full", 4)
+# The events that were recorded with vLLM's own structs.
+RECORDED: tuple[CacheEvent, ...] = (
+    BlocksStored(FULL, tuple(KEYS[:2]), None, tuple(TOKENS[:8])),
+    BlocksStored(
+        WINDOWS,
+        tuple(KEYS[1:3]),
+        KEYS[0],
+        tuple(TOKENS[4:12]),
+        medium="CPU",
+        extra_keys=(
+            (("lora", "sql", "/a"), ("mm", "f00d", 2), ("cache_salt", "s")),
+            (("lora", "sql", "/a"), ("mm", "f00d", -2), ("prompt_embeds", b"\x01\xff" * 16)),
+        ),
+        adapter="sql",
+        adapter_id=7,
+    ),
+    BlocksRemoved(FULL, (KEYS[0],)),
+    BlocksRemoved(STATES, tuple(KEYS[1:3]), medium="STORAGE"),
+    AllBlocksCleared(),
+)
+BATCH = EventBatch(5, 1795330800.25, RECORDED)
+
+STORED_FIELDS = (
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+FIELDS = {
+    "BlockStored": STORED_FIELDS,
+    "BlockRemoved": ("type", "block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": ("type",),
+}
+
+
+def decoded(payload: bytes) -> list[dict[str, Any]]:
+    """The events of a message by field name, of either format, as a reader knows them."""
+    timestamp, events, rank = msgpack.unpackb(payload)
+    assert isinstance(timestamp, float) and isinstance(rank, int)
+    named = []
+    for event in events:
+        if isinstance(event, list):
+            event = dict(zip(FIELDS[event[0]], event, strict=True))
+        named.append({name: event.get(name) for name in FIELDS[event["type"]]})
+    return named
+
+
+# --- the bytes of vLLM ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", ["int", "bytes"])
+@pytest.mark.parametrize("format", ["tagged", "positional"])
+def test_messages_are_those_that_vllm_sends(format: Any, keys: Any) -> None:
+    recorded = bytes.fromhex(GOLDEN["events"][f"{format} {keys}"])
+    payload = encode_events(BATCH, format=format, keys=keys, rank=2)
+    assert msgpack.unpackb(payload) == msgpack.unpackb(recorded)
+    if format == "positional":  # vLLM's encoder writes the length of a map in more bytes
+        assert payload == recorded
+
+
+@pytest.mark.parametrize("format", ["tagged", "positional"])
+def test_a_reader_finds_each_field(format: Any) -> None:
+    first, second, removed, _, cleared = decoded(
+        encode_events(BATCH, format=format, keys="bytes", rank=2)
+    )
+    assert first["block_hashes"] == KEYS[:2] and first["parent_block_hash"] is None
+    assert first["token_ids"] == TOKENS[:8] and first["block_size"] == 4
+    assert (first["group_idx"], first["kv_cache_spec_kind"]) == (3, "full_attention")
+    assert first["kv_cache_spec_sliding_window"] is first["extra_keys"] is None
+    assert second["parent_block_hash"] == KEYS[0] and second["medium"] == "CPU"
+    assert second["kv_cache_spec_sliding_window"] == 1024
+    assert (second["lora_name"], second["lora_id"]) == ("sql", 7)
+    assert second["extra_keys"] == [
+        ["sql", ["f00d", 2], "s"],
+        ["sql", ["f00d", -2], b"\x01\xff" * 16],
+    ]
+    assert removed["block_hashes"] == KEYS[:1] and removed["group_idx"] == 3
+    assert cleared == {"type": "AllBlocksCleared"}
+
+
+def test_an_int_is_the_end_of_a_key() -> None:
+    (event,) = decoded(encode_events(EventBatch(0, 0.0, RECORDED[:1])))
+    assert event["block_hashes"] == [int(key.hex()[-16:], 16) for key in KEYS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "counted"),
+    [
+        ("full", "full_attention", True),
+        ("mla", "mla_attention", True),
+        ("sliding", "sliding_window", False),
+        ("sliding_mla", "sliding_window_mla", False),
+        ("chunked", "chunked_local_attention", False),
+        ("state", "mamba", False),
+        ("cross", "cross_attention", False),
+    ],
+)
+def test_groups_that_no_router_should_count_are_marked(kind: Any, name: str, counted: bool) -> None:
+    group = EventGroup(0, kind, 4)
+    assert group.is_counted == counted
+    stored = BlocksStored(group, (KEYS[0],), None, tuple(TOKENS[:4]))
+    batch = EventBatch(0, 0.0, (stored, BlocksRemoved(group, (KEYS[0],)), AllBlocksCleared()))
+    assert decoded(encode_events(batch))[0]["kv_cache_spec_kind"] == name
+    left = [event["type"] for event in decoded(encode_events(batch, groups="counted"))]
+    assert left == ["BlockStored", "BlockRemoved"] * counted + ["AllBlocksCleared"]
+
+
+def test_frames_are_topic_number_and_payload() -> None:
+    frames = event_frames(258, b"payload", topic="kv-events")
+    assert frames == (b"kv-events", b"\0\0\0\0\0\0\1\2", b"payload")
+    assert END_OF_REPLAY == (b"", b"\xff" * 8, b"")
+    with pytest.raises(ValueError, match="sequence must be at least 0"):
+        event_frames(-1, b"")
+
+
+# --- order and replay -----------------------------------------------------------------
+
+
+class Router:
+    """Blocks of a cache as its events tell: per group and medium, the keys that are there."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, str], set[bytes]] = {}
+        self.expected = 0
+
+    def read(self, frames: tuple[bytes, bytes, bytes]) -> None:
+        assert int.from_bytes(frames[1], "big") == self.expected
+        self.expected += 1
+        for event in decoded(frames[2]):
+            if event["type"] == "AllBlocksCleared":
+                self.held = {}
+                continue
+            blocks = self.held.setdefault((event["group_idx"], event["medium"]), set())
+            if event["type"] == "BlockStored":
+                blocks.update(event["block_hashes"])
+            else:
+                assert blocks.issuperset(event["block_hashes"])
+                blocks.difference_update(event["block_hashes"])
+
+
+@pytest.mark.parametrize("format", ["tagged", "positional"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_router_that_missed_batches_learns_the_same_from_a_replay(seed: int, format: Any) -> None:
+    draw = random.Random(seed)
+    log, live, late = EventLog(), Router(), Router()
+    held: dict[tuple[int, str], set[bytes]] = {}
+    missed = draw.randrange(20)
+    for step in range(30):
+        for _ in range(draw.randrange(4)):
+            group = draw.choice([STATES, WINDOWS, FULL])
+            blocks = held.setdefault((group.index, "GPU"), set())
+            if draw.random() < 0.05:
+                log.append(AllBlocksCleared())
+                held = {}
+            elif blocks and draw.random() < 0.4:
+                gone = tuple(draw.sample(sorted(blocks), draw.randint(1, len(blocks))))
+                log.append(BlocksRemoved(group, gone))
+                blocks.difference_update(gone)
+            else:
+                first, count = draw.randrange(7), draw.randint(1, 2)
+                keys, tokens = KEYS[first : first + count], TOKENS[4 * first : 4 * (first + count)]
+                parent = KEYS[first - 1] if first else None
+                log.append(BlocksStored(group, tuple(keys), parent, tuple(tokens)))
+                blocks.update(keys)
+        batch = log.take(timestamp=float(step))
+        if batch is not None:
+            frames = event_frames(batch.sequence, encode_events(batch, format=format, keys="bytes"))
+            live.read(frames)
+            if batch.sequence < missed:
+                late.read(frames)
+    for batch in log.since(late.expected):
+        late.read(event_frames(batch.sequence, encode_events(batch, format=format, keys="bytes")))
+    wanted = {place: keys for place, keys in held.items() if keys}
+    for router in (live, late):
+        assert {place: keys for place, keys in router.held.items() if keys} == wanted
+        assert router.expected == log.next_sequence
+
+
+def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
+    log = EventLog(max_batches=3)
+    assert log.take() is None and log.since(0) == ()
+    batches = []
+    for event in RECORDED:
+        log.append(event)
+        batches.append(log.take(timestamp=1.0))
+    assert [batch and batch.sequence for batch in batches] == [0, 1, 2, 3, 4]
+    assert log.take() is None and log.next_sequence == 5
+    assert list(log.since(2)) == batches[2:] and log.since(5) == ()
+    with pytest.raises(ValueError, match="batches 2 to 4 are kept"):
+        log.since(1)
+    log.append(AllBlocksCleared())
+    batch = log.take()
+    assert batch is not None and batch.timestamp > 1e9
+    assert repr(log) == "EventLog(6 batches taken, the last 3 kept, 0 events pending)"
+
+
+# --- of a manager ---------------------------------------------------------------------
+
+
+class Listener(Driver):
+    """Random requests, and a reader of the events who knows nothing else."""
+
+    def __init__(self, name: str, seed: int):
+        self.log = EventLog(root=root_key("a seed"))
+        super().__init__(plan_of(name, 40), seed, events=self.log, checkpoint_share=1.0)
+        self.known: set[tuple[int, bytes]] = set()
+        self.removed = 0
+        self.keys: dict[tuple[int, int], bytes] = {}
+
+    def check_leaks(self) -> None:
+        super().check_leaks()
+        batch = self.log.take()
+        for event in () if batch is None else batch.events:
+            self.apply(event)
+        columns = self.reference.columns
+        assert self.known == {self.name(*at) for at, block_id in columns.items() if block_id > 0}
+
+    def apply(self, event: CacheEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.known.clear()
+            return
+        names = {(event.group.index, key) for key in event.block_keys}
+        if isinstance(event, BlocksRemoved):
+            assert names <= self.known
+            self.known -= names
+            self.removed += len(names)
+            return
+        assert not names & self.known
+        self.known |= names
+        salts = [keys[0][1] for keys in event.extra_keys or () if keys]
+        start = 0 if event.parent_key is None else 4
+        keys = block_keys(
+            event.token_ids, 4, root=self.log.root, start=start, parent=event.parent_key,
+            salt=str(salts[0]) if salts else None,
+        )  # fmt: skip
+        step = event.group.block_size // 4
+        assert tuple(keys[step - 1 :: step]) == event.block_keys
+
+    def name(self, story: int, group: int) -> tuple[int, bytes]:
+        """The group and the key of a beginning, from its definition."""
+        if (story, group) not in self.keys:
+            before = {number: pair for pair, number in self.reference.story._numbers.items()}
+            tokens: list[Any] = []
+            at, token = before[story]
+            while at != "namespace":
+                tokens.append(token)
+                at, token = before[at]
+            keys = block_keys(tokens[::-1], 4, salt=token[1], root=self.log.root)
+            self.keys[story, group] = keys[-1]
+        return group, self.keys[story, group]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_reader_of_the_events_knows_which_whole_blocks_are_kept(name: str) -> None:
+    removed = known = 0
+    for seed in range(3):
+        listener = Listener(name, seed)
+        listener.run(150)
+        removed, known = removed + listener.removed, known + len(listener.known)
+    assert removed and known
+
+
+def test_events_name_adapters_images_and_salts() -> None:
+    plan, log = plan_of("full"), EventLog()
+    manager = BlockManager(plan, max_requests=2, events=log)
+    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=12)
+    extra_keys = [ExtraKey.lora("sql", "/a"), ExtraKey.mm("f00d", 3, 6)]
+    tokens = [1, 2, 3, 9, 9, 9, 4, 5, 6]
+    manager.start("a", tokens, salt="s", extra_keys=extra_keys)
+    manager.step(shape, {"a": 5})
+    manager.step(shape, {"a": 4})
+    manager.finish("a", [7, 8, 9, 10])  # of which none was computed
+    first, second = (log.take() or EventBatch(0, 0.0, ())).events
+    assert isinstance(first, BlocksStored) and isinstance(second, BlocksStored)
+    keys = block_keys(tokens, 4, salt="s", extra_keys=extra_keys)
+    assert (first.block_keys, first.parent_key) == ((keys[0],), None)
+    assert (second.block_keys, second.parent_key) == ((keys[1],), keys[0])
+    assert second.token_ids == (9, 9, 4, 5) and second.adapter == "sql"
+    lora = ("lora", "sql", "/a")
+    assert first.extra_keys == ((lora, ("mm", "f00d", 3), ("cache_salt", "s")),)
+    assert second.extra_keys == ((lora, ("mm", "f00d", -1)),)
+    manager.start("b", tokens, extra_keys=extra_keys)  # other keys, so both are announced
+    manager.step(shape, {"b": 9})
+    assert len((log.take() or EventBatch(0, 0.0, ())).events[0].block_keys) == 2
+    manager.reset_prefixes()
+    assert log.take() == EventBatch(2, pytest.approx(0, abs=1e11), (AllBlocksCleared(),))
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "make"),
+    [
+        ("block_keys is empty", lambda: BlocksStored(FULL, (), None, ())),
+        ("block_keys is empty", lambda: BlocksRemoved(FULL, ())),
+        ("token_ids has 3 tokens", lambda: BlocksStored(FULL, (KEYS[0],), None, (1, 2, 3))),
+        (
+            "extra_keys has 2 entries",
+            lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, extra_keys=(None, None)),
+        ),
+        ("medium='gpu'", lambda: BlocksRemoved(FULL, (KEYS[0],), "gpu")),  # pyrefly: ignore
+        ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
+        ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
+        ("max_batches must be at least 1", lambda: EventLog(max_batches=0)),
+        ("format='map'", lambda: encode_events(BATCH, format="map")),  # pyrefly: ignore
+        ("keys='hex'", lambda: encode_events(BATCH, keys="hex")),  # pyrefly: ignore
+        ("groups='full'", lambda: encode_events(BATCH, groups="full")),  # pyrefly: ignore
+    ],
+)
+def test_refusals_name_the_argument(text: str, make: Any) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_a_log_takes_events_only() -> None:
+    with pytest.raises(TypeError, match="must be a cache event, got str"):
+        EventLog().append("stored")  # pyrefly: ignore
+
+
+def test_without_msgpack_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        if name == "msgpack":
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"jaxkv\[events\]"):
+        encode_events(BATCH)

@@ -1,0 +1,219 @@
+"""Prefixes that requests share: exact by construction, against the definition."""
+
+import random
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.specs import (
+    ChunkedAttentionSpec,
+    FullAttentionSpec,
+    Limits,
+    SlidingWindowSpec,
+    StateSpec,
+)
+from tests.reference_prefixes import Content, ReferencePrefixes
+
+HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16"}
+SMALL = {"shapes": ((4,),), "dtypes": ("float32",)}
+
+
+def full(block_size: int = 4) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, **HEADS)
+
+
+def sliding(block_size: int = 4, window: int = 6) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block_size, sliding_window=window, **HEADS)
+
+
+def state(mode: str, block_size: int = 8) -> StateSpec:
+    return StateSpec(block_size=block_size, cache_mode=mode, **SMALL)
+
+
+LAYERS = {
+    "full": {"a": full()},
+    "windows": {"a": full(), "b": sliding(), "c": sliding(window=3)},
+    "chunks": {"a": full(), "b": ChunkedAttentionSpec(block_size=4, chunk_size=6, **HEADS)},
+    "none": {"a": full(), "s": state("none")},
+    "align": {"a": full(), "w": sliding(), "s": state("align")},
+    "all": {"a": full(), "s": state("all")},
+    "modes": {"a": full(), "s": state("none"), "t": state("align", 4)},
+}
+
+
+def plan_of(name: str, num_blocks: int = 48, **options) -> Plan:
+    return plan_cache(
+        LAYERS[name],
+        2**30,
+        max_model_len=48,
+        num_blocks_override=num_blocks,
+        limits=Limits(max_in_flight_tokens=12),
+        **options,
+    )
+
+
+class Driver:
+    """Random requests over few prompts, against the definition and a device of dictionaries."""
+
+    def __init__(self, plan: Plan, seed: int, *, max_requests: int = 4, **options):
+        self.random = random.Random(seed)
+        self.plan = plan
+        self.manager = BlockManager(plan, max_requests=max_requests, **options)
+        self.shape = StepShape.for_plan(
+            plan,
+            max_requests=max_requests,
+            max_tokens=12 * max_requests,
+            forks=max_requests,
+            cached_tokens=48 * max_requests,
+        )
+        self.free = self.manager.num_free_blocks
+        self.content, self.reference = Content(self.manager), ReferencePrefixes(self.manager)
+        self.running: dict[int, dict] = {}  # request -> namespace, codes, story, prompt, ends
+        self.names = iter(range(10**9))
+        self.hits = 0
+        roots = [[self.random.randrange(3) for _ in range(30)] for _ in range(2)]
+        self.roots = roots
+
+    def prompt(self) -> list[int]:
+        root = self.random.choice(self.roots)
+        tokens = root[: self.random.randrange(1, 30)]
+        return tokens + [self.random.randrange(3) for _ in range(self.random.randrange(8))]
+
+    def start(self, tokens: list[int] | None = None, salt: str | None = None) -> None:
+        tokens = self.prompt() if tokens is None else tokens
+        name = next(self.names)
+        boundaries = [n for n in (5, 11, 16) if n <= len(tokens) and self.random.random() < 0.3]
+        namespace = self.reference.epoch, salt, frozenset()
+        story = self.reference.story.of(namespace, tokens)
+        hit = self.manager.start(name, np.array(tokens), salt=salt, boundaries=boundaries)
+        self.reference.check(hit, namespace, tokens, story, len(tokens) - 1)
+        self.hits += hit.num_cached_tokens > 0
+        self.running[name] = {
+            "namespace": namespace,
+            "codes": list(tokens),
+            "story": story,
+            "prompt": len(tokens),
+            "ends": hit.chunk_ends,
+            "kept": hit.num_cached_tokens,
+            "goes_on": True,
+        }
+
+    def computed(self, name: int) -> int:
+        return self.manager.num_computed_tokens(name)
+
+    def step(self) -> None:
+        work: dict[int, int] = {}
+        for name, request in self.running.items():
+            if self.random.random() < 0.8:
+                self._choose(name, request, work)
+        while True:
+            try:
+                upload = self.manager.step(self.shape, work)
+                break
+            except OutOfBlocksError:
+                self._make_way(work)
+        self.content.apply(upload)
+        self._check_rows()
+        for name, count in work.items():
+            total = self.computed(name)
+            request = self.running[name]
+            row = self.manager.requests[name]
+            self.content.compute(row, request["story"], total - count, total)
+            count = min(total, request["prompt"])
+            is_end = total == count and total in request["ends"]
+            codes = request["codes"][: request["prompt"]]
+            self.reference.keep(name, request, codes, count, is_end=is_end)
+
+    def _choose(self, name: int, request: dict, work: dict[int, int]) -> None:
+        done = self.computed(name)
+        left = request["prompt"] - done
+        if left > 0:
+            most = min(left, 12)
+            ends = [end - done for end in request["ends"] if done < end <= done + most]
+            keep_to_end = ends and self.random.random() < 0.8
+            work[name] = ends[0] if keep_to_end else self.random.randint(1, most)
+        elif done < 48:
+            token = self.random.randrange(3)
+            request["codes"].append(token)
+            request["story"].append(self.reference.story.number(request["story"][-1], token))
+            work[name] = 1
+
+    def _make_way(self, work: dict[int, int]) -> None:
+        victim = self.random.choice(list(self.running))
+        if victim in work and self.running[victim]["prompt"] <= self.computed(victim):
+            self.running[victim]["codes"].pop()
+            self.running[victim]["story"].pop()
+        work.pop(victim, None)
+        self.finish(victim, known=True)
+
+    def finish(self, name: int, *, known: bool) -> None:
+        request = self.running.pop(name)
+        done, prompt = self.computed(name), request["prompt"]
+        tokens = request["codes"][prompt:] if known else None
+        known = known and request["goes_on"]
+        count = min(done, len(request["codes"]) if known else prompt)
+        codes = request["codes"] if known else request["codes"][:prompt]
+        self.reference.keep(name, request, codes, count, is_end=0 < count == done)
+        self.manager.finish(name, tokens)
+
+    def fork(self, name: int) -> None:
+        request, new = self.running[name], next(self.names)
+        self.manager.fork(name, [new])
+        copied = {**request, "codes": [*request["codes"]], "story": [*request["story"]], "ends": ()}
+        done = self.computed(name)
+        if done < request["prompt"]:
+            copied["prompt"] = done
+            copied["codes"], copied["story"] = copied["codes"][:done], copied["story"][: done + 1]
+            copied["goes_on"] = False  # its next tokens are not the donor's
+        copied["kept"] = min(request["kept"], done)
+        self.running[new] = copied
+
+    def _check_rows(self) -> None:
+        for name, row in self.manager.requests.items():
+            for group, ids in enumerate(self.manager.block_ids(name)):
+                there = self.content.rows[group][row]
+                assert all(mine in (0, theirs) for mine, theirs in zip(ids, there, strict=False))
+
+    def check_leaks(self) -> None:
+        held: set[int] = set()
+        for name in self.running:
+            held |= {i for ids in self.manager.block_ids(name) for i in ids if i}
+        assert len(held) + self.manager.num_free_blocks == self.free
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            what = self.random.random()
+            room = len(self.running) < self.manager.max_requests
+            if room and what < 0.35:
+                self.start(salt=self.random.choice([None, None, None, "b"]))
+            elif room and self.running and what < 0.4:
+                self.fork(self.random.choice(list(self.running)))
+            elif self.running and what < 0.55:
+                self.finish(
+                    self.random.choice(list(self.running)), known=self.random.random() < 0.7
+                )
+            elif what < 0.56:
+                self.manager.new_epoch()
+                self.reference.clear(forget=False)
+            elif what < 0.565:
+                self.manager.reset_prefixes()
+                self.reference.clear(forget=True)
+            elif len(self.running) > 1 and what < 0.6:
+                self.manager.swap_rows(*self.random.sample(range(self.manager.max_requests), 2))
+            else:
+                self.step()
+            self.check_leaks()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("num_blocks", [40, 120])
+def test_hits_are_the_longest_that_the_definition_allows(name: str, num_blocks: int) -> None:
+    hits = 0
+    for seed in range(10):
+        driver = Driver(plan_of(name, num_blocks), seed, checkpoint_share=1.0)
+        driver.run(150)
+        hits += driver.hits
+    assert hits

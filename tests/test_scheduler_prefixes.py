@@ -1,0 +1,203 @@
+"""The scheduler with token ids: prefixes found, states kept, and the same answers as without."""
+
+import random
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+
+from jaxkv.blocks import BlockManager, StepShape
+from jaxkv.hf_config import layers_from_config, load_config
+from jaxkv.planning import Plan, plan_cache
+from jaxkv.scheduler import Schedule, Scheduler
+from tests.reference_prefixes import Content, Story
+from tests.test_prefixes import LAYERS, plan_of
+
+
+class Server:
+    """An engine whose next token follows from all tokens before it, on a device of dictionaries.
+
+    computed: tokens that were computed, of all requests together.
+    """
+
+    def __init__(self, plan: Plan, *, cached: bool = True, max_requests: int = 4, **options):
+        self.manager = BlockManager(plan, max_requests=max_requests, checkpoint_share=0.5)
+        self.tokens: dict[Hashable, list[int]] = {}
+        forks, most = max_requests, plan.max_model_len
+        self.scheduler = Scheduler(
+            self.manager,
+            max_tokens=16,
+            forks=forks,
+            tokens=self.tokens if cached else None,
+            **options,
+        )
+        self.shape = StepShape.for_plan(
+            plan, max_requests=max_requests, max_tokens=16, forks=forks, cached_tokens=most
+        )
+        self.content, self.story = Content(self.manager), Story()
+        self.limits: dict[Hashable, int] = {}
+        self.chunks: dict[Hashable, list[int]] = {}
+        self.computed = self.preemptions = 0
+
+    def add(self, name: Hashable, prompt: list[int], length: int, **options) -> None:
+        self.tokens[name], self.limits[name] = list(prompt), length
+        self.chunks[name] = []
+        self.scheduler.add(name, len(prompt), max_tokens=length, **options)
+
+    def step(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        before = {name: self.manager.num_computed_tokens(name) for name in schedule.work}
+        upload = self.manager.step(self.shape, schedule.work)
+        self.content.apply(upload)
+        for name, count in schedule.work.items():
+            story = self.story.of((), self.tokens[name])
+            row, total = self.manager.requests[name], before[name] + count
+            self.content.compute(row, story, before[name], total)
+            self.chunks[name].append(total)
+        self.computed += sum(schedule.work.values())
+        self.preemptions += len(schedule.preempted)
+        return schedule
+
+    def sample(self, schedule: Schedule) -> None:
+        for name in schedule.samples:
+            if len(self.tokens[name]) == self.limits[name]:
+                self.scheduler.finish(name)
+            else:
+                self.tokens[name].append(sum(self.tokens[name][-5:]) * 7 % 3)
+                self.scheduler.append({name: 1})
+
+    def serve(self) -> None:
+        for _ in range(5_000):
+            if not self.scheduler.has_work:
+                break
+            self.sample(self.step())
+        assert not self.scheduler.has_work, "requests starve"
+        assert not self.manager.requests
+
+
+def run_random(name: str, seed: int, **options) -> Server:
+    draw = random.Random(seed)
+    plan = plan_of(name, draw.choice([24, 48, 150]))
+    server = Server(plan, order=draw.choice(["decode_first", "prefill_first"]), **options)
+    roots = [[draw.randrange(3) for _ in range(20)] for _ in range(2)]
+    for request in range(12):
+        root = draw.choice(roots)[: draw.randint(1, 20)]
+        prompt = root + [draw.randrange(3) for _ in range(draw.randint(0, 10))]
+        boundaries = [len(root)] if draw.random() < 0.5 else []
+        length = draw.randint(len(prompt), 48)
+        server.add(request, prompt, length, boundaries=boundaries)
+        for _ in range(draw.randint(0, 6)):
+            server.sample(server.step())
+        if draw.random() < 0.1:
+            server.manager.new_epoch()
+    server.serve()
+    return server
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_answers_are_those_of_a_scheduler_that_shares_nothing(name: str) -> None:
+    saved = preempted = 0
+    for seed in range(12):
+        warm, cold = run_random(name, seed), run_random(name, seed, cached=False)
+        assert warm.tokens == cold.tokens
+        saved += cold.computed - warm.computed
+        preempted += warm.preemptions
+    assert saved > 0
+    assert preempted > 0
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "align", "modes"])
+def test_chunks_end_where_those_of_a_cold_run_do(name: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, 3, 40).tolist()
+    ends: list[set[int]] = []
+    for warm_up in (0, 17, 31):
+        server = Server(plan_of(name, 150), chunk_tokens=8)
+        if warm_up:
+            server.add("before", tokens[:warm_up], warm_up)
+            server.serve()
+        server.add("r", tokens, 40)
+        server.serve()
+        ends.append({end for end in server.chunks["r"] if end < 40})
+        cached = 40 - sum(np.diff([0, *server.chunks["r"]]))
+        assert cached == 0 or server.manager.prefix_stats().hits
+    cold = ends[0]
+    for warm in ends[1:]:
+        first = min(warm, default=40)
+        assert {end for end in cold if end >= first} <= warm
+
+
+def test_a_preempted_request_comes_back_to_what_it_computed() -> None:
+    server = Server(plan_of("full", 18), max_requests=2)
+    for request in range(2):
+        server.add(request, [request] * 20, 44)
+    while not server.preemptions:
+        schedule = server.step()
+        server.sample(schedule)
+    (victim,) = schedule.preempted
+    computed = server.chunks[victim][-1]
+    server.scheduler.finish(1 - victim)
+    hit = server.step().hits[victim]
+    taken = 4  # one block, for which it was preempted
+    assert hit.num_cached_tokens == computed // 4 * 4 - taken
+
+
+# The load of vllm#45238: 64 prompts of 8 system prompts, 1500 tokens shared and 700 of their own,
+# one after the other. Each system prompt is met cold once, so at most 56 can hit. vLLM: 0 of 64 at
+# first, 40 with the states of junctions, 48 with states at intervals.
+def _shared_prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    prompts = []
+    for _ in range(8):
+        prefix = rng.integers(0, 248_320, 1500)
+        prompts += [np.concatenate([prefix, rng.integers(0, 248_320, 700)]) for _ in range(8)]
+    return [prompts[i] for i in rng.permutation(64)]
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize(("boundaries", "wanted"), [((1500,), 56), ((), 48)])
+def test_hybrid_prompts_hit_wherever_they_can(mode: str, boundaries, wanted: int) -> None:
+    layers = layers_from_config(load_config("qwen3-next-80b-a3b"), state_cache_mode=mode)
+    plan = plan_cache(layers, 2**60, max_model_len=4096, num_blocks_override=641)  # 8 GiB
+    tokens = dict(enumerate(_shared_prompts()))
+    manager = BlockManager(plan, max_requests=4)
+    scheduler = Scheduler(manager, max_tokens=8192, forks=4, tokens=tokens)
+    shape = StepShape.for_plan(
+        plan, max_requests=4, max_tokens=8192, forks=4, cached_tokens=plan.max_model_len
+    )
+    most_kept = cached = 0
+    for name, prompt in tokens.items():
+        scheduler.add(name, len(prompt), boundaries=boundaries)
+        while scheduler.has_work:
+            schedule = scheduler.schedule()
+            manager.step(shape, schedule.work)
+            cached += sum(hit.num_cached_tokens for hit in schedule.hits.values())
+            most_kept = max(most_kept, manager.prefix_stats().checkpoint_blocks)
+        scheduler.finish(name)
+    stats = manager.prefix_stats()
+    assert (stats.requests, stats.hits) == (64, wanted)
+    assert cached == wanted * 1500
+    assert most_kept <= plan.num_blocks // 10
+
+
+def test_a_plan_with_states_needs_forks_to_share() -> None:
+    plan = plan_of("none")
+    tokens = {name: list(range(20)) for name in "ab"}
+    manager = BlockManager(plan, max_requests=2)
+    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=32)
+    for name in tokens:
+        scheduler.add(name, 20)
+        while scheduler.has_work:
+            manager.step(shape, scheduler.schedule().work)
+        scheduler.finish(name)
+    assert manager.prefix_stats().hits == 0
+
+
+def test_token_ids_of_a_prompt_must_be_there() -> None:
+    scheduler = Scheduler(
+        BlockManager(plan_of("full"), max_requests=2), max_tokens=8, tokens={"a": [1, 2]}
+    )
+    with pytest.raises(ValueError, match="hold 2 token ids"):
+        scheduler.add("a", 3)
+    with pytest.raises(ValueError, match="hold 0 token ids"):
+        scheduler.add("b", 1)
