@@ -1,6 +1,7 @@
 """The demo end to end on a small trace, and the command line as a newcomer meets it."""
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 from typing import NamedTuple
@@ -65,7 +66,7 @@ def serve(
     with count_compilations() as compilations:
         report = engine.serve(trace, lambda: None)
     found = compare(
-        *(model, params, layers, trace, report.logits),
+        *(model, params, layers, list(report.answers.values())),
         max_model_len=MAX_MODEL_LEN,
         on_finish=lambda: None,
     )
@@ -110,6 +111,28 @@ def test_own_kernels_ranks_and_sleep_change_no_logit(ranks: int) -> None:
     # Sleeping compiles a copy or two of its own the first time, and the step never.
     assert engine.step._cache_size() == len(engine.shapes)
     assert len(compilations) <= 4
+
+
+def test_shared_prefixes_change_no_logit() -> None:
+    """Of conversations and of groups of samples, with states that are kept and forgotten."""
+    sizes = {"prompt_tokens": (20, 90), "new_tokens": (4, 40)}
+    chat = make_trace(9, 5, "chat", **sizes)
+    rl = [
+        dataclasses.replace(
+            request,
+            name=request.name + len(chat),
+            sample_of=None if request.sample_of is None else request.sample_of + len(chat),
+        )
+        for request in make_trace(8, 6, "rl", **sizes)
+    ]
+    trace = sorted([*chat, *rl], key=lambda request: request.arrival_step)
+    engine, report, found, compilations = serve(trace, num_blocks=50, share_prefixes=True)
+    assert found.largest_difference <= BOUNDS["fp8_e4m3"]
+    assert found.num_tokens == sum(request.max_new_tokens for request in trace)
+    assert not compilations
+    assert report.cached_tokens > 0.2 * report.prompt_tokens
+    assert sum(use.shared > 0 for use in report.uses) > 5
+    assert engine.manager.num_free_blocks == engine.plan.usable_blocks
 
 
 def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Served tokens against the same model over whole requests, without any cache."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,18 @@ import numpy as np
 
 from jaxkv.demo.memory import NoMemory
 from jaxkv.demo.model import Model, Params, Tokens, forward, logits
-from jaxkv.demo.trace import Request
 
 BATCH = 4  # requests side by side
+
+
+class Answer(NamedTuple):
+    """The tokens of a request, prompt first, and the logits of those that were picked.
+
+    logits: f32[new tokens, vocab].
+    """
+
+    tokens: Sequence[int]
+    logits: np.ndarray
 
 
 class Comparison(NamedTuple):
@@ -27,8 +37,7 @@ def compare(
     model: Model,
     params: Params,
     layers: Mapping[str, object],
-    trace: Sequence[Request],
-    served: Mapping[int, np.ndarray],
+    served: Sequence[Answer],
     *,
     max_model_len: int,
     on_finish: Callable[[], object],
@@ -36,20 +45,18 @@ def compare(
     """Computes every request anew, prompt and served tokens at once, and compares the logits.
 
     Args:
-      served: by request, f32[new tokens, vocab], the logits that each new token was picked from.
+      served: answers.
     """
     step = jax.jit(functools.partial(_logits_of_all, model, layers))
     largest, equal, count = 0.0, 0, 0
-    for start in range(0, len(trace), BATCH):
-        batch = trace[start : start + BATCH]
+    for batch in itertools.batched(served, BATCH):
         ids = np.zeros((BATCH, max_model_len), np.int32)
-        for row, request in zip(ids, batch, strict=False):
-            known = [*request.prompt, *served[request.name].argmax(axis=-1)]
-            row[: len(known)] = known
+        for row, answer in zip(ids, batch, strict=False):
+            row[: len(answer.tokens)] = answer.tokens
         expected = np.asarray(step(params, ids))
-        for row, request in zip(expected, batch, strict=False):
-            got = served[request.name]
-            first = len(request.prompt) - 1
+        for row, answer in zip(expected, batch, strict=False):
+            got = answer.logits
+            first = len(answer.tokens) - len(got) - 1
             wanted = row[first : first + len(got)]
             largest = float(np.maximum(largest, np.abs(got - wanted).max()))  # NaN stays
             equal += int((got.argmax(axis=-1) == wanted.argmax(axis=-1)).sum())

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import jax
 from tqdm import tqdm
@@ -13,10 +14,10 @@ from jaxkv._internal.checks import check_positive
 from jaxkv.demo.engine import MAX_TOKENS, Engine, Report
 from jaxkv.demo.model import Model, Params, init_params
 from jaxkv.demo.reference import compare
-from jaxkv.demo.trace import Request, make_trace
+from jaxkv.demo.trace import Request, TraceKind, make_trace
 from jaxkv.hf_config import layers_from_config, load_config, model_len
 from jaxkv.planning import Plan, plan_cache
-from jaxkv.plotting import plot_occupancy
+from jaxkv.plotting import plot_block_use, plot_occupancy
 from jaxkv.specs import Limits
 from jaxkv.testing import count_compilations
 from pallas_kernels import default_implementation
@@ -37,6 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(BOUNDS),
         help=f"of keys and values: {', '.join(BOUNDS)} (default {DEFAULT_DTYPE})",
         metavar="DTYPE",
+    )
+    parser.add_argument(
+        "--trace",
+        default="random",
+        choices=get_args(TraceKind),
+        help="random: requests of their own; chat: conversations of three turns over three system "
+        "prompts; rl: four answers to each prompt (default random)",
+    )
+    parser.add_argument(
+        "--no-sharing", action="store_true", help="compute every prompt of a chat or rl trace anew"
     )
     parser.add_argument(
         "--pool-bytes", type=int, default=1_500_000, help="memory of the pool (default 1500000)"
@@ -103,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
     print(plan)
     model = Model(config, tuple(layers))
     params = init_params(model, jax.random.key(options.seed))
-    trace = make_trace(options.requests, options.seed)
+    trace = make_trace(options.requests, options.seed, options.trace)
+    shares = options.trace != "random" and not options.no_sharing
     implementation = options.implementation or default_implementation()
     how = [implementation]
     if plan.context_parallel > 1:
@@ -122,6 +134,7 @@ def run(options: argparse.Namespace) -> int:
             kernel_block_size=options.kernel_block_size,
             own_attention=own_attention,
             sleep_between_batches=options.sleep_between_batches,
+            share_prefixes=shares,
         )
         engine.warm_up()
         with count_compilations() as compilations, _bar(trace, plan) as bar:
@@ -134,11 +147,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     own_attention = options.kernel_block_size is not None and plan.context_parallel == 1
     report = serve(plan, own_attention)
-    agree = _compare(model, params, layers, trace, report, BOUNDS[options.kv_dtype])
-    figure = plot_occupancy(plan, report.occupancy, preemptions=report.preemptions)
+    agree = _compare(model, params, layers, report, BOUNDS[options.kv_dtype])
+    if shares:
+        figure = plot_block_use(report.uses, preemptions=report.preemptions)
+    else:
+        figure = plot_occupancy(plan, report.occupancy, preemptions=report.preemptions)
     figure.savefig(options.output, dpi=130)
-    print(f"occupancy         {options.output}")
-    if any(plan.groups_to_zero):
+    print(f"{'use of blocks' if shares else 'occupancy':<17} {options.output}")
+    if any(plan.groups_to_zero) and options.trace == "random":
         del trace[REQUESTS_WITHOUT_ZEROING:]
         _title(f"{len(trace)} of them without zeroing, by attention that masks logits only")
         _show_nans(serve(make_plan(zero_policy="never"), own_attention=True))
@@ -165,17 +181,15 @@ def _compare(
     model: Model,
     params: Params,
     layers: Mapping[str, object],
-    trace: Sequence[Request],
     report: Report,
     bound: float,
 ) -> bool:
-    with tqdm(total=len(trace), desc="without a cache", unit="request") as bar:
+    with tqdm(total=len(report.answers), desc="without a cache", unit="request") as bar:
         found = compare(
             model,
             params,
             layers,
-            trace,
-            report.logits,
+            list(report.answers.values()),
             max_model_len=model_len(model.config),
             on_finish=bar.update,
         )
@@ -197,6 +211,12 @@ def _show_report(plan: Plan, report: Report, compilations: int, sleeps: bool) ->
         "zeroed": f"{report.blocks_zeroed:,} blocks, {report.bytes_zeroed:,} bytes",
         "compilations": f"{compilations} after warm-up",
     }
+    if report.cached_tokens:
+        part = 100 * report.cached_tokens / report.prompt_tokens
+        rows["prefixes"] = (
+            f"{report.cached_tokens:,} of {report.prompt_tokens:,} prompt tokens shared "
+            f"({part:.0f} %)"
+        )
     if sleeps:
         rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released in all"
     for name, text in rows.items():

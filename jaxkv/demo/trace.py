@@ -1,41 +1,111 @@
-"""A seeded trace: who asks when, with what prompt, for how many tokens."""
+"""Seeded traces: who asks when, with what prompt, for how many tokens."""
 
 import dataclasses
+import itertools
+from typing import Literal
 
 import numpy as np
+
+TraceKind = Literal["random", "chat", "rl"]
+VOCAB_SIZE = 256
+SYSTEM_PROMPTS, TURNS, SAMPLES = 3, 3, 4
+Range = tuple[int, int]
+SYSTEM_PROMPT: Range = 80, 160  # tokens
+LENGTHS: dict[TraceKind, tuple[Range, Range]] = {  # of prompts and of answers
+    "random": ((16, 600), (8, 120)),
+    "chat": ((10, 60), (8, 60)),
+    "rl": ((200, 500), (30, 90)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """arrival_step: the engine step at which it arrives; prompt: byte tokens."""
+    """A request of a trace.
+
+    arrival_step: the engine step at which it arrives, at the earliest.
+    prompt: byte tokens.
+    after: a request that has to end first; its tokens stand before the prompt.
+    sample_of: a request whose prompt it shares: it goes on with the ``rank``-th likely token.
+    boundary: tokens of the prompt that others begin with, too; 0: none.
+    """
 
     name: int
     arrival_step: int
     prompt: tuple[int, ...]
     max_new_tokens: int
+    after: int | None = None
+    sample_of: int | None = None
+    rank: int = 0
+    boundary: int = 0
 
 
 def make_trace(
     num_requests: int,
     seed: int,
+    kind: TraceKind = "random",
     *,
-    prompt_tokens: tuple[int, int] = (16, 600),
-    new_tokens: tuple[int, int] = (8, 120),
-    vocab_size: int = 256,
+    prompt_tokens: Range | None = None,
+    new_tokens: Range | None = None,
 ) -> list[Request]:
-    """Requests in order of arrival; lengths uniform in the (inclusive) ranges given."""
+    """Returns requests in order of arrival.
+
+    "random": requests of their own. "chat": conversations of three turns over three system
+    prompts; a turn begins with all that was said. "rl": groups of four answers to one prompt.
+
+    Args:
+      prompt_tokens, new_tokens: the least and the most of them; lengths are uniform between.
+        A turn's prompt is what is new in it.
+    """
     rng = np.random.default_rng(seed)
-    arrivals = np.cumsum(rng.exponential(4.0, num_requests)).astype(int)
+    arrivals = np.cumsum(rng.exponential(4.0, num_requests)).astype(int).tolist()
+    prompts, answers = LENGTHS[kind]
+    prompts, answers = prompt_tokens or prompts, new_tokens or answers
+    if kind == "chat":
+        return _chat(rng, arrivals, prompts, answers)
+    if kind == "rl":
+        return _rl(rng, arrivals, prompts, answers)
     return [
-        Request(
-            name=name,
-            arrival_step=int(arrival),
-            prompt=tuple(rng.integers(0, vocab_size, rng.integers(*_inclusive(prompt_tokens)))),
-            max_new_tokens=int(rng.integers(*_inclusive(new_tokens))),
-        )
+        Request(name, arrival, _tokens(rng, prompts), _length(rng, answers))
         for name, arrival in enumerate(arrivals)
     ]
 
 
-def _inclusive(bounds: tuple[int, int]) -> tuple[int, int]:
-    return bounds[0], bounds[1] + 1
+def _chat(
+    rng: np.random.Generator, arrivals: list[int], prompts: Range, answers: Range
+) -> list[Request]:
+    systems = [_tokens(rng, SYSTEM_PROMPT) for _ in range(SYSTEM_PROMPTS)]
+    trace = []
+    for name, arrival in enumerate(arrivals):
+        is_first = name % TURNS == 0
+        system = systems[rng.integers(SYSTEM_PROMPTS)] if is_first else ()
+        request = Request(
+            name,
+            arrival,
+            system + _tokens(rng, prompts),
+            _length(rng, answers),
+            after=None if is_first else name - 1,
+            boundary=len(system),
+        )
+        trace.append(request)
+    return trace
+
+
+def _rl(
+    rng: np.random.Generator, arrivals: list[int], prompts: Range, answers: Range
+) -> list[Request]:
+    trace = []
+    for group in itertools.batched(range(len(arrivals)), SAMPLES):
+        arrival, prompt = arrivals[group[0]], _tokens(rng, prompts)
+        lengths = sorted((_length(rng, answers) for _ in group), reverse=True)
+        for rank, (name, length) in enumerate(zip(group, lengths, strict=True)):
+            donor = None if rank == 0 else group[0]
+            trace.append(Request(name, arrival, prompt, length, sample_of=donor, rank=rank))
+    return trace
+
+
+def _length(rng: np.random.Generator, bounds: Range) -> int:
+    return int(rng.integers(bounds[0], bounds[1] + 1))
+
+
+def _tokens(rng: np.random.Generator, bounds: Range) -> tuple[int, ...]:
+    return tuple(rng.integers(0, VOCAB_SIZE, _length(rng, bounds)).tolist())

@@ -12,7 +12,7 @@ groups apart in print.
 from jaxkv.plotting._layout import plot_layout
 from jaxkv.plotting._length import plot_length_against_requests
 from jaxkv.plotting._memory import plot_memory
-from jaxkv.plotting._occupancy import plot_occupancy
+from jaxkv.plotting._occupancy import plot_block_use, plot_occupancy
 from jaxkv.plotting._order import plot_order, plot_orders
 from jaxkv.plotting._page import plot_page
 from jaxkv.plotting._pool import Holder, plot_pool_over_time, snapshot_blocks
@@ -21,6 +21,7 @@ from jaxkv.plotting._tables import plot_block_tables
 __all__ = [
     "Holder",
     "plot_block_tables",
+    "plot_block_use",
     "plot_layout",
     "plot_length_against_requests",
     "plot_memory",

@@ -1,13 +1,14 @@
-"""The blocks that each group holds, step by step."""
+"""The blocks that each group holds, and what blocks are used for, step by step."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxkv.planning import Plan
 from jaxkv.plotting._style import (
     INK,
+    PALE,
     axes_of,
     check_kind,
     count_of,
@@ -20,6 +21,8 @@ from jaxkv.plotting._style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from jaxkv.blocks import BlockUse
 
 
 def plot_occupancy(
@@ -49,28 +52,65 @@ def plot_occupancy(
             f"the {len(plan.groups)} groups of the plan"
         )
     ax = axes_of(ax, 10, 4)
-    edges = np.arange(len(held_blocks) + 1)
-    held = np.array(held_blocks).T
-    tops = np.cumsum(held, axis=0)
-    for group in range(len(plan.groups)):
-        label = f"group {group}: {plan.groups[group]}"
-        ax.stairs(
-            tops[group],
-            edges,
-            baseline=tops[group] - held[group],
-            fill=True,
-            label=label,
-            linewidth=0,
-            **group_style(group),
-        )
+    labels = [f"group {index}: {group}" for index, group in enumerate(plan.groups)]
+    styles = [group_style(index) for index in range(len(plan.groups))]
+    tops = _stack(ax, np.array(held_blocks).T, labels, styles)
     ax.axhline(plan.usable_blocks, color=INK, linewidth=1)
-    if len(preemptions):
-        marks = [plan.usable_blocks] * len(preemptions)
-        label = count_of(len(preemptions), "preemption")
-        ax.plot(preemptions, marks, "v", color="black", markersize=5, label=label)
-    ax.set(xlim=(0, len(held_blocks)), ylim=(0, plan.usable_blocks * 1.08))
-    tick_cells(ax, "x", len(held_blocks))
+    _mark(ax, preemptions, plan.usable_blocks)
+    ax.set(ylim=(0, plan.usable_blocks * 1.08))
     legend_below(ax)
-    peak = 100 * tops[-1].max() / max(plan.usable_blocks, 1)
+    peak = 100 * tops.max() / max(plan.usable_blocks, 1)
     title = f"Up to {peak:.0f} % of {plan.usable_blocks:,} usable blocks (the line) are held"
     return finish(ax, title, xlabel="step", ylabel="blocks held")
+
+
+def plot_block_use(
+    uses: "Sequence[BlockUse]", *, preemptions: Sequence[int] = (), ax: "Axes | None" = None
+) -> "Figure":
+    """Draws the blocks that are held, shared, warm and cold at every step, stacked.
+
+    Args:
+      uses: per step, `BlockManager.block_use`.
+      preemptions: steps at which a request was preempted.
+      ax: axes to draw on; None: a new figure.
+
+    Raises:
+      ImportError: matplotlib is missing.
+      ValueError: no steps.
+    """
+    if not len(uses):
+        raise ValueError("uses has no steps; give BlockManager.block_use of at least one")
+    ax = axes_of(ax, 10, 4)
+    labels = ["one holder", "shared by several", "warm: free, and kept", "cold: free"]
+    styles = [group_style(0), group_style(2), group_style(1), {"facecolor": PALE}]
+    tops = _stack(ax, np.array(uses).T, labels, styles)
+    _mark(ax, preemptions, int(tops.max()))
+    ax.set(ylim=(0, tops.max() * 1.08))
+    legend_below(ax)
+    shared = 100 * max(use.shared / max(use.own + use.shared, 1) for use in uses)
+    title = f"Up to {shared:.0f} % of the blocks that are held have several holders"
+    return finish(ax, title, xlabel="step", ylabel="blocks")
+
+
+def _stack(
+    ax: "Axes",
+    values: np.ndarray,
+    labels: Sequence[str],
+    styles: Sequence[Mapping[str, Any]],
+) -> np.ndarray:
+    """Draws rows of values, [rows, steps], on top of each other. Returns the topmost edge."""
+    edges = np.arange(values.shape[1] + 1)
+    tops = np.cumsum(values, axis=0)
+    for row, label, style in zip(range(len(values)), labels, styles, strict=True):
+        below = tops[row] - values[row]
+        ax.stairs(tops[row], edges, baseline=below, fill=True, label=label, linewidth=0, **style)
+    ax.set(xlim=(0, values.shape[1]))
+    tick_cells(ax, "x", values.shape[1])
+    return tops[-1]
+
+
+def _mark(ax: "Axes", preemptions: Sequence[int], height: int) -> None:
+    if len(preemptions):
+        label = count_of(len(preemptions), "preemption")
+        marks = [height] * len(preemptions)
+        ax.plot(preemptions, marks, "v", color="black", markersize=5, label=label)
