@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxkv.hf_config import encoder_len, layers_from_config, load_config, model_len, preset_names
+from jaxkv.hf_config import (
+    encoder_len,
+    layers_from_config,
+    load_config,
+    model_len,
+    preset_names,
+    shipped_dtype,
+)
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (
     CrossAttentionSpec,
@@ -254,6 +261,23 @@ def test_glm_5_is_latent_attention_with_an_indexer() -> None:
     assert sum(spec.page_bytes for spec in layers.values()) == 78 * 64 * (656 + 132)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"indexer_types": ["full", "full", "shared", "shared", "shared", "full"]},
+        {"index_topk_pattern": "FFSSSF"},
+        {"index_topk_freq": 4},  # from layer 1 on, by the offset that is the default
+        {"index_topk_freq": 4, "indexer_types": ["full", "full", *["shared"] * 3, "full"]},
+    ],
+)
+def test_layers_that_reuse_the_picks_of_another_keep_no_index_keys(changes) -> None:
+    layers = own_caches(preset("deepseek-v3.2", num_hidden_layers=6, **changes))
+    assert [name for name in layers if "indexer" in name] == [
+        f"layers.{i}.indexer" for i in (0, 1, 5)
+    ]
+    assert len(layers) == 6 + 3
+
+
 V4 = {
     "deepseek-v4-flash": (1_002_240, {"mla": 41, "indexer": 21, "sliding_mla": 43}),
     "deepseek-v4-pro": (1_435_968, {"mla": 61, "indexer": 30, "sliding_mla": 61}),
@@ -354,8 +378,9 @@ def test_a_text_config_is_what_counts() -> None:
     assert model_len(gemma) == 131072
 
 
-def test_quantised_checkpoints_name_their_cache_dtype() -> None:
-    config = llama(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_quantised_checkpoints_name_their_cache_dtype(field: str) -> None:
+    config = llama() | {field: {"kv_cache_scheme": {"num_bits": 8}}}
     with pytest.raises(ValueError, match=r"kv_cache_scheme.*kv_dtype"):
         layers_from_config(config)
     assert only(own_caches(config, kv_dtype="fp8"), FullAttentionSpec).dtype == "float8_e4m3fn"
@@ -379,16 +404,39 @@ def test_fields_that_only_change_arithmetic_are_let_through(name: str) -> None:
 
 
 def test_without_a_dtype_the_caller_names_it() -> None:
-    config = load_config("gpt-oss-20b")
+    config = load_config("llama-3.1-8b")
     del config["torch_dtype"]
-    with pytest.raises(ValueError, match=r"torch_dtype.*kv_dtype"):
+    with pytest.raises(ValueError, match=r"torch_dtype.*pass kv_dtype"):
         layers_from_config(config)
     asked = layers_from_config(config, kv_dtype="bfloat16")
-    assert asked == layers_from_config(load_config("gpt-oss-20b"))
+    assert asked == layers_from_config(load_config("llama-3.1-8b"))
+
+
+def test_states_without_a_dtype_take_the_one_asked_for_if_a_model_may_have_it() -> None:
+    config = load_config("jamba-v0.1")
+    del config["torch_dtype"]
+    asked = layers_from_config(config, kv_dtype="bfloat16")
+    assert asked == layers_from_config(load_config("jamba-v0.1"))
+    with pytest.raises(ValueError, match=r"names no dtype.*states"):
+        layers_from_config(config, kv_dtype="fp8")
+
+
+def test_a_family_that_names_no_dtype_in_its_files_has_the_one_it_ships() -> None:
+    config = load_config("gpt-oss-20b")
+    assert "torch_dtype" not in config and shipped_dtype(config) == "bfloat16"
+    assert {spec.dtype for spec in attention(own_caches(config)).values()} == {"bfloat16"}
+    assert shipped_dtype(config | {"torch_dtype": "float16"}) is None
+    half = own_caches(config | {"torch_dtype": "float16"})
+    assert {spec.dtype for spec in attention(half).values()} == {"float16"}
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:
     return load_config(name) | changes
+
+
+def qwen_next(**changes: Any) -> dict[str, Any]:
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 12
+    return preset("qwen3-next-80b-a3b", layer_types=kinds, **changes)
 
 
 REFUSALS = {
@@ -403,11 +451,35 @@ REFUSALS = {
         "text_config": {**load_config("gemma-4-31b")["text_config"], "attention_k_eq_v": "yes"},
     },
     "model_type": llama(model_type="mllama"),
-    "model_type='llava'": {"model_type": "llava", "text_config": llama()},
+    "model_type='unheard_of' with a text_config is none of the": {
+        "model_type": "unheard_of",
+        "text_config": llama(),
+    },
+    "model_type='bert' is refused: it is an encoder": llama(model_type="bert"),
+    "model_type='musicgen' is refused: its positions are": {"model_type": "musicgen"},
     "sliding_window=4096": llama(sliding_window=4096),
     "attention_chunk_size=8192": llama(attention_chunk_size=8192),
     "kv_lora_rank=512": llama(kv_lora_rank=512),
-    "index_topk_freq=4": preset("deepseek-v3.2", index_topk_freq=4),
+    "index_topk_freq=4 is not understood for model_type='deepseek_v32'; it contradicts": preset(
+        "deepseek-v3.2", index_topk_freq=4, indexer_types=["full"] * 61
+    ),
+    "sparse_config": llama(sparse_config={"topk": 64}),
+    "v_head_dim=3 is": llama(per_layer_config={"5": {"num_key_value_heads": 1, "v_head_dim": 3}}),
+    "attention_other_setting": llama(attention_other_setting={"head_dim": 64}),
+    "sliding_window=4096, kv_lora_rank=512 are not understood": llama(
+        sliding_window=4096, kv_lora_rank=512
+    ),
+    "num_hidden_layers=32": {
+        "model_type": "llava",
+        "num_hidden_layers": 31,
+        "text_config": llama(),
+    },
+    "sliding_window_pattern=4": preset("gemma-3-4b", sliding_window_pattern=4),
+    "full_attention_interval": qwen_next(full_attention_interval=3),
+    "use_sliding_window=False": preset(
+        "qwen3-8b", layer_types=["sliding_attention"] * 36, sliding_window=4096
+    ),
+    "hybrid_override_pattern=": preset("nemotron-h-8b", layers_block_type=["attention"] * 52),
     "indexer_types": preset("deepseek-v3.2", indexer_types=["full", "shared"]),
     "index_head_dim=128": preset("deepseek-v3", index_head_dim=128),
     "num_kv_shared_layers=4": llama(num_kv_shared_layers=4),
@@ -421,8 +493,8 @@ REFUSALS = {
     "attn_type_list=": preset(
         "llama-3.1-8b", model_type="minimax_m2", head_dim=128, attn_type_list=[0] * 32
     ),
-    "use_sliding_window=True": preset("qwen3-8b", use_sliding_window=True),
-    "layer_types": preset("qwen3-8b", layer_types=["sliding_attention"] * 36),
+    "use_sliding_window=True": preset("qwen3-235b-a22b", use_sliding_window=True),
+    "layer_types": preset("qwen3-8b", layer_types=["mamba"] * 36),
     "dual_chunk_attention_config": preset("qwen3-8b", dual_chunk_attention_config={"a": 1}),
     "use_bidirectional_attention='all'": preset("gemma-2-9b", use_bidirectional_attention="all"),
     "head_dim'": preset("gemma-2-9b", head_dim=None),
@@ -470,13 +542,32 @@ def test_options_that_make_no_sense(name: str, options: dict[str, Any], message:
         layers_from_config(load_config(name), **options)
 
 
-def test_a_null_of_the_text_model_counts() -> None:
-    text = {
-        **load_config("mistral-7b-v0.1"),
-        "sliding_window": None,
+def test_a_null_of_the_text_model_counts_unless_its_wrapper_says_more() -> None:
+    text = {**load_config("mistral-7b-v0.1"), "sliding_window": None, "torch_dtype": None}
+    wrapper = {"model_type": "mistral3", "torch_dtype": "float16", "text_config": text}
+    layers = own_caches(wrapper)
+    assert {(spec.kind, spec.token_bytes) for spec in attention(layers).values()} == {
+        ("full", 4096)
     }
-    layers = layers_from_config({"model_type": "mistral3", "text_config": text})
-    assert {spec.kind for spec in layers.values() if isinstance(spec, LayerSpec)} == {"full"}
+    (dtype,) = {spec.dtype for spec in attention(layers).values()}
+    assert dtype == "float16"
+    with pytest.raises(ValueError, match=r"sliding_window=None .* contradicts sliding_window=512"):
+        layers_from_config({**wrapper, "sliding_window": 512})
+
+
+def test_a_wrapper_lends_its_language_model_a_dtype_and_no_shape() -> None:
+    text = {k: v for k, v in load_config("llama-3.1-8b").items() if k != "torch_dtype"}
+    wrapper = {"model_type": "musicflamingo", "dtype": "bfloat16", "head_dim": 1280}
+    layers = own_caches({**wrapper, "text_config": text})
+    assert {spec.token_bytes for spec in attention(layers).values()} == {2 * 8 * 128 * 2}
+
+
+def test_the_language_model_is_found_in_a_wrapper_of_a_wrapper() -> None:
+    text = load_config("qwen3-235b-a22b") | {"model_type": "qwen3_omni_moe_text"}
+    thinker = {"model_type": "qwen3_omni_moe_thinker", "text_config": text}
+    config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
+    assert layers_from_config(config) == layers_from_config(load_config("qwen3-235b-a22b"))
+    assert model_len(config) == model_len(load_config("qwen3-235b-a22b"))
 
 
 def test_the_dtype_of_the_text_model_comes_before_that_of_its_wrapper() -> None:
@@ -498,17 +589,65 @@ def test_gemma_3_files_that_leave_out_what_their_class_assumes() -> None:
     assert model_len(config) == 131072
 
 
-def test_yarn_stretches_the_longest_request_once() -> None:
-    config = load_config("qwen3-8b")
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert model_len({**config, "rope_scaling": scaling}) == 131072
-    stretched = {**config, "max_position_embeddings": 131072, "rope_scaling": scaling}
-    assert model_len(stretched) == 131072
-    llama3 = {**scaling, "rope_type": "llama3"}
-    assert model_len({**config, "rope_scaling": llama3}) == 40960
-    for factor in (float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=rf"rope_scaling\.factor={factor} must be a finite"):
-            model_len({**config, "rope_scaling": {**scaling, "factor": factor}})
+SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens); vLLM 0.33 counts alike
+    "linear, as in Vicuna-16k": ({"type": "linear", "factor": 4.0}, 16384),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.5}, 10240),
+    "yarn, which files name already": ({"rope_type": "yarn", "factor": 4.0}, 4096),
+    "llama 3": ({"rope_type": "llama3", "factor": 8.0}, 4096),
+    "longrope": ({"type": "longrope", "long_factor": [1.0]}, 4096),
+    "no factor": ({"type": "linear", "factor": None}, 4096),
+    "by layer type": (
+        {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}},
+        32768,
+    ),
+}
+
+
+@pytest.mark.parametrize(("scaling", "length"), SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_lengthens_a_request(field: str, scaling: dict, length: int) -> None:
+    assert model_len(llama(max_position_embeddings=4096, rope_scaling=None) | {field: scaling}) == (
+        length
+    )
+
+
+def gemma3_text(**changes: Any) -> dict[str, Any]:
+    text = load_config("gemma-3-4b")["text_config"]
+    return {"model_type": "gemma3", "text_config": text | changes}
+
+
+def test_gemma_3_names_its_length_after_scaling() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    assert model_len(gemma3_text(rope_scaling=scaling)) == 131072
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0, -4.0])
+def test_a_factor_that_is_no_length_is_refused(kind: str, factor: float) -> None:
+    scaling = {"rope_type": kind, "factor": factor}
+    with pytest.raises(ValueError, match=rf"rope_scaling\.factor={factor} must be a finite"):
+        model_len(llama(rope_scaling=scaling))
+    with pytest.raises(ValueError, match=rf"rope_parameters\.full_attention\.factor={factor} must"):
+        model_len(gemma3_text(rope_parameters={"full_attention": scaling}))
+    with pytest.raises(TypeError, match=r"factor='4' must be a number"):
+        model_len(llama(rope_scaling={"type": kind, "factor": "4"}))
+
+
+@pytest.mark.parametrize(("length", "factor"), [(4096, 1e308), (10**400, 2.0)])
+def test_a_product_that_is_no_length_is_refused(length: int, factor: float) -> None:
+    scaling = {"type": "linear", "factor": factor}
+    with pytest.raises(ValueError, match="is no length"):
+        model_len(llama(max_position_embeddings=length, rope_scaling=scaling))
+
+
+def test_an_unknown_type_is_told_its_nearest_kin() -> None:
+    with pytest.raises(ValueError, match=r"model_type='qwen3_mo' .* the nearest .*: qwen3_moe, "):
+        layers_from_config(llama(model_type="qwen3_mo"))
+
+
+def test_the_smallest_length_counts_unless_the_file_names_the_models_own() -> None:
+    assert model_len(llama(seq_length=8192)) == 8192
+    assert model_len(llama(max_position_embeddings=8192, model_max_length=131072)) == 131072
 
 
 @pytest.mark.parametrize("field", ["attention_head_dim", "mamba_headdim"])

@@ -4,27 +4,24 @@ Nothing is guessed: an architecture or an attention field that is not understood
 name. Draft layers for speculative decoding (MTP) are not included.
 """
 
+import difflib
 import json
-import math
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._internal.checks import check_count, check_positive
-from jaxkv.hf_config import _dense, _encoder_decoder, _linear, _mamba, _mla
 from jaxkv.hf_config._build import Options
-from jaxkv.hf_config._fields import WRAPPERS, flatten, model_type_of
-from jaxkv.hf_config._reader import ConfigReader
+from jaxkv.hf_config._families import FAMILIES, open_config
+from jaxkv.hf_config._fields import Config, check_config
+from jaxkv.hf_config._length import encoder_len as encoder_len
+from jaxkv.hf_config._length import model_len as model_len
+from jaxkv.hf_config._refused import REFUSED
+from jaxkv.hf_config._weights import Weights as Weights
+from jaxkv.hf_config._weights import count_weights as count_weights
+from jaxkv.hf_config._wrappers import WRAPPERS
 from jaxkv.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
 
 PRESETS = pathlib.Path(__file__).parent / "presets"
-FAMILIES = (
-    _dense.FAMILIES | _mla.FAMILIES | _linear.FAMILIES | _mamba.FAMILIES | _encoder_decoder.FAMILIES
-)
-CLASS_LENGTHS = {"gemma3_text": 131072}  # the defaults of configuration classes
-LENGTHS = "max_position_embeddings", "max_target_positions", "model_max_length"
-
-Config = Mapping[str, Any]
 
 
 def preset_names() -> tuple[str, ...]:
@@ -74,9 +71,10 @@ def layers_from_config(
     ``layers.3.mamba``.
 
     Args:
-      config: the content of a ``config.json``. Of a multimodal model its ``text_config``
-        counts.
-      kv_dtype: dtype of keys and values; None: the model's own.
+      config: the content of a ``config.json``. Of a multimodal model the language model
+        counts: its ``text_config``, ``llm_config``, ``language_config`` or ``thinker_config``.
+      kv_dtype: dtype of keys and values; None: the model's own, or what its family ships
+        where the file names none (`shipped_dtype`).
       block_size: tokens per block; None: the family's usual, 16, or 64 for latent attention.
         `plan_cache` takes a multiple of it where a block must hold a recurrent state.
       tensor_parallel: ranks among which KV heads and states are divided.
@@ -86,21 +84,19 @@ def layers_from_config(
 
     Raises:
       TypeError: a configuration or a field of the wrong type.
-      ValueError: an architecture or field that is not understood, or a field missing.
+      ValueError: an architecture or fields that are not understood, fields that contradict
+        each other, or a field missing.
     """
     if block_size is not None:
         check_positive(block_size=block_size)
     check_positive(tensor_parallel=tensor_parallel)
     check_count(speculative_tokens=speculative_tokens)
-    reader = ConfigReader(config)
-    if reader.model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type={config.get('model_type')!r} (architectures="
-            f"{config.get('architectures')}) is not understood; understood: "
-            f"{', '.join([*FAMILIES, *WRAPPERS])}. Write its layer specs by hand and pass them to "
-            "plan_cache: {'layers.0': FullAttentionSpec(block_size=16, num_kv_heads=8, "
-            "head_size=128), ...}"
-        )
+    check_config(config)
+    if str(outer := config.get("model_type")) in REFUSED:
+        raise _not_understood(config, str(outer))
+    reader, family = open_config(config, kv_dtype)
+    if family is None:
+        raise _not_understood(config, reader.model_type)
     options = Options(
         kv_dtype=kv_dtype,
         block_size=block_size,
@@ -108,54 +104,32 @@ def layers_from_config(
         state_cache_mode=state_cache_mode,
         speculative_tokens=speculative_tokens,
     )
-    layers = FAMILIES[reader.model_type](reader, options)
+    layers = family.read(reader, options)
     reader.check_all_read()
     return layers
 
 
-def model_len(config: Config) -> int:
-    """Returns the model's own longest request, in tokens, YaRN included.
+def _not_understood(config: Config, model_type: str) -> ValueError:
+    by_hand = (
+        "Write its layer specs by hand and pass them to plan_cache: {'layers.0': "
+        "FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128), ...}"
+    )
+    if model_type in REFUSED:
+        return ValueError(f"model_type={model_type!r} is refused: {REFUSED[model_type]}. {by_hand}")
+    known = [*FAMILIES, *WRAPPERS]
+    nearest = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5) or known[:1]
+    return ValueError(
+        f"model_type={config.get('model_type')!r} (architectures="
+        f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
+        f"{', '.join(nearest)}. {by_hand}"
+    )
+
+
+def shipped_dtype(config: Config) -> str | None:
+    """Returns the dtype that a family ships where the configuration names none, else None.
 
     Args:
       config: the content of a ``config.json``.
-
-    Raises:
-      ValueError: the configuration does not say, or names an impossible length.
     """
-    fields = flatten(config)
-    given = [name for name in LENGTHS if fields.get(name) is not None]
-    if not given and model_type_of(config) in CLASS_LENGTHS:
-        return CLASS_LENGTHS[model_type_of(config)]
-    if not given:
-        raise ValueError(f"the configuration lacks {LENGTHS[0]!r}, its longest request")
-    check_positive(**{given[0]: fields[given[0]]})
-    return max(fields[given[0]], _yarn_len(fields))
-
-
-def _yarn_len(fields: Config) -> int:
-    """Returns the length to which YaRN stretches the trained one; 0 without YaRN.
-
-    Some configurations name the stretched length already, so the larger of the two counts.
-    """
-    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or "yarn" not in (
-        scaling.get("rope_type"),
-        scaling.get("type"),
-    ):
-        return 0
-    factor, trained = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-    if not isinstance(factor, int | float) or not isinstance(trained, int):
-        return 0
-    if not math.isfinite(factor):
-        raise ValueError(f"rope_scaling.factor={factor} must be a finite number")
-    return int(factor * trained)
-
-
-def encoder_len(config: Config) -> int:
-    """Returns the longest encoder input, in tokens; 0 without an encoder.
-
-    It is the `Limits.max_encoder_tokens` of a plan for this model.
-    """
-    length = flatten(config).get("max_source_positions") or 0
-    check_count(max_source_positions=length)
-    return length
+    reader, family = open_config(config)
+    return family.dtype if family and reader.named_dtype() is None else None

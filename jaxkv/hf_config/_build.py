@@ -50,7 +50,12 @@ def head_size(reader: ConfigReader) -> int:
 
 
 def full_attention(
-    reader: ConfigReader, options: Options, *, heads: int | None = None, width: int | None = None
+    reader: ConfigReader,
+    options: Options,
+    *,
+    heads: int | None = None,
+    width: int | None = None,
+    value_width: int | None = None,
 ) -> FullAttentionSpec:
     """Returns the spec of keys and values by the usual fields.
 
@@ -59,12 +64,15 @@ def full_attention(
       options: the arguments of `layers_from_config`.
       heads: KV heads of all ranks; None: ``num_key_value_heads``.
       width: of a head; None: ``head_dim``.
+      value_width: of the values of a head where it may differ; None: ``width``.
     """
     heads = heads or reader.number("num_key_value_heads")
+    width = width or reader.number("head_dim")
     return FullAttentionSpec(
         block_size=options.block_size or ATTENTION_BLOCK,
         num_kv_heads=heads_per_rank(heads, options.tensor_parallel),
-        head_size=width or reader.number("head_dim"),
+        head_size=width,
+        head_size_v=None if value_width == width else value_width,
         dtype=reader.kv_dtype(options.kv_dtype),
     )
 

@@ -1,27 +1,20 @@
 """The fields of a configuration that describe the language model and its cache. No jax."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-Config = Mapping[str, Any]
+from jaxkv.hf_config._wrappers import INNER, NOT_TEXT, WRAPPERS
 
-# Multimodal wrapper -> the model type of its language model, when that names none.
-WRAPPERS = {
-    "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text",
-    "llama4": "llama4_text",
-    "mistral3": "mistral",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
+Config = Mapping[str, Any]
 
 # Parts of the names of fields that decide what attention and state layers store.
 CONCERNS = re.compile(
     r"window|chunk|kv|key_value|head_dim|headdim|head_size|layer_type|block_type|pattern"
-    r"|layer_config|hybrid|interval|attn_type|attn_layer|full_att|sparse_att|cross_"
-    r"|mamba|ssm|conv|d_state|state_size|n_?groups|linear|lora_rank|^index_|indexer"
-    r"|compress|no_rope|bidirectional|encoder_decoder|sinks?(_|$)"
+    r"|layer_config|per_layer_config|block_config|hybrid|interval|attn_type|attn_layer|full_att"
+    r"|sparse_att|sparse_config|cross_|multi_query|mamba|ssm|conv|d_state|state_size|n_?groups"
+    r"|linear|lora_rank|^index_|indexer|compress|no_rope|bidirectional|encoder_decoder"
+    r"|other_setting|use_cla$|use_mla$|sinks?(_|$)"
 )
 
 # Fields that match and change arithmetic only, never a shape or a lifetime.
@@ -35,33 +28,95 @@ HARMLESS = frozenset(
     ssm_out_multiplier full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor
     linear_attn_beta_factor layernorm_full_attention_alpha layernorm_full_attention_beta
     layernorm_linear_attention_alpha layernorm_linear_attention_beta mtp_layers_block_type
-    mtp_hybrid_override_pattern
+    mtp_hybrid_override_pattern clip_qkv qkv_bias kv_layernorm activation_sparsity_pattern
+    use_qkv_bias attention_qkv_bias add_qkv_bias no_kv_bias conv_bias hidden_mamba_act
+    chunk_size_feed_forward multi_query_group_norm use_linear_bias linear_bias
+    bias_linear tp_columnwise_linear linear_a_log_max linear_a_log_min linear_dt_max linear_dt_min
+    linear_allow_neg_eigval linear_use_gate compressor_rope_theta num_kv_groups linear_dt_init_floor
+    moe_layer_interval mla_scale_q_lora mla_scale_kv_lora conv_use_xavier_init
+    index_share_for_mtp_iteration share_encoder_decoder_embeddings
     """.split()
 )
 
 DTYPES = "torch_dtype", "dtype"
+# Fields of a wrapper that its language model has too, unless it says otherwise itself.
+INHERITED = frozenset(
+    {*DTYPES, "quantization_config", "compression_config", "model_type", "architectures"}
+)
 
 
-def unread(fields: Config, read: set[str]) -> str | None:
-    """Returns the first field that is set, decides what layers store, and was not read."""
-    for name, value in fields.items():
-        concerns = CONCERNS.search(name) and name not in HARMLESS
-        if concerns and value and name not in read:
-            return name
+def unread(fields: Config, read: set[str]) -> list[str]:
+    """Returns the fields that are set, decide what layers store, and were not read."""
+    return [
+        name
+        for name, value in fields.items()
+        if value and name not in read and name not in HARMLESS and CONCERNS.search(name)
+    ]
+
+
+def check_config(config: Any) -> None:
+    """Refuses what is not the content of a ``config.json``."""
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config must be the content of a config.json, got {type(config).__name__}; read it "
+            "with load_config(path or preset), or call to_dict() on a configuration object"
+        )
+
+
+def inner_config(config: Config) -> tuple[str, Config] | None:
+    """Returns the name and content of the field that holds the language model, if one does."""
+    check_config(config)
+    for name in INNER:
+        if isinstance(config.get(name), Mapping):
+            return name, config[name]
     return None
 
 
+def nested(config: Config) -> Iterable[Config]:
+    """Yields the configuration without its language model's, then that, and so on inwards."""
+    found = inner_config(config)
+    if found is None:
+        yield config
+        return
+    name, inner = found
+    yield {key: value for key, value in config.items() if key not in (name, *NOT_TEXT)}
+    yield from nested(inner)
+
+
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns the language model's fields; a multimodal wrapper's fill what it leaves open."""
-    _check_config(config)
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        return dict(config)
-    outer = {name: value for name, value in config.items() if name != "text_config"}
-    if any(text.get(name) is not None for name in DTYPES):  # under either name
-        outer = {name: value for name, value in outer.items() if name not in DTYPES}
-    # A null of the text model counts: it says that there is no window, for one.
-    return outer | dict(text)
+    """Returns the language model's fields, and those of its wrapper that it inherits.
+
+    Transformers builds the language model from its own fields alone, so that a wrapper's
+    ``head_dim``, for one, may be that of its audio encoder.
+    """
+    fields: dict[str, Any] = {}
+    for level in nested(config):
+        if any(level.get(name) is not None for name in DTYPES):  # under either name
+            fields = {name: value for name, value in fields.items() if name not in DTYPES}
+        inherited = {n: v for n, v in fields.items() if n in INHERITED and level.get(n) is None}
+        fields = {**level, **inherited}
+    return fields
+
+
+def outside(config: Config) -> dict[str, Any]:
+    """Returns the fields of the wrappers around the language model."""
+    *outer, inner = nested(config)
+    return {name: v for level in outer for name, v in level.items() if name not in inner}
+
+
+def contradictions(config: Config) -> dict[str, Any]:
+    """Returns the fields to which a wrapper and its language model give different values.
+
+    The value is the wrapper's. A null of the language model counts: it says that there is no
+    window, for one.
+    """
+    *outer, inner = nested(config)
+    return {
+        name: value
+        for level in outer
+        for name, value in level.items()
+        if name not in INHERITED and value is not None and inner.get(name, value) != value
+    }
 
 
 def model_type_of(config: Config) -> str:
@@ -70,21 +125,13 @@ def model_type_of(config: Config) -> str:
     Raises:
       ValueError: a wrapper around the language model that is not known.
     """
-    _check_config(config)
-    outer, text = str(config.get("model_type")), config.get("text_config")
-    if not isinstance(text, Mapping):
+    found, outer = inner_config(config), str(config.get("model_type"))
+    if found is None:
         return WRAPPERS.get(outer, outer)
+    name, inner = found
     if outer not in WRAPPERS:
         raise ValueError(
-            f"model_type={outer!r} with a text_config is not understood; understood wrappers: "
-            f"{', '.join(WRAPPERS)}. Pass its text_config alone if it is a plain decoder"
+            f"model_type={outer!r} with a {name} is none of the {len(WRAPPERS)} wrappers that are "
+            f"understood; pass its {name} alone if the rest of the model keeps no cache"
         )
-    return str(text.get("model_type") or WRAPPERS[outer])
-
-
-def _check_config(config: Any) -> None:
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config must be the content of a config.json, got {type(config).__name__}; read it "
-            "with load_config(path or preset), or call to_dict() on a configuration object"
-        )
+    return model_type_of({**inner, "model_type": inner.get("model_type") or WRAPPERS[outer]})

@@ -1,4 +1,4 @@
-"""Families with mamba layers next to attention layers. No jax."""
+"""Families with mamba layers most of them next to attention layers. No jax."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from jaxkv.hf_config._build import (
     state,
 )
 from jaxkv.hf_config._reader import ConfigReader
-from jaxkv.specs import StateSpec, mamba1_state, mamba2_state
+from jaxkv.specs import LayerSpec, StateSpec, mamba1_state, mamba2_state
 
 KINDS = {
     "full_attention": FULL,
@@ -24,18 +24,31 @@ KINDS = {
 }
 
 
+def mamba1_spec(
+    reader: ConfigReader,
+    options: Options,
+    inner: int,
+    *,
+    state_size: str = "mamba_d_state",
+    conv: str = "mamba_d_conv",
+) -> StateSpec:
+    """Returns the spec of a mamba1 state (arXiv 2312.00752) of ``inner`` channels."""
+    shapes = mamba1_state(
+        inner_size=inner,
+        state_size=reader.number(state_size),
+        conv_kernel=reader.number(conv),
+        tensor_parallel=options.tensor_parallel,
+    )
+    return state(shapes, (reader.dtype(), reader.dtype()), options)
+
+
 def jamba(reader: ConfigReader, options: Options) -> Layers:
     """Jamba: mamba1 layers, and full attention in some.
 
     Layer i is full where ``i % attn_layer_period == attn_layer_offset``.
     """
-    shapes = mamba1_state(
-        inner_size=reader.number("mamba_expand") * reader.number("hidden_size"),
-        state_size=reader.number("mamba_d_state"),
-        conv_kernel=reader.number("mamba_d_conv"),
-        tensor_parallel=options.tensor_parallel,
-    )
-    mamba = state(shapes, (reader.dtype(), reader.dtype()), options)
+    inner = reader.number("mamba_expand") * reader.number("hidden_size")
+    mamba = mamba1_spec(reader, options, inner)
     period, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
     count = reader.layer_count()
     default = ["attention" if i % period == offset else "mamba" for i in range(count)]
@@ -44,7 +57,7 @@ def jamba(reader: ConfigReader, options: Options) -> Layers:
     return name_layers(layers, {FULL: attention, MAMBA: mamba})
 
 
-def _mamba2(
+def mamba2_spec(
     reader: ConfigReader,
     options: Options,
     *,
@@ -82,7 +95,7 @@ def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
     The matrix state is float32 unless ``mamba_ssm_cache_dtype`` says otherwise.
     """
     reader.ignore("chunk_size")
-    mamba = _mamba2(
+    mamba = mamba2_spec(
         reader,
         options,
         heads="mamba_num_heads",
@@ -99,13 +112,22 @@ def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
+    """Returns the caches of every layer by a list or by letters, which must agree.
+
+    Files of transformers 5 name no ``num_hidden_layers``: the list has as many.
+    """
     letters = {"M": MAMBA, "*": FULL, "-": "mlp", "E": "moe"}
-    if reader.has("hybrid_override_pattern", null=False):
-        reader.ignore("layers_block_type", "layer_types")
+    known = KINDS | {"mlp": "mlp", "moe": "moe"}
+    spelled = reader.value("hybrid_override_pattern") is not None
+    field = "layers_block_type" if reader.has("layers_block_type", null=False) else "layer_types"
+    if spelled:
         kinds = reader.letters("hybrid_override_pattern", letters)
     else:
-        known = KINDS | {"mlp": "mlp", "moe": "moe"}
-        kinds = reader.layer_kinds(known, field="layers_block_type")
+        reader.default(num_hidden_layers=len(reader.listed(field)) or None)
+        kinds = reader.layer_kinds(known, field=field)
+    if spelled and reader.value(field) is not None:
+        if reader.layer_kinds(known, field=field) != kinds:
+            raise reader.refusal("hybrid_override_pattern", f"it contradicts {field}")
     return [(kind,) if kind in (MAMBA, FULL) else () for kind in kinds]
 
 
@@ -126,49 +148,71 @@ def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
     if inner != reader.number("mamba_n_heads") * width:
         raise reader.refusal("mamba_d_ssm", "it is mamba_n_heads * mamba_d_head")
     reader.ignore("mamba_expand")
-    mamba = _mamba2(reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups")
+    mamba = mamba2_spec(
+        reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups"
+    )
     layers = [(FULL, MAMBA)] * reader.layer_count()
-    return name_layers(layers, {FULL: full_attention(reader, options), MAMBA: mamba})
-
-
-def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
-    """Granite-4-H: mamba2 and full attention layers as ``layer_types`` lists them."""
-    width = _head_width(reader)
-    inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
-    if inner != reader.number("mamba_n_heads") * width:
-        raise reader.refusal("mamba_expand", "hidden_size times it is n_heads * d_head")
-    mamba = _mamba2(reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups")
-    reader.ignore("layers_block_type")
-    field = "layer_types" if reader.has("layer_types") else "layers_block_type"
-    layers = [(kind,) for kind in reader.layer_kinds(KINDS, field=field)]
     attention = full_attention(reader, options, width=head_size(reader))
     return name_layers(layers, {FULL: attention, MAMBA: mamba})
 
 
-def zamba2(reader: ConfigReader, options: Options) -> Layers:
-    """Zamba2: mamba2 everywhere, and before it full attention in ``hybrid`` layers.
+def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
+    """Granite-4-H and Bamba: mamba2 and full attention layers, as lists say.
 
-    Two attention blocks share their weights among all hybrid layers, yet every use has
-    a cache of its own. Attention sees hidden state and embedding together, hence heads
-    of ``2 * hidden / heads``.
+    Granite's dense siblings have the same type, full attention in every layer, and mamba
+    fields that mean nothing.
     """
-    reader.ignore("hybrid_layer_ids", "chunk_size", "kv_channels", "mamba_dt_rank")
-    hidden, heads = reader.number("hidden_size"), reader.number("num_attention_heads")
-    inner, mamba_heads = reader.number("mamba_expand") * hidden, reader.number("n_mamba_heads")
-    width = reader.number("mamba_headdim", default=inner // mamba_heads)
-    mamba = _mamba2(reader, options, heads="n_mamba_heads", width=width, groups="mamba_ngroups")
-    known = {"mamba": MAMBA, "linear_attention": MAMBA, "hybrid": "hybrid"}
-    kinds = reader.layer_kinds(known, field="layers_block_type")
-    layers = [(FULL, MAMBA) if kind == "hybrid" else (MAMBA,) for kind in kinds]
-    attention_width = reader.number("attention_head_dim", default=2 * hidden // heads)
-    attention = full_attention(reader, options, width=attention_width)
-    return name_layers(layers, {FULL: attention, MAMBA: mamba})
+    kinds = _granite_kinds(reader)
+    specs: dict[str, LayerSpec] = {}
+    if MAMBA in kinds:
+        width = _head_width(reader)
+        inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
+        if inner != reader.number("mamba_n_heads") * width:
+            raise reader.refusal("mamba_expand", "hidden_size times it is n_heads * d_head")
+        specs[MAMBA] = mamba2_spec(
+            reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups"
+        )
+    if FULL in kinds:
+        specs[FULL] = full_attention(reader, options, width=head_size(reader))
+    reader.ignore("mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand")
+    reader.ignore("mamba_n_groups", "mamba_n_heads", "num_key_value_heads", "head_dim")
+    return name_layers([(kind,) for kind in kinds], specs)
 
 
-FAMILIES = {
-    "jamba": jamba,
-    "nemotron_h": nemotron_h,
-    "falcon_h1": falcon_h1,
-    "granitemoehybrid": granite_hybrid,
-    "zamba2": zamba2,
-}
+def _granite_kinds(reader: ConfigReader) -> list[str]:
+    full = reader.listed("attn_layer_indices", [])  # Bamba's way
+    count = reader.layer_count()
+    if any(not isinstance(i, int) or not 0 <= i < count for i in full):
+        raise reader.refusal("attn_layer_indices", f"numbers of the {count} layers")
+    if full or reader.model_type == "bamba":
+        return [FULL if i in full else MAMBA for i in range(count)]
+    reader.ignore("layers_block_type")
+    field = "layer_types" if reader.has("layer_types") else "layers_block_type"
+    return reader.layer_kinds(KINDS, field=field)
+
+
+def mamba(reader: ConfigReader, options: Options) -> Layers:
+    """Mamba and Falcon-Mamba: mamba1 in every layer, ``expand * hidden_size`` channels wide."""
+    inner = reader.number("expand", default=2) * reader.number("hidden_size")
+    if reader.number("intermediate_size", default=inner) != inner:
+        raise reader.refusal("intermediate_size", f"it is expand * hidden_size={inner}")
+    spec = mamba1_spec(reader, options, inner, state_size="state_size", conv="conv_kernel")
+    return name_layers([(MAMBA,)] * reader.layer_count(), {MAMBA: spec})
+
+
+def mamba2(reader: ConfigReader, options: Options) -> Layers:
+    """Mamba2 (Codestral-Mamba): mamba2 in every layer."""
+    inner = reader.number("expand", default=2) * reader.number("hidden_size")
+    if reader.number("num_heads") * reader.number("head_dim") != inner:
+        raise reader.refusal("num_heads", f"times head_dim it is expand * hidden_size={inner}")
+    reader.ignore("chunk_size")
+    spec = mamba2_spec(
+        reader,
+        options,
+        heads="num_heads",
+        width=reader.number("head_dim"),
+        groups="n_groups",
+        state_size="state_size",
+        conv="conv_kernel",
+    )
+    return name_layers([(MAMBA,)] * reader.layer_count(), {MAMBA: spec})

@@ -11,6 +11,7 @@ from jaxkv.hf_config._build import (
     latent_attention,
     name_layers,
 )
+from jaxkv.hf_config._dense import dense
 from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.specs import MLASpec, SlidingWindowMLASpec, canonical_dtype
 
@@ -36,6 +37,21 @@ def deepseek_v3(reader: ConfigReader, options: Options) -> Layers:
     return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
 
 
+def deepseek_v2(reader: ConfigReader, options: Options) -> Layers:
+    """DeepSeek-V2: latent attention, or a head each where ``use_mla`` is false (VL2-tiny, OCR)."""
+    if reader.expect("use_mla", True, False) is not False:
+        return deepseek_v3(reader, options)
+    reader.ignore("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return dense(reader, options)
+
+
+def longcat(reader: ConfigReader, options: Options) -> Layers:
+    """LongCat-Flash: each of ``num_layers`` layers attends twice, each time with a cache."""
+    count = 2 * reader.layer_count("num_layers")
+    reader.expect("num_hidden_layers", count, count // 2)
+    return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
+
+
 def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
     """DeepSeek-V3.2 and GLM-5: latent attention over the tokens that an indexer picks.
 
@@ -43,19 +59,32 @@ def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
     ``512 + 16 + 128 = 656`` bytes, unless bfloat16 is asked for. An indexer key is fp8
     with its scale, ``128 + 4 = 132`` bytes.
     """
-    _check_every_layer_indexes(reader)
-    layers = [(MLA, INDEXER)] * reader.layer_count()
+    layers = [(MLA, INDEXER) if own else (MLA,) for own in _own_indexers(reader)]
     specs = {MLA: _latent_rows(reader, options), INDEXER: _indexer(reader, options)}
     return name_layers(layers, specs)
 
 
-def _check_every_layer_indexes(reader: ConfigReader) -> None:
-    """Refuses layers that reuse another layer's picks: whether they keep keys is unknown."""
+def _own_indexers(reader: ConfigReader) -> list[bool]:
+    """Returns whether each layer has an indexer; the others reuse the picks of one before.
+
+    ``indexer_types`` says it by layer, ``index_topk_pattern`` by letters, and
+    ``index_topk_freq`` by a period that begins at ``index_skip_topk_offset``.
+    """
     count = reader.layer_count()
-    reader.expect("index_topk_freq", 1)
-    reader.ignore("index_skip_topk_offset")
-    reader.layer_kinds({"full": INDEXER}, ["full"] * count, field="indexer_types")
     reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
+    period = reader.number("index_topk_freq", default=1)
+    offset = reader.count("index_skip_topk_offset", 2)
+    own = [max(i - offset + 1, 0) % period == 0 for i in range(count)]
+    decided = "index_topk_freq" if period > 1 else None
+    if reader.value("index_topk_pattern") is not None:
+        letters = reader.letters("index_topk_pattern", {"F": INDEXER, "S": MLA})
+        own, decided = [kind == INDEXER for kind in letters], "index_topk_pattern"
+    if reader.value("indexer_types") is None:
+        return own
+    kinds = reader.layer_kinds({"full": INDEXER, "shared": MLA}, field="indexer_types")
+    if decided and own != [kind == INDEXER for kind in kinds]:
+        raise reader.refusal(decided, "it contradicts indexer_types")
+    return [kind == INDEXER for kind in kinds]
 
 
 def _latent_rows(reader: ConfigReader, options: Options) -> MLASpec:
@@ -158,11 +187,3 @@ def _compressor(width: int, ratio: int) -> SlidingWindowMLASpec:
         dtype="float32",
         page_alignment_bytes=V4_ALIGNMENT,
     )
-
-
-FAMILIES = {
-    "deepseek_v3": deepseek_v3,
-    "deepseek_v32": deepseek_v32,
-    "glm_moe_dsa": deepseek_v32,
-    "deepseek_v4": deepseek_v4,
-}

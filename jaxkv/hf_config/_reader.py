@@ -4,29 +4,82 @@ A field that decides what a cache stores and that the family did not ask for mea
 the family does not understand this model: `ConfigReader.check_all_read` refuses it.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._internal.checks import check_count, check_positive
-from jaxkv.hf_config._fields import Config, flatten, model_type_of, unread
+from jaxkv.hf_config._family import Family
+from jaxkv.hf_config._fields import (
+    Config,
+    contradictions,
+    flatten,
+    inner_config,
+    model_type_of,
+    outside,
+    unread,
+)
 from jaxkv.specs import canonical_dtype
 
-MAX_LAYERS = 1_000
+MAX_LAYERS, MAX_SHOWN = 1_000, 80  # layers of a model, characters of a value in an error
+QUANTIZATION = "quantization_config", "compression_config"  # now, and in older files
 KV_QUANTIZATION = ("kv_cache_scheme", "kv_cache_quant_algo")
+MODEL_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error shows it: the beginning of a long one."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class ConfigReader:
     """The fields of one configuration, with a record of those that were read."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, family: Family | None = None, kv_dtype: str | None = None
+    ) -> None:
         self.model_type = model_type_of(config)
+        self.wrapper = None if inner_config(config) is None else config.get("model_type")
         self._fields = flatten(config)
+        self._outside = outside(config)
+        self._contradictions = contradictions(config)
         self._read: set[str] = set()
+        self._asked_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
+        self._shipped_dtype = family.dtype if family else None
+        self._layers: dict[int, ConfigReader] = {}
+        if family is not None:
+            self._rename(family.names)
+            self.default(**family.defaults)
+            self.default(**family.inner if self.wrapper else {})
+            self.ignore(*family.ignored)
+            for name, other in family.same.items():
+                if self._fields.get(name) is None and self._fields.get(other) is not None:
+                    self._fields[name] = self._fields[other]
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Gives fields their usual names; two that are one and differ are refused."""
+        for own, usual in names.items():
+            self._read.add(own)
+            given, other = self._fields.get(own), self._fields.get(usual)
+            if given is not None and other is not None and given != other:
+                raise self.refusal(own, f"it contradicts {usual}={shown(other)}")
+            if given is not None:
+                self._fields[usual] = given
+
+    @property
+    def fields(self) -> Config:
+        """All fields of the language model, by their usual names."""
+        return self._fields
 
     def value(self, name: str, default: Any = None) -> Any:
         """Returns a field, or the default when it is absent or null."""
         self._read.add(name)
         value = self._fields.get(name)
+        if name in self._contradictions:
+            other = self._contradictions[name]
+            where = "outside of the language model"
+            raise self.refusal(name, f"it contradicts {name}={shown(other)} {where}")
         return default if value is None else value
 
     def has(self, name: str, *, null: bool = True) -> bool:
@@ -37,14 +90,14 @@ class ConfigReader:
         """Returns a field that holds the dtype of a state."""
         value = self.value(name, default)
         if value is None:
-            raise self._lacks(name)
+            raise self.lacks(name)
         return canonical_dtype(str(value), name)
 
     def count(self, name: str, default: int | None = None) -> int:
         """Returns a field that holds a number of at least 0."""
         value = self.value(name, default)
         if value is None:
-            raise self._lacks(name)
+            raise self.lacks(name)
         check_count(**{name: value})
         return value
 
@@ -52,20 +105,19 @@ class ConfigReader:
         """Returns a reader of the fields inside a field."""
         fields = self.value(name)
         if not isinstance(fields, Mapping):
-            raise self._lacks(name)
+            raise self.lacks(name)
         return ConfigReader({**fields, "model_type": self.model_type})
 
     def number(self, *names: str, default: int | None = None) -> int:
         """Returns the first of the fields that is set: a number of at least 1."""
         self._read.update(names)
-        given = {name: self._fields[name] for name in names if self.has(name, null=False)}
+        given = [name for name in names if self.has(name, null=False)]
         if not given and default is not None:
             return default
         if not given:
-            raise self._lacks(names[0])
-        name, value = next(iter(given.items()))
-        check_positive(**{name: value})
-        return value
+            raise self.lacks(names[0])
+        check_positive(**{given[0]: self.value(given[0])})
+        return self._fields[given[0]]
 
     def per_head(self, size: str, heads: str) -> int:
         """Returns a width divided among heads, where the family gives no width of one head."""
@@ -79,11 +131,36 @@ class ConfigReader:
             raise self.refusal(name, f"at most {MAX_LAYERS} layers")
         return self.number(name)
 
+    def at_layer(self, layer: int) -> "ConfigReader":
+        """Returns a reader with the fields that ``per_layer_config`` changes for one layer."""
+        changes = self.value("per_layer_config", {})
+        if not isinstance(changes, Mapping) or not all(
+            str(key).isdecimal() and isinstance(value, Mapping) for key, value in changes.items()
+        ):
+            raise self.refusal("per_layer_config", "it must map numbers of layers to fields")
+        if not changes:
+            return self
+        if not self._layers:
+            self._open_layers({int(key): value for key, value in changes.items()})
+        return self._layers.get(layer, self)
+
+    def _open_layers(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Makes a reader for every distinct set of changes; all share one record of reading."""
+        alike: dict[str, ConfigReader] = {}
+        for layer, fields in changes.items():
+            if layer >= self.layer_count():
+                raise self.refusal("per_layer_config", f"the model has no layer {layer}")
+            key = repr(sorted((str(name), repr(value)) for name, value in fields.items()))
+            if key not in alike:
+                alike[key] = copy.copy(self)
+                alike[key]._fields = {**self._fields, **fields}
+            self._layers[layer] = alike[key]
+
     def listed(self, name: str, default: list[Any] | None = None) -> list[Any]:
         """Returns a field that holds a list."""
         value = self.value(name, default)
         if value is None:
-            raise self._lacks(name)
+            raise self.lacks(name)
         if not isinstance(value, (list, tuple)):
             raise self.refusal(name, "it must be a list")
         return list(value)
@@ -106,11 +183,12 @@ class ConfigReader:
     def refusal(self, name: str, reason: str = "write its layer specs by hand") -> ValueError:
         """Returns the error that says that a field's value is not understood."""
         return ValueError(
-            f"{name}={self._fields.get(name)!r} is not understood for "
+            f"{name}={shown(self._fields.get(name))} is not understood for "
             f"model_type={self.model_type!r}; {reason}"
         )
 
-    def _lacks(self, name: str) -> ValueError:
+    def lacks(self, name: str) -> ValueError:
+        """Returns the error that says that a field is missing."""
         return ValueError(
             f"the configuration lacks {name!r}, which model_type={self.model_type!r} needs"
         )
@@ -152,32 +230,52 @@ class ConfigReader:
         if count != layers:
             raise ValueError(f"{field} names {count} layers and num_hidden_layers says {layers}")
 
-    def dtype(self) -> str:
-        """Returns the dtype of the model."""
+    def named_dtype(self) -> str | None:
+        """Returns the dtype that the configuration names, if it does."""
         for name in ("torch_dtype", "dtype"):
             if self.value(name) is not None:
                 return canonical_dtype(str(self.value(name)), name)
+        return None
+
+    def dtype(self) -> str:
+        """Returns the dtype of the model: named, else shipped, else as asked for the keys."""
+        if dtype := self.named_dtype() or self._shipped_dtype:
+            return dtype
+        if self._asked_dtype in MODEL_DTYPES:
+            return self._asked_dtype
         raise ValueError(
-            "the configuration names no dtype (torch_dtype or dtype); add it, or "
-            "pass kv_dtype where only keys and values need one"
+            "the configuration names no dtype (torch_dtype or dtype); "
+            + (
+                "add it, because states do not have the dtype of keys and values"
+                if self._asked_dtype
+                else "pass kv_dtype, for example 'bfloat16', or add it"
+            )
         )
 
     def kv_dtype(self, asked: str | None) -> str:
         """Returns the dtype of keys and values: the one asked for, else the model's own."""
+        self.ignore(*QUANTIZATION)
         if asked is not None:
             return canonical_dtype(asked, "kv_dtype")
-        quantization = self.value("quantization_config", {})
-        if not isinstance(quantization, Mapping):
-            raise self.refusal("quantization_config", "it must be an object")
-        for name in KV_QUANTIZATION:
-            if quantization.get(name):
-                raise ValueError(
-                    f"quantization_config.{name}={quantization[name]!r} quantises the cache; "
-                    "pass the kv_dtype that it stands for"
-                )
+        for field in QUANTIZATION:
+            quantization = self.value(field, {})
+            if not isinstance(quantization, Mapping):
+                raise self.refusal(field, "it must be an object")
+            for name in KV_QUANTIZATION:
+                if quantization.get(name):
+                    raise ValueError(
+                        f"{field}.{name}={shown(quantization[name])} quantises the cache; "
+                        "pass the kv_dtype that it stands for"
+                    )
         return self.dtype()
 
     def check_all_read(self) -> None:
-        """Refuses the first set field that concerns attention and that nobody read."""
-        if name := unread(self._fields, self._read):
-            raise self.refusal(name)
+        """Refuses the set fields that concern attention and that nobody read, all at once."""
+        every = [self.fields, *(at.fields for at in self._layers.values()), self._outside]
+        found = {name: fields[name] for fields in every for name in unread(fields, self._read)}
+        if found:
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in found.items())
+            raise ValueError(
+                f"{listed} {'is' if len(found) == 1 else 'are'} not understood for "
+                f"model_type={self.model_type!r}; write its layer specs by hand"
+            )

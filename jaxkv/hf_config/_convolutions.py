@@ -1,0 +1,80 @@
+"""LFM2 and RecurrentGemma: short convolutions next to attention layers. No jax."""
+
+from jaxkv.hf_config._build import (
+    FULL,
+    SLIDING,
+    Layers,
+    Options,
+    full_attention,
+    head_size,
+    name_layers,
+    sliding,
+    state,
+)
+from jaxkv.hf_config._reader import ConfigReader
+from jaxkv.specs import LayerSpec
+
+CONV, RECURRENT = "short_convolution", "recurrent"
+
+
+def lfm2(reader: ConfigReader, options: Options) -> Layers:
+    """LFM2 and 3: short convolutions that keep their last inputs, and attention in some layers.
+
+    A convolution over ``conv_L_cache`` tokens keeps the ``conv_L_cache - 1`` before the
+    current one, ``conv_dim`` (the hidden size where absent) wide.
+    """
+    kinds = _lfm2_kinds(reader)
+    specs: dict[str, LayerSpec] = {}
+    if CONV in kinds:
+        width, ranks = reader.number("conv_dim", "hidden_size"), options.tensor_parallel
+        if width % ranks:
+            raise ValueError(f"conv_dim={width} does not divide among tensor_parallel={ranks}")
+        rows = reader.number("conv_L_cache") - 1 + options.speculative_tokens
+        specs[CONV] = state(((rows, width // ranks),), (reader.dtype(),), options)
+    if set(kinds) - {CONV}:
+        specs[FULL] = full = full_attention(reader, options, width=head_size(reader))
+        if SLIDING in kinds:
+            specs[SLIDING] = sliding(full, reader.number("sliding_window"))
+    reader.ignore("sliding_window", "conv_dim", "conv_L_cache", "conv_dim_out")
+    reader.ignore("num_key_value_heads", "head_dim")
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
+def _lfm2_kinds(reader: ConfigReader) -> list[str]:
+    """Returns the kind of every layer by a list of them or of the full ones, which must agree."""
+    known = {FULL: FULL, "conv": CONV} | (
+        {SLIDING: SLIDING} if reader.has("sliding_window") else {}
+    )
+    count = reader.layer_count()
+    indices = reader.listed("full_attn_idxs", list(range(count)))
+    indexed = [FULL if i in indices else "conv" for i in range(count)]
+    if reader.model_type != "lfm2":  # only the first class fills the list by itself
+        return reader.layer_kinds(known)
+    kinds = reader.layer_kinds(known, indexed)
+    if reader.value("full_attn_idxs") is not None and kinds != [known[kind] for kind in indexed]:
+        raise reader.refusal("full_attn_idxs", "it contradicts layer_types")
+    return kinds
+
+
+def recurrent_gemma(reader: ConfigReader, options: Options) -> Layers:
+    """RecurrentGemma (arXiv 2404.07839): ``block_types`` repeats recurrent and local layers.
+
+    A recurrent layer keeps the last inputs of its convolution, and a float32 value for each
+    of ``lru_width`` channels.
+    """
+    known = {"recurrent": RECURRENT, "attention": SLIDING}
+    blocks = [str(block) for block in reader.listed("block_types")]
+    if not blocks or set(blocks) - set(known):
+        raise reader.refusal("block_types", f"understood: {', '.join(known)}")
+    kinds = [known[blocks[i % len(blocks)]] for i in range(reader.layer_count())]
+    width, ranks = reader.number("lru_width", "hidden_size"), options.tensor_parallel
+    if width % ranks:
+        raise ValueError(f"lru_width={width} does not divide among tensor_parallel={ranks}")
+    rows = reader.number("conv1d_width") - 1 + options.speculative_tokens
+    shapes = (rows, width // ranks), (width // ranks,)
+    full = full_attention(reader, options, width=head_size(reader))
+    specs: dict[str, LayerSpec] = {
+        SLIDING: sliding(full, reader.number("attention_window_size")),
+        RECURRENT: state(shapes, (reader.dtype(), "float32"), options),
+    }
+    return name_layers([(kind,) for kind in kinds], specs)

@@ -1,0 +1,54 @@
+"""Model types that have no reader, and the reason. No jax."""
+
+ENCODER = "it is an encoder: it attends in one pass and keeps no cache"
+CODES = "its positions are audio codes, several tokens each, next to what it hears or reads"
+FRAMES = "its encoder reads audio frames, whose number its configuration does not name"
+OTHER_ENCODER = "it is one half of an encoder-decoder; the other half decides what it keeps"
+OWN_STATE = "its recurrent state has a form of its own"
+SPARSE = "its sparse attention keeps index keys whose stored form its makers have not published"
+DRAFT = "it drafts for another model and reads the cache of that"
+IMAGES = "its layers attend to what an encoder of images or molecules read, in their own form"
+
+
+def _all(types: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(types.split(), reason)
+
+
+REFUSED = {
+    **_all(
+        """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert
+        roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod
+        distilbert albert deberta deberta-v2 mpnet modernbert eurobert longformer nomic_bert
+        embedding_gemma2
+        """,
+        ENCODER,
+    ),
+    **_all("moshi musicgen musicgen_melody csm dia bark kyutai_speech_to_text vibevoice", CODES),
+    **_all(
+        """
+        canary cohere_asr moonshine moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2
+        speech_to_text speecht5
+        """,
+        FRAMES,
+    ),
+    **_all("trocr encoder-decoder speech-encoder-decoder vision-encoder-decoder", OTHER_ENCODER),
+    **_all("rwkv xlstm zaya inkling_text inkling2_text qwen4_exp_text", OWN_STATE),
+    **_all("axk2 hy_v4 minimax_m3_vl_text mistral_large4_text glm5_next_text", SPARSE),
+    "dots3_note_text": "its layers keep rows of unlike latents",
+    **_all("gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant", DRAFT),
+    **_all("blip evolla florence2 idefics pix2struct pp_formulanet udop", IMAGES),
+    **_all("t5gemma t5gemma2", "its decoder attends to itself and to its encoder at once"),
+    "voxtral_realtime": "its audio encoder keeps a cache of its own",
+    "pi0": "it keeps a cache for its language model and another for its actions",
+    "blt": "it keeps caches for bytes and for patches of bytes, whose length depends on the text",
+    "cpmant": "its attention is not causal over the prompt, so no prefix can be kept in steps",
+    "xlnet": "it attends in permuted order and keeps a memory of hidden states, not keys",
+    "reformer": "it hashes tokens into buckets and keeps hidden states, not keys",
+    "openai-gpt": "its class keeps no cache",
+    "prophetnet": "its decoder predicts several tokens at once and keeps a stream for each",
+    "diffusion_gemma_text": "it denoises a whole text at once and appends no tokens",
+    "hrm_text": "every cycle of its layers keeps a cache, and files count layers in two ways",
+    "modernbert-decoder": "its files name its window in two ways, whole and half",
+    "unlimited_ocr_text": "its windows keep the reference tokens too, outside of any window",
+}

@@ -1,0 +1,499 @@
+"""Every family read: published files against hand arithmetic, class defaults against HF's caches.
+
+``golden/configs.json`` holds configurations trimmed to what concerns a cache, decoys included:
+files as published, and the class defaults of transformers 5.23 and small files drawn at random
+with the shapes that its own models put into their caches in a forward pass on the meta device.
+Where such a pass does not run, the shapes are counted from the modeling file.
+"""
+
+import collections
+import copy
+import json
+import math
+import pathlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxkv.hf_config import (
+    encoder_len,
+    layers_from_config,
+    load_config,
+    model_len,
+    preset_names,
+    shipped_dtype,
+)
+from jaxkv.hf_config._families import FAMILIES
+from jaxkv.hf_config._refused import REFUSED
+from jaxkv.hf_config._wrappers import WRAPPERS
+from jaxkv.specs import (
+    EncoderOnlySpec,
+    FullAttentionSpec,
+    MLASpec,
+    SharedKVSpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "configs.json").read_text())
+PUBLISHED: dict[str, Any] = GOLDEN["published"]
+DEFAULTS: dict[str, Any] = GOLDEN["class_defaults"]
+BF16, F32 = 2, 4
+
+
+def expanded(value: Any) -> Any:
+    """A configuration whose long lists are stored as the runs of one period."""
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"items", "runs"}:
+        period = [item for times, item in value["runs"] for _ in range(times)]
+        return [period[i % len(period)] for i in range(value["items"])]
+    return {name: expanded(inner) for name, inner in value.items()}
+
+
+class Row(NamedTuple):
+    """A model by hand: of each kind (layers, bytes of one token, window), or bytes of a state.
+
+    length: tokens of the longest request; None: the file names none.
+    """
+
+    length: int | None
+    full: tuple[int, int] | None = None
+    sliding: tuple[int, int, int] | None = None
+    latent: tuple[int, int] | None = None
+    cross: tuple[int, int] | None = None
+    state: tuple[int, int] | None = None
+    shared: int = 0
+    encoder: int = 0
+
+
+def kv(heads: int, width: int, itemsize: int = BF16, values: int | None = None) -> int:
+    """Bytes of one token of one layer: a key and a value for every KV head."""
+    return heads * (width + (values or width)) * itemsize
+
+
+# Sources: config.json of each model, and the shapes of k_proj and v_proj in transformers or, for
+# files with code of their own, in vLLM 0.33. Heads x width; hidden / heads where none is named.
+ROWS = {
+    "Qwen2.5-7B": Row(131072, full=(28, kv(4, 3584 // 28))),
+    "DeepSeek-R1-Distill-Qwen-32B": Row(131072, full=(64, kv(8, 5120 // 40))),
+    "Qwen1.5-MoE-A2.7B": Row(8192, full=(24, kv(16, 2048 // 16))),
+    "Qwen2-VL-7B": Row(32768, full=(28, kv(4, 128))),
+    "Qwen2.5-VL-72B": Row(128000, full=(80, kv(8, 8192 // 64))),
+    "Qwen3-VL-8B": Row(262144, full=(36, kv(8, 128))),
+    "Qwen3-VL-235B-A22B": Row(262144, full=(94, kv(4, 128))),
+    "Qwen3-Omni-30B-A3B": Row(65536, full=(48, kv(4, 128))),
+    "Qwen2.5-Omni-7B": Row(32768, full=(28, kv(4, 128))),
+    "Qwen2-Audio-7B": Row(8192, full=(32, kv(32, 128))),  # sizes are those of the class
+    "LLaMA-7B": Row(2048, full=(32, kv(32, 128))),  # names no KV heads: one each
+    "Vicuna-7B-16k": Row(4 * 4096, full=(32, kv(32, 128))),
+    "Llama-3.2-11B-Vision": Row(
+        131072,
+        full=(32, kv(8, 128)),
+        cross=(8, kv(8, 128)),
+        encoder=4 * ((448 // 14) ** 2 + 1),
+    ),
+    "Mixtral-8x7B": Row(32768, full=(32, kv(8, 128))),
+    "Mistral-7B-v0.1": Row(32768, sliding=(32, kv(8, 128), 4096)),
+    "Ministral-3-8B": Row(262144, full=(34, kv(8, 128))),
+    "Pixtral-12B": Row(1024000, full=(40, kv(8, 128))),
+    "LLaVA-1.5-7B": Row(4096, full=(32, kv(32, 128))),  # sizes are those of the class
+    "LLaVA-v1.6-Mistral-7B": Row(32768, full=(32, kv(8, 128))),
+    "Phi-2": Row(2048, full=(32, kv(32, 2560 // 32))),
+    "Phi-3-mini-4k": Row(4096, sliding=(32, kv(32, 3072 // 32), 2047)),
+    "Phi-4": Row(16384, full=(40, kv(10, 5120 // 40))),
+    "Phi-3.5-MoE": Row(131072, sliding=(32, kv(8, 128), 131072)),
+    "Gemma-7B": Row(8192, full=(28, kv(16, 256))),
+    "PaliGemma-3B": Row(8192, full=(18, kv(1, 256, F32))),
+    "Gemma-3-4B": Row(131072, full=(5, kv(4, 256)), sliding=(29, kv(4, 256), 1024)),
+    "Gemma-3n-E4B": Row(
+        32768, full=(4, kv(2, 256)), sliding=(16, kv(2, 256), 512), shared=15
+    ),  # 20 of 35 layers own a cache, every fifth is full
+    "Gemma-4-26B-A4B": Row(131072, full=(5, kv(2, 512)), sliding=(25, kv(8, 256), 1024)),
+    "Gemma-4-31B": Row(131072, full=(10, kv(4, 512)), sliding=(50, kv(16, 256), 1024)),
+    "Gemma-4-E2B": Row(131072, full=(3, kv(1, 512)), sliding=(12, kv(1, 256), 512), shared=20),
+    "Gemma-4-E4B": Row(131072, full=(4, kv(2, 512)), sliding=(20, kv(2, 256), 512), shared=18),
+    "Gemma-4-12B": Row(262144, full=(8, kv(1, 512)), sliding=(40, kv(8, 256), 1024)),
+    "gpt-oss-120b": Row(131072, full=(18, kv(8, 64)), sliding=(18, kv(8, 64), 128)),
+    "DeepSeek-V2-Lite": Row(163840, latent=(27, (512 + 64) * BF16)),
+    "DeepSeek-VL2-tiny": Row(4096, full=(12, kv(10, 1280 // 10))),
+    "Kimi-K2": Row(131072, latent=(61, (512 + 64) * BF16)),
+    "Kimi-K2.5": Row(262144, latent=(61, (512 + 64) * BF16)),
+    "Moonlight-16B-A3B": Row(8192, latent=(27, (512 + 64) * BF16)),
+    "GLM-4.7-Flash": Row(202752, latent=(47, (512 + 64) * BF16)),
+    "MiniCPM3-4B": Row(32768, latent=(62, (256 + 32) * BF16)),
+    "LongCat-Flash": Row(131072, latent=(2 * 28, (512 + 64) * BF16)),
+    "GLM-4-9B-Chat-2024": Row(131072, full=(40, kv(2, 128))),
+    "GLM-4.5-Air": Row(131072, full=(46, kv(8, 128))),
+    "GLM-4.5V": Row(65536, full=(46, kv(8, 128))),
+    "MiniMax-M2": Row(196608, full=(62, kv(8, 128))),
+    "MiniMax-M1": Row(10240000, full=(10, kv(8, 128)), state=(70, 64 * 128 * 128 * F32)),
+    "Command-R": Row(131072, full=(40, kv(64, 8192 // 64))),  # model_max_length
+    "Command-A": Row(131072, full=(16, kv(8, 128)), sliding=(48, kv(8, 128), 4096)),
+    "OLMo-2-7B": Row(4096, full=(32, kv(32, 128, F32))),
+    "OLMo-3-32B": Row(65536, full=(16, kv(8, 128)), sliding=(48, kv(8, 128), 4096)),
+    "StarCoder2-7B": Row(16384, sliding=(32, kv(4, 4608 // 36), 4096)),
+    "SmolLM3-3B": Row(65536, full=(36, kv(4, 2048 // 16))),
+    "Seed-OSS-36B": Row(524288, full=(64, kv(8, 128))),
+    "ERNIE-4.5-21B-A3B": Row(131072, full=(28, kv(4, 2560 // 20))),
+    "Hunyuan-A13B": Row(32768, full=(32, kv(8, 128))),
+    "EXAONE-4.0-32B": Row(131072, full=(16, kv(8, 128)), sliding=(48, kv(8, 128), 4096)),
+    "EXAONE-4.0-1.2B": Row(65536, full=(30, kv(8, 64))),
+    "EXAONE-3.5-7.8B": Row(32768, full=(32, kv(8, 128))),
+    "InternLM2.5-7B": Row(2 * 32768, full=(32, kv(8, 128))),  # dynamic scaling
+    "InternVL2.5-8B": Row(2 * 32768, full=(32, kv(8, 128))),
+    "Granite-3.3-8B": Row(131072, full=(40, kv(8, 128))),
+    "Granite-4.0-micro": Row(131072, full=(40, kv(8, 2560 // 40))),
+    "Bamba-9B": Row(
+        262144,
+        full=(3, kv(8, 128)),
+        state=(29, (3 * (128 * 64 + 2 * 128) + 128 * 64 * 128) * BF16),
+    ),
+    "Mamba-2.8B": Row(None, state=(64, (3 * 5120 + 5120 * 16) * F32)),
+    "Codestral-Mamba-7B": Row(
+        None, state=(64, (3 * (128 * 64 + 2 * 8 * 128) + 128 * 64 * 128) * BF16)
+    ),
+    "Falcon-7B": Row(2048, full=(32, kv(1, 4544 // 71))),
+    "Falcon-40B": Row(2048, full=(60, kv(8, 8192 // 128))),
+    "Zamba-7B": Row(
+        4096, full=(13, kv(16, 2 * 3712 // 16)), state=(76, (3 * 7424 + 7424 * 16) * BF16)
+    ),
+    "Nemotron-4-Mini-4B": Row(4096, full=(32, kv(8, 128))),
+    "RecurrentGemma-2B": Row(
+        None, sliding=(8, kv(1, 256, F32), 2048), state=(18, (3 * 2560 + 2560) * F32)
+    ),
+    "LFM2-1.2B": Row(128000, full=(6, kv(8, 2048 // 32)), state=(10, 2 * 2048 * BF16)),
+    "LFM2-8B-A1B": Row(128000, full=(6, kv(8, 2048 // 32)), state=(18, 2 * 2048 * BF16)),
+    "DBRX": Row(32768, full=(40, kv(8, 6144 // 48))),
+    "StableLM-2-1.6B": Row(4096, full=(24, kv(32, 2048 // 32))),
+    "GPT-2": Row(1024, full=(12, kv(12, 768 // 12, F32))),
+    "StarCoder": Row(8192, full=(40, kv(1, 6144 // 48, F32))),
+    "OPT-6.7B": Row(2048, full=(32, kv(32, 128))),
+    "Pythia-6.9B": Row(2048, full=(32, kv(32, 128))),
+    "GPT-Neo-1.3B": Row(2048, full=(12, kv(16, 128, F32)), sliding=(12, kv(16, 128, F32), 256)),
+    "BLOOM-7B1": Row(2048, full=(30, kv(32, 128))),
+    "MPT-7B": Row(2048, full=(32, kv(32, 128))),
+    "Whisper-small": Row(
+        448, full=(12, kv(12, 64, F32)), cross=(12, kv(12, 64, F32)), encoder=1500
+    ),
+    "Flan-T5-XL": Row(512, full=(24, kv(32, 64, F32)), cross=(24, kv(32, 64, F32)), encoder=512),
+    "Apertus-8B": Row(65536, full=(32, kv(8, 128))),
+    "dots.llm1": Row(32768, full=(62, kv(32, 128))),
+    "Ling-lite": Row(16384, full=(28, kv(4, 128))),
+    "MiMo-7B": Row(32768, full=(36, kv(8, 128))),
+    "MiMo-V2-Flash": Row(
+        262144, full=(9, kv(4, 192, BF16, 128)), sliding=(39, kv(8, 192, BF16, 128), 129)
+    ),
+    "Baichuan-7B": Row(4096, full=(32, kv(32, 128))),
+    "Qwen-7B": Row(8192, full=(32, kv(32, 128))),  # the smaller of two lengths
+    "OLMo-Hybrid-7B": Row(
+        65536,
+        full=(8, kv(30, 3840 // 30)),
+        state=(24, (3 * (2 * 30 * 96 + 30 * 192) + 30 * 192 * 96) * BF16),
+    ),
+    "SmolVLM-2B": Row(8192, full=(24, kv(32, 64))),
+    "Idefics2-8B": Row(32768, full=(32, kv(8, 128))),  # sizes are those of the class
+}
+
+
+def row_of(config: dict[str, Any]) -> Row:
+    """What the configuration is read as, in the form of a row by hand."""
+    found: dict[str, set[tuple[int, ...]]] = collections.defaultdict(set)
+    count: collections.Counter[str] = collections.Counter()
+    names = {"full": "full", "sliding": "sliding", "mla": "latent", "cross": "cross"}
+    for spec in layers_from_config(config).values():
+        if isinstance(spec, EncoderOnlySpec):
+            continue
+        if isinstance(spec, SharedKVSpec):
+            count["shared"] += 1
+            continue
+        name = "state" if isinstance(spec, StateSpec) else names[spec.kind]
+        count[name] += 1
+        size = spec.data_bytes if name == "state" else spec.data_bytes // spec.block_size
+        window = (spec.sliding_window,) if isinstance(spec, SlidingWindowSpec) else ()
+        found[name].add((size, *window))
+    assert all(len(kinds) == 1 for kinds in found.values()), found
+    try:
+        length = model_len(config)
+    except ValueError:
+        length = None
+    fields: dict[str, Any] = {name: (count[name], *next(iter(v))) for name, v in found.items()}
+    return Row(length, shared=count["shared"], encoder=encoder_len(config), **fields)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_published_file_is_read_as_counted_by_hand(name: str) -> None:
+    assert row_of(expanded(PUBLISHED[name])) == ROWS[name]
+
+
+def test_every_published_file_is_checked() -> None:
+    assert set(PUBLISHED) == set(ROWS) | {"Nemotron-Super-49B"}
+
+
+def test_nemotron_nas_has_heads_of_its_own_in_every_layer() -> None:
+    layers = layers_from_config(PUBLISHED["Nemotron-Super-49B"])
+    heads = {name: spec.num_kv_heads for name, spec in attention(layers)}
+    assert heads == {"layers.0.full_attention": 64 // 8, "layers.2.full_attention": 64 // 16}
+
+
+@pytest.mark.parametrize("name", ["window_length", "num_sink_tokens", "sparsify"])
+def test_nemotron_nas_without_the_whole_past_is_refused(name: str) -> None:
+    config = copy.deepcopy(PUBLISHED["Nemotron-Super-49B"])
+    config["block_configs"][2]["attention"][name] = 4
+    with pytest.raises(ValueError, match=rf"block_configs=.*'{name}'.* must be unset"):
+        layers_from_config(config)
+
+
+def attention(layers: Mapping[str, object]) -> Iterator[tuple[str, FullAttentionSpec]]:
+    return ((n, s) for n, s in layers.items() if isinstance(s, FullAttentionSpec))
+
+
+# --- class defaults ---------------------------------------------------------------
+
+
+def kept(config: dict[str, Any]) -> collections.Counter[tuple[Any, ...]]:
+    """The layers of a configuration in the form of the golden file."""
+    found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for spec in layers_from_config(config, kv_dtype="bfloat16").values():
+        if isinstance(spec, StateSpec):
+            found["state", spec.data_bytes] += 1
+        elif isinstance(spec, MLASpec):
+            found["mla", 1, spec.head_size, 0] += 1
+        elif isinstance(spec, FullAttentionSpec):
+            window = (spec.sliding_window,) if isinstance(spec, SlidingWindowSpec) else ()
+            shape = spec.num_kv_heads, spec.head_size, spec.value_size
+            found[spec.kind, *shape, *window] += 1
+    return found
+
+
+def recorded(keeps: list[list[Any]]) -> collections.Counter[tuple[Any, ...]]:
+    """The layers that the golden file names, with the bytes of a state for its shapes."""
+    expected: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for times, kind, *shape in keeps:
+        if kind == "state":  # inputs of a convolution but the current one, then a matrix
+            convolution, matrix, itemsize = shape
+            shape = [convolution * BF16 + matrix * itemsize]
+        expected[kind, *shape] += times
+    return expected
+
+
+@pytest.mark.parametrize(
+    "number", range(len(GOLDEN["drawn"])), ids=lambda i: GOLDEN["drawn"][i]["config"]["model_type"]
+)
+def test_small_files_are_read_as_transformers_fills_its_cache(number: int) -> None:
+    drawn = GOLDEN["drawn"][number]  # fields left out at random are those of the class
+    assert kept(drawn["config"]) == recorded(drawn["keeps"])
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_class_defaults_are_read_as_transformers_fills_its_cache(model_type: str) -> None:
+    config = expanded(DEFAULTS[model_type]["config"])
+    assert kept(config) == recorded(DEFAULTS[model_type]["keeps"])
+    if (length := DEFAULTS[model_type]["length"]) is None:
+        with pytest.raises(ValueError, match="longest request"):
+            model_len(config)
+    else:
+        assert model_len(config) == length
+
+
+# Types of files with code of their own, read by the very entry of another type that is checked.
+ALIASES = {
+    **dict.fromkeys(["Yi", "internlm", "minicpm", "orion", "solar", "xverse"], "granite"),
+    "bailing_moe_v2": "bailing_moe",
+    **dict.fromkeys(["minicpmo", "minicpmv"], "mimo"),
+    **dict.fromkeys(["phi3_v", "phi4mm"], "phi3"),
+    "hunyuan": "hunyuan_v1_moe",
+    "pangu_ultra_moe": "kimi_k2",
+}
+BY_PRESET = {  # in test_hf_config.py
+    *("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+    *("qwen3_5_text", "qwen3_5_moe_text", "minimax_text_01"),
+}
+
+
+def test_every_type_that_is_read_is_checked_by_one_of_the_tables() -> None:
+    checked = {inner for row in DEFAULTS.values() for inner in types_in(row["config"])}
+    checked |= {inner for config in PUBLISHED.values() for inner in types_in(config)}
+    assert set(FAMILIES) - checked == {*ALIASES, *BY_PRESET}
+    for alias, other in ALIASES.items():
+        assert FAMILIES[alias] is FAMILIES[other] and other in checked
+
+
+def types_in(config: Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(config.get("model_type"), str):
+        yield config["model_type"]
+    for inner in config.values():
+        if isinstance(inner, Mapping):
+            yield from types_in(inner)
+
+
+@pytest.mark.parametrize("model_type", GOLDEN["refused"])
+def test_a_type_that_keeps_another_cache_is_refused_with_the_reason(model_type: str) -> None:
+    with pytest.raises(ValueError, match=rf"model_type='{model_type}' .*is refused: \w+ "):
+        layers_from_config({"model_type": model_type})
+
+
+def test_a_wrapper_leads_to_a_type_with_an_answer() -> None:
+    assert {inner for inner in WRAPPERS.values()} <= {*FAMILIES, *REFUSED}
+
+
+# --- files that leave out layer_types ---------------------------------------------
+
+SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+WINDOW = {**SIZES, "sliding_window": 64}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+DELTA = {"linear_num_heads": 4, "linear_head_dim": 64, "linear_conv_kernel_dim": 4}
+MAMBA1 = {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+LETTERS = {
+    **{"full_attention": "F", "sliding_attention": "S", "mamba": "M", "linear_attention": "L"},
+    **{"mla": "F", "short_convolution": "C", "recurrent": "R"},
+}
+KINDS: dict[str, tuple[dict[str, Any], str]] = {  # by the __post_init__ of each class, by hand
+    "qwen2": ({**WINDOW, "use_sliding_window": True, "max_window_layers": 4}, "FFFFSSS"),
+    "qwen3": ({**WINDOW, "use_sliding_window": False, "max_window_layers": 4}, "FFFFFFF"),
+    "dots1": ({**WINDOW, "max_window_layers": 5}, "FFFFFSS"),
+    "mistral": (SIZES, "SSSSSSS"),
+    "gemma2": (WINDOW, "SFSFSFS"),
+    "gemma3_text": ({**WINDOW, "sliding_window_pattern": 3}, "SSFSSFS"),
+    "gemma3n_text": (WINDOW, "SSSSFSS"),
+    "gemma4_text": ({**WINDOW, "_sliding_window_pattern": 7, "global_head_dim": 64}, "SSSSSSF"),
+    "cohere2": ({**WINDOW, "layer_switch": 3}, "SSFSSFS"),
+    "exaone4": ({**WINDOW, "sliding_window_pattern": "LLG"}, "SSFSSFS"),
+    "exaone_moe": (SIZES, "SSSFSSS"),
+    "olmo3": (WINDOW, "SSSFSSS"),
+    "afmoe": ({**WINDOW, "global_attn_every_n_layers": 2}, "SFSFSFS"),
+    "granite_swa": (WINDOW, "FSSSFSS"),
+    "cwm": (WINDOW, "FSSSFSS"),
+    "gpt_neo": (
+        {
+            **{"hidden_size": 512, "num_heads": 8, "window_size": 256},
+            "attention_types": [[["global", "local"], 2], [["local"], 3]],
+        },
+        "FSFSSSS",
+    ),
+    "bailing_hybrid": ({**LATENT, **DELTA, "layer_group_size": 3}, "LLFLLFL"),
+    "jamba": ({**SIZES, **MAMBA1, "attn_layer_period": 3, "attn_layer_offset": 1}, "MFMMFMM"),
+    "zamba": (  # hybrid: the third layer and, of those after it, 1: attention, then mamba
+        {
+            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2},
+            **{**MAMBA1, "attn_layer_period": 3, "attn_layer_offset": 1},
+        },
+        "MMFMMFMMM",
+    ),
+    "lfm2": ({**SIZES, "conv_L_cache": 3, "full_attn_idxs": [1, 4]}, "CFCCFCC"),
+    "recurrent_gemma": (
+        {
+            **SIZES,
+            **{"block_types": ["recurrent", "recurrent", "attention"], "conv1d_width": 4},
+            "attention_window_size": 64,
+        },
+        "RRSRRSR",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_layers_have_the_kind_that_the_class_gives_them(model_type: str) -> None:
+    config, kinds = KINDS[model_type]
+    layers = layers_from_config(
+        {"num_hidden_layers": 7, "num_layers": 7, **config, "model_type": model_type},
+        kv_dtype="bfloat16",
+    )
+    assert "".join(LETTERS[name.rsplit(".", 1)[1]] for name in layers) == kinds
+
+
+def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
+    config = {**SIZES, "num_hidden_layers": 7, "sliding_window": None, "sliding_window_pattern": 3}
+    layers = layers_from_config({**config, "model_type": "exaone4"}, kv_dtype="bfloat16")
+    assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "heads"),
+    [("multihead_attention", 8), ("multiquery_attention", 1), ("grouped_query_attention", 2)],
+)
+def test_mpt_shares_heads_by_its_attn_config(attn_type: str, heads: int) -> None:
+    config = {"model_type": "mpt", "d_model": 512, "n_heads": 8, "n_layers": 2}
+    config["attn_config"] = {"attn_type": attn_type, "kv_n_heads": 2}
+    layers = layers_from_config(config, kv_dtype="bfloat16")
+    assert {spec.num_kv_heads for _, spec in attention(layers)} == {heads}
+
+
+def test_a_field_under_two_names_must_say_the_same() -> None:
+    config = PUBLISHED["GPT-2"]
+    assert layers_from_config({**config, "num_hidden_layers": 12}) == layers_from_config(config)
+    with pytest.raises(ValueError, match=r"n_layer=12 .* contradicts num_hidden_layers=13"):
+        layers_from_config({**config, "num_hidden_layers": 13})
+
+
+@pytest.mark.parametrize("key", ["7", "-1", "x"])
+def test_per_layer_config_must_name_layers_of_the_model(key: str) -> None:
+    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 7, "torch_dtype": "bfloat16"}
+    narrow = layers_from_config({**config, "per_layer_config": {"06": {"head_dim": 32}}})
+    assert [spec.head_size for _, spec in attention(narrow)] == [64] * 6 + [32]
+    with pytest.raises(ValueError, match="per_layer_config"):
+        layers_from_config({**config, "per_layer_config": {key: {"head_dim": 32}}})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2"])
+def test_sizes_are_left_to_the_class_inside_of_a_wrapper_only(model_type: str) -> None:
+    with pytest.raises(ValueError, match="the configuration lacks"):
+        layers_from_config({"model_type": model_type, "torch_dtype": "bfloat16"})
+
+
+# --- damaged configurations -------------------------------------------------------
+
+MUTATIONS = 4_000
+ODD: tuple[Any, ...] = (
+    *(None, 0, 1, -1, 3, 10**30, 1.5, math.inf, math.nan, True, False, "", "x", "LLLG", "auto"),
+    *([], [1], [None], ["full_attention"], ["x"], [[1]], {}, {"a": 1}, b"x", (1,)),
+    *({"0": {"head_dim": 64}}, {"factor": math.inf}, {"attn_type": 5}),
+    *([{"attention": {}}], [[["global"], 3]], [[["x"], "y"]]),
+)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    *({}, {"kv_dtype": "bfloat16"}, {"kv_dtype": "fp8"}, {"tensor_parallel": 2}),
+    {"kv_dtype": "bf16", "block_size": 32, "speculative_tokens": 2},
+)
+
+
+def damaged(rng: random.Random, config: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with up to three fields left out, replaced, added or exchanged."""
+    config = copy.deepcopy(config)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = config
+        while inner := [v for v in at.values() if isinstance(v, dict)]:
+            if rng.random() < 0.3:
+                break
+            at = rng.choice(inner)
+        name = rng.choice([*at, "model_type"])
+        how = rng.randrange(4)
+        if how == 0:
+            at.pop(name, None)
+        else:
+            name = rng.choice(list(others)) if how == 1 else name
+            value = rng.choice(ODD) if how < 3 else rng.choice(list(others.values()))
+            at[name] = copy.deepcopy(value)
+    return config
+
+
+def test_no_damage_to_a_configuration_raises_anything_but_a_refusal() -> None:
+    rng = random.Random(14)
+    configs = [expanded(config) for config in PUBLISHED.values()]
+    configs += [expanded(row["config"]) for row in DEFAULTS.values()]
+    configs += [load_config(name) for name in preset_names()]
+    others = {name: value for config in configs for name, value in config.items()}
+    questions: list[Callable[..., object]] = [layers_from_config, model_len, encoder_len]
+    answers: collections.Counter[str] = collections.Counter()
+    for _ in range(MUTATIONS):
+        config = damaged(rng, rng.choice(configs), others)
+        options = rng.choice(OPTIONS)
+        for question in [*questions, shipped_dtype]:
+            try:
+                question(config, **(options if question is layers_from_config else {}))
+                answers["answered"] += 1
+            except (ValueError, TypeError) as refusal:
+                assert str(refusal)
+                answers["refused"] += 1
+    assert min(answers.values()) > MUTATIONS // 2
