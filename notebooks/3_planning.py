@@ -135,13 +135,18 @@ plotting.plot_memory(chunks["8,192 in flight"])
 # ## Why hybrids surprise: unused bytes
 #
 # Groups of unequal size leave a part of their blocks unused: hatched below, for requests of 1,024
-# tokens. `grouping="least_waste"` takes the grouping that fits the longest request and charges it
-# the fewest bytes. It may make many more groups, each with a block table.
+# tokens. `grouping="least_waste"` takes the grouping that fits the longest request and runs the
+# most requests of `request_len` tokens at once (without it, of the longest). It may make many more
+# groups, each with a block table; the plan says what that buys.
 
 # %%
-groupings = {name: plan_model("gemma-3-27b", 40, grouping=name) for name in ("rule", "least_waste")}
+groupings = {
+    name: plan_model("gemma-3-27b", 40, grouping=name, request_len=1024)
+    for name in ("rule", "least_waste")
+}
 for name, plan in groupings.items():
     short, long = (plan.requests_that_fit(length) for length in (1024, 131072))
     print(f"{name:12} {len(plan.groups):3} groups; ", end="")
     print(f"at once {short} of 1,024 tokens or {long} of 131,072")
+print(str(groupings["least_waste"]).splitlines()[-1])
 plotting.plot_memory(groupings["rule"], 1024)

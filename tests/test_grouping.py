@@ -23,7 +23,6 @@ from jaxkv.planning import (
 from jaxkv.specs import (
     FullAttentionSpec,
     LayerSpec,
-    Limits,
     MLASpec,
     SlidingWindowMLASpec,
     StateSpec,
@@ -42,7 +41,6 @@ from tests.layer_examples import (
     sliding,
     state,
 )
-from tests.test_golden_plans import CASES, make_workers
 
 # --- blocks that hold a state -----------------------------------------------------
 
@@ -245,56 +243,8 @@ def test_an_unknown_grouping_is_refused() -> None:
         make_groups({"a": full()}, grouping="best")  # pyrefly: ignore[bad-argument-type]
 
 
-# --- groupings compared -----------------------------------------------------------
-
-
 def plan_of(layers: Layers, **options: object) -> Plan:
     return plan_cache(layers, 2**24, max_model_len=40, **options)
-
-
-def request_bytes(plan: Plan) -> int:
-    return plan.admission_blocks(plan.max_model_len) * sum(plan.bytes_per_block)
-
-
-def test_least_waste_saves_a_quarter_on_20_full_and_30_sliding() -> None:
-    layers = by_name([full(block_size=4)] * 20 + [sliding(block_size=4)] * 30)
-    rule, least = plan_of(layers), plan_of(layers, grouping="least_waste")
-    assert [len(g.layers) for g in rule.groups] == [20, 15, 15]
-    assert [len(g.layers) for g in least.groups] == [10] * 5
-    assert min(rule.unused_bytes_per_block) == 0 and not any(least.unused_bytes_per_block)
-    assert request_bytes(least) < request_bytes(rule)
-
-
-def test_least_waste_is_never_worse_than_the_rule_on_a_golden_case() -> None:
-    gains = []
-    for case in CASES:
-        workers = make_workers(case)
-        limits = Limits(
-            max_in_flight_tokens=case["max_in_flight_tokens"],
-            max_encoder_tokens=case["max_encoder_len"],
-        )
-        options = {
-            "max_model_len": case["max_model_len"],
-            "limits": limits,
-            "num_blocks_override": 2**19,
-            "override_beyond_memory": True,
-        }
-        memory = [worker["available_memory"] for worker in case["workers"]]
-        rule = plan_cache(workers, memory, **options)
-        least = plan_cache(workers, memory, grouping="least_waste", **options)
-        gains.append(1 - request_bytes(least) / request_bytes(rule))
-        assert gains[-1] >= 0, case["name"]
-    assert max(gains) > 0
-
-
-def test_least_waste_never_shortens_the_longest_request() -> None:
-    specs = [sliding(block_size=4)] * 5 + [full(block_size=4)]
-    layers = by_name((specs * 11)[:62])
-    for blocks in (30, 50, 80):
-        options = {"fit_max_model_len": True, "num_blocks_override": blocks}
-        rule = plan_of(layers, grouping="rule", **options)
-        least = plan_of(layers, grouping="least_waste", **options)
-        assert least.max_model_len >= rule.max_model_len
 
 
 def deepseek_v4_flash() -> Layers:

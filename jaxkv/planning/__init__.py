@@ -9,15 +9,19 @@ of different groups can overlay each other: the group that owns a block decides 
 its bytes.
 """
 
+from jaxkv.planning._admission import KVCacheCapacityError, admit
 from jaxkv.planning._grouping import Grouping, make_groups
 from jaxkv.planning._layout import Group, LayerPlacement, PoolLayout, PoolTensor, make_layout
 from jaxkv.planning._pages import hybrid_block_size, unify_pages
-from jaxkv.planning._plan import KVCacheCapacityError, Plan, WorkerLayers, ZeroPolicy
+from jaxkv.planning._plan import Plan, ZeroPolicy
 from jaxkv.planning._plan_cache import plan_cache
+from jaxkv.planning._text import GroupingFigures
+from jaxkv.planning._workers import WorkerLayers
 
 __all__ = [
     "Group",
     "Grouping",
+    "GroupingFigures",
     "KVCacheCapacityError",
     "LayerPlacement",
     "Plan",
@@ -25,6 +29,7 @@ __all__ = [
     "PoolTensor",
     "WorkerLayers",
     "ZeroPolicy",
+    "admit",
     "hybrid_block_size",
     "make_groups",
     "make_layout",

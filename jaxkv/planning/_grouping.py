@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from jaxkv._internal.checks import check_choice
 from jaxkv._internal.numbers import cdiv
 from jaxkv.planning._layout import Group
-from jaxkv.planning._pages import Layers, hold_states, unifiable, unify_pages
+from jaxkv.planning._pages import Layers, hold_states, unifiable, unify_held
 from jaxkv.specs import LayerSpec
 
 Grouping = Literal["auto", "rule", "least_waste", "packed"]
@@ -39,7 +39,7 @@ def make_groups(
       layers: layer name -> spec.
       grouping: see above.
       cost: gives the cost of a grouping, for ``"least_waste"``; None: bytes per block times
-        groups.
+        groups. `plan_cache` counts the requests that run at once.
 
     Raises:
       ValueError: an unknown grouping, or pages that cannot be unified.
@@ -57,15 +57,18 @@ def make_groups(
         cut = _cut_groupings(layers) if unify else ()
         candidates = itertools.chain(cut, _packed_groupings(layers))
         return min(candidates, key=cost or _default_cost)
-    buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
+    buckets = _buckets(unify_held(layers), key=lambda spec: spec)
     sizes = [len(names) for names in buckets]
     return _cut(buckets, max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes))
 
 
 def _cut_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
-    """Yields the grouping of every group size, from the largest size to 1."""
-    buckets = _buckets(unify_pages(layers), key=lambda spec: spec)
-    return (_cut(buckets, size) for size in range(max(map(len, buckets)), 0, -1))
+    """Yields the grouping of every group size, from the largest size to 1, each once."""
+    buckets = _buckets(unify_held(layers), key=lambda spec: spec)
+    sizes: dict[tuple[int, ...], int] = {}
+    for size in range(max(map(len, buckets)), 0, -1):
+        sizes.setdefault(tuple(cdiv(len(bucket), size) for bucket in buckets), size)
+    return (_cut(buckets, size) for size in sizes.values())
 
 
 def _default_cost(groups: Sequence[Group]) -> int:

@@ -26,7 +26,11 @@ def unify_pages(layers: Layers) -> dict[str, LayerSpec]:
     """
     if not layers:
         raise ValueError("layers is empty: there is no page to unify")
-    layers = hold_states(layers)
+    return unify_held(hold_states(layers))
+
+
+def unify_held(layers: Layers) -> dict[str, LayerSpec]:
+    """Unifies the pages of layers whose attention blocks hold a state already."""
     page_bytes = max(spec.page_bytes for spec in layers.values())
     unified: dict[LayerSpec, LayerSpec] = {}  # models repeat few specs over many layers
     for name, spec in layers.items():
@@ -79,8 +83,7 @@ def scales_to(spec: LayerSpec, page_bytes: int) -> bool:
 
 
 def unifiable(layers: Layers) -> bool:
-    """Returns whether `unify_pages` accepts the layers."""
-    layers = hold_states(layers)
+    """Returns whether `unify_held` accepts the layers."""
     page_bytes = max(spec.page_bytes for spec in layers.values())
     return all(
         spec.page_bytes == page_bytes or not isinstance(spec, MLASpec)

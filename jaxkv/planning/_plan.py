@@ -2,52 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
-from jaxkv._internal.checks import check_count, check_positive
+from jaxkv._internal.checks import check_choice, check_count, check_positive
+from jaxkv._internal.html import html_table
 from jaxkv._internal.numbers import cdiv
+from jaxkv._internal.text import describe_unused, readable
 from jaxkv.planning._layout import Group, PoolLayout
+from jaxkv.planning._longest import longest_admitted
 from jaxkv.planning._text import (
+    GroupingFigures,
+    describe_choice,
     describe_groups,
-    describe_unused,
     describe_zeroing,
     difference,
-    plan_html,
-    readable,
 )
-from jaxkv.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
+from jaxkv.specs import Limits
 
-WorkerLayers = Mapping[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]
 ZeroPolicy = Literal["never", "when_needed", "always"]
-
-
-class KVCacheCapacityError(ValueError):
-    """The pool cannot hold one request of the length asked for.
-
-    needed_blocks: most blocks that such a request holds.
-    usable_blocks: blocks of the pool, without the null block.
-    longest_len: the longest request that fits; 0 when none does.
-    plan: the refused plan; its groups and figures hold, only the length does not fit.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        needed_blocks: int,
-        usable_blocks: int,
-        longest_len: int,
-        plan: "Plan",
-    ):
-        super().__init__(message)
-        self.needed_blocks = needed_blocks
-        self.usable_blocks = usable_blocks
-        self.longest_len = longest_len
-        self.plan = plan
-
-    def __reduce__(self):  # errors travel between the processes of a serving stack
-        return functools.partial(type(self), **vars(self)), self.args
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +35,10 @@ class Plan:
     memory_bytes: the budget of each worker.
     context_parallel: ranks among which the tokens of a request are divided.
     zero_policy: groups whose fresh blocks are zeroed; see `plan_cache`.
+    request_len: tokens of a usual request; None: nobody said.
+    compared: what the chosen grouping buys, and then what others would; () if `plan_cache`
+      compared none. All are counted in requests of ``compared_len`` tokens.
+    warning: what costs most of the requests, and what to change; "": nothing does.
     """
 
     groups: tuple[Group, ...]
@@ -74,6 +50,15 @@ class Plan:
     memory_bytes: tuple[int, ...]
     context_parallel: int = 1
     zero_policy: ZeroPolicy = "when_needed"
+    request_len: int | None = None
+    compared: tuple[GroupingFigures, ...] = ()
+    warning: str = ""
+
+    def __post_init__(self) -> None:
+        check_positive(max_model_len=self.max_model_len, context_parallel=self.context_parallel)
+        check_choice(get_args(ZeroPolicy), zero_policy=self.zero_policy)
+        if not isinstance(self.limits, Limits):
+            raise TypeError(f"limits must be a Limits, got {self.limits!r}")
 
     @property
     def layout(self) -> PoolLayout:
@@ -193,12 +178,34 @@ class Plan:
             f"requests up to {self.max_model_len:,} tokens)"
         )
 
+    @property
+    def compared_len(self) -> int:
+        """Tokens of the requests by which groupings are compared: usual ones, else the longest."""
+        return self.max_model_len if self.request_len is None else self.request_len
+
     def _repr_html_(self) -> str:
         """The plan as a table, for Jupyter."""
-        return plan_html(self)
+        length, block = self.max_model_len, sum(self.bytes_per_block)
+        charged, steady = self.admission_blocks(length), self.steady_blocks(length)
+        rows = {
+            "groups": describe_groups(self.groups),
+            "block": f"{block:,} bytes, {describe_unused(self.unused_bytes_per_block)}",
+            "memory": readable(sum(self.memory_bytes)),
+            "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
+            "admission charges": f"{charged:,} blocks, {readable(charged * block)}",
+            "held while it decodes": f"{steady:,} blocks, {readable(steady * block)}",
+            "run at once": f"{self.requests_that_fit(length):,} requests",
+            "tokens in all": f"{self.tokens_that_fit(length):,}",
+            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
+        }
+        if len(self.layouts) > 1:
+            workers = f"{len(self.layouts)}; bytes are of all together"
+            rows = {"workers": workers, **rows}
+        rows |= self._more_rows()
+        return html_table(rows.items(), caption=f"Plan for requests up to {length:,} tokens")
 
     def __str__(self) -> str:
-        """The plan in eight lines."""
+        """The plan in eight lines, and a line on each of: usual requests, groupings, a warning."""
         length = self.max_model_len
         need, steady = self.admission_blocks(length), self.steady_blocks(length)
         fit, given = self.requests_that_fit(length), sum(self.memory_bytes)
@@ -216,32 +223,19 @@ class Plan:
             f"{self.tokens_that_fit(length):,} tokens in all",
             "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
         }
+        rows |= self._more_rows()
         return "\n".join(f"{name:<16} {text}" for name, text in rows.items())
 
-
-def longest_admitted(
-    groups: Sequence[Group],
-    usable_blocks: int,
-    max_model_len: int,
-    limits: Limits,
-    *,
-    context_parallel: int = 1,
-) -> int:
-    """Returns the largest length in ``[0, max_model_len]`` that needs at most ``usable_blocks``.
-
-    Bisection is exact, because the need of a group never falls as the length grows. 0: not
-    even one token fits.
-    """
-
-    def need(num_tokens: int) -> int:
-        sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
-        return sum(group.growth.max_blocks(num_tokens, *sizes) for group in groups)
-
-    low, high = 0, max_model_len
-    while low < high:
-        middle = (low + high + 1) // 2
-        if need(cdiv(middle, context_parallel)) <= usable_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    def _more_rows(self) -> dict[str, str]:
+        rows: dict[str, str] = {}
+        if self.request_len is not None:
+            fit, steady = (
+                f(self.request_len) for f in (self.requests_that_fit, self.steady_blocks)
+            )
+            rows["usual requests"] = (
+                f"{self.request_len:,} tokens: {fit:,} run at once, {steady:,} blocks each once "
+                "they decode"
+            )
+        if self.compared:
+            rows["grouping"] = describe_choice(self.compared, self.compared_len)
+        return rows | ({"warning": self.warning} if self.warning else {})

@@ -1,14 +1,24 @@
 """The text of a printed plan. No jax."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from jaxkv._internal.html import html_table
-from jaxkv._internal.text import describe_unused, readable
 from jaxkv.planning._layout import Group
 
-if TYPE_CHECKING:
-    from jaxkv.planning._plan import Plan, ZeroPolicy
+
+class GroupingFigures(NamedTuple):
+    """A grouping, and the requests that it runs at once.
+
+    grouping: "rule", "packed" or "least_waste", as for `jaxkv.planning.make_groups`.
+    num_groups: block tables that each request has.
+    requests: of one length, at once.
+    longest_len: tokens of the longest request that fits.
+    """
+
+    grouping: str
+    num_groups: int
+    requests: int
+    longest_len: int
 
 
 def difference(num_bytes: int) -> str:
@@ -22,7 +32,7 @@ def describe_groups(groups: Sequence[Group]) -> str:
     return " + ".join(f"{count} x ({name})" for name, count in counts.items())
 
 
-def describe_zeroing(zero_policy: "ZeroPolicy", groups_to_zero: Sequence[bool]) -> str:
+def describe_zeroing(zero_policy: str, groups_to_zero: Sequence[bool]) -> str:
     if zero_policy != "when_needed":
         return f'{"yes" if zero_policy == "always" else "no"}: zero_policy="{zero_policy}"'
     if not any(groups_to_zero):
@@ -31,21 +41,15 @@ def describe_zeroing(zero_policy: "ZeroPolicy", groups_to_zero: Sequence[bool]) 
     return f"yes: groups {listed} overlay bytes of another meaning"
 
 
-def plan_html(plan: "Plan") -> str:
-    length, block = plan.max_model_len, sum(plan.bytes_per_block)
-    charged, steady = plan.admission_blocks(length), plan.steady_blocks(length)
-    unused = describe_unused(plan.unused_bytes_per_block)
-    rows = [
-        ("groups", describe_groups(plan.groups)),
-        ("block", f"{block:,} bytes, {unused}"),
-        ("memory", readable(sum(plan.memory_bytes))),
-        ("blocks", f"{plan.num_blocks:,} of which {plan.usable_blocks:,} usable"),
-        ("admission charges", f"{charged:,} blocks, {readable(charged * block)}"),
-        ("held while it decodes", f"{steady:,} blocks, {readable(steady * block)}"),
-        ("run at once", f"{plan.requests_that_fit(length):,} requests"),
-        ("tokens in all", f"{plan.tokens_that_fit(length):,}"),
-        ("zero new blocks", describe_zeroing(plan.zero_policy, plan.groups_to_zero)),
+def describe_choice(compared: Sequence[GroupingFigures], num_tokens: int) -> str:
+    """Returns a text on the grouping that was chosen, the first one, and on the others."""
+    chosen, *others = compared
+    texts = [
+        f"{chosen.grouping} runs {chosen.requests:,} requests of {num_tokens:,} tokens at once in "
+        f"{chosen.num_groups} groups"
     ]
-    if len(plan.layouts) > 1:
-        rows.insert(0, ("workers", f"{len(plan.layouts)}; bytes are of all together"))
-    return html_table(rows, caption=f"Plan for requests up to {length:,} tokens")
+    for other in others:
+        shorter = other.longest_len < chosen.longest_len
+        bound = f", of up to {other.longest_len:,} tokens" * shorter
+        texts.append(f"{other.grouping} {other.requests:,} in {other.num_groups}{bound}")
+    return "; ".join(texts)

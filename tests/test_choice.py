@@ -1,0 +1,271 @@
+"""Groupings and block sizes compared: what is chosen by the requests that run at once, and said."""
+
+import dataclasses
+import itertools
+import pickle
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxkv.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
+from jaxkv.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
+from tests.layer_examples import (
+    LIMITS,
+    MODELS,
+    Layers,
+    by_name,
+    full,
+    need,
+    sliding,
+)
+from tests.test_golden_plans import CASES, make_workers
+from tests.test_grouping import deepseek_v4_flash, plan_of
+
+GIB = 2**30
+FEW_GROUPS = by_name(([sliding(block_size=4)] * 5 + [full(block_size=4)]) * 4)
+
+
+def request_bytes(plan: Plan, num_tokens: int) -> int:
+    return plan.steady_blocks(num_tokens) * sum(plan.bytes_per_block)
+
+
+def hybrid(**attention: Any) -> Layers:
+    """Eight layers of attention and 24 with a state as large as 528 of their tokens."""
+    kv = FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 4, "head_size": 256} | attention)
+    state = StateSpec(block_size=16, shapes=((3, 8192), (32, 128, 128)), dtypes=("bf16", "f32"))
+    return {f"layers.{i}": state if (i + 1) % 4 else kv for i in range(32)}
+
+
+# --- groupings ----------------------------------------------------------------------
+
+
+@given(MODELS, LIMITS, st.integers(2, 400), st.integers(1, 40), st.sampled_from([40, 60]))
+def test_least_waste_is_never_shorter_and_never_runs_fewer_requests(
+    layers, limits, blocks, request_len, max_model_len
+) -> None:
+    memory = blocks * max(spec.page_bytes for spec in layers.values()) * len(layers)
+    options: dict[str, Any] = {"max_model_len": max_model_len, "fit_max_model_len": True}
+    options |= {"limits": limits, "request_len": request_len}
+    try:
+        usual = plan_cache(layers, memory, **options, grouping="packed")
+    except KVCacheCapacityError:
+        assume(False)
+        raise
+    best = [plan_cache(layers, memory, **options, grouping=g) for g in ("auto", "least_waste")]
+    for plan, other in itertools.pairwise([usual, *best]):
+        assert plan.max_model_len <= other.max_model_len
+        if plan.max_model_len == other.max_model_len:
+            assert plan.requests_that_fit(request_len) <= other.requests_that_fit(request_len)
+
+
+def test_without_a_length_groupings_compare_by_the_longest_requests() -> None:
+    for case in CASES:
+        if case["expect"]["error"] or case["num_blocks_override"]:
+            continue
+        workers = make_workers(case)
+        memory = [worker["available_memory"] for worker in case["workers"]]
+        limits = Limits(
+            max_in_flight_tokens=case["max_in_flight_tokens"],
+            max_encoder_tokens=case["max_encoder_len"],
+        )
+        length = case["expect"]["max_model_len"]
+        plans = [
+            plan_cache(workers, memory, max_model_len=length, limits=limits, grouping=grouping)
+            for grouping in ("auto", "least_waste")
+        ]
+        usual, least = (plan.requests_that_fit(length) for plan in plans)
+        assert usual <= least, case["name"]
+        figures = [plan.requests for plan in plans[1].compared]
+        assert figures == ([least, usual] if len(plans[1].groups) > 1 else [])
+
+
+def test_least_waste_saves_a_quarter_on_20_full_and_30_sliding() -> None:
+    layers = by_name([full(block_size=4)] * 20 + [sliding(block_size=4)] * 30)
+    rule, least = plan_of(layers), plan_of(layers, grouping="least_waste")
+    assert [len(g.layers) for g in rule.groups] == [20, 15, 15]
+    assert [len(g.layers) for g in least.groups] == [10] * 5
+    assert min(rule.unused_bytes_per_block) == 0 and not any(least.unused_bytes_per_block)
+    assert request_bytes(least, 40) < request_bytes(rule, 40)
+    assert least.requests_that_fit(40) > rule.requests_that_fit(40)
+
+
+def small_model(num_full: int, num_sliding: int, memory: int, **options: Any) -> list[Plan]:
+    """Plans with the length fitted: by the rule, packed, and with the least waste."""
+    layers = by_name([full(block_size=8)] * num_full)
+    layers |= {f"w{i}": sliding(3, block_size=16, num_kv_heads=3) for i in range(num_sliding)}
+    groupings = ("rule", "packed", "least_waste", "auto")
+    options |= {"max_model_len": 308, "fit_max_model_len": True}
+    return [plan_cache(layers, memory, grouping=g, **options) for g in groupings]
+
+
+def test_no_gain_in_requests_is_worth_a_shorter_longest_request() -> None:
+    limits = Limits(max_in_flight_tokens=256)
+    plans = small_model(8, 3, 258_048, request_len=4, limits=limits)
+    lengths = [(plan.max_model_len, plan.requests_that_fit(4)) for plan in plans]
+    assert lengths == [(288, 13), (240, 20), (308, 15), (288, 13)]
+    assert str(plans[-1]).endswith(
+        "rule runs 13 requests of 4 tokens at once in 4 groups; packed 20 in 3, of up to 240 tokens"
+    )
+
+
+def test_requests_at_once_decide_and_bytes_only_between_equals() -> None:
+    """Both take 17,920 bytes for a request; blocks that are smaller leave fewer over."""
+    layers = by_name([full(block_size=4)] * 10)
+    layers |= {f"w{i}": sliding(3, block_size=4, num_kv_heads=1) for i in range(19)}
+    options: dict[str, Any] = {"max_model_len": 225, "request_len": 19}
+    options["limits"] = Limits(max_in_flight_tokens=8)
+    auto, least = (
+        plan_cache(layers, 4_575_232, grouping=g, **options) for g in ("auto", "least_waste")
+    )
+    assert request_bytes(auto, 19) == request_bytes(least, 19) == 17_920
+    assert (len(auto.groups), auto.requests_that_fit(19)) == (2, 254)
+    assert (len(least.groups), least.requests_that_fit(19)) == (10, 255)
+
+
+def test_an_override_fixes_blocks_so_that_groupings_compare_by_bytes() -> None:
+    """More requests at once would only mean larger blocks."""
+    options: dict[str, Any] = {"num_blocks_override": 80, "request_len": 20}
+    rule, auto, least = (
+        plan_of(FEW_GROUPS, grouping=grouping, **options)
+        for grouping in ("rule", "auto", "least_waste")
+    )
+    assert rule.groups == auto.groups and not rule.compared and not least.compared
+    assert request_bytes(least, 20) <= request_bytes(rule, 20)
+
+
+def test_least_waste_runs_more_of_deepseek_v4_at_8k_and_says_at_what_price() -> None:
+    """It used to choose by the bytes that admission charges: 1,258 requests instead of 1,420."""
+    layers = deepseek_v4_flash()
+    plan = plan_cache(layers, 80 * GIB, max_model_len=8192, grouping="least_waste")
+    assert plan.compared == (
+        GroupingFigures("least_waste", 34, 1540, 8192),
+        GroupingFigures("packed", 5, 1420, 8192),
+    )
+    assert (len(plan.groups), plan.requests_that_fit(8192)) == (34, 1540)
+    line = "least_waste runs 1,540 requests of 8,192 tokens at once in 34 groups; packed 1,420 in 5"
+    assert line in str(plan) and line in plan._repr_html_()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_usual_length_lets_auto_choose_between_the_rule_and_packing() -> None:
+    """One layer by hand: every page grows to that layer's, or layers keep theirs and are packed."""
+    layers = hybrid()
+    layers["layers.3"] = dataclasses.replace(layers["layers.3"], block_size=4096)
+    options: dict[str, Any] = {"max_model_len": 100_000}
+    rule = plan_cache(layers, 80 * GIB, **options)
+    plan = plan_cache(layers, 80 * GIB, request_len=8192, **options)
+    assert (rule.compared, rule.requests_that_fit(8192)) == ((), 37)
+    assert plan.compared == (
+        GroupingFigures("packed", 6, 232, 100_000),
+        GroupingFigures("rule", 32, 37, 100_000),
+    )
+    assert plan.requests_that_fit(8192) == 232
+    assert plan.groups == plan_cache(layers, 80 * GIB, grouping="packed", **options).groups
+    *_, usual, choice = str(plan).splitlines()
+    assert (
+        usual == "usual requests   8,192 tokens: 232 run at once, 22 blocks each once they decode"
+    )
+    assert choice.endswith(
+        "packed runs 232 requests of 8,192 tokens at once in 6 groups; rule 37 in 32"
+    )
+
+
+@given(MODELS, st.integers(1, 40))
+def test_auto_keeps_to_the_rule_where_packing_runs_no_more(layers, request_len) -> None:
+    blocks = need(make_groups(layers), 40, Limits(max_encoder_tokens=4)) + 9
+    options: dict[str, Any] = {"limits": Limits(max_encoder_tokens=4), "max_model_len": 40}
+    plain = plan_cache(layers, blocks * 2**20, **options)
+    plan = plan_cache(layers, blocks * 2**20, request_len=request_len, **options)
+    if not plan.compared:  # there is one grouping only
+        assert plan.groups == plain.groups
+        return
+    chosen, other = plan.compared
+    assert {chosen.grouping, other.grouping} == {"packed", "rule"}
+    assert (plan.groups == plain.groups) or chosen.grouping == "packed"
+    assert chosen.requests > other.requests or chosen.grouping == "rule"
+    assert chosen.requests == plan.requests_that_fit(request_len) >= other.requests
+
+
+@pytest.mark.parametrize("grouping", ["rule", "packed"])
+def test_a_grouping_asked_for_by_name_is_compared_with_none(grouping) -> None:
+    plan = plan_of(FEW_GROUPS, grouping=grouping, request_len=20)
+    assert plan.groups == make_groups(FEW_GROUPS, grouping=grouping)
+    assert plan.compared == () and plan.request_len == 20
+    assert str(plan).splitlines()[-1].startswith("usual requests   20 tokens: ")
+
+
+def test_a_length_that_no_longer_fits_runs_none() -> None:
+    layers = {"a": full(block_size=4)}
+    options: dict[str, Any] = {"max_model_len": 1000, "fit_max_model_len": True}
+    plan = plan_cache(layers, 101 * layers["a"].page_bytes, request_len=900, **options)
+    assert plan.max_model_len == 400
+    assert "900 tokens: 0 run at once" in str(plan)
+
+
+# --- blocks next to states ----------------------------------------------------------
+
+
+def in_small_blocks(layers: Layers) -> Layers:
+    changes = {"block_size": 16, "page_bytes_padded": None}
+    return {name: dataclasses.replace(spec, **changes) for name, spec in layers.items()}
+
+
+def promised(text: str) -> tuple[int, int, int]:
+    """The figures of a warning: requests now, their length, requests in smaller blocks."""
+    match = re.search(r"([\d,]+) requests of ([\d,]+) tokens run at once, and ([\d,]+) would", text)
+    assert match, text
+    now, length, then = (int(figure.replace(",", "")) for figure in match.groups())
+    return now, length, then
+
+
+@pytest.mark.parametrize("request_len", [None, 1000])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"page_bytes_padded": hybrid()["layers.0"].page_bytes},  # 16 tokens in a page for 528
+        {"block_size": 8192},  # states are padded to 16 times their bytes
+    ],
+    ids=["padded", "large"],
+)
+def test_blocks_by_hand_that_cost_most_requests_are_warned_of(attention, request_len) -> None:
+    layers = hybrid(**attention)
+    options: dict[str, Any] = {"max_model_len": 32768, "request_len": request_len}
+    plan = plan_cache(layers, 80 * GIB, **options)
+    now, length, then = promised(plan.warning)
+    assert plan.warning in str(plan).splitlines()[-1] and plan.warning in plan._repr_html_()
+    assert length == (request_len or 8192)
+    assert now == plan.requests_that_fit(length) < then / 2
+    better = plan_cache(in_small_blocks(layers), 80 * GIB, **options)
+    assert better.requests_that_fit(length) == then and not better.warning
+
+
+def test_a_refusal_names_the_blocks_that_would_fit() -> None:
+    """Nine requests of 8,192 tokens ran where 261 fit, without a hint."""
+    layers = hybrid(page_bytes_padded=hybrid()["layers.0"].page_bytes)
+    assert promised(plan_cache(layers, 80 * GIB, max_model_len=8192).warning) == (9, 8192, 261)
+    with pytest.raises(KVCacheCapacityError, match=r"block_size=16 and no page_bytes_padded$"):
+        plan_cache(layers, 80 * GIB, max_model_len=100_000)
+    plan_cache(in_small_blocks(layers), 80 * GIB, max_model_len=100_000)
+    with pytest.raises(KVCacheCapacityError, match=r"\(62,500 blocks\)$"):  # nor do small ones fit
+        plan_cache(layers, 2 * GIB, max_model_len=999_936)
+
+
+def test_blocks_that_waste_little_are_not_warned_of() -> None:
+    latent = MLASpec(block_size=64, head_size=576)
+    states = {n: s for n, s in hybrid().items() if isinstance(s, StateSpec)}
+    models: list[dict[str, LayerSpec]] = [
+        hybrid(),
+        hybrid(block_size=2048),  # 182 requests instead of 261
+        {"a": latent, **states},
+        {"a": full(block_size=4096), "b": sliding(block_size=16)},
+        dict(states),
+    ]
+    for layers in models:
+        for grouping in ("auto", "packed"):
+            plan = plan_cache(layers, 80 * GIB, max_model_len=8192, grouping=grouping)
+            assert plan.warning == ""
+    overridden = hybrid(block_size=8192)
+    assert not plan_cache(overridden, 80 * GIB, max_model_len=8192, num_blocks_override=99).warning
