@@ -1,0 +1,238 @@
+"""vLLM's `SchedulerOutput`, as arguments of `pack_step` and as uploads. No jax."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxkv._internal.checks import check_positive
+from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
+from jaxkv.blocks import StepShape, TableEntry, Upload, pack_step
+from jaxkv.interop.vllm._fields import get
+from jaxkv.interop.vllm._output import Arrival, read_arrivals, read_copies, read_work
+from jaxkv.interop.vllm._split import split
+from jaxkv.planning import Plan
+
+Ids = tuple[tuple[int, ...], ...]  # per group, the block ids of a request
+
+
+class StepChanges(NamedTuple):
+    """A step of vLLM's scheduler, as the arguments of `jaxkv.pack_step` by the same names.
+
+    Requests stand in the order of ``num_scheduled_tokens``.
+    """
+
+    entries: tuple[TableEntry, ...]
+    rows: list[int]
+    num_computed_tokens: list[int]
+    num_new_tokens: list[int]
+    zero_ids: list[list[int]]
+    copies: list[list[tuple[int, int]]]
+
+
+class _Held(NamedTuple):
+    """A request: its row, and its block ids as vLLM's workers have them."""
+
+    row: int
+    ids: Ids
+
+
+class _News(NamedTuple):
+    """The new block ids of a request, and per group the column of the first."""
+
+    request: str
+    num_computed_tokens: int
+    starts: tuple[int, ...]
+    ids: Ids
+
+    def entry(self, row: int) -> TableEntry:
+        return TableEntry(row, self.ids, self.starts)
+
+
+class SchedulerTables:
+    """The table rows of a vLLM scheduler's requests.
+
+    vLLM's scheduler sends new block ids only, and expects that its workers remember the rest.
+    """
+
+    def __init__(self, plan: Plan, *, max_requests: int):
+        """Starts without requests.
+
+        Args:
+          plan: from `plan_from_config`.
+          max_requests: rows of the block tables: at least ``max_num_seqs``.
+        """
+        check_positive(max_requests=max_requests)
+        self._plan, self._max_requests = plan, max_requests
+        self._held: dict[str, _Held] = {}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The requests that have a row, and their rows."""
+        return {request: held.row for request, held in self._held.items()}
+
+    def block_ids(self, request: str) -> Ids:
+        """Returns the block ids that a request's row lists, per group."""
+        return self._held[request].ids
+
+    def follow(self, scheduler_output: Any) -> StepChanges:
+        """Follows a step, for callers who pack by themselves; `pack` does both.
+
+        Rows of finished and preempted requests are free again; those of requests that sit this
+        step out stay. Fresh blocks are zeroed by the rule of the plan, whatever
+        ``new_block_ids_to_zero`` says, because vLLM zeroes by another rule; those that a request
+        had already (a failed load) are taken from there. ``num_computed_tokens`` are the
+        scheduler's: with asynchronous scheduling and drafts, vLLM's workers correct them.
+
+        Args:
+          scheduler_output: vLLM's object, or a mapping with its fields.
+
+        Raises:
+          ValueError: more requests than rows, ids of other groups than the plan has, a request
+            that is not known, a copy of a block that nobody holds. Then nothing has changed.
+        """
+        changes, self._held = self._next(scheduler_output)
+        return changes
+
+    def pack(
+        self,
+        shape: StepShape,
+        scheduler_output: Any,
+        *,
+        extra: Sequence[int] = (),
+        encoder_lens: Sequence[int] = (),
+    ) -> tuple[Upload, ...]:
+        """Packs a step. The last upload has its requests.
+
+        A prefix hit lists more blocks at once than the tokens of a step fill. What the shape has
+        no room for comes in earlier uploads without requests: apply them in order, with the
+        same compiled step, and discard what it computes.
+
+        Args:
+          shape: the sizes to pad to.
+          scheduler_output: vLLM's object, or a mapping with its fields.
+          extra, encoder_lens: as for `jaxkv.pack_step`.
+
+        Raises:
+          ValueError: as `follow` and `pack_step` do. Then nothing has changed.
+        """
+        changes, held = self._next(scheduler_output)
+        *earlier, (entries, zero_ids) = split(shape, changes.entries, changes.zero_ids)
+        uploads = [pack_step(shape, entries=part, zero_ids=ids) for part, ids in earlier]
+        rest = changes._replace(entries=tuple(entries), zero_ids=zero_ids)._asdict()
+        uploads.append(pack_step(shape, **rest, extra=extra, encoder_lens=encoder_lens))
+        self._held = held
+        return tuple(uploads)
+
+    def _next(self, output: Any) -> tuple[StepChanges, dict[str, _Held]]:
+        """Returns a step, and the requests after it."""
+        held = dict(self._held)
+        preempted = get(output, "preempted_req_ids", None) or ()
+        for request in (*get(output, "finished_req_ids"), *preempted):
+            held.pop(request, None)
+        arrivals = list(read_arrivals(output))
+        news = [self._take(held, arrival) for arrival in arrivals if self._is_news(held, arrival)]
+        step = read_work(output, {new.request: new.num_computed_tokens for new in arrivals})
+        copies = self._copies(output, held, news, step)
+        changes = StepChanges(
+            entries=tuple(new.entry(held[new.request].row) for new in news),
+            rows=[held[request].row for request, _, _ in step],
+            num_computed_tokens=[computed for _, computed, _ in step],
+            num_new_tokens=[count for _, _, count in step],
+            zero_ids=self._zero_ids(output, held, news, copies),
+            copies=copies,
+        )
+        return changes, held
+
+    def _is_news(self, held: Mapping[str, _Held], arrival: Arrival) -> bool:
+        """Returns whether a request has new blocks, or none yet; raises where that cannot be."""
+        groups, ids = len(self._plan.groups), arrival.block_ids
+        if ids is not None and len(ids) != groups:
+            raise ValueError(
+                f"request {arrival.request!r} has block ids of {len(ids)} groups and the plan has "
+                f"{groups}; plan from the KVCacheConfig of this scheduler"
+            )
+        if not arrival.replaces and arrival.request not in held:
+            raise ValueError(f"request {arrival.request!r} is not known; was a step left out?")
+        return arrival.replaces or (ids is not None and any(ids))
+
+    def _take(self, held: dict[str, _Held], arrival: Arrival) -> _News:
+        """Gives a request its new blocks, and a row if it has none."""
+        groups, request = len(self._plan.groups), arrival.request
+        new = tuple(map(tuple, arrival.block_ids or ((),) * groups))
+        before = held.get(request)
+        row = self._free_row(held) if before is None else before.row
+        old = ((),) * groups if before is None or arrival.replaces else before.ids
+        held[request] = _Held(row, tuple(a + b for a, b in zip(old, new, strict=True)))
+        starts = tuple(len(of_group) for of_group in old)
+        return _News(request, arrival.num_computed_tokens, starts, new)
+
+    def _free_row(self, held: Mapping[str, _Held]) -> int:
+        taken = {other.row for other in held.values()}
+        row = next((row for row in range(self._max_requests) if row not in taken), None)
+        if row is None:
+            raise ValueError(
+                f"max_requests={self._max_requests} rows are taken; make tables, cache and shapes "
+                "with at least vLLM's max_num_seqs rows"
+            )
+        return row
+
+    def _zero_ids(
+        self,
+        output: Any,
+        held: Mapping[str, _Held],
+        news: Sequence[_News],
+        copies: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[list[int]]:
+        """Returns, per group, blocks that may hold other bytes than the group reads."""
+        zeroed: list[dict[int, None]] = [{} for _ in self._plan.groups]
+        for group, needed in enumerate(self._plan.groups_to_zero):
+            for new in news if needed else ():
+                start = self._first_without_content(group, new.num_computed_tokens)
+                fresh = new.ids[group][max(0, start - new.starts[group]) :]
+                zeroed[group] |= dict.fromkeys(fresh)
+        listed = set(get(output, "new_block_ids_to_zero", None) or ())
+        listed -= {block for new in news for of_group in new.ids for block in of_group}
+        for request in held.values() if listed else ():  # of a load that failed
+            for group, ids in enumerate(request.ids):
+                zeroed[group] |= dict.fromkeys(listed.intersection(ids))
+        kept = {NULL_BLOCK, *(target for of_group in copies for _, target in of_group)}
+        return [[block for block in ids if block not in kept] for ids in zeroed]
+
+    def _first_without_content(self, group: int, num_computed_tokens: int) -> int:
+        """Returns the first column that holds nothing yet of a request's computed tokens."""
+        growth = self._plan.groups[group].growth
+        at_once = growth.stores == "state" and growth.cache_mode == "none"
+        if at_once or growth.stores == "encoder":  # written whole by the first step
+            return INT32_MAX if num_computed_tokens else 0
+        return cdiv(num_computed_tokens, growth.block_size * self._plan.context_parallel)
+
+    def _copies(
+        self,
+        output: Any,
+        held: Mapping[str, _Held],
+        news: Sequence[_News],
+        step: Sequence[tuple[str, int, int]],
+    ) -> list[list[tuple[int, int]]]:
+        """Returns copies of blocks by group: that of the new target, or of the source's holder.
+
+        Rows go on listing blocks that their request has given back, so that only the columns
+        that it reads in this step tell the group of a source.
+        """
+        copies: list[list[tuple[int, int]]] = [[] for _ in self._plan.groups]
+        pairs = read_copies(output)
+        group_of: dict[int, int] = {}
+        for request, computed, count in step if pairs else ():
+            local = self._plan.local_tokens(computed), self._plan.local_tokens(computed + count)
+            for group, ids in enumerate(held[request].ids):
+                live = self._plan.groups[group].growth.live_blocks(*local)
+                group_of |= {ids[column]: group for column in live if column < len(ids)}
+        for new in news if pairs else ():
+            group_of |= {block: group for group, ids in enumerate(new.ids) for block in ids}
+        for source, target in pairs:
+            group = group_of.get(target, group_of.get(source))
+            if group is None:
+                raise ValueError(
+                    f"kv_cache_block_copies: no request of this step holds block {source} or "
+                    f"{target}"
+                )
+            copies[group].append((source, target))
+        return copies
