@@ -13,6 +13,7 @@ def smallest(monkeypatch: pytest.MonkeyPatch):
     """The smallest sizes, by the host's clock alone: a profiler slows down what comes after it."""
     monkeypatch.setattr(timing, "size", "smallest")
     monkeypatch.setattr(timing, "clock", "host")
+    monkeypatch.setattr(timing, "every_case", True)
     yield
     gc.unfreeze()
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from tests.benchmarks.workload import (
     settle,
 )
 
-PARTS = ("schedule and grow", "pack", "dispatch", "wait")
+PARTS = ("schedule and grow", "books and packing", "dispatch", "append", "wait")
 PROMPT = 7680  # tokens of the prompts that are computed in chunks
 apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
 
@@ -80,6 +80,7 @@ class Server:
         self.manager = jaxkv.BlockManager(plan, max_requests=case.rows)
         self.cache = jaxkv.make_cache(plan, max_requests=case.rows)
         self.ring: jaxkv.UploadRing | None = None
+        self.has_prompt = False
         self.works = case.works()
         max_tokens = case.max_tokens if case.chunk else LONGEST_CHUNK
         self.scheduler = jaxkv.Scheduler(self.manager, max_tokens=max_tokens)
@@ -97,18 +98,36 @@ class Server:
         self.cache, batch = apply_step(self.cache, upload)
         return batch
 
-    def scheduled_step(self) -> dict[str, float]:
-        """Runs a step of the scheduler. Returns the seconds of its parts."""
-        clocks = [time.perf_counter()]
-        schedule = self.scheduler.schedule()
+    def decode(self) -> None:
+        """Gives every request a first token to decode: the scheduler has work from now on."""
+        self.scheduler.append(dict.fromkeys(self.case.prompts, 1))
+
+    def scheduled_step(self, clocks: list[float] | None = None) -> Any:
+        """Runs a step from the scheduler to the tables; notes the time after each part."""
+        scheduler, prompt = self.scheduler, self.case.requests
+        clocks = [] if clocks is None else clocks
+        if self.case.chunk and not self.has_prompt:
+            scheduler.add(prompt, PROMPT)
+            self.has_prompt = True
+        clocks.append(time.perf_counter())
+        schedule = scheduler.schedule()
         clocks.append(time.perf_counter())
         upload = self.manager.step(self.shape, schedule.work, ring=self.ring)
         clocks.append(time.perf_counter())
         batch = self.apply(upload)
         clocks.append(time.perf_counter())
-        poll(batch)
+        scheduler.append(dict.fromkeys(schedule.samples, 1))
         clocks.append(time.perf_counter())
-        self.scheduler.append(dict.fromkeys(schedule.samples, 1))
+        if prompt in schedule.samples:
+            scheduler.finish(prompt)
+            self.has_prompt = False
+        return batch
+
+    def parts_of_step(self) -> dict[str, float]:
+        """Runs a step of the scheduler. Returns the seconds of its parts."""
+        clocks: list[float] = []
+        poll(self.scheduled_step(clocks))
+        clocks.append(time.perf_counter())
         seconds = (later - sooner for sooner, later in itertools.pairwise(clocks))
         return dict(zip(PARTS, seconds, strict=True))
 
@@ -120,11 +139,11 @@ class Server:
             manager.start(prompt)
         return self.apply(manager.step(self.shape, next(self.works), ring=self.ring))
 
-    def quiet_steps(self) -> Any:
+    def until_blocks_begin(self, step: Callable[[], Any]) -> Any:
         """Runs steps until all requests begin a block in the next one."""
-        batch = self.step()
+        batch = step()
         while self.manager.num_computed_tokens(0) % BLOCK_SIZE:
-            batch = self.step()
+            batch = step()
         return batch
 
 

@@ -1,14 +1,16 @@
-"""Table work of a step, from the books on the host to gathered tables on the device.
+"""Table work of a step, from the scheduler to gathered tables on the device.
 
-Ours is `BlockManager.step` and `apply_step`; vLLM's is its `KVCacheManager` and the calls of its
-model runner on `BlockTables`: append_block_ids, apply_staged_writes, two uploads and the
-positions kernel (which our one upload holds), gather_block_tables, compute_slot_mappings. Both
-serve the same requests. "dispatched" is the host's share, "synced" waits for the device.
+Ours is `Scheduler.schedule` and ``append``, `BlockManager.step` and `apply_step`; then the same
+without the scheduler. vLLM's is its `KVCacheManager` and the calls of its model runner on
+`BlockTables`: append_block_ids, apply_staged_writes, two uploads and the positions kernel (which
+our one upload holds), gather_block_tables, compute_slot_mappings. Both serve the same requests.
+"dispatched" is the host's share, "synced" waits for the device.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ import jaxkv
 from jaxkv.blocks import StepShape, Upload
 from jaxkv.planning import plan_cache
 from tests.benchmarks import timing
-from tests.benchmarks.servers import PARTS, PROMPT, Case, Server, VllmServer, apply_step
+from tests.benchmarks.servers import PARTS, Case, Server, VllmServer, apply_step
 from tests.benchmarks.timing import (
     ON_GPU,
     Report,
@@ -34,35 +36,33 @@ from tests.benchmarks.workload import BLOCK_SIZE, FULL, MAX_MODEL_LEN, WINDOW, m
 
 
 def cases() -> tuple[Case, ...]:
-    """Returns the cases of this run's size."""
+    """Returns the cases of this run's size: the usual size first, and some of all by default."""
     if timing.size == "smallest":
         return (Case(4, 2, chunk=32, in_phase=True),)
-    counts = by_size(full=(64, 256, 1024, 4096), small=(64, 256), smallest=())
-    groups = by_size(full=(1, 2, 4, 8), small=(1, 4), smallest=())
-    both = by_size(full=(1, 4), small=(1,), smallest=())
-    decodes = [(count, of) for count in counts for of in groups if count == 256 or of in (1, 4)]
-    decodes.sort(key=lambda case: case[0] != 256)  # the usual size first
-    return (
-        *(Case(256, of, chunk=512) for of in both),
-        *itertools.starmap(Case, decodes),
-        *(Case(256, of, in_phase=True) for of in both),
-    )
+    usual = Case(256, 1), Case(256, 4), Case(256, 4, chunk=512)
+    if not timing.every_case:
+        return (*usual, *by_size(full=(Case(64, 1), Case(1024, 4)), small=(), smallest=()))
+    decodes = [Case(256, 2), Case(256, 8)]
+    decodes += [Case(count, groups) for count in (64, 1024, 4096) for groups in (1, 4)]
+    in_phase = [Case(256, groups, in_phase=True) for groups in (1, 4)]
+    return (*usual, *decodes, Case(256, 1, chunk=512), *in_phase)
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Table work of a step, to tables on the device; above each the parts, median us")
     for case in cases():
-        ours = report.add(case.name, "jaxkv", time_ours(report, case))
+        server = _server(case)
+        _note_parts(report, server)
+        scheduled = time_steps(server, server.scheduled_step)
+        report.add(case.name, "jaxkv with its scheduler", scheduled)
+        ours = report.add(case.name, "jaxkv", time_steps(server, server.step))
         if peer is not None and peer.has_tables:
             report.add(case.name, "vLLM", time_vllm(case, peer), base=ours)
     requests = by_size(full=256, small=64, smallest=4)
-    case = Case(requests, 1)
-    server = Server(case)
-    report.title("The same, and what jax itself costs")
-    ours = report.add(case.name, "NumPy upload", time_steps(server))
-    if ON_GPU:
-        report.add(case.name, "page-locked ring", time_steps(server, ring=True), base=ours)
-    report.add(case.name, "no work at all", time_nothing(server), base=ours)
+    _time_jax(report, requests)
+    if not timing.every_case:
+        report.note("left out: other cases, buffers and large tables; --all times them, too")
+        return
     report.title("The same work inside a caller's jitted step, which has an upload anyway")
     for groups in by_size(full=(1, 4), small=(1,), smallest=(1,)):
         _time_added(report, Server(Case(requests, groups)))
@@ -75,48 +75,56 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 # --- timing -----------------------------------------------------------------------------
 
 
-def _time_parts(server: Server) -> dict[str, float]:
-    """Decodes, and returns the median microseconds of the parts of a step."""
-    case, scheduler = server.case, server.scheduler
-    scheduler.append(dict.fromkeys(case.prompts, 1))
-    samples: dict[str, list[float]] = {part: [] for part in PARTS}
-    for _ in range(by_size(full=80, small=48, smallest=34)):
-        if case.chunk and case.requests not in (*scheduler.running, *scheduler.waiting):
-            scheduler.add(case.requests, PROMPT)
-        begins_blocks = server.manager.num_computed_tokens(0) % BLOCK_SIZE == 0
-        for part, seconds in server.scheduled_step().items():
-            if begins_blocks or not case.in_phase:
-                samples[part].append(seconds)
-        if case.chunk and scheduler.num_tokens(case.requests) > PROMPT:
-            scheduler.finish(case.requests)
-    return medians({part: seconds[1:] for part, seconds in samples.items()})  # the first compiles
-
-
 _parts: dict[Case, dict[str, float]] = {}  # by the host's clock, which is read before we print
 
 
-def time_ours(report: Report, case: Case) -> Times:
-    """Prints the parts of a step with the scheduler; times a step without it."""
+def _server(case: Case) -> Server:
+    """Returns a server whose requests begin to decode, with page-locked uploads on a GPU."""
     server = Server(case)
     server.ring = jaxkv.UploadRing() if ON_GPU else None
+    server.decode()
+    return server
+
+
+def _note_parts(report: Report, server: Server) -> None:
+    """Prints the median microseconds of the parts of a step, from the scheduler on."""
+    case = server.case
     if timing.clock == "host":
-        _parts[case] = _time_parts(server)
+        samples: dict[str, list[float]] = {part: [] for part in PARTS}
+        for _ in range(by_size(full=80, small=48, smallest=34)):
+            begins_blocks = server.manager.num_computed_tokens(0) % BLOCK_SIZE == 0
+            for part, seconds in server.parts_of_step().items():
+                if begins_blocks or not case.in_phase:
+                    samples[part].append(seconds)
+        # the first step compiles
+        _parts[case] = medians({part: seconds[1:] for part, seconds in samples.items()})
     texts = [f"{part} {us:.1f}" for part, us in _parts[case].items()]
     report.note(f"{case.name:<40} {', '.join(texts)}", **_parts[case])
-    return time_steps(server, ring=ON_GPU)
 
 
-def time_steps(server: Server, ring: bool = False) -> Times:
-    """Times a step from the books to the tables."""
+def time_steps(server: Server, step: Callable[[], Any]) -> Times:
+    """Times steps with or without the scheduler, which has no work any more after the latter."""
     case, manager = server.case, server.manager
-    server.ring = jaxkv.UploadRing() if ring else None
-    if case.chunk:
+    if case.chunk and step == server.step:
         if case.requests in manager.requests:
             manager.finish(case.requests)
         manager.start(case.requests)
-    times = measure(server.step, prepare=server.quiet_steps if case.in_phase else None)
+    until = functools.partial(server.until_blocks_begin, step)
+    times = measure(step, prepare=until if case.in_phase else None)
     jaxkv.check_errors(server.cache)
     return times
+
+
+def _time_jax(report: Report, requests: int) -> None:
+    """Times what jax itself costs."""
+    server = Server(Case(requests, 1))
+    report.title("The same without the scheduler, and what jax itself costs")
+    ours = report.add(server.case.name, "NumPy upload", time_steps(server, server.step))
+    if ON_GPU:
+        server.ring = jaxkv.UploadRing()
+        times = time_steps(server, server.step)
+        report.add(server.case.name, "page-locked ring", times, base=ours)
+    report.add(server.case.name, "no work at all", time_nothing(server), base=ours)
 
 
 def time_nothing(server: Server) -> Times:

@@ -26,6 +26,7 @@ Size = Literal["smallest", "small", "full"]
 # "host" or "GPU". A process that was profiled once dispatches more slowly ever after, so a
 # run first reads the host's clock everywhere, and then goes through all of it again.
 clock = "host"
+every_case = False  # also those that the default run leaves out, because they take minutes
 size: Size = "full" if ON_GPU else "small"
 
 

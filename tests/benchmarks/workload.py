@@ -1,7 +1,9 @@
 """Groups of layers and requests of the timed steps, in jaxkv's books and in vLLM's. No jax."""
 
 import gc
+import hashlib
 import math
+import pickle
 import types
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -61,13 +63,14 @@ def settle() -> None:
 
 
 class VllmBooks:
-    """vLLM's `KVCacheManager` over the groups of a plan, without its prefix cache.
+    """vLLM's `KVCacheManager` over the groups of a plan.
 
     Driven as its scheduler drives it: ``allocate_slots`` for one request after the other, and
     the new block ids of each as lists.
     """
 
-    def __init__(self, peer: VllmPeer, plan: Plan):
+    def __init__(self, peer: VllmPeer, plan: Plan, *, caches: bool = False):
+        """Starts without requests; ``caches``: with vLLM's prefix cache."""
         vllm = self._vllm = peer.manager
         groups = [
             vllm.KVCacheGroupSpec(list(group.layers), _vllm_spec(vllm, group.specs[0], plan))
@@ -79,21 +82,32 @@ class VllmBooks:
             scheduler_block_size=math.lcm(*(g.kv_cache_spec.block_size for g in groups)),
             hash_block_size=BLOCK_SIZE,
             max_in_flight_tokens=LONGEST_CHUNK,
-            enable_caching=False,
+            enable_caching=caches,
         )
         self.requests: dict[Hashable, Any] = {}
+        self._found: dict[Hashable, Any] = {}  # blocks of the prefix, until the first step
+        self._caches, self._hasher = caches, None
+        if caches:
+            vllm.init_none_hash(_sha256)
+            self._hasher = vllm.get_request_block_hasher(BLOCK_SIZE, _sha256)
 
     @property
     def num_free_blocks(self) -> int:
         return self.manager.block_pool.get_num_free_blocks()
 
-    def start(self, name: Hashable, num_tokens: int) -> None:
+    def start(self, name: Hashable, num_tokens: int, tokens: list[int] | None = None) -> int:
+        """Starts a request. Returns the tokens of its prompt that the prefix cache holds."""
         sampling = types.SimpleNamespace(
-            max_tokens=MAX_MODEL_LEN, extra_args=None, skip_reading_prefix_cache=True
+            max_tokens=MAX_MODEL_LEN, extra_args=None, skip_reading_prefix_cache=not self._caches
         )
-        request = self._vllm.Request(str(name), [0] * num_tokens, sampling, None)
+        tokens = [0] * num_tokens if tokens is None else tokens
+        request = self._vllm.Request(str(name), tokens, sampling, None, block_hasher=self._hasher)
         request.status = self._vllm.RequestStatus.RUNNING
         self.requests[name] = request
+        if not self._caches:
+            return 0
+        self._found[name], cached, _ = self.manager.get_computed_blocks(request)
+        return cached
 
     def step(self, work: Mapping[Hashable, int]) -> list[tuple[list[int], ...] | None]:
         """Returns the new block ids of each request; None where it gets none."""
@@ -101,15 +115,31 @@ class VllmBooks:
         manager.new_step_starts()
         new: list[tuple[list[int], ...] | None] = []
         for name, count in work.items():
-            blocks = manager.allocate_slots(requests[name], count)
+            if name in self._found:
+                blocks = self._allocate_rest(name, count)
+            else:
+                blocks = manager.allocate_slots(requests[name], count)
             new.append(blocks.get_block_ids(allow_none=True))
         manager.take_new_block_ids()
         for name, count in work.items():
             requests[name].num_computed_tokens += count
         return new
 
+    def _allocate_rest(self, name: Hashable, count: int) -> Any:
+        """Allocates what follows the prefix that was found."""
+        request, found = self.requests[name], self._found.pop(name)
+        cached = request.num_tokens - count
+        blocks = self.manager.allocate_slots(request, count, cached, found)
+        request.num_computed_tokens = cached
+        return blocks
+
     def finish(self, name: Hashable) -> None:
         self.manager.free(self.requests.pop(name))
+
+
+def _sha256(content: Any) -> bytes:
+    """As vLLM's ``sha256``, whose module imports what need not be installed."""
+    return hashlib.sha256(pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
 def _vllm_spec(vllm: types.SimpleNamespace, spec: LayerSpec, plan: Plan) -> Any:
