@@ -94,11 +94,13 @@ def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
         default = cache_of(scales=(1.0, 1.0))
     for cache in (default, cache_of(device=last, scales=(1.0, 1.0))):
         assert all(a.committed and a.devices() == {last} for a in jax.tree.leaves(cache))
-    everywhere = cache_of(mesh=MESH, scales=(1.0, 1.0))
+    everywhere = cache_of(device=NamedSharding(MESH, PartitionSpec()), scales=(1.0, 1.0))
     assert all(
         a.sharding == NamedSharding(MESH, PartitionSpec()) for a in jax.tree.leaves(everywhere)
     )
     assert everywhere.num_bytes == default.num_bytes
+    with pytest.raises(ValueError, match="would divide every array alike; pass mesh= and axis="):
+        cache_of(device=NamedSharding(MESH, PartitionSpec("heads")))
 
 
 @two_devices
@@ -177,6 +179,7 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
         ({"axis": "heads"}, ValueError, "axis='heads' needs the mesh .* pass mesh="),
         ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh and device both say"),
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),
+        ({"mesh": MESH}, ValueError, r"mesh= without axis= leaves open .*device=NamedSharding\("),
         ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, "plan for as many ranks"),
         ({"order": "LBNCH"}, ValueError, "order='LBNCH' is not a physical order; use one of LBNHC"),
         ({"order": "BLNHC", "stacked": False}, ValueError, "stacked=False: order='BLNHC' lays all"),
@@ -279,7 +282,12 @@ def test_equal_layouts_are_equal_after_pickling_and_others_are_not() -> None:
         assert same == one and hash(same) == hash(one) and same.buffers == one.buffers
     assert one.column_starts == (0, 2), "cached values are left behind and come back"
     others = [{"order": "BLNHC"}, {"stacked": False}, {"kernel_block_sizes": [2]}]
-    others += [{"interleave_tokens": 2}, {"tables_only": True}, {"max_requests": 3}, {"mesh": MESH}]
+    others += [
+        {"interleave_tokens": 2},
+        {"tables_only": True},
+        {"max_requests": 3},
+        {"device": NamedSharding(MESH, PartitionSpec())},
+    ]
     assert len({one, *(make_cache(PLAN, **{"max_requests": 2} | o).layout for o in others)}) == 8
     assert repr(one) == "CacheLayout(1 groups, 8 blocks, 2 rows, LBNHC)"
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv.cache import BAD_PERIOD
@@ -217,7 +217,7 @@ class Place(NamedTuple):
 
 
 SHARDED = r"float32\[8@data,2,4\] is sharded over the explicit mesh axis 'data': .* jax.shard_map"
-ONE_DEVICE = "jax.set_mesh has set a mesh of 2 devices: pass mesh=, and axis= to shard"
+ONE_DEVICE = "jax.set_mesh has set a mesh of 2 devices: pass mesh= and axis= to shard"
 PLACES = [
     Place(1, False, None, True),
     Place(1, False, "", False),
@@ -266,7 +266,8 @@ def test_explicit_axes_change_nothing_or_are_refused_by_name(place: Place) -> No
     if place.refusal is not None:
         refused = pytest.raises(ValueError, match=place.refusal)
     with refused, jax.set_mesh(mesh) if place.is_context else contextlib.nullcontext():
-        cache = plain_cache(mesh=mesh) if place.mesh_of_cache else plain_cache()
+        everywhere = {"device": NamedSharding(mesh, PartitionSpec())}
+        cache = plain_cache(**everywhere if place.mesh_of_cache else {})
         if place.queries is not None:
             spec = PartitionSpec(place.queries or None)
             x = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))

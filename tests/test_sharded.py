@@ -102,13 +102,11 @@ def step(cache, upload, queries, keys, values):
     return cache, attended, [jaxkv.read_tokens(cache, name, batch) for name in LAYERS]
 
 
-def serve(
-    run: Callable[..., Any], cache: jaxkv.KVCache, plan: jaxkv.Plan, place: Callable[..., Any]
-) -> list[Any]:
+def serve(run: Any, cache: jaxkv.KVCache, plan: jaxkv.Plan, place: Callable[..., Any]) -> list[Any]:
     """Steps of two requests, one of which starts over; what each attended to and read."""
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    rng, seen = np.random.default_rng(0), []
+    rng, seen, programs = np.random.default_rng(0), [], set()
     where = parts_of(cache)
     manager.start("a")
     manager.start("b")
@@ -125,8 +123,10 @@ def serve(
         with quiet:
             cache, attended, read = run(cache, *arguments)
             jax.block_until_ready(cache)
+        programs.add(run._cache_size())
         seen.append(jax.tree.map(np.asarray, (attended, read)))
         assert parts_of(cache) == where, "a device's part of the cache has moved"
+    assert len(programs) == 1, "a step returns other shardings than make_cache"
     jaxkv.check_errors(cache)
     return seen
 
@@ -215,7 +215,7 @@ def test_states_of_a_replicated_cache_are_kept_on_every_device(types, devices) -
     manager.start("a")
     run = jax.jit(state_step, donate_argnums=0)
     with jax.set_mesh(mesh):
-        cache = jaxkv.make_cache(STATE, max_requests=2, mesh=mesh)
+        cache = jaxkv.make_cache(STATE, max_requests=2, device=NamedSharding(mesh, SAME))
         for turn in range(3):
             cache, state = run(cache, manager.step(STATE_SHAPE, {"a": 1}))
             for shard in state.addressable_shards:

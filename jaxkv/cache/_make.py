@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._internal.allocation import Device, zeros
+from jaxkv._internal.allocation import Device, copied, zeros
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv.cache._layout import CacheLayout
 from jaxkv.cache._state import KVCache
@@ -59,10 +60,12 @@ def make_cache(
         ``x / scale``. None: no scales, which reads and writes ``x``.
       mesh, axis: shards the pool over an axis of a mesh: by position with context
         parallelism, else by KV head; the plan is that of one rank. Block ids mean the same on
-        all devices, and tables and scales are on each. Without ``axis`` every device of the
-        mesh gets all of the pool.
-      device: a device or a sharding for everything; None: the default device. Arrays are
-        committed to it.
+        all devices, and tables and scales are on each. Along other axes of the mesh the pool is
+        repeated. Devices may belong to several processes: all of them make the same call, and
+        each holds its own shards.
+      device: a device for everything, or a sharding that gives every device all of it,
+        ``NamedSharding(mesh, PartitionSpec())``; None: the default device. Arrays are committed
+        to it.
       worker: index into ``plan.layouts``.
       rank: with context parallelism, this process's rank where no mesh axis tells it.
       tables_only: no pool, for engines that keep their own buffers.
@@ -77,6 +80,8 @@ def make_cache(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
     _check_places(mesh, axis, device)
+    if device is None and mesh is None:
+        device = _default_place()
     layout = _make_layout(
         plan,
         max_requests=max_requests,
@@ -87,18 +92,9 @@ def make_cache(
         worker=worker,
         rank=rank,
         has_buffers=not tables_only,
-        mesh=mesh,
+        mesh=_mesh_of(device) if mesh is None else mesh,
         axis=axis,
     )
-    if device is None and mesh is None:
-        with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
-            devices = jnp.zeros(0).devices()
-        if len(devices) > 1:
-            raise ValueError(
-                f"jax.set_mesh has set a mesh of {len(devices)} devices: pass mesh=, and axis= to "
-                "shard the pool over one of its axes"
-            )
-        (device,) = devices
     same = device if mesh is None else NamedSharding(mesh, PartitionSpec())
     split = device if mesh is None else NamedSharding(mesh, layout.buffer_spec)
     shapes = ((max_requests, layout.column_starts[-1]), (max_requests, len(plan.groups)), (2,))
@@ -133,11 +129,22 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
         raise ValueError(
             "the cache has no scales; make it with scales=(1.0, 1.0) to set them later"
         )
-    table = cache.scales
+    number = cache.layout.layer_index
+    is_set = np.zeros((len(number), 1), bool)
+    rows: list[Any] = [np.zeros(2, np.float32)] * len(number)
     for layer, pair in _by_layer(cache.layout, scales).items():
-        index = cache.layout.layer_index[cache.layout.owner_of(layer)]
-        table = table.at[index].set(jnp.stack([jnp.asarray(s, jnp.float32) for s in pair]))
-    return dataclasses.replace(cache, scales=table)
+        index = number[cache.layout.owner_of(layer)]
+        is_set[index], rows[index] = True, _as_row(pair)
+    # Of NumPy arrays if it can be: they go wherever the cache is, on a mesh of explicit axes too.
+    stack = np.stack if all(isinstance(row, np.ndarray) for row in rows) else jnp.stack
+    return dataclasses.replace(cache, scales=jnp.where(is_set, stack(rows), cache.scales))
+
+
+def _as_row(pair: Scale) -> Any:
+    """Returns a pair as f32[2], of jax where a scale is traced."""
+    if any(isinstance(scale, jax.core.Tracer) for scale in pair):
+        return jnp.stack([jnp.asarray(scale, jnp.float32) for scale in pair])
+    return np.array([np.asarray(scale) for scale in pair], np.float32)
 
 
 def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
@@ -147,8 +154,46 @@ def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
         raise ValueError("mesh and device both say where the cache goes; pass one of them")
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
         raise TypeError(f"device must be a jax.Device or a Sharding, got {device!r}")
-    if mesh is not None and axis is not None and axis not in mesh.shape:
+    if isinstance(device, jax.sharding.Sharding) and not device.is_fully_replicated:
+        raise ValueError(
+            f"device={device} would divide every array alike; pass mesh= and axis= to shard "
+            "the pool only"
+        )
+    if mesh is None:
+        return
+    if axis is None:
+        raise ValueError(
+            f"mesh= without axis= leaves open how {mesh.size} devices share the pool: pass the "
+            f"axis of {mesh.axis_names} to shard it over, or instead of mesh= "
+            "device=NamedSharding(mesh, PartitionSpec()), which gives every device all of it"
+        )
+    if axis not in mesh.shape:
         raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
+    if not mesh.local_devices:
+        raise ValueError(
+            f"no device of the mesh belongs to process {jax.process_index()}: make a cache only in "
+            "the processes whose devices it uses"
+        )
+
+
+def _default_place() -> Device:
+    """Returns the default device; as a sharding where jax.set_mesh has set a mesh of it."""
+    with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
+        sharding = jnp.zeros(0).sharding
+    devices = sharding.device_set
+    if len(devices) > 1:
+        raise ValueError(
+            f"jax.set_mesh has set a mesh of {len(devices)} devices: pass mesh= and axis= to "
+            "shard the pool over one of its axes, or "
+            "device=NamedSharding(mesh, PartitionSpec()) to give every device all of it"
+        )
+    mesh = _mesh_of(sharding)
+    return next(iter(devices)) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _mesh_of(device: Device) -> Mesh | None:
+    mesh = device.mesh if isinstance(device, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def _make_layout(
@@ -237,7 +282,7 @@ def _make_scales(
     table = np.ones((len(layout.layer_index), 2), np.float32)
     for layer, pair in _by_layer(layout, scales).items():
         table[layout.layer_index[layout.owner_of(layer)]] = [np.asarray(s) for s in pair]
-    return jax.device_put(table, device).copy()  # on a CPU that is NumPy's memory, undonatable
+    return copied(table, device)
 
 
 def _is_positive(scale: float | Array) -> bool:

@@ -15,6 +15,9 @@ it as it was when it was compiled. `check_not_closed_over` looks for such arrays
     step = jax.jit(model, donate_argnums=0)              # right: step(cache, upload)
     jaxkv.check_not_closed_over(cache, step, cache, upload)
 
+On a mesh of several processes all of them make the same calls. Each copies its own shards, and the
+copies end with it.
+
 Memory returns to jax's allocator. For other processes to get it as well, that allocator must
 not keep it: set ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` or ``cuda_async``. Host memory stays
 page-locked for the next sleep, and XLA gives a process 64 GB of it unless

@@ -1,6 +1,7 @@
-"""One step on the device: `apply_step`, and a ring of page-locked uploads."""
+"""One step on the device: `apply_step`, page-locked uploads, and one upload for many processes."""
 
 from jaxkv.step._apply import apply_step
+from jaxkv.step._processes import broadcast_upload, check_same_upload
 from jaxkv.step._ring import UploadRing
 
-__all__ = ["UploadRing", "apply_step"]
+__all__ = ["UploadRing", "apply_step", "broadcast_upload", "check_same_upload"]

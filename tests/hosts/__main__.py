@@ -1,0 +1,154 @@
+"""One process of a scene: ``python -m tests.hosts SCENE INDEX COUNT PORT FOLDER``."""
+
+import functools
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import jaxkv
+from tests.hosts import HEARTBEAT_S, make_mesh
+from tests.hosts.costs import costs
+from tests.hosts.demo import broadcasting, checked, demo_engine, receive, serve_demo
+from tests.hosts.processes import Scene
+from tests.hosts.small import HEADS, SIZE, TOKENS, serve_small, small_plan, small_step
+
+
+def pair(index: int) -> dict[str, Any]:
+    """Two processes: a scheduler in each, then one for both; then everything else."""
+    heads, context = make_mesh((2,), ("heads",)), make_mesh((2,), ("context",))
+    explicit = make_mesh((2,), ("heads",), AxisType.Explicit)
+    planted: list[tuple[int, str]] = []
+    each = functools.partial(checked, context, index == 1, planted)
+    result: dict[str, Any] = {"each": serve_demo(demo_engine(context, "context"), 0, each)}
+    result["planted"] = planted
+    engine = demo_engine(heads, "heads")
+    if index == 0:
+        one = functools.partial(broadcasting, engine.shapes, heads)
+        result["one"] = serve_demo(engine, 1, one)
+        assert jaxkv.broadcast_upload(None, engine.shapes, heads) is None
+    else:
+        try:
+            jaxkv.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
+        except ValueError as error:
+            result["refused"] = str(error)
+        result["one"] = receive(engine, heads)
+    return result | {"small": serve_small(explicit)}
+
+
+def four(index: int) -> dict[str, Any]:
+    """Four processes: two replicas of two, each with books of its own; and all four together."""
+    replicas = make_mesh((2, 2), ("data", "heads")).devices
+    replica = index // 2
+    mesh = Mesh(replicas[replica], ("heads",), axis_types=(AxisType.Explicit,))
+    small = serve_small(mesh, replica, nap=replica == 0)
+    result: dict[str, Any] = {"small": small, "planted": []}
+    result["refused"] = refusals(Mesh(replicas[1 - replica], ("heads",)))
+    context = make_mesh((4,), ("context",))
+    each = functools.partial(checked, context, index == 2, result["planted"])
+    return result | {"each": serve_demo(demo_engine(context, "context"), 0, each)}
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    """Messages to a process that has no device of a mesh."""
+    said, plan = [], small_plan(2)
+    upload = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=TOKENS).idle()
+    for call in (
+        lambda: jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads"),
+        lambda: jaxkv.check_same_upload(upload, mesh),
+        lambda: jaxkv.broadcast_upload(None, [upload.shape], mesh),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def death(index: int, victim: int, save: Callable[[Any], None]) -> None:
+    """One of two processes is killed; the other tries everything, and waits for its own end."""
+    mesh = make_mesh((2,), ("heads",))
+    plan = small_plan(2)
+    cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=TOKENS)
+    manager = jaxkv.BlockManager(plan, max_requests=4)
+    queries = np.ones((TOKENS, 2 * HEADS, SIZE), np.float32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(cache, upload):
+        cache, out = small_step(cache, upload, queries, queries[:, :HEADS])
+        return cache, out.sum()  # over all heads, which the processes add up
+
+    manager.start("a")
+    for _ in range(2):
+        cache, out = run(cache, manager.step(shape, {"a": 3}))
+        np.asarray(out)
+    upload = manager.step(shape, {"a": 3})
+    jaxkv.check_same_upload(upload, mesh)
+    if index == victim:
+        print("killed at", time.strftime("%H:%M:%S"), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen: dict[str, tuple[float, str]] = {}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        started = time.monotonic()
+        try:
+            call()
+            said = ""
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seen[name] = time.monotonic() - started, said
+        save(seen)
+
+    def step() -> None:
+        nonlocal cache
+        cache, out = run(cache, upload)
+        np.asarray(out)
+
+    attempt("check_same_upload", lambda: jaxkv.check_same_upload(upload, mesh))
+    attempt("step", step)
+    attempt("check_errors", lambda: jaxkv.check_errors(cache))
+    attempt("sleep", lambda: jaxkv.sleep(cache))
+    time.sleep(300)  # jax ends the process before
+
+
+def play(scene: str, index: int, count: int, port: int, folder: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        count,
+        index,
+        heartbeat_timeout_seconds=HEARTBEAT_S if scene == "death" else 100,
+        cluster_detection_method="deactivate",
+    )
+
+    def save(result: Any) -> None:
+        (pathlib.Path(folder) / f"{index}.pickle").write_bytes(pickle.dumps(result))
+
+    if scene == "death":
+        death(index, count - 1, save)
+    save({"pair": pair, "four": four, "costs": costs}[scene](index))
+
+
+def main() -> None:
+    """Plays a part in a scene; or prints the costs of two processes."""
+    if len(sys.argv) > 1:
+        play(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Scene.start("costs", 2, pathlib.Path(folder)).results()[0]
+    for name, figure in figures.items():
+        print(f"{name:42} {figure:8,.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One cache over several processes: what each holds and serves, and how they find out drift.
+
+`tests.hosts` is the program that they run, with one device each: GPUs where there are enough.
+"""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jaxkv.blocks import StepShape
+from jaxkv.step import broadcast_upload, check_same_upload
+from jaxkv.testing import assert_no_recompilation
+from tests.hosts import HEARTBEAT_S, make_mesh
+from tests.hosts.demo import demo_engine, serve_demo, tokens_of
+from tests.hosts.processes import ROOT, TIMEOUT_S, Scene, num_gpus
+from tests.hosts.small import serve_small, small_plan
+
+two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="compares with two devices of one")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed(tmp_path_factory) -> Scene:
+    """Started first, because it mostly waits."""
+    return Scene.start("death", 2, tmp_path_factory.mktemp("death"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[Any]:
+    return Scene.start("pair", 2, tmp_path_factory.mktemp("pair")).results()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> list[Any]:
+    return Scene.start("four", 4, tmp_path_factory.mktemp("four")).results()
+
+
+@functools.cache
+def by_one_process(axis: str, seed: int) -> dict[str, Any]:
+    engine = demo_engine(make_mesh((2,), (axis,)), axis)
+    return serve_demo(engine, seed, lambda step: step)
+
+
+# --- the same as one process ----------------------------------------------------------
+
+
+@two_devices
+@pytest.mark.parametrize(("how", "axis", "seed"), [("each", "context", 0), ("one", "heads", 1)])
+def test_two_processes_serve_the_tokens_of_one_with_the_same_mesh(pair, how, axis, seed) -> None:
+    """With a scheduler in each, and with one that packs for both."""
+    expected = by_one_process(axis, seed)
+    assert len(expected["logits"]) == 6
+    for result in pair if how == "each" else pair[:1]:
+        assert tokens_of(result[how]) == tokens_of(expected)
+        for name, rows in result[how]["logits"].items():
+            np.testing.assert_allclose(rows, expected["logits"][name], rtol=0, atol=1e-4)
+
+
+@two_devices
+def test_four_processes_serve_the_tokens_of_one_too(four) -> None:
+    for result in four:
+        assert tokens_of(result["each"]) == tokens_of(by_one_process("context", 0))
+
+
+@two_devices
+def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(pair) -> None:
+    """After forks, copies, zeroed blocks and naps, under explicit axes."""
+    assert_parts([result["small"] for result in pair], replica=0)
+
+
+@two_devices
+def test_replicas_over_two_processes_each_have_books_and_steps_of_their_own(four) -> None:
+    for replica in range(2):
+        parts = [result["small"] for result in four[2 * replica : 2 * replica + 2]]
+        assert_parts(parts, replica)
+
+
+def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
+    """Process i holds the i-th part of what one process holds, bit by bit.
+
+    Attention is as close as sums in float32 are; the processes may be on other devices.
+    """
+    mesh = make_mesh((2,), ("heads",), AxisType.Explicit)
+    whole = serve_small(mesh, replica, nap=replica == 0)
+    for kind in ("outs", "cache"):
+        for index, result in enumerate(results):
+            assert len(result[kind]) == len(whole[kind]) > 3
+            for own, parts in zip(result[kind], whole[kind], strict=True):
+                assert list(own) == [index], "a part of another process"
+                atol = 1e-5 if kind == "outs" else 0
+                np.testing.assert_allclose(own[index], parts[index], rtol=0, atol=atol)
+
+
+def test_nothing_compiles_after_warm_up_in_any_process(pair, four) -> None:
+    for result in (*pair, *four):
+        assert result["each"]["compiled"] == [] and result["each"]["steps"] > 10
+        assert result["small"]["programs"] == 1
+    assert [result["one"]["compiled"] for result in pair] == [[], []]
+
+
+# --- drift ----------------------------------------------------------------------------
+
+
+def test_uploads_that_differ_are_found_in_their_step_by_all_processes(pair, four) -> None:
+    """Content in step 4 and shape in step 7, in one process; the next check finds no fault."""
+    for results, wrong in ((pair, 1), (four, 2)):
+        for result in results:
+            (fourth, content), (seventh, shape) = result["planted"]
+            assert (fourth, seventh) == (4, 7)
+            assert content.startswith("the uploads of this step differ: process 0 has number 4;")
+            assert f"process {wrong} has number 4, of other content" in content
+            assert f"process {wrong} has one without a number, of another shape" in shape
+            assert content.count("content") == shape.count("another shape") == 1
+
+
+def test_the_same_calls_give_the_same_uploads_whatever_strings_hash_to() -> None:
+    """To the byte: forks, drafts, preemption, windows and states, with names that are strings."""
+    command = [sys.executable, "-m", "tests.upload_trace"]
+    both = [
+        subprocess.Popen(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, stdout=subprocess.PIPE
+        )
+        for seed in ("1", "2")
+    ]
+    one, other = (process.communicate(timeout=TIMEOUT_S)[0] for process in both)
+    assert one == other and len(set(one.splitlines())) == 5
+
+
+def test_a_process_without_a_device_of_the_mesh_is_refused(four) -> None:
+    for index, result in enumerate(four):
+        assert len(result["refused"]) == 3
+        told = f"no device of the mesh belongs to process {index}"
+        assert all(message.startswith(told) for message in result["refused"])
+
+
+def test_only_the_first_process_of_a_mesh_may_broadcast(pair) -> None:
+    told = "process 1 passed an upload, but process 0 packs for this mesh; pass None here"
+    assert pair[1]["refused"] == told
+
+
+def test_a_mesh_of_one_process_exchanges_nothing() -> None:
+    mesh, shape, other = make_mesh((1,), ("heads",)), small_shape(8), small_shape(4)
+    upload = shape.idle()
+    with assert_no_recompilation():
+        check_same_upload(upload, mesh)
+        received = broadcast_upload(upload, [other, shape], mesh)
+        assert broadcast_upload(None, [shape], mesh) is None
+    assert received is not None and received.shape == shape
+    np.testing.assert_array_equal(received.data, upload.data)
+    with pytest.raises(ValueError, match=r"StepShape\(.*\) is not one of the shapes given: \["):
+        broadcast_upload(upload, [other], mesh)
+    with pytest.raises(ValueError, match="shapes is empty; give every shape that an upload may"):
+        broadcast_upload(upload, [], mesh)
+
+
+def small_shape(max_tokens: int) -> StepShape:
+    return StepShape.for_plan(small_plan(2), max_requests=4, max_tokens=max_tokens)
+
+
+# --- death ----------------------------------------------------------------------------
+
+
+def test_when_a_process_is_killed_the_others_say_so_and_end(killed) -> None:
+    """A compare or a step fails at once on a CPU; all ends once heartbeats are missed."""
+    survivor, victim = killed.end()
+    assert victim == -signal.SIGKILL
+    assert survivor not in (0, -signal.SIGKILL)
+    log = (killed.folder / "0.log").read_text()
+    assert "another task died" in log
+    if num_gpus() >= 2:  # the collectives of GPUs wait until jax ends the process
+        return
+    seen = killed.result(0)
+    for name in ("check_same_upload", "step", "check_errors", "sleep"):
+        seconds, said = seen[name]
+        assert said and seconds < HEARTBEAT_S, name
+    assert seen["check_same_upload"][1].startswith(
+        "RuntimeError: processes [0, 1] could not exchange an upload; if one of them has ended"
+    )
