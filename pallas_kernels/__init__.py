@@ -10,18 +10,18 @@ from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._paged_attention import paged_attention as paged_attention
-from pallas_kernels._paged_attention_limits import (
-    why_not_paged_attention as why_not_paged_attention,
-)
+from pallas_kernels._paged_attention_pages import StridedPages as StridedPages
+from pallas_kernels._paged_attention_tiles import Deal as Deal
 from pallas_kernels._write_rows import write_rows as write_rows
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 
 __all__ = [
+    "Deal",
     "Implementation",
+    "StridedPages",
     "copy_blocks",
     "default_implementation",
     "paged_attention",
-    "why_not_paged_attention",
     "write_rows",
     "zero_blocks",
 ]

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
+from pallas_kernels._paged_attention_pages import StridedPages, check_pages
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Deal
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -29,17 +31,22 @@ def check_arguments(
     key_scale: Any,
     value_scale: Any,
     key_width: int | None,
+    value_width: int | None,
+    causal: bool,
+    first_positions: Any,
+    deal: Deal | None,
+    out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
     """Returns the rule and the arrays of a call.
 
     Raises:
       TypeError, ValueError: an argument that does not fit.
     """
-    queries, pages = jnp.asarray(queries), jnp.asarray(pages)
-    _check_dtype("queries", queries, QUERY_DTYPES)
-    _check_dtype("pages", pages, PAGE_DTYPES)
-    _check_pages(queries, pages, key_width)
-    (num_tokens, heads, key_size), kv_heads = queries.shape, pages.shape[2]
+    queries, pages = jnp.asarray(queries), check_pages(pages)
+    _check_dtype("queries", queries.dtype, QUERY_DTYPES)
+    _check_dtype("pages", pages.dtype, PAGE_DTYPES)
+    _check_widths(queries, pages, key_width, value_width)
+    (num_tokens, heads, key_size), kv_heads = queries.shape, pages.kv_heads
     block_tables = _as_int32("block_tables", block_tables, 2)
     batch = block_tables.shape[0]
     seq_lens = _as_int32("seq_lens", seq_lens, 1, batch)
@@ -50,25 +57,40 @@ def check_arguments(
             f"queries has {num_tokens} tokens for {batch} requests; pass query_start_loc, because "
             "without it each request has one"
         )
-    if block_tables.shape[1] * pages.shape[1] > INT32_MAX:
-        raise ValueError(f"block_tables is too wide: {block_tables.shape} pages of {pages.shape}")
+    if block_tables.shape[1] * pages.tokens > INT32_MAX:
+        raise ValueError(
+            f"block_tables is too wide: {block_tables.shape} pages of {pages.tokens} tokens"
+        )
     rule = AttentionRule(
         kv_heads=kv_heads,
         group=heads // kv_heads if kv_heads else 0,
         key_width=key_size,
-        value_width=pages.shape[3] - key_size,
-        page_tokens=pages.shape[1],
+        value_width=pages.width - key_size if value_width is None else value_width,
+        page_tokens=pages.tokens,
         scale=key_size**-0.5 if scale is None else _positive("scale", scale),
         window=_as_count("sliding_window", sliding_window),
         chunk=_as_count("chunk_size", chunk_size),
         soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+        causal=causal,
+        values_in_keys=pages.width == key_size,
+        ranks=1 if deal is None else deal.ranks,
+        interleave_tokens=1 if deal is None else deal.interleave_tokens,
+        out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
     )
+    _check_rule(rule)
+    chunk_offsets = jnp.zeros_like(seq_lens)
+    if first_positions is not None:
+        first_positions = _as_int32("first_positions", first_positions, 1, batch)
+        seq_lens = seq_lens - first_positions
+        chunk_offsets = first_positions % (rule.chunk or 1)
     arrays = AttentionArrays(
         queries,
         pages,
         block_tables,
-        seq_lens,
+        jnp.maximum(seq_lens, 0),
         query_start_loc,
+        chunk_offsets=chunk_offsets,
+        rank=jnp.asarray(0 if deal is None else deal.rank, jnp.int32),
         sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
         key_scale=_as_scale("key_scale", key_scale, kv_heads),
         value_scale=_as_scale("value_scale", value_scale, kv_heads),
@@ -76,29 +98,44 @@ def check_arguments(
     return rule, arrays
 
 
-def _check_dtype(name: str, array: Array, dtypes: tuple[str, ...]) -> None:
-    if array.dtype.name not in dtypes:
-        raise TypeError(f"{name} must be one of {', '.join(dtypes)}, got {array.dtype}")
+def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:
+    if jnp.dtype(dtype).name not in dtypes:
+        raise TypeError(f"{name} must be one of {', '.join(dtypes)}, got {jnp.dtype(dtype)}")
 
 
-def _check_pages(queries: Array, pages: Array, key_width: int | None) -> None:
+def _check_widths(
+    queries: Array, pages: StridedPages, key_width: int | None, value_width: int | None
+) -> None:
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, heads, K], got shape {queries.shape}")
-    if pages.ndim != 4:
-        raise ValueError(f"pages must be [blocks, tokens, kv_heads, K + V], got {pages.shape}")
-    heads, key_size = queries.shape[1:]
-    kv_heads, row = pages.shape[2:]
+    (_, heads, key_size), kv_heads, row = queries.shape, pages.kv_heads, pages.width
     if not kv_heads or not heads or heads % kv_heads:
         raise ValueError(f"queries has {heads} heads; pages want a multiple of {kv_heads}")
-    if not pages.shape[1]:
-        raise ValueError(f"pages has blocks of 0 tokens: its shape is {pages.shape}")
+    if not pages.tokens:
+        raise ValueError("pages has blocks of 0 tokens")
     if key_width is not None and key_width != key_size:
         raise ValueError(f"key_width={key_width}; queries are {key_size} wide")
-    if not 0 < key_size < row:
+    if value_width is None and not 0 < key_size < row:
         raise ValueError(
             f"queries are {key_size} wide and a row of pages is {row}; a row is a key as wide as a "
-            "query, and then its value"
+            "query, and then its value; pass value_width where the value is a part of the key"
         )
+    if value_width is not None and (
+        not 0 < value_width <= row or row not in (key_size, key_size + value_width)
+    ):
+        raise ValueError(
+            f"value_width={value_width}, queries are {key_size} wide and a row of pages is {row}; "
+            "a row is a key, which begins with its value, or a key and then its value"
+        )
+
+
+def _check_rule(rule: AttentionRule) -> None:
+    limited = rule.window is not None or rule.chunk is not None
+    if limited and (rule.ranks > 1 or not rule.causal):
+        what = "deal" if rule.ranks > 1 else "causal=False"
+        raise ValueError(f"{what} with sliding_window or chunk_size: pass one of them")
+    if rule.out_dtype.name not in QUERY_DTYPES:
+        raise TypeError(f"out_dtype must be one of {', '.join(QUERY_DTYPES)}, got {rule.out_dtype}")
 
 
 def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Array:

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability
 from pallas_kernels import _paged_attention_pieces as pieces
 from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._paged_attention_pages import StridedPages
 from pallas_kernels._paged_attention_pieces import Steps, multiply, store, tiled
 from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
@@ -77,13 +78,17 @@ class Segments(NamedTuple):
 
 
 def decode(
-    shape: DecodeShape, tasks: TaskMap, tables: Array, queries: Array, pages: Array, scales: Array
+    shape: DecodeShape,
+    tasks: TaskMap,
+    tables: Array,
+    queries: Array,
+    pages: StridedPages,
+    scales: Array,
 ) -> Segments:
     """Returns the results of all segments; what no segment has is left undefined.
 
     Args:
       tables: int32[B, W]. queries: [N, kv_heads, rows, K]. scales: float32[kv_heads], of scores.
-      pages: [blocks, tokens, kv_heads, K + V].
     """
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rule.kv_heads, rows)
@@ -100,11 +105,10 @@ def decode(
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales])
-    # Pages begin at multiples of more than 256 bytes, wherever they lie in a pool.
-    flat = pages.reshape(pages.shape[0] * rule.page_tokens, -1)
-    with jax.enable_x64(False):
-        return Segments(*call(*inputs, flat))
+    first_row = pages.first_row().reshape(1)
+    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales, first_row])
+    with jax.enable_x64(False):  # a pool has a buffer of its own
+        return Segments(*call(*inputs, pages.rows()))
 
 
 def _scratch(shape: DecodeShape) -> list[Any]:
@@ -137,12 +141,15 @@ class _Decoder:
 
     def __init__(self, shape: DecodeShape, *refs: Any) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.tiles, self.lanes, self.tables, self.queries, self.scales, self.pages = refs[:6]
-        self.segments = Segments(*refs[6:9])
-        self.loaded, self.query, self.weights, self.loaded_full, self.query_full = refs[9:14]
-        self.widened = refs[14] if shape.widens else None
-        self.widened_keys = refs[15] if len(refs) > 15 else None
+        self.tiles, self.lanes, self.tables, self.queries, self.scales = refs[:5]
+        first_row, self.pages = refs[5:7]
+        self.segments = Segments(*refs[7:10])
+        self.loaded, self.query, self.weights, self.loaded_full, self.query_full = refs[10:15]
+        self.widened = refs[15] if shape.widens else None
+        self.widened_keys = refs[16] if len(refs) > 16 else None
         self.head, self.lane = lax.axis_index("head"), lax.axis_index("lane")
+        self.first_row, column = self.steps.head(first_row, self.head)
+        self.columns = pl.ds(column, self.rule.row_width)
 
     def run(self) -> None:
         lane = Lane.load(self.lanes, self.lane)
@@ -199,14 +206,14 @@ class _Decoder:
         )
 
     def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
-        return self.steps.locate(self.tables, tile.request, step)
+        return self.steps.locate(self.tables, tile.request, step, self.first_row)
 
     def _fetch(self, places: list[Array], slot: Array | int) -> None:
         """Begins to load the keys and values of a step."""
-        n, row = self.steps.granule, self.rule.key_width + self.rule.value_width
+        n = self.steps.granule
         for j, place in enumerate(places):
             plgpu.copy_gmem_to_smem(
-                self.pages.at[pl.ds(place * n, n), pl.ds(self.head * row, row)],
+                self.pages.at[pl.ds(place, n), self.columns],
                 self.loaded.at[slot, pl.ds(j * n, n)],
                 self.loaded_full.at[slot],
             )
@@ -251,7 +258,7 @@ class _Decoder:
         place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
         queries = lax.div(column, self.rule.group) + tile.position
-        seen = pieces.sees(self.rule, queries, place + step * STEP, tile.end)
+        seen = pieces.sees(self.rule, tile, queries, place + step * STEP)
         return seen & self.steps.held(place, holes)
 
     def _clean_values(self, tile: Tile, step: Array, slot: Array, holes: Array) -> Any:

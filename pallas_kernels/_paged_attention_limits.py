@@ -1,43 +1,64 @@
 """Limits of the Mosaic GPU kernels of `paged_attention`. Needs no Mosaic."""
 
-from jax import Array
+import jax.numpy as jnp
+
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
 
 MAX_WIDTH = 256  # of keys and of values
 MAX_GROUP = 64  # rows of the queries of one token
-GRANULE = 8  # rows that a copy of a page has at least
+GRANULE = 8  # rows: copies of pages begin at multiples of so many, and bring as many
+# Of latent rows, whose value is a part of the key: what shared memory holds.
+MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
+INT32_MAX = 2**31 - 1
 
 
-def why_not_paged_attention(queries: Array, pages: Array) -> str | None:
-    """Returns why the Mosaic kernels do not take such arrays; None where they do.
+def why_not_paged_attention(arrays: AttentionArrays, rule: AttentionRule) -> str | None:
+    """Returns why the Mosaic kernels do not take a call; None where they do."""
+    queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
+    if queries.itemsize != 2:
+        return f"queries are {queries}, and the kernels take bfloat16 and float16"
+    if pages.itemsize != 1 and pages != queries:
+        return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
+    if rule.values_in_keys and pages != queries:
+        return f"latent rows are {pages} and queries {queries}, and the kernel takes rows like them"
+    return _why_not_shape(rule) or _why_not_place(arrays)
 
-    For callers with a fallback of their own: `paged_attention` itself asks here, and raises or
-    falls back.
 
-    Args:
-      queries, pages: as of `paged_attention`, or anything with their shapes and dtypes.
-    """
-    if queries.dtype.itemsize != 2:
-        return f"queries are {queries.dtype}, and the kernels take bfloat16 and float16"
-    if pages.dtype.itemsize != 1 and pages.dtype != queries.dtype:
+def _why_not_shape(rule: AttentionRule) -> str | None:
+    if rule.page_tokens % GRANULE:
+        return f"pages have {rule.page_tokens} tokens, and the kernels take multiples of {GRANULE}"
+    if rule.values_in_keys:
+        return _why_not_latents(rule)
+    if rule.key_width % 64 or rule.value_width % 64:
         return (
-            f"pages are {pages.dtype} and queries {queries.dtype}: 16-bit pages must be as "
-            "queries are"
+            f"keys are {rule.key_width} wide and values {rule.value_width}, and the kernels take "
+            "multiples of 64"
         )
-    return _why_not_shape(queries.shape, pages.shape)
-
-
-def _why_not_shape(queries: tuple[int, ...], pages: tuple[int, ...]) -> str | None:
-    (_, heads, key_width), (_, tokens, kv_heads, row) = queries, pages
-    value_width, group = row - key_width, heads // kv_heads
-    if key_width % 64 or value_width % 64:
-        return (
-            f"keys are {key_width} wide and values {value_width}, and the kernels take multiples "
-            "of 64"
-        )
-    if max(key_width, value_width) > MAX_WIDTH:
+    if max(rule.key_width, rule.value_width) > MAX_WIDTH:
         return f"keys or values are wider than {MAX_WIDTH}"
-    if group > MAX_GROUP:
-        return f"a KV head has {group} query heads, and the kernels take {MAX_GROUP}"
-    if tokens % GRANULE:
-        return f"pages have {tokens} tokens, and the kernels take multiples of {GRANULE}"
+    if rule.group > MAX_GROUP:
+        return f"a KV head has {rule.group} query heads, and the kernels take {MAX_GROUP}"
+    return None
+
+
+def _why_not_latents(rule: AttentionRule) -> str | None:
+    if rule.kv_heads != 1:
+        return f"latent rows have {rule.kv_heads} KV heads, and the kernel takes one"
+    key, value = rule.key_width, rule.value_width
+    if key % 64 or value % 128 or key > MAX_LATENT_KEY or value > MAX_LATENT_VALUE:
+        return (
+            f"latent rows are {key} wide and their values {value}, and the kernel takes multiples "
+            f"of 64 to {MAX_LATENT_KEY} and of 128 to {MAX_LATENT_VALUE}"
+        )
+    if rule.group > MAX_LATENT_GROUP:
+        return f"latent rows have {rule.group} query heads, and the kernel takes {MAX_LATENT_GROUP}"
+    return None
+
+
+def _why_not_place(arrays: AttentionArrays) -> str | None:
+    pages, rows = arrays.pages, arrays.pages.rows_per_extent
+    if not rows or rows % GRANULE or pages.start_row % GRANULE:
+        return f"pages, or the bytes between them, are not multiples of {GRANULE} rows"
+    if rows * pages.data.shape[0] > INT32_MAX:
+        return "pages have more rows than int32 counts"
     return None

@@ -35,14 +35,14 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     One kernel takes the requests of few queries, and another one those of many.
     """
     num_tokens, heads, _ = arrays.queries.shape
-    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), arrays.queries.dtype))
+    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
     size = _decode_size(arrays, rule)
     if not can_prefill(arrays, rule, size):
         tiles = _decode_tiles(arrays, rule, Cut(size))
-        lse = _lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
+        lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
         return jax.freeze(out), lse
     tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
-    lse = _lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
+    lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
     lse_tiles = _prefill(arrays, rule, tiles, out)
     # A warpgroup that was pushed back into the queries has its rows further back.
@@ -61,7 +61,6 @@ def can_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool
         and num_tokens > size
         and num_tokens >= ROWS
         and num_tokens % 8 == 0
-        and arrays.pages.dtype == arrays.queries.dtype
         and max(rule.key_width, rule.value_width) <= 128
         and rule.page_tokens % 16 == 0
     )
@@ -69,7 +68,8 @@ def can_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool
 
 def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, heads, 2, 64]."""
-    shape = PrefillShape(rule, _steps(arrays, KEYS), arrays.pages.dtype)
+    page, compute = page_and_compute_dtype(arrays)
+    shape = PrefillShape(rule, step_sizes(arrays, KEYS), page, compute)
     no_sinks = jnp.full(arrays.queries.shape[1], -jnp.inf, jnp.float32)
     inputs = PrefillArrays(
         tiles=prefill_tiles(arrays, rule, tiles),
@@ -78,8 +78,9 @@ def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, ou
         scales=arrays.key_scale * jnp.float32(rule.scale),
         value_scale=arrays.value_scale,
         sinks=no_sinks if arrays.sinks is None else arrays.sinks * LOG2E,
+        first_row=arrays.pages.first_row().reshape(1),
     )
-    return prefill(shape, inputs, arrays.queries, arrays.pages, out)
+    return prefill(shape, inputs, arrays.queries.astype(compute), arrays.pages, out)
 
 
 def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
@@ -101,44 +102,52 @@ def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Que
 def _decode(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
     shape = _decode_shape(arrays, rule, tiles.size)
-    tasks = share_out(tiles, shape.num_lanes, _used_tokens(arrays))
+    tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays))
     segments = decode(
         shape,
         tasks,
         arrays.block_tables,
-        _tile_queries(arrays.queries, tiles, shape),
+        tile_queries(arrays.queries, tiles, shape),
         arrays.pages,
         arrays.key_scale * jnp.float32(rule.scale),
     )
-    return combine(rule, tasks, segments, _tile_sinks(arrays, shape), arrays.value_scale, out)
+    return combine(rule, tasks, segments, tile_sinks(arrays, shape), arrays.value_scale, out)
 
 
 def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, size: int) -> DecodeShape:
-    page = arrays.pages.dtype
+    page, compute = page_and_compute_dtype(arrays)
+    rows = -(-size * rule.group // 8) * 8
+    return DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
+
+
+def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
+    """Returns the dtype of pages, and one of 16 bits; 8-bit floats widen to float16 only."""
+    page = jnp.dtype(arrays.pages.dtype)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
-    return DecodeShape(
-        rule,
-        _steps(arrays, STEP),
-        rows=-(-size * rule.group // 8) * 8,
-        page=page,
-        # Hopper widens 8-bit floats to float16 only.
-        compute=jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype,
+    return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
+
+
+def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
+    pages = arrays.pages
+    return Steps(
+        size,
+        page_tokens=pages.tokens,
+        num_pages=pages.num_pages,
+        width=arrays.block_tables.shape[1],
+        page_rows=pages.page_rows,
+        head_rows=pages.head_rows,
+        head_columns=0 if pages.heads_first else pages.width,
     )
 
 
-def _steps(arrays: AttentionArrays, size: int) -> Steps:
-    num_pages, page_tokens = arrays.pages.shape[:2]
-    return Steps(size, page_tokens, num_pages, arrays.block_tables.shape[1])
-
-
-def _used_tokens(arrays: AttentionArrays) -> Array:
+def used_tokens(arrays: AttentionArrays) -> Array:
     """Returns int32[], from which token on all is padding."""
     if arrays.query_start_loc is None:
         return jnp.int32(arrays.queries.shape[0])
     return jnp.clip(arrays.query_start_loc[-1], 0, arrays.queries.shape[0])
 
 
-def _tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
+def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
     """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold some others."""
     rule, rows = shape.rule, tiles.size * shape.rule.group
     if tiles.size == 1:
@@ -152,7 +161,7 @@ def _tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Arra
     return tiled.astype(shape.compute)
 
 
-def _tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
+def tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
     """Returns float32[kv_heads, rows], in powers of two."""
     rule = shape.rule
     if arrays.sinks is None:
@@ -161,7 +170,7 @@ def _tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
     return arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
 
 
-def _lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
+def lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
     """Returns float32[T, heads] of what the rows of tiles have; -inf for padding."""
     columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group, dtype=jnp.int32)[None]
     found = lse[tiles.of_token[:, None], :, columns]

@@ -1,13 +1,14 @@
 """The pieces that the Mosaic kernels of `paged_attention` share: operands, pages and masks."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._paged_attention_limits import GRANULE
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
 LOG2E = math.log2(math.e)
@@ -49,13 +50,18 @@ def multiply(left: Any, right: Any) -> Array:
 class Steps(NamedTuple):
     """Steps of so many keys of a request, and the granules of pages that make them up.
 
-    size: keys of a step. num_pages: blocks of the pool. width: of the block tables.
+    size: keys of a step. num_pages: of the pool. width: of the block tables.
+    page_rows, head_rows: from a page and from a head to the next. Without the latter, heads lie
+      side by side, at multiples of ``head_columns``.
     """
 
     size: int
     page_tokens: int
     num_pages: int
     width: int
+    page_rows: int
+    head_rows: int
+    head_columns: int
 
     @property
     def granule(self) -> int:
@@ -66,10 +72,15 @@ class Steps(NamedTuple):
     def granules(self) -> int:
         return self.size // self.granule
 
-    def locate(self, tables: Any, request: Array, step: Array) -> tuple[list[Array], Array]:
-        """Returns the granules of the pool that make up a step, and a bit for each hole.
+    def locate(
+        self, tables: Any, request: Array, step: Array, first_row: Array
+    ) -> tuple[list[Array], Array]:
+        """Returns the rows where the granules of a step begin, and a bit for each hole.
 
         What lies past the tables or is a hole is read from some page, and must be masked.
+
+        Args:
+          first_row: of the head in the first page.
         """
         per_page = self.page_tokens // self.granule
         places: list[Array] = []
@@ -79,9 +90,15 @@ class Steps(NamedTuple):
             column = jnp.minimum(lax.div(index, per_page), self.width - 1)
             page = tables[request, column]
             held = (page >= 0) & (page < self.num_pages)
-            places.append(jnp.where(held, page, 0) * per_page + lax.rem(index, per_page))
+            inner = lax.rem(index, per_page) * self.granule
+            place = first_row + jnp.where(held, page, 0) * self.page_rows + inner
+            places.append(pl.multiple_of(place, GRANULE))
             holes |= jnp.where(held, 0, 1 << j)
         return places, holes
+
+    def head(self, first_row: Any, head: Array) -> tuple[Array, Array | int]:
+        """Returns the first row of a head in the first page, and its first column."""
+        return first_row[0] + head * self.head_rows, head * self.head_columns
 
     def held(self, place: Array, holes: Array) -> Array:
         """Returns whether the keys at some places of a step lie in pages."""
@@ -89,13 +106,26 @@ class Steps(NamedTuple):
         return ((lax.broadcast(holes, place.shape) >> bit) & 1) == 0
 
 
-def sees(rule: AttentionRule, queries: Array, keys: Array, end: Array) -> Array:
-    """Returns whether queries see keys, by their positions, of which none counts from ``end``."""
-    seen = (keys <= queries) & (keys < end)
+class Bounds(Protocol):
+    """The numbers of a tile that say which keys its queries see."""
+
+    @property
+    def end(self) -> Array: ...
+    @property
+    def chunk_offset(self) -> Array: ...
+    @property
+    def rank(self) -> Array: ...
+
+
+def sees(rule: AttentionRule, tile: Bounds, queries: Array, keys: Array) -> Array:
+    """Returns whether queries see keys, by their positions."""
+    seen = keys < tile.end
+    if rule.causal:
+        seen &= keys < rule.held_before(queries + 1, tile.rank)
     if rule.window is not None:
         seen &= keys > queries - rule.window
     if rule.chunk is not None:
-        seen &= keys >= queries - lax.rem(queries, rule.chunk)
+        seen &= keys >= queries - lax.rem(queries + tile.chunk_offset, rule.chunk)
     return seen
 
 

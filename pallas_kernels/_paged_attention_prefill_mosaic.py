@@ -1,10 +1,12 @@
 """The Mosaic GPU kernel that prefills: many queries of a request over all of its keys.
 
 Two warpgroups with 64 queries each of one head take turns on the tensor cores, a third one loads
-keys and values. Steps of keys that every query sees come without masks.
+keys and values, and widens those of 8 bits. Steps of keys that every query sees come without masks.
+Thread blocks stay for many tiles, long ones first, and load the first keys of each one ahead.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +15,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _capability
 from pallas_kernels import _paged_attention_pieces as pieces
 from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._paged_attention_pages import StridedPages
 from pallas_kernels._paged_attention_pieces import LOG2E, Steps, multiply, store, tiled
 from pallas_kernels._paged_attention_prefill_tasks import KEYS, QUERIES, PrefillTile
 from pallas_kernels._paged_attention_tiles import AttentionRule
@@ -27,11 +31,24 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class PrefillShape(NamedTuple):
-    """Constants of a compiled kernel."""
+    """Constants of a compiled kernel.
+
+    page: dtype of pages. compute: 16-bit dtype.
+    """
 
     rule: AttentionRule
     steps: Steps
-    dtype: jnp.dtype
+    page: jnp.dtype
+    compute: jnp.dtype
+
+    @property
+    def widens(self) -> bool:
+        return self.page.itemsize == 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Returns those of a thread that computes, and of one that loads; 504 of three."""
+        return (216, 72) if self.widens else (232, 40)
 
 
 class PrefillArrays(NamedTuple):
@@ -39,6 +56,7 @@ class PrefillArrays(NamedTuple):
 
     tiles: int32[N, ...], a `PrefillTile` per row. num_tiles: int32[1], how many of them count.
     scales: float32[kv_heads], of scores. sinks: float32[heads], in powers of two; -inf for none.
+    first_row: int32[1], where the first page begins.
     """
 
     tiles: Any
@@ -47,10 +65,11 @@ class PrefillArrays(NamedTuple):
     scales: Any
     value_scale: Any
     sinks: Any
+    first_row: Any
 
 
 def prefill(
-    shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: Array, out: Any
+    shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: StridedPages, out: Any
 ) -> Array:
     """Writes the output of tiles of queries into [T, heads, V].
 
@@ -61,37 +80,64 @@ def prefill(
     call = plgpu.kernel(
         lambda *refs: _Prefiller(shape, *refs).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, heads, WARPGROUPS, ROWS), jnp.float32)],
-        grid=(heads, num_tiles),
-        grid_names=("head", "tile"),
+        grid=(min(heads * num_tiles, _capability.max_thread_blocks(1)),),
+        grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    flat = pages.reshape(pages.shape[0] * shape.rule.page_tokens, -1)
     with jax.enable_x64(False):
-        return call(*own_buffers([*arrays, queries]), flat, out)[0]
+        return call(*own_buffers([*arrays, queries]), pages.rows(), out)[0]
 
 
 def _scratch(shape: PrefillShape) -> list[Any]:
-    rule, dtype = shape.rule, shape.dtype
+    rule, dtype = shape.rule, shape.compute
     align = math.gcd(rule.key_width, rule.value_width)
+    arrivals = 1 if shape.widens else shape.steps.granules  # at a full slot
     scratch = [
         tiled((WARPGROUPS, ROWS, rule.key_width), dtype),
         tiled((SLOTS, KEYS, rule.key_width), dtype, align),
         tiled((SLOTS, KEYS, rule.value_width), dtype, align),
-        plgpu.SMEM((WARPGROUPS, ROWS, rule.value_width), dtype),
+        plgpu.SMEM((WARPGROUPS, ROWS, rule.value_width), rule.out_dtype),
         plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
+        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=arrivals),
+        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=arrivals),
         plgpu.Barrier(num_barriers=SLOTS, num_arrivals=WARPGROUPS),
         plgpu.Barrier(num_barriers=SLOTS, num_arrivals=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
+    if shape.widens:
+        for width in (rule.key_width, rule.value_width):
+            scratch.append(tiled((KEYS, width), shape.page, align))
+            scratch.append(plgpu.Barrier(num_arrivals=shape.steps.granules))
     if not pieces.OPERANDS_IN_REGISTERS:
         scratch.append(tiled((WARPGROUPS, ROWS, KEYS), dtype))
     return scratch
+
+
+class _Item(NamedTuple):
+    """A tile for one head, with the numbers of that head.
+
+    steps_before: those of earlier items of the thread block.
+    """
+
+    tile: PrefillTile
+    head: Array
+    first_row: Array
+    first_column: Array | int
+    steps_before: Array
+    scale: Array
+    value_scale: Array
+    sink: Array
+
+    def steps_until(self, step: Array) -> Array:
+        """Returns how many steps the thread block has taken before one of this tile."""
+        return self.steps_before + step - self.tile.first_step
+
+    def slot(self, step: Array) -> Array:
+        return lax.rem(self.steps_until(step), SLOTS)
 
 
 class _Softmax(NamedTuple):
@@ -104,84 +150,172 @@ class _Prefiller:
     """The kernel's references, and the code of one thread block."""
 
     def __init__(self, shape: PrefillShape, *refs: Any) -> None:
-        self.rule, self.steps, self.dtype = shape
-        self.arrays = PrefillArrays(*refs[:6])
-        self.queries, self.pages, self.out, self.lse = refs[6:10]
-        self.query, self.keys, self.values, self.staged = refs[10:14]
-        self.query_full, self.keys_full, self.values_full = refs[14:17]
-        self.keys_free, self.values_free, self.turn = refs[17:20]
-        self.weights: Any = refs[20] if len(refs) > 20 else None
-        self.head, self.warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
-        self.kv_head = lax.div(self.head, self.rule.group)
-        # The last queries of a request see the most keys, so they go first.
-        self.index = self.arrays.num_tiles[0] - 1 - lax.axis_index("tile")
+        self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
+        self.arrays = PrefillArrays(*refs[:7])
+        self.queries, self.pages, self.out, self.lse = refs[7:11]
+        self.query, self.keys, self.values, self.staged = refs[11:15]
+        self.query_full, self.keys_full, self.values_full = refs[15:18]
+        self.keys_free, self.values_free, self.turn, *self.others = refs[18:]
+        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        self.num_blocks = lax.axis_size("block")
+        self.num_items = self.arrays.num_tiles[0] * self.queries.shape[1]
+        self.num_rounds = lax.div(self.num_items + (self.num_blocks - 1), self.num_blocks)
 
     def run(self) -> None:
         @pl.when(self.warpgroup < WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            pl.when(self.index >= 0)(lambda: self._compute(self._tile()))
+            plgpu.set_max_registers(self.shape.registers[0], action="increase")
+            pl.when(self._is_item(0))(lambda: self._load_queries(0))
+            pl.when(self._is_item(0) & (self.warpgroup == 1))(self._swap)
+            self._each_item(self._compute)
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.warpgroup == WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            pl.when(self.index >= 0)(lambda: self._load(self._tile()))
+            plgpu.set_max_registers(self.shape.registers[1], action="decrease")
+            self._each_item(self._widen if self.shape.widens else self._load)
 
-    def _tile(self) -> PrefillTile:
-        return PrefillTile.load(self.arrays.tiles, self.index)
+    def _each_item(self, do: Callable[[Array, _Item], None]) -> None:
+        """Calls a function with the items of this thread block, and the rounds they come in."""
+
+        def one(turn: Array, steps_before: Array) -> Array:
+            tile, head = self._tile(turn)
+            kv_head = lax.div(head, self.rule.group)
+            first_row, column = self.steps.head(self.arrays.first_row, kv_head)
+            # Asked for early, because memory is far away.
+            numbers = (
+                self.arrays.scales[kv_head],
+                self.arrays.value_scale[kv_head],
+                self.arrays.sinks[head],
+            )
+            item = _Item(tile, head, first_row, column, steps_before, *numbers)
+            pl.when(self._is_item(turn))(lambda: do(turn, item))
+            return item.steps_until(tile.last_step)
+
+        lax.fori_loop(0, self.num_rounds, one, jnp.int32(0))
+
+    def _number(self, turn: Array | int) -> Array:
+        """Returns the number of an item. Every other round goes backwards, which evens them out."""
+        back = self.num_blocks - 1 - self.block
+        is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
+        return turn * self.num_blocks + jnp.where(is_even, self.block, back)
+
+    def _is_item(self, turn: Array | int) -> Array:
+        return self._number(turn) < self.num_items
+
+    def _tile(self, turn: Array | int) -> tuple[PrefillTile, Array]:
+        """Returns tile and head of an item; the last one where there are no more."""
+        number = jnp.minimum(self._number(turn), self.num_items - 1)
+        heads = self.queries.shape[1]
+        return PrefillTile.load(self.arrays.tiles, lax.div(number, heads)), lax.rem(number, heads)
 
     # What the third warpgroup does.
 
-    def _load(self, tile: PrefillTile) -> None:
-        rule = self.rule
-        row = self.kv_head * (rule.key_width + rule.value_width)
-        keys, values = pl.ds(row, rule.key_width), pl.ds(row + rule.key_width, rule.value_width)
+    def _load(self, turn: Array, item: _Item) -> None:
+        del turn
+        buffers = (
+            (self.keys, self.keys_full, self.keys_free),
+            (self.values, self.values_full, self.values_free),
+        )
 
-        @pl.loop(tile.first_step, tile.last_step)
+        @pl.loop(item.tile.first_step, item.tile.last_step)
         def _(step: Array) -> None:
-            count = step - tile.first_step
-            slot, is_used = lax.rem(count, SLOTS), count >= SLOTS
             # Ids are far away: they are asked for before slots are waited for.
-            places, _ = self._locate(tile, step)
-            for columns, buffer, full, free in (
-                (keys, self.keys, self.keys_full, self.keys_free),
-                (values, self.values, self.values_full, self.values_free),
-            ):
-                pl.when(is_used)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+            places, _ = self._locate(item, step)
+            for columns, (buffer, full, free) in zip(self._columns(item), buffers, strict=True):
+                slot = self._reuse(item, step, free)
                 self._fetch(places, columns, buffer.at[slot], full.at[slot])
+
+    def _widen(self, turn: Array, item: _Item) -> None:
+        """Loads keys and values of 8 bits, and leaves them to the others in 16 bits."""
+        del turn
+        narrow_keys, keys_came, narrow_values, values_came = self.others[:4]
+        parts = (
+            (narrow_keys, keys_came, self.keys, self.keys_full, self.keys_free),
+            (narrow_values, values_came, self.values, self.values_full, self.values_free),
+        )
+        first, last = item.tile.first_step, item.tile.last_step
+        places, _ = self._locate(item, first)
+
+        @pl.when(first < last)
+        def _() -> None:
+            for columns, (narrow, came, *_) in zip(self._columns(item), parts, strict=True):
+                self._fetch(places, columns, narrow, came)
+
+        @pl.loop(first, last)
+        def _(step: Array) -> None:
+            later, _ = self._locate(item, step + 1)
+            for columns, part in zip(self._columns(item), parts, strict=True):
+                narrow, came, wide, full, free = part
+                slot = self._reuse(item, step, free)
+                plgpu.barrier_wait(came)
+                for begin in range(0, KEYS, 64):
+                    rows = pl.ds(begin, 64)
+                    wide[slot, rows] = narrow[rows].astype(self.shape.compute)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[slot])
+                given = later, columns, narrow, came
+                pl.when(step + 1 < last)(lambda given=given: self._fetch(*given))
+
+    def _reuse(self, item: _Item, step: Array, free: Any) -> Array:
+        """Returns the slot of a step, when what it held before is no longer needed."""
+        slot = item.slot(step)
+        pl.when(item.steps_until(step) >= SLOTS)(lambda: plgpu.barrier_wait(free.at[slot]))
+        return slot
+
+    def _columns(self, item: _Item) -> tuple[pl.Slice, pl.Slice]:
+        """Returns those of keys and of values in a row."""
+        rule, first = self.rule, item.first_column
+        return pl.ds(first, rule.key_width), pl.ds(first + rule.key_width, rule.value_width)
 
     def _fetch(self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any) -> None:
         """Begins to load the keys or the values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
-            source = self.pages.at[pl.ds(place * n, n), columns]
+            source = self.pages.at[pl.ds(place, n), columns]
             plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(j * n, n)], full)
 
-    def _locate(self, tile: PrefillTile, step: Array) -> tuple[list[Array], Array]:
-        return self.steps.locate(self.arrays.block_tables, tile.request, step)
+    def _locate(self, item: _Item, step: Array) -> tuple[list[Array], Array]:
+        request, tables = item.tile.request, self.arrays.block_tables
+        return self.steps.locate(tables, request, step, item.first_row)
 
     # What the other two do.
 
-    def _compute(self, tile: PrefillTile) -> None:
-        index = self.warpgroup
-        # Tiles begin at multiples of 8 tokens; the last one may be pushed back into the array.
-        last_octet = self.queries.shape[0] // 8 - ROWS // 8
-        octet = jnp.minimum(tile.octet + index * (ROWS // 8), last_octet)
+    def _load_queries(self, turn: Array | int) -> None:
+        """Begins to load the queries of an item."""
+        tile, head = self._tile(turn)
+        source = self.queries.at[pl.ds(self._octet(tile) * 8, ROWS), head]
+        target = self.query.at[self.warpgroup]
+        plgpu.copy_gmem_to_smem(source, target, self.query_full.at[self.warpgroup])
+
+    def _octet(self, tile: PrefillTile) -> Array:
+        """Returns where this warpgroup's rows begin, in multiples of 8 tokens.
+
+        The last ones may be pushed back into the array.
+        """
+        last = self.queries.shape[0] // 8 - ROWS // 8
+        return jnp.minimum(tile.octet + self.warpgroup * (ROWS // 8), last)
+
+    def _compute(self, turn: Array, item: _Item) -> None:
+        tile, index = item.tile, self.warpgroup
+        octet = self._octet(tile)
         shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
-        source = self.queries.at[pl.ds(octet * 8, ROWS), self.head]
-        plgpu.copy_gmem_to_smem(source, self.query.at[index], self.query_full.at[index])
         plgpu.barrier_wait(self.query_full.at[index])
-        pl.when(index == 1)(self._swap)
         position = tile.position + shift
         running = self._start()
         if self.rule.window is not None or self.rule.chunk is not None:
-            running = self._steps(tile, position, tile.first_step, tile.full_begin, True, running)
-        running = self._steps(tile, position, tile.full_begin, tile.full_end, False, running)
-        running = self._steps(tile, position, tile.full_end, tile.last_step, True, running)
-        pl.when(index == 0)(self._swap)
+            running = self._steps(item, position, tile.first_step, tile.full_begin, True, running)
+        running = self._steps(item, position, tile.full_begin, tile.full_end, False, running)
+        running = self._steps(item, position, tile.full_end, tile.last_step, True, running)
+        goes_on = self._is_item(turn + 1)
+        # The other warpgroup may go on meanwhile; the last turn ends with the second one.
+        swaps = goes_on | (index == 0)
+        pl.when(swaps)(lambda: plgpu.barrier_arrive(self.turn))
+        pl.when(goes_on)(lambda: self._load_queries(turn + 1))
         begin = jnp.maximum(tile.skip, index * ROWS) - shift
         end = jnp.minimum(tile.count, (index + 1) * ROWS) - shift
-        self._write(running, octet, begin, end)
+        self._write(item, running, octet, begin, end)
+        pl.when(swaps)(lambda: plgpu.barrier_wait(self.turn))
 
     def _start(self) -> _Softmax:
         zeros = jnp.zeros((ROWS, self.rule.value_width), jnp.float32)
@@ -198,7 +332,7 @@ class _Prefiller:
 
     def _steps(
         self,
-        tile: PrefillTile,
+        item: _Item,
         position: Array,
         begin: Array,
         end: Array,
@@ -206,20 +340,20 @@ class _Prefiller:
         running: _Softmax,
     ) -> _Softmax:
         def step(i: Array, running: _Softmax) -> _Softmax:
-            return self._step(tile, position, i, masked, running)
+            return self._step(item, position, i, masked, running)
 
         return lax.fori_loop(begin, end, step, running)
 
     def _step(
-        self, tile: PrefillTile, position: Array, step: Array, masked: bool, running: _Softmax
+        self, item: _Item, position: Array, step: Array, masked: bool, running: _Softmax
     ) -> _Softmax:
         """Adds a step of keys to a running softmax."""
-        slot = lax.rem(step - tile.first_step, SLOTS)
+        slot = item.slot(step)
         holes = jnp.int32(0)
         if masked:
-            _, holes = self._locate(tile, step)
+            _, holes = self._locate(item, step)
             plgpu.barrier_wait(self.values_full.at[slot])
-            self._clean_values(tile, step, slot, holes)
+            self._clean_values(item, step, slot, holes)
         plgpu.barrier_wait(self.keys_full.at[slot])
 
         def score(product: Any) -> Array:
@@ -229,15 +363,15 @@ class _Prefiller:
 
         scores = pl.run_scoped(score, plgpu.ACC((ROWS, KEYS), jnp.float32))
         plgpu.barrier_arrive(self.keys_free.at[slot])
-        scores, scale = pieces.cap(self.rule, scores, self.arrays.scales[self.kv_head])
+        scores, scale = pieces.cap(self.rule, scores, item.scale)
         if masked:
-            scores = jnp.where(self._seen(tile, position, step, holes), scores * scale, UNSEEN)
+            scores = jnp.where(self._seen(item, position, step, holes), scores * scale, UNSEEN)
             scale = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(running.highest - highest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(highest, scores.shape, [0]))
         out = running.out * lax.broadcast_in_dim(shrink, running.out.shape, [0])
-        narrow = weights.astype(self.dtype)
+        narrow = weights.astype(self.shape.compute)
         total = running.total * shrink + weights.sum(axis=1)
         out, total, highest, narrow = lax.optimization_barrier((out, total, highest, narrow))
         plgpu.barrier_arrive(self.turn)  # the softmax is done
@@ -248,31 +382,31 @@ class _Prefiller:
         plgpu.barrier_arrive(self.values_free.at[slot])
         return _Softmax(out, highest, total)
 
-    def _seen(self, tile: PrefillTile, position: Array, step: Array, holes: Array) -> Array:
-        """Returns bool[ROWS, KEYS]: which keys of a step each query sees."""
-        shape, layout = (ROWS, KEYS), plgpu.Layout.WGMMA
-        place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
-        seen = pieces.sees(self.rule, queries, place + step * KEYS, tile.end)
-        return seen & self.steps.held(place, holes)
-
     def _add_product(self, out: Array, weights: Array, values: Any) -> Array:
         """Returns an output plus that of some more values."""
         if pieces.OPERANDS_IN_REGISTERS:
             start: Any = plgpu.ACC.init(out)
             sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
             return sums
-        staged: Any = self.weights.at[self.warpgroup]
+        staged: Any = self.others[-1].at[self.warpgroup]
         staged[...] = weights
         plgpu.commit_smem()
         return out + multiply(staged, values)
 
-    def _clean_values(self, tile: PrefillTile, step: Array, slot: Array, holes: Array) -> None:
+    def _seen(self, item: _Item, position: Array, step: Array, holes: Array) -> Array:
+        """Returns bool[ROWS, KEYS]: which keys of a step each query sees."""
+        shape, layout = (ROWS, KEYS), plgpu.Layout.WGMMA
+        place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
+        seen = pieces.sees(self.rule, item.tile, queries, place + step * KEYS)
+        return seen & self.steps.held(place, holes)
+
+    def _clean_values(self, item: _Item, step: Array, slot: Array, holes: Array) -> None:
         """Writes zeros over the values that no query of the tile sees.
 
         Both warpgroups do it, and write the same.
         """
-        key = step * KEYS
+        tile, key = item.tile, step * KEYS
 
         @pl.when((key < tile.begin) | (key + KEYS > tile.end) | (holes != 0))
         def _() -> None:
@@ -282,36 +416,37 @@ class _Prefiller:
                 pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
             plgpu.commit_smem()
 
-    def _write(self, running: _Softmax, octet: Array, begin: Array, end: Array) -> None:
+    def _write(
+        self, item: _Item, running: _Softmax, octet: Array, begin: Array, end: Array
+    ) -> None:
         """Writes the rows from ``begin`` to below ``end`` to their tokens."""
-        index, sink = self.warpgroup, self.arrays.sinks[self.head]
+        index, sink = self.warpgroup, item.sink
         highest = jnp.maximum(running.highest, sink)
         shrink = jnp.exp2(running.highest - highest)
         # A query that saw nothing has weights of keys that it does not see.
         shrink = jnp.where(running.highest > UNSEEN, shrink, 0.0)
         total = running.total * shrink + jnp.exp2(sink - highest)
-        weight = shrink * self.arrays.value_scale[self.kv_head] / jnp.where(total > 0, total, 1.0)
+        weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
         lse = jnp.log(total) + highest * (1 / LOG2E)
-        store(self.lse.at[self.index, self.head, index], lse)
+        store(self.lse.at[item.tile.index, item.head, index], lse)
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # Values of a query that saw nothing may have been infinite.
         known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
         out = jnp.where(known, out, jnp.zeros_like(out))
         staged = self.staged.at[index]
-        store(staged, out.astype(self.dtype))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before is read
+        store(staged, out.astype(self.rule.out_dtype))
         plgpu.commit_smem()
         whole = (begin == 0) & (end == ROWS)
 
         @pl.when(whole)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(octet * 8, ROWS), self.head])
+            plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(octet * 8, ROWS), item.head])
 
         @pl.when(~whole)
         def _() -> None:
             @pl.loop(begin, end)
             def _(row: Array) -> None:
                 plgpu.copy_smem_to_gmem(
-                    staged.at[pl.ds(row, 1)], self.out.at[pl.ds(octet * 8 + row, 1), self.head]
+                    staged.at[pl.ds(row, 1)], self.out.at[pl.ds(octet * 8 + row, 1), item.head]
                 )
-
-        plgpu.wait_smem_to_gmem(0)

@@ -13,6 +13,7 @@ QUERIES, KEYS = 128, 128  # of a tile, and of a step
 class PrefillTile(NamedTuple):
     """Columns of the numbers that the kernel reads of a tile.
 
+    index: of the tile, and of its results.
     octet: of tokens, where the tile's first row lies. Rows from ``skip`` to below ``count`` are
       queries of the request; ``position`` is that of the first row.
     begin, end: the positions that any query of the tile sees lie between them.
@@ -20,11 +21,14 @@ class PrefillTile(NamedTuple):
       query sees all keys.
     """
 
+    index: Array
     request: Array
     octet: Array
     skip: Array
     count: Array
     position: Array
+    chunk_offset: Array
+    rank: Array
     begin: Array
     end: Array
     first_step: Array
@@ -39,24 +43,31 @@ class PrefillTile(NamedTuple):
 
 
 def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns int32[N, ...], a `PrefillTile` per row."""
+    """Returns int32[N, ...], a `PrefillTile` per row: long ones first, empty ones last."""
     first = tiles.begins // KEYS
     last = jnp.where(tiles.ends > tiles.begins, (tiles.ends + (KEYS - 1)) // KEYS, first)
     first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    full_begin = (rule.first_visible(last_query) + (KEYS - 1)) // KEYS
-    full_end = jnp.minimum(jnp.where(tiles.positions < 0, 0, first_query + 1), tiles.ends) // KEYS
+    full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (KEYS - 1)) // KEYS
+    full_end = tiles.ends // KEYS
+    if rule.causal:
+        seen_by_all = rule.held_before(first_query + 1, arrays.rank)
+        seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
+        full_end = jnp.minimum(seen_by_all, tiles.ends) // KEYS
     full_begin = jnp.clip(full_begin, first, last)
     full_end = jnp.clip(full_end, full_begin, last)
-    holed = _has_holes(arrays, rule, tiles)
+    holed = has_holes(arrays, rule, tiles)
     if rule.window is None and rule.chunk is None:
         full_begin = first
     tile = PrefillTile(
+        index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
         request=tiles.requests,
         octet=tiles.tokens // 8,
         skip=tiles.skips,
         count=tiles.counts,
         position=tiles.positions,
+        chunk_offset=tiles.chunk_offsets,
+        rank=tiles.ranks,
         begin=tiles.begins,
         end=tiles.ends,
         first_step=first,
@@ -64,13 +75,20 @@ def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTile
         full_end=jnp.where(holed, full_begin, full_end),
         last_step=last,
     )
-    return jnp.stack(tile, axis=1)
+    steps = jnp.where(tiles.counts > 0, last - first + 1, 0)
+    rows = jnp.stack(tile, axis=1)
+    # A sort of so few would take many kernels.
+    before = (steps[None] > steps[:, None]) | (
+        (steps[None] == steps[:, None]) & (tile.index[None] < tile.index[:, None])
+    )
+    rank = before.sum(axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(rows).at[rank].set(rows, unique_indices=True)
 
 
-def _has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
     """Returns bool[N]: whether a page that any tile of the request may read holds no keys."""
     tables = arrays.block_tables
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
-    read = columns < arrays.seq_lens[:, None]
-    holes = read & ((tables < 0) | (tables >= arrays.pages.shape[0]))
+    read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]
+    holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
     return holes.any(axis=1)[tiles.requests]

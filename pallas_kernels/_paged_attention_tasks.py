@@ -28,6 +28,8 @@ class Tile(NamedTuple):
     token: Array
     count: Array
     position: Array
+    chunk_offset: Array
+    rank: Array
     end: Array
     begin: Array
     first_step: Array
@@ -102,6 +104,8 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
         token=tiles.tokens,
         count=tiles.counts,
         position=tiles.positions,
+        chunk_offset=tiles.chunk_offsets,
+        rank=tiles.ranks,
         end=tiles.ends,
         begin=tiles.begins,
         first_step=tiles.begins // STEP,

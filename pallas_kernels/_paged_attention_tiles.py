@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+
+from pallas_kernels._paged_attention_pages import StridedPages
 
 
 class AttentionRule(NamedTuple):
@@ -12,6 +14,10 @@ class AttentionRule(NamedTuple):
     group: query heads of one KV head.
     window: keys that a query sees, its own among them; None for all before it.
     chunk: a query sees keys of its own chunk of that many positions; None for all.
+    causal: whether a query sees no key behind its own position.
+    values_in_keys: whether a value is the first elements of its key, and a row the key alone.
+    ranks, interleave_tokens: positions are dealt out to so many ranks, so many at a time.
+    out_dtype: of the output.
     """
 
     kv_heads: int
@@ -23,30 +29,76 @@ class AttentionRule(NamedTuple):
     window: int | None
     chunk: int | None
     soft_cap: float | None
+    causal: bool
+    values_in_keys: bool
+    ranks: int
+    interleave_tokens: int
+    out_dtype: jnp.dtype
 
-    def first_visible(self, positions: Array) -> Array:
-        """Returns the first position that queries at these positions see."""
+    @property
+    def row_width(self) -> int:
+        """Returns the elements of a key and its value, or of a key that holds it."""
+        return self.key_width + (0 if self.values_in_keys else self.value_width)
+
+    @property
+    def first_value(self) -> int:
+        """Returns the element of a row where its value begins."""
+        return 0 if self.values_in_keys else self.key_width
+
+    def first_visible(self, positions: Array, chunk_offset: Array) -> Array:
+        """Returns the first position that queries at these positions see.
+
+        Args:
+          positions: counted from the first of the block tables' rows.
+          chunk_offset: how far behind the begin of a chunk that first position lies.
+        """
         first = jnp.zeros_like(positions)
         if self.window is not None:
             first = jnp.maximum(first, positions - (self.window - 1))
         if self.chunk is not None:
-            first = jnp.maximum(first, positions // self.chunk * self.chunk)
+            within = lax.rem(positions + chunk_offset, self.chunk)
+            first = jnp.maximum(first, positions - within)
         return first
+
+    def held_before(self, positions: Array, rank: Array) -> Array:
+        """Returns how many of the positions below some this rank was dealt."""
+        if self.ranks == 1:
+            return positions
+        interleave, turn = self.interleave_tokens, self.ranks * self.interleave_tokens
+        positions = jnp.maximum(positions, 0)
+        whole = lax.div(positions, turn)
+        rest = positions - whole * turn - rank * interleave
+        return whole * interleave + jnp.minimum(jnp.maximum(rest, 0), interleave)
+
+
+class Deal(NamedTuple):
+    """Positions of every request dealt out to ranks, some at a time, as context parallelism does.
+
+    rank: int or int32[], the one whose pages these are. ranks: all of them. A rank's pages hold
+    its positions without gaps.
+    """
+
+    rank: Array | int
+    ranks: int
+    interleave_tokens: int
 
 
 class AttentionArrays(NamedTuple):
     """The arrays of a call.
 
-    queries: [T, heads, K]. pages: [blocks, tokens, kv_heads, K + V].
-    block_tables: int32[B, W]. seq_lens: int32[B]. query_start_loc: int32[B + 1] or None.
+    queries: [T, heads, K]. block_tables: int32[B, W]. query_start_loc: int32[B + 1] or None.
+    seq_lens: int32[B], counted from the first positions of the tables' rows.
+    chunk_offsets: int32[B], of those in their chunks. rank: int32[], of those dealt positions.
     sinks: float32[heads] or None. key_scale, value_scale: float32[kv_heads].
     """
 
     queries: Array
-    pages: Array
+    pages: StridedPages
     block_tables: Array
     seq_lens: Array
     query_start_loc: Array | None
+    chunk_offsets: Array
+    rank: Array
     sinks: Array | None
     key_scale: Array
     value_scale: Array
@@ -59,6 +111,7 @@ class QueryTiles(NamedTuple):
     tokens: int32[N], the first row's index into the flat tokens.
     skips, counts: int32[N], rows from ``skips`` to below ``counts`` are queries of the request.
     positions: int32[N], the first row's position in the request.
+    chunk_offsets, ranks: int32[N], as of `AttentionArrays`.
     begins, ends: int32[N], the positions that any query of the tile sees lie between them.
     of_token: int32[T], the tile of every token; -1 for those of none.
     rows: int32[T], the place of every token in its tile.
@@ -70,6 +123,8 @@ class QueryTiles(NamedTuple):
     skips: Array
     counts: Array
     positions: Array
+    chunk_offsets: Array
+    ranks: Array
     begins: Array
     ends: Array
     of_token: Array
@@ -152,10 +207,20 @@ def _tiles(
     """Returns tiles with the keys that they see."""
     requests, tokens, skips, counts, positions = places
     capacity = arrays.block_tables.shape[1] * rule.page_tokens
-    begins = rule.first_visible(jnp.maximum(positions + skips, 0))
-    ends = jnp.clip(jnp.where(counts > 0, positions + counts, 0), 0, capacity)
+    offsets = arrays.chunk_offsets[requests]
+    begins, ends = jnp.zeros_like(positions), arrays.seq_lens[requests]
+    if rule.causal:
+        begins = rule.first_visible(jnp.maximum(positions + skips, 0), offsets)
+        ends = rule.held_before(positions + counts, arrays.rank)
     return QueryTiles(
-        size, requests, tokens, skips, counts, positions, begins, ends, of_token, rows
+        size,
+        *(requests, tokens, skips, counts, positions),
+        chunk_offsets=offsets,
+        ranks=jnp.broadcast_to(arrays.rank, requests.shape),
+        begins=begins,
+        ends=jnp.clip(jnp.where(counts > 0, ends, 0), 0, capacity),
+        of_token=of_token,
+        rows=rows,
     )
 
 

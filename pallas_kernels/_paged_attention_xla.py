@@ -37,7 +37,8 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
     def one_round(i: Array, running: Running) -> Running:
         rows, seen = _gather(arrays, tiles, rule, i)
         rows = rows.astype(compute)
-        keys, values = rows[..., : rule.key_width], rows[..., rule.key_width :]
+        keys = rows[..., : rule.key_width]
+        values = rows[..., rule.first_value : rule.first_value + rule.value_width]
         # Bytes that nobody sees may be NaN, and 0 * NaN is NaN: values are masked, too.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0)
         scores = _scores(queries.astype(compute), keys, rule, arrays.key_scale)
@@ -47,7 +48,7 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
     tokens = tiles.ends - tiles.begins // rule.page_tokens * rule.page_tokens
     num_rounds = (jnp.max(tokens, initial=0) + (span - 1)) // span
     running = lax.fori_loop(0, num_rounds, one_round, _start(queries, rule, arrays.sinks))
-    return _finish(running, tiles, rule, arrays.value_scale, arrays.queries.dtype)
+    return _finish(running, tiles, rule, arrays.value_scale)
 
 
 def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
@@ -60,8 +61,8 @@ def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
 
 def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule) -> int:
     num_tiles, width = tiles.requests.shape[0], arrays.block_tables.shape[1]
-    row = rule.kv_heads * (rule.key_width + rule.value_width)
-    room = ROUND_BYTES // (4 * row * rule.page_tokens * num_tiles)
+    row_bytes = 4 * rule.kv_heads * rule.row_width
+    room = ROUND_BYTES // (row_bytes * rule.page_tokens * num_tiles)
     return max(1, min(width, -(-KEYS_AT_ONCE // rule.page_tokens), room))
 
 
@@ -73,15 +74,17 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
     ids = arrays.block_tables.at[tiles.requests[:, None], columns].get(
         mode="fill", fill_value=-1, wrap_negative_indices=False
     )
-    held = (ids >= 0) & (ids < arrays.pages.shape[0])
-    rows = arrays.pages.at[ids].get(mode="clip", wrap_negative_indices=False)
+    held = (ids >= 0) & (ids < arrays.pages.num_pages)
+    rows = arrays.pages.read(jnp.where(held, ids, 0))
     rows = rows.reshape(ids.shape[0], -1, *rows.shape[3:])
     keys = columns[:, :, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)[None, None]
     keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
     inner = jnp.arange(tiles.size, dtype=jnp.int32)[None]
-    queries = (tiles.positions[:, None] + inner)[:, :, None]
-    seen = held & (keys < tiles.ends[:, None, None]) & (keys <= queries)
-    seen &= keys >= rule.first_visible(queries)
+    seen = held & (keys < tiles.ends[:, None, None])
+    if rule.causal:
+        queries = (tiles.positions[:, None] + inner)[:, :, None]
+        seen &= keys < rule.held_before(queries + 1, arrays.rank)
+        seen &= keys >= rule.first_visible(queries, tiles.chunk_offsets[:, None, None])
     return _Round(rows, seen & (inner < tiles.counts[:, None])[:, :, None])
 
 
@@ -95,7 +98,7 @@ def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Arr
 
 def _compute_dtype(arrays: AttentionArrays) -> jnp.dtype:
     """Returns what products are computed in: 8-bit pages are widened to what queries are."""
-    queries, pages = arrays.queries.dtype, arrays.pages.dtype
+    queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
     if pages.itemsize == 1 or queries == pages:
         return queries
     return jnp.dtype(jnp.float32)
@@ -146,7 +149,7 @@ def _start(queries: Array, rule: AttentionRule, sinks: Array | None) -> Running:
 
 
 def _finish(
-    running: Running, tiles: QueryTiles, rule: AttentionRule, value_scale: Array, dtype: jnp.dtype
+    running: Running, tiles: QueryTiles, rule: AttentionRule, value_scale: Array
 ) -> tuple[Array, Array]:
     """Returns output and log-sum-exp of every token; zeros and -inf for padding."""
     highest, total, out = running
@@ -162,7 +165,7 @@ def _finish(
             mode="fill", fill_value=fill, wrap_negative_indices=False
         )
 
-    return of_token(out, 0).astype(dtype), of_token(lse, -jnp.inf)
+    return of_token(out, 0).astype(rule.out_dtype), of_token(lse, -jnp.inf)
 
 
 def _finite(highest: Array) -> Array:

@@ -17,14 +17,14 @@ from pallas_kernels import _capability
 from tests.helpers import ON_GPU, kernels_run, needs_mosaic
 
 KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 64}
-HEADS, LENGTH = 2, 160
+GROUP, LENGTH = 2, 160  # query heads of a KV head; the longest request
 LAYERS = {
     "full.0": jaxkv.FullAttentionSpec(**KV),
     "full.1": jaxkv.FullAttentionSpec(**KV),
     "window.0": jaxkv.SlidingWindowSpec(sliding_window=20, **KV),
     "window.1": jaxkv.SlidingWindowSpec(sliding_window=20, **KV),
-    "chunked.0": jaxkv.ChunkedAttentionSpec(chunk_size=48, **KV),
-    "chunked.1": jaxkv.ChunkedAttentionSpec(chunk_size=48, **KV),
+    "chunked.0": jaxkv.ChunkedAttentionSpec(chunk_size=40, **KV),
+    "chunked.1": jaxkv.ChunkedAttentionSpec(chunk_size=40, **KV),
 }
 
 
@@ -33,6 +33,10 @@ class Setting(NamedTuple):
     kernel_block_size: int | None = None
     stacked: bool | None = None
     tokens: int = 2  # of a step
+    order: str = "NHD"
+    kv_heads: int = 1
+    padding_rows: int = 0  # of a page
+    rectangular: bool = False
     scales: tuple[float, float] | None = None
     interpreted: tuple[str, ...] = ()  # layers that attend in interpret mode, which is slow
 
@@ -43,12 +47,30 @@ SETTINGS = {
         "fp8_e4m3", 8, stacked=False, scales=(0.5, 0.25), interpreted=("window.1",)
     ),
     "chunks and decodes": Setting(tokens=24, kernel_block_size=8),
+    "by head, padded": Setting(
+        kernel_block_size=8,
+        order="HND",
+        kv_heads=2,
+        padding_rows=32,
+        interpreted=("window.0",),
+    ),
+    "rectangular, heads apart": Setting(tokens=24, order="LHBNC", kv_heads=2, rectangular=True),
+    "all layers of a block, int8": Setting(
+        "int8", tokens=24, order="BLHNC", kv_heads=2, scales=(0.1, 0.1)
+    ),
 }
 
 
 def plan_of(setting: Setting) -> jaxkv.Plan:
+    options: dict[str, Any] = {"dtype": setting.dtype, "num_kv_heads": setting.kv_heads}
+    layers = {name: dataclasses.replace(spec, **options) for name, spec in LAYERS.items()}
+    if setting.padding_rows:
+        page = layers["full.0"].data_bytes + setting.padding_rows * 2 * 64 * 2
+        layers = {
+            name: dataclasses.replace(spec, page_bytes_padded=page) for name, spec in layers.items()
+        }
     return jaxkv.plan_cache(
-        {name: dataclasses.replace(spec, dtype=setting.dtype) for name, spec in LAYERS.items()},
+        layers,
         2**30,
         max_model_len=LENGTH,
         num_blocks_override=64,
@@ -66,6 +88,7 @@ def prefilled(setting: Setting) -> tuple[jaxkv.KVCache, jaxkv.BlockManager, jaxk
         max_requests=3,
         kernel_block_sizes=sizes,
         stacked=setting.stacked,
+        order=setting.order,
         scales=setting.scales,
     )
     buffers = tuple(jnp.full_like(buffer, 0xFF) for buffer in cache.buffers)
@@ -86,7 +109,7 @@ def prefilled(setting: Setting) -> tuple[jaxkv.KVCache, jaxkv.BlockManager, jaxk
 
     rng = np.random.default_rng(0)
     for work in ({"a": 90}, {"a": 40, "b": 31}):
-        rows = rng.standard_normal((2, len(LAYERS), 96, 1, 64), np.float32)
+        rows = rng.standard_normal((2, len(LAYERS), 96, setting.kv_heads, 64), np.float32)
         cache = step(cache, manager.step(shape, work), *jnp.asarray(rows, jnp.bfloat16))
     return cache, manager, plan
 
@@ -94,6 +117,8 @@ def prefilled(setting: Setting) -> tuple[jaxkv.KVCache, jaxkv.BlockManager, jaxk
 def shape_of(setting: Setting, plan: jaxkv.Plan) -> jaxkv.StepShape:
     longest = 1 if setting.tokens == 2 else None
     sizes: dict[str, Any] = {"max_requests": 3, "max_tokens": setting.tokens}
+    if setting.rectangular:
+        sizes = {"max_requests": 3, "tokens_per_request": setting.tokens // 3}
     return jaxkv.StepShape.for_plan(plan, max_query_len=longest, **sizes)
 
 
@@ -107,15 +132,17 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
         monkeypatch.setattr(_paged_attention_pieces, "OPERANDS_IN_REGISTERS", False)
         monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
     setting = SETTINGS[name]
-    layers = list(LAYERS) if ON_GPU else setting.interpreted
+    layers = ("full.1", "window.0", "chunked.1") if ON_GPU else setting.interpreted
     if not layers:
         pytest.skip("takes a minute in interpret mode; on a GPU")
     cache, manager, plan = prefilled(setting)
     shape = shape_of(setting, plan)
     upload = manager.step(shape, {"a": 1, "b": 1} if setting.tokens == 2 else {"a": 7, "b": 1})
     rng = np.random.default_rng(1)
-    queries = jnp.asarray(rng.standard_normal((shape.max_tokens, HEADS, 64)), jnp.bfloat16)
-    rows = jnp.asarray(rng.standard_normal((2, shape.max_tokens, 1, 64)), jnp.bfloat16)
+    tokens = (3, setting.tokens // 3) if setting.rectangular else (setting.tokens,)
+    heads = setting.kv_heads * GROUP
+    queries = jnp.asarray(rng.standard_normal((*tokens, heads, 64)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((2, *tokens, setting.kv_heads, 64)), jnp.bfloat16)
 
     @jax.jit
     def written(cache, upload):
@@ -128,7 +155,7 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
     bound = 5 * 2 * 2 * 2.0**-8
     call = jax.jit(jaxkv.attend, static_argnums=1, static_argnames="implementation")
     for layer in layers:
-        sinks = jnp.ones(HEADS) if layer.startswith("chunked") else None
+        sinks = jnp.ones(heads) if layer.startswith("chunked") else None
         _, wanted = call(cache, layer, batch, queries, sinks=sinks, implementation="xla")
         with kernels_run():
             _, out = call(cache, layer, batch, queries, sinks=sinks, implementation="mosaic_gpu")
@@ -144,30 +171,25 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
     ("options", "query_dtype", "reason"),
     [
         ({}, "float32", "queries are float32"),
-        ({"order": "HND"}, "bfloat16", "order='LBHNC', and the kernel takes LBNHC"),
-        ({"rectangular": True}, "bfloat16", "the batch is rectangular"),
-        ({"chunk": 40}, "bfloat16", "chunk_size=40 is not a multiple of block_size=16"),
         ({"head_size": 40}, "bfloat16", "keys are 40 wide"),
-        ({"latent": True}, "bfloat16", "layer='a' keeps mla"),
+        ({"head_size": 64, "value_size": 64}, "bfloat16", "latent rows are 64 wide and their valu"),
+        ({"page_bytes_padded": 4224}, "bfloat16", "pages, or the bytes between them, are not mult"),
     ],
 )
 def test_what_the_kernel_does_not_take_goes_to_xla_or_says_why(
     options, query_dtype, reason
 ) -> None:
-    size = options.get("head_size", 64)
-    spec: Any = jaxkv.FullAttentionSpec(**{**KV, "head_size": size})
-    if "chunk" in options:
-        spec = jaxkv.ChunkedAttentionSpec(chunk_size=options["chunk"], **KV)
-    if "latent" in options:
-        spec = jaxkv.MLASpec(block_size=16, head_size=64, value_size=64)
+    if "value_size" in options:
+        spec: Any = jaxkv.MLASpec(block_size=16, **options)
+    else:
+        spec = jaxkv.FullAttentionSpec(**{**KV, **options})
     plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64)
-    cache = jaxkv.make_cache(plan, max_requests=2, order=options.get("order", "NHD"))
-    sizes = {"tokens_per_request": 4} if "rectangular" in options else {"max_tokens": 8}
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, **sizes)
+    cache = jaxkv.make_cache(plan, max_requests=2)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
     manager = jaxkv.BlockManager(plan, max_requests=2)
     manager.start("r")
     cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, {"r": 3}))
-    queries = jnp.ones((*batch.token_shape, 1, size), query_dtype)
+    queries = jnp.ones((*batch.token_shape, 1, spec.head_size), query_dtype)
     _, out = jax.jit(jaxkv.attend, static_argnums=1)(cache, "a", batch, queries)
     assert out.shape[:-1] == queries.shape[:-1] and np.isfinite(np.asarray(out, float)).all()
     with pytest.raises(NotImplementedError, match=f'"mosaic_gpu": {reason}'):
@@ -175,12 +197,39 @@ def test_what_the_kernel_does_not_take_goes_to_xla_or_says_why(
 
 
 @needs_mosaic
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
-def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device() -> None:
-    spec = jaxkv.FullAttentionSpec(**KV)
+def test_the_kernel_for_latents_and_xla_attend_alike() -> None:
+    """Without a GPU the kernel is only lowered for CUDA; interpret mode has tests of its own."""
+    spec = jaxkv.MLASpec(block_size=16, head_size=192, value_size=128)
     plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64)
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    cache = jaxkv.make_cache(plan, max_requests=2, mesh=mesh, axis="heads")
+    cache = jaxkv.make_cache(plan, max_requests=2)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
+    manager = jaxkv.BlockManager(plan, max_requests=2)
+    manager.start("r")
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, {"r": 7}))
+    rng = np.random.default_rng(0)
+    queries = jnp.asarray(rng.standard_normal((8, 16, 192)), jnp.bfloat16)
+    rows = jnp.asarray(rng.standard_normal((8, 192)), jnp.bfloat16)
+    call = jax.jit(jaxkv.attend, static_argnums=1, static_argnames="implementation")
+    traced = call.trace(cache, "a", batch, queries, rows, implementation="mosaic_gpu")
+    assert "mla_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    if ON_GPU:
+        out, wanted = [
+            np.asarray(call(cache, "a", batch, queries, rows, implementation=name)[1], float)
+            for name in ("mosaic_gpu", "xla")
+        ]
+        np.testing.assert_allclose(out, wanted, atol=5 * 2 * 2 * 2.0**-8)
+        assert wanted[:7].any() and not out[7:].any()
+
+
+@needs_mosaic
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device(ranks: int) -> None:
+    """Heads are divided, or positions dealt out."""
+    spec = jaxkv.FullAttentionSpec(**KV)
+    plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64, context_parallel=ranks)
+    mesh = jax.make_mesh((2,), ("axis",), axis_types=(jax.sharding.AxisType.Auto,))
+    cache = jaxkv.make_cache(plan, max_requests=2, mesh=mesh, axis="axis")
     shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=8)
 
     @jax.jit
@@ -188,6 +237,7 @@ def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device() -> No
         cache, batch = jaxkv.apply_step(cache, upload, implementation="mosaic_gpu")
         return jaxkv.attend(cache, "a", batch, queries, implementation="mosaic_gpu")
 
-    traced = step.trace(cache, shape.idle(), jnp.ones((8, 2 * HEADS, 64), jnp.bfloat16))
+    traced = step.trace(cache, shape.idle(), jnp.ones((8, 2 * GROUP, 64), jnp.bfloat16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and f"tensor<8x{HEADS}x64xbf16>" in text  # its own heads
+    own, dtype = (GROUP, "bf16") if ranks == 1 else (2 * GROUP, "f32")
+    assert "mosaic_gpu" in text and f"tensor<8x{own}x64x{dtype}>" in text  # its own heads, or parts

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv.attention._kernel import attend_fastest
-from jaxkv.attention._paged import AttentionRule, Tiles, attend_to_pages
+from jaxkv.attention._kernel import AttentionRule, attend_to_layer
 from jaxkv.cache import KVCache, Period, StepBatch
 from jaxkv.layout import row_format
 from jaxkv.pool import (
@@ -73,8 +72,8 @@ def attend(
       sinks: float[heads], logits of an attention sink per head: a key without a value.
       period: int32[], traced: the layer of the group to use instead; see `write_tokens`.
       implementation: of the kernels, as in `pallas_kernels.paged_attention`. By default Mosaic
-        attends on a GPU that runs it, where layer, batch and queries are of a kind that it takes
-        (16-bit queries, heads of 64 to 256, flat batches, LBNHC without padding), XLA elsewhere.
+        attends on a GPU that runs it, where layer and queries are of a kind that it takes (16-bit
+        queries, heads of 64 to 256, pages whose padding is whole rows), XLA elsewhere.
 
     Returns:
       The cache, and the output in the queries' dtype: [..., heads, V].
@@ -98,15 +97,8 @@ def attend(
     def run(
         cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
     ) -> Array:
-        def xla(queries: Array) -> Array:
-            tiles = Tiles.of_batch(batch)
-            out = attend_to_pages(cache, layer, batch, queries, tiles, rule, sinks, period)
-            return out.astype(queries.dtype)
-
-        flat = queries.reshape(-1, *queries.shape[-2:])
-        given = cache, layer, batch, flat, rule, sinks, period
-        out = attend_fastest(*given, xla=xla, implementation=implementation)
-        return out.reshape(*queries.shape[:-1], rule.value_size)
+        given = cache, layer, batch, queries, rule, sinks, period
+        return attend_to_layer(*given, implementation=implementation)
 
     axis, heads_dim = cache.layout.heads_axis, queries.ndim - 2
     by_head = PartitionSpec(*[None] * heads_dim, axis) if axis else SAME
@@ -202,7 +194,6 @@ def _rule(
         )
     return AttentionRule(
         kv_heads=kv_heads,
-        key_size=spec.head_size,
         value_size=value_size,
         is_latent=isinstance(spec, MLASpec),
         scale=spec.head_size**-0.5 if scale is None else scale,

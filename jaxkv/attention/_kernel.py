@@ -1,26 +1,32 @@
-"""Attention by `pallas_kernels.paged_attention`, for the layers and batches that it takes."""
+"""Attention to a layer by `pallas_kernels.paged_attention`: its pages, tables and lengths."""
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxkv._internal.indexing import take
 from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK
-from jaxkv.attention._paged import AttentionRule
-from jaxkv.cache import KVCache, Period, StepBatch
-from jaxkv.layout import PhysicalOrder
-from jaxkv.pool import layer_scales, layer_view
-from pallas_kernels import (
-    Implementation,
-    default_implementation,
-    paged_attention,
-    why_not_paged_attention,
-)
-
-Attend = Callable[[Array], Array]
+from jaxkv.cache import KVCache, Period, StepBatch, expand_blocks
+from jaxkv.layout import row_format
+from jaxkv.pool import layer_scales, locate
+from pallas_kernels import Deal, Implementation, StridedPages, paged_attention
 
 
-def attend_fastest(
+class AttentionRule(NamedTuple):
+    """The keys that a token sees in a layer, and the shape of its rows."""
+
+    kv_heads: int
+    value_size: int
+    is_latent: bool  # the value is a prefix of the key
+    scale: float
+    soft_cap: float | None
+    window: int
+    chunk: int
+    causal: bool  # False: all tokens of the encoder
+
+
+def attend_to_layer(
     cache: KVCache,
     layer: str,
     batch: StepBatch,
@@ -28,80 +34,28 @@ def attend_fastest(
     rule: AttentionRule,
     sinks: Array | None,
     period: Period,
-    *,
-    xla: Attend,
     implementation: Implementation | None,
 ) -> Array:
-    """Attends from flat queries, [T, heads, K], by the kernel or, where it cannot, by ``xla``.
+    """Returns [..., heads, V] of queries, [..., heads, K], and a layer's pages; zeros for padding.
 
-    Raises:
-      NotImplementedError: ``implementation="mosaic_gpu"`` for what the kernel does not take.
+    Ranks that positions are dealt out to combine what each of them finds.
     """
-    if (implementation or default_implementation()) == "xla":
-        return xla(queries)
-    reason = _why_not(cache, layer, batch, rule) or why_not_paged_attention(
-        queries, layer_view(cache, layer)
-    )
-    if implementation == "mosaic_gpu" and reason:
-        raise NotImplementedError(
-            f'implementation="mosaic_gpu": {reason}; use "xla", or None for what is fastest'
-        )
-    if reason:
-        return xla(queries)
-
-    def kernel(queries: Array) -> Array:
-        return _attend(cache, layer, batch, queries, rule, sinks, period)
-
-    if implementation == "mosaic_gpu":
-        return kernel(queries)
-    # A program may be compiled for the CPU of a machine that has a GPU.
-    return lax.platform_dependent(queries, cuda=kernel, default=xla)
-
-
-def _why_not(cache: KVCache, layer: str, batch: StepBatch, rule: AttentionRule) -> str | None:
-    """Returns why the kernel does not take a layer; None where its view may do."""
-    layout, place = cache.layout, cache.layout.place_of(layer)
-    if rule.is_latent or not rule.causal:
-        return f"layer={layer!r} keeps {place.spec.kind}"
-    if layout.context_parallel > 1:
-        return "positions are dealt out to ranks"
-    if batch.is_rectangular and batch.shape.max_query_len > 1:
-        return "the batch is rectangular, and queries do not lie end to end"
-    if rule.chunk != INT32_MAX and rule.chunk % place.spec.block_size:
-        return (
-            f"chunk_size={rule.chunk} is not a multiple of block_size={place.spec.block_size}, and "
-            "tables begin in the middle of a chunk"
-        )
-    order = PhysicalOrder(layout.buffers.order)
-    if not order.has_whole_pages or order.order != "LBNHC":
-        return f"order={order.order!r}, and the kernel takes LBNHC"
-    page_bytes = layout.buffers.page_placement(layer).page_bytes
-    if page_bytes != place.spec.data_bytes:
-        return f"layer={layer!r} has padding in its pages"
-    return None
-
-
-def _attend(
-    cache: KVCache,
-    layer: str,
-    batch: StepBatch,
-    queries: Array,
-    rule: AttentionRule,
-    sinks: Array | None,
-    period: Period,
-) -> Array:
-    """Hands the kernel a layer's view, and tables that begin at the first page of each window.
-
-    Windows and chunks are the same when all positions are counted from there.
-    """
-    tables = batch.block_tables(layer, period=period)
+    layout, shape = cache.layout, queries.shape[:-1]
+    one_each = queries[..., 0, 0].size == batch.shape.batch_size and batch.shape.max_query_len == 1
+    flat = queries.reshape(-1, *queries.shape[-2:])
+    if not one_each and batch.is_rectangular:
+        flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
+    lens = batch.seq_lens if rule.causal else batch.encoder_lens
     key_scale, value_scale = layer_scales(cache, layer, period)
-    one_each = batch.shape.max_query_len == 1 and queries.shape[0] == batch.shape.batch_size
-    return paged_attention(
-        queries,
-        layer_view(cache, layer),
-        jnp.where(tables == NULL_BLOCK, -1, tables),
-        jnp.where(batch.query_lens > 0, batch.seq_lens - batch.first_positions(layer), 0),
+    rank, is_dealt = layout.context_rank(), layout.context_parallel > 1
+    if sinks is not None and is_dealt:  # one rank counts them
+        sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
+    limited = min(rule.window, rule.chunk) < INT32_MAX
+    out, lse = paged_attention(
+        flat,
+        _pages(cache, layer, period),
+        _tables(cache, layer, batch, period),
+        jnp.where(batch.query_lens > 0, lens, 0),
         None if one_each else batch.query_start_loc,
         scale=rule.scale,
         sliding_window=None if rule.window == INT32_MAX else rule.window,
@@ -109,6 +63,68 @@ def _attend(
         soft_cap=rule.soft_cap,
         sinks=sinks,
         key_scale=key_scale,
-        value_scale=value_scale,
-        implementation="mosaic_gpu",
+        value_scale=key_scale if rule.is_latent else value_scale,
+        value_width=rule.value_size,
+        causal=rule.causal,
+        first_positions=batch.first_positions(layer) if limited else None,
+        deal=Deal(rank, layout.context_parallel, layout.interleave_tokens) if is_dealt else None,
+        out_dtype=jnp.float32 if is_dealt else None,
+        return_lse=True,
+        implementation=implementation,
     )
+    if is_dealt and layout.axis is not None:
+        out = _combine(out, lse, layout.axis).astype(queries.dtype)
+    if not one_each and batch.is_rectangular:
+        places = _rectangular_places(batch)
+        out = out.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return out.reshape(*shape, rule.value_size)
+
+
+def _pages(cache: KVCache, layer: str, period: Period) -> StridedPages:
+    buffer, extents, first = locate(cache, layer, period)
+    row = row_format(cache.layout.place_of(layer).spec)
+    return StridedPages(
+        cache.buffers[buffer].reshape(-1, extents.extent_bytes),
+        row.dtype,
+        num_pages=cache.num_blocks * extents.tiles,
+        tokens=extents.rows,
+        kv_heads=extents.heads,
+        width=row.width,
+        first=first,
+        page_step=extents.tile_step,
+        head_step=extents.head_step,
+        start=extents.start_bytes,
+        heads_first=not extents.rows_are_whole,
+    )
+
+
+def _tables(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+    """Returns the pages of each request, int32[B, W]; -1 for those that it does not hold."""
+    _, extents, first = locate(cache, layer, period)
+    ids = batch.tables[cache.layout.place_of(layer).group]
+    ids = jnp.where((ids == NULL_BLOCK) | (jnp.asarray(first) < 0), -1, ids)
+    return expand_blocks(ids, extents.tiles) if extents.tiles > 1 else ids
+
+
+def _flat_places(batch: StepBatch) -> Array:
+    """Returns int32[T], where each token of a flat batch stands in a rectangular one."""
+    num_requests, columns = batch.token_shape
+    index = jnp.arange(num_requests * columns, dtype=jnp.int32)
+    ends = batch.query_start_loc[1:]
+    request = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    return request * columns + index - take(batch.query_start_loc, request)
+
+
+def _rectangular_places(batch: StepBatch) -> Array:
+    """Returns int32[B, T / B], where each token stands in a flat batch; -1 for padding."""
+    columns = jnp.arange(batch.token_shape[1], dtype=jnp.int32)[None]
+    places = batch.query_start_loc[:-1, None] + columns
+    return jnp.where(columns < batch.query_lens[:, None], places, -1)
+
+
+def _combine(out: Array, lse: Array, axis: str) -> Array:
+    """Returns the output over the keys of all ranks."""
+    highest = lax.pmax(lse, axis)
+    weight = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0))[..., None]
+    total, out = lax.psum((weight, out * weight), axis)
+    return out / jnp.where(total > 0, total, 1)

@@ -14,6 +14,7 @@ from jaxkv.cache import (
     StepBatch,
     check_layout,
     expand_blocks,
+    first_columns,
 )
 from jaxkv.layout import PageListSizes
 
@@ -90,7 +91,7 @@ def page_tables(batch: StepBatch, layer: str) -> PageTables:
     is_null = jnp.repeat(ids == NULL_BLOCK, parts, axis=1)
     return PageTables(
         pages=jnp.where(is_null, NULL_PAGE, expand_blocks(ids, parts)),
-        first_pages=batch.first_columns(group) * parts,
+        first_pages=first_columns(batch, group) * parts,
         query_start_loc=batch.query_start_loc,
         num_computed_tokens=batch.num_computed_tokens,
     )
@@ -107,7 +108,9 @@ def page_ids(
     """
     layout = batch.layout
     parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
-    first = jnp.asarray(batch.id_offset(layer, period) * parts, jnp.int32)
+    first = jnp.asarray(
+        batch.layout.of_period(layer, period, batch.layout.id_offset, -1) * parts, jnp.int32
+    )
     known = jnp.bool_(True)
     if period is not None:
         count = len(layout.buffers.period_layers(layer))

@@ -12,7 +12,7 @@ never written and reads as zeros.
 """
 
 from jaxkv.pool._blocks import copy_blocks, zero_blocks
-from jaxkv.pool._bytes import SAME, flag_period, on_devices
+from jaxkv.pool._bytes import SAME, flag_period, locate, on_devices
 from jaxkv.pool._recurrent import read_state, write_state
 from jaxkv.pool._tokens import (
     attention_spec,
@@ -20,7 +20,6 @@ from jaxkv.pool._tokens import (
     layer_scales,
     quantize,
     ranks_of_heads,
-    read_block_rows,
     read_rows,
     read_tokens,
     token_spec,
@@ -39,10 +38,10 @@ __all__ = [
     "flag_period",
     "layer_scales",
     "layer_view",
+    "locate",
     "on_devices",
     "quantize",
     "ranks_of_heads",
-    "read_block_rows",
     "read_rows",
     "read_state",
     "read_tokens",

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxkv._internal.checks import check_int32
 from jaxkv._internal.mesh import runs_manually
-from jaxkv.cache import KVCache, Period, StepBatch
+from jaxkv.cache import KVCache, Period, StepBatch, state_blocks
 from jaxkv.pool._bytes import (
     SAME,
     flag_period,
@@ -59,7 +59,7 @@ def write_state(
         cache: KVCache, batch: StepBatch, arrays: Sequence[Array], at: Array | None, period: Period
     ) -> KVCache:
         group = cache.layout.place_of(layer).group
-        ids = batch.state_blocks(group, at, reading=False)
+        ids = state_blocks(batch, group, at, reading=False)
         data = [
             to_bytes(array.astype(dtype), 1)
             for array, dtype in zip(arrays, spec.dtypes, strict=True)
@@ -113,7 +113,7 @@ def read_state(
     def read(
         cache: KVCache, batch: StepBatch, at: Array | None, period: Period
     ) -> tuple[Array, ...]:
-        ids = batch.state_blocks(cache.layout.place_of(layer).group, at, reading=True)
+        ids = state_blocks(batch, cache.layout.place_of(layer).group, at, reading=True)
         if at is not None:
             ids = jnp.where(batch.num_computed_tokens > 0, ids, -1)
         data = read_bytes(cache, locate(cache, layer, period), ids)[..., 0, :]

@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxkv._internal.mesh import runs_manually
-from jaxkv.cache import PAD_SLOT, KVCache, Period, StepBatch
+from jaxkv.cache import PAD_SLOT, KVCache, Period, StepBatch, encoder_slots, token_slots
 from jaxkv.layout import row_format, rows_per_block
 from jaxkv.pool._bytes import (
     SAME,
@@ -229,17 +229,11 @@ def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = 
 
 
 def _read(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+    """Reads stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
     block_ids = batch.tables[cache.layout.place_of(layer).group]
-    rows = read_block_rows(cache, layer, block_ids, period)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
-
-
-def read_block_rows(cache: KVCache, layer: str, block_ids: Array, period: Period) -> Array:
-    """Reads stored rows of logical blocks, int32[...]: [..., rows, *row] in the layer's dtype."""
-    spec = token_spec(cache, layer)
-    row_shape, dtype = row_shape_of(spec)
+    row_shape, dtype = row_shape_of(token_spec(cache, layer))
     data = read_bytes(cache, locate(cache, layer, period), block_ids)
-    return from_bytes(data, (*block_ids.shape, rows_per_block(spec), *row_shape), dtype)
+    return from_bytes(data, (data.shape[0], data.shape[1] * data.shape[2], *row_shape), dtype)
 
 
 def _write(
@@ -267,8 +261,8 @@ def slots_of(cache: KVCache, layer: str, batch: StepBatch, shape: tuple[int, ...
     """Returns the slots of the tokens, or of the encoder's tokens, that a write brings."""
     group = cache.layout.place_of(layer).group
     if cache.layout.growths[group].stores == "encoder":
-        return batch.encoder_slots(group, shape[1])
-    return batch.token_slots(group)
+        return encoder_slots(batch, group, shape[1])
+    return token_slots(batch, group)
 
 
 def token_shape(cache: KVCache, layer: str, batch: StepBatch, **arrays: Array) -> tuple[int, ...]:

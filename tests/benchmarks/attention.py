@@ -1,10 +1,11 @@
-"""Attention over pages: the Mosaic kernels, XLA, and the kernel of jax's own library.
+"""Attention over pages: the Mosaic kernels, XLA, jax's own library, and vLLM's Triton and FA3.
 
 Page ids are shuffled over a pool that is larger than the L2 cache. Times are those of the whole
 call, its task map included, which a model's layers share.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import default_implementation, paged_attention
+from tests.benchmarks.attention_peers import Tensors, as_tensors, fa3_call, triton_call, wait
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
 
 
 class AttentionSpec(NamedTuple):
-    """Requests of these lengths, with so many queries each; None: one, by themselves."""
+    """Requests of these lengths, with so many queries each; None: one, by themselves.
+
+    value: width of values that are the first elements of latent rows; None: keys and values of
+      one width lie side by side.
+    """
 
     name: str
     lens: tuple[int, ...]
@@ -27,19 +33,25 @@ class AttentionSpec(NamedTuple):
     page_tokens: int
     pages: str = "bfloat16"
     queries: int | None = None
+    value: int | None = None
+
+    @property
+    def row(self) -> int:
+        """Elements that a token and KV head have."""
+        return 2 * self.width if self.value is None else self.width
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values, read once."""
-        row = self.kv_heads * 2 * self.width * jnp.dtype(self.pages).itemsize
-        return sum(self.lens) * row
+        row_bytes = self.kv_heads * self.row * jnp.dtype(self.pages).itemsize
+        return sum(self.lens) * row_bytes
 
     @property
     def num_operations(self) -> int:
         """Additions and multiplications of what queries see."""
         count = self.queries or 1
         pairs = sum(count * (length - count) + count * (count + 1) // 2 for length in self.lens)
-        return 4 * self.heads * self.width * pairs
+        return 2 * self.heads * (self.width + (self.value or self.width)) * pairs
 
     def shorter(self, times: int) -> "AttentionSpec":
         """Returns the same with fewer and shorter requests."""
@@ -67,18 +79,20 @@ SPECS = (
     AttentionSpec("fp8 8/1, 32 x 32k, page 64", (32_768,) * 32, 8, 1, 128, 64, FP8),
     AttentionSpec("bf16 32/8, 64k + 31 x 4k, page 16", (65_536, *(4096,) * 31), 32, 8, 128, 16),
     AttentionSpec("bf16 32/8, 4 each over 64 x 8k", (8192,) * 64, 32, 8, 128, 16, queries=4),
+    AttentionSpec("MLA bf16 128 x 576, 64 x 8k, page 64", (8192,) * 64, 128, 1, 576, 64, value=512),
+    AttentionSpec("MLA bf16 16 x 576, 64 x 8k, page 64", (8192,) * 64, 16, 1, 576, 64, value=512),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
     AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
 )
+SMALL = ("bf16 32/8, 4 x 4k, page 16", "bf16 32/8, prefill 2 x 8k, page 16")
 LONGEST_OF_XLA = 64  # queries: prefills by XLA take too long to wait for
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
-    del peer
     report.title("Attention over pages: GPU time of one call")
-    decodes, prefills = SPECS[:15], SPECS[15:]
-    for spec in by_size(full=SPECS, small=(decodes[6], prefills[1]), smallest=decodes[6:7]):
+    small = tuple(spec for spec in SPECS if spec.name in SMALL)
+    for spec in by_size(full=SPECS, small=small, smallest=small[:1]):
         fewer = by_size(full=1, small=32, smallest=128)
         spec = spec.shorter(fewer) if fewer > 1 else spec
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes)
@@ -87,11 +101,17 @@ def run(report: Report, peer: VllmPeer | None) -> None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
         if ON_GPU and (spec.queries or 1) <= LONGEST_OF_XLA:
             add("XLA", time_ours(spec, "xla"), base=ours)
-        if ON_GPU and spec.queries is None and spec.pages == "bfloat16":
+        others: dict[str, Callable[[], Times]] = {}
+        if ON_GPU and spec.queries is None and spec.value is None and spec.pages == "bfloat16":
+            others["jax's library"] = functools.partial(time_library, spec)
+        if peer is not None and peer.has_tables and spec.value is None:
+            others["vLLM, Triton"] = functools.partial(time_peer, spec, peer, triton_call)
+            others["vLLM, FA3"] = functools.partial(time_peer, spec, peer, fa3_call)
+        for name, time in others.items():
             try:
-                add("jax's library", time_library(spec), base=ours)
+                add(name, time(), base=ours)
             except Exception as error:
-                report.note(f"jax's library fails: {type(error).__name__}")
+                report.note(f"{name} fails: {type(error).__name__}: {str(error)[:80]}")
 
 
 class Arrays(NamedTuple):
@@ -102,9 +122,10 @@ class Arrays(NamedTuple):
     query_start_loc: jax.Array | None
 
 
+@functools.lru_cache(maxsize=1)
 def make_arrays(spec: AttentionSpec) -> Arrays:
     counts = [length // spec.page_tokens for length in spec.lens]
-    shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, 2 * spec.width)
+    shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, spec.row)
     ids = np.random.default_rng(0).permutation(np.arange(1, shape[0]))
     tables = np.zeros((len(counts), max(counts)), np.int32)
     for row, count, end in zip(tables, counts, np.cumsum(counts), strict=True):
@@ -120,13 +141,33 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
         return queries, pages.astype(spec.pages)
 
     lens = jnp.asarray(spec.lens, jnp.int32)
-    return Arrays(*make(), jnp.asarray(tables), lens, None if spec.queries is None else loc)
+    starts = None if spec.queries is None else jnp.asarray(loc)
+    return Arrays(*make(), jnp.asarray(tables), lens, starts)
+
+
+@functools.cache
+def compiled(implementation: str | None, value: int | None = None) -> Callable[..., jax.Array]:
+    options = {"implementation": implementation, "value_width": value}
+    return jax.jit(functools.partial(paged_attention, **options))
 
 
 def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
     arrays = make_arrays(spec)
-    attend = jax.jit(functools.partial(paged_attention, implementation=implementation))
-    return measure(lambda: attend(*arrays))
+    return measure(lambda: compiled(implementation, spec.value)(*arrays))
+
+
+def time_peer(
+    spec: AttentionSpec, peer: VllmPeer, make_call: Callable[[VllmPeer, Tensors], Callable]
+) -> Times:
+    """Times code of vLLM, after a look at what it gives."""
+    arrays = make_arrays(spec)
+    call = make_call(peer, as_tensors(*arrays))
+    theirs, ours = call().float(), compiled(None)(*arrays)
+    ours = ours.astype(jnp.float32)
+    off = abs(jnp.asarray(theirs.cpu().numpy()) - ours).max() / abs(ours).max()
+    if not off < 0.2:  # 8-bit queries are off by some percent
+        raise ValueError(f"its output differs from ours by {off:.0%} of the largest")
+    return measure(call, wait)
 
 
 def time_library(spec: AttentionSpec) -> Times:

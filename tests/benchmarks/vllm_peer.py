@@ -2,12 +2,12 @@
 
 Only the modules that are timed are vLLM's; every other module of vLLM that they import is a
 stand-in. `VllmPeer.manager` is pure Python and runs anywhere; without torch, which it needs
-for the names of dtypes alone, torch is a stand-in as well. The tables and the zeroing kernel
-are Triton code: they need torch, Triton and a GPU. The folder holds ``vllm/``, as unzipped
-from a wheel::
+for the names of dtypes alone, torch is a stand-in as well. The tables, the zeroing kernel and
+unified attention are Triton code: they need torch, Triton and a GPU. FA3 is compiled code. The
+folder holds ``vllm/``, as unzipped from a wheel::
 
     pip download --no-deps vllm==0.33.0
-    unzip -q vllm-0.33.0-*.whl 'vllm/*.py' -d DIR
+    unzip -q vllm-0.33.0-*.whl 'vllm/*.py' '*/_vllm_fa3_C.abi3.so' -d DIR
 """
 
 import enum
@@ -22,7 +22,10 @@ import sys
 import types
 from typing import Any
 
-PACKAGES = ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.worker", "vllm.v1.worker.gpu")
+PACKAGES = (
+    *("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.worker", "vllm.v1.worker.gpu"),
+    *("vllm.v1.attention", "vllm.v1.attention.ops"),
+)
 MANAGER_MODULES = (
     "vllm.utils.math_utils",
     "vllm.v1.core.block_pool",
@@ -42,13 +45,18 @@ TABLE_MODULES = (
     "vllm.v1.worker.gpu.input_batch",
     "vllm.v1.worker.utils",
 )
+ATTENTION_MODULES = (
+    "vllm.v1.attention.ops.triton_unified_attention",
+    "vllm.v1.attention.ops.triton_attention_helpers",
+)
+FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
 class VllmPeer:
     """The parts of vLLM that are timed, each loaded when it is first used."""
 
     def __init__(self, folder: str | pathlib.Path):
-        root = pathlib.Path(folder)
+        root = self._root = pathlib.Path(folder)
         if not (root / "vllm/v1/core/kv_cache_manager.py").is_file():
             raise FileNotFoundError(f"{root} holds no vllm/v1/core/kv_cache_manager.py")
         sys.meta_path.insert(0, _StandIns(root))
@@ -86,6 +94,25 @@ class VllmPeer:
         )
 
     @functools.cached_property
+    def attention(self) -> types.SimpleNamespace:
+        """`unified_attention`, Triton code."""
+        module = importlib.import_module(ATTENTION_MODULES[0])
+        return types.SimpleNamespace(unified_attention=module.unified_attention)
+
+    def flash_attention_3(self) -> Any:
+        """Returns the forward pass of FA3, as torch knows it.
+
+        Raises:
+          FileNotFoundError: the folder does not hold its library.
+        """
+        import torch
+
+        if not (self._root / FA3).is_file():
+            raise FileNotFoundError(f"{self._root} holds no {FA3}")
+        torch.ops.load_library(str(self._root / FA3))
+        return torch.ops._vllm_fa3_C.fwd
+
+    @functools.cached_property
     def zero_kernel(self) -> Any:
         """The Triton kernel that zeroes blocks."""
         return importlib.import_module(TABLE_MODULES[3])._zero_kv_blocks_kernel
@@ -107,6 +134,14 @@ class _Anything(metaclass=_AnyClass):
         pass
 
 
+class _Platform(_Anything):
+    @staticmethod
+    def fp8_dtype() -> Any:
+        import torch
+
+        return torch.float8_e4m3fn
+
+
 class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -123,7 +158,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.split(".")[0] != "vllm":
             return None
-        if fullname in (*MANAGER_MODULES, *TABLE_MODULES):
+        if fullname in (*MANAGER_MODULES, *TABLE_MODULES, *ATTENTION_MODULES):
             file = self._root / (fullname.replace(".", "/") + ".py")
             return importlib.util.spec_from_file_location(fullname, file)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -153,11 +188,13 @@ def _real_names(module: str) -> dict[str, Any]:
             "get_accelerator_view_from_cpu_tensor": _device_view,
             "get_dtype_size": {"bf16": 2, "f32": 4}.__getitem__,
         },
-        "vllm.platforms": {"current_platform": _Anything},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.platforms": {"current_platform": _Platform},
         "vllm.v1.attention.backends.registry": {
             "MambaAttentionBackendEnum": enum.Enum("MambaAttentionBackendEnum", "MAMBA2")
         },
         "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1},
+        "vllm.v1.utils": {"ConstantList": lambda values: values},  # theirs refuses to be changed
     }.get(module, {})
 
 

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels import _capability, paged_attention
+from pallas_kernels import Deal, StridedPages, _capability, paged_attention
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
+
+INTERLEAVE, RANK = 4, 1  # of positions that are dealt out
 
 
 class Case(NamedTuple):
@@ -38,6 +40,15 @@ class Case(NamedTuple):
     sinks: bool = False
     scaled: bool = False
     holes: bool = False  # some pages of every request are not there
+    causal: bool = True
+    firsts: bool = False  # tables begin behind the first tokens
+    ranks: int = 1  # positions are dealt out, and these pages are the second rank's
+    place: str = ""  # of pages among other bytes; see `strided`
+    latent: bool = False  # values are the first elements of keys
+
+    @property
+    def row(self) -> int:
+        return self.key + (0 if self.latent else self.value)
 
     @property
     def capacity(self) -> int:
@@ -50,6 +61,7 @@ class Arguments(NamedTuple):
     block_tables: np.ndarray
     seq_lens: np.ndarray
     query_start_loc: np.ndarray | None
+    first_positions: np.ndarray | None
     sinks: np.ndarray | None
     key_scale: Any
     value_scale: Any
@@ -69,19 +81,24 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     rng = np.random.default_rng(seed)
     blocks = case.batch * case.width + 3
     ids = rng.permutation(blocks)[: case.batch * case.width].reshape(case.batch, case.width)
-    shape = (blocks, case.page_tokens, case.kv_heads, case.key + case.value)
+    shape = (blocks, case.page_tokens, case.kv_heads, case.row)
     numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
     numbers = numbers.astype(jnp.dtype(case.pages))
     poison = 127 if case.pages == "int8" else math.nan
     pages = np.full(shape, poison, numbers.dtype)
+    starts = np.zeros(case.batch, np.int32)
     for request, length in enumerate(lens):
         count = 1 if loc is None else loc[request + 1] - loc[request]
-        for position in range(first_visible(case, max(length - count, 0)), length):
-            page, offset = divmod(position, case.page_tokens)
+        lowest = first_visible(case, max(length - count, 0))
+        starts[request] = max(0, lowest - 5) if case.firsts else 0
+        held = positions(case, starts[request])
+        for index in np.flatnonzero((held >= lowest) & (held < length)):
+            page, offset = divmod(index, case.page_tokens)
             place = ids[request, page], offset
             pages[place] = numbers[place]
     for request, length in enumerate(lens):  # what tables hold past the last page is anything
-        ids[request, -(-length // case.page_tokens) :] = rng.integers(-3, blocks + 3)
+        last = (positions(case, starts[request]) < length).sum()
+        ids[request, -(-last // case.page_tokens) :] = rng.integers(-3, blocks + 3)
     if case.holes:
         where = rng.random(ids.shape) < 0.3
         ids[where] = rng.choice([-1, -(2**31), blocks, 2**31 - 1], where.sum())
@@ -94,10 +111,19 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         as_ids(ids),
         as_ids(lens),
         None if loc is None else as_ids(loc),
+        starts if case.firsts else None,
         rng.normal(size=case.heads).astype(np.float32) if case.sinks else None,
         np.float32(0.75) if case.scaled else 1.0,
         rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
     )
+
+
+def positions(case: Case, first: int) -> np.ndarray:
+    """The position of each key of a request, in the order of its pages."""
+    if case.ranks == 1:
+        return first + np.arange(case.capacity)
+    turns, within = np.divmod(np.arange(case.capacity), INTERLEAVE)
+    return (turns * case.ranks + RANK) * INTERLEAVE + within
 
 
 def first_visible(case: Case, position: int) -> int:
@@ -121,7 +147,7 @@ def define(case: Case, given: Arguments) -> Expected:
     out = np.zeros((tokens, case.heads, case.value))
     lse = np.full((tokens, case.heads), -np.inf)
     out_bound, lse_bound = np.zeros_like(out), np.zeros_like(lse)
-    loc = given.query_start_loc
+    loc, starts = given.query_start_loc, given.first_positions
     key_scale = np.broadcast_to(np.asarray(given.key_scale, float), case.kv_heads)
     value_scale = np.broadcast_to(np.asarray(given.value_scale, float), case.kv_heads)
     rounding = 2.0**-8 if "bfloat16" in (case.queries, case.pages) else 2.0**-11
@@ -133,13 +159,17 @@ def define(case: Case, given: Arguments) -> Expected:
             position = length - end + token
             if position < 0:
                 continue
-            seen = np.arange(first_visible(case, position), position + 1)
+            held_at = positions(case, 0 if starts is None else starts[request])
+            last = position if case.causal else length
+            seen = (held_at >= first_visible(case, position)) & (held_at <= last)
+            seen = np.flatnonzero(seen & (held_at < length))
             ids = given.block_tables[request, seen // case.page_tokens]
             held = (ids >= 0) & (ids < len(given.pages))
             rows = given.pages[ids[held], seen[held] % case.page_tokens].astype(float)
             for head in range(case.heads):
                 kv_head = head // group
-                keys, values = np.split(rows[:, kv_head], [case.key], axis=1)
+                keys = rows[:, kv_head, : case.key]
+                values = rows[:, kv_head, 0 if case.latent else case.key :][:, : case.value]
                 query = given.queries[token, head].astype(float)
                 scale = case.key**-0.5 * key_scale[kv_head]
                 scores = keys @ query * scale
@@ -165,10 +195,47 @@ def define(case: Case, given: Arguments) -> Expected:
     return Expected(out, lse, out_bound, lse_bound)
 
 
+def strided(pages: jax.Array, place: str) -> jax.Array | StridedPages:
+    """Returns pages in another order, or as bytes among others, all of which are NaN."""
+    if not place:
+        return pages
+    if place == "NHD in an array":
+        return StridedPages.of_array(pages)
+    by_head = jnp.swapaxes(pages, 1, 2)
+    if place == "HND in an array":
+        return StridedPages.of_array(by_head, heads_first=True)
+    blocks, tokens, kv_heads, width = pages.shape
+    start = 8 * width * pages.dtype.itemsize * (kv_heads if place == "NHD" else 1)
+    if place == "heads apart":  # [heads, layers, blocks, bytes], the second of two layers
+        data = as_bytes(jnp.moveaxis(by_head, 1, 0), 2)[:, None]
+        steps = {"first": blocks, "page_step": 1, "head_step": 2 * blocks}
+        before = ((0, 0), (1, 0), (0, 0), (0, start))
+        start = 0
+    else:  # [blocks, layers, bytes], the second of two layers, which begins behind some rows
+        data = as_bytes(pages if place == "NHD" else by_head, 1)[:, None]
+        steps, before = {"first": 1, "page_step": 2}, ((0, 0), (1, 0), (start, start))
+    data = jnp.pad(data, before, constant_values=0xFF)
+    return StridedPages(
+        data.reshape(-1, data.shape[-1]),
+        pages.dtype,
+        *(blocks, tokens, kv_heads, width),
+        **steps,
+        start=start,
+        heads_first=place != "NHD",
+    )
+
+
+def as_bytes(array: jax.Array, ndim: int) -> jax.Array:
+    data = jax.lax.bitcast_convert_type(array, jnp.uint8)
+    return data.reshape(*array.shape[:ndim], -1)
+
+
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))
 def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.Array, jax.Array]:
-    *arrays, sinks, key_scale, value_scale = arguments
+    queries, pages, *arrays, first_positions, sinks, key_scale, value_scale = arguments
     return paged_attention(
+        queries,
+        strided(pages, case.place),
         *arrays,
         sliding_window=case.window,
         chunk_size=case.chunk,
@@ -176,6 +243,10 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,
+        value_width=case.value if case.latent else None,
+        causal=case.causal,
+        first_positions=first_positions,
+        deal=Deal(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
         return_lse=True,
         implementation=implementation,
     )
@@ -216,12 +287,22 @@ XLA_CASES = {
     "mixed": Case(tokens=90, heads=8, value=32, page_tokens=12),
     "f32": Case(tokens=9, pages="float32", queries="float32", key=20, value=12, sinks=True),
     "f32 over bf16": Case(tokens=5, pages="bfloat16", queries="float32", window=5),
-    "window": Case(tokens=40, window=21, pages="float16", queries="float16", sinks=True),
-    "chunk": Case(tokens=40, chunk=24, heads=3, kv_heads=1, cap=5.0, scaled=True),
+    "window": Case(
+        tokens=40,
+        window=21,
+        pages="float16",
+        queries="float16",
+        firsts=True,
+        place="HND in an array",
+    ),
+    "chunk": Case(tokens=40, chunk=40, heads=3, kv_heads=1, cap=5.0, scaled=True, firsts=True),
     "fp8_e4m3": Case(tokens=20, pages="float8_e4m3fn", scaled=True, sinks=True),
-    "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", scaled=True),
-    "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70),
+    "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", scaled=True, place="NHD in an array"),
+    "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70, place="heads apart"),
     "holes": Case(tokens=40, holes=True, sinks=True),
+    "all keys": Case(tokens=40, causal=False, place="HND", page_tokens=12),
+    "dealt out": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
+    "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
 }
 
 
@@ -250,14 +331,22 @@ MOSAIC_CASES = {
     "prefill, window": Case(tokens=328, width=20, heads=2, window=70, key=128, scaled=True),
     "prefill, chunk": Case(tokens=200, width=3, page_tokens=80, chunk=64, cap=9.0, scaled=True),
     "prefill, holes": Case(tokens=200, width=20, holes=True, pages="float16", queries="float16"),
+    "prefill in fp8": Case(tokens=320, width=20, key=128, value=128, pages="float8_e4m3fn"),
+    "prefill in int8": Case(tokens=320, width=20, pages="int8", scaled=True, place="NHD"),
+    "all keys": Case(tokens=200, width=20, causal=False, place="HND"),
+    "chunk, from its middle on": Case(tokens=200, width=12, chunk=72, firsts=True, place="NHD"),
+    "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
+    "dealt out": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
 PREFILL = Case(1, 1, batch=2, page_tokens=48, width=4, tokens=72, window=100, holes=True)
+DEALT = Case(1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND")
 INTERPRETED = {
     "decode": (Case(batch=2, page_tokens=32, width=4, heads=2, kv_heads=1), [128, 0], None),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     "a decode and a prefill": (PREFILL, [150, 190], [0, 1, 70]),
+    "a prefill in int8": (DEALT, [260], [0, 70]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
@@ -333,7 +422,7 @@ SHAPES = [
     Shape(8, 32, 32, 8, 128, 16, "bfloat16", 2),  # speculation: too few for a prefill
     Shape(8, 1024, 32, 8, 128, 16, "bfloat16", 3),
     Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 3),
-    Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 2),
+    Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 3),
 ]
 
 

@@ -178,7 +178,7 @@ def test_the_cuda_lowering_is_one_aliased_kernel(donate: bool, subject: Subject)
 @needs_mosaic
 @each_subject
 def test_no_operand_is_lowered_straight_into_a_kernel(subject: Subject) -> None:
-    """What a GPU would refuse of a slice can be seen without one: each passes a barrier."""
+    """Slices that a GPU would refuse can be seen without one: each passes a barrier."""
     pages, *operands = subject.make(384)
     text = lower(functools.partial(subject.kernel, implementation="mosaic_gpu"), pages, *operands)
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]

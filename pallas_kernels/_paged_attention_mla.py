@@ -1,0 +1,73 @@
+"""The Mosaic GPU implementation of `paged_attention` for latent rows."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._paged_attention_decode_mosaic import DecodeShape
+from pallas_kernels._paged_attention_mla_combine_mosaic import combine_latents
+from pallas_kernels._paged_attention_mla_mosaic import ROWS, decode_latents, num_lanes
+from pallas_kernels._paged_attention_mosaic import (
+    lse_of_tokens,
+    step_sizes,
+    tile_queries,
+    tile_sinks,
+    used_tokens,
+)
+from pallas_kernels._paged_attention_prefill_tasks import has_holes
+from pallas_kernels._paged_attention_tasks import STEP, share_out
+from pallas_kernels._paged_attention_tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Cut,
+    QueryTiles,
+    cut_queries,
+    one_query_each,
+)
+
+MAX_QUERIES = 8  # of a tile
+
+
+def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
+    """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
+    num_tokens, heads, _ = arrays.queries.shape
+    out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
+    if arrays.query_start_loc is None:
+        tiles = one_query_each(arrays, rule)
+    else:
+        tiles = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule)))
+    rows = -(-tiles.size * rule.group // ROWS) * ROWS
+    dtype = arrays.queries.dtype
+    shape = DecodeShape(rule, step_sizes(arrays, STEP), rows, page=dtype, compute=dtype)
+    tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays))
+    segments = decode_latents(
+        shape,
+        tasks,
+        _full_steps(arrays, rule, tiles),
+        arrays.block_tables,
+        tile_queries(arrays.queries, tiles, shape),
+        arrays.pages,
+        arrays.key_scale * jnp.float32(rule.scale),
+    )
+    filled = tiles.size * rule.group  # rows past a tile's queries hold nothing
+    sinks = tile_sinks(arrays, shape)[0, :filled]
+    lse = combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out)
+    return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
+
+
+def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
+    """Returns the queries of a tile: as many as requests usually have, or as fill its rows."""
+    per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
+    usual = 1 << (per_request - 1).bit_length()
+    return min(MAX_QUERIES, max(usual, ROWS // rule.group))
+
+
+def _full_steps(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
+    """Returns int32[N], below which step all queries of a tile see all keys, none in a hole."""
+    if rule.window is not None or rule.chunk is not None:
+        return jnp.zeros_like(tiles.positions)
+    seen_by_all = tiles.ends
+    if rule.causal:
+        seen_by_all = rule.held_before(tiles.positions + 1, arrays.rank)
+        seen_by_all = jnp.clip(seen_by_all, 0, tiles.ends)
+    return jnp.where(has_holes(arrays, rule, tiles), 0, seen_by_all // STEP)

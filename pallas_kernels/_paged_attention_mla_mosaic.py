@@ -1,0 +1,347 @@
+"""The Mosaic GPU kernel that attends to latent rows, whose value is a prefix of their key.
+
+A thread block has 64 rows of queries (heads of one or several tokens) and takes its keys 64 at a
+time. One warpgroup scores them and adds up the left half of the output, a second one adds up the
+right half, and a third one loads. Weights go from the first to the second through shared memory.
+Pairs of thread blocks with the same keys load half of them each, for both.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _capability
+from pallas_kernels import _paged_attention_pieces as pieces
+from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._paged_attention_decode_mosaic import DecodeShape, Segments
+from pallas_kernels._paged_attention_pages import StridedPages
+from pallas_kernels._paged_attention_pieces import multiply, store, tiled
+from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
+
+ROWS = 64  # of queries, in a thread block
+SLOTS = 2  # steps that a thread block holds
+HALVES = 2  # of a value, one for each warpgroup that computes
+COLUMNS = 64  # of values that are cleaned together: registers are short
+UNSEEN = -1e30  # a score below all others; -inf would need care in every step
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def is_paired(shape: DecodeShape) -> bool:
+    """Returns whether thread blocks share what they load: each copy must have two parts."""
+    return shape.rows % (2 * ROWS) == 0 and shape.steps.granule % 16 == 0
+
+
+def num_lanes(shape: DecodeShape) -> int:
+    """Returns how many parts the steps of a call are shared out to."""
+    return max(1, _capability.max_thread_blocks(1) // (shape.rows // ROWS))
+
+
+def decode_latents(
+    shape: DecodeShape,
+    tasks: TaskMap,
+    full_steps: Array,
+    tables: Array,
+    queries: Array,
+    pages: StridedPages,
+    scales: Array,
+) -> Segments:
+    """Returns the results of all segments; what no segment has is left undefined.
+
+    Args:
+      full_steps: int32[N], below which step each tile sees all keys, and finds them in pages.
+      tables: int32[B, W]. queries: [N, 1, rows, K]. scales: float32[1], of scores.
+
+    Returns:
+      ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows].
+    """
+    rule, rows = shape.rule, shape.rows
+    results = (tasks.num_segments, rows)
+    clusters: Any = {"cluster": (2,), "cluster_names": ("pair",)} if is_paired(shape) else {}
+    call = plgpu.kernel(
+        lambda *refs: _Decoder(shape, *refs).run(),
+        out_type=[
+            jax.ShapeDtypeStruct((*results, rule.value_width), jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+        ],
+        grid=(rows // ROWS // (2 if clusters else 1), tasks.lanes.shape[0]),
+        grid_names=("row", "lane"),
+        **clusters,
+        num_threads=HALVES + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_mla_decode",
+        scratch_types=_scratch(shape),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
+            reduction_scratch_bytes=0,  # maxima and sums of rows stay within warps
+        ),
+    )
+    first_row = pages.first_row().reshape(1)
+    arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, scales, first_row]
+    with jax.enable_x64(False):  # a pool has a buffer of its own
+        return Segments(*call(*own_buffers(arrays), pages.rows()))
+
+
+def _scratch(shape: DecodeShape) -> list[Any]:
+    arrivals: Any = {"num_barriers": SLOTS, "num_arrivals": HALVES}
+    free: Any = plgpu.Barrier(**arrivals)
+    if is_paired(shape):
+        free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
+    return [
+        tiled((1, ROWS, shape.rule.key_width), shape.compute),
+        tiled((SLOTS, STEP, shape.rule.key_width), shape.compute),
+        tiled((1, ROWS, STEP), shape.compute),
+        plgpu.SMEM((ROWS,), jnp.float32),
+        plgpu.Barrier(),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
+        free,
+        plgpu.Barrier(),
+        plgpu.Barrier(),
+    ]
+
+
+def _zero(place: Array) -> Array:
+    """Returns 0, but the compiler does not know it.
+
+    It would compute all addresses of operands ahead, and run out of registers.
+    """
+    return place >> 30
+
+
+class _Segment:
+    """A tile's steps that a lane takes, by their places on the line of all steps."""
+
+    def __init__(self, decoder: "_Decoder", index: Array) -> None:
+        lane, self.index = decoder.lane, index
+        self.tile = tile = Tile.load(decoder.tiles, index)
+        self.begin = jnp.maximum(lane.line_begin, tile.line_begin)
+        self.end = jnp.minimum(lane.line_end, tile.line_end)
+        self.shift = tile.first_step - tile.line_begin  # from places on the line to steps
+        full = decoder.full_steps[index] - self.shift
+        self.full = jnp.maximum(self.begin, jnp.minimum(full, self.end))
+        self.number = decoder.number + index
+
+
+class _Softmax(NamedTuple):
+    """A running softmax of the first warpgroup."""
+
+    out: Array  # [ROWS, V / 2]
+    highest: Array  # [ROWS]
+    total: Array  # [ROWS]
+
+
+class _Decoder:
+    """The kernel's references, and the code of one thread block.
+
+    The barriers: loaded_full and loaded_free, of slots of keys; weighed: there are weights, and by
+    how much the output shrinks; taken: the second warpgroup needs them no more.
+    """
+
+    def __init__(self, shape: DecodeShape, *refs: Any) -> None:
+        self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
+        self.tiles, lanes, self.full_steps, self.tables, self.queries, self.scales = refs[:6]
+        first_row, self.pages, self.segments = refs[6], refs[7], Segments(*refs[8:11])
+        self.query, self.loaded, self.weights, self.shrink = refs[11:15]
+        self.query_full, self.query_free, self.loaded_full, self.loaded_free = refs[15:19]
+        self.weighed, self.taken = refs[19:21]
+        self.first_page_row = first_row[0]
+        self.number = lax.axis_index("lane")
+        self.lane = Lane.load(lanes, self.number)
+        self.paired = is_paired(shape)
+        row = lax.axis_index("row")
+        if self.paired:
+            row = row * 2 + lax.axis_index("pair")
+        self.rows = pl.ds(row * ROWS, ROWS)
+        self.first_row = row * ROWS
+        self.half = self.rule.value_width // HALVES
+
+    def run(self) -> None:
+        for warpgroup, work in enumerate((self._score_all, self._add_all, self._load_all)):
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(work)
+
+    def _each_segment(self, work: Callable[[_Segment], None]) -> None:
+        lane = self.lane
+
+        @pl.loop(lane.first_tile, lane.last_tile + 1)
+        def _(index: Array) -> None:
+            segment = _Segment(self, index)
+            pl.when(segment.end > segment.begin)(lambda: work(segment))
+
+    def _slot(self, place: Array) -> Array:
+        return lax.rem(place - self.lane.line_begin, SLOTS)
+
+    def _locate(self, segment: _Segment, place: Array) -> tuple[list[Array], Array]:
+        step = place + segment.shift
+        return self.steps.locate(self.tables, segment.tile.request, step, self.first_page_row)
+
+    # What the third warpgroup does.
+
+    def _load_all(self) -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        self._each_segment(self._load)
+        if self.paired:  # the other one signals this one, too, which must be there until then
+            for slot in range(SLOTS):
+                used = self.lane.line_end - self.lane.line_begin > slot
+                pl.when(used)(lambda s=slot: plgpu.barrier_wait(self.loaded_free.at[s]))
+
+    def _load(self, segment: _Segment) -> None:
+        first = segment.begin == self.lane.line_begin
+        pl.when(~first)(lambda: plgpu.barrier_wait(self.query_free))
+        source = self.queries.at[segment.index, 0, self.rows]
+        plgpu.copy_gmem_to_smem(source, self.query.at[0], self.query_full)
+
+        @pl.loop(segment.begin, segment.end)
+        def _(place: Array) -> None:
+            # Ids are far away: they are asked for before slots are waited for.
+            granules, _ = self._locate(segment, place)
+            slot, n = self._slot(place), self.steps.granule
+            used = place - self.lane.line_begin >= SLOTS
+            pl.when(used)(lambda: plgpu.barrier_wait(self.loaded_free.at[slot]))
+            for j, granule in enumerate(granules):
+                plgpu.copy_gmem_to_smem(
+                    self.pages.at[pl.ds(granule, n)],
+                    self.loaded.at[slot, pl.ds(j * n, n)],
+                    self.loaded_full.at[slot],
+                    collective_axes="pair" if self.paired else None,
+                )
+
+    # What the first one does.
+
+    def _score_all(self) -> None:
+        plgpu.set_max_registers(232, action="increase")
+        self._each_segment(self._score)
+
+    def _score(self, segment: _Segment) -> None:
+        """Attends from the rows to a segment's keys, but for the right half of the output."""
+        scale = self.scales[0]
+
+        def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
+            return lambda place, running: self._score_step(segment, place, scale, masked, running)
+
+        plgpu.barrier_wait(self.query_full)
+        running = _Softmax(
+            self._no_output(),
+            plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
+        )
+        running = lax.fori_loop(segment.begin, segment.full, step(False), running)
+        running = lax.fori_loop(segment.full, segment.end, step(True), running)
+        plgpu.barrier_arrive(self.query_free)
+        # A row that saw nothing has weights of keys that it does not see.
+        known, place = running.highest > UNSEEN, (segment.number, self.rows)
+        store(self.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
+        store(self.segments.total.at[place], jnp.where(known, running.total, 0.0))
+        self._store_output(segment, 0, running.out)
+
+    def _score_step(
+        self, segment: _Segment, place: Array, scale: Array, masked: bool, running: _Softmax
+    ) -> _Softmax:
+        """Adds 64 keys to the running softmax."""
+        slot = self._slot(place)
+        plgpu.barrier_wait(self.loaded_full.at[slot])
+        products = multiply(self.query.at[_zero(place)], self.loaded.at[slot].T)
+        scores, factor = pieces.cap(self.rule, products, scale)
+        if masked:
+            holes = self._clean_values(segment, place, 0)
+            scores = jnp.where(self._seen(segment, place, holes), scores * factor, UNSEEN)
+            factor = 1.0
+        highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
+        shrink = jnp.exp2(running.highest - highest)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
+        used = place > self.lane.line_begin
+        pl.when(used)(lambda: plgpu.barrier_wait(self.taken))
+        self.weights[0] = weights.astype(self.shape.compute)
+        store(self.shrink, shrink)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.weighed)
+        total = running.total * shrink + weights.sum(axis=1)
+        out = self._add_values(running.out, shrink, place, 0)
+        plgpu.barrier_arrive(self.loaded_free.at[slot])
+        return _Softmax(out, highest, total)
+
+    def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
+        """Returns bool[ROWS, STEP]: which keys of a step each row sees."""
+        shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        queries = lax.div(row, self.rule.group) + segment.tile.position
+        keys = key + (place + segment.shift) * STEP
+        seen = pieces.sees(self.rule, segment.tile, queries, keys)
+        return seen & self.steps.held(key, holes)
+
+    # What the second one does.
+
+    def _add_all(self) -> None:
+        plgpu.set_max_registers(232, action="increase")
+        self._each_segment(self._add)
+
+    def _add(self, segment: _Segment) -> None:
+        """Adds up the right half of a segment's output."""
+
+        def step(masked: bool) -> Callable[[Array, Array], Array]:
+            return lambda place, out: self._add_step(segment, place, masked, out)
+
+        out = lax.fori_loop(segment.begin, segment.full, step(False), self._no_output())
+        out = lax.fori_loop(segment.full, segment.end, step(True), out)
+        self._store_output(segment, 1, out)
+
+    def _add_step(self, segment: _Segment, place: Array, masked: bool, out: Array) -> Array:
+        slot = self._slot(place)
+        plgpu.barrier_wait(self.loaded_full.at[slot])
+        if masked:
+            self._clean_values(segment, place, 1)
+        plgpu.barrier_wait(self.weighed)
+        shrink = plgpu.load(self.shrink, layout=PER_ROW, optimized=False)
+        out = self._add_values(out, shrink, place, 1)
+        plgpu.barrier_arrive(self.taken)
+        plgpu.barrier_arrive(self.loaded_free.at[slot])
+        return out
+
+    # What both do.
+
+    def _no_output(self) -> Array:
+        zeros = jnp.zeros((ROWS, self.half), jnp.float32)
+        return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+    def _add_values(self, out: Array, shrink: Array, place: Array, half: int) -> Array:
+        """Returns half of an output, shrunk, and with the weighted values of a step added."""
+        out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
+        weights, columns = self.weights.at[_zero(place)], pl.ds(half * self.half, self.half)
+        values = self.loaded.at[self._slot(place), :, columns]
+        if not pieces.OPERANDS_IN_REGISTERS:
+            return out + multiply(weights, values)
+        start: Any = plgpu.ACC.init(out)
+        sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
+        return sums
+
+    def _clean_values(self, segment: _Segment, place: Array, half: int) -> Array:
+        """Writes zeros over the values of a half that no row of the tile sees.
+
+        Scores of these keys are masked, whether they are computed before or after.
+
+        Returns:
+          A bit for each hole of the step.
+        """
+        tile, key, slot = segment.tile, (place + segment.shift) * STEP, self._slot(place)
+        _, holes = self._locate(segment, place)
+        plgpu.commit_smem()  # a barrier, because the compiler adds none, and so is the one below
+
+        @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))
+        def _() -> None:
+            for first in range(half * self.half, (half + 1) * self.half, COLUMNS):
+                part = self.loaded.at[slot, :, pl.ds(first, COLUMNS)]
+                pieces.zero_unseen(part, part, self.steps, holes, key, (tile.begin, tile.end))
+
+        plgpu.commit_smem()
+        return holes
+
+    def _store_output(self, segment: _Segment, half: int, out: Array) -> None:
+        columns = pl.ds(half * self.half, self.half)
+        store(self.segments.out.at[segment.number, self.rows, columns], out)

@@ -1,0 +1,141 @@
+"""Pages of keys and values, wherever they lie in memory."""
+
+import math
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+
+class StridedPages(NamedTuple):
+    """Pages of keys and values among other bytes: with padding, next to other layers, by head.
+
+    Head h of page p lies in extent ``first + p * page_step + h * head_step``, a row of ``data``.
+    There the page begins at byte ``start``: its tokens one after another and the heads of each
+    side by side, or all tokens of a head one after another (``heads_first``). Only ``data`` and
+    ``first`` may be traced.
+
+    data: [extents, elements] of ``dtype``, or uint8[extents, bytes], which costs no conversion of
+      a whole pool where XLA copies one for it.
+    dtype: of keys and values.
+    num_pages, tokens, kv_heads, width: of pages, of a page, of a token, and the elements of one
+      head of a token: its key, and then its value.
+    first: the extent of the first page and head.
+    page_step, head_step: extents from a page or a head to the next; 0 where all heads lie in one.
+    start: bytes of an extent before the page, or the head.
+    heads_first: whether the tokens of a head lie together; always so with a ``head_step``.
+    """
+
+    data: Array
+    dtype: DTypeLike
+    num_pages: int
+    tokens: int
+    kv_heads: int
+    width: int
+    first: Array | int = 0
+    page_step: int = 1
+    head_step: int = 0
+    start: int = 0
+    heads_first: bool = False
+
+    @classmethod
+    def of_array(cls, pages: Array, *, heads_first: bool = False) -> Self:
+        """Returns pages given as [blocks, tokens, kv_heads, width], or with heads before tokens."""
+        blocks, tokens, kv_heads, width = pages.shape
+        if heads_first:
+            tokens, kv_heads = kv_heads, tokens
+        data = pages.reshape(blocks, math.prod(pages.shape[1:]))
+        return cls(data, pages.dtype, blocks, tokens, kv_heads, width, heads_first=heads_first)
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def elements(self) -> int:
+        """Returns the elements of a page that lie in one extent."""
+        return self.tokens * self.width * (1 if self.head_step else self.kv_heads)
+
+    @property
+    def row_width(self) -> int:
+        """Returns the elements of a row: of one head, or of the heads that lie side by side."""
+        return self.width if self.heads_first else self.kv_heads * self.width
+
+    @property
+    def rows_per_extent(self) -> int:
+        """Returns the whole rows of an extent; 0 where extents or `start` are no whole rows."""
+        row_bytes = self.row_width * self.itemsize
+        extent_bytes = self.data.shape[1] * self.data.dtype.itemsize
+        fits = extent_bytes % row_bytes == 0 and self.start % row_bytes == 0
+        return extent_bytes // row_bytes if fits else 0
+
+    @property
+    def page_rows(self) -> int:
+        """Returns the rows from a page to the next."""
+        return self.page_step * self.rows_per_extent
+
+    @property
+    def head_rows(self) -> int:
+        """Returns the rows from a head to the next; 0 where heads lie side by side in a row."""
+        return self.head_step * self.rows_per_extent or self.heads_first * self.tokens
+
+    @property
+    def start_row(self) -> int:
+        """Returns the rows of an extent before the page, or the head."""
+        return self.start // (self.row_width * self.itemsize)
+
+    def first_row(self) -> Array:
+        """Returns int32[], the row where the first page begins."""
+        return jnp.asarray(self.first * self.rows_per_extent + self.start_row, jnp.int32)
+
+    def rows(self) -> Array:
+        """Returns all rows of the data, [rows, row_width]. A GPU copies nothing for it."""
+        return self._as_elements(self.data, (-1, self.row_width))
+
+    def read(self, ids: Array) -> Array:
+        """Reads pages, int32[...]: [..., tokens, kv_heads, width]; other pages for unknown ids."""
+        extents = self.first + ids[..., None] * self.page_step
+        if self.head_step:
+            heads = jnp.arange(self.kv_heads, dtype=jnp.int32)
+            extents = extents + lax.broadcast(heads * self.head_step, ids.shape)
+        unit = self.data.dtype.itemsize
+        end = self.start + self.elements * self.itemsize
+        columns = slice(self.start // unit, end // unit)
+        data = self.data.at[extents, columns].get(mode="clip", wrap_negative_indices=False)
+        inner = (self.tokens, self.kv_heads, self.width)
+        if self.heads_first:
+            inner = (self.kv_heads, self.tokens, self.width)
+        rows = self._as_elements(data, (*ids.shape, *inner))
+        return jnp.swapaxes(rows, -3, -2) if self.heads_first else rows
+
+    def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
+        if data.dtype == self.dtype:
+            return data.reshape(shape)
+        split = (*shape, self.itemsize) if self.itemsize > 1 else shape
+        return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))
+
+
+def check_pages(pages: Any) -> StridedPages:
+    """Returns pages that may be given as an array, checked by name."""
+    if not isinstance(pages, StridedPages):
+        array = jnp.asarray(pages)
+        if array.ndim != 4:
+            raise ValueError(
+                f"pages must be [blocks, tokens, kv_heads, K + V], got shape {array.shape}"
+            )
+        return StridedPages.of_array(array)
+    data, needed = pages.data, pages.start + pages.elements * pages.itemsize
+    if data.ndim != 2 or data.dtype not in (jnp.uint8, jnp.dtype(pages.dtype)):
+        raise ValueError(
+            f"pages.data must be [extents, n] of uint8 or {jnp.dtype(pages.dtype)}, got "
+            f"{data.dtype}{list(data.shape)}"
+        )
+    if needed > data.shape[1] * data.dtype.itemsize or pages.start % data.dtype.itemsize:
+        raise ValueError(
+            f"pages has {needed} bytes to the end of a page in an extent, from byte {pages.start} "
+            f"on; its extents have {data.shape[1]} elements of {data.dtype}"
+        )
+    if pages.head_step and not pages.heads_first:
+        raise ValueError(f"pages has head_step={pages.head_step}; pass heads_first=True with it")
+    return pages

@@ -1,0 +1,117 @@
+"""Attention to latent rows, whose value is a prefix of their key, against its definition.
+
+On a machine without a GPU the Mosaic kernels run in interpret mode, and are lowered for CUDA.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import _capability, paged_attention
+from tests.helpers import ON_GPU, needs_mosaic
+from tests.kernels.test_paged_attention import (
+    Case,
+    attend,
+    check,
+    lower,
+    make,
+    quietly,
+    some_batches,
+)
+
+MLA = Case(heads=128, kv_heads=1, key=576, value=512, latent=True)
+MOSAIC_CASES = {
+    "decode": MLA._replace(page_tokens=64, width=4),
+    "16 heads, speculation": MLA._replace(heads=16, tokens=12, width=20, sinks=True),
+    "pages of 8 in float16": MLA._replace(
+        page_tokens=8, width=20, queries="float16", pages="float16"
+    ),
+    "holes and a cap": MLA._replace(heads=64, holes=True, tokens=9, page_tokens=32, cap=30.0),
+    "speculation with scales": MLA._replace(tokens=9, width=20, scaled=True),
+    "window": MLA._replace(heads=32, window=70, page_tokens=48, width=6, tokens=30),
+    "chunk": MLA._replace(heads=32, chunk=48, width=20, tokens=30),
+    "many steps": MLA._replace(heads=16, batch=2, width=600, sinks=True),
+    "dealt out": MLA._replace(heads=64, ranks=2, tokens=9, page_tokens=32),
+    "encoder": MLA._replace(heads=64, causal=False, tokens=9, page_tokens=32),
+    "among other layers": MLA._replace(heads=64, place="heads apart"),
+    "narrow rows": MLA._replace(heads=80, key=192, value=128, width=20),
+}
+# Small enough for interpret mode, which takes seconds for each.
+NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
+SPECULATION = NARROW._replace(batch=2, tokens=5, holes=True, scaled=True, ranks=2, place="NHD")
+PAIRS = NARROW._replace(heads=80, batch=1, width=5, page_tokens=16)
+INTERPRETED = {
+    "speculation, dealt out, holes": (SPECULATION, [150, 0], [0, 4, 4]),
+    "two thread blocks that load together": (PAIRS, [70], None),
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes in interpret mode; on a GPU")
+@needs_mosaic
+@pytest.mark.parametrize("name", MOSAIC_CASES)
+def test_mosaic_attends_to_latents_by_the_definition(name: str) -> None:
+    case = MOSAIC_CASES[name]
+    for lens, loc, seed in some_batches(case):
+        check(case, make(case, lens, loc, seed), "mosaic_gpu")
+
+
+@quietly
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_mosaic_attends_to_latents_in_interpret_mode(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pallas_kernels import _paged_attention_pieces
+
+    monkeypatch.setattr(_paged_attention_pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
+    case, lens, loc = INTERPRETED[name]
+    check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
+
+
+def structs(case: Case, tokens: int, batch: int) -> list[Any]:
+    struct, ids = jax.ShapeDtypeStruct, jnp.int32
+    loc = [struct((batch + 1,), ids)] if tokens != batch else []
+    return [
+        struct((tokens, case.heads, case.key), case.queries),
+        struct((999, case.page_tokens, 1, case.key), case.pages),
+        struct((batch, 64), ids),
+        struct((batch,), ids),
+        *loc,
+    ]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("heads", "tokens", "page_tokens"), [(128, 32, 64), (16, 8, 16)])
+def test_the_shapes_of_models_lower_for_cuda(heads: int, tokens: int, page_tokens: int) -> None:
+    case = MLA._replace(heads=heads, page_tokens=page_tokens)
+    call = functools.partial(paged_attention, value_width=512, implementation="mosaic_gpu")
+    text = lower(call, structs(case, tokens, batch=8))
+    assert text.count("custom_call @mosaic_gpu") == 2
+    # The pages go straight to the kernel: nothing else has as many elements.
+    pages = f"tensor<999x{page_tokens}x1x576x"
+    users = [line for line in text.splitlines() if pages in line and "func" not in line]
+    assert users and all("reshape" in line or "call" in line for line in users)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (MLA._replace(pages="float8_e4m3fn"), "latent rows are float8_e4m3fn and queries bfloat16"),
+        (MLA._replace(heads=256, kv_heads=2), "latent rows have 2 KV heads"),
+        (MLA._replace(key=544), "latent rows are 544 wide and their values 512"),
+        (MLA._replace(key=640), "latent rows are 640 wide and their values 512"),
+        (MLA._replace(key=192, value=64), "latent rows are 192 wide and their values 64"),
+        (MLA._replace(heads=136), "136 query heads, and the kernel takes 128"),
+        (MLA._replace(page_tokens=12), "pages have 12 tokens, and the kernels take multiples of 8"),
+    ],
+)
+def test_latents_that_mosaic_does_not_take_are_named(case: Case, reason: str) -> None:
+    arguments = jax.tree.map(jnp.asarray, make(case, [3, 2, 1], None, seed=0))
+    with pytest.raises(NotImplementedError, match=f'implementation="mosaic_gpu": .*{reason}'):
+        attend(arguments, case, "mosaic_gpu")
