@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from typing import NoReturn, override
 
 COMMANDS = {
-    "plan": ("jaxkv.cli.plan", "say how long and how many requests fit, and what to change"),
-    "demo": ("jaxkv.demo.run", "serve a small hybrid model from one paged pool, check it"),
+    "plan": ("jaxkv.cli.plan", "say which requests fit into the memory, and what to change"),
+    "demo": ("jaxkv.demo.run", "serve a small hybrid model from one paged pool, and check it"),
 }
 
 
 class UsageError(Exception):
-    """Arguments that a command does not have, or that lack a value."""
+    """An unknown argument, or one without its value."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong with arguments, rather than exit."""
+    """A parser that raises `UsageError` instead of ending the process."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status; 2 means a refusal."""
+    """Runs one command, and returns its exit status; 2 means a refusal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(prog="python -m jaxkv", description="Paged KV caches for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = None
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if arguments[:1] == [name]:  # the others may need what is not installed
+        if arguments[:1] == [name]:  # others may need packages that are not installed
             try:
                 run = importlib.import_module(module)
             except ModuleNotFoundError as error:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.add_arguments(command)
     try:
         options = parser.parse_args(arguments)
-        if run is None:  # an option of ours before the command; argparse took it, we have none
+        if run is None:  # argparse accepted an option before the command
             parser.error("give the command first")
     except UsageError as error:
         if "--json" not in arguments:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `| head`, say; Python would complain once more when it exits
+    except BrokenPipeError:  # such as `| head`; without this, Python complains again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, TypeError, NotImplementedError) as error:

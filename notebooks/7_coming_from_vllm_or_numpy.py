@@ -14,16 +14,16 @@
 # %% [markdown]
 # # 7. Coming from vLLM, or from a NumPy table
 #
-# You have an engine that works, and it already knows which block belongs to whom. There are two
-# ways to keep that and to compute in JAX:
+# You have a working engine that already assigns blocks to requests. There are two ways to keep its
+# allocator and compute in JAX:
 #
 # - **vLLM plans and schedules.** `jaxkv.interop.vllm` turns its `KVCacheConfig` into a plan with
-#   the same groups and block ids, and each `SchedulerOutput` into one upload.
-# - **You have a block table in NumPy**, `[requests, blocks]`, with `seq_lens` next to it. Its
-#   changes become `TableEntry`s, and `pack_step` makes the upload.
+#   the same groups and block ids, and each `SchedulerOutput` into an upload.
+# - **You have a block table in NumPy**, `[requests, blocks]`, with `seq_lens` next to it. You pass
+#   its changes as `TableEntry` objects to `pack_step`, which makes the upload.
 #
-# In both, `jaxkv` hands out no block. The names of vLLM and NumPy stand next to those of `jaxkv`
-# at the end of [notebook 5](5_your_own_engine.ipynb).
+# In both cases, `jaxkv` allocates no blocks. The end of [notebook 5](5_your_own_engine.ipynb) lists
+# the names of vLLM and NumPy next to those of `jaxkv`.
 
 # %%
 import jax
@@ -38,7 +38,7 @@ jax.config.update("jax_default_matmul_precision", "highest")  # results are comp
 
 
 def attend_in_numpy(x, window):
-    """Attention of one request to itself: what every step below has to give."""
+    """Returns the attention of one request to itself, for comparison with every step below."""
     scores = np.einsum("qhd,khd->hqk", x, x) / np.sqrt(x.shape[-1])
     distance = np.arange(len(x))[:, None] - np.arange(len(x))
     scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
@@ -51,10 +51,10 @@ def attend_in_numpy(x, window):
 #
 # ## The plan
 #
-# In vLLM 0.33 a worker gets its `KVCacheConfig` in `initialize_kv_cache`. Pass that object as it
-# is. Here vLLM is not installed, so a mapping with the same fields stands for it. The mapping of a
-# spec says its class as `"type"`. The model has two layers with a window of 12 tokens and two of
-# full attention.
+# In vLLM 0.33, a worker gets its `KVCacheConfig` in `initialize_kv_cache`. Pass that object
+# unchanged. This notebook does not need vLLM, so it passes a mapping with the same fields, in which
+# a spec names its class as `"type"`. The model has two layers with a window of 12 tokens and two
+# with full attention.
 
 # %%
 NUM_BLOCKS, PAGE = 20, 8 * 2 * (16 + 16) * 4  # tokens, heads, a key and a value, float32
@@ -90,16 +90,15 @@ plan = vllm.plan_from_config(
 print(plan)
 
 # %% [markdown]
-# Groups and block ids keep their numbers. Windows overlay full attention in the same two tensors,
-# as in vLLM's own allocation:
+# Groups and block ids keep their numbers. Layers with a window share the same two tensors with
+# layers of full attention, as they do in vLLM:
 
 # %%
 plotting.plot_layout(plan.layout)
 
 # %% [markdown]
-# What has no counterpart is refused by name, and so is a field that would change bytes and that
-# nobody here knows. That is safer than to guess: a page that is read with other bytes than it was
-# written with does not crash.
+# A spec without a counterpart is refused by name, and so is an unknown field, because it may change
+# the bytes of a block. A wrong guess would not crash: attention would read wrong bytes.
 
 # %%
 for change in ({"type": "SinkFullAttentionSpec"}, {"kv_quant_mode": 9}, {"num_kv_heads": 4}):
@@ -113,17 +112,17 @@ for change in ({"type": "SinkFullAttentionSpec"}, {"kv_quant_mode": 9}, {"num_kv
 # %% [markdown]
 # ## The steps
 #
-# A model runner gets a `SchedulerOutput` in `execute_model`. It lists block ids that are **new**;
-# the rest is the worker's to remember. `SchedulerTables` does that, and packs.
+# A model runner gets a `SchedulerOutput` in `execute_model`. It lists only **new** block ids, and
+# the worker must remember the others. `SchedulerTables` remembers them, and packs the step.
 #
-# These are five steps in vLLM's own words. Request `a` computes a prompt of 13 tokens and decodes;
-# `b` joins; it is preempted because `a` needs blocks; it is resumed with other blocks, and
-# computes its 12 tokens again, while `a` is finished.
+# Here are five steps. Request `a` computes a prompt of 13 tokens and decodes. Request `b` joins,
+# and is preempted because `a` needs blocks. When `a` is finished, `b` is resumed with other blocks
+# and computes its 12 tokens again.
 
 
 # %%
 def scheduled(work, *, new=(), running=(), resumed=(), finished=(), preempted=()):
-    """A SchedulerOutput with the fields that matter here; vLLM's own has them all."""
+    """Returns a mapping with the fields of `SchedulerOutput` that `SchedulerTables` reads."""
     cached = [*running, *resumed]
     return {
         "scheduled_new_reqs": [
@@ -150,9 +149,9 @@ steps = [
 ]
 
 # %% [markdown]
-# The jitted step is that of any engine: the upload comes first, then layer by layer. `pack` gives a
-# tuple, because after a prefix hit a step may list more blocks than the shape has room for. The
-# earlier uploads then bring table entries only, and go through the same compiled step.
+# The jitted step is that of any engine: it applies the upload, then runs the layers. `pack` returns
+# a tuple of uploads, because after a prefix hit a step may list more blocks than the shape has room
+# for. The earlier uploads then have no requests, and run through the same compiled step.
 
 # %%
 tables = vllm.SchedulerTables(plan, max_requests=4)
@@ -194,36 +193,39 @@ jaxkv.check_errors(cache)
 print("compilations:", step._cache_size())
 
 # %% [markdown]
-# The tables on the device after the last step. `b` was resumed in row 0, which was that of `a`, and
-# the second block of each group came from `a`, too. Row 1 is what `b` left behind.
+# These are the tables on the device after the last step. Request `b` was resumed in row 0, which
+# `a` had before, and the second block of each group was also one of `a`. Row 1 still lists the
+# blocks that `b` had before it was preempted.
 
 # %%
 plotting.plot_block_tables(cache, batch=batch)
 
 # %% [markdown]
-# Worth knowing:
+# Details:
 #
-# - **Prefix hits** need nothing: the ids of shared blocks stand in the new request's list, and
-#   `num_computed_tokens` says that they are full. Copies on write (`kv_cache_block_copies`) are
-#   part of the upload; give the shape room with `StepShape.for_plan(forks=)`.
-# - **Zeroing** follows `plan.groups_to_zero`, whatever `new_block_ids_to_zero` says.
-# - **fp8**: vLLM stores it as bytes and does not say of which kind: pass `kv_dtype="fp8_e4m3"`.
+# - **Prefix hits** need no extra code: a new request lists the ids of shared blocks, and its
+#   `num_computed_tokens` counts their tokens. Block copies (`kv_cache_block_copies`) are part of
+#   the upload; give the shape room for them with `StepShape.for_plan(forks=)`.
+# - **Zeroing** follows `plan.groups_to_zero`; of `new_block_ids_to_zero`, only the blocks of failed
+#   loads count.
+# - **fp8**: vLLM stores it as bytes without its kind, so pass `kv_dtype="fp8_e4m3"`.
 #   **MLA**: pass `value_size=kv_lora_rank`, or attention reads the whole row as the value.
-# - **Several workers**: a list of configs, one per pipeline stage, and `make_cache(worker=)`.
-# - The requests of a batch stand in the order of `num_scheduled_tokens`, and so must `extra`.
+# - **Several workers**: pass a list with one config per pipeline stage, and call
+#   `make_cache(worker=)` for each.
+# - The requests of a batch are in the order of `num_scheduled_tokens`; `extra` must be too.
 #
 # # From a block table in NumPy
 #
-# ## Your engine as it is
+# ## Your engine today
 #
-# A table, lengths, a free list, and pages of keys in one NumPy array. All requests of a step
-# gather their pages and attend.
+# It has a table, lengths, a free list, and pages of keys in one NumPy array. Every request of a
+# step gathers its pages and attends to them.
 
 # %%
 BLOCK = 8
 table = np.zeros((4, 6), np.int32)  # [requests, blocks]; 0: no block
 seq_lens = np.zeros(4, int)
-free = [3, 9, 1, 7, 5, 2, 8, 4, 6]  # your allocator: never block 0, which is padding here
+free = [3, 9, 1, 7, 5, 2, 8, 4, 6]  # your allocator; block 0 is padding
 pages = np.zeros((10, BLOCK, 2, 16), np.float32)
 vectors = np.asarray(embeddings)
 
@@ -233,7 +235,7 @@ def token_vectors(row, start, end):
 
 
 def allocate(row, count):
-    """Takes the blocks that the next tokens of a row need, and returns their ids."""
+    """Allocates the blocks for the next tokens of a row, and returns their ids."""
     first, last = -(-seq_lens[row] // BLOCK), -(-(seq_lens[row] + count) // BLOCK)
     fresh = [free.pop(0) for _ in range(first, last)]
     table[row, first:last] = fresh
@@ -241,7 +243,7 @@ def allocate(row, count):
 
 
 def numpy_step(work):
-    """Writes the new tokens of every row, and attends."""
+    """Writes the new tokens of every row, and returns their attention."""
     outs = []
     for row, count in work.items():
         positions = np.arange(seq_lens[row], seq_lens[row] + count)
@@ -255,8 +257,8 @@ def numpy_step(work):
 # %% [markdown]
 # ## The same with jaxkv
 #
-# The plan gets as many blocks as your allocator hands out, and block 0. Your table stays where it
-# is and stays yours: after `allocate` you say which columns of which rows are new.
+# The plan gets the blocks of your allocator, and block 0. Your table stays as it is: after
+# `allocate`, you tell `pack_step` which columns of which rows are new.
 
 # %%
 spec = jaxkv.FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype="f32")
@@ -267,7 +269,7 @@ print(own_plan)
 
 
 def pack_table_step(work):
-    """Allocates, and packs what changed in the table together with the requests of a step."""
+    """Allocates blocks, and packs the new table entries with the requests of a step."""
     entries = []
     for row, count in work.items():
         column = -(-int(seq_lens[row]) // BLOCK)
@@ -294,8 +296,9 @@ def own_step(cache, upload):
 
 
 # %% [markdown]
-# Two requests prefill and decode over the end of a block, one ends, and its row goes to another.
-# Nobody tells the device when a request ends: an entry that starts at column 0 replaces the row.
+# Two requests prefill and decode past the end of a block. Then one ends, and another request gets
+# its row. The device need not know that a request ended: an entry that starts at column 0 replaces
+# the row.
 
 # %%
 worst = 0.0
@@ -317,15 +320,15 @@ jaxkv.check_errors(own_cache)
 print(f"all outputs equal NumPy's within {worst:.1g}; compilations: {own_step._cache_size()}")
 
 # %% [markdown]
-# Your table and that of the device say the same. The device's keeps old ids behind the length of a
-# row, which nothing reads: gathered tables are 0 there.
+# Your table and that of the device agree. Past the length of a row, the device keeps old ids, which
+# no step reads, because gathered tables are 0 there.
 
 # %%
 print(table)
 plotting.plot_block_tables(own_cache, batch=batch)
 
 # %% [markdown]
-# And the bytes are those that your engine would have written:
+# The pool holds the bytes that your engine has written:
 
 # %%
 keys, values = jax.jit(jaxkv.read_tokens, static_argnums=1)(own_cache, "kv", batch)
@@ -337,16 +340,16 @@ for index, row in enumerate(work):
 print("keys of", dict(zip(work, np.asarray(batch.seq_lens)[:2].tolist(), strict=True)), "are equal")
 
 # %% [markdown]
-# ## What to give up, step by step
+# ## What you can replace next
 #
-# 1. **The NumPy upload of the table** is gone already: a step uploads what changed, once.
-# 2. **The slots** (`table[row, pos // 8] * 8 + pos % 8`): `batch.slot_mapping(layer)`, which is -1
-#    for padding.
-# 3. **The allocator**: `BlockManager` does the same for windows, states and several groups, and
-#    raises before anything has changed.
-# 4. **The scheduler**: `jaxkv.Scheduler` admits, chunks prompts and preempts.
+# 1. **The upload of the table** is replaced already: a step uploads only its changes.
+# 2. **The slots** (`table[row, pos // 8] * 8 + pos % 8`) are `batch.slot_mapping(layer)`, which is
+#    -1 for padding.
+# 3. **The allocator**: `BlockManager` also handles windows, states and several groups, and changes
+#    nothing if it raises.
+# 4. **The scheduler**: `jaxkv.Scheduler` admits requests, chunks prompts and preempts.
 #
-# Two traps are worth a look before you write your own table entries. A **window** gives blocks back
-# while a request runs: ids below it stay in your row, belong to somebody else, and are not read.
-# Where groups of unlike layers **share bytes** (`plan.groups_to_zero`), list fresh blocks in
+# Mind two things if you write your own table entries. With a **window**, a request gives blocks
+# back while it runs: their ids stay in your row and may belong to another request, but are not
+# read. If groups of different layers **share bytes** (`plan.groups_to_zero`), list fresh blocks in
 # `pack_step(zero_ids=)` ([notebook 4](4_zeroing_and_nan.ipynb)).

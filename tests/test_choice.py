@@ -1,4 +1,4 @@
-"""Groupings and block sizes compared: what is chosen by the requests that run at once, and said."""
+"""Groupings and block sizes, compared by the requests that run at once."""
 
 import dataclasses
 import itertools
@@ -125,7 +125,7 @@ def test_requests_at_once_decide_and_bytes_only_between_equals() -> None:
     assert (len(least.groups), least.requests_that_fit(19)) == (10, 255)
 
 
-def test_an_override_fixes_blocks_so_that_groupings_compare_by_bytes() -> None:
+def test_with_an_override_groupings_compare_by_bytes() -> None:
     """More requests at once would only mean larger blocks."""
     options: dict[str, Any] = {"num_blocks_override": 80, "request_len": 20}
     rule, auto, least = (
@@ -137,7 +137,7 @@ def test_an_override_fixes_blocks_so_that_groupings_compare_by_bytes() -> None:
 
 
 def test_least_waste_runs_more_of_deepseek_v4_at_8k_and_says_at_what_price() -> None:
-    """It used to choose by the bytes that admission charges: 1,258 requests instead of 1,420."""
+    """Chosen by the bytes that admission charges, it would run 1,258 instead of 1,540."""
     layers = deepseek_v4_flash()
     plan = plan_cache(layers, 80 * GIB, max_model_len=8192, grouping="least_waste")
     assert plan.compared == (
@@ -151,7 +151,7 @@ def test_least_waste_runs_more_of_deepseek_v4_at_8k_and_says_at_what_price() -> 
 
 
 def test_a_usual_length_lets_auto_choose_between_the_rule_and_packing() -> None:
-    """One layer by hand: every page grows to that layer's, or layers keep theirs and are packed."""
+    """One layer has large blocks: all pages grow to its page, or keep their sizes when packed."""
     layers = hybrid()
     layers["layers.3"] = dataclasses.replace(layers["layers.3"], block_size=4096)
     options: dict[str, Any] = {"max_model_len": 100_000}
@@ -190,14 +190,14 @@ def test_auto_keeps_to_the_rule_where_packing_runs_no_more(layers, request_len) 
 
 
 @pytest.mark.parametrize("grouping", ["rule", "packed"])
-def test_a_grouping_asked_for_by_name_is_compared_with_none(grouping) -> None:
+def test_a_grouping_given_by_name_is_not_compared(grouping) -> None:
     plan = plan_of(FEW_GROUPS, grouping=grouping, request_len=20)
     assert plan.groups == make_groups(FEW_GROUPS, grouping=grouping)
     assert plan.compared == () and plan.request_len == 20
     assert str(plan).splitlines()[-1].startswith("usual requests   20 tokens: ")
 
 
-def test_a_length_that_no_longer_fits_runs_none() -> None:
+def test_no_request_runs_whose_length_no_longer_fits() -> None:
     layers = {"a": full(block_size=4)}
     options: dict[str, Any] = {"max_model_len": 1000, "fit_max_model_len": True}
     plan = plan_cache(layers, 101 * layers["a"].page_bytes, request_len=900, **options)
@@ -243,7 +243,7 @@ def test_blocks_by_hand_that_cost_most_requests_are_warned_of(attention, request
 
 
 def test_a_refusal_names_the_blocks_that_would_fit() -> None:
-    """Nine requests of 8,192 tokens ran where 261 fit, without a hint."""
+    """Padded blocks run 9 requests of 8,192 tokens, and blocks that grow run 261."""
     layers = hybrid(page_bytes_padded=hybrid()["layers.0"].page_bytes)
     assert promised(plan_cache(layers, 80 * GIB, max_model_len=8192).warning) == (9, 8192, 261)
     with pytest.raises(KVCacheCapacityError, match=r"block_size=16 and no page_bytes_padded$"):

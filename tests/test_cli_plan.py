@@ -1,4 +1,4 @@
-"""``python -m jaxkv plan``: figures, advice that was planned, refusals in the words of flags."""
+"""``python -m jaxkv plan``: figures, planned changes to try, and refusals that name flags."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_it_runs_as_a_module() -> None:
 
 
 def said(data: dict) -> str:
-    """What a `try` line says of a plan."""
+    """Returns what a `try` line says of a plan."""
 
     def of(count: int, tokens: int) -> str:
         return f"{count:,} request{'' if count == 1 else 's'} of {tokens:,} tokens at once"
@@ -162,7 +162,7 @@ def test_a_refusal_as_data_has_the_figures(capsys) -> None:
         (("llama-3.1-8b", "--memory", "1GiB", "--num-blocks-override", "1"), "--num-blocks-over"),
     ],
 )
-def test_any_other_refusal_is_data_too(capsys, arguments, message) -> None:
+def test_other_refusals_are_data_too(capsys, arguments, message) -> None:
     status, out, err = run(capsys, *arguments, "--json")
     assert status == 2 and not err
     data = json.loads(out)
@@ -207,12 +207,12 @@ def test_a_gain_counts_unless_a_figure_before_it_falls(then, worth) -> None:
             "lower it, or pass override_beyond_memory=True",
             "lower it, or pass --override-beyond-memory",
         ),
-        ("on one (pipeline_parallel=1 does)", "on one (--pipeline-parallel=1 does)"),
+        ("on one worker (pipeline_parallel=1 does)", "on one worker (--pipeline-parallel=1 does)"),
         ("raise memory_bytes to at least", "raise --memory to at least"),
         ('a block_size, or grouping="packed"', 'a --block-size, or --grouping="packed"'),
         ("a grouping of the configuration", "a grouping of the configuration"),
         ("FullAttentionSpec(block_size=16)", "FullAttentionSpec(block_size=16)"),
-        ("limits.max_encoder_tokens=0, and", "--max-encoder-tokens=0, and"),
+        ("limits.max_encoder_tokens=0, but", "--max-encoder-tokens=0, but"),
         ("give Limits(max_encoder_tokens=...)", "give --max-encoder-tokens"),
         ("pass kv_dtype, for example 'bf16'", "pass --kv-dtype, for example 'bf16'"),
         (
@@ -305,8 +305,8 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         ((*LLAMA, "--gpu", "h200"), "give one of --memory"),
         ((*LLAMA, "--specs", "layers.json"), "give one of CONFIG and --specs FILE"),
         (("--memory", "1GiB"), "give one of CONFIG and --specs FILE"),
-        ((*LLAMA, "--utilization", "0.9"), "--utilization goes with --gpu"),
-        ((*LLAMA, "--weights", "16GB"), "--weights goes with --gpu; --memory is for the cache"),
+        ((*LLAMA, "--utilization", "0.9"), "--utilization needs --gpu"),
+        ((*LLAMA, "--weights", "16GB"), "--weights needs --gpu, because --memory is for the cache"),
         (("llama-3.1-8b", "--gpu", "tpu"), "--gpu='tpu' is not in the table: a10, "),
         (("llama-3.1-8b", "--gpu", "l4", "--weights", "all"), "--weights='all'"),
         (("llama-3.1-8b", "--gpu", "l4", "--utilization", "2"), "--utilization='2'"),
@@ -403,7 +403,7 @@ def test_wrong_types_in_a_configuration_are_a_refusal(capsys, tmp_path) -> None:
     assert status == 2 and "rope_scaling.factor=inf" in err
 
 
-def test_the_directory_of_a_config_json_will_do(capsys, tmp_path) -> None:
+def test_a_configuration_may_be_given_by_its_directory(capsys, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(load_config("llama-3.1-8b")))
     by_path = figures(capsys, str(tmp_path), "--memory", "9GiB")
     assert by_path == figures(capsys, "llama-3.1-8b", "--memory", "9GiB")
@@ -415,7 +415,7 @@ def test_an_override_takes_the_place_of_memory(capsys) -> None:
     assert data["binds"] == "the override"
 
 
-def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
+def test_the_command_ends_in_silence_when_its_output_is_closed() -> None:
     """Such as ``| head -1``."""
     command = [sys.executable, "-m", "jaxkv", "plan", "qwen3-8b", "--memory", "40GiB"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -425,7 +425,7 @@ def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
     running.stderr.close()
 
 
-def test_a_gpu_has_room_for_what_its_weights_leave(capsys) -> None:
+def test_the_cache_gets_the_memory_that_weights_leave(capsys) -> None:
     weights = count_weights(load_config("qwen3-8b"))
     data = figures(capsys, "qwen3-8b", "--gpu", "H200", "--utilization", "85%")
     assert gpu_bytes("h200") == 13980 * 2**30 // 100
@@ -454,7 +454,7 @@ def test_gpus_have_less_than_their_names_say() -> None:
     assert len(GPUS) >= 15 and gpu_bytes("A100-80GB") == gpu_bytes("a100-80g")
 
 
-def test_weights_that_are_not_known_are_asked_for(capsys, tmp_path) -> None:
+def test_a_model_without_known_weights_asks_for_their_bytes(capsys, tmp_path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**load_config("llama-3.1-8b"), "model_type": "xverse"}))
     data = figures(capsys, str(path), "--gpu", "h100")
@@ -470,7 +470,7 @@ def test_a_model_that_is_not_known_is_refused_in_few_words(capsys, tmp_path, mem
     status, _, err = run(capsys, str(path), *memory)
     assert status == 2 and len(err) < 300
     assert "model_type='qwen33' (architectures=['LlamaForCausalLM']) is not understood" in err
-    assert "qwen3, " in err and err.endswith("give it as --specs FILE\n")
+    assert "qwen3, " in err and err.endswith("give it as --specs FILE (--help shows one)\n")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,9 @@ def test_a_model_that_is_not_known_is_refused_in_few_words(capsys, tmp_path, mem
         ("llama-3.1-8b", "torch_dtype", "--kv-dtype", "bf16"),
     ],
 )
-def test_what_a_file_does_not_say_a_flag_can(capsys, tmp_path, preset, field, flag, value) -> None:
+def test_a_flag_can_give_what_a_file_leaves_out(
+    capsys, tmp_path, preset, field, flag, value
+) -> None:
     config = {name: value for name, value in load_config(preset).items() if name != field}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = (str(tmp_path), "--memory", "9GiB")
@@ -491,7 +493,7 @@ def test_what_a_file_does_not_say_a_flag_can(capsys, tmp_path, preset, field, fl
     assert then["num_blocks"] == whole["num_blocks"] and then["groups"] == whole["groups"]
 
 
-def test_usual_requests_run_at_once(capsys) -> None:
+def test_shorter_usual_requests_run_more_at_once(capsys) -> None:
     arguments = ("llama-4-scout", "--memory", "60GiB", "--request-len")
     long, short = figures(capsys, *arguments, "128k"), figures(capsys, *arguments, "8k")
     assert short["usual_requests_that_fit"] > 4 * long["usual_requests_that_fit"] > 0
@@ -515,12 +517,12 @@ def test_the_table_holds_what_each_plan_gives(capsys) -> None:
         assert f"{cell['requests']:,} ({cell['bytes_per_request'] / 2**30:.3g})" in out
 
 
-def test_the_table_marks_what_a_model_cannot_have(capsys) -> None:
+def test_the_table_marks_dtypes_that_a_model_cannot_have(capsys) -> None:
     status, out, _ = run(capsys, "deepseek-v4-flash", "--memory", "40GiB", "--table")
     assert status == 0 and re.search(r"\nnvfp4 +(- +){4}-\n", out)
 
 
-def test_a_dtype_that_nobody_chose_is_said(capsys, tmp_path) -> None:
+def test_a_note_names_a_dtype_that_the_user_may_not_expect(capsys, tmp_path) -> None:
     config = load_config("gpt-oss-20b")
     (tmp_path / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if name != "torch_dtype"})
@@ -585,8 +587,14 @@ def test_a_pattern_of_specs_is_repeated_and_kinds_have_fields_of_their_own(
         ([{**FULL, "kind": "half"}], "layers[0].kind='half' of --specs; use one of full, sliding"),
         ([{**FULL, "block_size": 0}], "layers[0] of --specs: block_size must be at least 1"),
         ([{**FULL, "count": 0}], "layers[0].count of --specs must be at least 1"),
-        ([{"kind": "full"}], "layers[0] of --specs: missing 2 required keyword-only arguments"),
-        ([{**FULL, "head_dim": 1}], "layers[0] of --specs: got an unexpected keyword"),
+        (
+            [{"kind": "full"}],
+            "layers[0] of --specs: kind='full' also needs num_kv_heads, head_size",
+        ),
+        (
+            [{**FULL, "head_dim": 1}],
+            "kind='full' has no field head_dim; its fields are block_size, ",
+        ),
         ([{"layers": [FULL, {**FULL, "dtype": "fp3"}]}], "layers[0].layers[1] of --specs: dtype="),
         ([], "layers is empty"),
         ([{**FULL, "count": 10**9}], "layers[0].count of --specs makes more than 10,000 layers"),
@@ -597,7 +605,7 @@ def test_a_bad_file_of_specs_is_refused_by_its_entry(capsys, tmp_path, layers, m
     assert message in figures(capsys, "--specs", path, "--memory", "9GiB")["error"]
 
 
-def test_a_file_of_specs_is_of_one_rank(capsys, tmp_path) -> None:
+def test_a_file_of_specs_holds_the_layers_of_one_rank(capsys, tmp_path) -> None:
     path = specs_file(tmp_path, [FULL])
     data = figures(capsys, "--specs", path, "--memory", "9GiB", "--tensor-parallel", "2")
     assert "write the layers of one rank into the file" in data["error"]
@@ -616,7 +624,7 @@ def test_the_help_shows_a_file_of_specs_that_works(capsys, tmp_path) -> None:
     assert status == 0 and sum(of["layers"] for of in data["bytes_per_token"]) == 36
 
 
-def test_it_starts_fast_because_it_loads_neither_numpy_nor_jax() -> None:
+def test_it_starts_fast_without_numpy_and_jax() -> None:
     code = """
 import os, sys
 from jaxkv.__main__ import main

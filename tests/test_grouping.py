@@ -92,7 +92,7 @@ def test_attention_blocks_grow_until_their_page_holds_a_state(attention, states)
 
 
 @given(st.lists(TOKEN_SPECS, min_size=1, max_size=4))
-def test_without_states_no_block_grows_to_hold_one(specs) -> None:
+def test_without_states_no_block_grows(specs) -> None:
     layers = by_name(specs)
     assert placed(make_groups(layers, grouping="packed")) == layers
 
@@ -220,7 +220,7 @@ def test_layers_that_need_different_blocks_never_share_a_group(
     assert {frozenset(group.layers) for group in groups} >= {frozenset("b")}
 
 
-def test_a_bucket_is_dealt_out_like_cards() -> None:
+def test_layers_of_a_bucket_are_dealt_out_to_its_groups_in_turn() -> None:
     layers: Layers = {"full": full()} | {f"s{i}": sliding() for i in range(3)}
     layers["full.1"] = full()
     assert [g.layers for g in make_groups(layers)] == [("full", "full.1"), ("s0", "s2"), ("s1",)]
@@ -334,7 +334,7 @@ def test_a_layer_is_asked_for_by_its_name() -> None:
         ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused_by_name(message: str, call: Callable) -> None:
+def test_bad_layouts_are_refused_by_name(message: str, call: Callable) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

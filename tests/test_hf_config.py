@@ -1,4 +1,4 @@
-"""Layers from a config.json: published models rebuilt from theirs, and refusals by name."""
+"""Layers from a config.json: published models planned as vLLM plans them, and refusals by name."""
 
 import dataclasses
 import json
@@ -140,7 +140,7 @@ def planned(config: dict[str, Any], **options: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_published_model_is_planned_as_recorded(name: str) -> None:
+def test_a_published_model_is_planned_as_vllm_plans_it(name: str) -> None:
     config, row = load_config(name), ROWS[name]
     plan = planned(config)
     assert sorted((group.block_size, len(group.layers)) for group in plan.groups) == sizes(row)
@@ -156,7 +156,7 @@ def test_every_preset_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", STATE_PAGES)
-def test_state_pages(name: str) -> None:
+def test_a_state_takes_the_bytes_that_vllm_counts(name: str) -> None:
     assert only(own_caches(load_config(name)), StateSpec).data_bytes == STATE_PAGES[name]
 
 
@@ -239,7 +239,7 @@ def test_layers_that_share_read_the_last_owner_of_their_kind() -> None:
     assert shared["layers.19.full_attention"] == "layers.14.full_attention"
 
 
-def test_whisper_encoder_keeps_nothing() -> None:
+def test_the_encoder_of_whisper_keeps_nothing() -> None:
     assert encoder_len(load_config("whisper-large-v3")) == 1500
     assert encoder_len(load_config("llama-3.1-8b")) == 0
     layers = layers_from_config(load_config("whisper-large-v3"))
@@ -285,7 +285,7 @@ V4 = {
 
 
 @pytest.mark.parametrize("name", V4)
-def test_deepseek_v4_pages(name: str) -> None:
+def test_deepseek_v4_has_its_kinds_of_layers_pages_and_windows(name: str) -> None:
     layers = own_caches(load_config(name))
     counts = V4[name][1] | {"compressor_state": V4[name][1]["mla"]}
     counts["indexer_compressor_state"] = counts["indexer"]
@@ -322,7 +322,7 @@ def llama(**changes: Any) -> dict[str, Any]:
     return load_config("llama-3.1-8b") | changes
 
 
-# A family's other spellings: (changes to Llama 3.1 8B, kinds of its layers).
+# Other ways to tell layers: (changes to Llama 3.1 8B, kinds of the layers).
 PLAIN = {"head_dim": 128, "num_hidden_layers": 4}
 FULL, SLIDING = "full_attention", "sliding_attention"
 SPELLINGS = {
@@ -361,7 +361,9 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize(("changes", "kinds"), SPELLINGS.values(), ids=SPELLINGS)
-def test_other_spellings(changes: dict[str, Any], kinds: list[str]) -> None:
+def test_families_may_tell_their_layers_in_other_ways(
+    changes: dict[str, Any], kinds: list[str]
+) -> None:
     layers = own_caches(llama() | PLAIN | changes | {"num_hidden_layers": 4})
     found = [name.rsplit(".", 1)[1] for name in layers]
     assert found[: len(kinds)] == kinds and set(found) == set(kinds)
@@ -371,7 +373,7 @@ def test_other_spellings(changes: dict[str, Any], kinds: list[str]) -> None:
     }
 
 
-def test_a_text_config_is_what_counts() -> None:
+def test_a_multimodal_model_is_read_by_its_text_config() -> None:
     gemma = load_config("gemma-3-4b")
     text = {"torch_dtype": "bfloat16", **gemma["text_config"]}
     assert layers_from_config(text) == layers_from_config(gemma)
@@ -403,7 +405,7 @@ def test_fields_that_only_change_arithmetic_are_let_through(name: str) -> None:
     assert layers_from_config(config | ARITHMETIC[name]) == layers_from_config(config)
 
 
-def test_without_a_dtype_the_caller_names_it() -> None:
+def test_a_file_without_a_dtype_needs_kv_dtype() -> None:
     config = load_config("llama-3.1-8b")
     del config["torch_dtype"]
     with pytest.raises(ValueError, match=r"torch_dtype.*pass kv_dtype"):
@@ -421,7 +423,7 @@ def test_states_without_a_dtype_take_the_one_asked_for_if_a_model_may_have_it() 
         layers_from_config(config, kv_dtype="fp8")
 
 
-def test_a_family_that_names_no_dtype_in_its_files_has_the_one_it_ships() -> None:
+def test_a_file_without_a_dtype_has_the_one_that_its_family_ships() -> None:
     config = load_config("gpt-oss-20b")
     assert "torch_dtype" not in config and shipped_dtype(config) == "bfloat16"
     assert {spec.dtype for spec in attention(own_caches(config)).values()} == {"bfloat16"}
@@ -537,7 +539,7 @@ def test_what_is_not_understood_is_refused_by_name(message: str, config: dict[st
         ("qwen3-8b", {"speculative_tokens": -1}, "speculative_tokens"),
     ],
 )
-def test_options_that_make_no_sense(name: str, options: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layers_from_config(load_config(name), **options)
 
@@ -578,7 +580,7 @@ def test_the_dtype_of_the_text_model_comes_before_that_of_its_wrapper() -> None:
     assert dtype == "float32"
 
 
-def test_gemma_3_files_that_leave_out_what_their_class_assumes() -> None:
+def test_gemma_3_files_may_leave_out_the_values_of_their_class() -> None:
     left_out = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     whole = load_config("gemma-3-4b")
     text = whole["text_config"]
@@ -589,10 +591,10 @@ def test_gemma_3_files_that_leave_out_what_their_class_assumes() -> None:
     assert model_len(config) == 131072
 
 
-SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens); vLLM 0.33 counts alike
+SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens), as in vLLM 0.33
     "linear, as in Vicuna-16k": ({"type": "linear", "factor": 4.0}, 16384),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.5}, 10240),
-    "yarn, which files name already": ({"rope_type": "yarn", "factor": 4.0}, 4096),
+    "yarn, with the stretched length in the file": ({"rope_type": "yarn", "factor": 4.0}, 4096),
     "llama 3": ({"rope_type": "llama3", "factor": 8.0}, 4096),
     "longrope": ({"type": "longrope", "long_factor": [1.0]}, 4096),
     "no factor": ({"type": "linear", "factor": None}, 4096),
@@ -623,7 +625,7 @@ def test_gemma_3_names_its_length_after_scaling() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0, -4.0])
-def test_a_factor_that_is_no_length_is_refused(kind: str, factor: float) -> None:
+def test_a_rope_factor_must_be_finite_and_positive(kind: str, factor: float) -> None:
     scaling = {"rope_type": kind, "factor": factor}
     with pytest.raises(ValueError, match=rf"rope_scaling\.factor={factor} must be a finite"):
         model_len(llama(rope_scaling=scaling))
@@ -634,13 +636,15 @@ def test_a_factor_that_is_no_length_is_refused(kind: str, factor: float) -> None
 
 
 @pytest.mark.parametrize(("length", "factor"), [(4096, 1e308), (10**400, 2.0)])
-def test_a_product_that_is_no_length_is_refused(length: int, factor: float) -> None:
+def test_a_scaled_length_beyond_the_numbers_is_refused(length: int, factor: float) -> None:
     scaling = {"type": "linear", "factor": factor}
-    with pytest.raises(ValueError, match="is no length"):
+    with pytest.raises(
+        ValueError, match=r"cannot be multiplied by a RoPE factor of .* give a max_model_len"
+    ):
         model_len(llama(max_position_embeddings=length, rope_scaling=scaling))
 
 
-def test_an_unknown_type_is_told_its_nearest_kin() -> None:
+def test_the_refusal_of_an_unknown_type_names_the_nearest_ones() -> None:
     with pytest.raises(ValueError, match=r"model_type='qwen3_mo' .* the nearest .*: qwen3_moe, "):
         layers_from_config(llama(model_type="qwen3_mo"))
 

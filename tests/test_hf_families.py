@@ -1,4 +1,4 @@
-"""Every family read: published files against hand arithmetic, class defaults against HF's caches.
+"""Model families: published files against hand arithmetic, class defaults against HF's caches.
 
 ``golden/configs.json`` holds configurations trimmed to what concerns a cache, decoys included:
 files as published, and the class defaults of transformers 5.23 and small files drawn at random
@@ -199,7 +199,7 @@ ROWS = {
 
 
 def row_of(config: dict[str, Any]) -> Row:
-    """What the configuration is read as, in the form of a row by hand."""
+    """Returns what the configuration is read as, in the form of a row by hand."""
     found: dict[str, set[tuple[int, ...]]] = collections.defaultdict(set)
     count: collections.Counter[str] = collections.Counter()
     names = {"full": "full", "sliding": "sliding", "mla": "latent", "cross": "cross"}
@@ -239,7 +239,7 @@ def test_nemotron_nas_has_heads_of_its_own_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["window_length", "num_sink_tokens", "sparsify"])
-def test_nemotron_nas_without_the_whole_past_is_refused(name: str) -> None:
+def test_nemotron_nas_that_drops_tokens_is_refused(name: str) -> None:
     config = copy.deepcopy(PUBLISHED["Nemotron-Super-49B"])
     config["block_configs"][2]["attention"][name] = 4
     with pytest.raises(ValueError, match=rf"block_configs=.*'{name}'.* must be unset"):
@@ -298,7 +298,7 @@ def test_class_defaults_are_read_as_transformers_fills_its_cache(model_type: str
         assert model_len(config) == length
 
 
-# Types of files with code of their own, read by the very entry of another type that is checked.
+# Types with modeling code in their own repository, which share the entry of a checked type.
 ALIASES = {
     **dict.fromkeys(["Yi", "internlm", "minicpm", "orion", "solar", "xverse"], "granite"),
     "bailing_moe_v2": "bailing_moe",
@@ -330,13 +330,13 @@ def types_in(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("model_type", GOLDEN["refused"])
-def test_a_type_that_keeps_another_cache_is_refused_with_the_reason(model_type: str) -> None:
+def test_a_type_with_another_kind_of_cache_is_refused_with_the_reason(model_type: str) -> None:
     with pytest.raises(ValueError, match=rf"model_type='{model_type}' .*is refused: \w+ "):
         layers_from_config({"model_type": model_type})
 
 
-def test_a_wrapper_leads_to_a_type_with_an_answer() -> None:
-    assert {inner for inner in WRAPPERS.values()} <= {*FAMILIES, *REFUSED}
+def test_every_wrapper_holds_a_type_that_is_read_or_refused() -> None:
+    assert set(WRAPPERS.values()) <= {*FAMILIES, *REFUSED}
 
 
 # --- files that leave out layer_types ---------------------------------------------
@@ -421,7 +421,7 @@ def test_mpt_shares_heads_by_its_attn_config(attn_type: str, heads: int) -> None
     assert {spec.num_kv_heads for _, spec in attention(layers)} == {heads}
 
 
-def test_a_field_under_two_names_must_say_the_same() -> None:
+def test_a_field_under_two_names_must_have_one_value() -> None:
     config = PUBLISHED["GPT-2"]
     assert layers_from_config({**config, "num_hidden_layers": 12}) == layers_from_config(config)
     with pytest.raises(ValueError, match=r"n_layer=12 .* contradicts num_hidden_layers=13"):
@@ -478,7 +478,7 @@ def damaged(rng: random.Random, config: dict[str, Any], others: dict[str, Any]) 
     return config
 
 
-def test_no_damage_to_a_configuration_raises_anything_but_a_refusal() -> None:
+def test_a_damaged_configuration_is_answered_or_refused() -> None:
     rng = random.Random(14)
     configs = [expanded(config) for config in PUBLISHED.values()]
     configs += [expanded(row["config"]) for row in DEFAULTS.values()]

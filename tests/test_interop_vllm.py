@@ -1,4 +1,4 @@
-"""vLLM's plan and block ids, taken over: against what vLLM 0.33 planned and scheduled itself.
+"""Plans and steps from vLLM: against recorded plans and schedules of vLLM 0.33.
 
 ``golden/vllm_0_33.json`` was recorded by running vLLM 0.33.0's own planner
 (``kv_cache_planning``) and scheduler (``core.sched.scheduler``), which are pure Python, with
@@ -137,7 +137,7 @@ def specs_or_none(name: str) -> list[LayerSpec]:
     return specs_of(name) if len(CASES[name]["configs"]) == 1 else []
 
 
-def test_the_order_in_memory_is_vllms() -> None:
+def test_the_physical_order_is_that_of_vllm() -> None:
     names = ("full", "full and windows, heads outermost", "full and windows, blocks outermost")
     orders = [cache_order(CASES[name]["configs"][0]) for name in names]
     assert orders == ["LBNHC", "LHBNC", "BHLNC"]
@@ -175,7 +175,7 @@ def test_context_parallelism_divides_groups_that_vllm_shards() -> None:
     assert plan.admission_blocks(256) == 8
 
 
-# --- what cannot be taken over ------------------------------------------------------
+# --- fields without a counterpart ----------------------------------------------------
 
 
 def changed(name: str, group: int, field: str, value: Any) -> Callable[[], object]:
@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no fp8": (lambda: plan_of(CASES["fp8"], kv_dtype="bf16"), "kv_dtype='bf16' is not fp8; use"),
     "fp8 of no kind": (
         lambda: plan_of(CASES["fp8"], kv_dtype=None),
-        'stores fp8 as bytes and does not say of which kind; pass kv_dtype="fp8_e4m3"',
+        'stores fp8 as bytes and does not name its kind; pass kv_dtype="fp8_e4m3"',
     ),
     "not a config": (lambda: plan_from_config(7, max_model_len=8), "int has no 'num_blocks'"),
     "workers that disagree": (
@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unlike growth": (
         lambda: plan_of(CASES["full"], [unlike_growth()]),
-        r"kv_cache_groups\[0\] has layers that need different blocks",
+        r"kv_cache_groups\[0\] must have layers that need the same blocks",
     ),
 }
 
@@ -297,7 +297,7 @@ def live_ids(plan: Plan, ids: Any, computed: int, total: int) -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_requests_keep_the_block_ids_that_the_scheduler_has(name: str) -> None:
+def test_rows_list_the_block_ids_that_the_scheduler_holds(name: str) -> None:
     trace, plan, tables, _ = setting(name)
     for step in trace["steps"]:
         output, before = step["output"], tables.rows
@@ -319,7 +319,7 @@ def test_requests_keep_the_block_ids_that_the_scheduler_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [STATES, INSIDE, "states without checkpoints", WINDOWS])
-def test_fresh_blocks_are_zeroed_and_content_is_not(name: str) -> None:
+def test_fresh_blocks_are_zeroed_and_blocks_with_content_are_not(name: str) -> None:
     trace, plan, tables, _ = setting(name)
     zeroed: Counter[str] = Counter()
     for step in trace["steps"]:
@@ -348,7 +348,7 @@ def rows_on_device(cache: jaxkv.KVCache, plan: Plan, row: int) -> list[list[int]
 
 
 @pytest.mark.parametrize("room", [{}, {"block_ids": 3}], ids=str)
-def test_uploads_bring_the_tables_to_the_device_however_small_they_are(room) -> None:
+def test_uploads_of_any_size_bring_the_tables_to_the_device(room) -> None:
     trace, plan, tables, shape = setting(WINDOWS, **room)
     cache = jaxkv.make_cache(plan, max_requests=4)
     apply = jax.jit(lambda cache, upload: jaxkv.apply_step(cache, upload), donate_argnums=0)
@@ -507,7 +507,7 @@ BAD_STEPS = {
 
 
 @pytest.mark.parametrize("name", BAD_STEPS)
-def test_a_step_that_cannot_be_is_refused_and_changes_nothing(name: str) -> None:
+def test_a_bad_step_is_refused_and_changes_nothing(name: str) -> None:
     bad, message = BAD_STEPS[name]
     _, _, tables, shape = setting(WINDOWS)
     tables.pack(

@@ -1,7 +1,7 @@
 """Plans: capacity against brute force and against requests that run, differences from vLLM.
 
-Lengths and pools are small, so that every figure that the planner finds by formula or bisection
-can be found again by trying all of them.
+Lengths and pools are small, so that trying all lengths checks every figure that the planner finds
+by formula or bisection.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def test_the_pool_fills_memory_to_less_than_one_block(
 
 
 @given(MODELS, LIMITS, st.integers(2, 150), st.booleans())
-def test_the_longest_request_is_the_longest_of_all_and_refusals_name_it(
+def test_plans_find_the_longest_request_that_fits_and_refusals_name_it(
     layers: Layers, limits: Limits, num_blocks: int, fit: bool
 ) -> None:
     groups, usable = make_groups(layers), num_blocks - 1
@@ -95,7 +95,7 @@ def test_more_blocks_never_shorten_the_longest_request(layers, limits, blocks, m
 def test_an_override_replaces_memory_and_stays_within_it_unless_allowed(
     override: int, beyond: bool
 ) -> None:
-    """vLLM accepts one beyond memory, and runs out when it allocates."""
+    """vLLM accepts an override beyond memory, and runs out of memory when it allocates."""
 
     def plan_with_override() -> Plan:
         return plan_cache(
@@ -116,7 +116,7 @@ def test_an_override_replaces_memory_and_stays_within_it_unless_allowed(
     assert plan.max_model_len == 16 * (override - 1)
 
 
-def test_the_null_block_is_in_no_figure() -> None:
+def test_no_figure_counts_the_null_block() -> None:
     """101 blocks of 4 tokens hold 400 tokens, not the 404 that vLLM prints."""
     plan = plan_cache(ONE, 101 * FULL.page_bytes, max_model_len=1000, fit_max_model_len=True)
     assert plan.num_blocks == 101 and plan.max_model_len == 400
@@ -165,7 +165,7 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     assert plan.groups == groups
 
 
-def test_a_worker_without_layers_has_an_empty_pool_and_limits_nobody() -> None:
+def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None:
     """vLLM divides by the zero bytes that a block takes there."""
     workers: list[Layers] = [{"a": full()}, {}, {"b": full()}]
     block = full().page_bytes
@@ -211,7 +211,7 @@ def test_a_layer_that_shares_a_cache_reads_it_where_it_is() -> None:
         plan_cache({"a": FULL, "b": SharedKVSpec("c")}, 2**20, max_model_len=8)
 
 
-def test_the_blocks_of_sinks_are_kept_back() -> None:
+def test_requests_never_get_the_blocks_of_sinks() -> None:
     plan = plan_of({"a": full(block_size=4, sink_tokens=6)}, 20, MAX_LEN)
     assert plan.reserved_blocks == 1 + 2 and plan.usable_blocks == 17
     manager = BlockManager(plan, max_requests=1)
@@ -267,9 +267,9 @@ def test_cross_attention_without_encoder_tokens_is_refused() -> None:
 
 
 def run_alone(plan: Plan, length: int, chunks: list[int]) -> None:
-    """Runs one request to its end, in chunks of these sizes over and over.
+    """Runs one request to its end, in repeated chunks of these sizes.
 
-    OutOfBlocksError would mean a request that waits for ever.
+    An OutOfBlocksError would mean a request that waits forever.
     """
     manager = BlockManager(plan, max_requests=1)
     shape = StepShape.for_plan(plan, max_requests=1, max_tokens=max(chunks))
@@ -310,7 +310,7 @@ def run_together(plan: Plan, length: int, prompts: list[int]) -> None:
 
 
 @given(MODELS, LIMITS, st.integers(2, MAX_LEN), st.integers(0, 60), st.data())
-def test_the_requests_that_fit_really_run(
+def test_the_requests_that_fit_run_together(
     layers: Layers, limits: Limits, length: int, spare: int, data: st.DataObject
 ) -> None:
     num_blocks = need(make_groups(layers), length, limits) + 1 + spare
@@ -324,7 +324,7 @@ def test_the_requests_that_fit_really_run(
 
 
 @pytest.mark.parametrize(("num_blocks", "requests"), [(13, 2), (14, 3), (16, 3), (17, 4), (36, 10)])
-def test_a_full_step_in_flight_is_counted_once_and_not_for_each_request(
+def test_tokens_in_flight_are_counted_once_and_not_for_each_request(
     num_blocks: int, requests: int
 ) -> None:
     """Charging it to every request, as vLLM does, promises 5 requests of 36 blocks."""
@@ -337,7 +337,9 @@ def test_a_full_step_in_flight_is_counted_once_and_not_for_each_request(
 
 
 @given(MODELS, LIMITS, st.integers(2, 400), st.integers(1, MAX_LEN))
-def test_tokens_that_fit_are_whole_requests_and_one_shorter(layers, limits, blocks, length) -> None:
+def test_tokens_that_fit_fill_whole_requests_and_a_shorter_one(
+    layers, limits, blocks, length
+) -> None:
     assume(need(make_groups(layers), length, limits) < blocks)
     plan = plan_of(layers, blocks, MAX_LEN, fit_max_model_len=True, limits=limits)
     whole, rest = divmod(plan.tokens_that_fit(length), length)
@@ -433,7 +435,7 @@ BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
     ("memory_bytes must be an int", lambda: plan_one(80e9)),
     ("memory_bytes must be an int", lambda: plan_one("80GiB")),
     ("memory_bytes", lambda: plan_one([80e9])),
-    ("memory_bytes has 2 figures for 1 workers", lambda: plan_one([10**6, 10**6])),
+    ("memory_bytes has 2 entries for 1 workers", lambda: plan_one([10**6, 10**6])),
     ("memory_bytes to at least", lambda: plan_one(2 * full().page_bytes - 1)),
     ("max_model_len", lambda: plan_one(max_model_len=0)),
     ("max_model_len", lambda: plan_one(max_model_len="8")),

@@ -127,7 +127,7 @@ def test_the_bytes_are_those_of_published_checkpoints(name, config, num_bytes, s
 
 
 def test_the_parameters_are_those_of_the_model_classes() -> None:
-    """Of 116 model types and 35 presets; norms and biases are left out."""
+    """116 model types and 35 presets, without norms and biases."""
     models = [(model["config"], model["parameters"]) for model in GOLDEN["models"]]
     presets = [(load_config(name), count) for name, count in GOLDEN["presets"].items()]
     assert len({config["model_type"] for config, _ in models}) >= 115 and len(presets) >= 35
@@ -198,7 +198,7 @@ def test_quantised_layers_take_the_bytes_of_their_elements_and_scales(
         ["language_model.model.layers.0.mlp.down_proj"],
     ],
 )
-def test_modules_that_are_left_alone_keep_the_dtype_of_the_model(skipped) -> None:
+def test_modules_that_are_not_quantised_keep_the_dtype_of_the_model(skipped) -> None:
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     whole = count_weights(LLAMA | {"quantization_config": fp8}).num_bytes
     fewer = fp8 | {"modules_to_not_convert": skipped}
@@ -213,7 +213,7 @@ def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
     assert with_drafts.stored == "mxfp4, fp8, bfloat16"
 
 
-def test_one_that_names_no_dtype_means_bfloat16() -> None:
+def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:
     nameless = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
     assert count_weights(nameless) == count_weights(LLAMA)
     assert count_weights(LLAMA | {"torch_dtype": "float32"}).num_bytes == by_hand(4, 4)
@@ -229,7 +229,7 @@ def test_one_that_names_no_dtype_means_bfloat16() -> None:
         ({"model_type": "xverse"}, "the weights of model_type='xverse' are not known"),
         (
             {"model_type": "h2ovl_chat", "llm_config": LLAMA, "vision_config": {"depth": 1}},
-            "the sizes of what model_type='h2ovl_chat' wraps are not known",
+            "the sizes of the towers of model_type='h2ovl_chat' are not known",
         ),
         (
             {"vision_config": {"depth": 1}},

@@ -1,4 +1,4 @@
-"""Amounts as a user of the command writes them: bytes, lengths, shares. No jax."""
+"""Amounts in the arguments of a command: bytes, lengths, counts, shares. No jax."""
 
 import re
 from fractions import Fraction
@@ -11,7 +11,7 @@ LENGTHS = {"": 1, "k": 2**10, "m": 2**20}
 def parse_bytes(text: str, flag: str = "--memory") -> int:
     """Returns the bytes of ``"80GiB"``, ``"71.3GiB"``, ``"141GB"`` or a plain number.
 
-    A fraction of a byte is left out.
+    A fraction of a byte is dropped.
 
     Raises:
       ValueError: not a number, or an unknown unit.
@@ -27,7 +27,7 @@ def parse_length(text: str, flag: str) -> int:
     """Returns the tokens of ``"8k"`` (8,192), ``"1m"`` (1,048,576) or ``"8192"``.
 
     Raises:
-      ValueError: neither a number nor one with a suffix, or not at least one token.
+      ValueError: not a number with or without a suffix, or less than one token.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
     tokens = Fraction(match[1]) * LENGTHS[match[2].lower()] if match else Fraction(0)
@@ -40,10 +40,10 @@ def parse_length(text: str, flag: str) -> int:
 
 
 def parse_count(text: str, flag: str) -> int:
-    """Returns a whole number.
+    """Returns the int of ``"16"``.
 
     Raises:
-      ValueError: it is not one.
+      ValueError: not a whole number.
     """
     if not re.fullmatch(r"-?\d+", text):
         raise ValueError(f"{flag}={text!r} is not understood; give a whole number")
@@ -54,7 +54,7 @@ def parse_share(text: str, flag: str) -> Fraction:
     """Returns the share of ``"0.9"`` or ``"90%"``, exactly.
 
     Raises:
-      ValueError: not above 0 and at most 1.
+      ValueError: not a share above 0 and up to 1.
     """
     match = re.fullmatch(r"(\d*\.?\d+)(%?)", text)
     share = Fraction(match[1]) / (100 if match[2] else 1) if match else Fraction(0)
@@ -64,12 +64,12 @@ def parse_share(text: str, flag: str) -> Fraction:
 
 
 def round_up_gib(num_bytes: int) -> str:
-    """Returns the least hundredths of a GiB that hold the bytes, such as ``"42.29GiB"``."""
+    """Returns bytes rounded up to hundredths of a GiB, such as ``"42.29GiB"``."""
     hundredths = -(-num_bytes * 100 // 2**30)
     return f"{hundredths // 100}.{hundredths % 100:02}GiB"
 
 
 def gib(num_bytes: float) -> str:
-    """Returns bytes in GiB, as ``"6.04 GiB"``; with more digits where that is little."""
+    """Returns bytes as ``"6.04 GiB"``, with two significant digits below 0.1 GiB."""
     size = num_bytes / 2**30
     return f"{size:,.2f} GiB" if size >= 0.1 or not size else f"{size:.2g} GiB"

@@ -1,4 +1,4 @@
-"""Bytes of a token, a state and a request. No jax."""
+"""Bytes of a token, of a state and of a request. No jax."""
 
 import math
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 class TokenBytes(NamedTuple):
     """The bytes of a token in the layers of one kind.
 
-    layers: how many there are.
-    kind: of their specs.
-    span: tokens of their window or chunk; None: they keep all.
-    num_bytes: in all these layers.
+    layers: number of layers.
+    kind: kind of their specs.
+    span: tokens of their window or chunk; None: they keep all tokens.
+    num_bytes: bytes of a token in all these layers.
     """
 
     layers: int
@@ -31,7 +31,7 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(layers: Mapping[str, Any]) -> list[TokenBytes]:
-    """Returns the bytes of a token in the layers of each kind; states are not of tokens."""
+    """Returns the bytes of a token in the layers of each kind, without states."""
     sums: dict[tuple[str, int | None], tuple[int, Fraction]] = {}
     for spec in layers.values():
         if isinstance(spec, LayerSpec) and not isinstance(spec, StateSpec):
@@ -44,14 +44,14 @@ def token_bytes(layers: Mapping[str, Any]) -> list[TokenBytes]:
     ]
 
 
-def own_dtypes(layers: Mapping[str, Any]) -> list[str]:
-    """Returns the dtypes of the rows that layers keep, each once."""
+def attention_dtypes(layers: Mapping[str, Any]) -> list[str]:
+    """Returns the dtypes of keys, values and latent rows, each once."""
     specs = [spec for spec in layers.values() if isinstance(spec, FullAttentionSpec | MLASpec)]
     return list(dict.fromkeys(spec.dtype for spec in specs))
 
 
 def state_bytes(layers: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many layers keep a state, and the bytes of one request's states."""
+    """Returns the number of layers with a state, and the bytes of one request's states."""
     states = [spec for spec in layers.values() if isinstance(spec, StateSpec)]
     return len(states), sum(spec.data_bytes * (1 + spec.speculative_blocks) for spec in states)
 

@@ -15,7 +15,7 @@ from jaxkv.planning import KVCacheCapacityError, Plan
 def plan_data(
     question: Question, plan: Plan, weights: Weights | None, tried: Sequence[Try]
 ) -> dict[str, Any]:
-    """Returns the plan as plain data."""
+    """Returns the plan, and changes to try, as plain data."""
     length, usual = plan.max_model_len, question.request_len
     return {
         "groups": [
@@ -65,7 +65,7 @@ def _gpu_data(question: Question, weights: Weights | None) -> dict[str, Any] | N
 
 
 def refusal_data(error: Exception, message: str, tried: Sequence[Try]) -> dict[str, Any]:
-    """Returns a refusal as plain data; for want of blocks it has figures.
+    """Returns a refusal as plain data, with figures if there are too few blocks.
 
     Args:
       error: the refusal.

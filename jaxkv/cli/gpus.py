@@ -6,9 +6,9 @@ from fractions import Fraction
 from jaxkv._internal.numbers import cdiv
 from jaxkv.cli.amounts import gib
 
-# GiB that CUDA gives a process (`cudaMemGetInfo`'s total, of which engines take their share), as
-# PyTorch's out-of-memory errors state it ("GPU 0 has a total capacity of 139.80 GiB"), the least
-# that was seen. nvidia-smi counts what the driver keeps for itself, too: 143,771 MiB of an H200.
+# GiB that CUDA gives a process: the total of `cudaMemGetInfo`, of which engines take a share. These
+# are the smallest totals seen in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of
+# 139.80 GiB"). nvidia-smi also counts the driver's own memory: 143,771 MiB on an H200.
 GPUS = {
     "a10": "22.04",
     "a100-40g": "39.39",
@@ -30,34 +30,34 @@ GIB = 2**30
 
 
 def gpu_bytes(name: str) -> int:
-    """Returns the memory of a GPU that CUDA gives a process.
+    """Returns the bytes that CUDA gives a process on a GPU.
 
     Raises:
-      ValueError: it is not in the table.
+      ValueError: the GPU is not in the table.
     """
     key = name.lower()
     if key.endswith("gb"):  # a100-80gb
         key = key[:-1]
     if key not in GPUS:
         raise ValueError(
-            f"--gpu={name!r} is not in the table: {', '.join(sorted(GPUS))}. For another one give "
+            f"--gpu={name!r} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, give "
             "the bytes that are left for the cache, such as --memory 71.3GiB"
         )
     return int(Fraction(GPUS[key]) * GIB)
 
 
 class NoRoomError(ValueError):
-    """The weights leave nothing of a GPU for the cache."""
+    """The weights leave no memory of a GPU for the cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The memory for a cache, on each GPU: given, or what weights leave of a GPU.
+    """The memory for a cache on each GPU: given, or left by the weights.
 
-    memory_bytes: for the cache; None: of a GPU.
-    gpu: its name.
-    utilization: the share of the GPU that the engine takes.
-    weights_bytes: of the whole model; they divide evenly among its GPUs.
+    memory_bytes: bytes for the cache; None: all that weights leave of the engine's share.
+    gpu: name of the GPU.
+    utilization: the engine's share of the GPU.
+    weights_bytes: bytes of the whole model; they divide evenly among its GPUs.
     """
 
     memory_bytes: int | None = None
@@ -69,15 +69,15 @@ class Budget:
         """Returns the bytes for the cache on each GPU.
 
         Raises:
-          NoRoomError: the weights take all.
+          NoRoomError: the weights leave none.
         """
         if self.memory_bytes is not None:
             return self.memory_bytes
         usable, weights = self.usable_bytes, cdiv(self.weights_bytes, num_gpus)
         if weights >= usable:
             raise NoRoomError(
-                f"--gpu={self.gpu} leaves nothing for the cache: {gib(usable)} at "
-                f"--utilization={float(self.utilization):g}, weights of {gib(weights)}"
+                f"--gpu={self.gpu} has no room for a cache: {gib(usable)} at "
+                f"--utilization={float(self.utilization):g}, and weights of {gib(weights)}"
                 f"{f' on each of {num_gpus}' if num_gpus > 1 else ''}; divide them among more GPUs "
                 "(--tensor-parallel, --pipeline-parallel)"
             )
@@ -85,5 +85,5 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes of a GPU that the engine takes."""
+        """The bytes of the engine's share of a GPU."""
         return int(gpu_bytes(self.gpu) * self.utilization)

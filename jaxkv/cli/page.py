@@ -1,4 +1,4 @@
-"""A plan in the terms of the command's user: one screen of text. No jax."""
+"""A plan as one screen of text. No jax."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from jaxkv._internal.text import readable
 from jaxkv.cli.amounts import gib
 from jaxkv.cli.costs import (
+    attention_dtypes,
     bytes_charged,
     bytes_per_request,
-    own_dtypes,
     state_bytes,
     token_bytes,
 )
@@ -37,8 +37,8 @@ def page(question: Question, plan: Plan, weights: Weights | None, tried: Sequenc
         "zero new blocks": _plan_row(plan, "zero new blocks"),
         "warning": plan.warning,
     }
-    told = ((name, text) for name, text in rows.items() if text)
-    return "\n".join([*_wrapped(told), *map(str, tried)])
+    shown = ((name, text) for name, text in rows.items() if text)
+    return "\n".join([*_wrapped(shown), *map(str, tried)])
 
 
 def _wrapped(rows: Iterable[tuple[str, str]]) -> Iterable[str]:
@@ -52,7 +52,7 @@ def _wrapped(rows: Iterable[tuple[str, str]]) -> Iterable[str]:
 
 
 def _plan_row(plan: Plan, name: str) -> str:
-    """Returns a row of the printed plan."""
+    """Returns one row of the plan's own text."""
     rows = str(plan).splitlines()
     return next(row[NAME_WIDTH + 1 :] for row in rows if row.startswith(name))
 
@@ -86,12 +86,12 @@ def _memory_text(question: Question, plan: Plan) -> str:
 
 
 def _dtype_text(question: Question) -> str:
-    """Returns a text on a dtype that nobody chose; "" where the file or the user did."""
+    """Returns a note on a dtype that the user may not expect, or ""."""
     if question.kv_dtype is not None or isinstance(question.model, SpecsFile):
         return ""
     if shipped := shipped_dtype(question.model):
         return f"{shipped}, as the family ships it; the configuration names none"
-    if own_dtypes(question.layers()) == ["float32"]:
+    if attention_dtypes(question.layers()) == ["float32"]:
         return "float32, as the configuration says; engines may serve it in bf16 (--kv-dtype bf16)"
     return ""
 
@@ -113,7 +113,7 @@ def _longest_text(question: Question, plan: Plan) -> str:
 
 
 def _requests_text(plan: Plan, length: int, note: str = "") -> str:
-    """Returns the bytes of a request, those that admission charges, and how many run at once."""
+    """Returns a text on requests of a length: bytes of each, and the number that runs at once."""
     size, charged = bytes_per_request(plan, length), bytes_charged(plan, length)
     text = f"{length:,} tokens{note}: {gib(size)}"
     if charged != size:
@@ -122,7 +122,7 @@ def _requests_text(plan: Plan, length: int, note: str = "") -> str:
 
 
 def _grouping_text(question: Question, plan: Plan) -> str:
-    """Returns what the grouping buys, where that is asked for or more than the others give."""
+    """Returns the requests that each grouping runs; "" if "auto" found no difference."""
     figures = plan.compared
     if question.grouping == "auto" and len({of.requests for of in figures}) < 2:
         return ""
@@ -131,7 +131,7 @@ def _grouping_text(question: Question, plan: Plan) -> str:
 
 
 def what_binds(question: Question, plan: Plan) -> str:
-    """Returns what keeps the longest request from being longer."""
+    """Returns the bound of the longest request: the model, an argument, or memory."""
     if plan.max_model_len == question.own_len:
         return "the model's own length"
     if question.max_model_len is not None:

@@ -21,13 +21,13 @@ from jaxkv.specs import CacheMode
 
 COUNTS = {
     "block_size": "tokens per block (default: the family's usual)",
-    "num_blocks_override": "blocks, whatever memory gives",
-    "tensor_parallel": "GPUs that share heads and weights",
-    "pipeline_parallel": "stages of layers",
-    "context_parallel": "ranks that share the tokens of a request",
-    "max_in_flight_tokens": "of one request, in one step (default: 8192)",
+    "num_blocks_override": "blocks of the pool, instead of as many as fit",
+    "tensor_parallel": "GPUs among which heads and weights are divided",
+    "pipeline_parallel": "stages among which layers are divided",
+    "context_parallel": "ranks among which the tokens of a request are divided",
+    "max_in_flight_tokens": "most tokens of one request in a step (default: 8192)",
     "max_encoder_tokens": "longest encoder input (default: the model's own)",
-    "speculative_tokens": "drafts of a step",
+    "speculative_tokens": "draft tokens of a request in a step",
 }
 EPILOG = """\
 Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048,576.
@@ -41,33 +41,41 @@ REMEDY = "; give the bytes of the weights, such as --weights 14.2GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of the command; their values are read later, by `run`."""
+    """Declares the arguments of the command; `run` reads their values."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG", help="a config.json, its directory, or a preset")
-    add("--specs", metavar="FILE", help="layers as JSON, for what no config.json describes")
-    add("--memory", metavar="BYTES", help="for the cache, on each GPU: 71.3GiB, 80GB, or bytes")
-    add("--gpu", metavar="NAME", help=f"in place of --memory: {', '.join(sorted(GPUS))}")
-    add("--utilization", metavar="SHARE", help="of the GPU that the engine takes (default: 0.9)")
-    add("--weights", metavar="BYTES", help="of the whole model; auto (default) counts them")
-    add("--max-model-len", metavar="LEN", default="auto", help="8192, 8k, 1m, or auto (default)")
-    add("--request-len", metavar="LEN", help="of a usual request: how many run at once")
-    add("--kv-dtype", metavar="DTYPE", help="of keys and values (default: the model's own)")
+    add("--specs", metavar="FILE", help="layers as JSON, instead of CONFIG; see below")
+    add("--memory", metavar="BYTES", help="memory for the cache on each GPU: 71.3GiB, 80GB")
+    add("--gpu", metavar="NAME", help=f"instead of --memory: {', '.join(sorted(GPUS))}")
+    add("--utilization", metavar="SHARE", help="share of the GPU for the engine (default: 0.9)")
+    add("--weights", metavar="BYTES", help="weights of the whole model, or auto (default)")
+    add(
+        "--max-model-len",
+        metavar="LEN",
+        default="auto",
+        help="longest request: 8k, 1m, auto (default)",
+    )
+    add("--request-len", metavar="LEN", help="length of a usual request, to count those at once")
+    add("--kv-dtype", metavar="DTYPE", help="dtype of keys and values (default: the model's own)")
     for name, text in COUNTS.items():
         add(f"--{name.replace('_', '-')}", metavar="N", help=text)
-    add("--override-beyond-memory", action="store_true")
-    add("--state-cache-mode", metavar="MODE", default="none", help="none, align or all")
-    add("--grouping", metavar="HOW", default="auto", help="auto, rule, least_waste or packed")
-    add("--table", action="store_true", help="requests at once, by dtype and block size")
-    add("--json", action="store_true", help="print plan or refusal as data")
+    override = "accept --num-blocks-override beyond the memory"
+    add("--override-beyond-memory", action="store_true", help=override)
+    states = "recurrent states to keep: none (default), align or all"
+    add("--state-cache-mode", metavar="MODE", default="none", help=states)
+    groups = "groups of layers: auto (default), rule, least_waste or packed"
+    add("--grouping", metavar="NAME", default="auto", help=groups)
+    add("--table", action="store_true", help="print requests at once, by dtype and block size")
+    add("--json", action="store_true", help="print the plan or the refusal as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints a plan and changes to try.
 
     Returns:
-      0 for a plan; 2 for a refusal, which ``--json`` prints as data.
+      The exit status: 0 for a plan, 2 for a refusal that ``--json`` prints as data.
 
     Raises:
       ValueError: a refusal, without ``--json``.
@@ -148,12 +156,12 @@ def _read_budget(
     if options.gpu is None:
         for name in ("utilization", "weights"):
             if getattr(options, name) is not None:
-                raise ValueError(f"--{name} goes with --gpu; --memory is for the cache alone")
+                raise ValueError(f"--{name} needs --gpu, because --memory is for the cache alone")
         memory_bytes = parse_bytes(options.memory)
         if not memory_bytes:
             raise ValueError(f"--memory={options.memory!r} must be at least 1 byte")
         return Budget(memory_bytes=memory_bytes), None
-    gpu_bytes(options.gpu)  # refuses one that is not in the table
+    gpu_bytes(options.gpu)  # raises if it is not in the table
     share = parse_share(options.utilization or "0.9", "--utilization")
     if options.weights not in (None, "auto"):
         given = parse_bytes(options.weights, "--weights")
@@ -163,6 +171,8 @@ def _read_budget(
     try:
         weights = count_weights(model, drafts=drafts)
     except ValueError as error:
-        layers_from_config(model, kv_dtype=options.kv_dtype)  # says first if that fails, too
+        layers_from_config(
+            model, kv_dtype=options.kv_dtype
+        )  # a model that is not understood at all is refused first
         raise ValueError(f"{error}{REMEDY}") from error
     return Budget(gpu=options.gpu, utilization=share, weights_bytes=weights.num_bytes), weights

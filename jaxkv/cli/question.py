@@ -11,18 +11,21 @@ from jaxkv.hf_config import encoder_len, layers_from_config, model_len
 from jaxkv.planning import Grouping, KVCacheCapacityError, Plan, plan_cache
 from jaxkv.specs import CacheMode, EncoderOnlySpec, Limits
 
-# Longest request, usual requests at once, longest ones at once, tokens at once.
+# Longest request, usual requests at once, longest requests at once, tokens at once.
 Figures = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """A planning question by the options of the command; a changed field asks another one.
+    """A planning question: the model, the memory and the options of the command.
 
     model: a configuration, or layers of one rank.
-    max_model_len: tokens; None: the longest that fits.
-    request_len: tokens of a usual request; None: nobody said.
-    max_encoder_tokens: longest encoder input; None: the model's own.
+    budget: memory for the cache.
+    max_model_len: tokens of the longest request; None: the longest that fits.
+    request_len: tokens of a usual request; None: not given.
+    max_encoder_tokens: tokens of the longest encoder input; None: the model's own.
+
+    The other fields are as for `layers_from_config` and `plan_cache`.
     """
 
     model: Mapping[str, Any] | SpecsFile
@@ -44,7 +47,7 @@ class Question:
 
     @property
     def own_len(self) -> int:
-        """Tokens of the model's own longest request, or of the one asked for if it names none."""
+        """Tokens of the model's own longest request; if it names none, ``max_model_len``."""
         if isinstance(self.model, SpecsFile):
             return self.model.max_model_len
         try:
@@ -56,10 +59,10 @@ class Question:
 
     @property
     def wanted_len(self) -> int:
-        """Tokens of the longest request that is wanted: as asked for, else the model's own.
+        """Tokens of the longest request that is wanted: ``max_model_len``, else the model's own.
 
         Raises:
-          ValueError: more than the model's own, or less than a usual request.
+          ValueError: the longest request or a usual one is longer than the model's own.
         """
         own, wanted = self.own_len, self.max_model_len or self.own_len
         for name, tokens in (("max_model_len", wanted), ("request_len", self.request_len or 1)):
@@ -123,10 +126,10 @@ class Question:
 
 
 def split_stages(layers: Mapping[str, Any], stages: int) -> list[dict[str, Any]]:
-    """Cuts a model into pipeline stages of about equally many layers that keep a cache.
+    """Cuts the layers that keep a cache into pipeline stages of about the same number.
 
     Raises:
-      ValueError: fewer stages than 1, or more than such layers.
+      ValueError: fewer stages than 1, or more than there are such layers.
     """
     owners = [name for name, spec in layers.items() if not isinstance(spec, EncoderOnlySpec)]
     numbers: dict[str, int] = {}
@@ -151,8 +154,8 @@ def layer_of(cache: str) -> str:
 class Answer:
     """The answer to a question: a plan, admitted or not.
 
-    plan: None where the question makes no sense.
-    admitted: whether the plan holds a request of the length that was asked for.
+    plan: the plan; None if this model cannot have one with these options.
+    admitted: whether the plan holds a request of the wanted length.
     longest: tokens of the longest request that fits.
     """
 
@@ -162,7 +165,7 @@ class Answer:
 
     @property
     def figures(self) -> Figures:
-        """The figures that make a plan better; zeros for a refusal."""
+        """The figures by which answers are compared; zeros for a refusal."""
         if self.plan is None or not self.admitted:
             return 0, 0, 0, 0
         length = self.plan.max_model_len

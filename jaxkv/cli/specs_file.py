@@ -1,4 +1,4 @@
-"""Layers from a JSON file, for models that no configuration describes. No jax.
+"""Layers from a JSON file, for models without a readable configuration. No jax.
 
 The file holds an object::
 
@@ -44,6 +44,7 @@ KINDS: dict[str, type[Any]] = {
 }
 BLOCK_SIZE = 16
 MAX_LAYERS = 10_000
+SEE_HELP = "python -m jaxkv plan --help shows such a file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +62,14 @@ class SpecsFile:
 
 
 class SpecsFileError(ValueError):
-    """The file does not hold specs; the message names the entry."""
+    """A file that does not hold specs; the message names the entry."""
 
 
 def load_specs(path: str) -> SpecsFile:
     """Reads a file of specs.
 
     Raises:
-      SpecsFileError: not such a file.
+      SpecsFileError: the file cannot be read, or holds no specs.
     """
     try:
         return _load(path)
@@ -80,12 +81,14 @@ def _load(path: str) -> SpecsFile:
     try:
         data = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--specs={path!r} is not a readable JSON file ({error})") from error
+        raise ValueError(
+            f"--specs={path!r} is not a readable JSON file ({error}); {SEE_HELP}"
+        ) from error
     known = {"max_model_len", "max_encoder_tokens", "layers"}
     if not isinstance(data, Mapping) or not known >= set(data) >= {"max_model_len", "layers"}:
         raise ValueError(
             f"--specs={path!r} must hold an object with max_model_len, layers and, for cross "
-            "attention, max_encoder_tokens"
+            f"attention, max_encoder_tokens, got {_told(data)}; {SEE_HELP}"
         )
     encoder = data.get("max_encoder_tokens", 0)
     check_positive(**{"max_model_len of --specs": data["max_model_len"]})
@@ -118,11 +121,31 @@ def _spec(entry: Mapping[str, Any], here: str) -> Spec:
     fields = {name: _frozen(v) for name, v in entry.items() if name not in ("kind", "count")}
     if issubclass(KINDS[kind], LayerSpec):
         fields = {"block_size": BLOCK_SIZE, **fields}
+    known = {field.name: field for field in dataclasses.fields(KINDS[kind])}
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{here} of --specs: kind={kind!r} has no field {', '.join(unknown)}; its fields are "
+            f"{', '.join(known)} and count"
+        )
+    missing = [name for name in known if name not in fields and _is_required(known[name])]
+    if missing:
+        raise ValueError(f"{here} of --specs: kind={kind!r} also needs {', '.join(missing)}")
     try:
         return KINDS[kind](**fields)
     except (TypeError, ValueError) as error:
-        reason = str(error).partition("__init__() ")[2] or str(error)
-        raise ValueError(f"{here} of --specs: {reason}") from error
+        raise ValueError(f"{here} of --specs: {error}") from error
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _told(data: Any) -> str:
+    """Returns the form of a file's content, for an error."""
+    if isinstance(data, Mapping):
+        return f"one with {', '.join(map(str, data)) or 'nothing'}"
+    return f"a {type(data).__name__}"
 
 
 def _frozen(value: Any) -> Any:
@@ -134,7 +157,7 @@ def change_specs(
 ) -> dict[str, Spec]:
     """Returns layers with another dtype of keys and values, another block size, or both.
 
-    Rows of a size of their own (``bytes_per_token``) keep it.
+    Rows whose ``bytes_per_token`` is set keep these bytes.
     """
     changed = dict(layers)
     for name, spec in layers.items():

@@ -1,11 +1,11 @@
-"""Dtypes of keys and values next to block sizes: requests at once, and the bytes of one. No jax."""
+"""A table of requests at once, by dtype of keys and values and by block size. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from jaxkv.cli.amounts import gib
-from jaxkv.cli.costs import bytes_per_request, own_dtypes
+from jaxkv.cli.costs import attention_dtypes, bytes_per_request
 from jaxkv.cli.question import Question, answer
 from jaxkv.cli.tries import BLOCK_SIZES
 from jaxkv.specs import canonical_dtype
@@ -15,9 +15,10 @@ COLUMN = 15
 
 
 def cells(question: Question) -> list[dict[str, Any]]:
-    """Returns the figures of every dtype, the model's own first, and every block size.
+    """Returns the figures of every dtype, the model's own first, and of every block size.
 
-    0 requests: the plan holds none of that length. None: the model cannot have such a plan.
+    A cell has 0 requests if the plan holds none of that length, and None if the model cannot have
+    that dtype or block size.
     """
     length = question.request_len or answer(question).longest
     sizes = sorted({*BLOCK_SIZES, question.block_size or BLOCK_SIZES[0]})
@@ -25,7 +26,7 @@ def cells(question: Question) -> list[dict[str, Any]]:
 
 
 def _dtypes(question: Question) -> list[str]:
-    own = own_dtypes(question.layers())[:1]
+    own = attention_dtypes(question.layers())[:1]
     return list(dict.fromkeys([*own, *map(canonical_dtype, DTYPES)]))
 
 
@@ -40,7 +41,7 @@ def _cell(question: Question, dtype: str, block_size: int, length: int) -> dict[
 
 
 def table(question: Question) -> str:
-    """Returns the cells as text: requests at once and, in brackets, the GiB of one."""
+    """Returns the cells as text: requests at once and, in brackets, the GiB of each."""
     found = cells(question)
     rows: dict[str, list[str]] = {}
     for cell in found:

@@ -1,4 +1,4 @@
-"""Changes to a planning question that were planned and are worth it. No jax."""
+"""Changes to try: each was planned, and gives a better plan. No jax."""
 
 import dataclasses
 import itertools
@@ -14,20 +14,20 @@ from jaxkv.planning import Plan
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MAX_TRIES = 3
-LEAST_GAIN = 100  # a figure must grow by at least one part in this many
+LEAST_GAIN = 100  # a figure must grow by at least 1 / LEAST_GAIN
 MOST_UTILIZATION = Fraction(95, 100)  # the rest of a GPU is for activations
 MOST_RANKS = 64
 
-Change = tuple[dict[str, Any], str, str]  # fields of the question, the flag, its value
+Change = tuple[dict[str, Any], str, str]  # changed fields of the question, the flag, its value
 
 
 @dataclasses.dataclass(frozen=True)
 class Try:
-    """A change that was planned.
+    """A change to try.
 
     option: the flag to change.
-    value: its new value, exactly as the command takes it.
-    gives: the figures of the plan with it.
+    value: its new value, as the command takes it.
+    gives: the figures of the plan with this value.
     """
 
     option: str
@@ -39,7 +39,7 @@ class Try:
 
 
 def tries(question: Question) -> list[Try]:
-    """Returns at most `MAX_TRIES` changes, most useful first; each was planned."""
+    """Returns at most `MAX_TRIES` changes that are worth trying, the most useful first."""
     return list(itertools.islice(_tries(question), MAX_TRIES))
 
 
@@ -53,7 +53,7 @@ def _tries(question: Question) -> Iterator[Try]:
 
 
 def is_worth_it(now: Figures, then: Figures) -> bool:
-    """Returns whether a figure grows by 1 % and none before it falls."""
+    """Returns whether a figure grows by 1 % while no figure before it falls."""
     for before, after in zip(now, then, strict=True):
         if after < before:
             return False
@@ -74,21 +74,19 @@ def _changes(question: Question, now: Answer) -> Iterator[Change]:
     else:
         yield from _more_memory(question, blocks * max(now.plan.bytes_per_block))
     yield {"kv_dtype": "fp8_e4m3"}, "--kv-dtype", "fp8_e4m3"
-    if question.num_blocks_override is None:  # else larger blocks are just more memory
+    if question.num_blocks_override is None:  # with it, larger blocks only mean more memory
         others = [{"block_size": size} for size in BLOCK_SIZES]
         best = max(others, key=lambda o: answer(dataclasses.replace(question, **o)).figures)
         yield best, "--block-size", str(best["block_size"])
 
 
 def _more_memory(question: Question, num_bytes: int) -> Iterator[Change]:
-    """Yields the change that gives a cache so many bytes on each GPU: memory, share, or GPUs."""
+    """Yields the change that gives a cache this memory per GPU: bytes, utilization or ranks."""
     budget = question.budget
     if budget.memory_bytes is not None:
         value = round_up_gib(num_bytes)
-        yield (
-            {"budget": dataclasses.replace(budget, memory_bytes=parse_bytes(value))},
-            *("--memory", value),
-        )
+        changed = dataclasses.replace(budget, memory_bytes=parse_bytes(value))
+        yield {"budget": changed}, "--memory", value
         return
     wanted = num_bytes + cdiv(budget.weights_bytes, question.num_gpus)
     share = Fraction(cdiv(100 * wanted, gpu_bytes(budget.gpu)), 100)
@@ -100,7 +98,7 @@ def _more_memory(question: Question, num_bytes: int) -> Iterator[Change]:
 
 
 def _more_gpus(question: Question) -> Iterator[Change]:
-    """Yields the fewest ranks, a power of two more, among which the model has room."""
+    """Yields the smallest number of ranks that fits, doubling from the present one."""
     if question.budget.memory_bytes is not None:
         return
     ranks = question.tensor_parallel * 2
@@ -112,7 +110,7 @@ def _more_gpus(question: Question) -> Iterator[Change]:
 
 
 def _blocks_for_more(question: Question, plan: Plan, admitted: bool) -> int:
-    """Returns the blocks for the length wanted or, where it fits, for 1 % more such requests."""
+    """Returns the blocks for the wanted length or, if it fits, for 1 % more such requests."""
     length = question.wanted_len
     blocks = plan.admission_blocks(length) + plan.reserved_blocks
     if admitted and plan.max_model_len == length:

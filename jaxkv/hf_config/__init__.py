@@ -1,135 +1,21 @@
 """The layers that keep a cache, read from a Hugging Face ``config.json``. No jax.
 
-Nothing is guessed: an architecture or an attention field that is not understood is refused by
+Nothing is guessed: an architecture or a field of attention that is not understood is refused by
 name. Draft layers for speculative decoding (MTP) are not included.
 """
 
-import difflib
-import json
-import pathlib
-from typing import Any
+from jaxkv.hf_config._files import load_config, preset_names
+from jaxkv.hf_config._layers import layers_from_config, shipped_dtype
+from jaxkv.hf_config._length import encoder_len, model_len
+from jaxkv.hf_config._weights import Weights, count_weights
 
-from jaxkv._internal.checks import check_count, check_positive
-from jaxkv.hf_config._build import Options
-from jaxkv.hf_config._families import FAMILIES, open_config
-from jaxkv.hf_config._fields import Config, check_config
-from jaxkv.hf_config._length import encoder_len as encoder_len
-from jaxkv.hf_config._length import model_len as model_len
-from jaxkv.hf_config._refused import REFUSED
-from jaxkv.hf_config._weights import Weights as Weights
-from jaxkv.hf_config._weights import count_weights as count_weights
-from jaxkv.hf_config._wrappers import WRAPPERS
-from jaxkv.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
-
-PRESETS = pathlib.Path(__file__).parent / "presets"
-
-
-def preset_names() -> tuple[str, ...]:
-    """Returns the names of the configurations that ship with the package."""
-    return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
-
-
-def load_config(name: str) -> dict[str, Any]:
-    """Reads the configuration of a model.
-
-    Args:
-      name: name of a shipped preset, or path of a ``config.json`` or of the directory that
-        holds one.
-
-    Raises:
-      ValueError: neither a preset nor a readable JSON object.
-    """
-    preset, path = PRESETS / f"{name}.json", pathlib.Path(name)
-    if preset.is_file():
-        path = preset
-    elif path.is_dir():
-        path /= "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"config={name!r} is neither a readable JSON file ({error}) nor a preset; presets: "
-            f"{', '.join(preset_names())}"
-        ) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"config={name!r} holds a {type(config).__name__}, not an object")
-    return config
-
-
-def layers_from_config(
-    config: Config,
-    *,
-    kv_dtype: str | None = None,
-    block_size: int | None = None,
-    tensor_parallel: int = 1,
-    state_cache_mode: CacheMode = "none",
-    speculative_tokens: int = 0,
-) -> dict[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]:
-    """Returns the spec of every layer on one rank, by name and in the order of the model.
-
-    A layer with several caches has several names: ``layers.3.full_attention`` and
-    ``layers.3.mamba``.
-
-    Args:
-      config: the content of a ``config.json``. Of a multimodal model the language model
-        counts: its ``text_config``, ``llm_config``, ``language_config`` or ``thinker_config``.
-      kv_dtype: dtype of keys and values; None: the model's own, or what its family ships
-        where the file names none (`shipped_dtype`).
-      block_size: tokens per block; None: the family's usual, 16, or 64 for latent attention.
-        `plan_cache` takes a multiple of it where a block must hold a recurrent state.
-      tensor_parallel: ranks among which KV heads and states are divided.
-      state_cache_mode: ``cache_mode`` of a `StateSpec`; of no effect on other layers.
-      speculative_tokens: draft tokens, for each of which a recurrent state keeps a block; of
-        no effect on other layers.
-
-    Raises:
-      TypeError: a configuration or a field of the wrong type.
-      ValueError: an architecture or fields that are not understood, fields that contradict
-        each other, or a field missing.
-    """
-    if block_size is not None:
-        check_positive(block_size=block_size)
-    check_positive(tensor_parallel=tensor_parallel)
-    check_count(speculative_tokens=speculative_tokens)
-    check_config(config)
-    if str(outer := config.get("model_type")) in REFUSED:
-        raise _not_understood(config, str(outer))
-    reader, family = open_config(config, kv_dtype)
-    if family is None:
-        raise _not_understood(config, reader.model_type)
-    options = Options(
-        kv_dtype=kv_dtype,
-        block_size=block_size,
-        tensor_parallel=tensor_parallel,
-        state_cache_mode=state_cache_mode,
-        speculative_tokens=speculative_tokens,
-    )
-    layers = family.read(reader, options)
-    reader.check_all_read()
-    return layers
-
-
-def _not_understood(config: Config, model_type: str) -> ValueError:
-    by_hand = (
-        "Write its layer specs by hand and pass them to plan_cache: {'layers.0': "
-        "FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128), ...}"
-    )
-    if model_type in REFUSED:
-        return ValueError(f"model_type={model_type!r} is refused: {REFUSED[model_type]}. {by_hand}")
-    known = [*FAMILIES, *WRAPPERS]
-    nearest = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5) or known[:1]
-    return ValueError(
-        f"model_type={config.get('model_type')!r} (architectures="
-        f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
-        f"{', '.join(nearest)}. {by_hand}"
-    )
-
-
-def shipped_dtype(config: Config) -> str | None:
-    """Returns the dtype that a family ships where the configuration names none, else None.
-
-    Args:
-      config: the content of a ``config.json``.
-    """
-    reader, family = open_config(config)
-    return family.dtype if family and reader.named_dtype() is None else None
+__all__ = [
+    "Weights",
+    "count_weights",
+    "encoder_len",
+    "layers_from_config",
+    "load_config",
+    "model_len",
+    "preset_names",
+    "shipped_dtype",
+]

@@ -1,4 +1,4 @@
-"""The common ground of model families: options, specs from the usual fields, names. No jax."""
+"""Shared by model families: options, specs from the usual fields, names of layers. No jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def name_layers(layers: Sequence[Sequence[str]], specs: Mapping[str, LayerSpec])
 
 
 def head_size(reader: ConfigReader) -> int:
-    """Returns ``head_dim``, or hidden size over heads where the family leaves it out."""
+    """Returns ``head_dim``, or hidden size over heads where a file leaves it out."""
     if reader.value("head_dim") is not None:
         return reader.number("head_dim")
     return reader.per_head("hidden_size", "num_attention_heads")
@@ -57,14 +57,14 @@ def full_attention(
     width: int | None = None,
     value_width: int | None = None,
 ) -> FullAttentionSpec:
-    """Returns the spec of keys and values by the usual fields.
+    """Returns the spec of full attention, by default from the usual fields.
 
     Args:
       reader: the configuration.
       options: the arguments of `layers_from_config`.
-      heads: KV heads of all ranks; None: ``num_key_value_heads``.
-      width: of a head; None: ``head_dim``.
-      value_width: of the values of a head where it may differ; None: ``width``.
+      heads: KV heads, summed over all ranks; None: ``num_key_value_heads``.
+      width: elements of a key; None: ``head_dim``.
+      value_width: elements of a value; None: ``width``.
     """
     heads = heads or reader.number("num_key_value_heads")
     width = width or reader.number("head_dim")
@@ -78,12 +78,12 @@ def full_attention(
 
 
 def sliding(full: FullAttentionSpec, window: int) -> SlidingWindowSpec:
-    """Returns the spec of the same keys and values, of the last ``window`` tokens."""
+    """Returns the spec of the same keys and values within a window of tokens."""
     return SlidingWindowSpec(**_fields(full), sliding_window=window)
 
 
 def chunked(full: FullAttentionSpec, chunk_size: int) -> ChunkedAttentionSpec:
-    """Returns the spec of the same keys and values, within chunks."""
+    """Returns the spec of the same keys and values within chunks of tokens."""
     return ChunkedAttentionSpec(**_fields(full), chunk_size=chunk_size)
 
 
@@ -114,7 +114,7 @@ def state(
     *,
     block_size: int = ATTENTION_BLOCK,
 ) -> StateSpec:
-    """Returns the spec of a state of these arrays; `plan_cache` fits its block to attention's."""
+    """Returns the spec of a state of these arrays; planning fits its block to attention's."""
     return StateSpec(
         block_size=options.block_size or block_size,
         shapes=shapes,

@@ -25,17 +25,17 @@ Attention = Callable[[ConfigReader, Options, str], FullAttentionSpec]
 
 
 def given(reader: ConfigReader, options: Options, kind: str) -> FullAttentionSpec:
-    """Returns the spec of a layer whose ``head_dim`` the file names."""
+    """Returns the spec of a layer; the file must name ``head_dim``."""
     return full_attention(reader, options)
 
 
 def derived(reader: ConfigReader, options: Options, kind: str) -> FullAttentionSpec:
-    """Returns the spec of a layer whose ``head_dim`` is hidden size over heads where absent."""
+    """Returns the spec of a layer; ``head_dim``, where absent, is hidden size over heads."""
     return full_attention(reader, options, width=head_size(reader))
 
 
 def floored(reader: ConfigReader, options: Options, kind: str) -> FullAttentionSpec:
-    """Returns the spec of a layer whose ``head_dim``, where absent, need not fill the width."""
+    """Returns the spec of a layer; hidden size over heads is rounded down to ``head_dim``."""
     width = reader.number("hidden_size") // reader.number("num_attention_heads")
     if reader.value("head_dim") is not None or not width:
         width = reader.number("head_dim")
@@ -49,7 +49,7 @@ def attention_layers(
     attention: Attention,
     window: str = "sliding_window",
 ) -> Layers:
-    """Returns a layer with keys and values for each kind; ``per_layer_config`` counts."""
+    """Returns a layer with keys and values for each kind; ``per_layer_config`` may change it."""
     layers: Layers = {}
     made: dict[tuple[str, int], LayerSpec] = {}
     for i, kind in enumerate(kinds):
@@ -70,15 +70,15 @@ def dense(
     rule: Rule = all_full,
     attention: Attention = derived,
 ) -> Layers:
-    """Returns layers of full attention and of attention within a window."""
+    """Returns layers of full attention and of attention within a window, told apart by a rule."""
     kinds = window_kinds(reader, rule)
     return attention_layers(reader, options, kinds, attention)
 
 
 def mistral(reader: ConfigReader, options: Options) -> Layers:
-    """Mistral: a window in every layer, or in none when it is null.
+    """Mistral: a window in every layer, or in none where the field is null.
 
-    The configuration class makes it 4096 where the field is absent (v0.1).
+    Where the field is absent (v0.1), the class assumes 4096.
     """
     reader.default(sliding_window=4096)
     return dense(reader, options, rule=all_windowed)
@@ -90,7 +90,7 @@ def cohere2(reader: ConfigReader, options: Options) -> Layers:
 
 
 def cohere2_moe(reader: ConfigReader, options: Options) -> Layers:
-    """Cohere2 with experts: the same, save that its first dense layers may have another rule."""
+    """Cohere2 with experts: ``layer_types`` only, because the first layers follow another rule."""
     if reader.value("layer_types") is None:
         raise reader.lacks("layer_types")
     reader.ignore("sliding_window_pattern", "prefix_dense_sliding_window_pattern")
@@ -98,6 +98,6 @@ def cohere2_moe(reader: ConfigReader, options: Options) -> Layers:
 
 
 def minimax_m2(reader: ConfigReader, options: Options) -> Layers:
-    """MiniMax-M2: full attention in every layer, 1 in ``attn_type_list``."""
+    """MiniMax-M2: full attention in every layer, which ``attn_type_list`` writes as 1."""
     reader.layer_kinds({"1": FULL}, ["1"] * reader.layer_count(), field="attn_type_list")
     return dense(reader, options, attention=given)

@@ -1,4 +1,4 @@
-"""Families whose decoder attends to an encoder's output too. No jax."""
+"""Families with a decoder that also attends to an encoder's output. No jax."""
 
 from jaxkv.hf_config._build import FULL, Layers, Options, full_attention, head_size
 from jaxkv.hf_config._reader import ConfigReader
@@ -8,7 +8,7 @@ CROSS = "cross_attention"
 
 
 def bart(reader: ConfigReader, options: Options) -> Layers:
-    """BART and its kin, Whisper: a head each in encoder and decoder."""
+    """BART, its relatives and Whisper: every decoder head has keys and values of its own."""
     heads = reader.number("decoder_attention_heads")
     width = reader.per_head("d_model", "decoder_attention_heads")
     own = full_attention(reader, options, heads=heads, width=width)
@@ -16,7 +16,7 @@ def bart(reader: ConfigReader, options: Options) -> Layers:
 
 
 def t5(reader: ConfigReader, options: Options) -> Layers:
-    """T5 and its kin: heads of ``d_kv``; as many decoder layers as encoder layers by default."""
+    """T5 and its relatives: heads of ``d_kv``; by default as many decoder as encoder layers."""
     own = full_attention(
         reader, options, heads=reader.number("num_heads"), width=reader.number("d_kv")
     )
@@ -27,7 +27,7 @@ def t5(reader: ConfigReader, options: Options) -> Layers:
 def _both(reader: ConfigReader, encoder: str, decoder: str, own: FullAttentionSpec) -> Layers:
     """Returns encoder layers, which keep nothing, and decoder layers with two caches each.
 
-    A decoder layer keeps its own tokens and, apart from them, the encoder's.
+    A decoder layer keeps its own tokens in one cache and the encoder's in the other.
     """
     reader.expect("is_encoder_decoder", True)
     layers: Layers = {

@@ -1,4 +1,4 @@
-"""The table of model types and the way each is read. No jax."""
+"""The table of model types, each with the way to read it. No jax."""
 
 import functools
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from jaxkv.hf_config._family import Family
 from jaxkv.hf_config._fields import Config, check_config, model_type_of
 from jaxkv.hf_config._reader import ConfigReader
 from jaxkv.hf_config._windows import (
+    Rule,
+    all_full,
     all_windowed,
     by_list,
     from_layer,
@@ -28,8 +30,9 @@ from jaxkv.hf_config._windows import (
     without_rope,
 )
 
-# What several families share: field -> the field whose value it takes where a file has none.
+# Shared by several families: field -> the field whose value it takes where a file has none.
 HEADS = {"num_key_value_heads": "num_attention_heads"}
+# Shared by several families: own name of a field -> its usual name.
 GPT = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -45,7 +48,7 @@ N_LAYERS = {
 BLOOM = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"}
 SWITCH = {"layer_switch": "sliding_window_pattern"}
 NUM_LAYERS = {"num_layers": "num_hidden_layers"}
-# What the class assumes, where published wrappers leave the sizes of their text model to it.
+# Sizes that the class assumes where a published wrapper leaves those of its text model out.
 SEVEN_BILLION = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
 GEMMA = {"head_dim": 256, "max_position_embeddings": 8192}
 GEMMA3 = {
@@ -56,18 +59,22 @@ GEMMA3 = {
 }
 
 
-def _dense_family(**options: Any) -> Family:
-    """Returns a family of `dense`: its options, and those of `Family`."""
-    own = {name: options.pop(name) for name in ("rule", "attention") if name in options}
-    return Family(read=functools.partial(_dense.dense, **own), **options)
+def _dense_family(
+    rule: Rule = all_full, attention: _dense.Attention = _dense.derived, **options: Any
+) -> Family:
+    """Returns a family that `dense` reads by a rule; options are those of `Family`."""
+    read = functools.partial(_dense.dense, rule=rule, attention=attention)
+    return Family(read=read, **options)
 
 
 def _each(types: str, family: Family) -> dict[str, Family]:
+    """Returns the same family for every model type of a list."""
     return dict.fromkeys(types.split(), family)
 
 
 DENSE: Mapping[str, Family] = {
-    # Full attention; a KV head each and hidden_size / num_attention_heads where a file names none.
+    # Full attention. Where a file names none: as many KV heads as heads, and head_dim is
+    # hidden_size / num_attention_heads.
     "llama": _dense_family(same=HEADS, inner={**SEVEN_BILLION, "max_position_embeddings": 2048}),
     **_each(
         """
@@ -84,7 +91,7 @@ DENSE: Mapping[str, Family] = {
         "hunyuan hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
         Family(read=_heads.hunyuan, same=HEADS),
     ),
-    # The same, but the class has another number of KV heads in mind where a file names none.
+    # The same, but a file must name its KV heads, because the class assumes another number.
     **_each(
         """
         bitnet chameleon emu3_text_model ernie4_5_moe ernie4_5_vl_moe_text glm4v_text
@@ -93,7 +100,7 @@ DENSE: Mapping[str, Family] = {
         _dense_family(),
     ),
     **_each("glm4_moe glm4v_moe_text", _dense_family(attention=_dense.floored)),
-    # The same, and head_dim must be given as well.
+    # The same, and a file must name head_dim as well.
     **_each(
         """
         cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 iquestcoder molmo2_text
@@ -102,7 +109,7 @@ DENSE: Mapping[str, Family] = {
         _dense_family(attention=_dense.given),
     ),
     "minimax_m2": Family(read=_dense.minimax_m2),
-    # A window that may be idle.
+    # A window that use_sliding_window may turn off.
     "qwen2": _dense_family(
         rule=from_layer,
         inner={**SEVEN_BILLION, "num_key_value_heads": 32, "max_position_embeddings": 32768},
@@ -129,7 +136,7 @@ DENSE: Mapping[str, Family] = {
     **_each("mixtral starcoder2 phi4_multimodal phimoe", _dense_family(rule=all_windowed)),
     "ministral3": _dense_family(rule=all_windowed, attention=_dense.given),
     "ministral": _dense_family(rule=only_windowed),
-    # Windows and full layers by turns.
+    # Layers with a window and full layers in turn.
     "gemma2": Family(read=_gemma.alternating, inner={**GEMMA, "sliding_window": 4096}),
     "vaultgemma": Family(read=_gemma.alternating),
     "gpt_oss": Family(read=_gemma.alternating, dtype="bfloat16"),
@@ -158,7 +165,7 @@ DENSE: Mapping[str, Family] = {
         _dense_family(rule=by_list, attention=_dense.given),
     ),
     "mimo_v2_flash": Family(read=_heads.mimo_v2),
-    # Heads told in other ways.
+    # Heads that other fields describe.
     **_each(
         "gpt2 gptj gpt_neox_japanese codegen ctrl", Family(read=_heads.heads_of_all, names=GPT)
     ),
@@ -254,7 +261,7 @@ FAMILIES: Mapping[str, Family] = {**DENSE, **LATENT, **STATES, **ENCODERS}
 
 
 def open_config(config: Config, kv_dtype: str | None = None) -> tuple[ConfigReader, Family | None]:
-    """Returns a reader of a configuration and its family, None where that is not known."""
+    """Returns a reader of a configuration and its family, or None for an unknown one."""
     check_config(config)
     family = FAMILIES.get(model_type_of(config))
     return ConfigReader(config, family, kv_dtype), family

@@ -1,4 +1,4 @@
-"""The way in which the configurations of some model types are read. No jax."""
+"""An entry of the table of model types. No jax."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """The way in which the configurations of some model types are read.
+    """A way to read the configurations of some model types.
 
-    read: takes a `ConfigReader` and the options, and returns the layers.
-    names: the family's own name of a field -> the usual name.
-    same: field -> the field whose value the class takes where a file leaves it out or null.
-    defaults: what the class assumes where a file leaves a field out.
-    inner: the same, where a file inside of a wrapper leaves it out.
-    ignored: fields that do not matter to the family, whatever they hold.
-    dtype: what the family ships, where its files name none.
-    encoder: what an encoder of the family reads: "tokens", "frames" or "tiles"; None: has none.
+    read: takes a `ConfigReader` and `Options`, and returns the layers.
+    names: own name of a field -> its usual name.
+    same: field -> the field whose value it takes where a file has none, or null.
+    defaults: values that the class assumes where a file has none.
+    inner: the same, for a language model inside of a wrapper only.
+    ignored: fields that change no cache, whatever they hold.
+    dtype: dtype that the family ships, where its files name none.
+    encoder: input of the family's encoder; None: it has no encoder.
     """
 
     read: Callable[..., dict[str, Any]]

@@ -8,7 +8,7 @@ from jaxkv.hf_config._wrappers import INNER, NOT_TEXT, WRAPPERS
 
 Config = Mapping[str, Any]
 
-# Parts of the names of fields that decide what attention and state layers store.
+# Parts of names. A field with one may decide what attention and state layers store.
 CONCERNS = re.compile(
     r"window|chunk|kv|key_value|head_dim|headdim|head_size|layer_type|block_type|pattern"
     r"|layer_config|per_layer_config|block_config|hybrid|interval|attn_type|attn_layer|full_att"
@@ -17,7 +17,7 @@ CONCERNS = re.compile(
     r"|other_setting|use_cla$|use_mla$|sinks?(_|$)"
 )
 
-# Fields that match and change arithmetic only, never a shape or a lifetime.
+# Fields that match, but change only arithmetic: no shape, and not how long tokens are kept.
 HARMLESS = frozenset(
     """
     q_lora_rank o_lora_rank mlp_layer_types compress_rope_theta indexer_rope_interleave
@@ -39,7 +39,7 @@ HARMLESS = frozenset(
 )
 
 DTYPES = "torch_dtype", "dtype"
-# Fields of a wrapper that its language model has too, unless it says otherwise itself.
+# Fields that a language model takes from its wrapper, unless it has them itself.
 INHERITED = frozenset(
     {*DTYPES, "quantization_config", "compression_config", "model_type", "architectures"}
 )
@@ -55,7 +55,7 @@ def unread(fields: Config, read: set[str]) -> list[str]:
 
 
 def check_config(config: Any) -> None:
-    """Refuses what is not the content of a ``config.json``."""
+    """Raises TypeError unless given the content of a ``config.json``."""
     if not isinstance(config, Mapping):
         raise TypeError(
             f"config must be the content of a config.json, got {type(config).__name__}; read it "
@@ -64,7 +64,7 @@ def check_config(config: Any) -> None:
 
 
 def inner_config(config: Config) -> tuple[str, Config] | None:
-    """Returns the name and content of the field that holds the language model, if one does."""
+    """Returns the name and content of the field that holds the language model, or None."""
     check_config(config)
     for name in INNER:
         if isinstance(config.get(name), Mapping):
@@ -73,7 +73,7 @@ def inner_config(config: Config) -> tuple[str, Config] | None:
 
 
 def nested(config: Config) -> Iterable[Config]:
-    """Yields the configuration without its language model's, then that, and so on inwards."""
+    """Yields a configuration without its language model's, then the latter, and so on inwards."""
     found = inner_config(config)
     if found is None:
         yield config
@@ -84,10 +84,10 @@ def nested(config: Config) -> Iterable[Config]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Returns the language model's fields, and those of its wrapper that it inherits.
+    """Returns the language model's fields, and those that it inherits from its wrapper.
 
-    Transformers builds the language model from its own fields alone, so that a wrapper's
-    ``head_dim``, for one, may be that of its audio encoder.
+    They are few, because Transformers builds the language model from its own fields alone: the
+    ``head_dim`` of a wrapper may be that of its audio encoder.
     """
     fields: dict[str, Any] = {}
     for level in nested(config):
@@ -107,8 +107,8 @@ def outside(config: Config) -> dict[str, Any]:
 def contradictions(config: Config) -> dict[str, Any]:
     """Returns the fields to which a wrapper and its language model give different values.
 
-    The value is the wrapper's. A null of the language model counts: it says that there is no
-    window, for one.
+    The values are the wrapper's. A null of the language model contradicts, too: it may say that
+    there is no window.
     """
     *outer, inner = nested(config)
     return {
@@ -123,7 +123,7 @@ def model_type_of(config: Config) -> str:
     """Returns the model type of the language model.
 
     Raises:
-      ValueError: a wrapper around the language model that is not known.
+      ValueError: an unknown wrapper around the language model.
     """
     found, outer = inner_config(config), str(config.get("model_type"))
     if found is None:
@@ -132,6 +132,6 @@ def model_type_of(config: Config) -> str:
     if outer not in WRAPPERS:
         raise ValueError(
             f"model_type={outer!r} with a {name} is none of the {len(WRAPPERS)} wrappers that are "
-            f"understood; pass its {name} alone if the rest of the model keeps no cache"
+            f"understood; pass the content of {name} if the rest of the model keeps no cache"
         )
     return model_type_of({**inner, "model_type": inner.get("model_type") or WRAPPERS[outer]})

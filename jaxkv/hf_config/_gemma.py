@@ -1,4 +1,4 @@
-"""Gemma 1 to 4, gpt-oss and Llama 4: full layers and local ones by turns. No jax."""
+"""Gemma 1 to 4, gpt-oss and Llama 4: full layers and local ones in turn. No jax."""
 
 from jaxkv.hf_config._build import (
     CHUNKED,
@@ -30,7 +30,7 @@ def alternating(reader: ConfigReader, options: Options) -> Layers:
 
 
 def gemma(reader: ConfigReader, options: Options) -> Layers:
-    """Gemma: full attention; in PaliGemma the prompt attends both ways and is kept alike."""
+    """Gemma: full attention. PaliGemma's prompt attends both ways, which changes no cache."""
     reader.expect("use_bidirectional_attention", False, reader.wrapper == "paligemma")
     return dense(reader, options, attention=given)
 
@@ -49,11 +49,12 @@ def gemma3n(reader: ConfigReader, options: Options) -> Layers:
 
 
 def gemma4(reader: ConfigReader, options: Options) -> Layers:
-    """Gemma 4: full layers have heads of their own number and width.
+    """Gemma 4: heads of full layers differ from those of layers with a window.
 
-    The number differs only where ``attention_k_eq_v``; K and V are stored apart even
-    there. The last ``num_kv_shared_layers`` layers read the cache of the last layer of
-    their type before them. Files of transformers 5 may say it all in ``per_layer_config``.
+    Their width always differs, their number only where ``attention_k_eq_v`` is true; even there, K
+    and V are stored apart. The last ``num_kv_shared_layers`` layers read the cache of the last
+    earlier layer of their kind. Files of transformers 5 may hold all this in
+    ``per_layer_config``.
     """
     reader.expect("use_bidirectional_attention", False, "vision")
     reader.expect("attention_use_bidirectional", False, "vision")
@@ -78,7 +79,7 @@ def _gemma4_attention(reader: ConfigReader, options: Options, kind: str) -> Full
 
 
 def _check_global(reader: ConfigReader, full: int) -> None:
-    """Refuses fields of full layers that differ from what ``per_layer_config`` says of one."""
+    """Refuses fields of full layers that contradict ``per_layer_config``."""
     at = reader.at_layer(full)
     reader.expect("global_head_dim", at.number("head_dim"))
     if reader.expect("attention_k_eq_v", True, False):
@@ -87,7 +88,7 @@ def _check_global(reader: ConfigReader, full: int) -> None:
 
 
 def share_last(reader: ConfigReader, kinds: list[str], layers: Layers) -> Layers:
-    """Replaces the last ``num_kv_shared_layers`` layers by readers of earlier ones."""
+    """Lets the last ``num_kv_shared_layers`` layers read the caches of earlier ones."""
     names = list(layers)
     first = len(kinds) - reader.count("num_kv_shared_layers", 0)
     owners = dict(zip(kinds[: max(first, 0)], names, strict=False))  # the last of each kind
@@ -98,9 +99,9 @@ def share_last(reader: ConfigReader, kinds: list[str], layers: Layers) -> Layers
 
 
 def llama4(reader: ConfigReader, options: Options) -> Layers:
-    """Llama 4: layers with rotary positions attend within chunks, every fourth is full.
+    """Llama 4: layers with rotary positions attend within chunks; every fourth layer is full.
 
-    ``no_rope_layers`` holds 1 where a layer has rotary positions and 0 where not.
+    ``no_rope_layers`` holds 1 for a layer with rotary positions, and 0 for one without.
     """
     count = reader.layer_count()
     period = reader.number("no_rope_layer_interval", default=4)

@@ -1,4 +1,4 @@
-"""Families that tell the heads of their keys and values in ways of their own. No jax."""
+"""Families with their own fields for the heads of keys and values. No jax."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ NAS_UNKNOWN = "window_length", "num_sink_tokens", "sparsify", "use_prefill_windo
 
 
 def heads_of_all(reader: ConfigReader, options: Options) -> Layers:
-    """Families before grouped queries: every head has keys and values of its own."""
+    """Families without grouped queries: every head has keys and values of its own."""
     heads = reader.number("num_attention_heads")
     spec = full_attention(
         reader, options, heads=heads, width=reader.per_head("hidden_size", "num_attention_heads")
@@ -31,7 +31,7 @@ def heads_of_all(reader: ConfigReader, options: Options) -> Layers:
 
 
 def one_head(reader: ConfigReader, options: Options) -> Layers:
-    """Falcon and GPT-BigCode: ``multi_query`` shares one head among all.
+    """Falcon and GPT-BigCode: with ``multi_query``, all heads share one KV head.
 
     Falcon's new decoder has ``num_kv_heads`` instead.
     """
@@ -49,7 +49,7 @@ def one_head(reader: ConfigReader, options: Options) -> Layers:
 
 
 def chatglm(reader: ConfigReader, options: Options) -> Layers:
-    """ChatGLM2 to GLM-4 of 2024: ``multi_query_group_num`` heads of ``kv_channels``."""
+    """ChatGLM2 to GLM-4 of 2024: ``multi_query_group_num`` KV heads of ``kv_channels``."""
     if not reader.expect("multi_query_attention", True, False):
         raise reader.refusal("multi_query_attention", "files of ChatGLM2 and later have it")
     spec = full_attention(
@@ -62,7 +62,7 @@ def chatglm(reader: ConfigReader, options: Options) -> Layers:
 
 
 def attn_config(reader: ConfigReader, options: Options) -> Layers:
-    """DBRX and MPT: ``attn_config`` says how many heads have keys and values."""
+    """DBRX and MPT: ``attn_config`` gives the number of KV heads."""
     heads = reader.number("num_attention_heads")
     inner = reader.inner("attn_config")
     kind = inner.expect(
@@ -87,7 +87,7 @@ def kv_channels(reader: ConfigReader, options: Options) -> Layers:
 
 
 def gpt_neo(reader: ConfigReader, options: Options) -> Layers:
-    """GPT-Neo: ``attention_types`` repeats global layers and local ones with a window."""
+    """GPT-Neo: ``attention_types`` repeats patterns of global and local layers."""
     kinds: list[str] = []
     for entry in reader.listed("attention_types"):
         pair = entry if isinstance(entry, (list, tuple)) else ()
@@ -108,7 +108,7 @@ def _own_heads(reader: ConfigReader, options: Options, kind: str) -> FullAttenti
 
 
 def hunyuan(reader: ConfigReader, options: Options) -> Layers:
-    """Hunyuan: full attention; cross-layer attention, which shares caches, is refused."""
+    """Hunyuan: full attention. Cross-layer attention, which shares caches, is refused."""
     reader.expect("use_cla", False)
     if reader.expect("use_mla", False) is False:
         reader.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -120,16 +120,16 @@ def hunyuan(reader: ConfigReader, options: Options) -> Layers:
 
 
 def mimo_attention(reader: ConfigReader, options: Options, kind: str) -> FullAttentionSpec:
-    """Returns the spec of a MiMo-V2 layer: values of ``v_head_dim``, twice the heads in windows."""
+    """Returns the spec of a MiMo-V2 layer, which has twice the KV heads if it has a window."""
     heads = reader.number("num_key_value_heads") * (2 if kind == SLIDING else 1)
     return full_attention(reader, options, heads=heads, value_width=reader.number("v_head_dim"))
 
 
 def mimo_v2(reader: ConfigReader, options: Options) -> Layers:
-    """MiMo-V2-Flash: windows and full layers, whose values are narrower than their keys.
+    """MiMo-V2-Flash: windows and full layers, with values that are narrower than the keys.
 
-    The files of its makers mark layers with a window by 1 in ``hybrid_layer_pattern``, and a
-    window of ``sliding_window_size`` tokens before the current one.
+    Files of its makers write 1 in ``hybrid_layer_pattern`` for a layer with a window, which is
+    ``sliding_window_size`` tokens before the current one.
     """
     if reader.value("hybrid_layer_pattern") is None:
         return attention_layers(reader, options, window_kinds(reader, by_list), mimo_attention)
@@ -152,7 +152,7 @@ def mimo_v2(reader: ConfigReader, options: Options) -> Layers:
 
 
 def nemotron_nas(reader: ConfigReader, options: Options) -> Layers:
-    """Nemotron-NAS: ``block_configs`` says which layers attend, and the queries of a KV head."""
+    """Nemotron-NAS: ``block_configs`` gives the layers that attend, and the queries per KV head."""
     blocks = reader.listed("block_configs")
     reader.check_layer_count("block_configs", len(blocks))
     heads, width = reader.number("num_attention_heads"), head_size(reader)

@@ -19,29 +19,29 @@ LENGTHS = (
     "max_seq_length",
     "seq_len",
 )
-# Kinds of RoPE whose files name the stretched length already, or that stretch nothing.
+# Kinds of RoPE scaling that stretch nothing, or whose files name the stretched length.
 NOT_LENGTHENED = frozenset(
     """
     default llama3 longrope su yarn deepseek_yarn deepseek_llama_scaling mrope proportional axial
     """.split()
 )
-MAX_STRETCHED = 2**53  # tokens up to which a product with a float is exact
-ALREADY = "gemma3"  # its files name the length after linear scaling
+MAX_STRETCHED = 2**53  # tokens; a product with a float is exact up to here
+STRETCHED = "gemma3"  # its files name the length after linear scaling
 
 
 def model_len(config: Config) -> int:
     """Returns the model's own longest request, in tokens.
 
-    It is the smallest length that the file names, or its ``model_max_length`` if there is one.
-    The factor of linear and dynamic RoPE scaling multiplies it (Vicuna-16k: 4,096 * 4). That
-    of YaRN does not, as in vLLM 0.33: published files name the stretched length, and whoever
-    adds YaRN to a file raises ``max_position_embeddings`` too. LongRoPE counts as stretched.
+    It is ``model_max_length`` if the file names that, else the smallest length that it names.
+    Linear and dynamic RoPE scaling multiply it (Vicuna-16k: 4,096 * 4). YaRN and LongRoPE do
+    not, as in vLLM 0.33, because published files name the stretched length; if you add YaRN to
+    a file, raise ``max_position_embeddings`` too.
 
     Args:
       config: the content of a ``config.json``.
 
     Raises:
-      ValueError: the configuration does not say, or names an impossible length or factor.
+      ValueError: no length, or an impossible length or factor.
     """
     reader, _ = open_config(config)
     fields = reader.fields
@@ -51,19 +51,22 @@ def model_len(config: Config) -> int:
     if not given:
         raise ValueError(
             f"the configuration lacks {LENGTHS[0]!r}, its longest request; "
-            "give max_model_len to plan_cache and do not ask for the model's own"
+            "give a max_model_len of your own to plan_cache"
         )
     check_positive(**given)
     length, factor = min(given.values()), _factor(fields)
-    if factor == 1 or ALREADY in reader.model_type:
+    if factor == 1 or STRETCHED in reader.model_type:
         return length
     if length > MAX_STRETCHED or not math.isfinite(length * factor):
-        raise ValueError(f"{length} tokens times a RoPE factor of {factor} is no length")
+        raise ValueError(
+            f"{length} tokens cannot be multiplied by a RoPE factor of {factor}; "
+            "give a max_model_len of your own to plan_cache"
+        )
     return int(length * factor)
 
 
 def _factor(fields: Config) -> float:
-    """Returns what RoPE scaling multiplies the length by, 1 where it does not."""
+    """Returns the factor by which RoPE scaling stretches the length; 1 for none."""
     factor = 1.0
     for name, scaling in _rope(fields):
         value = scaling.get("factor")
@@ -93,14 +96,14 @@ def _rope(fields: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def encoder_len(config: Config) -> int:
     """Returns the longest encoder input, in tokens; 0 without an encoder.
 
-    It is the `Limits.max_encoder_tokens` of a plan for this model. Of Llama 3.2 Vision it is
-    one image at its most tiles.
+    Pass it to a plan as `Limits.max_encoder_tokens`. For Llama 3.2 Vision it is one image with
+    the most tiles.
 
     Args:
       config: the content of a ``config.json``.
 
     Raises:
-      ValueError: an encoder whose longest input the configuration does not name.
+      ValueError: an encoder, and no field with its longest input.
     """
     reader, family = open_config(config)
     fields = reader.fields
@@ -121,7 +124,7 @@ def encoder_len(config: Config) -> int:
 
 
 def _tiles(config: Config) -> int:
-    """Returns the tokens of an image of Llama 3.2 Vision: per tile its patches and one more."""
+    """Returns the tokens of an image of Llama 3.2 Vision: per tile its patches, and one more."""
     vision = config.get("vision_config")
     names = "max_num_tiles", "image_size", "patch_size"
     sizes: list[Any] = (

@@ -23,10 +23,10 @@ def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
     """Qwen3-Next, Qwen3.5 and OLMo hybrid: gated delta nets, and some layers of full attention.
 
     Every ``full_attention_interval``-th layer is full, unless ``layer_types`` lists the kinds.
-    State of a gated delta net (arXiv 2412.06464): the last ``conv - 1`` inputs of its
-    convolution over queries, keys and values, and a (value x key) matrix for each value
-    head, in ``mamba_ssm_dtype``. Qwen3-Next without that field keeps it in the model's
-    dtype; Qwen3.5 must name it.
+    The state of a gated delta net (arXiv 2412.06464) is the last ``conv - 1`` inputs of its
+    convolution over queries, keys and values, and a (value x key) matrix for each value head.
+    ``mamba_ssm_dtype`` is the dtype of the matrices. Without that field, Qwen3-Next keeps them
+    in the model's dtype; Qwen3.5 must name it.
     """
     shapes = gated_delta_net_state(
         num_key_heads=reader.number("linear_num_key_heads"),
@@ -62,10 +62,10 @@ def _by_interval(reader: ConfigReader) -> list[str]:
 
 
 def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
-    """Kimi-Linear (arXiv 2510.26692): Kimi delta attention, and some latent attention.
+    """Kimi-Linear (arXiv 2510.26692): Kimi delta attention, and some layers of latent attention.
 
-    The matrix state is float32. ``linear_attn_config`` counts the latent layers in
-    ``full_attn_layers`` from 1; files of transformers 5 have ``layer_types`` instead.
+    The matrix state is float32. ``full_attn_layers`` in ``linear_attn_config`` numbers the latent
+    layers from 1; files of transformers 5 have ``layer_types`` instead.
     """
     if reader.value("linear_attn_config") is None:
         if reader.value("layer_types") is None:
@@ -82,11 +82,13 @@ def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _listed_kinds(reader: ConfigReader, linear: ConfigReader) -> list[str]:
-    """Returns the kind of every layer from two lists that count from 1."""
+    """Returns the kind of every layer from two lists of layer numbers, which begin at 1."""
     full, rest = linear.listed("full_attn_layers"), linear.listed("kda_layers")
     layers = range(1, reader.layer_count() + 1)
     if len(full) + len(rest) != len(layers) or any(i not in full + rest for i in layers):
-        raise reader.refusal("linear_attn_config", "its two lists name every layer once, from 1")
+        raise reader.refusal(
+            "linear_attn_config", "its two lists must name every layer once, from 1"
+        )
     return [MLA if i in full else LINEAR for i in layers]
 
 
@@ -98,7 +100,7 @@ def _delta(
     conv: str,
     outer: ConfigReader | None = None,
 ) -> StateSpec:
-    """Returns the state of Kimi delta attention by the names of three fields."""
+    """Returns the spec of Kimi delta attention from the fields of these names."""
     shapes = kda_state(
         num_heads=reader.number(heads),
         head_size=reader.number(width),
@@ -111,7 +113,7 @@ def _delta(
 
 
 def bailing_hybrid(reader: ConfigReader, options: Options) -> Layers:
-    """Ling 2.5: Kimi delta attention, and latent attention in every last layer of a group."""
+    """Ling 2.5: Kimi delta attention, and latent attention in the last layer of every group."""
     group = reader.number("layer_group_size")
     count = reader.layer_count()
     reader.default(layer_types=[LINEAR if (i + 1) % group else FULL for i in range(count)])
@@ -122,8 +124,8 @@ def bailing_hybrid(reader: ConfigReader, options: Options) -> Layers:
 def minimax(reader: ConfigReader, options: Options) -> Layers:
     """MiniMax-Text-01 and M1: linear attention, and full attention in some layers.
 
-    ``attn_type_list`` has 0 for a linear layer, which keeps a float32 matrix for each head,
-    and 1 for a full one.
+    ``attn_type_list`` has 0 for a linear layer, which keeps a float32 matrix for each head, and 1
+    for a full one.
     """
     shapes = linear_attention_state(
         num_heads=reader.number("num_attention_heads"),

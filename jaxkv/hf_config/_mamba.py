@@ -1,4 +1,4 @@
-"""Families with mamba layers most of them next to attention layers. No jax."""
+"""Families with mamba layers, most of them next to attention layers. No jax."""
 
 from collections.abc import Sequence
 
@@ -74,8 +74,8 @@ def mamba2_spec(
       reader: the configuration.
       options: the arguments of `layers_from_config`.
       heads, groups, state_size, conv: the family's names of these fields.
-      width: of a head.
-      dtype: of the matrix state; None: the model's.
+      width: width of a head.
+      dtype: dtype of the matrix state; None: the model's.
     """
     shapes = mamba2_state(
         num_heads=reader.number(heads),
@@ -90,7 +90,7 @@ def mamba2_spec(
 
 
 def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
-    """Nemotron-H: M is mamba2, * full attention, - and E keep nothing.
+    """Nemotron-H: layers M are mamba2 and layers * full attention; layers - and E keep nothing.
 
     The matrix state is float32 unless ``mamba_ssm_cache_dtype`` says otherwise.
     """
@@ -112,9 +112,9 @@ def nemotron_h(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
-    """Returns the caches of every layer by a list or by letters, which must agree.
+    """Returns the caches of every layer, from a list or from letters, which must agree.
 
-    Files of transformers 5 name no ``num_hidden_layers``: the list has as many.
+    Files of transformers 5 leave out ``num_hidden_layers``, which is the length of the list.
     """
     letters = {"M": MAMBA, "*": FULL, "-": "mlp", "E": "moe"}
     known = KINDS | {"mlp": "mlp", "moe": "moe"}
@@ -137,16 +137,16 @@ def _head_width(reader: ConfigReader) -> int:
         return reader.number("mamba_d_head")
     inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
     if inner % reader.number("mamba_n_heads"):
-        raise reader.refusal("mamba_n_heads", f"it does not divide the inner width {inner}")
+        raise reader.refusal("mamba_n_heads", f"it must divide the inner width {inner}")
     return inner // reader.number("mamba_n_heads")
 
 
 def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
-    """Falcon-H1: full attention and mamba2 side by side in every layer."""
+    """Falcon-H1: full attention and mamba2 in parallel in every layer."""
     width = _head_width(reader)
     inner = reader.number("mamba_d_ssm")
     if inner != reader.number("mamba_n_heads") * width:
-        raise reader.refusal("mamba_d_ssm", "it is mamba_n_heads * mamba_d_head")
+        raise reader.refusal("mamba_d_ssm", "it must be mamba_n_heads * mamba_d_head")
     reader.ignore("mamba_expand")
     mamba = mamba2_spec(
         reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups"
@@ -157,10 +157,10 @@ def falcon_h1(reader: ConfigReader, options: Options) -> Layers:
 
 
 def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
-    """Granite-4-H and Bamba: mamba2 and full attention layers, as lists say.
+    """Granite-4-H and Bamba: mamba2 layers and full attention layers, told apart by lists.
 
-    Granite's dense siblings have the same type, full attention in every layer, and mamba
-    fields that mean nothing.
+    Granite's dense models have the same type, full attention in every layer, and mamba fields
+    without a meaning.
     """
     kinds = _granite_kinds(reader)
     specs: dict[str, LayerSpec] = {}
@@ -168,7 +168,9 @@ def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
         width = _head_width(reader)
         inner = reader.number("mamba_expand", default=2) * reader.number("hidden_size")
         if inner != reader.number("mamba_n_heads") * width:
-            raise reader.refusal("mamba_expand", "hidden_size times it is n_heads * d_head")
+            raise reader.refusal(
+                "mamba_expand", "times hidden_size it must be mamba_n_heads * mamba_d_head"
+            )
         specs[MAMBA] = mamba2_spec(
             reader, options, heads="mamba_n_heads", width=width, groups="mamba_n_groups"
         )
@@ -180,7 +182,7 @@ def granite_hybrid(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _granite_kinds(reader: ConfigReader) -> list[str]:
-    full = reader.listed("attn_layer_indices", [])  # Bamba's way
+    full = reader.listed("attn_layer_indices", [])  # Bamba
     count = reader.layer_count()
     if any(not isinstance(i, int) or not 0 <= i < count for i in full):
         raise reader.refusal("attn_layer_indices", f"numbers of the {count} layers")
@@ -195,7 +197,7 @@ def mamba(reader: ConfigReader, options: Options) -> Layers:
     """Mamba and Falcon-Mamba: mamba1 in every layer, ``expand * hidden_size`` channels wide."""
     inner = reader.number("expand", default=2) * reader.number("hidden_size")
     if reader.number("intermediate_size", default=inner) != inner:
-        raise reader.refusal("intermediate_size", f"it is expand * hidden_size={inner}")
+        raise reader.refusal("intermediate_size", f"it must be expand * hidden_size={inner}")
     spec = mamba1_spec(reader, options, inner, state_size="state_size", conv="conv_kernel")
     return name_layers([(MAMBA,)] * reader.layer_count(), {MAMBA: spec})
 
@@ -204,7 +206,7 @@ def mamba2(reader: ConfigReader, options: Options) -> Layers:
     """Mamba2 (Codestral-Mamba): mamba2 in every layer."""
     inner = reader.number("expand", default=2) * reader.number("hidden_size")
     if reader.number("num_heads") * reader.number("head_dim") != inner:
-        raise reader.refusal("num_heads", f"times head_dim it is expand * hidden_size={inner}")
+        raise reader.refusal("num_heads", f"times head_dim it must be expand * hidden_size={inner}")
     reader.ignore("chunk_size")
     spec = mamba2_spec(
         reader,

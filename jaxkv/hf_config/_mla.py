@@ -38,7 +38,7 @@ def deepseek_v3(reader: ConfigReader, options: Options) -> Layers:
 
 
 def deepseek_v2(reader: ConfigReader, options: Options) -> Layers:
-    """DeepSeek-V2: latent attention, or a head each where ``use_mla`` is false (VL2-tiny, OCR)."""
+    """DeepSeek-V2: latent attention, or full attention if ``use_mla`` is false (VL2-tiny, OCR)."""
     if reader.expect("use_mla", True, False) is not False:
         return deepseek_v3(reader, options)
     reader.ignore("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -46,7 +46,7 @@ def deepseek_v2(reader: ConfigReader, options: Options) -> Layers:
 
 
 def longcat(reader: ConfigReader, options: Options) -> Layers:
-    """LongCat-Flash: each of ``num_layers`` layers attends twice, each time with a cache."""
+    """LongCat-Flash: each of ``num_layers`` layers attends twice, with a cache for each time."""
     count = 2 * reader.layer_count("num_layers")
     reader.expect("num_hidden_layers", count, count // 2)
     return name_layers([(MLA,)] * count, {MLA: latent_attention(reader, options)})
@@ -55,9 +55,9 @@ def longcat(reader: ConfigReader, options: Options) -> Layers:
 def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
     """DeepSeek-V3.2 and GLM-5: latent attention over the tokens that an indexer picks.
 
-    A row is fp8 latents with a float32 scale for every 128 and a bf16 rotary part,
-    ``512 + 16 + 128 = 656`` bytes, unless bfloat16 is asked for. An indexer key is fp8
-    with its scale, ``128 + 4 = 132`` bytes.
+    A row has fp8 latents with a float32 scale for every 128 and a bf16 rotary part,
+    ``512 + 16 + 128 = 656`` bytes, unless ``kv_dtype`` is bfloat16. An indexer key is fp8 with a
+    scale, ``128 + 4 = 132`` bytes.
     """
     layers = [(MLA, INDEXER) if own else (MLA,) for own in _own_indexers(reader)]
     specs = {MLA: _latent_rows(reader, options), INDEXER: _indexer(reader, options)}
@@ -65,10 +65,10 @@ def deepseek_v32(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _own_indexers(reader: ConfigReader) -> list[bool]:
-    """Returns whether each layer has an indexer; the others reuse the picks of one before.
+    """Returns, per layer, whether it has an indexer; the others reuse an earlier one's picks.
 
-    ``indexer_types`` says it by layer, ``index_topk_pattern`` by letters, and
-    ``index_topk_freq`` by a period that begins at ``index_skip_topk_offset``.
+    ``indexer_types`` has an entry per layer, ``index_topk_pattern`` a letter per layer, and
+    ``index_topk_freq`` is a period that begins at ``index_skip_topk_offset``.
     """
     count = reader.layer_count()
     reader.layer_kinds({"indexed_attention": MLA}, ["indexed_attention"] * count)
@@ -124,10 +124,10 @@ def _check_fp8(reader: ConfigReader, options: Options) -> None:
 def deepseek_v4(reader: ConfigReader, options: Options) -> Layers:
     """DeepSeek-V4: a window of 128 tokens in every layer, and compressed rows in most.
 
-    ``compress_ratios`` says per layer how many tokens share a row: 4 (with an indexer),
-    128, or 0 for none. Pages are multiples of 576 bytes. A compressor keeps, in float32,
-    keys and weights of the tokens it has not folded yet: ``2 * width`` per token, twice
-    that at ratio 4, whose windows overlap.
+    ``compress_ratios`` has, per layer, the tokens that share a row: 4 (with an indexer), 128, or
+    0 for a layer without such rows. Pages are multiples of 576 bytes. A compressor keeps float32
+    keys and weights of the tokens that it has not folded yet: ``2 * width`` values per token, and
+    twice as many at ratio 4, because its windows overlap.
     """
     _check_fp8(reader, options)
     reader.ignore("num_key_value_heads", "qk_rope_head_dim")
@@ -157,7 +157,7 @@ def _v4_ratios(reader: ConfigReader) -> list[int]:
 
 
 def _v4_layer(reader: ConfigReader, options: Options, ratio: int) -> Mapping[str, MLASpec]:
-    """Returns the caches of one layer, in the order in which it uses them."""
+    """Returns the caches of one layer, in the order of their use."""
     rows = {"head_size": reader.number("head_dim"), "dtype": "uint8"}
     aligned = {"page_alignment_bytes": V4_ALIGNMENT}
     window = SlidingWindowMLASpec(

@@ -1,7 +1,7 @@
-"""A reader of model configurations that notices the fields which nobody read. No jax.
+"""A reader of model configurations that records the fields it was asked for. No jax.
 
-A field that decides what a cache stores and that the family did not ask for means that
-the family does not understand this model: `ConfigReader.check_all_read` refuses it.
+If a field decides what a cache stores and the family did not read it, the family does not
+understand this model: `ConfigReader.check_all_read` refuses it.
 """
 
 import copy
@@ -22,13 +22,13 @@ from jaxkv.hf_config._fields import (
 from jaxkv.specs import canonical_dtype
 
 MAX_LAYERS, MAX_SHOWN = 1_000, 80  # layers of a model, characters of a value in an error
-QUANTIZATION = "quantization_config", "compression_config"  # now, and in older files
+QUANTIZATION = "quantization_config", "compression_config"  # the latter in older files
 KV_QUANTIZATION = ("kv_cache_scheme", "kv_cache_quant_algo")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error shows it: the beginning of a long one."""
+    """Returns the text of a value for an error; only the beginning of a long one."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
@@ -58,7 +58,7 @@ class ConfigReader:
                     self._fields[name] = self._fields[other]
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        """Gives fields their usual names; two that are one and differ are refused."""
+        """Gives fields their usual names; refuses a field that has two values under two names."""
         for own, usual in names.items():
             self._read.add(own)
             given, other = self._fields.get(own), self._fields.get(usual)
@@ -94,7 +94,7 @@ class ConfigReader:
         return canonical_dtype(str(value), name)
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Returns a field that holds a number of at least 0."""
+        """Returns a field that holds an int of at least 0."""
         value = self.value(name, default)
         if value is None:
             raise self.lacks(name)
@@ -109,7 +109,7 @@ class ConfigReader:
         return ConfigReader({**fields, "model_type": self.model_type})
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Returns the first of the fields that is set: a number of at least 1."""
+        """Returns the first of the fields that is set: an int of at least 1."""
         self._read.update(names)
         given = [name for name in names if self.has(name, null=False)]
         if not given and default is not None:
@@ -120,15 +120,15 @@ class ConfigReader:
         return self._fields[given[0]]
 
     def per_head(self, size: str, heads: str) -> int:
-        """Returns a width divided among heads, where the family gives no width of one head."""
+        """Returns the width of a head, as a total width over a number of heads."""
         if self.number(size) % self.number(heads):
-            raise self.refusal(size, f"it does not divide among {heads}={self.number(heads)}")
+            raise self.refusal(size, f"it must divide among {heads}={self.number(heads)}")
         return self.number(size) // self.number(heads)
 
     def layer_count(self, name: str = "num_hidden_layers") -> int:
-        """Returns the number of layers; a number beyond all models is refused, not tried."""
+        """Returns the number of layers, which must not be beyond that of any model."""
         if self.number(name) > MAX_LAYERS:
-            raise self.refusal(name, f"at most {MAX_LAYERS} layers")
+            raise self.refusal(name, f"it must be at most {MAX_LAYERS} layers")
         return self.number(name)
 
     def at_layer(self, layer: int) -> "ConfigReader":
@@ -145,7 +145,7 @@ class ConfigReader:
         return self._layers.get(layer, self)
 
     def _open_layers(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
-        """Makes a reader for every distinct set of changes; all share one record of reading."""
+        """Makes a reader for every distinct set of changes; all share the record of fields."""
         alike: dict[str, ConfigReader] = {}
         for layer, fields in changes.items():
             if layer >= self.layer_count():
@@ -166,29 +166,29 @@ class ConfigReader:
         return list(value)
 
     def default(self, **fields: Any) -> None:
-        """Sets what the family's configuration class assumes where a file leaves a field out."""
+        """Sets the values of fields that the file leaves out."""
         self._fields = {**fields, **self._fields}
 
     def ignore(self, *names: str) -> None:
-        """Declares fields that do not matter to this family, whatever they hold."""
+        """Records fields as read because they change no cache of this family."""
         self._read.update(names)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """Returns a field that may be absent or one of a few values."""
+        """Returns a field that must be absent, null or one of the allowed values."""
         value = self.value(name)
         if value is not None and value not in allowed:
             raise self.refusal(name, f"understood: {', '.join(map(repr, allowed))}")
         return value
 
     def refusal(self, name: str, reason: str = "write its layer specs by hand") -> ValueError:
-        """Returns the error that says that a field's value is not understood."""
+        """Returns the error for a value that is not understood."""
         return ValueError(
             f"{name}={shown(self._fields.get(name))} is not understood for "
             f"model_type={self.model_type!r}; {reason}"
         )
 
     def lacks(self, name: str) -> ValueError:
-        """Returns the error that says that a field is missing."""
+        """Returns the error for a missing field."""
         return ValueError(
             f"the configuration lacks {name!r}, which model_type={self.model_type!r} needs"
         )
@@ -200,11 +200,11 @@ class ConfigReader:
         *,
         field: str = "layer_types",
     ) -> list[str]:
-        """Returns the kind of each layer: the field's entries by their names in ``known``.
+        """Returns the kind of each layer, from a field with an entry per layer.
 
         Args:
           known: entry of the field -> kind.
-          default: the entries when the field is absent; None: it must be there.
+          default: the entries if the field is absent; None: it must be there.
           field: name of the field.
         """
         given = self.listed(field, default)
@@ -216,29 +216,29 @@ class ConfigReader:
         return [known[str(kind)] for kind in given]
 
     def letters(self, field: str, known: Mapping[str, str]) -> list[str]:
-        """Returns the kind of each layer, from a field that spells it one letter per layer."""
+        """Returns the kind of each layer, from a field with a letter per layer."""
         if not isinstance(self.value(field), str):
-            raise self.refusal(field, "it must be one letter per layer")
+            raise self.refusal(field, "it must hold one letter per layer")
         if unknown := sorted(set(self.value(field)) - set(known)):
             raise self.refusal(field, f"{unknown} are none of the letters {', '.join(known)}")
         self.check_layer_count(field, len(self.value(field)))
         return [known[letter] for letter in self.value(field)]
 
     def check_layer_count(self, field: str, count: int) -> None:
-        """Refuses a field that names other layers than ``num_hidden_layers``."""
+        """Refuses a field with another number of layers than ``num_hidden_layers``."""
         layers = self.layer_count()
         if count != layers:
             raise ValueError(f"{field} names {count} layers and num_hidden_layers says {layers}")
 
     def named_dtype(self) -> str | None:
-        """Returns the dtype that the configuration names, if it does."""
+        """Returns the dtype that the configuration names, or None."""
         for name in ("torch_dtype", "dtype"):
             if self.value(name) is not None:
                 return canonical_dtype(str(self.value(name)), name)
         return None
 
     def dtype(self) -> str:
-        """Returns the dtype of the model: named, else shipped, else as asked for the keys."""
+        """Returns the model's dtype: the named one, else the shipped one, else ``kv_dtype``."""
         if dtype := self.named_dtype() or self._shipped_dtype:
             return dtype
         if self._asked_dtype in MODEL_DTYPES:
@@ -265,12 +265,12 @@ class ConfigReader:
                 if quantization.get(name):
                     raise ValueError(
                         f"{field}.{name}={shown(quantization[name])} quantises the cache; "
-                        "pass the kv_dtype that it stands for"
+                        "pass its dtype as kv_dtype"
                     )
         return self.dtype()
 
     def check_all_read(self) -> None:
-        """Refuses the set fields that concern attention and that nobody read, all at once."""
+        """Refuses all fields at once that concern attention, are set, and were not read."""
         every = [self.fields, *(at.fields for at in self._layers.values()), self._outside]
         found = {name: fields[name] for fields in every for name in unread(fields, self._read)}
         if found:

@@ -1,13 +1,13 @@
-"""Model types that have no reader, and the reason. No jax."""
+"""Model types that are refused, and the reason. No jax."""
 
-ENCODER = "it is an encoder: it attends in one pass and keeps no cache"
-CODES = "its positions are audio codes, several tokens each, next to what it hears or reads"
-FRAMES = "its encoder reads audio frames, whose number its configuration does not name"
-OTHER_ENCODER = "it is one half of an encoder-decoder; the other half decides what it keeps"
-OWN_STATE = "its recurrent state has a form of its own"
+ENCODER = "it is an encoder, which attends in one pass and keeps no cache"
+CODES = "its positions are audio codes of several tokens each, next to those of its input"
+FRAMES = "its encoder reads audio frames, and its configuration does not name their number"
+OTHER_ENCODER = "it combines two models, and its cache depends on the other one"
+OWN_STATE = "its recurrent state has a form that no layer spec describes"
 SPARSE = "its sparse attention keeps index keys whose stored form its makers have not published"
-DRAFT = "it drafts for another model and reads the cache of that"
-IMAGES = "its layers attend to what an encoder of images or molecules read, in their own form"
+DRAFT = "it drafts for another model and reads that model's cache"
+IMAGES = "its layers attend to an encoder of images or molecules in a form of their own"
 
 
 def _all(types: str, reason: str) -> dict[str, str]:
@@ -35,7 +35,7 @@ REFUSED = {
     **_all("trocr encoder-decoder speech-encoder-decoder vision-encoder-decoder", OTHER_ENCODER),
     **_all("rwkv xlstm zaya inkling_text inkling2_text qwen4_exp_text", OWN_STATE),
     **_all("axk2 hy_v4 minimax_m3_vl_text mistral_large4_text glm5_next_text", SPARSE),
-    "dots3_note_text": "its layers keep rows of unlike latents",
+    "dots3_note_text": "its layers keep latent rows of several forms",
     **_all("gemma4_assistant gemma4_unified_assistant muse_glimmer_assistant", DRAFT),
     **_all("blip evolla florence2 idefics pix2struct pp_formulanet udop", IMAGES),
     **_all("t5gemma t5gemma2", "its decoder attends to itself and to its encoder at once"),

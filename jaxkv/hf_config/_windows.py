@@ -1,7 +1,7 @@
-"""Rules by which families tell layers with a window from full ones. No jax.
+"""Rules that tell layers with a window from full ones. No jax.
 
-A rule returns the kind of every layer and the field that decided, or None where none did.
-``layer_types`` comes before any rule and must not contradict the field.
+A rule returns the kind of every layer, and the field that decided it or None. ``layer_types`` has
+precedence over every rule, and must not contradict the field that decided.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ KINDS = {FULL: FULL, SLIDING: SLIDING}
 
 
 def window_kinds(reader: ConfigReader, rule: Rule, field: str = "layer_types") -> list[str]:
-    """Returns the kind of every layer by ``layer_types``, or by the rule where it is absent.
+    """Returns the kind of every layer from ``layer_types`` or, where that is absent, from the rule.
 
-    Where ``layer_types`` gives no layer a window, the fields of the window mean nothing.
+    If ``layer_types`` gives no layer a window, the fields of the window are ignored.
     """
     if reader.value(field) is None:
         return rule(reader)[0]
@@ -32,28 +32,28 @@ def window_kinds(reader: ConfigReader, rule: Rule, field: str = "layer_types") -
 
 
 def by_list(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns what ``layer_types`` says, which must be there."""
+    """Returns the entries of ``layer_types``, which must be there."""
     return reader.layer_kinds(KINDS), None
 
 
 def all_full(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns full layers only; a window that the file sets is not understood."""
+    """Returns full layers only, and reads no window: one that is set will be refused."""
     return [FULL] * reader.layer_count(), None
 
 
 def all_windowed(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns layers that all have the window, or none where it is null."""
+    """Returns layers with a window only, or full ones only where the window is null."""
     kind = FULL if reader.value("sliding_window") is None else SLIDING
     return [kind] * reader.layer_count(), None
 
 
 def only_windowed(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns layers that all have the window, which must be there."""
+    """Returns layers with a window only."""
     return [SLIDING] * reader.layer_count(), None
 
 
 def idle(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns full layers only: ``use_sliding_window`` is false, so the window means nothing."""
+    """Returns full layers only: ``use_sliding_window`` is false, so the window is ignored."""
     said = reader.expect("use_sliding_window", False)
     reader.ignore("sliding_window", "max_window_layers")
     decided = None if said is None else "use_sliding_window"
@@ -61,7 +61,7 @@ def idle(reader: ConfigReader) -> tuple[list[str], str | None]:
 
 
 def from_layer(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns layers with the window from ``max_window_layers`` on if ``use_sliding_window``."""
+    """Returns a window for layers from ``max_window_layers`` on, if ``use_sliding_window``."""
     if not reader.expect("use_sliding_window", True, False):
         return idle(reader)
     if not reader.has("sliding_window"):
@@ -71,22 +71,22 @@ def from_layer(reader: ConfigReader) -> tuple[list[str], str | None]:
         return [FULL] * reader.layer_count(), None
     first = reader.count("max_window_layers")
     kinds = [SLIDING if i >= first else FULL for i in range(reader.layer_count())]
-    return kinds, None  # the field has a default that lists of kinds need not follow
+    return kinds, None  # not "max_window_layers": classes default it, and layer_types may differ
 
 
 def without_rope(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns the layers of SmolLM3: full ones, whether they have rotary positions or not."""
+    """Returns full layers only (SmolLM3), whether they have rotary positions or not."""
     reader.ignore("no_rope_layers", "no_rope_layer_interval")
     return idle(reader)
 
 
 def periodic(period: int, *names: str, first: bool = False, null: bool = False) -> Rule:
-    """Returns the rule that every ``period``-th layer is full.
+    """Returns the rule that one layer of every ``period`` is full.
 
     Args:
       period: layers of a period where the file names none.
-      names: fields that may name another; a text such as "LLLG" counts by its length.
-      first: whether the first layer of a period is the full one, not the last.
+      names: fields that may name another period, as a number or as a text such as "LLLG".
+      first: whether the first layer of a period is the full one; else the last one is.
       null: whether a null window makes all layers full.
     """
 
@@ -104,11 +104,11 @@ def periodic(period: int, *names: str, first: bool = False, null: bool = False) 
 
 
 def _period(reader: ConfigReader, name: str, before: int | None) -> int:
-    """Returns the layers of a period by one field, which agrees with the one before it."""
+    """Returns the layers of a period from a field, which must agree with an earlier field."""
     value = reader.value(name)
     if isinstance(value, str):
         if value != "L" * (len(value) - 1) + "G":
-            raise reader.refusal(name, "a pattern such as 'LLLG' is understood")
+            raise reader.refusal(name, "it must be a pattern such as 'LLLG'")
         value = len(value)
     else:
         value = reader.number(name)

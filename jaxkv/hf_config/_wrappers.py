@@ -1,9 +1,9 @@
-"""Multimodal wrappers around a language model whose cache is all that they keep. No jax."""
+"""Multimodal wrappers that keep no cache but that of their language model. No jax."""
 
-# Fields in which a wrapper holds its language model; the first that is there counts.
+# Fields in which a wrapper holds its language model, in order of precedence.
 INNER = "text_config", "llm_config", "language_config", "thinker_config"
 
-# Fields of a wrapper that sound like a cache and belong to what it sees or hears.
+# Fields of a wrapper that sound like a cache but belong to its images or sounds.
 NOT_TEXT = (
     "window_size",
     "audio_chunk_size",
@@ -11,7 +11,7 @@ NOT_TEXT = (
     "acoustic_tokenizer_chunk_size",
 )
 
-# Wrapper -> the model type of its language model, where the file names none or is flat.
+# Wrapper -> model type of its language model, where a file names none or is flat.
 WRAPPERS = {
     "Llama_Nemotron_Nano_VL": "llama",
     "NVLM_D": "qwen2",

@@ -1,4 +1,4 @@
-"""Zamba: mamba everywhere, and attention blocks that share weights but no cache. No jax."""
+"""Zamba: mamba in every layer, and attention blocks that share weights but no cache. No jax."""
 
 from jaxkv.hf_config._build import FULL, MAMBA, Layers, Options, full_attention, name_layers
 from jaxkv.hf_config._mamba import mamba1_spec, mamba2_spec
@@ -7,7 +7,7 @@ from jaxkv.specs import StateSpec
 
 
 def zamba(reader: ConfigReader, options: Options) -> Layers:
-    """Zamba: mamba1 everywhere, and before it full attention in ``hybrid`` layers."""
+    """Zamba: mamba1 in every layer; full attention comes before it in ``hybrid`` layers."""
     count = reader.layer_count()
     period, offset = reader.number("attn_layer_period"), reader.count("attn_layer_offset")
     rest = ["hybrid" if i % period == offset else "mamba" for i in range(count - 3)]
@@ -18,7 +18,7 @@ def zamba(reader: ConfigReader, options: Options) -> Layers:
 
 
 def zamba2(reader: ConfigReader, options: Options) -> Layers:
-    """Zamba2: mamba2 everywhere, and before it full attention in ``hybrid`` layers."""
+    """Zamba2: mamba2 in every layer; full attention comes before it in ``hybrid`` layers."""
     reader.ignore("hybrid_layer_ids", "chunk_size", "kv_channels", "mamba_dt_rank")
     hidden = reader.number("hidden_size")
     inner, mamba_heads = reader.number("mamba_expand") * hidden, reader.number("n_mamba_heads")
@@ -28,11 +28,10 @@ def zamba2(reader: ConfigReader, options: Options) -> Layers:
 
 
 def _shared_attention(reader: ConfigReader, options: Options, mamba: StateSpec) -> Layers:
-    """Returns the layers of Zamba by ``layers_block_type``.
+    """Returns the layers of Zamba from ``layers_block_type``.
 
-    The attention blocks share their weights among all hybrid layers, yet every use has
-    a cache of its own. Attention sees hidden state and embedding together, hence heads
-    of ``2 * hidden / heads``.
+    All hybrid layers share the weights of the attention blocks, but each has a cache of its own.
+    Attention reads hidden state and embedding together, so heads are ``2 * hidden / heads`` wide.
     """
     known = {"mamba": MAMBA, "linear_attention": MAMBA, "hybrid": "hybrid"}
     kinds = reader.layer_kinds(known, field="layers_block_type")

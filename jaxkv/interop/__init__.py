@@ -1,4 +1,4 @@
-"""What other engines have planned and scheduled, taken over: `jaxkv.interop.vllm`. No jax."""
+"""Plans and steps of other engines, taken over: `jaxkv.interop.vllm`. No jax."""
 
 from jaxkv.interop import vllm as vllm
 

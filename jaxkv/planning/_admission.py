@@ -15,10 +15,10 @@ from jaxkv.specs import Limits
 class KVCacheCapacityError(ValueError):
     """The pool cannot hold one request of the length asked for.
 
-    needed_blocks: most blocks that such a request holds.
+    needed_blocks: the most blocks that such a request holds.
     usable_blocks: blocks of the pool, without the null block.
     longest_len: the longest request that fits; 0 when none does.
-    plan: the refused plan; its groups and figures hold, only the length does not fit.
+    plan: the refused plan; all of it is right except ``max_model_len``.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ def admit(
     blocks_argument: str | None = None,
     remedy: str = "",
 ) -> Plan:
-    """Returns a plan whose pool holds its longest request, or refuses it.
+    """Returns the plan if its pool holds its longest request, or refuses it.
 
     Args:
-      plan: whose groups, layouts and blocks are settled: by `plan_cache`, or by another engine.
+      plan: groups, layouts and blocks, as `plan_cache` or another engine has settled them.
       fit_max_model_len: shorten ``max_model_len`` to the longest that fits.
       blocks_argument: name of the argument that sets the number of blocks; None: memory does.
-      remedy: one more thing to change, for the message of a refusal.
+      remedy: one more thing to change; ends the message of a refusal.
 
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
@@ -85,13 +85,13 @@ def longest_fit(plan: Plan) -> int:
 def _check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits) -> None:
     if not limits.max_encoder_tokens and any(group.growth.kind == "cross" for group in groups):
         raise ValueError(
-            "limits.max_encoder_tokens=0, and layers with cross attention keep the encoder's "
-            "tokens; say how many there are at most"
+            "limits.max_encoder_tokens=0, but layers with cross attention keep the encoder's "
+            "tokens; set it to the longest encoder input"
         )
     partial = [group for group in groups if not group.growth.keeps_all_tokens]
     if context_parallel > 1 and partial:
         raise ValueError(
-            f"context_parallel={context_parallel} divides groups that keep all tokens, and "
+            f"context_parallel={context_parallel} needs groups that keep all tokens, and "
             f"{describe_groups(partial)} do not; use context_parallel=1"
         )
 

@@ -4,37 +4,41 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxkv.planning._admission import longest_fit
-from jaxkv.planning._grouping import Grouping, make_groups
+from jaxkv.planning._grouping import Grouping, GroupingFigures, make_groups
 from jaxkv.planning._layout import Group
-from jaxkv.planning._pages import Layers, hold_states, unifiable
+from jaxkv.planning._pages import Layers, grow_for_states, unifiable
 from jaxkv.planning._plan import Plan
-from jaxkv.planning._text import GroupingFigures
 from jaxkv.planning._workers import Worker
 from jaxkv.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 
-Size = Callable[[Sequence[Group]], Plan]  # the plan of a grouping, admitted or not
+PlanGroups = Callable[[Sequence[Group]], Plan]  # makes a plan, whether its length fits or not
 Groups = tuple[Group, ...]
 
-SMALL_BLOCK = 16  # tokens; next to states, the planner enlarges such blocks as states need it
-SHORT_REQUEST = 8192  # tokens of a usual request, where nobody says
+SMALL_BLOCK = 16  # tokens; next to states, the planner enlarges such blocks as far as needed
+SHORT_REQUEST = 8192  # tokens of a usual request where the caller names none
 
 
 def choose_groups(
-    layers: Layers, grouping: Grouping, request_len: int | None, size: Size, *, overridden: bool
+    layers: Layers,
+    grouping: Grouping,
+    request_len: int | None,
+    plan_groups: PlanGroups,
+    *,
+    overridden: bool,
 ) -> dict[str, Groups]:
-    """Returns groupings by name: the one chosen, and then what it was chosen against.
+    """Returns groupings by name: the chosen one first, then those it was compared with.
 
     Args:
-      layers: of all workers.
+      layers: the layers of all workers.
       grouping, request_len: as for `plan_cache`.
-      size: makes the plan of a grouping.
-      overridden: whether the blocks are counted already. Then more requests at once only mean
-        larger blocks, and groupings compare by the bytes of a request.
+      plan_groups: makes the plan of a grouping.
+      overridden: whether the number of blocks is fixed. More requests at once then only mean
+        larger blocks, so that groupings compare by the bytes of a request.
     """
 
     def cost(groups: Sequence[Group]) -> tuple[int, ...]:
-        """Orders groupings: the longest request, then requests at once, bytes of each, groups."""
-        plan = size(groups)
+        """Ranks a grouping: the longest request, then requests at once, bytes of each, groups."""
+        plan = plan_groups(groups)
         longest = longest_fit(plan)
         length = min(longest, request_len or longest) or plan.max_model_len
         requests = 0 if overridden or not longest else plan.requests_that_fit(length)
@@ -44,13 +48,13 @@ def choose_groups(
     compares = not overridden and (
         grouping == "least_waste" or (grouping == "auto" and request_len)
     )
-    usual: Grouping = "rule" if compares and unifiable(hold_states(layers)) else "packed"
+    usual: Grouping = "rule" if compares and unifiable(grow_for_states(layers)) else "packed"
     if grouping == "least_waste":
         least = {grouping: make_groups(layers, grouping=grouping, cost=cost)}
         return least | {usual: make_groups(layers, grouping=usual)} if compares else least
     if compares and usual == "rule":
         named = {name: make_groups(layers, grouping=name) for name in ("rule", "packed")}
-        # Of equals the rule: the fewest bytes do not matter then, and vLLM has the same groups.
+        # Between equals the rule wins, even if packing saves bytes: vLLM has the same groups.
         return dict(sorted(named.items(), key=lambda item: cost(item[1])[:2]))
     return {grouping: make_groups(layers, grouping=grouping)}
 
@@ -61,20 +65,22 @@ def requests_at_once(plan: Plan, num_tokens: int) -> int:
     return plan.requests_that_fit(num_tokens) if fits else 0
 
 
-def compare(plan: Plan, groupings: dict[str, Groups], size: Size) -> tuple[GroupingFigures, ...]:
-    """Returns what each grouping buys, the chosen one first; () if there is nothing to compare."""
+def compare(
+    plan: Plan, groupings: dict[str, Groups], plan_groups: PlanGroups
+) -> tuple[GroupingFigures, ...]:
+    """Returns the figures of groupings, the chosen one first; () if none differ."""
     if len(groupings) < 2 or len(plan.groups) < 2:
         return ()
     figures = []
     for name, groups in groupings.items():
-        other = size(groups)
+        other = plan_groups(groups)
         requests = requests_at_once(other, plan.compared_len)
         figures.append(GroupingFigures(name, len(groups), requests, longest_fit(other)))
     return tuple(figures)
 
 
 def in_small_blocks(workers: Sequence[Worker]) -> list[Worker]:
-    """Returns the layers in blocks that may grow to hold a state, and without padding."""
+    """Returns the layers in small blocks, which planning grows, and without padding."""
     return [
         worker._replace(own={name: _in_small_blocks(spec) for name, spec in worker.own.items()})
         for worker in workers
@@ -89,7 +95,7 @@ def _in_small_blocks(spec: LayerSpec) -> LayerSpec:
 
 
 def may_waste_states(groups: Sequence[Group]) -> bool:
-    """Returns whether states share blocks with attention and half of a block may lie unused."""
+    """Returns whether states share blocks with attention, and over half of a page is unused."""
     states = {group.growth.stores == "state" for group in groups}
     if len(states) < 2:
         return False
@@ -100,17 +106,19 @@ def may_waste_states(groups: Sequence[Group]) -> bool:
     )
 
 
-def remedy(other: Plan | None) -> str:
-    """Returns the end of a refusal's text: smaller blocks, where they hold the longest request."""
-    if other is None or longest_fit(other) < other.max_model_len:
+def remedy(small: Plan | None) -> str:
+    """Returns the advice to use small blocks, for a refusal; "" unless they hold the request."""
+    if small is None or longest_fit(small) < small.max_model_len:
         return ""
     return f", or give all layers block_size={SMALL_BLOCK} and no page_bytes_padded"
 
 
-def warn(plan: Plan, other: Plan) -> str:
-    """Returns a warning if another plan, of small blocks, runs over twice the requests."""
+def warning(plan: Plan, small: Plan | None) -> str:
+    """Returns a warning if the plan in small blocks runs over twice the requests, else ""."""
+    if small is None:
+        return ""
     length = plan.request_len or min(plan.max_model_len, SHORT_REQUEST)
-    now, then = requests_at_once(plan, length), requests_at_once(other, length)
+    now, then = requests_at_once(plan, length), requests_at_once(small, length)
     if then <= 2 * now:
         return ""
     return (

@@ -2,15 +2,30 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from jaxkv._internal.checks import check_choice
 from jaxkv._internal.numbers import cdiv
 from jaxkv.planning._layout import Group
-from jaxkv.planning._pages import Layers, hold_states, unifiable, unify_held
+from jaxkv.planning._pages import Layers, grow_for_states, unifiable, unify_grown
 from jaxkv.specs import LayerSpec
 
 Grouping = Literal["auto", "rule", "least_waste", "packed"]
+
+
+class GroupingFigures(NamedTuple):
+    """A grouping, and the requests that it runs at once.
+
+    grouping: "rule", "packed" or "least_waste", as for `make_groups`.
+    num_groups: block tables that each request has.
+    requests: requests of one length that run at once.
+    longest_len: tokens of the longest request that fits.
+    """
+
+    grouping: str
+    num_groups: int
+    requests: int
+    longest_len: int
 
 
 def make_groups(
@@ -21,16 +36,16 @@ def make_groups(
 ) -> tuple[Group, ...]:
     """Cuts layers into groups, each with one growth.
 
-    Layers of equal growth throughout make one group, whatever their page widths. Otherwise
-    attention blocks are first enlarged until their page holds a state page, if there are
-    states, and then it depends on ``grouping``:
+    If all layers have the same growth, they make one group, whatever the widths of their pages.
+    Otherwise attention blocks are first enlarged until their page holds a state page, if there
+    are states. The rest depends on ``grouping``:
 
     - ``"rule"``: pages are unified (`unify_pages`), layers bucketed by spec in order of first
       appearance, and buckets cut into groups of about the smallest bucket's size (the
       largest's, when that is less than 1.5 times the smallest), so that tensors are shared
       evenly. This is vLLM's rule.
-    - ``"packed"``: pages keep their sizes and layers are bucketed by growth. Those that keep
-      all tokens stay in one group; the others are cut so as to be no wider.
+    - ``"packed"``: pages keep their sizes and layers are bucketed by growth. Layers that keep
+      all tokens stay in one group; the others are cut into groups that are not wider.
     - ``"auto"``: by the rule where pages can be unified, else packed.
     - ``"least_waste"``: the grouping of least ``cost`` among all group sizes that the rule
       could take and all widths that packing could.
@@ -49,7 +64,7 @@ def make_groups(
         return ()
     if len({spec.growth for spec in layers.values()}) == 1:
         return (Group(tuple(layers), tuple(layers.values())),)
-    layers = hold_states(layers)
+    layers = grow_for_states(layers)
     unify = unifiable(layers)
     if grouping == "packed" or (grouping == "auto" and not unify):
         return _pack(layers)
@@ -57,14 +72,14 @@ def make_groups(
         cut = _cut_groupings(layers) if unify else ()
         candidates = itertools.chain(cut, _packed_groupings(layers))
         return min(candidates, key=cost or _default_cost)
-    buckets = _buckets(unify_held(layers), key=lambda spec: spec)
+    buckets = _buckets(unify_grown(layers), key=lambda spec: spec)
     sizes = [len(names) for names in buckets]
     return _cut(buckets, max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes))
 
 
 def _cut_groupings(layers: Layers) -> Iterable[tuple[Group, ...]]:
-    """Yields the grouping of every group size, from the largest size to 1, each once."""
-    buckets = _buckets(unify_held(layers), key=lambda spec: spec)
+    """Yields each grouping that a group size gives, from the largest size to 1."""
+    buckets = _buckets(unify_grown(layers), key=lambda spec: spec)
     sizes: dict[tuple[int, ...], int] = {}
     for size in range(max(map(len, buckets)), 0, -1):
         sizes.setdefault(tuple(cdiv(len(bucket), size) for bucket in buckets), size)
@@ -95,7 +110,7 @@ def _cut(buckets: Sequence[Layers], size: int) -> tuple[Group, ...]:
 
 
 def _pack(layers: Layers) -> tuple[Group, ...]:
-    """Keeps layers that keep all tokens together, and makes no group wider than theirs."""
+    """Keeps layers that keep all tokens in one group, and makes no other group wider."""
     buckets = _buckets(layers, key=lambda spec: spec.growth)
     whole = [_width(bucket, 1) for bucket in buckets]
     growths = [next(iter(bucket.values())).growth for bucket in buckets]

@@ -10,9 +10,9 @@ from jaxkv.specs import Growth, LayerSpec
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers that share one block table: equal growth, one block id for all of them.
+    """Layers of equal growth, which share one block table: a block id holds for all of them.
 
-    layers: their names.
+    layers: names of the layers.
     specs: one per layer.
     """
 
@@ -40,7 +40,7 @@ class Group:
         return sum(spec.page_bytes for spec in self.specs)
 
     def __str__(self) -> str:
-        if not self.layers:  # none of them on this worker
+        if not self.layers:  # this worker has none of them
             return "0 layers"
         return f"{len(self.layers)} {self.specs[0].kind} @ {self.block_size}"
 
@@ -64,7 +64,7 @@ class PoolTensor:
 
 
 class LayerPlacement(NamedTuple):
-    """The home of one layer: a group, a tensor of the pool, and an offset in its page."""
+    """The place of one layer: a group, a tensor of the pool, and an offset in its page."""
 
     group: int  # index of the group, and of the block table that the layer reads
     tensor: int
@@ -172,9 +172,9 @@ def make_layout(
 ) -> PoolLayout:
     """Lays the layers of one worker out in tensors.
 
-    Pages of one size: layer ``i`` of every group lies in tensor ``i``. One group: every layer
-    has a tensor of its own width. Several groups of mixed pages: one tensor, in which each
-    group packs its layers.
+    With pages of one size, layer ``i`` of every group lies in tensor ``i``. With one group, every
+    layer has a tensor of its own width. Several groups of mixed pages share one tensor, in which
+    each group packs its layers.
 
     Args:
       groups: from `make_groups`, over the layers of all workers.
@@ -189,7 +189,7 @@ def make_layout(
     names = {name for group in groups for name in group.layers}
     unknown = (here or set()) - names
     if unknown:
-        raise ValueError(f"layers {sorted(unknown)} are in none of the groups")
+        raise ValueError(f"layers {sorted(unknown)} are in none of the groups; group them first")
     kept = tuple(_restrict(group, here) for group in groups)
     for layer, owner in (shared or {}).items():
         if layer in names:
@@ -197,7 +197,7 @@ def make_layout(
         if owner not in (names if here is None else here):
             raise ValueError(
                 f"layers[{layer!r}] shares the cache of {owner!r}, which is not on its worker; put "
-                "both on one (pipeline_parallel=1 does)"
+                "both on one worker (pipeline_parallel=1 does)"
             )
     return PoolLayout(kept, tuple(_tensors(kept)), tuple((shared or {}).items()))
 

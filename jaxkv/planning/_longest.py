@@ -17,8 +17,8 @@ def longest_admitted(
 ) -> int:
     """Returns the largest length in ``[0, max_model_len]`` that needs at most ``usable_blocks``.
 
-    Bisection is exact, because the need of a group never falls as the length grows. 0: not
-    even one token fits.
+    0 means that not even one token fits. Bisection is exact, because the need of a group never
+    falls as the length grows.
     """
 
     def need(num_tokens: int) -> int:

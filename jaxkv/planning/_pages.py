@@ -26,30 +26,31 @@ def unify_pages(layers: Layers) -> dict[str, LayerSpec]:
     """
     if not layers:
         raise ValueError("layers is empty: there is no page to unify")
-    return unify_held(hold_states(layers))
+    return unify_grown(grow_for_states(layers))
 
 
-def unify_held(layers: Layers) -> dict[str, LayerSpec]:
-    """Unifies the pages of layers whose attention blocks hold a state already."""
+def unify_grown(layers: Layers) -> dict[str, LayerSpec]:
+    """Unifies the pages of layers from `grow_for_states`."""
     page_bytes = max(spec.page_bytes for spec in layers.values())
     unified: dict[LayerSpec, LayerSpec] = {}  # models repeat few specs over many layers
     for name, spec in layers.items():
         if spec not in unified:
-            unified[spec] = with_page(name, spec, page_bytes)
+            unified[spec] = _with_page(name, spec, page_bytes)
     return {name: unified[spec] for name, spec in layers.items()}
 
 
-def hold_states(layers: Layers) -> dict[str, LayerSpec]:
-    """Enlarges the attention blocks whose page is smaller than the largest state page.
+def grow_for_states(layers: Layers) -> dict[str, LayerSpec]:
+    """Enlarges attention blocks until their page holds the largest state page.
 
-    States asked for in blocks of the same size follow, so that those kept at block boundaries
-    stay aligned with attention. Attention pages that the caller padded stay as they are.
+    States in blocks of the same size get the new size too, so that states kept at block
+    boundaries stay aligned with attention. Attention pages that the caller padded stay as they
+    are.
     """
     specs = set(layers.values())
     states = {spec for spec in specs if isinstance(spec, StateSpec)}
     largest = max((spec.page_bytes for spec in states), default=0)
     grown: dict[LayerSpec, LayerSpec] = {spec: spec for spec in specs}
-    sizes: dict[int, int] = {}  # block size asked for -> the largest that it became
+    sizes: dict[int, int] = {}  # given block size -> the largest that it became
     for spec in specs - states:
         is_attention = isinstance(spec, FullAttentionSpec | MLASpec)
         if is_attention and spec.page_bytes_padded is None and spec.page_bytes < largest:
@@ -62,10 +63,10 @@ def hold_states(layers: Layers) -> dict[str, LayerSpec]:
     return {name: grown[spec] for name, spec in layers.items()}
 
 
-def with_page(name: str, spec: LayerSpec, page_bytes: int) -> LayerSpec:
+def _with_page(name: str, spec: LayerSpec, page_bytes: int) -> LayerSpec:
     if spec.page_bytes == page_bytes:
         return spec
-    if scales_to(spec, page_bytes):
+    if _scales_to(spec, page_bytes):
         return dataclasses.replace(spec, block_size=spec.block_size * page_bytes // spec.page_bytes)
     if isinstance(spec, MLASpec):
         raise ValueError(
@@ -76,31 +77,31 @@ def with_page(name: str, spec: LayerSpec, page_bytes: int) -> LayerSpec:
     return dataclasses.replace(spec, page_bytes_padded=page_bytes)
 
 
-def scales_to(spec: LayerSpec, page_bytes: int) -> bool:
-    """Returns whether taking more tokens per block reaches the page."""
+def _scales_to(spec: LayerSpec, page_bytes: int) -> bool:
+    """Returns whether a block of more tokens has exactly this page."""
     grows = not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
     return grows and page_bytes % spec.page_bytes == 0
 
 
 def unifiable(layers: Layers) -> bool:
-    """Returns whether `unify_held` accepts the layers."""
+    """Returns whether `unify_grown` accepts the layers."""
     page_bytes = max(spec.page_bytes for spec in layers.values())
     return all(
         spec.page_bytes == page_bytes or not isinstance(spec, MLASpec)
         for spec in set(layers.values())
-        if not scales_to(spec, page_bytes)
+        if not _scales_to(spec, page_bytes)
     )
 
 
 def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) -> int:
     """Returns the smallest multiple of the attention block whose page holds a whole state page.
 
-    State pages are far larger than 16 tokens of keys and values. To let both overlay one pool
-    the attention block grows to ``a * ceil(state_page / (a * token_bytes))``, where ``a`` is
-    the block size asked for (for MLA, its least common multiple with 128), as in vLLM 0.33.
+    A state page is far larger than 16 tokens of keys and values. So that both can overlay one
+    pool, the attention block grows to ``a * ceil(state_page / (a * token_bytes))``, where ``a``
+    is the given block size (for MLA, its least common multiple with 128), as in vLLM 0.33.
 
     Args:
-      spec: of the attention layer.
+      spec: the spec of the attention layer.
       state_page_bytes: bytes of the largest state page.
     """
     check_positive(state_page_bytes=state_page_bytes)

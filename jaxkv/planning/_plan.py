@@ -5,18 +5,11 @@ import functools
 from typing import Literal, get_args
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
-from jaxkv._internal.html import html_table
 from jaxkv._internal.numbers import cdiv
-from jaxkv._internal.text import describe_unused, readable
+from jaxkv.planning._grouping import GroupingFigures
 from jaxkv.planning._layout import Group, PoolLayout
 from jaxkv.planning._longest import longest_admitted
-from jaxkv.planning._text import (
-    GroupingFigures,
-    describe_choice,
-    describe_groups,
-    describe_zeroing,
-    difference,
-)
+from jaxkv.planning._text import plan_html, plan_text
 from jaxkv.specs import Limits
 
 ZeroPolicy = Literal["never", "when_needed", "always"]
@@ -24,9 +17,9 @@ ZeroPolicy = Literal["never", "when_needed", "always"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A pool that is known to hold a request of ``max_model_len`` tokens.
+    """A pool that holds at least one request of ``max_model_len`` tokens.
 
-    groups: over the layers of all workers.
+    groups: groups of layers, over all workers.
     layouts: one per worker; they share group indices and block ids.
     num_blocks: blocks in every worker's pool, null block included.
     reserved_blocks: blocks that no request gets: the null block and attention sinks.
@@ -35,10 +28,10 @@ class Plan:
     memory_bytes: the budget of each worker.
     context_parallel: ranks among which the tokens of a request are divided.
     zero_policy: groups whose fresh blocks are zeroed; see `plan_cache`.
-    request_len: tokens of a usual request; None: nobody said.
-    compared: what the chosen grouping buys, and then what others would; () if `plan_cache`
-      compared none. All are counted in requests of ``compared_len`` tokens.
-    warning: what costs most of the requests, and what to change; "": nothing does.
+    request_len: tokens of a usual request; None: not given.
+    compared: the figures of the chosen grouping, then of the others, in requests of
+      ``compared_len`` tokens; () if `plan_cache` compared none.
+    warning: a choice that costs over half of the requests, and what to change; "" if none does.
     """
 
     groups: tuple[Group, ...]
@@ -85,8 +78,8 @@ class Plan:
     def unused_bytes_per_block(self) -> tuple[int, ...]:
         """Per group: bytes of a block that carry no data while the group owns it.
 
-        They are the padding of its pages, and tensors in which it has no layer, over all
-        workers together.
+        They are the padding of its pages and the tensors in which it has no layer, summed over
+        all workers.
         """
         total = sum(self.bytes_per_block)
         per_group = zip(*(layout.groups for layout in self.layouts), strict=True)
@@ -102,6 +95,11 @@ class Plan:
             return (self.zero_policy == "always",) * len(self.groups)
         flags = [layout.groups_to_zero() for layout in self.layouts]
         return tuple(any(per_worker) for per_worker in zip(*flags, strict=True))
+
+    @property
+    def compared_len(self) -> int:
+        """Tokens of the requests by which groupings are compared: usual ones, else the longest."""
+        return self.max_model_len if self.request_len is None else self.request_len
 
     def local_tokens(self, num_tokens: int) -> int:
         """Returns the tokens of a request that one context-parallel rank keeps."""
@@ -178,64 +176,8 @@ class Plan:
             f"requests up to {self.max_model_len:,} tokens)"
         )
 
-    @property
-    def compared_len(self) -> int:
-        """Tokens of the requests by which groupings are compared: usual ones, else the longest."""
-        return self.max_model_len if self.request_len is None else self.request_len
+    def __str__(self) -> str:
+        return plan_text(self)
 
     def _repr_html_(self) -> str:
-        """The plan as a table, for Jupyter."""
-        length, block = self.max_model_len, sum(self.bytes_per_block)
-        charged, steady = self.admission_blocks(length), self.steady_blocks(length)
-        rows = {
-            "groups": describe_groups(self.groups),
-            "block": f"{block:,} bytes, {describe_unused(self.unused_bytes_per_block)}",
-            "memory": readable(sum(self.memory_bytes)),
-            "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
-            "admission charges": f"{charged:,} blocks, {readable(charged * block)}",
-            "held while it decodes": f"{steady:,} blocks, {readable(steady * block)}",
-            "run at once": f"{self.requests_that_fit(length):,} requests",
-            "tokens in all": f"{self.tokens_that_fit(length):,}",
-            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
-        }
-        if len(self.layouts) > 1:
-            workers = f"{len(self.layouts)}; bytes are of all together"
-            rows = {"workers": workers, **rows}
-        rows |= self._more_rows()
-        return html_table(rows.items(), caption=f"Plan for requests up to {length:,} tokens")
-
-    def __str__(self) -> str:
-        """The plan in eight lines, and a line on each of: usual requests, groupings, a warning."""
-        length = self.max_model_len
-        need, steady = self.admission_blocks(length), self.steady_blocks(length)
-        fit, given = self.requests_that_fit(length), sum(self.memory_bytes)
-        used = sum(self.num_blocks * size for size in self.bytes_per_block)
-        tensors = max(len(layout.tensors) for layout in self.layouts)
-        rows = {
-            "layers": f"{sum(len(group.layers) for group in self.groups)} with a cache",
-            "groups": describe_groups(self.groups),
-            "block": f"{max(self.bytes_per_block):,} bytes in {tensors} "
-            f"tensor{'s' * (tensors != 1)}, {describe_unused(self.unused_bytes_per_block)}",
-            "memory": f"{given:,} bytes ({readable(given)}) given, {difference(given - used)}",
-            "blocks": f"{self.num_blocks:,} of which {self.usable_blocks:,} usable",
-            "longest request": f"{length:,} tokens: admission charges {need:,} blocks",
-            "such requests": f"{fit:,} run at once, {steady:,} blocks each once they decode; "
-            f"{self.tokens_that_fit(length):,} tokens in all",
-            "zero new blocks": describe_zeroing(self.zero_policy, self.groups_to_zero),
-        }
-        rows |= self._more_rows()
-        return "\n".join(f"{name:<16} {text}" for name, text in rows.items())
-
-    def _more_rows(self) -> dict[str, str]:
-        rows: dict[str, str] = {}
-        if self.request_len is not None:
-            fit, steady = (
-                f(self.request_len) for f in (self.requests_that_fit, self.steady_blocks)
-            )
-            rows["usual requests"] = (
-                f"{self.request_len:,} tokens: {fit:,} run at once, {steady:,} blocks each once "
-                "they decode"
-            )
-        if self.compared:
-            rows["grouping"] = describe_choice(self.compared, self.compared_len)
-        return rows | ({"warning": self.warning} if self.warning else {})
+        return plan_html(self)

@@ -1,4 +1,4 @@
-"""Plans the pool of a model from its layers and memory, or refuses. No jax."""
+"""Plans the pool of a model from its layers and its memory. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxkv.planning._choice import (
     in_small_blocks,
     may_waste_states,
     remedy,
-    warn,
+    warning,
 )
 from jaxkv.planning._grouping import Grouping, make_groups
 from jaxkv.planning._layout import Group
@@ -42,50 +42,55 @@ def plan_cache(
     context_parallel: int = 1,
     zero_policy: ZeroPolicy = "when_needed",
 ) -> Plan:
-    """Plans the pool of a model, or refuses.
+    """Plans the pool of a model: groups of layers, blocks, and the longest request.
+
+    ::
+
+        layers = jaxkv.layers_from_config(jaxkv.load_config("qwen3-8b"))
+        plan = jaxkv.plan_cache(layers, 40 * 2**30, max_model_len=40960)
+        print(plan)
 
     Args:
       layers: layer name -> spec; or one such mapping per worker (pipeline stage or
         tensor-parallel rank). A worker may be empty, the model may not.
-      memory_bytes: bytes for the KV cache; or one figure per worker.
-      max_model_len: the model's own longest request, in tokens.
+      memory_bytes: bytes for the KV cache; with several workers, a list with the bytes of each.
+      max_model_len: longest request that the pool must hold, in tokens; at most the model's own
+        length (`jaxkv.model_len`).
       fit_max_model_len: shorten ``max_model_len`` to the longest that fits.
-      num_blocks_override: use this many blocks instead of what memory gives, before
-        fitting and admission; at least 2 (the null block and one more).
-      override_beyond_memory: accept an override that the memory given cannot hold.
+      num_blocks_override: use this many blocks instead of as many as memory holds; at least 2
+        (the null block and one more).
+      override_beyond_memory: accept an override that ``memory_bytes`` cannot hold.
       limits: the most that the scheduler asks of one step; None: the defaults of `Limits`.
-      grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes the grouping that
-        fits the longest request and, of those, runs the most requests of ``request_len``
-        tokens at once; it may make many groups. ``plan.compared`` says what that buys.
-      request_len: tokens of a usual request. With it, ``"auto"`` too takes what runs more of
-        them at once, the rule or packing. None: ``max_model_len`` for ``"least_waste"``, and
-        ``"auto"`` compares nothing.
-      context_parallel: ranks among which each request's tokens are divided; for models
-        whose every group keeps all tokens.
+      grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes a grouping that
+        fits the longest request and, of those, the one that runs the most requests of
+        ``request_len`` tokens at once; it may make many groups. ``plan.compared`` has the figures.
+      request_len: tokens of a usual request. If given, ``"auto"`` also compares the rule with
+        packing and takes the one that runs more such requests at once. None:
+        ``"least_waste"`` counts requests of ``max_model_len``, and ``"auto"`` compares nothing.
+      context_parallel: ranks among which the tokens of each request are divided; only for models
+        in which every group keeps all tokens.
       zero_policy: groups whose fresh blocks are zeroed before a layer reads them.
         ``"when_needed"``: those whose bytes another group reads differently. ``"always"``:
         all, so that no tenant reads another's bytes. ``"never"``: none.
 
+    Returns:
+      A plan that holds at least one request of its ``max_model_len``.
+
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
         needs more blocks than there are.
-      ValueError: memory, lengths or an override that make no sense; pages that cannot
-        share a pool; a pool whose slots pass int32; context parallelism for groups
-        that do not keep all tokens.
+      TypeError: an argument of the wrong type.
+      ValueError: memory, lengths or an override out of range; pages that cannot share a pool; a
+        pool whose slots pass int32; context parallelism for groups that drop tokens.
     """
     workers = read_workers(layers)
     budgets = check_budgets(memory_bytes, len(workers))
     check_positive(max_model_len=max_model_len)
-    if request_len is not None:
-        check_positive(request_len=request_len)
-        if request_len > max_model_len:
-            raise ValueError(
-                f"request_len={request_len:,} is beyond max_model_len={max_model_len:,}; usual "
-                "requests are no longer than the longest"
-            )
+    _check_request_len(request_len, max_model_len)
     limits = Limits() if limits is None else limits
+    overridden = num_blocks_override is not None
 
-    def size(groups: Sequence[Group], workers: Sequence[Worker] = workers) -> Plan:
+    def plan_groups(groups: Sequence[Group], workers: Sequence[Worker] = workers) -> Plan:
         """Makes the plan of a grouping without checking that ``max_model_len`` fits."""
         layouts = lay_out_workers(groups, workers)
         return Plan(
@@ -101,28 +106,34 @@ def plan_cache(
             request_len=request_len,
         )
 
-    def smaller_blocks() -> Plan | None:
-        """Returns a plan in smaller blocks where states share blocks that are mostly unused."""
-        if overridden or not may_waste_states(plan.groups):
-            return None
-        small, same = in_small_blocks(workers), "packed" if grouping == "packed" else "auto"
-        return size(make_groups(merge_workers(small), grouping=same), small)
-
     merged = merge_workers(workers)
-    overridden = num_blocks_override is not None
-    groupings = choose_groups(merged, grouping, request_len, size, overridden=overridden)
-    plan = size(next(iter(groupings.values())))
-    other = smaller_blocks()
+    groupings = choose_groups(merged, grouping, request_len, plan_groups, overridden=overridden)
+    plan = plan_groups(next(iter(groupings.values())))
+    small = None
+    if not overridden and may_waste_states(plan.groups):
+        small_workers = in_small_blocks(workers)
+        same = "packed" if grouping == "packed" else "auto"
+        groups = make_groups(merge_workers(small_workers), grouping=same)
+        small = plan_groups(groups, small_workers)
     plan = admit(
         plan,
         fit_max_model_len=fit_max_model_len,
         blocks_argument="num_blocks_override" if overridden else None,
-        remedy=remedy(other),
+        remedy=remedy(small),
     )
-    if len(groupings) < 2 and other is None:
-        return plan
     return dataclasses.replace(
         plan,
-        compared=compare(plan, groupings, size),
-        warning="" if other is None else warn(plan, other),
+        compared=compare(plan, groupings, plan_groups),
+        warning=warning(plan, small),
     )
+
+
+def _check_request_len(request_len: int | None, max_model_len: int) -> None:
+    if request_len is None:
+        return
+    check_positive(request_len=request_len)
+    if request_len > max_model_len:
+        raise ValueError(
+            f"request_len={request_len:,} is beyond max_model_len={max_model_len:,}; usual "
+            "requests are not longer than the longest"
+        )

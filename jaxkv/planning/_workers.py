@@ -1,4 +1,4 @@
-"""The layers of a model by worker: read, merged, and laid out. No jax."""
+"""The layers of each worker: reading, merging, and laying them out. No jax."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,8 +13,8 @@ WorkerLayers = Mapping[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]
 class Worker(NamedTuple):
     """The layers of one worker.
 
-    own: name -> spec, of layers that own a cache.
-    shared: name -> the layer whose cache it reads.
+    own: layers that own a cache: name -> spec.
+    shared: layers that own none: name -> the layer whose cache they read.
     """
 
     own: dict[str, LayerSpec]
@@ -27,7 +27,7 @@ def read_workers(layers: WorkerLayers | Sequence[WorkerLayers]) -> list[Worker]:
         raise TypeError(f"layers must map names to specs, or list such mappings; got {layers!r}")
     given = [layers] if isinstance(layers, Mapping) else layers
     known = {id(worker): _read(worker) for worker in {id(w): w for w in given}.values()}
-    return [known[id(worker)] for worker in given]  # ranks that are given as one are read once
+    return [known[id(worker)] for worker in given]  # a mapping given for several ranks is read once
 
 
 def _read(worker: WorkerLayers) -> Worker:
@@ -74,12 +74,12 @@ def lay_out_workers(groups: Sequence[Group], workers: Sequence[Worker]) -> tuple
 
 
 def check_budgets(memory_bytes: int | Sequence[int], num_workers: int) -> tuple[int, ...]:
-    """Returns the bytes of each worker."""
+    """Returns the memory budget of each worker, in bytes."""
     several = isinstance(memory_bytes, Sequence) and not isinstance(memory_bytes, str)
     budgets = tuple(memory_bytes) if several else (memory_bytes,)
     if len(budgets) != num_workers:
         raise ValueError(
-            f"memory_bytes has {len(budgets)} figures for {num_workers} workers; give one each"
+            f"memory_bytes has {len(budgets)} entries for {num_workers} workers; give one for each"
         )
     for budget in budgets:
         check_positive(memory_bytes=budget)

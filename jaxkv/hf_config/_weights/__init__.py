@@ -1,7 +1,7 @@
 """The bytes of a model's weights, from the shapes that its configuration implies. No jax.
 
-Norms and biases are left out: less than a thousandth. An architecture that is not understood is
-refused by name.
+Norms and biases are left out: they are less than a thousandth. An architecture that is not
+understood is refused by name.
 """
 
 import dataclasses
@@ -10,20 +10,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv.hf_config._families import open_config
-from jaxkv.hf_config._weights._families import (
-    ENCODER_DECODERS,
-    WITHOUT_FEED_FORWARD,
-    Family,
-    family_of,
-    nemotron_kinds,
-    per_layer_embeddings,
-    zamba2_blocks,
-)
+from jaxkv.hf_config._layers import layers_from_config
 from jaxkv.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv.hf_config._weights._matrix import Fields, Matrix
 from jaxkv.hf_config._weights._mixers import mixers
 from jaxkv.hf_config._weights._quantization import read_scheme
 from jaxkv.hf_config._weights._towers import towers
+from jaxkv.hf_config._weights._traits import (
+    ENCODER_DECODERS,
+    WITHOUT_FEED_FORWARD,
+    Traits,
+    nemotron_kinds,
+    per_layer_embeddings,
+    traits_of,
+    zamba2_blocks,
+)
 from jaxkv.specs import SharedKVSpec, canonical_dtype, packed_bytes
 
 LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
@@ -33,9 +34,9 @@ LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 class Weights:
     """The weights of a model.
 
-    parameters: their number.
-    num_bytes: bytes as the checkpoint stores them.
-    stored: the dtype, and the quantisation of a part of them.
+    parameters: number of weights.
+    num_bytes: bytes of the checkpoint.
+    stored: dtype of the checkpoint, after the quantisation that it has, if any.
     """
 
     parameters: int
@@ -47,8 +48,8 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     """Counts the weights of a model, as its checkpoint stores them.
 
     Args:
-      config: the content of a ``config.json``. One that names no dtype means bfloat16.
-      drafts: count layers that draft tokens (``num_nextn_predict_layers``), too.
+      config: the content of a ``config.json``. If it names no dtype, bfloat16 counts.
+      drafts: whether to count layers that draft tokens (``num_nextn_predict_layers``).
 
     Raises:
       ValueError: an architecture, a quantisation or a field that is not understood.
@@ -73,67 +74,65 @@ def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Ite
     if fields.model_type in ENCODER_DECODERS:
         yield from ENCODER_DECODERS[fields.model_type](fields)
         return
-    family = family_of(fields.model_type)
-    yield from _vocabulary(fields, family, config)
+    traits = traits_of(fields.model_type)
+    yield from _vocabulary(fields, traits, config)
     yield from per_layer_embeddings(fields)
     if fields.model_type == "zamba2":
         yield from zamba2_blocks(fields)
     caches, with_experts = _caches(config, fields), expert_layers(fields)
     for layer in range(fields.num_layers):
-        yield from _layer(fields, family, layer, caches.get(layer, {}), with_experts)
+        yield from _layer(fields, traits, layer, caches.get(layer, {}), with_experts)
     if drafts:
         last, hidden = fields.num_layers - 1, fields.hidden
         for _ in range(fields.number("num_nextn_predict_layers", default=0)):
             yield Matrix("eh_proj", hidden, 2 * hidden, "other")
-            yield from _layer(fields, family, last, caches.get(last, {}), with_experts)
+            yield from _layer(fields, traits, last, caches.get(last, {}), with_experts)
             yield Matrix(
                 "embed_tokens and lm_head", fields.number("vocab_size"), hidden, "other", 2
             )
     yield from towers(config, fields.hidden)
 
 
-def _vocabulary(fields: Fields, family: Family, config: Mapping[str, Any]) -> Iterable[Matrix]:
+def _vocabulary(fields: Fields, traits: Traits, config: Mapping[str, Any]) -> Iterable[Matrix]:
     tokens = fields.number("vocab_size", "padded_vocab_size")
     width = fields.number("word_embed_proj_dim", default=fields.hidden)
     yield Matrix("embed_tokens", tokens, width, "other")
     if width != fields.hidden:
         yield Matrix("project", width, fields.hidden, count=2)
-    if family.positions:
-        yield Matrix("positions", fields.number(family.positions), fields.hidden, "other")
+    if traits.positions:
+        yield Matrix("positions", fields.number(traits.positions), fields.hidden, "other")
     tied = config.get("tie_word_embeddings")
     tied = fields.first("tie_word_embeddings") if tied is None else tied
-    if not (family.tied if tied is None else tied):
+    if not (traits.tied if tied is None else tied):
         yield Matrix("lm_head", tokens, fields.hidden, "head")
 
 
 def _layer(
     fields: Fields,
-    family: Family,
+    traits: Traits,
     layer: int,
     caches: dict[str, tuple[Any, bool]],
     with_experts: frozenset[int],
 ) -> Iterable[Matrix]:
     if fields.model_type == "zamba2":  # its attention is shared by all layers
         caches = {kind: cache for kind, cache in caches.items() if kind == "mamba"}
-    yield from mixers(fields, layer, caches, states=family.states, gate=family.query_gate)
+    yield from mixers(fields, layer, caches, states=traits.states, gate=traits.query_gate)
     if fields.model_type in WITHOUT_FEED_FORWARD | {"zamba2"}:
         return
     if fields.model_type == "nemotron_h":
         kind = nemotron_kinds(fields)[layer]
         if kind in ("mlp", "moe"):
-            yield from {"mlp": dense, "moe": experts}[kind](fields, layer, gated=family.gated)
+            yield from {"mlp": dense, "moe": experts}[kind](fields, layer, gated=traits.gated)
         return
     if layer in with_experts:
-        yield from experts(fields, layer, gated=family.gated)
-    if layer not in with_experts or family.both:
-        yield from dense(fields, layer, gated=family.gated)
+        yield from experts(fields, layer, gated=traits.gated)
+    if layer not in with_experts or traits.both:
+        yield from dense(fields, layer, gated=traits.gated)
 
 
 def _caches(config: Mapping[str, Any], fields: Fields) -> dict[int, dict[str, tuple[Any, bool]]]:
     """Returns layer -> kind of cache -> its spec, and whether it is the layer's own."""
-    from jaxkv.hf_config import layers_from_config  # which this module is a part of
-
-    known = {"quantization_config": None}  # of no effect on shapes
+    known = {"quantization_config": None}  # it changes no shape
     if fields.first("torch_dtype", "dtype") is None:
         known |= {"torch_dtype": "bfloat16"}
     specs = layers_from_config({**config, **known})

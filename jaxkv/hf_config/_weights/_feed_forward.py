@@ -8,27 +8,32 @@ from jaxkv.hf_config._weights._matrix import Fields, Matrix, feed_forward
 EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
 EXPERT_WIDTH = "moe_intermediate_size", "intermediate_size", "ffn_hidden_size"
 SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
-SHARED_WIDTH = (
-    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("shared_intermediate_size", "share_expert_dim"),
+SHARED_WIDTH = tuple(
+    """
+    shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size
+    share_expert_dim
+    """.split()
 )
-DENSE_WIDTH = (
-    *("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    *("decoder_ffn_dim", "d_ff", "block_ff_dim"),
+DENSE_WIDTH = tuple(
+    """
+    intermediate_size_mlp intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim d_ff
+    block_ff_dim
+    """.split()
 )
+FIRST = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
+STEP = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
 
 
 def dense(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
-    """Yields the matrices of a dense feed-forward layer; four times the hidden width by default."""
+    """Yields the matrices of a dense feed-forward layer, by default four hidden sizes wide."""
     width = fields.number(*DENSE_WIDTH, default=4 * fields.hidden, layer=layer)
-    if fields.first("use_double_wide_mlp"):  # Gemma 4, in layers that read others' caches
+    if fields.first("use_double_wide_mlp"):  # Gemma 4, in layers that read another's cache
         shared = fields.number("num_kv_shared_layers", default=0)
         width *= 1 + (layer >= fields.num_layers - shared)
     if fields.first("block_auto_adjust_ff_dim"):  # LFM2
         step = fields.number("block_multiple_of", default=256)
-        width = (
-            cdiv(int(2 * width / 3 * (fields.first("block_ffn_dim_multiplier") or 1)), step) * step
-        )
+        factor = fields.first("block_ffn_dim_multiplier") or 1
+        width = cdiv(int(2 * width / 3 * factor), step) * step
     return feed_forward(f"layers.{layer}.mlp", fields.hidden, width, gated=gated)
 
 
@@ -60,10 +65,14 @@ def _shared_width(fields: Fields, layer: int, width: int) -> int:
 
 
 def expert_layers(fields: Fields) -> frozenset[int]:
-    """Returns the layers that have experts, by the field in which the family names them."""
+    """Returns the layers that have experts, by a list of them or by a rule."""
     if not fields.first(*EXPERTS):
         return frozenset()
-    layers = range(fields.num_layers)
+    listed = _listed_expert_layers(fields)
+    return _regular_expert_layers(fields) if listed is None else listed
+
+
+def _listed_expert_layers(fields: Fields) -> frozenset[int] | None:
     if (kinds := fields.listed("mlp_layer_types")) is not None:
         return frozenset(i for i, kind in enumerate(kinds) if kind != "dense")
     for name in ("moe_layer_freq", "is_moe_layer"):
@@ -71,23 +80,21 @@ def expert_layers(fields: Fields) -> frozenset[int]:
             return frozenset(i for i, flag in enumerate(flags) if flag)
     if listed := fields.listed("moe_layers"):
         return frozenset(listed)
+    return None
+
+
+def _regular_expert_layers(fields: Fields) -> frozenset[int]:
+    layers = range(fields.num_layers)
     if period := fields.number("expert_layer_period", default=0):
         offset = fields.number("expert_layer_offset", default=0)
         return frozenset(i for i in layers if i % period == offset)
-    first = fields.number(
-        *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), default=0
-    )
+    first = fields.number(*FIRST, default=0)
     last = fields.first("moe_layer_end_index")
     end = last + 1 if isinstance(last, int) and last >= 0 else len(layers)
     # Qwen, Llama 4 and ERNIE count from 1; DeepSeek's frequency counts from 0.
-    step = fields.number(
-        *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"), default=1
-    )
-    period, without = fields.number("moe_layer_freq", default=1), fields.listed("mlp_only_layers")
-    if not step or not period:  # Qwen: none of the layers has experts
+    step, period = fields.number(*STEP, default=1), fields.number("moe_layer_freq", default=1)
+    if not step or not period:  # Qwen: no layer has experts
         return frozenset()
-    return frozenset(
-        i
-        for i in layers[first:end]
-        if (i + 1) % step == 0 and i % period == 0 and i not in (without or ())
-    )
+    regular = (i for i in layers[first:end] if (i + 1) % step == 0 and i % period == 0)
+    without = fields.listed("mlp_only_layers") or ()
+    return frozenset(i for i in regular if i not in without)

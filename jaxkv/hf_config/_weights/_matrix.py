@@ -4,18 +4,18 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-# "linear": of a layer; "expert": of one of several experts; "head": to the vocabulary;
-# "tower": of an encoder of images or sounds; "other": embeddings and all else, never quantised.
+# "linear": in a layer; "expert": in one of several experts; "head": onto the vocabulary;
+# "tower": in an encoder of images or sounds; "other": embeddings and the rest, never quantised.
 Role = Literal["linear", "expert", "head", "tower", "other"]
 
 
 class Matrix(NamedTuple):
     """Weights of one shape.
 
-    name: of the module, as lists of modules that are not quantised call it.
-    outputs, inputs: its shape.
-    role: its place in the model.
-    count: matrices of this shape, such as those of all experts.
+    name: name of the module, as in a configuration's list of modules that are not quantised.
+    outputs, inputs: shape of one matrix.
+    role: place in the model.
+    count: number of such matrices, for example one for each expert.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Elements of all its matrices."""
+        """Elements of all these matrices."""
         return self.outputs * self.inputs * self.count
 
 
@@ -41,9 +41,9 @@ def feed_forward(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of a configuration, some of which families call by different names.
+    """The fields of a configuration, for which families have several names.
 
-    model_type: as errors name it.
+    model_type: the model type that errors name.
     values: field -> value.
     """
 
@@ -51,12 +51,12 @@ class Fields:
     values: Mapping[str, Any]
 
     def first(self, *names: str) -> Any:
-        """Returns the first of the fields that is there and not null; None: not one of them."""
+        """Returns the first of the fields that is there and not null, or None."""
         given = (self.values[name] for name in names if self.values.get(name) is not None)
         return next(given, None)
 
     def listed(self, *names: str) -> Sequence[Any] | None:
-        """Returns the first of the fields that is set, if it is a list; else None."""
+        """Returns the first of the fields that is set if it is a list, else None."""
         value = self.first(*names)
         return value if isinstance(value, Sequence) and not isinstance(value, str) else None
 
@@ -85,7 +85,7 @@ class Fields:
     @property
     def num_layers(self) -> int:
         """Layers of the language model."""
-        kinds = self.listed("layers_block_type")  # by which Nemotron-H may count them
+        kinds = self.listed("layers_block_type")  # Nemotron-H may have no other count
         default = None if kinds is None else len(kinds)
         return self.number(
             "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default

@@ -12,15 +12,15 @@ HEADS = "num_attention_heads", "n_head", "n_heads", "num_heads"
 def attention(
     fields: Fields, name: str, spec: FullAttentionSpec, *, layer: int, gate: bool, stores: bool
 ) -> Iterable[Matrix]:
-    """Yields queries, keys, values and the way out of an attention layer.
+    """Yields the query, key, value and output matrices of an attention layer.
 
     Args:
-      fields: of the configuration.
-      name: of the layer.
-      spec: of its cache, or of the cache that it reads.
-      layer: its index.
-      gate: whether queries come with a gate of their own size.
-      stores: whether it computes keys and values, rather than read another layer's.
+      fields: fields of the configuration.
+      name: name of the layer.
+      spec: spec of the layer's cache, or of the cache that it reads.
+      layer: index of the layer.
+      gate: whether the layer has a gate as large as its queries.
+      stores: whether the layer computes keys and values; else it reads another layer's.
     """
     hidden, heads = fields.hidden, fields.number(*HEADS, layer=layer)
     yield Matrix(f"{name}.q_proj", heads * spec.head_size * (1 + gate), hidden)
@@ -56,7 +56,7 @@ def indexer(fields: Fields, name: str) -> Iterable[Matrix]:
 
 
 def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
-    """Yields the attention of a DeepSeek-V4 layer whose rows stand for ``ratio`` tokens."""
+    """Yields the attention matrices of a DeepSeek-V4 layer with ``ratio`` tokens per row."""
     hidden, heads = fields.hidden, fields.number(*HEADS)
     width, rank = fields.number("head_dim"), fields.number("q_lora_rank")
     groups, low = fields.number("o_groups"), fields.number("o_lora_rank")
@@ -111,7 +111,7 @@ def kimi_delta(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
     (_, channels), (heads, width, _) = spec.shapes
     yield Matrix(f"{name}.qkv_proj", channels, fields.hidden)
     yield Matrix(f"{name}.b_proj", heads, fields.hidden)
-    for gate in ("f", "g"):  # of low rank
+    for gate in ("f", "g"):  # each of low rank
         yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden)
         yield Matrix(f"{name}.{gate}_b_proj", heads * width, width)
     yield Matrix(f"{name}.o_proj", fields.hidden, heads * width)
@@ -143,14 +143,17 @@ def mixers(
     states: States | None,
     gate: bool,
 ) -> Iterable[Matrix]:
-    """Yields the matrices of a layer that its caches imply.
+    """Yields the matrices of a layer's attention or recurrence, by the caches that it has.
 
     Args:
-      fields: of the configuration.
+      fields: fields of the configuration.
       layer: index of the layer.
       caches: kind -> the spec of the cache, and whether it is the layer's own.
-      states: gives the matrices of a recurrent state's layer.
+      states: yields the matrices of a layer with a recurrent state.
       gate: as for `attention`.
+
+    Raises:
+      ValueError: a cache whose layer has matrices that are not understood.
     """
     name = f"layers.{layer}.self_attn"
     if "sliding_mla" in caches:  # every layer of DeepSeek-V4 has one, next to its other caches
@@ -169,5 +172,5 @@ def mixers(
         else:
             raise ValueError(
                 f"the weights of a {kind} layer of model_type={fields.model_type!r} are not "
-                "understood; say how many bytes there are"
+                "understood"
             )

@@ -9,9 +9,8 @@ from typing import Any
 from jaxkv._internal.numbers import cdiv
 from jaxkv.hf_config._weights._matrix import Matrix, Role
 
-SKIPPED = (
-    *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"),
-    "llm_int8_skip_modules",
+SKIPPED = tuple(
+    "modules_to_not_convert ignore ignored_layers exclude_modules llm_int8_skip_modules".split()
 )
 LAYERS: frozenset[Role] = frozenset({"linear", "expert"})
 HEAD: frozenset[Role] = frozenset({"head"})
@@ -22,16 +21,16 @@ PREFIXES = "", "model.", "language_model.model.", "model.language_model.", "lang
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The way in which quantised matrices are stored; all others keep the model's dtype.
+    """The stored form of quantised matrices; all others keep the model's dtype.
 
-    name: as a user knows it.
-    bits: of an element.
+    name: name of the method, with its element type.
+    bits: bits of an element.
     group: elements of a row that share a scale; 0: the whole row.
     rows: rows that share a scale.
-    scale_bits: of a scale, and of a zero point that comes with it.
-    roles: the matrices that it is for.
-    skipped: names or patterns of modules that are left alone.
-    experts: of experts, where they are stored in another way.
+    scale_bits: bits of a scale together with its zero point, if it has one.
+    roles: roles of the matrices that are quantised.
+    skipped: names or patterns of modules that are not quantised.
+    experts: the scheme of experts, if it is another one.
     """
 
     name: str
@@ -58,11 +57,11 @@ class Scheme:
 
 
 def read_scheme(config: Any, expert_dtype: Any = None) -> Scheme | None:
-    """Returns the scheme of a ``quantization_config``; None: there is none.
+    """Returns the scheme of a ``quantization_config``, or None if it is empty.
 
     Args:
-      config: the field.
-      expert_dtype: "fp4" for experts in mxfp4 next to fp8 (DeepSeek-V4).
+      config: content of the field.
+      expert_dtype: "fp4" means experts in mxfp4 (DeepSeek-V4).
 
     Raises:
       ValueError: a method that is not understood.
@@ -149,8 +148,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     bits = _number(stored[0], "num_bits", default=0) if stored else 0
     if len(sizes) != 1 or len(stored) != len(weights) or not bits:
         raise ValueError(
-            "quantization_config.config_groups does not store all weights alike, so their bytes "
-            "are not known"
+            "quantization_config.config_groups must store all weights in one form; the bytes of "
+            "several are not understood"
         )
     group, kind = _number(stored[0], "group_size", default=0), stored[0].get("type")
     zero = 0 if stored[0].get("symmetric", True) else bits
@@ -173,10 +172,10 @@ METHODS = {
 
 
 def _is_named(module: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a list of modules that are left alone names a module.
+    """Returns whether a list of modules that are not quantised names this one.
 
-    Lists hold names, their ends or beginnings, globs, and regular expressions after ``re:``.
-    Wrappers put the language model under names of their own.
+    Lists hold names, ends or beginnings of names, globs, and regular expressions after ``re:``.
+    Wrappers add prefixes of their own to the names of the language model.
     """
     names = [f"{prefix}{module}" for prefix in PREFIXES]
     for pattern in patterns:

@@ -26,16 +26,16 @@ def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
     """Yields the matrices of the towers of a multimodal wrapper, projectors included.
 
     Args:
-      config: of the wrapper, or of a plain language model.
+      config: configuration of the wrapper, or of a plain language model.
       hidden: width of the language model.
 
     Raises:
-      ValueError: a wrapper whose towers are not understood.
+      ValueError: a wrapper with towers that are not understood.
     """
     for level in nested(config):
         outer = str(level.get("model_type"))
         if outer in WRAPPERS and outer not in UNDERSTOOD:
-            raise ValueError(f"the sizes of what model_type={outer!r} wraps are not known")
+            raise ValueError(f"the sizes of the towers of model_type={outer!r} are not known")
         for name in TOWERS:
             values = level.get(name)
             if not isinstance(values, Mapping) or not values:
@@ -56,7 +56,7 @@ def _sizes(level: Mapping[str, Any]) -> dict[str, Any]:
 def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
     """Yields the matrices of Gemma's encoder of sounds.
 
-    A layer has two feed-forward parts of four times the width, attention with relative
+    A layer has two feed-forward parts that are four times as wide, attention with relative
     positions, and a gated convolution.
     """
     width, depth = fields.number("hidden_size"), fields.number("num_hidden_layers")
@@ -65,7 +65,7 @@ def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
 
 
 def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
-    name = "visual"
+    """Yields the matrices of an encoder of images, and of the projector behind it."""
     width = fields.number("hidden_size")
     if fields.model_type == "qwen2_vl":  # its hidden_size is that of the language model
         width = fields.number("embed_dim", default=width)
@@ -77,21 +77,24 @@ def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
         inner = fields.number("out_hidden_size")
     gated = fields.model_type in GATED
     depth += fields.number("num_global_layers", default=0)
-    yield Matrix(f"{name}.qkv", 3 * width, width, "tower", depth)
-    yield Matrix(f"{name}.proj", width, width, "tower", depth)
-    yield from feed_forward(name, width, inner, gated=gated, role="tower", count=depth)
+    yield Matrix("visual.qkv", 3 * width, width, "tower", depth)
+    yield Matrix("visual.proj", width, width, "tower", depth)
+    yield from feed_forward("visual", width, inner, gated=gated, role="tower", count=depth)
     patch = fields.first("patch_size")
     if isinstance(patch, int):
         pixels = 3 * patch**2 * fields.number("temporal_patch_size", default=1)
-        yield Matrix(f"{name}.patch_embed", width, pixels, "other")
-    if tiles := fields.number("max_num_tiles", default=0):  # Llama 3.2 Vision
-        ratios = len(fields.listed("supported_aspect_ratios") or ()) + 1
-        patches = (fields.number("image_size") // fields.number("patch_size")) ** 2 + 1
-        yield Matrix(f"{name}.tiles", ratios, tiles * (patches + 2) * width, "other")
-        output = fields.number("vision_output_dim")
-        yield Matrix(f"{name}.projector", text_width, output, "tower")
-        return
-    yield from _projector(fields, width, text_width)
+        yield Matrix("visual.patch_embed", width, pixels, "other")
+    projector = _tiles if fields.number("max_num_tiles", default=0) else _projector
+    yield from projector(fields, width, text_width)
+
+
+def _tiles(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
+    """Yields the embeddings of tiles and the projector of Llama 3.2 Vision."""
+    tiles = fields.number("max_num_tiles")
+    ratios = len(fields.listed("supported_aspect_ratios") or ()) + 1
+    patches = (fields.number("image_size") // fields.number("patch_size")) ** 2 + 1
+    yield Matrix("visual.tiles", ratios, tiles * (patches + 2) * width, "other")
+    yield Matrix("visual.projector", text_width, fields.number("vision_output_dim"), "tower")
 
 
 def _projector(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:

@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheConfig`, as layers, groups, layouts and a plan. No jax."""
+"""Layers and plans from vLLM's `KVCacheConfig`. No jax."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from jaxkv._internal.checks import check_choice, check_positive
 from jaxkv.interop.vllm._fields import get
 from jaxkv.interop.vllm._specs import convert_spec
 from jaxkv.layout import ORDERS, Order
-from jaxkv.planning import Group, Plan, ZeroPolicy, admit, make_layout
+from jaxkv.planning import Group, Plan, PoolLayout, ZeroPolicy, admit, make_layout
 from jaxkv.specs import LayerSpec, Limits
 
 Layers = dict[str, LayerSpec]
@@ -20,15 +20,15 @@ def layer_specs(
 
     Args:
       kv_cache_config: vLLM's object, or a mapping with its fields.
-      kv_dtype: of the elements that vLLM calls fp8 and stores as bytes: "fp8_e4m3", which is
+      kv_dtype: dtype of elements that vLLM calls fp8 and stores as bytes: "fp8_e4m3", which is
         its "fp8", or "fp8_e5m2".
       value_size: leading elements of a latent row that attention reads as the value
-        (``kv_lora_rank``), which vLLM's specs do not say; None: all of the row.
+        (``kv_lora_rank``), because vLLM's specs do not hold it; None: the whole row.
 
     Raises:
-      TypeError: a field that is missing.
-      ValueError: a group, a spec or a field of one that has no counterpart here; pages of other
-        bytes than vLLM's.
+      TypeError: a missing field.
+      ValueError: a group, a spec or a field that has no counterpart here; pages with another
+        number of bytes than vLLM's.
     """
     groups = _read_worker(kv_cache_config, kv_dtype, value_size).groups
     return {name: spec for group in groups for name, spec in group.items()}
@@ -46,25 +46,26 @@ def plan_from_config(
     context_parallel: int = 1,
     zero_policy: ZeroPolicy = "when_needed",
 ) -> Plan:
-    """Plans the pool that vLLM has planned: the same groups, and as many blocks with the same ids.
+    """Returns vLLM's plan as a `Plan`: the same groups, and the same number of blocks.
 
-    Where each layer lies inside of a block is settled anew; ``plan.layout`` says it.
+    The place of each layer inside of a block may differ from vLLM's; see ``plan.layout``.
 
     Args:
-      kv_cache_config: vLLM's object or a mapping with its fields; or one per worker, in order.
-      max_model_len: longest request, in tokens: ``model_config.max_model_len``.
-      fit_max_model_len: shorten ``max_model_len`` to what fits. vLLM counts windows and chunks
-        in another way, and may admit a request for which blocks run out.
+      kv_cache_config: vLLM's object or a mapping with its fields; or a list of one per worker.
+      max_model_len: longest request, in tokens: ``model_config.max_model_len`` of vLLM.
+      fit_max_model_len: shorten ``max_model_len`` to the longest that fits. vLLM counts windows and
+        chunks differently, and may admit a request for which blocks run out.
       limits: the most that the scheduler asks of one step: ``max_in_flight_tokens`` of vLLM's
         config. None: the defaults of `Limits`.
       kv_dtype, value_size: as for `layer_specs`.
-      shared: layer -> the layer whose cache it reads (``shared_kv_cache_layers``).
-      context_parallel: ``decode_context_parallel_size``.
+      shared: layer -> the layer whose cache it reads: ``shared_kv_cache_layers`` of vLLM.
+      context_parallel: ``decode_context_parallel_size`` of vLLM.
       zero_policy: as for `jaxkv.plan_cache`.
 
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` needs more blocks than there are.
-      TypeError, ValueError: as for `layer_specs`; workers that disagree.
+      TypeError: as for `layer_specs`.
+      ValueError: as for `layer_specs`; workers that disagree.
     """
     several = isinstance(kv_cache_config, Sequence) and not isinstance(kv_cache_config, str)
     configs = list(kv_cache_config) if several else [kv_cache_config]
@@ -73,17 +74,9 @@ def plan_from_config(
         _check_sharded(configs)
     workers = [_read_worker(config, kv_dtype, value_size) for config in configs]
     groups = _merge([worker.groups for worker in workers])
-    names = [[name for group in worker.groups for name in group] for worker in workers]
-    everywhere = {name for here in names for name in here}
-    if unknown := set((shared or {}).values()) - everywhere:
-        raise ValueError(f"shared names {sorted(unknown)}, which own no cache")
-    owners = [{n: o for n, o in (shared or {}).items() if o in here} for here in names]
-    layouts = tuple(
-        make_layout(groups, here, shared=own) for here, own in zip(names, owners, strict=True)
-    )
     plan = Plan(
         groups=groups,
-        layouts=layouts,
+        layouts=_lay_out(groups, workers, shared or {}),
         num_blocks=_same("num_blocks", [worker.num_blocks for worker in workers]),
         reserved_blocks=1,
         max_model_len=max_model_len,
@@ -95,11 +88,24 @@ def plan_from_config(
     return admit(plan, fit_max_model_len=fit_max_model_len, blocks_argument="num_blocks")
 
 
+def _lay_out(
+    groups: Sequence[Group], workers: Sequence["_Worker"], shared: Mapping[str, str]
+) -> tuple[PoolLayout, ...]:
+    """Makes a layout per worker; a layer that shares a cache is on the worker of its owner."""
+    names = [[name for group in worker.groups for name in group] for worker in workers]
+    if unknown := set(shared.values()).difference(*names):
+        raise ValueError(f"shared names {sorted(unknown)}, which own no cache")
+    owners = [{name: own for name, own in shared.items() if own in here} for here in names]
+    return tuple(
+        make_layout(groups, here, shared=own) for here, own in zip(names, owners, strict=True)
+    )
+
+
 def cache_order(kv_cache_config: Any) -> Order:
-    """Returns the physical order that vLLM has settled on, for `jaxkv.make_cache`.
+    """Returns the physical order of vLLM's cache, for `jaxkv.make_cache`.
 
     Raises:
-      ValueError: an order that is not known here.
+      ValueError: an unknown order.
     """
     name = get(kv_cache_config, "kv_cache_layout", None) or "LBNHC"  # vLLM's own default
     check_choice(tuple(ORDERS), kv_cache_layout=name)
@@ -114,7 +120,10 @@ class _Worker(NamedTuple):
 
 def _read_worker(config: Any, kv_dtype: str | None, value_size: int | None) -> _Worker:
     if get(config, "hisparse_host_num_blocks", None) is not None:
-        raise ValueError("hisparse_host_num_blocks: blocks in host memory have no counterpart here")
+        raise ValueError(
+            "hisparse_host_num_blocks puts blocks into host memory, and every block here is on the "
+            "device; plan without them"
+        )
     num_blocks = get(config, "num_blocks")
     check_positive(num_blocks=num_blocks)
     given = [_given_specs(i, group) for i, group in enumerate(get(config, "kv_cache_groups"))]
@@ -125,28 +134,43 @@ def _read_worker(config: Any, kv_dtype: str | None, value_size: int | None) -> _
         }
         for group in given
     ]
+    tensors = list(get(config, "kv_cache_tensors"))
     aligned = {
         name
         for group in given
         for name, spec in group.items()
         if get(spec, "block_stride_alignment", None) is not None
     }
+    _check_tensors(tensors, num_blocks, groups, aligned)
+    sizes = [get(tensor, "size") for tensor in tensors] or [0]
+    return _Worker(groups, num_blocks, _same("size of kv_cache_tensors", sizes))
+
+
+def _check_tensors(
+    tensors: Sequence[Any], num_blocks: int, groups: Sequence[Layers], aligned: Set[str]
+) -> None:
+    """Raises ValueError unless vLLM's tensors hold every layer, in pages of the same bytes.
+
+    Args:
+      tensors: vLLM's ``kv_cache_tensors``.
+      num_blocks: blocks of the pool.
+      groups: the layers of every group.
+      aligned: layers whose blocks vLLM may pad to a larger stride.
+    """
     layers = {name: spec for group in groups for name, spec in group.items()}
-    tensors = list(get(config, "kv_cache_tensors"))
     for tensor in tensors:
         _check_pages(tensor, num_blocks, layers, aligned)
     placed = {name for tensor in tensors for name in get(tensor, "layers")}
     if placed != set(layers):
         raise ValueError(f"kv_cache_tensors has no {sorted(set(layers) - placed)}")
-    sizes = [get(tensor, "size") for tensor in tensors] or [0]
-    return _Worker(groups, num_blocks, _same("size of kv_cache_tensors", sizes))
 
 
 def _given_specs(index: int, group: Any) -> dict[str, Any]:
     """Returns vLLM's spec of every layer of a group."""
     if get(group, "host_resident", False):
         raise ValueError(
-            f"kv_cache_groups[{index}] is host_resident, and every group here is on the device"
+            f"kv_cache_groups[{index}] is host_resident, and every group here is on the device; "
+            "plan without them"
         )
     spec = get(group, "kv_cache_spec")
     each = get(spec, "kv_cache_specs", None)
@@ -154,13 +178,10 @@ def _given_specs(index: int, group: Any) -> dict[str, Any]:
 
 
 def _check_pages(tensor: Any, num_blocks: int, layers: Layers, aligned: Set[str]) -> None:
-    """Raises ValueError unless the pages of a tensor's layers have the bytes that vLLM gives them.
+    """Raises ValueError unless the pages of a tensor's layers have the same bytes as in vLLM.
 
-    Its ``layer_stride`` is all blocks of a layer where layers are outermost; else one page, or,
-    in the order BHLNC, one head of it.
-
-    Args:
-      aligned: layers whose blocks vLLM may pad to a larger stride.
+    A ``layer_stride`` spans all blocks of a layer where layers are outermost; else one page or, in
+    the order BHLNC, one head of a page.
     """
     stride = get(tensor, "layer_stride")
     for name in get(tensor, "layers"):
@@ -171,7 +192,7 @@ def _check_pages(tensor: Any, num_blocks: int, layers: Layers, aligned: Set[str]
         if page not in (stride // num_blocks, stride, stride * heads) and not padded:
             raise ValueError(
                 f"{name!r} has pages of {page:,} bytes here, and a layer_stride of {stride:,} for "
-                f"{num_blocks:,} blocks in vLLM's kv_cache_tensors"
+                f"{num_blocks:,} blocks in vLLM's kv_cache_tensors; check the fields of its spec"
             )
 
 
@@ -187,7 +208,7 @@ def _merge(workers: Sequence[Sequence[Layers]]) -> tuple[Group, ...]:
                     raise ValueError(f"workers disagree about the spec of {name!r}")
         if len({spec.growth for spec in layers.values()}) != 1:
             raise ValueError(
-                f"kv_cache_groups[{index}] has layers that need different blocks, or none at all: "
+                f"kv_cache_groups[{index}] must have layers that need the same blocks, got "
                 f"{ {name: spec.kind for name, spec in layers.items()} }"
             )
         merged.append(Group(tuple(layers), tuple(layers.values())))
@@ -201,12 +222,12 @@ def _check_sharded(configs: Sequence[Any]) -> None:
         for index, group in enumerate(get(config, "kv_cache_groups")):
             if not get(get(group, "kv_cache_spec"), "dcp_sharded", False):
                 raise ValueError(
-                    f"kv_cache_groups[{index}] is not dcp_sharded: every rank holds all of its "
-                    "tokens; here context_parallel divides those of all groups"
+                    f"kv_cache_groups[{index}] is not dcp_sharded, and context_parallel here "
+                    "divides the tokens of all groups; use context_parallel=1"
                 )
 
 
 def _same(what: str, values: Sequence[int]) -> int:
     if len(set(values)) != 1:
-        raise ValueError(f"{what} must be the same everywhere, got {list(values)}")
+        raise ValueError(f"{what} must be the same for all, got {list(values)}")
     return values[0]

@@ -1,4 +1,4 @@
-"""Fields of vLLM's objects, read by attribute or by key; those that nobody reads are refused."""
+"""Fields of vLLM's objects, read by attribute or by key. No jax."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 from jaxkv._internal.checks import check_count, check_positive
 
 MISSING: Any = object()
-NEUTRAL = (None, False)  # values of a field that is not used
+NEUTRAL = (None, False)  # values of a field that vLLM does not use
 
 
 def get(given: Any, name: str, default: Any = MISSING) -> Any:
     """Returns a field of an object or a mapping.
 
     Raises:
-      TypeError: it has no such field, and there is no default.
+      TypeError: there is neither such a field nor a default.
     """
     value = (
         given.get(name, MISSING) if isinstance(given, Mapping) else getattr(given, name, MISSING)
@@ -33,9 +33,10 @@ def _type_name(given: Any) -> str:
 
 
 class SpecFields:
-    """The fields of one layer's spec.
+    """The fields of one layer's spec, with a record of those that were read.
 
-    what: of errors: the layer and the class of its spec.
+    type: name of the spec's class.
+    what: class and layer, as errors name them.
     """
 
     def __init__(self, layer: str, given: Any):
@@ -45,43 +46,43 @@ class SpecFields:
         if not isinstance(self.type, str):
             raise TypeError(
                 f"the spec of {layer!r} is a mapping without 'type'; add the name of its class, "
-                "'FullAttentionSpec', say"
+                "such as 'FullAttentionSpec'"
             )
 
     def get(self, name: str, default: Any = MISSING) -> Any:
-        """Returns a field, which is then known to have been read."""
+        """Returns a field, and records it as read."""
         self._read.add(name)
         return get(self._given, name, default)
 
     def count(self, name: str, default: Any = MISSING, *, least: int = 1) -> int:
-        """Returns an int field of at least 0 or 1."""
+        """Returns a field that holds an int of at least ``least``, 0 or 1."""
         value = self.get(name, default)
         (check_positive if least else check_count)(**{f"{self.what}: {name}": value})
         return value
 
     def ignore(self, *names: str) -> None:
-        """Marks fields that change neither bytes nor blocks."""
+        """Records fields as read because they change neither bytes nor blocks."""
         self._read |= set(names)
 
     def refuse(self, name: str, why: str) -> None:
         """Raises ValueError if a field is used.
 
         Args:
-          name: of the field.
-          why: the reason, and what to change.
+          name: name of the field.
+          why: reason, and what to change.
         """
         value = self.get(name, None)
         if value not in NEUTRAL:
             raise ValueError(f"{self.what}: {name}={value!r} {why}")
 
     def check_all_read(self) -> None:
-        """Raises ValueError for a field that is used and that nobody has read."""
+        """Raises ValueError for a field that is used and was not read."""
         for name in self._names() - self._read:
             value = get(self._given, name)
             if value not in NEUTRAL:
                 raise ValueError(
-                    f"{self.what}: {name}={value!r} is not understood, and may change what a block "
-                    "holds"
+                    f"{self.what}: {name}={value!r} is not understood and may change the bytes of "
+                    "a block; plan without it"
                 )
 
     def _names(self) -> set[str]:

@@ -7,10 +7,12 @@ from jaxkv.interop.vllm._fields import get
 
 
 class Arrival(NamedTuple):
-    """News of one request.
+    """One request's entry in a `SchedulerOutput`.
 
-    block_ids: per group, its new ones; None: none.
-    replaces: whether they stand in the place of all that it had, instead of behind them.
+    request: id of the request.
+    block_ids: new block ids, per group; None if there are none.
+    num_computed_tokens: tokens computed before this step.
+    replaces: whether the block ids replace all earlier ones; else they are appended.
     """
 
     request: str
@@ -20,7 +22,7 @@ class Arrival(NamedTuple):
 
 
 def read_arrivals(output: Any) -> Iterator[Arrival]:
-    """Yields the news of new, running and resumed requests."""
+    """Yields the entries of new, running and resumed requests."""
     for new in get(output, "scheduled_new_reqs"):
         computed = get(new, "num_computed_tokens")
         yield Arrival(get(new, "req_id"), get(new, "block_ids"), computed, replaces=True)
@@ -32,13 +34,14 @@ def read_arrivals(output: Any) -> Iterator[Arrival]:
 
 
 def read_work(output: Any, computed: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Returns the requests of a step, the tokens that each has computed, and those of the step.
+    """Returns the work of a step: requests, their computed tokens and their new tokens.
 
     Args:
-      computed: tokens that requests have computed, of all that there is news of.
+      output: vLLM's `SchedulerOutput`.
+      computed: request -> tokens computed before this step, for all requests with an entry.
 
     Raises:
-      ValueError: a request that there is no news of.
+      ValueError: a request without an entry.
     """
     work = get(output, "num_scheduled_tokens")
     if unknown := [request for request in work if request not in computed]:
@@ -47,5 +50,5 @@ def read_work(output: Any, computed: Mapping[str, int]) -> list[tuple[str, int, 
 
 
 def read_copies(output: Any) -> list[tuple[int, int]]:
-    """Returns copies of blocks: source and target."""
+    """Returns the block copies of a step as (source, target) pairs."""
     return [(source, target) for source, target in get(output, "kv_cache_block_copies", None) or ()]

@@ -1,4 +1,4 @@
-"""vLLM's specs of layers, as the specs of `jaxkv.specs`. No jax."""
+"""Layer specs from vLLM's specs. No jax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +19,20 @@ from jaxkv.specs import (
 
 # KVQuantMode of vLLM 0.33, by number.
 QUANT_MODES = (
-    *("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"),
-    *("INT4_PER_TOKEN_HEAD", "NVFP4"),
+    "NONE",
+    "FP8_PER_TENSOR",
+    "INT8_PER_TOKEN_HEAD",
+    "FP8_PER_TOKEN_HEAD",
+    "INT4_PER_TOKEN_HEAD",
+    "NVFP4",
 )
 PER_TOKEN_HEAD = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
-NO_BYTES = (
-    *("is_draft", "dcp_sharded", "max_tp_shards", "block_stride_alignment", "topk_buffer_width"),
-    *("alignment", "model_version", "is_index_group_leader", "non_causal_multi_token_decode"),
-)
+# Fields that change no byte of a block.
+NO_BYTES = """
+    is_draft dcp_sharded max_tp_shards block_stride_alignment topk_buffer_width alignment
+    model_version is_index_group_leader non_causal_multi_token_decode
+""".split()
+KEEPS_ALL = "keeps the blocks of all tokens, although attention reads some of them only"
 
 
 def convert_spec(
@@ -35,17 +41,17 @@ def convert_spec(
     """Returns the spec of a layer.
 
     Args:
-      layer: its name, for errors.
-      given: vLLM's spec of it, an object or a mapping.
+      layer: name of the layer, for errors.
+      given: vLLM's spec of the layer, an object or a mapping.
       kv_dtype, value_size: as for `layer_specs`.
 
     Raises:
-      ValueError: a spec, or a field of one, that has no counterpart.
+      ValueError: a spec or a field without a counterpart.
     """
     fields = SpecFields(layer, given)
     if fields.type not in CONVERTERS:
         raise ValueError(
-            f"{fields.what} has no counterpart here; these have one: {', '.join(CONVERTERS)}"
+            f"{fields.what} has no counterpart here; use one of {', '.join(CONVERTERS)}"
         )
     spec = CONVERTERS[fields.type](fields, kv_dtype, value_size)
     fields.check_all_read()
@@ -54,8 +60,7 @@ def convert_spec(
 
 def _full(fields: SpecFields, kv_dtype: str | None, _: int | None) -> LayerSpec:
     for name in ("sliding_window", "attention_chunk_size"):
-        why = "keeps the blocks of all tokens, and attention sees some of them; let vLLM's hybrid "
-        fields.refuse(name, why + "KV cache manager plan (disable_hybrid_kv_cache_manager=False)")
+        fields.refuse(name, f"{KEEPS_ALL}; set disable_hybrid_kv_cache_manager=False in vLLM")
     fields.refuse("non_causal", "attends to later tokens, which attend does not")
     return FullAttentionSpec(**_keys_and_values(fields, kv_dtype))
 
@@ -77,14 +82,14 @@ def _cross(fields: SpecFields, kv_dtype: str | None, _: int | None) -> LayerSpec
 
 def _mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> LayerSpec:
     for name in ("sliding_window", "attention_chunk_size"):
-        fields.refuse(name, "keeps the blocks of all tokens, and attention sees some of them")
+        fields.refuse(name, KEEPS_ALL)
     fields.refuse("non_causal", "attends to later tokens, which attend does not")
     return MLASpec(**_latent_rows(fields, kv_dtype, value_size))
 
 
 def _sliding_mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> LayerSpec:
     _refuse_retained(fields)
-    fields.refuse("bounded_replay", "computes a window again after a prefix hit")
+    fields.refuse("bounded_replay", "computes a window again after a prefix hit; plan without it")
     window = fields.count("sliding_window")
     rows = _latent_rows(fields, kv_dtype, value_size)
     return SlidingWindowMLASpec(sliding_window=window, **rows)
@@ -93,8 +98,8 @@ def _sliding_mla(fields: SpecFields, kv_dtype: str | None, value_size: int | Non
 def _mamba(fields: SpecFields, _: str | None, __: int | None) -> LayerSpec:
     if fields.get("num_prefill_checkpoint_blocks", 0):
         raise ValueError(
-            f"{fields.what}: num_prefill_checkpoint_blocks are states inside of a chunk, which "
-            "nothing here writes; plan without them"
+            f"{fields.what}: num_prefill_checkpoint_blocks keep states inside of a chunk, which "
+            "jaxkv does not write; plan without them"
         )
     fields.ignore("mamba_type", "prefill_checkpoint_alignment", "tp_replicated", "num_heads")
     fields.ignore("tokens_per_state", *NO_BYTES)
@@ -122,8 +127,8 @@ CONVERTERS: dict[str, Callable[[SpecFields, str | None, int | None], LayerSpec]]
 def _refuse_retained(fields: SpecFields) -> None:
     if fields.get("extra_retained_tokens", 0):
         raise ValueError(
-            f"{fields.what}: extra_retained_tokens keep blocks below the window, which a window "
-            "here gives back; plan without them"
+            f"{fields.what}: extra_retained_tokens keep blocks below the window, which jaxkv gives "
+            "back; plan without them"
         )
 
 
@@ -135,8 +140,8 @@ def _keys_and_values(fields: SpecFields, kv_dtype: str | None) -> dict[str, Any]
     _check_layout(fields, heads)
     if fields.get("tokens_per_state", 1) != 1:
         raise ValueError(
-            f"{fields.what}: tokens_per_state={fields.get('tokens_per_state')} is not 1, the only "
-            "one that rows of keys and values have here"
+            f"{fields.what}: tokens_per_state={fields.get('tokens_per_state')} is not 1, and every "
+            "row of keys and values here is of one token"
         )
     mode = _quant_mode(fields)
     dtype = "nvfp4" if mode == "NVFP4" else _element_dtype(fields, mode, kv_dtype)
@@ -174,7 +179,7 @@ def _latent_rows(
     plain = packed_bytes(head_size, stored)
     row = fields.get("state_content_bytes", None) or plain
     if packed or row != plain:
-        fields.ignore("kv_quant_mode")  # opaque bytes: the kernel knows what they are
+        fields.ignore("kv_quant_mode")  # opaque bytes, which only the kernel reads
         dtype, bytes_per_token = "uint8", row
     else:
         dtype, bytes_per_token = _element_dtype(fields, _quant_mode(fields), kv_dtype), None
@@ -199,12 +204,12 @@ def _check_layout(fields: SpecFields, heads: int) -> None:
     if fields.get("num_head_slots", None) not in (None, heads):
         raise ValueError(
             f"{fields.what}: num_head_slots={fields.get('num_head_slots')} packs its {heads} heads "
-            "in another way than one after the other"
+            "unlike jaxkv, where they lie one after the other; plan without it"
         )
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype, given as one of torch or by its name."""
+    """Returns the name of a dtype, which may be one of torch."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -219,13 +224,13 @@ def _quant_mode(fields: SpecFields) -> str:
 
 
 def _element_dtype(fields: SpecFields, mode: str, kv_dtype: str | None) -> str:
-    """Returns the dtype of elements. vLLM stores fp8 of either kind as uint8."""
+    """Returns the dtype of elements; vLLM stores fp8 of both kinds as uint8."""
     stored = _dtype_name(fields.get("dtype"))
     if stored != "uint8" or not mode.startswith("FP8"):
         return canonical_dtype(stored, f"{fields.what}: dtype")
     if kv_dtype is None:
         raise ValueError(
-            f"{fields.what} stores fp8 as bytes and does not say of which kind; pass "
+            f"{fields.what} stores fp8 as bytes and does not name its kind; pass "
             'kv_dtype="fp8_e4m3" (vLLM\'s "fp8") or "fp8_e5m2"'
         )
     name = canonical_dtype(kv_dtype, "kv_dtype")

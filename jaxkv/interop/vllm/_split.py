@@ -10,7 +10,7 @@ Part = tuple[list[TableEntry], list[list[int]]]  # entries, and ids to zero per 
 def split(
     shape: StepShape, entries: Sequence[TableEntry], zero_ids: Sequence[Sequence[int]]
 ) -> list[Part]:
-    """Splits what a step changes into as many parts as uploads need, at least one."""
+    """Splits table entries and blocks to zero into parts that fit into one upload each."""
     tables = list(_split_entries(entries, shape.block_ids)) or [[]]
     zeroed = list(_split_ids(zero_ids, shape.zero_ids)) or [[[] for _ in zero_ids]]
     count = max(len(tables), len(zeroed))
@@ -20,7 +20,7 @@ def split(
 
 
 def _split_entries(entries: Sequence[TableEntry], room: int) -> Iterator[list[TableEntry]]:
-    """Yields entries of at most ``room`` ids, which together say the same."""
+    """Yields the entries in parts of at most ``room`` ids."""
     part: list[TableEntry] = []
     left = room
     for entry in entries:
@@ -51,7 +51,7 @@ def _split_ids(ids: Sequence[Sequence[int]], room: int) -> Iterator[list[list[in
 
 
 def _fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Returns, of things of these sizes, how much of each fits into the room, in order."""
+    """Returns the part of each size that fits into the room, which is filled in order."""
     counts = []
     for size in sizes:
         counts.append(min(size, room))

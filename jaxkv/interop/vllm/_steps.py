@@ -1,4 +1,4 @@
-"""vLLM's `SchedulerOutput`, as arguments of `pack_step` and as uploads. No jax."""
+"""Arguments of `pack_step`, and uploads, from vLLM's `SchedulerOutput`. No jax."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ Ids = tuple[tuple[int, ...], ...]  # per group, the block ids of a request
 
 
 class StepChanges(NamedTuple):
-    """A step of vLLM's scheduler, as the arguments of `jaxkv.pack_step` by the same names.
+    """A step of vLLM's scheduler, as the arguments of `jaxkv.pack_step` with the same names.
 
-    Requests stand in the order of ``num_scheduled_tokens``.
+    Requests are in the order of ``num_scheduled_tokens``.
     """
 
     entries: tuple[TableEntry, ...]
@@ -29,14 +29,14 @@ class StepChanges(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A request: its row, and its block ids as vLLM's workers have them."""
+    """The row and the block ids of a request, as a worker of vLLM would hold them."""
 
     row: int
     ids: Ids
 
 
 class _News(NamedTuple):
-    """The new block ids of a request, and per group the column of the first."""
+    """New block ids of a request, and the column of the first one, per group."""
 
     request: str
     num_computed_tokens: int
@@ -48,9 +48,9 @@ class _News(NamedTuple):
 
 
 class SchedulerTables:
-    """The table rows of a vLLM scheduler's requests.
+    """The table rows of the requests of a vLLM scheduler.
 
-    vLLM's scheduler sends new block ids only, and expects that its workers remember the rest.
+    vLLM's scheduler sends only new block ids, and relies on its workers to remember the others.
     """
 
     def __init__(self, plan: Plan, *, max_requests: int):
@@ -58,7 +58,7 @@ class SchedulerTables:
 
         Args:
           plan: from `plan_from_config`.
-          max_requests: rows of the block tables: at least ``max_num_seqs``.
+          max_requests: rows of the block tables; at least ``max_num_seqs`` of vLLM.
         """
         check_positive(max_requests=max_requests)
         self._plan, self._max_requests = plan, max_requests
@@ -66,7 +66,7 @@ class SchedulerTables:
 
     @property
     def rows(self) -> dict[str, int]:
-        """The requests that have a row, and their rows."""
+        """Request -> row, for all requests that have a row."""
         return {request: held.row for request, held in self._held.items()}
 
     def block_ids(self, request: str) -> Ids:
@@ -74,20 +74,20 @@ class SchedulerTables:
         return self._held[request].ids
 
     def follow(self, scheduler_output: Any) -> StepChanges:
-        """Follows a step, for callers who pack by themselves; `pack` does both.
+        """Takes over a step and returns it, for callers who pack by themselves; else use `pack`.
 
-        Rows of finished and preempted requests are free again; those of requests that sit this
-        step out stay. Fresh blocks are zeroed by the rule of the plan, whatever
-        ``new_block_ids_to_zero`` says, because vLLM zeroes by another rule; those that a request
-        had already (a failed load) are taken from there. ``num_computed_tokens`` are the
-        scheduler's: with asynchronous scheduling and drafts, vLLM's workers correct them.
+        Finished and preempted requests lose their rows; requests that sit this step out keep them.
+        Fresh blocks are zeroed by ``plan.groups_to_zero``, because vLLM zeroes by another rule; of
+        ``new_block_ids_to_zero`` only blocks that a request already held (a failed load) count.
+        ``num_computed_tokens`` is the scheduler's; with asynchronous scheduling and drafts, vLLM's
+        workers correct it, and so must you.
 
         Args:
           scheduler_output: vLLM's object, or a mapping with its fields.
 
         Raises:
-          ValueError: more requests than rows, ids of other groups than the plan has, a request
-            that is not known, a copy of a block that nobody holds. Then nothing has changed.
+          ValueError: more requests than rows, block ids for another number of groups, an unknown
+            request, or a copy of a block that no request holds. Nothing has changed then.
         """
         changes, self._held = self._next(scheduler_output)
         return changes
@@ -100,11 +100,11 @@ class SchedulerTables:
         extra: Sequence[int] = (),
         encoder_lens: Sequence[int] = (),
     ) -> tuple[Upload, ...]:
-        """Packs a step. The last upload has its requests.
+        """Packs a step into uploads, of which the last one has the requests.
 
-        A prefix hit lists more blocks at once than the tokens of a step fill. What the shape has
-        no room for comes in earlier uploads without requests: apply them in order, with the
-        same compiled step, and discard what it computes.
+        A prefix hit may list more blocks than the shape has room for. Earlier uploads, without
+        requests, then bring the first of them: apply all uploads in order with the same compiled
+        step, and discard the results of the earlier ones.
 
         Args:
           shape: the sizes to pad to.
@@ -112,7 +112,7 @@ class SchedulerTables:
           extra, encoder_lens: as for `jaxkv.pack_step`.
 
         Raises:
-          ValueError: as `follow` and `pack_step` do. Then nothing has changed.
+          ValueError: as for `follow` and `pack_step`. Nothing has changed then.
         """
         changes, held = self._next(scheduler_output)
         *earlier, (entries, zero_ids) = split(shape, changes.entries, changes.zero_ids)
@@ -123,7 +123,7 @@ class SchedulerTables:
         return tuple(uploads)
 
     def _next(self, output: Any) -> tuple[StepChanges, dict[str, _Held]]:
-        """Returns a step, and the requests after it."""
+        """Returns a step, and the held blocks after it."""
         held = dict(self._held)
         preempted = get(output, "preempted_req_ids", None) or ()
         for request in (*get(output, "finished_req_ids"), *preempted):
@@ -143,7 +143,7 @@ class SchedulerTables:
         return changes, held
 
     def _is_news(self, held: Mapping[str, _Held], arrival: Arrival) -> bool:
-        """Returns whether a request has new blocks, or none yet; raises where that cannot be."""
+        """Returns whether an arrival changes a row; raises ValueError if it cannot be."""
         groups, ids = len(self._plan.groups), arrival.block_ids
         if ids is not None and len(ids) != groups:
             raise ValueError(
@@ -151,7 +151,9 @@ class SchedulerTables:
                 f"{groups}; plan from the KVCacheConfig of this scheduler"
             )
         if not arrival.replaces and arrival.request not in held:
-            raise ValueError(f"request {arrival.request!r} is not known; was a step left out?")
+            raise ValueError(
+                f"request {arrival.request!r} is not known; pass every SchedulerOutput, in order"
+            )
         return arrival.replaces or (ids is not None and any(ids))
 
     def _take(self, held: dict[str, _Held], arrival: Arrival) -> _News:
@@ -182,7 +184,7 @@ class SchedulerTables:
         news: Sequence[_News],
         copies: Sequence[Sequence[tuple[int, int]]],
     ) -> list[list[int]]:
-        """Returns, per group, blocks that may hold other bytes than the group reads."""
+        """Returns, per group, the blocks to zero before the step."""
         zeroed: list[dict[int, None]] = [{} for _ in self._plan.groups]
         for group, needed in enumerate(self._plan.groups_to_zero):
             for new in news if needed else ():
@@ -191,17 +193,17 @@ class SchedulerTables:
                 zeroed[group] |= dict.fromkeys(fresh)
         listed = set(get(output, "new_block_ids_to_zero", None) or ())
         listed -= {block for new in news for of_group in new.ids for block in of_group}
-        for request in held.values() if listed else ():  # of a load that failed
+        for request in held.values() if listed else ():  # blocks of a failed load
             for group, ids in enumerate(request.ids):
                 zeroed[group] |= dict.fromkeys(listed.intersection(ids))
         kept = {NULL_BLOCK, *(target for of_group in copies for _, target in of_group)}
         return [[block for block in ids if block not in kept] for ids in zeroed]
 
     def _first_without_content(self, group: int, num_computed_tokens: int) -> int:
-        """Returns the first column that holds nothing yet of a request's computed tokens."""
+        """Returns the first column without content of a request's computed tokens."""
         growth = self._plan.groups[group].growth
         at_once = growth.stores == "state" and growth.cache_mode == "none"
-        if at_once or growth.stores == "encoder":  # written whole by the first step
+        if at_once or growth.stores == "encoder":  # the first step writes all of it
             return INT32_MAX if num_computed_tokens else 0
         return cdiv(num_computed_tokens, growth.block_size * self._plan.context_parallel)
 
@@ -212,10 +214,10 @@ class SchedulerTables:
         news: Sequence[_News],
         step: Sequence[tuple[str, int, int]],
     ) -> list[list[tuple[int, int]]]:
-        """Returns copies of blocks by group: that of the new target, or of the source's holder.
+        """Returns the block copies by group: the group of the new target, or of the source.
 
-        Rows go on listing blocks that their request has given back, so that only the columns
-        that it reads in this step tell the group of a source.
+        A row still lists blocks that its request has given back, so the group of a source is that
+        of the columns that its request reads in this step.
         """
         copies: list[list[tuple[int, int]]] = [[] for _ in self._plan.groups]
         pairs = read_copies(output)

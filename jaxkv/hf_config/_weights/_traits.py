@@ -1,4 +1,4 @@
-"""What each family adds to the shapes that all share. No jax."""
+"""Traits of model types, and the matrices that only single families have. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from jaxkv.hf_config._weights._mixers import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """The traits of a model type.
+class Traits:
+    """The traits of a model type that decide which matrices it has.
 
-    gated: feed-forward layers have a gate.
-    tied: the head is the embedding where the configuration does not say.
-    query_gate: queries come with a gate of their own size.
-    both: layers with experts have a dense feed-forward layer, too.
-    positions: the field with the number of learnt positions.
-    states: gives the matrices of a layer with a recurrent state.
+    gated: whether feed-forward layers have a gate.
+    tied: whether the head is the embedding where the configuration does not say.
+    query_gate: whether attention has a gate as large as its queries.
+    both: whether layers with experts also have a dense feed-forward layer.
+    positions: name of the field with the number of learnt positions; None: there are none.
+    states: yields the matrices of a layer with a recurrent state; None: there are none.
     """
 
     gated: bool = True
@@ -40,7 +40,7 @@ PLAIN = """
     llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text
     qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text qwen2_5_omni_text phi3
     phimoe glm glm4 glm4_moe glm4_moe_lite glm4v_text glm4v_moe_text glm_moe_dsa gpt_oss
-    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 granite granitemoe
+    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 granite granitemoe
     granitemoeshared minimax_m2 olmo olmo2 olmo3 olmoe seed_oss internlm2 internlm3 exaone4
     exaone_moe dots1 bailing_moe bailing_moe_v2 mimo mimo_v2_flash llama4_text stablelm cwm
     hyperclovax hy_v3 dbrx chatglm mllama_text_model solar solar_open axk1 exaone baichuan internlm
@@ -50,53 +50,53 @@ TIED = """
     gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
     hunyuan_v1_dense hunyuan_v1_moe youtu vaultgemma gemma4_unified_text
 """
-FAMILIES = {
-    **dict.fromkeys(PLAIN.split(), Family()),
-    **dict.fromkeys(TIED.split(), Family(tied=True)),
+TRAITS = {
+    **dict.fromkeys(PLAIN.split(), Traits()),
+    **dict.fromkeys(TIED.split(), Traits(tied=True)),
     **dict.fromkeys(
         ("phi", "gpt_neox", "gptj", "codegen", "nemotron", "persimmon", "jais2"),
-        Family(gated=False),
+        Traits(gated=False),
     ),
-    **dict.fromkeys(("starcoder2", "falcon", "bloom", "mpt"), Family(gated=False, tied=True)),
+    **dict.fromkeys(("starcoder2", "falcon", "bloom", "mpt"), Traits(gated=False, tied=True)),
     **dict.fromkeys(
-        ("gpt2", "gpt_bigcode"), Family(gated=False, tied=True, positions="n_positions")
+        ("gpt2", "gpt_bigcode"), Traits(gated=False, tied=True, positions="n_positions")
     ),
-    "gpt_neo": Family(gated=False, tied=True, positions="max_position_embeddings"),
-    "opt": Family(gated=False, tied=True, positions="max_position_embeddings"),
-    "apertus": Family(gated=False),
-    "arcee": Family(gated=False),
-    "gemma4_text": Family(tied=True, both=True),
-    "qwen3_next": Family(query_gate=True, states=gated_delta_net),
-    "qwen3_5_text": Family(query_gate=True, states=gated_delta_net),
-    "qwen3_5_moe_text": Family(query_gate=True, states=gated_delta_net),
-    "olmo_hybrid": Family(states=gated_delta_net),
-    "kimi_linear": Family(states=kimi_delta),
-    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), Family(states=lightning)),
-    "jamba": Family(states=mamba1),
-    "mamba": Family(tied=True, states=mamba1),
-    "falcon_mamba": Family(tied=True, states=mamba1),
-    "mamba2": Family(states=mamba2),
-    "bamba": Family(states=mamba2),
-    "falcon_h1": Family(states=mamba2),
-    "granitemoehybrid": Family(states=mamba2),
-    "nemotron_h": Family(gated=False, states=mamba2),
-    "zamba2": Family(tied=True, states=mamba2),
-    "afmoe": Family(query_gate=True),
-    "lfm2": Family(tied=True, states=short_convolution),
-    "lfm2_moe": Family(tied=True, states=short_convolution),
+    "gpt_neo": Traits(gated=False, tied=True, positions="max_position_embeddings"),
+    "opt": Traits(gated=False, tied=True, positions="max_position_embeddings"),
+    "apertus": Traits(gated=False),
+    "arcee": Traits(gated=False),
+    "gemma4_text": Traits(tied=True, both=True),
+    "qwen3_next": Traits(query_gate=True, states=gated_delta_net),
+    "qwen3_5_text": Traits(query_gate=True, states=gated_delta_net),
+    "qwen3_5_moe_text": Traits(query_gate=True, states=gated_delta_net),
+    "olmo_hybrid": Traits(states=gated_delta_net),
+    "kimi_linear": Traits(states=kimi_delta),
+    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), Traits(states=lightning)),
+    "jamba": Traits(states=mamba1),
+    "mamba": Traits(tied=True, states=mamba1),
+    "falcon_mamba": Traits(tied=True, states=mamba1),
+    "mamba2": Traits(states=mamba2),
+    "bamba": Traits(states=mamba2),
+    "falcon_h1": Traits(states=mamba2),
+    "granitemoehybrid": Traits(states=mamba2),
+    "nemotron_h": Traits(gated=False, states=mamba2),
+    "zamba2": Traits(tied=True, states=mamba2),
+    "afmoe": Traits(query_gate=True),
+    "lfm2": Traits(tied=True, states=short_convolution),
+    "lfm2_moe": Traits(tied=True, states=short_convolution),
 }
 WITHOUT_FEED_FORWARD = {"mamba", "mamba2", "falcon_mamba"}
 
 
-def family_of(model_type: str) -> Family:
+def traits_of(model_type: str) -> Traits:
     """Returns the traits of a model type.
 
     Raises:
-      ValueError: it is not understood.
+      ValueError: the model type is not in the table.
     """
-    if model_type not in FAMILIES:
+    if model_type not in TRAITS:
         raise ValueError(f"the sizes of the weights of model_type={model_type!r} are not known")
-    return FAMILIES[model_type]
+    return TRAITS[model_type]
 
 
 def nemotron_kinds(fields: Fields) -> list[str]:
@@ -108,7 +108,7 @@ def nemotron_kinds(fields: Fields) -> list[str]:
 
 
 def per_layer_embeddings(fields: Fields) -> Iterable[Matrix]:
-    """Yields Gemma 3n's and Gemma 4's embeddings of every layer, and their way into it."""
+    """Yields the embeddings that every layer of Gemma 3n and 4 has, and their projections."""
     width = fields.number("hidden_size_per_layer_input", default=0)
     if not width:
         return
@@ -134,7 +134,7 @@ def whisper(fields: Fields) -> Iterable[Matrix]:
 
 
 def t5(fields: Fields) -> Iterable[Matrix]:
-    """Yields the matrices of T5 and its kin; the newer ones have gates and a head of their own."""
+    """Yields the matrices of T5 and its relatives; newer ones have gates and an untied head."""
     hidden, inner = fields.number("d_model"), fields.number("num_heads") * fields.number("d_kv")
     width, gated = fields.number("d_ff"), str(fields.first("feed_forward_proj")).startswith("gated")
     layers = fields.number("num_layers")
