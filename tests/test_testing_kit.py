@@ -6,6 +6,7 @@ in `tests/test_whole_cache.py`, the example for users in `tests/test_example_sui
 
 import contextlib
 import dataclasses
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,15 +24,18 @@ import jaxkv.testing
 from jaxkv.block_tables import pack_entries
 from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, _changes, _manager, _resuming
 from jaxkv.blocks._pending import Pending
+from jaxkv.blocks._prefixes import Prefixes
 from jaxkv.blocks._rows import Rows
 from jaxkv.blocks._rules import Rules
 from jaxkv.cache import CacheError, KVCache, make_cache
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.pool import zero_blocks
+from jaxkv.prefixes import PrefixTree, _tree
 from jaxkv.specs import FullAttentionSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv.testing import (
     CacheStateMachine,
     JaxkvStateMachine,
+    ReferenceCache,
     assert_in_place,
     assert_no_recompilation,
     assert_same_bytes,
@@ -324,8 +328,8 @@ def lose(*parts: str):
         def broken(cache, upload, rows, **options):
             data = np.array(upload.data)
             for part in parts:
-                where = upload.shape.fields[part]
-                data[where] = upload.shape.padding[where]
+                where = upload.shape.format.fields[part]
+                data[where] = upload.shape.format.padding[where]
             return run_step(cache, dataclasses.replace(upload, data=data), rows, **options)
 
         return broken
@@ -360,7 +364,7 @@ BUGS = {  # where, and its replacement made of what was there
         _changes, "_last_holders", lambda _: lambda books, cells: books.ids_at(cells) > 0
     ),
     "more blocks are taken than are free": (
-        _changes, "_check_room", lambda _: lambda books, changes: None
+        _changes, "_blocks_needed", lambda _: lambda books, changes: 0
     ),
     "a lost state is resumed from": (
         _resuming, "_lost_states", lambda _: lambda b, g, rows, n: np.zeros(rows.size, bool)
@@ -376,6 +380,105 @@ BUGS = {  # where, and its replacement made of what was there
 }  # fmt: skip
 
 
+def one_token_late(keep):
+    def broken(tree, namespace, tokens, columns, checkpoint=None, **options):
+        if checkpoint is not None and tokens.size > 1:
+            tokens = tokens[:-1]
+        return keep(tree, namespace, tokens, columns, checkpoint, **options)
+
+    return broken
+
+
+def with_drafts(finish):
+    def broken(prefixes, row, tokens):
+        books = prefixes._books
+        books.computed[row] = books.reached[row]
+        finish(prefixes, row, tokens)
+
+    return broken
+
+
+def without_salt(encode):
+    return lambda prefixes, tokens, salt, extra_keys: encode(prefixes, tokens, None, extra_keys)
+
+
+def copy_only_kept_states(_):
+    whole = np.iinfo(np.int64).max
+    return lambda pool, ids, position: (pool._references[ids] > 1) | (pool.kept_until[ids] == whole)
+
+
+def to_the_end_of_the_block(walk):
+    def broken(tree, namespace, tokens):
+        path, seen = walk(tree, namespace, tokens)
+        return path, min(-(-seen // 16) * 16, path[-1].end, tokens.size) if path else seen
+
+    return broken
+
+
+PREFIX_BUGS = {
+    "a state is kept as that of one token less": (PrefixTree, "keep", one_token_late),
+    "rejected drafts are kept under the tokens in their place": (Prefixes, "finish", with_drafts),
+    "the salt is forgotten": (Prefixes, "_encode", without_salt),
+    "a state that is kept is written in place": (_tree, "WHOLE", lambda _: 1),
+    "a hit is one block too long": (PrefixTree, "walk", to_the_end_of_the_block),
+    "an evicted block is still found": (PrefixTree, "_evict", lambda _: lambda tree, place, ids: 0),
+    "the epoch is ignored": (Prefixes, "new_epoch", lambda _: lambda prefixes: None),
+}
+
+
+class Prompts(Machine):
+    """Large blocks, so that many prefixes end inside one, and as many states as there is room."""
+
+    plan = plan_cache(
+        {
+            name: dataclasses.replace(spec, block_size=16)
+            for name, spec in {"full": FULL, "state": STATE}.items()
+        },
+        2**30,
+        max_model_len=24,
+        num_blocks_override=20,
+        limits=Limits(max_in_flight_tokens=8),
+    )
+    checkpoint_share = 1.0
+
+
+class Drafts(Machine):
+    """Without states, so that drafts can be rejected."""
+
+    plan = plan_cache(
+        {"full": FULL},
+        2**30,
+        max_model_len=24,
+        num_blocks_override=20,
+        limits=Limits(max_in_flight_tokens=8),
+    )
+
+
+@pytest.mark.parametrize("bug", PREFIX_BUGS)
+def test_bugs_of_prefixes_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken = PREFIX_BUGS[bug]
+    monkeypatch.setattr(where, name, broken(getattr(where, name)))
+    with pytest.raises(AssertionError):
+        find_bug(Drafts if "drafts" in bug else Machine if "evicted" in bug else Prompts)
+
+
+@pytest.mark.parametrize("has_bug", [False, True])
+def test_a_partial_block_that_is_kept_and_written_is_found(has_bug, monkeypatch) -> None:
+    """Certainly plays what the machine draws now and then: three prompts that part in a block."""
+    if has_bug:
+        monkeypatch.setattr(BlockPool, "must_copy", copy_only_kept_states(None))
+    machine = Prompts()
+    machine.begin(count=0)
+    wanted = pytest.raises(AssertionError, match=r"'full': column 0 has .* the request wrote as")
+    for request, after in enumerate(([1, 0], [0, 0], [1, 0, 1]), start=2):
+        machine._start_prompt(request, [0, 1, 0, 1, 0, *after], None)
+        with wanted if has_bug and request == 4 else contextlib.nullcontext():
+            while machine.computed[request] < 5 + len(after):
+                machine.step({request: 15})
+        if request < 4:
+            machine.finish_request(request, again=False)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs_of_jaxkv_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken = BUGS[bug]
@@ -384,8 +487,54 @@ def test_bugs_of_jaxkv_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
         find_bug(Machine)
 
 
-def test_without_a_bug_the_machine_finds_none() -> None:
-    find_bug(Machine, max_examples=20)
+@pytest.mark.parametrize("machine", [Machine, Prompts])
+def test_without_a_bug_the_machine_finds_none(machine: type[JaxkvStateMachine]) -> None:
+    found: list[int] = []
+
+    class Counting(machine):
+        def start_prompt(self, request, tokens, salt):
+            found.append(super().start_prompt(request, tokens, salt))
+            return found[-1]
+
+    find_bug(Counting, max_examples=20)
+    assert sum(count > 0 for count in found) > 5 and any(count % 4 for count in found)
+
+
+def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
+    methods = {"start_prompt": lambda machine, request, tokens, salt: len(tokens)}
+    with pytest.raises(AssertionError, match="the last one has to be computed"):
+        find_bug(type("Machine", (ToyMachine,), methods))
+
+
+def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
+    cache = ReferenceCache(Machine.plan)
+    tokens = [1, 0, 1, 1, 0, 0]
+
+    def rows(request: int, namespace: str | None, *ends: int) -> dict[str, list[bytes]]:
+        cache.start(request, namespace)
+        written = [
+            cache.write(request, start, end, tokens[:end])
+            for start, end in itertools.pairwise([0, *ends])
+        ]
+        return {layer: [row.tobytes() for part in written for row in part[i].rows]
+                for i, layer in enumerate(cache.layers)}  # fmt: skip
+
+    once, twice = rows(1, "a", 6), rows(2, "a", 3, 6)
+    assert once["full"] == twice["full"] and once["state"] == twice["state"][1:]
+    assert rows(3, "b", 6)["full"] != once["full"] != rows(4, None, 6)["full"]
+    tokens[0] = 0
+    assert not set(rows(5, "a", 6)["full"]) & set(once["full"])
+    with pytest.raises(ValueError, match="tokens has 2 ids; wanted the first 3"):
+        cache.write(1, 0, 3, [0, 0])
+
+
+def test_a_prefix_is_read_as_the_same_tokens_wrote_it() -> None:
+    cache = ReferenceCache(Machine.plan)
+    cache.start(1, "a"), cache.write(1, 0, 6, [0] * 6)
+    cache.start(2, "a", [0] * 6)
+    assert cache.share(0, 0, 1, 2) and cache.share(0, 1, 1, 2)
+    cache.write(2, 6, 7, [0] * 7), cache.write(1, 6, 7, [0] * 6 + [1])
+    assert cache.share(0, 0, 1, 2) and not cache.share(0, 1, 1, 2)
 
 
 @pytest.mark.parametrize("bad", [np.zeros((9, 31), np.uint8), np.zeros((9, 32), np.int8)])

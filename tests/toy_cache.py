@@ -89,7 +89,7 @@ class ForgetsToZero(ToyCache):
 
 
 class FreesTwice(ToyCache):
-    """When blocks run out, gives some back and leaves them in the table, too."""
+    """Gives blocks back when they run out, and leaves them in the table, too."""
 
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
         try:

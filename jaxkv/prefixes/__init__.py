@@ -25,7 +25,14 @@ from jaxkv.prefixes._events import (
     GroupKind,
     Medium,
 )
-from jaxkv.prefixes._extra_keys import BlockExtras, ExtraKey, ExtraKind, extra_keys_by_block
+from jaxkv.prefixes._extra_keys import (
+    BlockExtras,
+    ExtraKey,
+    ExtraKind,
+    check_boundaries,
+    check_content,
+    extra_keys_by_block,
+)
 from jaxkv.prefixes._keys import block_keys, root_key
 from jaxkv.prefixes._lookup import Found, Reason, SharedColumns, find
 from jaxkv.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
@@ -59,6 +66,8 @@ __all__ = [
     "TokenCodes",
     "as_tokens",
     "block_keys",
+    "check_boundaries",
+    "check_content",
     "encode_events",
     "event_frames",
     "extra_keys_by_block",

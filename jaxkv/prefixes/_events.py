@@ -1,4 +1,4 @@
-"""What happened to the blocks of a cache, in order, for routers and connectors. NumPy only."""
+"""Events of the blocks of a cache, in order, for routers and connectors. NumPy only."""
 
 import collections
 import dataclasses

@@ -1,8 +1,8 @@
-"""What a block depends on besides its tokens: adapters, images, salts. NumPy only."""
+"""Content of a block besides its tokens: adapters, images, salts. NumPy only."""
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -133,12 +133,10 @@ def extra_keys_by_block(
       start: position of the first token of the first block.
 
     Raises:
-      TypeError: something that is not an `ExtraKey`.
+      TypeError: something that is not an `ExtraKey`, or a salt that is not a str.
     """
     extra_keys = tuple(extra_keys)
-    for key in extra_keys:
-        if not isinstance(key, ExtraKey):
-            raise TypeError(f"extra_keys must hold ExtraKey, got {key!r}; see ExtraKey.lora, .mm")
+    check_content(salt, extra_keys)
     if not extra_keys and not (salt and start == 0):
         return [None] * num_blocks
     found: list[list[Tagged]] = [[] for _ in range(num_blocks)]
@@ -151,6 +149,25 @@ def extra_keys_by_block(
     for key in ordered[len(before_salt) :]:
         _add(key, found, block_size, start)
     return [tuple(entries) or None for entries in found]
+
+
+def check_content(salt: str | None, extra_keys: Iterable[ExtraKey]) -> None:
+    """Raises TypeError for a salt that is not a str, or a key that is not an `ExtraKey`."""
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"salt must be a str or None, got {salt!r}; use str(...)")
+    for key in extra_keys:
+        if not isinstance(key, ExtraKey):
+            raise TypeError(f"extra_keys must hold ExtraKey, got {key!r}; see ExtraKey.lora, .mm")
+
+
+def check_boundaries(boundaries: Sequence[int], num_tokens: int) -> None:
+    """Raises TypeError or ValueError unless boundaries are numbers of tokens of a prompt."""
+    if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
+        raise TypeError(f"boundaries must be a sequence of ints, got {boundaries!r}")
+    if any(not 0 < boundary <= num_tokens for boundary in boundaries):
+        raise ValueError(
+            f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the tokens of the prompt"
+        )
 
 
 def _add(key: ExtraKey, found: list[list[Tagged]], block_size: int, start: int) -> None:

@@ -129,8 +129,22 @@ def _held_at(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> np
     return newest_hole[last] < first
 
 
+def _holds_whole(keeping: Keeping, columns: np.ndarray, position: int) -> bool:
+    """As `_held_at`, for one position."""
+    end = position // keeping.block
+    if keeping.only_last:
+        return bool(columns[end - 1] > 0)
+    first = int(keeping.growth.first_visible(position)) // keeping.block
+    return bool((columns[first:end] > 0).all())
+
+
 def _longest_whole(keepings: Sequence[Keeping], columns: Sequence[np.ndarray], seen: int) -> int:
     grid = _grid(keepings)
+    if seen < grid:
+        return 0
+    longest = seen // grid * grid  # usually held
+    if all(_holds_whole(*of_group, longest) for of_group in zip(keepings, columns, strict=True)):
+        return longest
     positions = np.arange(grid, seen + 1, grid)
     held = np.ones(positions.size, bool)
     for keeping, ids in zip(keepings, columns, strict=True):
@@ -190,11 +204,9 @@ def _holds(keeping: Keeping, columns: np.ndarray, checkpoint: Checkpoint, group:
         return block_id > 0
     if position % keeping.block and block_id <= 0:
         return False
-    end = position // keeping.block
-    if keeping.only_last:
-        return bool(position % keeping.block) or bool(columns[end - 1] > 0)
-    first = int(keeping.growth.first_visible(position)) // keeping.block
-    return bool((columns[first:end] > 0).all())
+    if keeping.only_last and position % keeping.block:
+        return True
+    return _holds_whole(keeping, columns, position)
 
 
 def _longest_checkpoint(

@@ -70,6 +70,9 @@ def as_tokens(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
       TypeError: values that are not ints.
       ValueError: an array that is not flat, or an id below 0 or past int32.
     """
+    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
+        kind = type(tokens).__name__
+        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
     array = np.array(tokens) if len(tokens) else np.zeros(0, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._internal.numbers import cdiv
 from jaxkv.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
 from jaxkv.specs import Growth
 
@@ -20,10 +21,12 @@ class Keeping(NamedTuple):
 
     growth: of the group.
     block: tokens that a column of its table stands for.
+    shares_rows: whether several tokens of a layer share a row.
     """
 
     growth: Growth
     block: int
+    shares_rows: bool = False
 
     @property
     def by_checkpoint(self) -> bool:
@@ -34,6 +37,13 @@ class Keeping(NamedTuple):
     def only_last(self) -> bool:
         """Whether the next token reads only the block at the end of the prefix."""
         return self.growth.stores == "state"
+
+    def until(self, position: int) -> int:
+        """Returns the position before which nobody may write into the block that ends a prefix."""
+        if self.only_last:
+            return WHOLE
+        # The next token may write over the row of the prefix's last ones.
+        return cdiv(position, self.block) * self.block if self.shares_rows else position
 
 
 class Node:
@@ -218,7 +228,7 @@ class PrefixTree:
         node.checkpoints[position] = made
         for group, block_id in enumerate(blocks.tolist()):
             if block_id > 0:
-                until = WHOLE if self.keepings[group].only_last else position
+                until = self.keepings[group].until(position)
                 self.kept_until[block_id] = max(int(self.kept_until[block_id]), until)
                 self._of_block.setdefault(block_id, []).append(made)
         self.checkpoints.add(made)
@@ -247,8 +257,7 @@ class PrefixTree:
             until = (int(self._column_of[block_id]) + 1) * block
         for checkpoint in self._of_block.get(block_id, ()):
             group = int((checkpoint.blocks == block_id).argmax())
-            is_state = self.keepings[group].only_last
-            until = max(until, WHOLE if is_state else checkpoint.position)
+            until = max(until, self.keepings[group].until(checkpoint.position))
         return until
 
     def forget(self, ids: np.ndarray) -> list[int]:
@@ -257,9 +266,11 @@ class PrefixTree:
         Returns:
           Other blocks that nothing keeps any more: those of checkpoints which are not whole now.
         """
+        ids = ids.astype(np.intp)  # quicker to look up by
         places = self._place_of[ids]
-        for place in set(places.tolist()) - {-1}:
-            self._evict(place, ids[places == place])
+        for place in np.unique(places).tolist():
+            if place >= 0:
+                self._evict(place, ids[places == place])
         freed: list[int] = []
         if self._of_block:
             for block_id in self._of_block.keys() & set(ids.tolist()):

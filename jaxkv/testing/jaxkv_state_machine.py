@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks import BlockManager, StepShape, Upload, pack_step
-from jaxkv.cache import KVCache, check_errors, make_cache
+from jaxkv.cache import KVCache, check_errors, first_columns, make_cache
 from jaxkv.layout import rows_per_block
 from jaxkv.planning import Plan
 from jaxkv.pool import describe_bytes, read_rows, write_rows, write_state
@@ -40,19 +40,24 @@ class JaxkvStateMachine(CacheStateMachine):
 
     stacked, implementation: as `make_cache` and `apply_step` take them; rows are written by the
       device's default implementation.
+    checkpoint_share: as `BlockManager` takes it.
     """
 
     stacked: ClassVar[bool | None] = None
     implementation: ClassVar[str | None] = None
     copies_on_write: ClassVar[bool] = True
+    checkpoint_share: ClassVar[float] = 0.5
 
     @override
     def make_cache(self) -> None:
-        self.manager = BlockManager(self.plan, max_requests=self.max_requests)
+        self.manager = BlockManager(
+            self.plan, max_requests=self.max_requests, checkpoint_share=self.checkpoint_share
+        )
         empty = _make_empty(self.plan, self.max_requests, self.stacked)
         self.cache = jax.tree.map(jnp.copy, empty)  # steps consume theirs
         self.shape = _widest_shape(self.plan, self.max_requests)
         self._batch: dict[Hashable, int] = {}  # tokens that each grown request computes
+        self._chunk_ends: dict[int, tuple[int, ...]] = {}  # of prompts
         self._is_behind = False  # the device does not know all that the manager does
         self._read: dict[str, np.ndarray] | None = None  # by layer, until something changes
 
@@ -60,6 +65,24 @@ class JaxkvStateMachine(CacheStateMachine):
     def start(self, request: int) -> None:
         self.manager.start(request)
         self._read = None
+
+    @override
+    def start_prompt(self, request: int, tokens: Sequence[int], salt: str | None) -> int:
+        middle = (len(tokens) + 1) // 2
+        hit = self.manager.start(request, tokens, salt=salt, boundaries=[middle])
+        self._chunk_ends[request] = hit.chunk_ends
+        self._is_behind |= hit.num_cached_tokens > 0
+        self._read = None
+        return hit.num_cached_tokens
+
+    @override
+    def chunk_end(self, request: int, num_computed_tokens: int, num_tokens: int) -> int:
+        ends = [end for end in self._chunk_ends.get(request, ()) if end > num_computed_tokens]
+        return min([num_tokens, *ends])
+
+    @override
+    def new_epoch(self) -> None:
+        self.manager.new_epoch()
 
     @override
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
@@ -70,6 +93,12 @@ class JaxkvStateMachine(CacheStateMachine):
     @override
     def finish(self, request: int) -> None:
         self.manager.finish(request)
+        self._is_behind = True
+
+    @override
+    def finish_prompt(self, request: int, tokens: Sequence[int]) -> None:
+        self._chunk_ends.pop(request, None)
+        self.manager.finish(request, tokens)
         self._is_behind = True
 
     @override
@@ -289,7 +318,7 @@ def _read_tokens(cache: KVCache, upload: Upload) -> tuple[list[Array], dict[str,
                 rows = lax.bitcast_convert_type(read_rows(cache, layer, batch), jnp.uint8)
                 shape = batch.tables[group].shape
                 pages[layer] = rows.reshape(*shape, spec.data_bytes)
-    firsts = [batch.first_columns(group) for group in range(len(cache.layout.growths))]
+    firsts = [first_columns(batch, group) for group in range(len(cache.layout.growths))]
     return firsts, pages
 
 

@@ -1,6 +1,7 @@
 """The content of a cache, from the definition: a dense cache of its own for every request.
 
-Has no block ids and no pool: each request has NumPy arrays that no other request touches.
+Has no block ids and no pool: each request has NumPy arrays that no other request touches. What
+requests write is random, but the same for equal tokens after equal ones.
 """
 
 from collections.abc import Hashable, Sequence
@@ -64,10 +65,21 @@ class ReferenceCache:
         self._rng = np.random.default_rng(seed)
         self._pages: dict[tuple[Hashable, str], _Pages] = {}
         self._reached: dict[Hashable, int] = {}  # tokens of each request before any rewind
+        self._namespaces: dict[Hashable, Hashable] = {}
+        self._drawn: dict[tuple[str, Hashable, tuple[int, ...]], np.ndarray] = {}
 
-    def start(self, request: Hashable) -> None:
-        """An empty cache for a request, also for one that had one before."""
-        self._reached[request] = 0
+    def start(
+        self, request: Hashable, namespace: Hashable = None, prefix: Sequence[int] = ()
+    ) -> None:
+        """A cache for a request, also for one that had one before.
+
+        Args:
+          namespace: requests of one namespace write equal bytes for equal tokens after equal
+            ones, if `write` is told the tokens; None: each of its writes is drawn anew.
+          prefix: tokens that are in the cache already; none: it is empty.
+        """
+        self._reached[request] = len(prefix)
+        self._namespaces[request] = namespace
         for layer, place in self.layers.items():
             shape = self.plan.row_blocks[place.group], place.spec.data_bytes
             self._pages[request, layer] = _Pages(
@@ -76,10 +88,19 @@ class ReferenceCache:
                 rejected=np.zeros(shape, bool),
                 tokens=np.zeros(shape[0], np.int64),
             )
+            if prefix:
+                self._compute(request, layer, 0, prefix)
+                self._forget_the_rest(self._pages[request, layer], place.spec, len(prefix))
+
+    def _forget_the_rest(self, pages: _Pages, spec: LayerSpec, num_tokens: int) -> None:
+        """Expects anything in the rest of a block: others may have filled it up."""
+        column, after = divmod(num_tokens, spec.block_size)
+        if after and not isinstance(spec, StateSpec):
+            pages.rejected[column] |= ~pages.written[column]
 
     def fork(self, request: Hashable, donor: Hashable, num_tokens: int) -> None:
         """Begins a cache with another's first tokens, and its states."""
-        self.start(request)
+        self.start(request, self._namespaces[donor])
         self._reached[request] = num_tokens
         for layer, place in self.layers.items():
             end = -(-num_tokens // place.spec.block_size)
@@ -95,23 +116,56 @@ class ReferenceCache:
             del self._pages[request, layer]
 
     def write(
-        self, request: Hashable, num_computed_tokens: int, num_tokens: int
+        self,
+        request: Hashable,
+        num_computed_tokens: int,
+        num_tokens: int,
+        tokens: Sequence[int] = (),
     ) -> tuple[Write, ...]:
-        """Computes the tokens up to ``num_tokens``: draws and notes the rows of every layer."""
+        """Computes the tokens up to ``num_tokens``: draws and notes the rows of every layer.
+
+        Args:
+          tokens: the request's first ``num_tokens`` token ids, if it has a namespace.
+        """
         self._reached[request] = num_tokens
-        writes = []
-        for layer, place in self.layers.items():
-            positions = _row_positions(place.spec, num_computed_tokens, num_tokens)
-            rows = self._draw_rows(place.spec, len(positions))
-            pages = self._pages[request, layer]
-            for position, row in zip(positions.tolist(), rows, strict=True):
-                column, offset = place_in_row(place.spec, position)
-                pages.data[column, offset : offset + len(row)] = row
-                pages.written[column, offset : offset + len(row)] = True
-                pages.rejected[column, offset : offset + len(row)] = False
-                pages.tokens[column] = position + 1
-            writes.append(Write(request, layer, positions, rows))
-        return tuple(writes)
+        known = tokens if self._namespaces[request] is not None else range(num_tokens)
+        if len(known) != num_tokens:
+            raise ValueError(f"tokens has {len(known)} ids; wanted the first {num_tokens}")
+        return tuple(
+            self._compute(request, layer, num_computed_tokens, known) for layer in self.layers
+        )
+
+    def _compute(
+        self, request: Hashable, layer: str, computed: int, tokens: Sequence[int]
+    ) -> Write:
+        """Notes what a request writes into one layer for its tokens after the computed ones."""
+        spec, pages = self.layers[layer].spec, self._pages[request, layer]
+        positions = _row_positions(spec, computed, len(tokens))
+        rows = self._rows_of(request, layer, positions, tokens)
+        for position, row in zip(positions.tolist(), rows, strict=True):
+            column, offset = place_in_row(spec, position)
+            pages.data[column, offset : offset + len(row)] = row
+            pages.written[column, offset : offset + len(row)] = True
+            pages.rejected[column, offset : offset + len(row)] = False
+            pages.tokens[column] = position + 1
+        return Write(request, layer, positions, rows)
+
+    def _rows_of(
+        self, request: Hashable, layer: str, positions: np.ndarray, tokens: Sequence[int]
+    ) -> np.ndarray:
+        """Returns uint8[n, row_bytes]: drawn anew, or as they were for the same tokens."""
+        spec, namespace = self.layers[layer].spec, self._namespaces[request]
+        if namespace is None:
+            return self._draw_rows(spec, len(positions))
+        shared = 1 if isinstance(spec, StateSpec) else spec.block_size // rows_per_block(spec)
+        rows = []
+        for position in positions.tolist():  # a row is made of all its tokens and those before
+            seen = tuple(tokens[: (position // shared + 1) * shared])
+            key = layer, namespace, seen
+            if key not in self._drawn:
+                self._drawn[key] = self._draw_rows(spec, 1)[0]
+            rows.append(self._drawn[key])
+        return np.stack(rows)
 
     def rewind(self, request: Hashable, num_tokens: int) -> None:
         """Sets a request back to its first tokens, which the cache under test agreed to.
@@ -124,13 +178,18 @@ class ReferenceCache:
             pages, reached = self._pages[request, layer], self._reached[request]
             if not isinstance(place.spec, StateSpec):
                 self._reject(pages, place.spec, num_tokens, reached)
-            elif num_tokens and reached - num_tokens > place.spec.speculative_blocks:
-                column, _ = place_in_row(place.spec, num_tokens - 1)
-                if pages.tokens[column] != num_tokens:
-                    raise AssertionError(
-                        f"request {request}, layer {layer!r} was set back to {num_tokens} tokens, "
-                        f"and the state in column {column} has seen {pages.tokens[column]}"
-                    )
+                continue
+            column, _ = place_in_row(place.spec, max(num_tokens - 1, 0))
+            past_drafts = reached - num_tokens > place.spec.speculative_blocks
+            if num_tokens and past_drafts and pages.tokens[column] != num_tokens:
+                raise AssertionError(
+                    f"request {request}, layer {layer!r} was set back to {num_tokens} tokens, "
+                    f"and the state in column {column} has seen {pages.tokens[column]}"
+                )
+            later = pages.tokens > num_tokens
+            later[column] = False
+            pages.rejected[later] |= pages.written[later]
+            pages.written[later] = False
 
     def _reject(self, pages: _Pages, spec: LayerSpec, kept: int, reached: int) -> None:
         """Forgets the rows of which no token is kept: they read as anything but NaN."""

@@ -7,16 +7,17 @@ subclass writes; `JaxkvStateMachine` is such a subclass.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxkv._internal.numbers import NULL_BLOCK
-from jaxkv.blocks import OutOfBlocksError
 from jaxkv.planning import Plan
 from jaxkv.specs import Growth
+from jaxkv.testing._cache_under_test import CacheUnderTest, overrides
 from jaxkv.testing._extra import extra
+from jaxkv.testing._texts import ALPHABET, Text, Texts
 from jaxkv.testing.reference_cache import ReferenceCache, Write
 
 with extra(__name__):
@@ -33,19 +34,23 @@ with extra(__name__):
     )
 
 
-def _overrides(method: str) -> Callable[["CacheStateMachine"], bool]:
-    base = getattr(CacheStateMachine, method)
-    return lambda machine: getattr(type(machine), method) is not base
+PROMPTS = st.tuples(  # which text, the part of it that a prompt begins with, more tokens, salt
+    st.integers(0, 7),
+    st.integers(0, 15),
+    st.lists(st.integers(0, ALPHABET - 1), max_size=2),
+    st.sampled_from([None, None, None, "salt"]),
+)
+Prompt = tuple[int, int, Sequence[int], str | None]
 
 
-class CacheStateMachine(RuleBasedStateMachine):
+class CacheStateMachine(CacheUnderTest, RuleBasedStateMachine):
     """Serves random requests from your cache, and checks it after every step.
 
     Requests are numbered from 1: ``requests_0`` of a printed story starts request 1. To shrink a
     failure may take minutes; for a quick answer leave `hypothesis.Phase.shrink` out.
 
-    Set `plan` and write the methods below from `make_cache` to `read_null_block`; `fork`,
-    `rewind` and `swap` are driven when they are written. Then
+    Set `plan` and write the methods from `make_cache` to `read_null_block`; `fork`, `rewind`,
+    `swap`, `start_prompt` and `new_epoch` are driven when they are written. Then
     ``TestMyCache = MyMachine.TestCase`` for unittest and pytest. Add rules of your own over the
     bundle `requests`.
 
@@ -55,10 +60,11 @@ class CacheStateMachine(RuleBasedStateMachine):
       what the plan counts on and leaves out the null block;
     - *null block*: no request holds id 0, or an id out of range, where it needs a block,
       and the null block keeps its bytes;
-    - *aliasing*: two requests hold one block only in the same column, after a fork, and until
-      one of them writes into it;
+    - *aliasing*: two requests hold one block only in the same column, after a fork or with
+      equal prompts, and until one of them writes something else into it;
     - *content*: every request reads, in all that its next token may read, what it wrote, and
-      no NaN beside it;
+      no NaN next to it; a prompt reads what the same tokens wrote under the same salt, in the
+      same epoch;
     - *all or nothing*: a request that is refused blocks leaves everything as it was, and the
       only one that holds any is never refused.
 
@@ -71,98 +77,19 @@ class CacheStateMachine(RuleBasedStateMachine):
     out_of_blocks: the error that `grow` raises when blocks run out.
     """
 
-    plan: ClassVar[Plan]
-    max_requests: ClassVar[int] = 4
-    unwritten_reads_zero: ClassVar[bool] = False
-    copies_on_write: ClassVar[bool] = False
-    out_of_blocks: ClassVar[type[Exception]] = OutOfBlocksError
-
     requests = Bundle("requests")
-
-    # --- to be written in a subclass ----------------------------------------------
-
-    def make_cache(self) -> None:
-        """Makes the cache under test, empty, for `plan` and `max_requests`."""
-        raise NotImplementedError("make_cache")
-
-    def start(self, request: int) -> None:
-        """Starts a request, which holds nothing yet."""
-        raise NotImplementedError("start")
-
-    def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
-        """Gives a request the blocks to compute its tokens up to ``num_tokens``.
-
-        Raises:
-          out_of_blocks: too few are free, and nothing was changed.
-        """
-        raise NotImplementedError("grow")
-
-    def write(self, writes: Sequence[Write]) -> None:
-        """Runs one step: writes the rows of all layers of all requests of the batch."""
-        raise NotImplementedError("write")
-
-    def finish(self, request: int) -> None:
-        """Takes everything back from a request that ends or is preempted."""
-        raise NotImplementedError("finish")
-
-    def num_free_blocks(self) -> int:
-        """Returns the blocks that can be handed out."""
-        raise NotImplementedError("num_free_blocks")
-
-    def block_ids(self, request: int) -> Sequence[Sequence[int]]:
-        """Returns, per group of the plan, the request's blocks in order; 0 where it holds none."""
-        raise NotImplementedError("block_ids")
-
-    def read_pages(self, request: int, layer: str) -> np.ndarray:
-        """Returns uint8[W, data_bytes]: the request's pages of a layer, by column of its row.
-
-        Read them the way that your attention reads them, for the next token of the request.
-        Columns that it does not hold may be anything.
-        """
-        raise NotImplementedError("read_pages")
-
-    def read_null_block(self) -> Iterable[np.ndarray]:
-        """Returns the bytes of block 0, in any arrays; they must not change."""
-        raise NotImplementedError("read_null_block")
-
-    def is_at_rest(self) -> bool:
-        """Returns whether requests may read now (optional).
-
-        False: what was finished, forked, rewound or swapped reaches the cache with its next step.
-        """
-        return True
-
-    def fork(self, request: int, donor: int, num_tokens: int) -> bool:
-        """Starts a request that shares the blocks of a donor's first tokens (optional).
-
-        Drawn for whole blocks, of plans whose groups all keep tokens; see `copies_on_write`.
-        Returns whether it did: False, with nothing changed, when no block that can be shared
-        holds the state after those tokens.
-        """
-        raise NotImplementedError("fork")
-
-    def rewind(self, request: int, num_tokens: int) -> bool:
-        """Sets a request back to its first tokens, after drafts were rejected (optional).
-
-        Returns whether it did: False, with nothing changed, when a block that the next token
-        reads was given back, or holds a later state.
-        """
-        raise NotImplementedError("rewind")
-
-    def swap(self, first: int, second: int) -> None:
-        """Exchanges the rows of two requests in the block tables (optional)."""
-        raise NotImplementedError("swap")
 
     # --- rules --------------------------------------------------------------------
 
-    @initialize(target=requests, count=st.integers(0, 7))
-    def begin(self, count: int) -> Any:
-        """An empty cache and up to ``1 + count`` requests."""
+    @initialize(target=requests, count=st.integers(0, 7), prompts=st.booleans())
+    def begin(self, count: int, prompts: bool = False) -> Any:
+        """An empty cache and up to ``1 + count`` requests, with prompts or without."""
         if not isinstance(getattr(self, "plan", None), Plan):
             raise TypeError(f"set plan in {type(self).__name__}, to what plan_cache returned")
         self.computed: dict[int, int] = {}  # tokens in the cache, of every running request
         self._names = itertools.count(1)
         self.reference = ReferenceCache(self.plan)
+        self.texts = Texts(max(1, self.plan.max_model_len - 1))
         self.make_cache()
         self._usable_blocks = self.num_free_blocks()
         self._null_block = [np.array(part) for part in self.read_null_block()]
@@ -173,12 +100,32 @@ class CacheStateMachine(RuleBasedStateMachine):
                 f"{self._usable_blocks} blocks are free at the start; the plan counts on "
                 f"{self.plan.usable_blocks} and has {self.plan.num_blocks} with the null block"
             )
-        return multiple(*(self._start() for _ in range(min(1 + count, self.max_requests))))
+        new = range(min(1 + count, self.max_requests))
+        if prompts and self._has_prompts():
+            return multiple(*(self._start_cut(i, 15 - 2 * i, (), None) for i in new))
+        return multiple(*(self._start() for _ in new))
 
     @precondition(lambda self: len(self.computed) < self.max_requests)
     @rule(target=requests)
     def start_request(self) -> int:
         return self._start()
+
+    @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
+    @rule(target=requests, prompt=PROMPTS)
+    def start_request_with_prompt(self, prompt: Prompt) -> int:
+        """A prompt that begins like a fixed one, or like that of a request that ended."""
+        return self._start_cut(*prompt)
+
+    @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
+    @rule(prompt=PROMPTS, length=st.integers(0, 15))
+    def serve_request_with_prompt(self, prompt: Prompt, length: int) -> None:
+        """A prompt that is computed in steps of one length, and gone."""
+        request = self._start_cut(*prompt)
+        wanted, before = len(self.texts.running[request].tokens), -1
+        while before < self.computed[request] < wanted:
+            before = self.computed[request]
+            self.step({request: length})
+        self._finish(request)
 
     @rule(
         batch=st.dictionaries(requests, st.integers(0, 15), min_size=1),
@@ -208,8 +155,10 @@ class CacheStateMachine(RuleBasedStateMachine):
     @rule(target=requests, request=consumes(requests), again=st.booleans())
     def finish_request(self, request: int, again: bool) -> Any:
         """It gives its blocks back; ``again``: it was preempted, and computes its tokens anew."""
+        if again:
+            return self._restart(request)
         self._finish(request)
-        return self._start(request) if again else multiple()
+        return multiple()
 
     @precondition(lambda self: self._prefixes())
     @rule(target=requests, which=st.integers(0, 15))
@@ -221,10 +170,11 @@ class CacheStateMachine(RuleBasedStateMachine):
         if not self.fork(request, donor, length):
             return multiple()
         self.reference.fork(request, donor, length)
+        self.texts.fork(request, donor, length)
         self.computed[request] = length
         return request
 
-    @precondition(lambda self: _overrides("rewind")(self) and self._drafted())
+    @precondition(lambda self: overrides("rewind")(self) and self._drafted())
     @rule(which=st.integers(0, 7), count=st.integers(1, 3))
     def reject_drafts(self, which: int, count: int) -> None:
         """Sets a request back by a few tokens."""
@@ -233,12 +183,20 @@ class CacheStateMachine(RuleBasedStateMachine):
         kept = max(1, self.computed[request] - count)
         if self.rewind(request, kept):
             self.reference.rewind(request, kept)
+            self.texts.rewind(request, kept)
             self.computed[request] = kept
 
-    @precondition(lambda self: _overrides("swap")(self) and any(self.computed.values()))
+    @precondition(lambda self: overrides("swap")(self) and any(self.computed.values()))
     @rule(first=requests, second=requests)
     def swap_requests(self, first: int, second: int) -> None:
         self.swap(first, second)
+
+    @precondition(lambda self: overrides("new_epoch")(self) and self.texts.num_ended >= 3)
+    @rule()
+    def begin_new_epoch(self) -> None:
+        """The weights change: later prompts find nothing of what was computed before."""
+        self.new_epoch()
+        self.texts.begin_epoch()
 
     # --- invariants ---------------------------------------------------------------
 
@@ -277,18 +235,47 @@ class CacheStateMachine(RuleBasedStateMachine):
         self.computed[request] = 0
         return request
 
-    def _finish(self, request: int) -> None:
-        self.finish(request)
+    def _start_cut(self, which: int, part: int, more: Sequence[int], salt: str | None) -> int:
+        return self._start_prompt(next(self._names), self.texts.cut(which, part, more), salt)
+
+    def _start_prompt(self, request: int, prompt: Sequence[int], salt: str | None) -> int:
+        found = self.start_prompt(request, prompt, salt)
+        if not 0 <= found < len(prompt):
+            raise AssertionError(
+                f"start_prompt found {found} tokens of a prompt of {len(prompt)}; the last one has "
+                "to be computed, for what follows it"
+            )
+        text = self.texts.start(request, prompt, salt)
+        self.reference.start(request, text.namespace, prompt[:found])
+        self.computed[request] = found
+        return request
+
+    def _finish(self, request: int) -> Text | None:
+        """Ends a request. Returns its text, if it has one."""
+        text = None
+        if request in self.texts.running:
+            self.texts.first(request, self.computed[request] + 1)  # one is not computed yet
+            text = self.texts.finish(request)
+            self.finish_prompt(request, text.tokens[text.num_prompt_tokens :])
+        else:
+            self.finish(request)
         self.reference.finish(request)
         del self.computed[request]
+        return text
 
     def _step(self, wanted: Mapping[int, int], preempt: bool, look: bool) -> None:
         totals: dict[int, int] = {}
+        self._waiting: dict[int, Text | None] = {}
         for request, length in wanted.items():
-            total = min(self.computed[request] + length, self.plan.max_model_len)
-            if total == self.computed[request]:  # as long as it may be: it begins anew
+            if request in self._waiting:
+                continue
+            computed = self.computed[request]
+            total = min(computed + length, self.plan.max_model_len)
+            if total == computed:  # as long as it may be: it begins anew
                 self._restart(request)
-            elif self._grow(request, total) or (preempt and self._make_way(request, total, totals)):
+                continue
+            total = self.chunk_end(request, computed, total)
+            if self._grow(request, total) or (preempt and self._make_way(request, total, totals)):
                 totals[request] = total
         self.blocks_are_free_or_held_once()
         for request, total in totals.items():
@@ -297,20 +284,30 @@ class CacheStateMachine(RuleBasedStateMachine):
                 self._check_content(request, live)
         writes: list[Write] = []
         for request, total in totals.items():
-            writes += self.reference.write(request, self.computed[request], total)
+            tokens = self.texts.first(request, total)
+            writes += self.reference.write(request, self.computed[request], total, tokens)
             self.computed[request] = total
         if totals:
             self.write(writes)
+        for request, text in self._waiting.items():
+            self._resume(request, text)
 
-    def _restart(self, request: int) -> None:
-        self._finish(request)
-        self._start(request)
+    def _restart(self, request: int) -> int:
+        return self._resume(request, self._finish(request))
+
+    def _resume(self, request: int, text: Text | None) -> int:
+        """Starts a request that was finished: all its text is now its prompt, if it fits."""
+        if text is None:
+            return self._start(request)
+        most = len(text.tokens) if len(text.tokens) < self.plan.max_model_len else 1
+        prompt = text.tokens[: max(most, text.num_prompt_tokens // 2)]
+        return self._start_prompt(request, prompt, text.namespace[1])
 
     def _make_way(self, request: int, total: int, batch: Collection[int]) -> bool:
         """Preempts requests outside of the batch until one of them is given its blocks."""
         for other in list(self.computed)[::-1]:
             if other not in (request, *batch) and any(map(any, self._rows(other))):
-                self._restart(other)
+                self._waiting[other] = self._finish(other)
                 if self._grow(request, total):
                     return True
         return False
@@ -366,7 +363,7 @@ class CacheStateMachine(RuleBasedStateMachine):
         if not (alike and self.reference.share(*holder[1:], other[0], holder[0])):
             raise AssertionError(
                 f"block {block_id} is held by {_name(other)} and by {_name(holder)}; two may hold "
-                "what a fork shares until one of them writes into it"
+                "what a fork shares until one of them writes into it, and what equal prompts wrote"
             )
 
     def _check_held(self, request: int, computed: int, total: int) -> list[Sequence[int]]:
@@ -376,7 +373,13 @@ class CacheStateMachine(RuleBasedStateMachine):
           Their columns, per group.
         """
         rows = self._rows(request)
-        live = [_needed(g.growth, computed, total) for g in self.plan.groups]
+        live: list[Sequence[int]] = [_needed(g.growth, computed, total) for g in self.plan.groups]
+        if request in self.texts.running:  # of a shared prefix, a request holds no earlier states
+            firsts = [_first_held(g.growth, computed) for g in self.plan.groups]
+            live = [
+                [column for column in needed if column >= first]
+                for first, needed in zip(firsts, live, strict=True)
+            ]
         for group, (ids, needed) in enumerate(zip(rows, live, strict=True)):
             missing = [i for i in needed if i >= len(ids) or ids[i] == NULL_BLOCK]
             if missing:
@@ -410,15 +413,24 @@ class CacheStateMachine(RuleBasedStateMachine):
                     f"{self._rows(request)[place.group]}"
                 )
 
+    def _has_prompts(self) -> bool:
+        return overrides("start_prompt")(self)
+
     def _drafted(self) -> list[int]:
-        """Returns the requests that can be set back."""
-        return [request for request, computed in self.computed.items() if computed > 1]
+        """Returns the requests that can be set back.
+
+        The reference has one state for all tokens of a step, so it cannot tell which state a
+        prompt keeps whose step was one of drafts.
+        """
+        has_states = any(group.growth.speculative_blocks for group in self.plan.groups)
+        left_out = self.texts.running if has_states else {}
+        return [name for name, done in self.computed.items() if done > 1 and name not in left_out]
 
     def _prefixes(self) -> list[tuple[int, int]]:
         """Returns what a request can start with now: pairs of a donor and a number of tokens."""
         stored = {group.growth.stores for group in self.plan.groups}
         tokens_only = stored <= ({"tokens", "state"} if self.copies_on_write else {"tokens"})
-        if not (_overrides("fork")(self) and tokens_only):
+        if not (overrides("fork")(self) and tokens_only):
             return []
         if len(self.computed) == self.max_requests:
             return []
@@ -455,6 +467,12 @@ def _needed(growth: Growth, computed: int, total: int) -> Sequence[int]:
         return growth.live_blocks(computed, total)
     source = int(growth.live_columns(computed, total).source)
     return range(source, source + 1) if computed else ()
+
+
+def _first_held(growth: Growth, computed: int) -> int:
+    """Returns the first column that a request holds after a prefix that it found."""
+    is_state = growth.stores == "state" and computed > 0
+    return int(growth.live_columns(computed, computed + 1).source) if is_state else 0
 
 
 def _name(holder: tuple[int, int, int]) -> str:
