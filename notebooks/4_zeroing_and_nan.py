@@ -181,7 +181,7 @@ for step in range(160):
     left = {name: total - manager.num_computed_tokens(name) for name, total in lengths.items()}
     work = {name: min(left[name], 1 if left[name] < lengths[name] else 64) for name in lengths}
     upload = manager.step(shape, work)
-    zeroed += (shape.split(upload.data)["zero_ids"] > 0).sum()
+    zeroed += upload.parts()["zero_ids"].size
     read += sum(manager.held_blocks())
     snapshots.append(plotting.snapshot_blocks(manager))
     for name in [name for name in lengths if left[name] == work[name]]:

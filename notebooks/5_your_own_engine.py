@@ -416,7 +416,7 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 # | `cp_kv_cache_interleave_size` | `make_cache(interleave_tokens=)` |
 # | `sleep`, `wake_up` | the same |
 # | `post_kv_cache_wake_up` | there is nothing to rebuild |
-# | prefix caching | not there yet; `BlockManager.fork` shares blocks of running requests |
+# | `KVCacheManager.get_computed_blocks` | `BlockManager.start(name, tokens)` |
 #
 # Different on purpose: blocks are counted without the null block; a table holds logical ids and
 # expands them to kernel blocks when it is read; ids out of range are dropped and reported, not

@@ -229,7 +229,7 @@ class Step(NamedTuple):
             num_new_tokens=self.new,
             encoder_lens=self.encoder,
         )
-        data = jnp.asarray(upload.data[shape.batch_fields])
+        data = jnp.asarray(upload.data[shape.format.batch_fields])
         tables = tuple(map(jnp.asarray, self.tables))
         return StepBatch(tables=tables, data=data, shape=shape, layout=cache.layout)
 
@@ -400,7 +400,7 @@ def _columns(plan: Plan, group: int, step: Step, request: int) -> list[int | Non
 def reference_read(
     pool: ReferencePool, plan: Plan, layer: str, step: Step
 ) -> tuple[np.ndarray, ...]:
-    """What `read` must give, from the bytes of the blocks that the tables name."""
+    """Returns the rows that `read` must give, from the bytes of the blocks that the tables name."""
     place = plan.layout.place_of(layer)
     spec, table = place.spec, step.tables[place.group]
     if isinstance(spec, StateSpec):

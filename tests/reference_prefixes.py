@@ -96,7 +96,7 @@ class Content:
 
 
 class ReferencePrefixes:
-    """Which prefixes can be shared, and why not longer ones."""
+    """The prefixes that can be shared, and why longer ones cannot."""
 
     def __init__(self, manager: BlockManager):
         self.manager, self.story = manager, Story()
@@ -135,7 +135,7 @@ class ReferencePrefixes:
             self.first_blocks = {}
 
     def keep(self, request: Hashable, known: dict, codes, count: int, *, is_end: bool) -> None:
-        """What a request has computed of its known tokens, and is not kept yet, is kept.
+        """Keeps what a request has computed of its known tokens, and is not kept yet.
 
         Args:
           known: "namespace" and "story" of the request, and "kept", tokens.

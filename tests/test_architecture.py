@@ -82,7 +82,7 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
 
 
 def complaints(module: str, source: str) -> list[str]:
-    """What is wrong with the imports of one module, given by its dotted name and text."""
+    """Returns what is wrong with the imports of one module, given by its dotted name and text."""
     part = part_of(module)
     if part not in ROW_OF:
         return [f"{module}: {part} has no place in ROWS"] if part else []

@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Setting(NamedTuple):
-    """How a cache lies in memory, and what is asked of it."""
+    """The way a cache lies in memory, and what is asked of it."""
 
     dtype: str
     queries: str

@@ -34,6 +34,7 @@ from jaxkv.cache import (
     check_errors,
     expand_blocks,
     make_cache,
+    state_blocks,
 )
 from jaxkv.planning import plan_cache
 from jaxkv.specs import (
@@ -188,7 +189,7 @@ class TablesMachine(RuleBasedStateMachine):
             num_new_tokens=list(map(len, spans)),
             encoder_lens=encoder,
         )
-        batch, flags = gather(self.cache, upload.data[SHAPE.batch_fields], shape=SHAPE)
+        batch, flags = gather(self.cache, upload.data[SHAPE.format.batch_fields], shape=SHAPE)
         tables, firsts, slots, *tokens = jax.tree.map(np.asarray, views(batch))
         self._check_batch(spans, *tokens)
         before, self.lists.flags = self.lists.flags, 0
@@ -372,8 +373,8 @@ def upload_of(rows, computed, new, shape=SHAPE):
 def changed(upload, **fields):
     data = np.array(upload.data)
     for name, (index, value) in fields.items():
-        data[upload.shape.fields[name].start + index] = value
-    return data[upload.shape.batch_fields]
+        data[upload.shape.format.fields[name].start + index] = value
+    return data[upload.shape.format.batch_fields]
 
 
 def full_rows(**options):
@@ -406,7 +407,7 @@ def test_a_batch_that_makes_no_sense_reads_no_block_and_is_reported(fields, flag
 def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
     """Blocks below a window, before a chunk or of an older state may be another request's."""
     batch, flags = gather(
-        full_rows(), upload_of([1], [17], [3]).data[SHAPE.batch_fields], shape=SHAPE
+        full_rows(), upload_of([1], [17], [3]).data[SHAPE.format.batch_fields], shape=SHAPE
     )
     got = {
         group.specs[0].kind + getattr(group.specs[0], "cache_mode", ""): np.asarray(table)[
@@ -434,12 +435,12 @@ def test_a_fresh_request_has_no_state_to_resume_from(mode: str) -> None:
         for i, s in enumerate(map(lambda g: g.specs[0], PLAN.groups))
         if getattr(s, "cache_mode", 0) == mode
     )
-    data = upload_of([0, 1], [0, 4], [5, 1]).data[SHAPE.batch_fields]
+    data = upload_of([0, 1], [0, 4], [5, 1]).data[SHAPE.format.batch_fields]
     batch, _ = gather(full_rows(), data, shape=SHAPE)
     table = np.asarray(batch.tables[group])
     assert table[0, 0] == 0 and table[1, 0] == 1 and (table[:2, 1] > 0).all()
-    resumed = batch.state_blocks(group, None, reading=True)
-    written = batch.state_blocks(group, None, reading=False)
+    resumed = state_blocks(batch, group, None, reading=True)
+    written = state_blocks(batch, group, None, reading=False)
     assert resumed.tolist() == [-1, 1, -1]
     assert written.tolist() == [
         {"none": 1, "align": 2, "all": 2}[mode],
@@ -450,7 +451,7 @@ def test_a_fresh_request_has_no_state_to_resume_from(mode: str) -> None:
 
 def test_a_rectangular_batch_has_a_row_of_tokens_per_request() -> None:
     shape = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=BATCH, tokens_per_request=5)
-    data = upload_of([2, 0], [4, 0], [3, 5], shape).data[shape.batch_fields]
+    data = upload_of([2, 0], [4, 0], [3, 5], shape).data[shape.format.batch_fields]
     batch, flags = gather(full_rows(), data, shape=shape)
     assert int(flags) == 0
     assert batch.positions.tolist() == [[4, 5, 6, -1, -1], [0, 1, 2, 3, 4], [-1] * 5]
@@ -462,7 +463,9 @@ def test_a_rectangular_batch_has_a_row_of_tokens_per_request() -> None:
 
 
 def test_states_have_no_slots() -> None:
-    batch, _ = gather(full_rows(), upload_of([0], [4], [3]).data[SHAPE.batch_fields], shape=SHAPE)
+    batch, _ = gather(
+        full_rows(), upload_of([0], [4], [3]).data[SHAPE.format.batch_fields], shape=SHAPE
+    )
     for layer in ("none", "cross"):
         with pytest.raises(TypeError, match="have no slot per token"):
             batch.slot_mapping(layer)
@@ -474,13 +477,15 @@ def test_states_have_no_slots() -> None:
 def test_a_thousand_random_updates_compile_nothing_after_the_first() -> None:
     rng = np.random.default_rng(0)
     cache = append(full_rows(), packed(entry(0, [1])))
-    data = upload_of([0], [4], [3]).data[SHAPE.batch_fields]
+    data = upload_of([0], [4], [3]).data[SHAPE.format.batch_fields]
     views(gather(cache, data, shape=SHAPE)[0])
     with assert_no_recompilation():
         for _ in range(1000):
             row, ids = int(rng.integers(ROWS)), rng.integers(1, 60, rng.integers(7)).tolist()
             cache = append(cache, packed(entry(row, ids)))
-        batch, _ = gather(cache, upload_of([row], [1], [2]).data[SHAPE.batch_fields], shape=SHAPE)
+        batch, _ = gather(
+            cache, upload_of([row], [1], [2]).data[SHAPE.format.batch_fields], shape=SHAPE
+        )
         views(batch)
     assert row_of(cache, row) == ids
 

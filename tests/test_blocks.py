@@ -261,7 +261,7 @@ class Pair:
             return
         upload = self.manager.step(self.shape, work, extra=range(0))
         self.reference.compute(work)
-        parts = {name: part.tolist() for name, part in self.shape.split(upload.data).items()}
+        parts = {name: part.tolist() for name, part in self.shape.format.split(upload.data).items()}
         if not self.ahead:
             self._check_changes(parts, changes)
         self._apply(parts)
@@ -376,7 +376,7 @@ def test_what_the_planner_admits_the_manager_holds(plan: Plan, data: st.DataObje
     while computed < length:
         count = min(data.draw(CHUNKS), length - computed)
         upload = manager.step(shape, {"r": count})
-        assert shape.split(upload.data)["num_computed_tokens"][0] == computed
+        assert shape.format.split(upload.data)["num_computed_tokens"][0] == computed
         held = held_columns(manager, "r")
         for growth, columns, bound in zip(growths, held, charged, strict=True):
             live = growth.live_blocks(computed, computed + count, encoder_tokens=encoder)
@@ -463,7 +463,7 @@ def test_a_shape_that_is_too_small_is_refused_and_nothing_is_lost(sizes, message
     with unchanged(manager), pytest.raises(ValueError, match=message):
         manager.step(small, {"r": 8, "s": 1}, extra=[1, 2])
     upload = manager.step(shape, {"r": 8, "s": 1})
-    parts = shape.split(upload.data)
+    parts = shape.format.split(upload.data)
     written = parts["entry_ids"][: parts["entry_ends"][-1]].tolist()
     rows = [ids for name in ("r", "s") for ids in manager.block_ids(name)]
     assert set(written) <= {i for ids in rows for i in ids} and written
@@ -630,7 +630,7 @@ def test_fifteen_of_sixteen_decode_steps_change_no_table() -> None:
     manager, shape = running(small_plan({"a": FullAttentionSpec(block_size=16, **KV)}, 20), 1)
     for _ in range(14):
         upload = manager.step(shape, {"r": 1})
-        assert shape.split(upload.data)["entry_ends"].tolist() == [0]
+        assert shape.format.split(upload.data)["entry_ends"].tolist() == [0]
 
 
 # --- forks ----------------------------------------------------------------------------
@@ -645,14 +645,14 @@ def test_forks_share_blocks_until_somebody_writes_into_one() -> None:
     assert manager.block_ids("s") == manager.block_ids("t") == manager.block_ids("r")
     assert manager.num_free_blocks == before
     upload = manager.step(shape, {"s": 1, "r": 1})
-    parts = shape.split(upload.data)
+    parts = shape.format.split(upload.data)
     assert (parts["copy_sources"] >= 0).sum() == 4  # the half-full block of each group, twice
     rows = [manager.block_ids(name) for name in "rst"]
     for group in range(2):
         tails = {row[group][1] for row in rows}
         assert len(tails) == 3 and len({row[0][0] for row in rows}) == 1
     upload = manager.step(shape, {"t": 1})  # the last holder keeps the block
-    assert (shape.split(upload.data)["copy_sources"] < 0).all()
+    assert (shape.format.split(upload.data)["copy_sources"] < 0).all()
 
 
 def test_a_prefix_of_whole_blocks_needs_no_copy() -> None:
@@ -688,7 +688,7 @@ def test_entries_of_a_foreign_scheduler_reach_their_cells() -> None:
         shape, entries=entries, rows=[2], num_computed_tokens=[4], num_new_tokens=[3],
         zero_ids=ids, row_copies=[],
     )  # fmt: skip
-    parts = shape.split(upload.data)
+    parts = shape.format.split(upload.data)
     total = parts["entry_ends"][-1]
     cells = zip(
         *(parts[f"entry_{f}"][:total].tolist() for f in ("rows", "columns", "ids")), strict=True

@@ -23,7 +23,7 @@ many_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
 
 
 class Deal(NamedTuple):
-    """How positions are dealt out."""
+    """The way positions are dealt out."""
 
     ranks: int
     block_size: int
@@ -185,7 +185,7 @@ def attention(queries, keys, values, cap=np.inf, sinks=None) -> np.ndarray:
 
 
 def expected_of(work: dict[int, int], inputs: Inputs, seen: dict[int, list[Any]]) -> list[Any]:
-    """What each layer's tokens attend to; notes what the requests' caches hold from now on."""
+    """Returns what each layer's tokens attend to, and notes what the caches hold from now on."""
     first, outs = 0, []
     for name, count in work.items():
         new = [array[first : first + count] for array in inputs]

@@ -41,6 +41,9 @@ class Setting:
     def step(self, work, shape=None, **options):
         return self.manager.step(self.shape if shape is None else shape, work, **options)
 
+    def prompt(self, tokens, **options):
+        return BlockManager(PLAN, max_requests=1).start("q", tokens, **options)
+
     def smaller(self, **sizes) -> StepShape:
         return StepShape.for_plan(PLAN, max_requests=2, **{"max_tokens": 8} | sizes)
 
@@ -245,6 +248,56 @@ MISTAKES = {
         ValueError,
         "num_tokens=6 is more than the 5 tokens that 'r' has computed",
     ),
+    # --- prompts ---
+    "a text for its token ids": (
+        lambda s: s.prompt("hello"),
+        TypeError,
+        "tokens must be token ids, a sequence of ints, got str; tokenize first",
+    ),
+    "token ids as floats": (
+        lambda s: s.prompt([1.0]),
+        TypeError,
+        "tokens must be token ids, ints, got float64",
+    ),
+    "no token ids": (
+        lambda s: s.prompt([]),
+        ValueError,
+        "tokens is empty; give the token ids of the prompt, at least one",
+    ),
+    "a number for a salt": (
+        lambda s: s.prompt([1], salt=7),
+        TypeError,
+        r"salt must be a str or None, got 7; use str\(...\)",
+    ),
+    "the name of an adapter for its key": (
+        lambda s: s.prompt([1], extra_keys=["my-adapter"]),
+        TypeError,
+        "extra_keys must hold ExtraKey, got 'my-adapter'; see ExtraKey.lora, .mm",
+    ),
+    "one boundary": (
+        lambda s: s.prompt([1, 2], boundaries=1),
+        TypeError,
+        "boundaries must be a sequence of ints, got 1",
+    ),
+    "no room for what the cache holds of a prompt": (
+        lambda s: pack_step(s.shape, entries=[TableEntry(0, [range(99)] * 5)]),
+        ValueError,
+        r"the step needs block_ids=495 and its shape has \d+; use more cached_tokens=, for prompts",
+    ),
+    "token ids for a scheduler": (
+        lambda s: jaxkv.Scheduler(BlockManager(PLAN, max_requests=2), max_tokens=8).add("q", [1]),
+        TypeError,
+        r"num_tokens must be an int, the length of the prompt, got list; token ids belong into "
+        r"Scheduler\(tokens=\)",
+    ),
+    "a boundary behind the prompt": (
+        lambda s: jaxkv.Scheduler(BlockManager(PLAN, max_requests=2), max_tokens=8).add(
+            "q", 4, boundaries=[5]
+        ),
+        ValueError,
+        r"boundaries=\[5\] must be in 1..4, the tokens of the prompt",
+    ),
+    # --- ids of your own ---
     "block ids of one group": (
         lambda s: pack_step(s.shape, entries=[TableEntry(0, [[1, 2]])]),
         ValueError,
@@ -371,6 +424,11 @@ MISTAKES = {
         lambda s: Planless().begin(0),
         TypeError,
         "set plan in Planless, to what plan_cache returned",
+    ),
+    "a machine without a method": (
+        lambda s: Flat().grow(1, 0, 1),
+        NotImplementedError,
+        "write grow in your subclass",
     ),
     "a machine without a null block": (
         lambda s: Bytesless().begin(0),

@@ -242,7 +242,7 @@ def view(manager: BlockManager) -> object:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_no_call_cooks_the_books(model: str) -> None:
-    """What is refused leaves no trace; what is accepted leaves books that add up."""
+    """A refused call leaves no trace, and an accepted one leaves books that add up."""
     seen: Counter[str] = Counter()
     per_run = 100
     for seed in range(max(10, -(-CALLS // per_run // len(MODELS)))):

@@ -37,7 +37,8 @@ def contents(path: pathlib.Path) -> list[tuple[str, str, str]]:
 
 def test_there_are_these_and_each_has_its_pair() -> None:
     names = ["1_layouts", "2_block_tables", "3_planning", "4_zeroing_and_nan", "5_your_own_engine"]
-    names += ["6_meshes", "7_coming_from_vllm_or_numpy"]
+    names += ["6_meshes", "7_coming_from_vllm_or_numpy", "8_prefixes_and_rollouts"]
+    names += ["9_sleep_and_page_lists"]
     assert [source.stem for source in SOURCES] == names
     assert sorted(path.stem for path in (HERE / "notebooks").glob("*.ipynb")) == names
 

@@ -1,4 +1,4 @@
-"""What is built and shipped: the contents of wheel and sdist, and what they ask for.
+"""The contents of wheel and sdist, and what they ask for.
 
 `make wheel-check` goes on from here: it installs the wheel and runs this suite on it.
 """

@@ -72,7 +72,7 @@ PERIODS = [
 
 
 def writes_of_periods(case: Case, step: cases.Step) -> tuple[int, dict[str, cases.Arguments]]:
-    """How many periods there are, and the arguments of `write`, a period per first index."""
+    """Returns the number of periods, and the arguments of `write`, a period per first index."""
     count = len(case.plan.groups[0].layers)
     each = [cases.writes_for(case.plan, step, seed) for seed in range(count)]
     writes = jax.tree.map(lambda *arrays: np.stack(arrays), *each)

@@ -39,7 +39,7 @@ def all_axes(cache, layer: str) -> np.ndarray:
 
 
 def places(shape, strides, start: int = 0) -> np.ndarray:
-    """Where each element of a strided array begins, in bytes."""
+    """Returns the first byte of each element of a strided array."""
     return sum((np.indices(shape)[i] * stride for i, stride in enumerate(strides)), np.array(start))
 
 

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.specs import (

@@ -332,6 +332,6 @@ def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) ->
     """Entries, the batch and copies of rows each have a check of their own."""
     _, (sent,) = numbered(1)
     data = sent.data.copy()
-    data[SHAPE.fields[field].start] = value
+    data[SHAPE.format.fields[field].start] = value
     cache, _ = step(make_cache(PLAN, max_requests=4), Upload(data=data, shape=SHAPE))
     assert int(cache.error_flags) & flag

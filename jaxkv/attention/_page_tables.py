@@ -108,9 +108,8 @@ def page_ids(
     """
     layout = batch.layout
     parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
-    first = jnp.asarray(
-        batch.layout.of_period(layer, period, batch.layout.id_offset, -1) * parts, jnp.int32
-    )
+    first = layout.of_period(layer, period, layout.id_offset, -1) * parts
+    first = jnp.asarray(first, jnp.int32)
     known = jnp.bool_(True)
     if period is not None:
         count = len(layout.buffers.period_layers(layer))

@@ -15,6 +15,7 @@ from jaxkv.cache import (
     KVCache,
     StepBatch,
     check_layout,
+    first_columns,
 )
 
 
@@ -25,7 +26,7 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
 
     Args:
       cache: whose rows are read.
-      data: int32[...], `StepShape.batch_fields` of the step's upload.
+      data: int32[...], `UploadFormat.batch_fields` of the step's upload.
       shape: of the step.
     """
     check_layout(cache.layout, shape)
@@ -58,7 +59,7 @@ def _gather_group(cache: KVCache, batch: StepBatch, group: int, live: Array) -> 
     )
     index = jnp.arange(width, dtype=jnp.int32)[None]
     first, end = _per_request(first, batch), _per_request(end, batch)
-    columns = batch.first_columns(group)[:, None] + index
+    columns = first_columns(batch, group)[:, None] + index
     wanted = (columns >= first) & (columns < end)
     if growth.stores == "state":  # the source goes in front
         columns = jnp.where(index == 0, _per_request(source, batch), columns - 1)
@@ -75,7 +76,7 @@ def _gather_group(cache: KVCache, batch: StepBatch, group: int, live: Array) -> 
     held = wanted & (columns < lengths[:, None]) & (ids != NULL_BLOCK)
     problems = bit(NO_BLOCK, (wanted & ~held).any(axis=1))
     if growth.stores != "state":
-        problems |= bit(TOO_LONG, live & (end[:, 0] > batch.first_columns(group) + width))
+        problems |= bit(TOO_LONG, live & (end[:, 0] > first_columns(batch, group) + width))
     return jnp.where(held, ids, NULL_BLOCK), problems
 
 

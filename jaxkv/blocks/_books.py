@@ -98,6 +98,12 @@ class Books:
         source, first, end = self._held[:, group, row].tolist()
         return source, first, end
 
+    def any_may_share(self, rows: np.ndarray) -> bool:
+        """Returns whether the next tokens of any of these rows may hit a block that is shared."""
+        if not (self.pool.has_shared_blocks and np.count_nonzero(self.may_share)):
+            return False
+        return bool(self.may_share[rows].any())
+
     def row_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Returns int64[N, G], columns of each row that the device must know."""
         if rows.size == 1:
@@ -183,7 +189,7 @@ class Books:
                 replaced = before[fresh.first_cells[changes.copied]]
             self._set_ids(fresh, ids)
         self._hold(rows, changes.held)
-        if self.pool.has_shared_blocks or changes.replaces:
+        if changes.replaces or self.any_may_share(rows):
             self.may_share[rows] &= self._shares_source(rows)
         self.quiet_until[rows] = changes.quiet_until
         return ids, replaced
@@ -261,6 +267,11 @@ class Books:
 
     def _give_back_from_end(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
         """Gives back blocks so that the end of a prefix is taken before its beginning."""
+        if len(spans) == 1:
+            (span,) = spans
+            self.pool.release(cells[span][::-1].copy())
+            cells[span] = NULL_BLOCK
+            return
         parts = [np.arange(span.start, span.stop) for span in spans]
         places = np.concatenate(parts)
         groups = self.starts.searchsorted(places, "right") - 1

@@ -50,8 +50,7 @@ def plan_changes(
 def _changes_now(
     books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes:
-    may_share = books.pool.has_shared_blocks and books.may_share[rows].any()
-    is_plain = not (books.rules.aligned.size or may_share)
+    is_plain = not (books.rules.aligned.size or books.any_may_share(rows))
     if is_plain and rows.size * len(books.rules.growths) <= FEW:
         return _changes_of_few(books, rows, computed, totals)
     return _changes(books, rows, computed, totals)
@@ -116,7 +115,7 @@ def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.nd
         fresh, _ = Runs.joined([fresh, more]).by_group()
         dropped, _ = Runs.joined([dropped, less]).by_group()
     until = rules.quiet_until(computed, after)
-    if books.pool.has_shared_blocks and books.may_share[rows].any():
+    if books.any_may_share(rows):
         return Changes(rows, *_unshare(books, rows, fresh, after), dropped, after, until)
     return Changes(rows, fresh, np.zeros(fresh.size, bool), False, dropped, after, until)
 

@@ -43,7 +43,7 @@ class Ring(Protocol):
     """A source of upload buffers, such as `jaxkv.UploadRing`."""
 
     def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns int32[shape.size] to write a step into."""
+        """Returns int32[shape.format.size] to write a step into."""
         ...
 
     def seal(self) -> Any:
@@ -111,6 +111,10 @@ class BlockManager:
             self._books,
             max_requests=max_requests,
             checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
+            shares_rows=[
+                any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs)
+                for group in plan.groups
+            ],
             events=None if events is None else PrefixEvents(events, plan),
         )
         self._pending = Pending()
@@ -474,17 +478,17 @@ class BlockManager:
         changes = plan_changes(self._books, batch.rows, computed, totals)
         zeroed = NONE if changes is None else self._to_zero(changes)
         check_room(shape, self._sizes(changes, zeroed, own.size))
-        data = np.empty(shape.size, np.int32) if ring is None else ring.buffer(shape)
+        data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         if changes is not None:
             self._apply(changes, zeroed)
-        encoder_lens = self._encoder_tokens[batch.rows] if shape.has_encoder else NO_IDS
+        encoder_lens = self._encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         if not self._pending.is_empty:
             self._write_changes(shape, data)
         self._num_uploads += 1
         data[0] = (self._num_uploads - 1) % INT32_MAX + 1
         self._books.advance(batch.rows, computed, totals)
-        self._prefixes.after_step(batch.rows, totals)
+        self._prefixes.after_step(batch.rows)
         return Upload(data=data if ring is None else ring.seal(), shape=shape)
 
     def grow(self, work: Work) -> None:

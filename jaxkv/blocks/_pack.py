@@ -113,7 +113,7 @@ def pack_step(
         extra=own.size,
     )
     check_room(shape, sizes)
-    data = np.empty(shape.size, np.int32)
+    data = np.empty(shape.format.size, np.int32)
     listed = Entries(Runs.of_cells(*cells), ids, np.zeros(ids.size, bool))
     write_batch(shape, data, batch, computed, encoder, own)
     write_entries(shape, data, listed, changed, np.array(list(lengths.values()), np.int32))

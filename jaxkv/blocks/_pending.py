@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxkv.blocks._books import Changes
-from jaxkv.blocks._runs import NO_IDS, NO_RUNS, Runs
+from jaxkv.blocks._runs import FEW, NO_IDS, NO_RUNS, Runs
 from jaxkv.blocks._write import NO_COPIES, Copies, Entries, Sizes
 from jaxkv.prefixes import SharedColumns
 
@@ -85,6 +85,9 @@ class Pending:
             return self._entries[0]
         if not self._entries:
             return NO_ENTRIES
+        return _joined_runs(self._entries) or self._joined_cells()
+
+    def _joined_cells(self) -> Entries:
         parts = [(*e.runs.cells(), e.block_ids, e.of_cells(e.zeroed)) for e in self._entries]
         groups, rows, columns, ids, zeroed = map(np.concatenate, zip(*parts, strict=True))
         cells = (groups * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
@@ -167,11 +170,32 @@ class Pending:
 NO_ENTRIES = Entries(NO_RUNS, NO_IDS, np.zeros(0, bool))
 
 
+def _joined_runs(parts: Sequence[Entries]) -> Entries | None:
+    """Returns entries ordered by group, if they are few runs and name no cell twice."""
+    if sum(part.runs.size for part in parts) > FEW or not all(p.runs.are_few for p in parts):
+        return None
+    runs = [run for part in parts for run in part.runs.ints]
+    for (group, row, begin, count), after in itertools.pairwise(sorted(runs)):
+        if (group, row) == after[:2] and begin + count > after[2]:
+            return None
+    zeroed = itertools.chain.from_iterable(part.zeroed.tolist() for part in parts)
+    ends = itertools.accumulate(run[3] for run in runs)
+    ids = np.concatenate([part.block_ids for part in parts])
+    found = sorted(zip(runs, zeroed, ends, strict=True), key=lambda each: each[0][0])
+    return Entries(
+        Runs.listed([run for run, _, _ in found]),
+        np.concatenate([ids[end - run[3] : end] for run, _, end in found]),
+        np.array([is_zeroed for _, is_zeroed, _ in found], bool),
+    )
+
+
 def _distinct(rows: Iterable[np.ndarray]) -> np.ndarray:
     """Returns each row once; the rows of one change are distinct already."""
     listed = list(rows)
     if len(listed) == 1:
         return listed[0]
+    if all(part.size == 1 for part in listed):
+        return np.array(sorted({int(part[0]) for part in listed}), np.int64)
     return np.unique(np.concatenate([np.zeros(0, np.int64), *listed]))
 
 

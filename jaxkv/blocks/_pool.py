@@ -134,7 +134,8 @@ class BlockPool:
         ids = self._warm.pop(min(count, len(self._warm)))
         others = self.on_evict(ids)
         self._append(ids)
-        self.cool(others)
+        if others.size:
+            self.cool(others)
 
     def give_up(self, ids: np.ndarray) -> None:
         """Lets the only holders of blocks write over content that is kept."""
@@ -164,6 +165,7 @@ class BlockPool:
 
     def hold(self, ids: np.ndarray) -> None:
         """Adds one reference to each of some blocks that are held or warm. They are distinct."""
+        ids = ids.astype(np.intp)  # quicker to look up by
         self._references[ids] += 1
         warm = ids[self._warm.contains(ids)]
         self._warm.remove(warm)
@@ -204,9 +206,13 @@ class BlockPool:
     def _give_back(self, ids: np.ndarray) -> None:
         """Puts blocks that nobody holds where they are taken from."""
         if self.has_kept:
-            is_kept = self.kept_until[ids] > 0
-            self._warm.push(ids[is_kept])
-            ids = ids[~is_kept]
+            is_kept = self.kept_until[ids.astype(np.intp)] > 0
+            num_kept = int(np.count_nonzero(is_kept))
+            if num_kept == ids.size:
+                return self._warm.push(ids)
+            if num_kept:
+                self._warm.push(ids[is_kept])
+                ids = ids[~is_kept]
         self._append(ids)
 
     def _append(self, ids: np.ndarray) -> None:

@@ -22,14 +22,14 @@ from jaxkv.prefixes import (
     Reason,
     TokenCodes,
     as_tokens,
+    check_boundaries,
+    check_content,
     find,
 )
 
-NEVER = np.iinfo(np.int64).max
-
 
 class Namespace(NamedTuple):
-    """What the content of equal tokens depends on besides them."""
+    """The content of equal tokens besides them: prompts share within one namespace only."""
 
     epoch: int
     salt: str | None
@@ -138,10 +138,9 @@ class PrefixStats:
 
 
 class Prefixes:
-    """What the manager remembers of prompts, and does about it.
+    """The prompts that the manager remembers, and the blocks that it keeps of them.
 
     has_encoder: whether content depends on an encoder's input, so that nothing is shared.
-    due: int64[R], the total at which the step of a row has something to keep.
     """
 
     def __init__(
@@ -150,14 +149,15 @@ class Prefixes:
         *,
         max_requests: int,
         checkpoint_blocks: int,
+        shares_rows: Sequence[bool],
         events: PrefixEvents | None = None,
     ):
         growths, rules, pool = books.rules.growths, books.rules, books.pool
         self._events = events
         self._books, self._max_checkpoint_blocks = books, checkpoint_blocks
         keepings = [
-            Keeping(growth, int(block))
-            for growth, block in zip(growths, rules.block[:, 0].tolist(), strict=True)
+            Keeping(*of_group)
+            for of_group in zip(growths, rules.block[:, 0].tolist(), shares_rows, strict=True)
         ]
         self._smallest = min((keeping.block for keeping in keepings), default=1)
         self._tree = PrefixTree(
@@ -166,7 +166,7 @@ class Prefixes:
         self._has_states = any(keeping.by_checkpoint for keeping in keepings)
         self.has_encoder = bool(rules.crossed.size)
         self._prompts: dict[int, Prompt] = {}  # by row
-        self.due = np.full(max_requests, NEVER, np.int64)
+        self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self._epoch = 0
         self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
         self._codes = TokenCodes()
@@ -207,14 +207,11 @@ class Prefixes:
         namespace, encoded, found = self.find(
             tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
         )
-        for boundary in boundaries:
-            if not 0 < boundary <= encoded.size:
-                raise ValueError(
-                    f"boundaries={list(boundaries)} must be in 1..{encoded.size}, the tokens of "
-                    "the prompt"
-                )
+        check_boundaries(boundaries, encoded.size)
         if found.num_seen < self._smallest:
-            found = found._replace(reasons=self._elsewhere(namespace, encoded, found.reasons))
+            reasons = self._elsewhere(namespace, encoded, found.reasons)
+            if reasons is not found.reasons:
+                found = found._replace(reasons=reasons)
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
         ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
@@ -227,7 +224,8 @@ class Prefixes:
 
     def begin(self, row: int, prompt: Prompt, found: Found) -> None:
         """Gives a row that has begun its prompt, and the blocks of its prefix."""
-        self._prompts[row], self.due[row] = prompt, 0
+        self._prompts[row] = prompt
+        self._computing.add(row)
         if found.num_tokens:
             self._books.share(row, found.num_tokens, found.columns)
 
@@ -291,7 +289,8 @@ class Prefixes:
         prompts = self._prompts
         moved = {first: prompts.pop(second, None), second: prompts.pop(first, None)}
         prompts.update({row: prompt for row, prompt in moved.items() if prompt is not None})
-        self.due[[first, second]] = self.due[[second, first]]
+        others = {first: second, second: first}
+        self._computing = {others.get(row, row) for row in self._computing}
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Forgets the tokens that rows may now compute others in place of."""
@@ -303,17 +302,17 @@ class Prefixes:
 
     # --- keeping ------------------------------------------------------------------
 
-    def after_step(self, rows: np.ndarray, totals: np.ndarray) -> None:
+    def after_step(self, rows: np.ndarray) -> None:
         """Keeps what the step of rows computed of their prompts."""
-        if not self._prompts:
+        if not self._computing:
             return
-        for row in rows[totals >= self.due[rows]].tolist():
+        for row in [row for row in rows.tolist() if row in self._computing]:
             prompt, computed = self._prompts[row], int(self._books.computed[row])
             count = min(computed, prompt.tokens.size)
             is_end = count == computed and count in prompt.chunk_ends  # after a rewind it is not
             self._keep(row, prompt, count, is_end=is_end)
             if count == prompt.tokens.size:
-                self.due[row] = NEVER
+                self._computing.remove(row)
 
     def finish(self, row: int, tokens: Ints | None) -> None:
         """Keeps what a request computed, before it gives its blocks back.
@@ -334,7 +333,7 @@ class Prefixes:
     def used(self, row: int) -> None:
         """Lets the states that a request used be taken last, once it has given its blocks back."""
         prompt = self._prompts.pop(row, None)
-        self.due[row] = NEVER
+        self._computing.discard(row)
         for checkpoint in () if prompt is None else prompt.checkpoints:
             if checkpoint in self._tree.checkpoints:
                 self._tree.checkpoints.touch(checkpoint, is_wanted=False)
@@ -449,9 +448,7 @@ class Prefixes:
         self, tokens: Ints, salt: str | None, extra_keys: Sequence[ExtraKey]
     ) -> tuple[Namespace, np.ndarray]:
         """Returns where a prompt is looked for, and a number for each of its tokens."""
-        for key in extra_keys:
-            if not isinstance(key, ExtraKey):
-                raise TypeError(f"extra_keys must hold ExtraKey, got {key!r}; see ExtraKey.mm")
+        check_content(salt, extra_keys)
         if self._codes.is_full:
             self.reset()
         codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])

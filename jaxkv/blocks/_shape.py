@@ -1,15 +1,14 @@
-"""The sizes of a step, and where its integers lie in an upload. No jax."""
+"""The sizes of a step, and the upload that carries its integers. No jax."""
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.numbers import cdiv
+from jaxkv.blocks._format import UploadFormat
 from jaxkv.planning import Plan
 from jaxkv.specs import Growth
 
@@ -18,8 +17,14 @@ from jaxkv.specs import Growth
 class StepShape:
     """Sizes of a step. Static: each distinct shape is one compilation.
 
-    Make one per bucket (decode, prefill) with `for_plan`. Legends use B = ``batch_size``,
-    T = ``max_tokens`` and G = the number of groups.
+    Make one per bucket with `for_plan`, which derives the rest from the plan::
+
+        decode = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=256, max_query_len=1)
+        prefill = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=8192)
+        manager.start("a")
+        upload = manager.step(prefill, {"a": 40})
+
+    Legends use B = ``batch_size``, T = ``max_tokens`` and G = the number of groups.
 
     growths, num_blocks, context_parallel: of the plan.
     max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
@@ -152,7 +157,7 @@ class StepShape:
             extra=extra,
         )
 
-    @functools.cached_property
+    @property
     def widths(self) -> tuple[int, ...]:
         """Columns of a step's table, per group; see `StepBatch.block_tables`."""
         longest = cdiv(self.max_seq_len, self.context_parallel)
@@ -167,93 +172,13 @@ class StepShape:
         return min(self.max_requests, self.batch_size + self.row_copies)
 
     @functools.cached_property
-    def has_encoder(self) -> bool:
-        """Whether a group stores the encoder's tokens."""
-        return any(growth.stores == "encoder" for growth in self.growths)
-
-    @functools.cached_property
-    def fields(self) -> Mapping[str, slice]:
-        """Every part of an upload, in order, and where it lies."""
-        lengths = {"number": 1, **self._batch_lengths, **self._change_lengths}
-        ends = itertools.accumulate(lengths.values(), initial=0)
-        return {
-            name: slice(start, stop)
-            for name, (start, stop) in zip(lengths, itertools.pairwise(ends), strict=True)
-        }
-
-    @functools.cached_property
-    def starts(self) -> Mapping[str, int]:
-        """First int32 of each part of an upload."""
-        return {name: where.start for name, where in self.fields.items()}
-
-    @functools.cached_property
-    def room(self) -> tuple[int, ...]:
-        """The most that a step changes: rows, then sizes in the order of the fields above."""
-        changes = (self.block_ids, self.zero_ids, self.block_copies, self.row_copies)
-        return (self.changed_rows, *changes, self.extra)
-
-    @property
-    def _batch_lengths(self) -> dict[str, int]:
-        """Fields that describe the requests of a step."""
-        return {
-            "request_rows": self.batch_size,
-            "num_computed_tokens": self.batch_size,
-            "query_start_loc": self.batch_size + 1,
-            "encoder_lens": self.batch_size if self.has_encoder else 0,
-            "extra": self.extra,
-        }
-
-    @property
-    def _change_lengths(self) -> dict[str, int]:
-        """Fields that change the cache."""
-        groups = len(self.growths)
-        return {
-            "changed_rows": self.changed_rows,
-            "row_lengths": self.changed_rows * groups,
-            "entry_rows": self.block_ids,
-            "entry_columns": self.block_ids,
-            "entry_ids": self.block_ids,
-            "entry_ends": groups,
-            "zero_ids": self.zero_ids,
-            "zero_ends": groups,
-            "copy_sources": self.block_copies,
-            "copy_destinations": self.block_copies,
-            "copy_ends": groups,
-            "row_sources": self.row_copies,
-            "row_destinations": self.row_copies,
-        }
-
-    @functools.cached_property
-    def batch_fields(self) -> slice:
-        """The part of an upload that a `StepBatch` keeps."""
-        return slice(self.fields["request_rows"].start, self.fields["extra"].stop)
-
-    @functools.cached_property
-    def size(self) -> int:
-        """int32s of an upload."""
-        return self.fields["row_destinations"].stop
-
-    @functools.cached_property
-    def padding(self) -> np.ndarray:
-        """An upload of a step without requests, int32[size]. Read-only."""
-        upload = np.zeros(self.size, np.int32)
-        for name in (
-            *("request_rows", "changed_rows", "entry_rows", "zero_ids"),
-            *("copy_sources", "copy_destinations", "row_sources", "row_destinations"),
-        ):
-            upload[self.fields[name]] = -1
-        upload.flags.writeable = False
-        return upload
-
-    def split(self, upload: Any) -> dict[str, Any]:
-        """Returns views of the parts of an upload, NumPy or jax, by name."""
-        parts = {name: upload[where] for name, where in self.fields.items()}
-        parts["row_lengths"] = parts["row_lengths"].reshape(self.changed_rows, len(self.growths))
-        return parts
+    def format(self) -> UploadFormat:
+        """The places of a step's integers in its upload."""
+        return UploadFormat(self)
 
     def idle(self) -> "Upload":
         """Returns an upload of a step without requests: to compile a step before serving."""
-        return Upload(data=self.padding.copy(), shape=self)
+        return Upload(data=self.format.padding.copy(), shape=self)
 
     def __repr__(self) -> str:
         form = f"{self.max_tokens} tokens"
@@ -261,7 +186,7 @@ class StepShape:
             form = f"{self.tokens_per_request} tokens each"
         return (
             f"StepShape({self.batch_size} of {self.max_requests} requests, {form}, up to "
-            f"{self.max_seq_len:,} tokens a request, {self.size:,} int32s)"
+            f"{self.max_seq_len:,} tokens a request, {self.format.size:,} int32s)"
         )
 
     def __getstate__(self) -> dict[str, object]:  # cached values stay behind
@@ -279,10 +204,10 @@ class StepShape:
 class Upload:
     """All integers of one step, for `apply_step`: a pytree that carries its shape as static data.
 
-    data: int32[shape.size], NumPy or jax.
+    data: int32[shape.format.size], NumPy or jax.
     """
 
-    data: Any  # int32[shape.size]
+    data: Any  # int32[shape.format.size]
     shape: StepShape
 
     def parts(self) -> dict[str, np.ndarray]:
@@ -294,7 +219,7 @@ class Upload:
         end, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks to zero and to
         copy, likewise, and rows to copy.
         """
-        parts = self.shape.split(np.asarray(self.data))
+        parts = self.shape.format.split(np.asarray(self.data))
         requests = int((parts["request_rows"] >= 0).sum())
         for name in ("request_rows", "num_computed_tokens", "encoder_lens"):
             parts[name] = parts[name][:requests]

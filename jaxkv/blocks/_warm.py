@@ -23,7 +23,7 @@ class WarmBlocks:
         if self._tail + ids.size > self._ids.size:
             self._close_holes()
         self._ids[self._tail : self._tail + ids.size] = ids
-        self._place_of[ids] = np.arange(self._tail, self._tail + ids.size)
+        self._place_of[ids.astype(np.intp)] = np.arange(self._tail, self._tail + ids.size)
         self._tail += ids.size
         self._size += ids.size
 
@@ -40,7 +40,7 @@ class WarmBlocks:
             end = min(end + count, self._tail)
         found = self._ids[self._head : end].nonzero()[0][:count] + self._head
         ids = self._ids[found]
-        self._place_of[ids] = -1
+        self._place_of[ids.astype(np.intp)] = -1
         self._head = int(found[-1]) + 1 if count else self._head
         self._size -= count
         return ids

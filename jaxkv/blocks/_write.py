@@ -115,18 +115,24 @@ def check_batch(shape: StepShape, batch: Batch, longest: int) -> None:
 
 def check_room(shape: StepShape, sizes: Sizes) -> None:
     """Raises ValueError unless the changes of a step fit its shape."""
-    if any(map(operator.gt, sizes, shape.room)):
+    if any(map(operator.gt, sizes, shape.format.room)):
         _refuse(shape, **sizes._asdict())
+
+
+_REMEDIES = {
+    "block_ids": "more cached_tokens=, for prompts whose beginning is in the cache, or forks=",
+    "block_copies": "more forks=",
+    "row_copies": "more forks=",
+}
 
 
 def _refuse(shape: StepShape, **sizes: int) -> None:
     for name, size in sizes.items():
         room = getattr(shape, name)
         if size > room:
-            larger = "more forks=" if name.endswith("_copies") else "a larger shape"
             raise ValueError(
-                f"the step needs {name}={size} and its shape has {room}; use {larger} (see "
-                "StepShape.for_plan)"
+                f"the step needs {name}={size} and its shape has {room}; use "
+                f"{_REMEDIES.get(name, 'a larger shape')} (see StepShape.for_plan)"
             )
 
 
@@ -160,15 +166,15 @@ def write_batch(
     extra: np.ndarray,
 ) -> None:
     """Fills an upload with padding and the requests of a step."""
-    starts, size = shape.starts, batch.rows.size
-    data[:] = shape.padding
+    starts, size = shape.format.starts, batch.rows.size
+    data[:] = shape.format.padding
     _put(data, starts["request_rows"], batch.rows)
     _put(data, starts["num_computed_tokens"], computed)
     if size:
         first = starts["query_start_loc"] + 1
         _put(data, first, batch.ends)
         data[first + size : first + shape.batch_size] = batch.num_tokens
-    if encoder_lens.size and shape.has_encoder:
+    if encoder_lens.size and shape.format.has_encoder:
         _put(data, starts["encoder_lens"], encoder_lens)
     if extra.size:
         _put(data, starts["extra"], extra)
@@ -182,7 +188,7 @@ def write_entries(
     row_lengths: np.ndarray,
 ) -> None:
     """Writes table entries, and the lengths, [E, G], of the rows that changed."""
-    starts, runs = shape.starts, entries.runs
+    starts, runs = shape.format.starts, entries.runs
     _put(data, starts["changed_rows"], changed_rows)
     _put(data, starts["row_lengths"], row_lengths.reshape(-1))
     if runs.num_cells:
@@ -197,15 +203,15 @@ def write_zero_ids(
 ) -> None:
     """Writes the fresh blocks to zero, ordered by group, and where each group's end."""
     if ids.size:
-        _put(data, shape.starts["zero_ids"], ids)
-        _put(data, shape.starts["zero_ends"], ends)
+        _put(data, shape.format.starts["zero_ids"], ids)
+        _put(data, shape.format.starts["zero_ends"], ends)
 
 
 def write_copies(
     shape: StepShape, data: np.ndarray, copies: Copies, row_copies: np.ndarray
 ) -> None:
     """Writes copies of blocks, and of table rows, int[M, 2]."""
-    starts = shape.starts
+    starts = shape.format.starts
     if copies.groups.size:
         _put(data, starts["copy_sources"], copies.sources)
         _put(data, starts["copy_destinations"], copies.destinations)

@@ -4,11 +4,18 @@ A `KVCache` knows its plan, its kernel block sizes and its mesh, so functions th
 neither: a layer's name leads to its group, and a step's batch to the right blocks.
 """
 
-from jaxkv.cache._batch import PAD_ROW, PAD_SLOT, StepBatch
+from jaxkv.cache._batch import PAD_ROW, StepBatch
 from jaxkv.cache._errors import check_errors
 from jaxkv.cache._expand import expand_blocks
 from jaxkv.cache._layout import CacheLayout, Period
 from jaxkv.cache._make import make_cache, set_scales
+from jaxkv.cache._slots import (
+    PAD_SLOT,
+    encoder_slots,
+    first_columns,
+    state_blocks,
+    token_slots,
+)
 from jaxkv.cache._state import (
     BAD_BATCH,
     BAD_BLOCK_ID,
@@ -43,7 +50,11 @@ __all__ = [
     "StepBatch",
     "check_errors",
     "check_layout",
+    "encoder_slots",
     "expand_blocks",
+    "first_columns",
     "make_cache",
     "set_scales",
+    "state_blocks",
+    "token_slots",
 ]

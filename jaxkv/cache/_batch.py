@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._internal.indexing import group_of, take, within
-from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
+from jaxkv._internal.indexing import group_of, take
+from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv.blocks import StepShape
 from jaxkv.cache._expand import expand_blocks
 from jaxkv.cache._layout import CacheLayout, Period
-
-PAD_SLOT = -1  # slot of a token that must not be written
+from jaxkv.cache._slots import PAD_SLOT, first_columns, token_slots
 
 PAD_ROW = -1  # table row of a batch entry that is padding
 
@@ -30,7 +29,7 @@ class StepBatch:
     """
 
     tables: tuple[Array, ...]  # per group int32[B, W_g], logical ids from `first_columns` on
-    data: Array  # int32[...], `StepShape.batch_fields` of the upload
+    data: Array  # int32[...], `UploadFormat.batch_fields` of the upload
     shape: StepShape = dataclasses.field(metadata={"static": True})
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
 
@@ -76,7 +75,7 @@ class StepBatch:
     @property
     def encoder_lens(self) -> Array:
         """int32[B], encoder tokens of each request; 0 without cross attention."""
-        if not self.shape.has_encoder:
+        if not self.shape.format.has_encoder:
             return jnp.zeros(self.shape.batch_size, jnp.int32)
         return self._uploaded("encoder_lens")
 
@@ -146,7 +145,7 @@ class StepBatch:
         group = self.layout.place_of(layer).group
         ids, parts = self.tables[group], self.layout.blocks_per_kv_block[group]
         self._check_count(layer, parts, "kernel blocks")
-        offset = self.id_offset(layer, period)
+        offset = self._id_offset(layer, period)
         is_null = (ids == NULL_BLOCK) | (jnp.asarray(offset, jnp.int32) < 0)
         kernel_ids = expand_blocks(ids + offset, parts)
         return jnp.where(jnp.repeat(is_null, parts, axis=-1), NULL_BLOCK, kernel_ids)
@@ -154,7 +153,7 @@ class StepBatch:
     def first_positions(self, layer: str) -> Array:
         """Returns int32[B], the position of the first token of each row of `block_tables`."""
         group = self.layout.place_of(layer).group
-        return self.first_columns(group) * self.layout.dealt_tokens(group)
+        return first_columns(self, group) * self.layout.dealt_tokens(group)
 
     def slot_mapping(self, layer: str, *, period: Period = None) -> Array:
         """Returns where each token's row of a layer lies: a token array, -1 for no slot.
@@ -173,76 +172,14 @@ class StepBatch:
           TypeError: the layer stores states, or the encoder's tokens.
         """
         group = self.layout.place_of(layer).group
-        size, slots = self.layout.growths[group].block_size, self.token_slots(group)
+        size, slots = self.layout.growths[group].block_size, token_slots(self, group)
         self._check_count(layer, size, "slots")
-        offset = jnp.asarray(self.id_offset(layer, period), jnp.int32)
+        offset = jnp.asarray(self._id_offset(layer, period), jnp.int32)
         return jnp.where((slots < 0) | (offset < 0), PAD_SLOT, slots + offset * size)
 
-    # --- for jaxkv's own readers --------------------------------------------------
-
-    def id_offset(self, layer: str, period: Period) -> Array | int:
-        """Returns the blocks before a layer's in its view, int32[] for a traced period.
-
-        -1 for a traced period that does not exist.
-        """
+    def _id_offset(self, layer: str, period: Period) -> Array | int:
+        """Returns the blocks before a layer's in its view; -1 for a period that does not exist."""
         return self.layout.of_period(layer, period, self.layout.id_offset, -1)
-
-    def first_columns(self, group: int) -> Array:
-        """Returns int32[B], the column of the table row that `tables` start at."""
-        computed, total = self._local(self.num_computed_tokens), self._local(self.seq_lens)
-        start = self.layout.growths[group].step_start(computed, total, jnp)
-        return jnp.broadcast_to(jnp.asarray(start, jnp.int32), computed.shape)
-
-    def token_slots(self, group: int) -> Array:
-        """Returns the slot of each token in a group, a token array; `PAD_SLOT` for none."""
-        layout, growth = self.layout, self.layout.growths[group]
-        if growth.stores != "tokens":
-            raise TypeError(
-                f"group {group} stores {growth.stores}, which have no slot per token: use "
-                "read_state and write_state for states"
-            )
-        requests, positions = self.token_requests, self.positions
-        column, offset = jnp.divmod(positions, layout.dealt_tokens(group))
-        turn, within_turn = jnp.divmod(offset, layout.interleave_tokens)
-        mine = turn % layout.context_parallel == layout.context_rank()
-        offset = turn // layout.context_parallel * layout.interleave_tokens + within_turn
-        column = column - take(self.first_columns(group), requests)
-        ids = (
-            self.tables[group]
-            .at[requests, column]
-            .get(mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False)
-        )
-        held = (ids != NULL_BLOCK) & (positions >= 0) & mine
-        return jnp.where(held, ids * growth.block_size + offset, PAD_SLOT)
-
-    def encoder_slots(self, group: int, num_tokens: int) -> Array:
-        """Returns int32[B, num_tokens], slots of the encoder's tokens; `PAD_SLOT` past the last."""
-        size = self.layout.growths[group].block_size
-        column, offset = jnp.divmod(jnp.arange(num_tokens, dtype=jnp.int32), size)
-        ids = take(self.tables[group].T, column).T
-        inside = jnp.arange(num_tokens, dtype=jnp.int32)[None] < self.encoder_lens[:, None]
-        return jnp.where(inside & (ids != NULL_BLOCK), ids * size + offset[None], PAD_SLOT)
-
-    def state_blocks(self, group: int, at: Array | None, *, reading: bool) -> Array:
-        """Returns int32[B], the block of each request's state; -1 for none.
-
-        Args:
-          group: of recurrent states.
-          at: int32[B], which of the blocks to write, counted from the first; None: the block
-            to resume from when reading, the block of the newest token when writing.
-        """
-        growth, table = self.layout.growths[group], self.tables[group]
-        if at is None and reading:
-            ids = table[:, 0]
-        else:
-            if at is None:
-                last = jnp.maximum(cdiv(self.seq_lens, growth.block_size), 1) - 1
-                last = last if growth.cache_mode != "none" else jnp.zeros_like(last)
-                at = last - self.first_columns(group)
-            known = within(at, table.shape[1] - 1)
-            ids = jnp.take_along_axis(table, jnp.where(known, at + 1, 0)[:, None], axis=1)[:, 0]
-            ids = jnp.where(known, ids, NULL_BLOCK)
-        return jnp.where((ids == NULL_BLOCK) | (self.query_lens == 0), -1, ids)
 
     def _check_count(self, layer: str, per_block: int, what: str) -> None:
         """Raises ValueError where int32 does not count the parts of a layer's view."""
@@ -253,9 +190,6 @@ class StepBatch:
                 "counts; make the cache with stacked=False"
             )
 
-    def _local(self, num_tokens: Array) -> Array:
-        return cdiv(num_tokens, self.layout.context_parallel)
-
     def _uploaded(self, name: str) -> Array:
-        where, start = self.shape.fields[name], self.shape.batch_fields.start
+        where, start = self.shape.format.fields[name], self.shape.format.batch_fields.start
         return self.data[where.start - start : where.stop - start]

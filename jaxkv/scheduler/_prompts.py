@@ -14,7 +14,7 @@ Tokens = Mapping[Any, Sequence[int] | np.ndarray]
 
 @dataclasses.dataclass(slots=True)
 class Prompt:
-    """What the prefix of a request is looked up by.
+    """A prompt as its prefix is looked up: tokens, salt and extra keys.
 
     known: its token ids when it was queued or preempted; None: they are not looked at yet.
     chunk_ends: tokens after which a chunk has to end, those to come.

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv.blocks import BlockManager, OutOfBlocksError, PrefixHit
-from jaxkv.prefixes import ExtraKey
+from jaxkv.prefixes import ExtraKey, check_boundaries, check_content
 from jaxkv.scheduler._ledger import ANYWHERE, InOrder, Ledger, Request, Running
 from jaxkv.scheduler._prompts import Prompt, Prompts, Tokens
 from jaxkv.scheduler._step import Schedule, Step
@@ -161,8 +161,15 @@ class Scheduler:
             fewer token ids in the scheduler's ``tokens`` than ``num_tokens``.
         """
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
+        if not isinstance(num_tokens, int):
+            raise TypeError(
+                "num_tokens must be an int, the length of the prompt, got "
+                f"{type(num_tokens).__name__}; token ids belong into Scheduler(tokens=)"
+            )
         check_positive(num_tokens=num_tokens, max_tokens=longest)
         check_count(encoder_tokens=encoder_tokens)
+        check_content(salt, extra_keys)
+        check_boundaries(boundaries, num_tokens)
         self._check_new([request])
         if not num_tokens <= longest <= self._plan.max_model_len:
             raise ValueError(

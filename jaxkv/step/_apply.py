@@ -55,8 +55,10 @@ def apply_step(
     shape = upload.shape
     check_layout(cache.layout, shape)
     check_int32(upload=upload.data)
-    if upload.data.shape != (shape.size,):
-        raise ValueError(f"upload has shape {upload.data.shape}; its step shape wants {shape.size}")
+    if upload.data.shape != (shape.format.size,):
+        raise ValueError(
+            f"upload has shape {upload.data.shape}; its step shape wants {shape.format.size}"
+        )
     same = PartitionSpec()
 
     def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
@@ -82,12 +84,14 @@ def _apply(
     cache: KVCache, upload: Upload, implementation: Implementation | None
 ) -> tuple[KVCache, StepBatch]:
     shape = upload.shape
-    parts = shape.split(jnp.asarray(upload.data))
+    parts = shape.format.split(jnp.asarray(upload.data))
     cache = _count_upload(cache, parts["number"][0])
     if shape.row_copies:
         cache = copy_rows(cache, parts["row_sources"], parts["row_destinations"])
     cache, bad_entries = write_entries(cache, _entries(parts))
-    batch, bad_batch = gather_batch(cache, jnp.asarray(upload.data)[shape.batch_fields], shape)
+    batch, bad_batch = gather_batch(
+        cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
+    )
     cache = report(cache, gather_bits(bad_entries, bad_batch))
     if shape.block_copies:  # before zeroing: a block that was given back may be read once more
         pairs = parts["copy_sources"], parts["copy_destinations"]

@@ -86,7 +86,7 @@ def broadcast_upload(
     exchange, shapes = _exchange_of(mesh), tuple(shapes)
     if not shapes:
         raise ValueError("shapes is empty; give every shape that an upload may have")
-    message = np.zeros(1 + max(shape.size for shape in shapes), np.int32)
+    message = np.zeros(1 + max(shape.format.size for shape in shapes), np.int32)
     if upload is not None:
         if not exchange.is_first:
             raise ValueError(
@@ -96,7 +96,7 @@ def broadcast_upload(
         if upload.shape not in shapes:
             raise ValueError(f"{upload.shape} is not one of the shapes given: {list(shapes)}")
         message[0] = shapes.index(upload.shape)
-        message[1 : 1 + upload.shape.size] = upload.data
+        message[1 : 1 + upload.shape.format.size] = upload.data
     elif exchange.is_first:
         message[0] = END
     if len(exchange.processes) > 1:
@@ -104,7 +104,7 @@ def broadcast_upload(
     if message[0] == END:
         return None
     shape = shapes[message[0]]
-    return Upload(data=message[1 : 1 + shape.size], shape=shape)
+    return Upload(data=message[1 : 1 + shape.format.size], shape=shape)
 
 
 class _Exchange:

@@ -54,9 +54,9 @@ class UploadRing:
         return f"UploadRing({len(self._buffers)} shapes, {self._depth} uploads each)"
 
     def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns the next buffer of a shape, int32[shape.size], once no copy reads it."""
+        """Returns the next buffer of a shape, int32[shape.format.size], once no copy reads it."""
         if shape not in self._buffers:
-            self._buffers[shape] = _Buffers(shape.size, self._depth, self._device)
+            self._buffers[shape] = _Buffers(shape.format.size, self._depth, self._device)
         self._last = self._buffers[shape]
         return self._last.next()
 

@@ -5,12 +5,24 @@ import gc
 import pathlib
 from typing import get_args
 
-from tests.benchmarks import attention, copies, host, planner, sharded, sleep, step, timing, zero
+from tests.benchmarks import (
+    attention,
+    copies,
+    host,
+    planner,
+    prefixes,
+    sharded,
+    sleep,
+    step,
+    timing,
+    zero,
+)
 from tests.benchmarks.timing import Report
 from tests.benchmarks.vllm_peer import VllmPeer
 
 PARTS = {
     "host": host.run,
+    "prefixes": prefixes.run,
     "step": step.run,
     "zero": zero.run,
     "copies": copies.run,
@@ -34,10 +46,11 @@ def main() -> None:
         default=timing.size,
         help="how large the arrays are; full on a GPU and small elsewhere",
     )
+    parser.add_argument("--all", action="store_true", help="every case; some take minutes")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; choose from {', '.join(PARTS)}")
-    timing.size = options.size
+    timing.size, timing.every_case = options.size, options.all
     report = Report()
     peer = load_peer(options.vllm, report)
     gc.freeze()  # as servers do, so that no old object is looked at while we time

@@ -128,7 +128,7 @@ def _check_same_blocks(manager: BlockManager, books: VllmBooks) -> None:
 
 
 class Calls(NamedTuple):
-    """What happens to a request, in jaxkv or in vLLM; each takes its name and tokens.
+    """The life of a request, in jaxkv or in vLLM; each takes its name and tokens.
 
     upload: carries what ``grow`` did to the device.
     """

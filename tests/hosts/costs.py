@@ -57,7 +57,7 @@ def costs(index: int) -> dict[str, float]:
         ways["with check_same_upload" + where] = functools.partial(compared, used)
         ways["with broadcast_upload" + where] = functools.partial(packed_by_one, used)
     ways["with multihost_utils.broadcast_one_to_all"] = by_jax
-    figures = {"int32s of an upload": float(shape.size)}
+    figures = {"int32s of an upload": float(shape.format.size)}
     for name, share in ways.items():
         seconds = []
         for _ in range(110):

@@ -117,7 +117,7 @@ def altered(upload: jaxkv.Upload, number: int) -> jaxkv.Upload:
     if number == 7:
         return dataclasses.replace(upload.shape, extra=upload.shape.extra + 1).idle()
     data = upload.data.copy()
-    data[upload.shape.fields["extra"].start] += 1
+    data[upload.shape.format.fields["extra"].start] += 1
     return jaxkv.Upload(data=data, shape=upload.shape)
 
 

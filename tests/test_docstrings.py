@@ -1,0 +1,151 @@
+"""Docstrings open with a verb or a noun phrase, and the examples in them run."""
+
+import ast
+import functools
+import importlib
+import json
+import pathlib
+import re
+import textwrap
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import pallas_kernels
+from jaxkv.block_tables import pack_entries
+from jaxkv.interop import vllm
+
+TESTS = pathlib.Path(__file__).parent
+PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pallas_kernels)]
+QUESTION = re.compile(r'^ *"""(?:What|Which|Who|Whose|Where|How|When|Knows)\b.*', re.MULTILINE)
+LAYERS = {"layer": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
+ROOM = {"num_groups": 1, "max_requests": 256, "max_block_ids": 4, "max_rows": 1}
+ROWS = jax.ShapeDtypeStruct((64, 1, 8), jnp.float32)
+
+
+def files(*folders: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+# --- first words ----------------------------------------------------------------------
+
+
+def test_no_docstring_opens_with_a_question_word() -> None:
+    texts = {
+        str(path): path.read_text() for path in files(*PACKAGES, TESTS, TESTS.parent / "notebooks")
+    }
+    assert sum(text.count('"""') // 2 for text in texts.values()) > 1500
+    found = {path: QUESTION.findall(text) for path, text in texts.items()}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "is_bad"), [("Whose bytes", True), ("Whole", False), ("Knows", True), ("", False)]
+)
+def test_a_question_word_is_found(first: str, is_bad: bool) -> None:
+    texts = f'"""{first}"""', f'def f():\n    """{first}\n    """'
+    assert all(bool(QUESTION.search(text)) is is_bad for text in texts)
+
+
+# --- examples -------------------------------------------------------------------------
+
+
+def example_in(docstring: str) -> str:
+    """Returns the indented blocks that follow a double colon."""
+    blocks = re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", docstring + "\n")
+    return "\n".join(textwrap.dedent(block).strip() for block in blocks)
+
+
+def docstrings(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yields the names and the docstrings of a file that may have examples in them."""
+    if not (text := path.read_text()).count("::\n\n"):
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield getattr(node, "name", ""), ast.get_docstring(node) or ""
+
+
+def module_of(path: pathlib.Path) -> str:
+    parts = path.relative_to(PACKAGES[0].parent).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+EXAMPLES = {
+    (module_of(path), name): example
+    for path in files(PACKAGES[0])
+    for name, text in docstrings(path)
+    if (example := example_in(text))
+}
+WANTED = {"", "attend", "make_cache", "plan_cache", "BlockManager", "Scheduler", "StepShape"}
+
+
+@functools.cache
+def settled() -> dict[str, Any]:
+    """Returns what examples take for granted: a model, its plan, cache and shape."""
+    plan = jaxkv.plan_cache(LAYERS, 2**20, max_model_len=8192)
+    sizes = {"max_requests": 256, "max_tokens": 64, "forks": 4, "cached_tokens": 64, "extra": 64}
+    shape = jaxkv.StepShape.for_plan(plan, **sizes)
+    manager = jaxkv.BlockManager(plan, max_requests=256)
+    manager.start("before")
+    recorded = json.loads((TESTS / "golden" / "vllm_0_33.json").read_text())["traces"][0]
+    return {
+        **{name: getattr(jaxkv, name) for name in jaxkv.__all__},
+        **{"jax": jax, "jnp": jnp, "np": np, "jaxkv": jaxkv, "vllm": vllm},
+        **{"layers": LAYERS, "layer": "layer", "memory_bytes": 2**20, "plan": plan},
+        **{"cache": jaxkv.make_cache(plan, max_requests=256), "shape": shape, "shapes": [shape]},
+        **{"upload": manager.step(shape, {"before": 1}), "work": {}, "longest": 42},
+        **{"params": jnp.zeros(()), "model": jaxkv.apply_step},
+        "step": lambda params, cache, upload: (cache, np.zeros(256, np.int32)),
+        "mesh": jax.make_mesh((1,), ("hosts",), devices=jax.devices()[:1]),
+        "entries": pack_entries([jaxkv.TableEntry(0, [[1]])], **ROOM),
+        "kv_cache_config": recorded["configs"],
+        "max_model_len": recorded["max_model_len"],
+        "scheduler_output": recorded["steps"][0]["output"],
+        "batch": SimpleNamespace(sequence=3),
+        "encode_events": lambda batch: b"",
+        "socket": SimpleNamespace(send_multipart=len),
+    }
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    """Runs an example; layers that it uses, and the step that it defines, are only traced."""
+    compiled = compile(code, "docstring", "exec")
+    arrays = {"cache": names["cache"], "upload": names["upload"]}
+    arrays |= dict.fromkeys(("queries", "keys", "values"), ROWS)
+    is_step = "def step(" in code
+    if is_step:
+        exec(compiled, names)
+
+    def traced(arrays: dict[str, Any]) -> None:
+        names.update(arrays)
+        if is_step:
+            names["step"].__wrapped__(names["params"], names["cache"], names["upload"])
+        else:
+            exec(compiled, names)
+
+    if is_step or re.search(r"jaxkv\.(attend|read_\w+|write_\w+)\(", code):
+        jax.eval_shape(traced, arrays)
+    else:
+        exec(compiled, names)
+
+
+def test_the_names_that_a_reader_meets_first_have_examples() -> None:
+    assert {name for _, name in EXAMPLES} >= WANTED
+
+
+@pytest.mark.parametrize("where", EXAMPLES, ids=".".join)
+def test_an_example_runs(where: tuple[str, str]) -> None:
+    module, name = where
+    if EXAMPLES[where].startswith("{"):
+        assert json.loads(EXAMPLES[where])["layers"]
+        return
+    tokens = np.arange(8192) if name == "block_keys" else {"a": [*range(40)], "b": [7]}
+    manager = jaxkv.BlockManager(settled()["plan"], max_requests=256)
+    names = vars(importlib.import_module(module)) | settled()
+    run(EXAMPLES[where], names | {"manager": manager, "tokens": tokens})
