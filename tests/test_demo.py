@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
+import functools
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 from jaxkv.__main__ import main
 from jaxkv.demo.engine import Engine, Report
-from jaxkv.demo.model import Model, init_params
+from jaxkv.demo.model import Model, Params, init_params
 from jaxkv.demo.reference import Comparison, compare
 from jaxkv.demo.run import BOUNDS
 from jaxkv.demo.trace import Request, make_trace
@@ -36,6 +37,15 @@ class Served(NamedTuple):
     compilations: list[str]
 
 
+@functools.cache
+def make_model(kv_dtype: str, *, is_all_attention: bool) -> tuple[Model, Params, dict[str, Any]]:
+    """A model, which several tests serve and compile the reference of once."""
+    config = {**CONFIG, "full_attention_interval": 1} if is_all_attention else CONFIG
+    layers = layers_from_config(config, kv_dtype=kv_dtype)
+    model = Model(config, tuple(layers))
+    return model, init_params(model, jax.random.key(1)), layers
+
+
 def serve(
     trace: list[Request],
     *,
@@ -46,8 +56,7 @@ def serve(
     **options,
 ) -> Served:
     """Serves a trace, and compares it with the model without a cache."""
-    config = CONFIG if ranks == 1 else {**CONFIG, "full_attention_interval": 1}
-    layers = layers_from_config(config, kv_dtype=kv_dtype)
+    model, params, layers = make_model(kv_dtype, is_all_attention=ranks > 1)
     plan = plan_cache(
         layers,
         2**30,
@@ -57,8 +66,6 @@ def serve(
         context_parallel=ranks,
         zero_policy=zero_policy,
     )
-    model = Model(config, tuple(layers))
-    params = init_params(model, jax.random.key(1))
     engine = Engine(model, params, plan, **options)
     longest = max(len(request.prompt) + request.max_new_tokens for request in trace)
     if longest <= MAX_MODEL_LEN:
@@ -149,16 +156,11 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
     assert found.largest_difference > 5 * BOUNDS["fp8_e4m3"]
 
 
-@pytest.mark.parametrize("zero_policy", ["never", "when_needed"])
-def test_without_zeroing_stale_state_turns_attention_that_masks_logits_only_into_nan(
-    zero_policy: str,
-) -> None:
-    report = serve(TRACE, own_attention=True, zero_policy=zero_policy).report
-    if zero_policy == "never":
-        assert report.num_nan > 0 and report.first_nan_request is not None
-        assert report.blocks_zeroed == 0
-    else:
-        assert report.num_nan == 0 and report.blocks_zeroed > 0
+def test_without_zeroing_stale_state_turns_attention_that_masks_logits_only_into_nan() -> None:
+    """With zeroing the same attention agrees with the model; see the test of own kernels."""
+    report = serve(TRACE, own_attention=True, zero_policy="never").report
+    assert report.num_nan > 0 and report.first_nan_request is not None
+    assert report.blocks_zeroed == 0
 
 
 def test_a_request_longer_than_the_plan_is_refused_before_serving() -> None:

@@ -47,7 +47,7 @@ def compare(
     Args:
       served: answers.
     """
-    step = jax.jit(functools.partial(_logits_of_all, model, layers))
+    step = _compiled(model, tuple(layers.items()))
     largest, equal, count = 0.0, 0, 0
     for batch in itertools.batched(served, BATCH):
         ids = np.zeros((BATCH, max_model_len), np.int32)
@@ -63,6 +63,12 @@ def compare(
             count += len(got)
             on_finish()
     return Comparison(largest, equal, count)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(model: Model, layers: tuple[tuple[str, object], ...]) -> Callable[..., jax.Array]:
+    """Returns `_logits_of_all` of a model, compiled once however many runs are compared."""
+    return jax.jit(functools.partial(_logits_of_all, model, dict(layers)))
 
 
 def _logits_of_all(
