@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -186,12 +187,20 @@ def make_layout(
       ValueError: layers that are in no group, or that share the cache of a layer elsewhere.
     """
     here = None if layers is None else set(layers)
-    names = {name for group in groups for name in group.layers}
-    unknown = (here or set()) - names
-    if unknown:
-        raise ValueError(f"layers {sorted(unknown)} are in none of the groups; group them first")
     kept = tuple(_restrict(group, here) for group in groups)
-    for layer, owner in (shared or {}).items():
+    if here is not None and sum(len(group.layers) for group in kept) < len(here):
+        unknown = here.difference(*(group.layers for group in groups))
+        raise ValueError(f"layers {sorted(unknown)} are in none of the groups; group them first")
+    if shared:
+        _check_shared(groups, here, shared)
+    return PoolLayout(kept, tuple(_tensors(kept)), tuple((shared or {}).items()))
+
+
+def _check_shared(
+    groups: Sequence[Group], here: set[str] | None, shared: Mapping[str, str]
+) -> None:
+    names = {name for group in groups for name in group.layers}
+    for layer, owner in shared.items():
         if layer in names:
             raise ValueError(f"layers[{layer!r}] both owns a cache and shares that of {owner!r}")
         if owner not in (names if here is None else here):
@@ -199,7 +208,6 @@ def make_layout(
                 f"layers[{layer!r}] shares the cache of {owner!r}, which is not on its worker; put "
                 "both on one worker (pipeline_parallel=1 does)"
             )
-    return PoolLayout(kept, tuple(_tensors(kept)), tuple((shared or {}).items()))
 
 
 def _tensors(groups: Sequence[Group]) -> Iterable[PoolTensor]:
@@ -220,5 +228,7 @@ def _tensors(groups: Sequence[Group]) -> Iterable[PoolTensor]:
 def _restrict(group: Group, here: set[str] | None) -> Group:
     if here is None:
         return group
-    pairs = [p for p in zip(group.layers, group.specs, strict=True) if p[0] in here]
-    return Group(tuple(name for name, _ in pairs), tuple(spec for _, spec in pairs))
+    kept = list(map(here.__contains__, group.layers))
+    return Group(
+        tuple(itertools.compress(group.layers, kept)), tuple(itertools.compress(group.specs, kept))
+    )

@@ -1,5 +1,6 @@
 """The longest request that blocks are enough for. No jax."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from jaxkv._internal.numbers import cdiv
@@ -20,10 +21,11 @@ def longest_admitted(
     0 means that not even one token fits. Bisection is exact, because the need of a group never
     falls as the length grows.
     """
+    growths = Counter(group.growth for group in groups).items()
+    sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
 
     def need(num_tokens: int) -> int:
-        sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
-        return sum(group.growth.max_blocks(num_tokens, *sizes) for group in groups)
+        return sum(count * growth.max_blocks(num_tokens, *sizes) for growth, count in growths)
 
     low, high = 0, max_model_len
     while low < high:
