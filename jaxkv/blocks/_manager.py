@@ -15,7 +15,8 @@ from jaxkv.blocks._changes import plan_changes
 from jaxkv.blocks._pending import Pending
 from jaxkv.blocks._pool import BlockPool, BlockUse
 from jaxkv.blocks._prefix_events import PrefixEvents
-from jaxkv.blocks._prefixes import Prefixes, PrefixHit, PrefixStats
+from jaxkv.blocks._prefixes import Prefixes
+from jaxkv.blocks._prompts import PrefixHit, PrefixStats
 from jaxkv.blocks._resuming import check_rewind, columns_to_share
 from jaxkv.blocks._rows import Rows, Work
 from jaxkv.blocks._runs import NO_IDS
