@@ -19,8 +19,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 settings.register_profile(
     "default",
     deadline=None,  # the first example compiles
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=40,
+    stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("long", parent=settings.get_profile("default"), max_examples=1000)

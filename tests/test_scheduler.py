@@ -138,7 +138,7 @@ def run_random(plan: Plan, seed: int, **options) -> Server:
     return server
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     st.sampled_from([0, 3, 30]),
     st.sampled_from(list(LAYERS)),

@@ -71,7 +71,7 @@ def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stac
         # Interpreting costs tenths of a second a step.
         assert run(2, 12, plan=WINDOWS, max_requests=2, **options)["grown"]
         return
-    seen = run(30, **options)
+    seen = run(20, **options)
     assert seen["finished"] and seen["refused"] and seen["grown"] > 200
     with assert_no_recompilation():
         run(2, **options)
