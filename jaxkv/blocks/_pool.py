@@ -87,11 +87,6 @@ class BlockPool:
         return self._num_cold + len(self._warm)
 
     @property
-    def num_warm_blocks(self) -> int:
-        """Free blocks whose content is kept."""
-        return len(self._warm)
-
-    @property
     def use(self) -> BlockUse:
         """Blocks by what they are used for."""
         own = int(np.count_nonzero(self._references == 1))

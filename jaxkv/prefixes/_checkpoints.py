@@ -39,32 +39,26 @@ class Checkpoints:
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[Checkpoint, None] = {}
-        self._others: dict[Checkpoint, None] = {}
-        self._num_wanted = self._num_others = 0
+        self._queues: dict[bool, dict[Checkpoint, None]] = {False: {}, True: {}}  # by is_wanted
+        self._num_blocks = {False: 0, True: 0}
 
     @property
     def num_blocks(self) -> int:
         """Blocks that checkpoints name."""
-        return self._num_wanted + self._num_others
+        return sum(self._num_blocks.values())
+
+    def __contains__(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint in self._queues[checkpoint.is_wanted]
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Notes a checkpoint as the last one used."""
-        if checkpoint.is_wanted:
-            self._wanted[checkpoint] = None
-            self._num_wanted += checkpoint.num_blocks
-        else:
-            self._others[checkpoint] = None
-            self._num_others += checkpoint.num_blocks
+        self._queues[checkpoint.is_wanted][checkpoint] = None
+        self._num_blocks[checkpoint.is_wanted] += checkpoint.num_blocks
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Forgets a checkpoint."""
-        if checkpoint.is_wanted:
-            del self._wanted[checkpoint]
-            self._num_wanted -= checkpoint.num_blocks
-        else:
-            del self._others[checkpoint]
-            self._num_others -= checkpoint.num_blocks
+        del self._queues[checkpoint.is_wanted][checkpoint]
+        self._num_blocks[checkpoint.is_wanted] -= checkpoint.num_blocks
 
     def touch(self, checkpoint: Checkpoint, *, is_wanted: bool) -> None:
         """Notes that a checkpoint was used, and whether it is wanted from now on."""
@@ -72,13 +66,9 @@ class Checkpoints:
         checkpoint.is_wanted |= is_wanted
         self.add(checkpoint)
 
-    def __contains__(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint in self._wanted or checkpoint in self._others
-
     def one_too_many(self, max_blocks: int) -> Checkpoint | None:
         """Returns the checkpoint that gives way when there are more blocks than that."""
         if self.num_blocks <= max_blocks:
             return None
-        crowds = self._num_wanted > WANTED_PART * max_blocks
-        queue = self._wanted if crowds or not self._others else self._others
-        return next(iter(queue))
+        crowds = self._num_blocks[True] > WANTED_PART * max_blocks
+        return next(iter(self._queues[crowds or not self._queues[False]]))
