@@ -296,10 +296,14 @@ class Scheduler:
 
         The work of a schedule that is not carried out is chosen again by the next one.
         """
-        step = Step(self._max_tokens, self._batch_size, self._longest_chunk)
+        step = Step(
+            *(self._max_tokens, self._batch_size, self._longest_chunk),
+            forks=self._forks,
+            cached_tokens=self._cached_tokens,
+        )
         self._move_chunk_ends()
         running = self._now_running()
-        decodes, prefills = self._with_work(running)
+        decodes, prefills = self._with_work(step, running)
         first, later = (
             ((decodes, prefills), ()) if self._decode_first else ((prefills,), (decodes,))
         )
@@ -335,46 +339,44 @@ class Scheduler:
             if end is None:
                 self._in_chunks.remove(name)
 
-    def _with_work(self, running: Running) -> tuple[np.ndarray, np.ndarray]:
+    def _with_work(self, step: Step, running: Running) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: those that decode, and prompts.
 
         Those that share the block that they write next, or let it be kept, copy it, for which
         the shape of a step has limited room: the younger ones of too many are left out.
         """
         has_work = running.num_tokens > running.computed
-        self._forks_left = self._forks
         if self._forks and self._manager.block_pool.has_shared_blocks:
             copies = has_work & self._manager.may_copy_by_row[running.rows]
             has_work &= ~copies | (np.cumsum(copies) <= self._forks)
-            self._forks_left -= min(self._forks, int(np.count_nonzero(copies)))
+            step.forks -= min(self._forks, int(np.count_nonzero(copies)))
         is_prefill = running.computed < running.prefill_tokens
         return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0]
 
     def _entrants(self, step: Step) -> list[Request]:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
         entrants: list[Request] = []
-        self._cached_left, shared = self._cached_tokens, 0
+        cached_left, shared = step.cached_tokens, 0
         for request in self._waiting.values():
-            if len(self._running) + len(entrants) == self._manager.max_requests:
+            is_full = len(self._running) + len(entrants) == self._manager.max_requests
+            if is_full or step.is_full:
                 break
             num_tokens = self.num_tokens(request.name)
             cached, held = self._prompts.find(request.name, num_tokens)
-            if not (self._has_room(request, entrants, shared + held) and self._fits(cached)):
+            if not self._has_room(request, entrants, shared + held):
+                break
+            copies_state = bool(cached) and self._prompts.has_states
+            if copies_state and not step.forks:
+                break
+            if cached > cached_left < step.cached_tokens:  # alone, it takes what there is
                 break
             if not step.give(request.name, num_tokens - cached):
                 break
-            self._cached_left -= min(cached, self._cached_left)
-            self._forks_left -= bool(cached) and self._prompts.has_states
+            cached_left -= min(cached, cached_left)
+            step.forks -= copies_state
             shared += held
             entrants.append(request)
-        self._cached_left = self._cached_tokens
         return entrants
-
-    def _fits(self, cached: int) -> bool:
-        """Returns whether the step has room for a prefix, or is still all there for it."""
-        if cached and self._prompts.has_states and not self._forks_left:
-            return False
-        return cached <= self._cached_left or self._cached_left == self._cached_tokens
 
     def _take_blocks(
         self,
@@ -491,7 +493,7 @@ class Scheduler:
             name,
             num_tokens,
             encoder_tokens=request.encoder_tokens,
-            max_cached_tokens=self._cached_left,
+            max_cached_tokens=step.cached_tokens,
         )
         cached = hit.num_cached_tokens
         end = self._prompts.next_chunk_end(name, cached)
@@ -500,7 +502,7 @@ class Scheduler:
         if not self._grows(name, step.work[name]):
             self._prompts.finish(name)
             return None
-        self._cached_left -= cached
+        step.cached_tokens -= cached
         if end is not None:
             self._in_chunks.add(name)
         return hit

@@ -33,19 +33,28 @@ class Step:
     """The work of a step in the making, and what is left of its sizes.
 
     unfinished: requests of the work that will not have computed all their tokens.
+    forks, cached_tokens: what is left of those of `StepShape.for_plan`.
     """
 
-    def __init__(self, max_tokens: int, batch_size: int, longest: int):
+    def __init__(
+        self, max_tokens: int, batch_size: int, longest: int, *, forks: int, cached_tokens: int
+    ):
         self.work: dict[Hashable, int] = {}
+        self.forks, self.cached_tokens = forks, cached_tokens
         self.unfinished: set[Hashable] = set()
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
         self._everyone: InOrder | None = None  # all that run, if the work is a token of each
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody can be given anything any more."""
+        return self._tokens < 1 or self._requests < 1
 
     def give(self, name: Hashable, num_tokens: int, at_most: int | None = None) -> bool:
         """Gives a request the tokens that it has to compute, as far as they go."""
         count = min(num_tokens, self._tokens, self._longest)
         count = count if at_most is None else min(count, at_most)
-        if count < 1 or self._requests < 1:
+        if count < 1 or self.is_full:
             return False
         self._add({name: count}, count)
         if count < num_tokens:
