@@ -1,47 +1,62 @@
-"""Paged KV-cache management for JAX serving stacks on NVIDIA GPUs.
+"""Paged KV caches for LLM serving in JAX on NVIDIA GPUs.
 
-Plan a cache, allocate it, keep the books of its blocks on the host, and step it on the device::
+jaxkv plans the cache memory of a model, allocates it on the device, and keeps track on the host of
+the blocks that each request holds. One array of integers per step, the upload, brings the device up
+to date. On the device all work is done by pure functions over one pytree, the cache, inside your
+own ``jit``::
 
-    plan = jaxkv.plan_cache(layers, memory_bytes, max_model_len=8192)
-    cache = jaxkv.make_cache(plan, max_requests=256)
-    manager = jaxkv.BlockManager(plan, max_requests=256)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=8192)
+    import jax
+    import jaxkv
 
-    @jax.jit(donate_argnums=1)
-    def step(params, cache, upload):
+    spec = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128)
+    plan = jaxkv.plan_cache({"layer": spec}, memory_bytes=2**30, max_model_len=8192)
+    cache = jaxkv.make_cache(plan, max_requests=256)        # on the device: block tables, pool
+    manager = jaxkv.BlockManager(plan, max_requests=256)    # on the host: blocks of requests
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=64)
+
+    @jax.jit(donate_argnums=0)
+    def step(cache, upload, x):                             # a model of one attention layer
         cache, batch = jaxkv.apply_step(cache, upload)
-        ...
-        cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
-        ...
+        return jaxkv.attend(cache, "layer", batch, queries=x, keys=x, values=x)
 
     manager.start("a")
-    upload = manager.step(shape, {"a": 40})
+    upload = manager.step(shape, {"a": 40})                 # the first 40 tokens of request "a"
+    cache, out = step(cache, upload, jax.numpy.ones((64, 8, 128)))
 
-Names are imported when they are first used: planning and the books need no jax.
+Call ``help(jaxkv.attend)`` to read about one name. Names, by task:
 
-Layers
+Describe the layers of a model, or read them from its config.json
     FullAttentionSpec, SlidingWindowSpec, ChunkedAttentionSpec, CrossAttentionSpec, MLASpec,
-    SlidingWindowMLASpec, StateSpec, SharedKVSpec, EncoderOnlySpec, layers_from_config,
-    load_config, model_len, encoder_len
-Planning
+    SlidingWindowMLASpec, StateSpec, SharedKVSpec, EncoderOnlySpec, load_config,
+    layers_from_config, model_len, encoder_len
+Plan the memory: groups of layers, number of blocks, longest request
     plan_cache, Plan, Limits, KVCacheCapacityError
-Books on the host
-    BlockManager, OutOfBlocksError, Scheduler, Schedule, StepShape, Upload, UploadRing,
-    TableEntry, pack_step, PrefixHit, ExtraKey
-The cache on the device
-    make_cache, KVCache, apply_step, StepBatch, append_block_ids, expand_blocks, set_scales,
-    check_errors, CacheError
-Reads, writes, attention
-    attend, write_tokens, read_tokens, write_rows, read_rows, write_state, read_state, quantize,
-    layer_view, with_layer_view, describe_layer
-Several processes
+Choose the work of each step: admission, chunked prefill, preemption
+    Scheduler, Schedule
+Give blocks to requests, share prefixes, and pack the upload of a step
+    BlockManager, StepShape, Upload, UploadRing, PrefixHit, ExtraKey, OutOfBlocksError
+Pack uploads with the block ids of your own scheduler
+    pack_step, TableEntry
+Allocate the cache, and bring it up to date in each step
+    make_cache, KVCache, set_scales, apply_step, StepBatch, append_block_ids, check_errors,
+    CacheError
+Write, read and attend in the model
+    attend, write_tokens, read_tokens, write_state, read_state, write_rows, read_rows, quantize
+Use your own kernels and connectors
+    layer_view, with_layer_view, describe_layer, expand_blocks
+Run one cache in several processes
     check_same_upload, broadcast_upload
-Sleep
+Give device memory back for a while
     sleep, wake_up, SleepingCache, SleepError, check_not_closed_over
 
-Rooms with more: `jaxkv.layout`, `jaxkv.attention` (page lists), `jaxkv.block_tables`,
-`jaxkv.prefixes` (keys and events), `jaxkv.interop.vllm`, `jaxkv.testing`, `jaxkv.plotting`;
-kernels over plain arrays are in `pallas_kernels`.
+Modules with more: `jaxkv.layout` (physical orders), `jaxkv.attention` (page lists),
+`jaxkv.block_tables`, `jaxkv.prefixes` (keys and events), `jaxkv.interop.vllm`, `jaxkv.testing`,
+`jaxkv.plotting`. Kernels over plain arrays are in the package `pallas_kernels`. In a shell,
+``python -m jaxkv plan --help`` says what fits into a GPU, and ``python -m jaxkv demo`` serves a
+small model.
+
+Importing jaxkv is quick: a name is imported when it is first used, and planning, the manager and
+the scheduler do not load jax.
 """
 
 import importlib
@@ -136,7 +151,7 @@ _NAMES = {
 _ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
 _ROOMS = {*_NAMES, "interop", "layout", "plotting", "testing"}
 
-__all__ = sorted(_ROOM_OF)  # pyrefly: ignore
+# There is no __all__, because with it help(jaxkv) would print every class in full.
 
 
 def __getattr__(name: str) -> Any:

@@ -661,7 +661,7 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str) -> None:
     plan = cases.planned({"a": UNREADABLE[what]})
     cache = jaxkv.make_cache(plan, max_requests=cases.REQUESTS)
     batch = cases.fixed_step(plan).batch(cache, plan)
-    with pytest.raises(TypeError, match=f"layer='a' has {what}, which attend does not read; write"):
+    with pytest.raises(TypeError, match=f"layer='a' has {what}, which attend cannot read; write"):
         jaxkv.attend(cache, "a", batch, QUERIES)
 
 
@@ -688,11 +688,11 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str) -> None:
         (cases.windows, ("full.0", QUERIES, KEYS, KEYS), {}, ValueError, "values has shape"),
         (cases.windows, ("full.0", QUERIES, KEYS.astype(int), VALUES), {}, TypeError, "keys has"),
         (cases.windows, ("full.0", QUERIES), {"sinks": jnp.ones(2)}, ValueError,
-         r"sinks has shape \(2,\); wants \(4,\), one a head"),
+         r"sinks has shape \(2,\); wants \(4,\), one per head"),
         (cases.cross, ("cross.0", QUERIES, KEYS, KEYS), {}, ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
         (plain_latent, ("mla", QUERIES, KEYS[:, 0], VALUES), {}, ValueError,
-         "layer='mla' stores latent rows: pass them as keys, and None as values"),
+         "layer='mla' stores latent rows: pass the rows as keys, and None as"),
         (plain_latent, ("mla", QUERIES, KEYS), {}, ValueError, r"rows has shape \(9, 2, 4\)"),
         (plain_latent, ("shares", QUERIES, KEYS[:, 0]), {}, ValueError,
          "layer='shares' shares the cache of 'mla' and writes nothing"),
@@ -713,7 +713,7 @@ def test_arguments_of_another_kind_or_cache_are_refused() -> None:
         jaxkv.attend(batch, "full.0", batch, QUERIES)  # pyrefly: ignore
     with pytest.raises(TypeError, match="batch must be the StepBatch that apply_step returned"):
         jaxkv.attend(cache, "full.0", cache, QUERIES)  # pyrefly: ignore
-    with pytest.raises(ValueError, match="batch is of another cache"):
+    with pytest.raises(ValueError, match="batch belongs to another cache"):
         jaxkv.attend(cases.empty(cases.Case(cases.cross)), "own.0", batch, QUERIES)
     tables = jaxkv.make_cache(cases.windows(), max_requests=cases.REQUESTS, tables_only=True)
     batch = cases.fixed_step(cases.windows()).batch(tables, cases.windows())

@@ -467,7 +467,7 @@ def test_states_have_no_slots() -> None:
         full_rows(), upload_of([0], [4], [3]).data[SHAPE.format.batch_fields], shape=SHAPE
     )
     for layer in ("none", "cross"):
-        with pytest.raises(TypeError, match="have no slot per token"):
+        with pytest.raises(TypeError, match="which has no slot for each token"):
             batch.slot_mapping(layer)
 
 

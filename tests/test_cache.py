@@ -99,7 +99,9 @@ def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
         a.sharding == NamedSharding(MESH, PartitionSpec()) for a in jax.tree.leaves(everywhere)
     )
     assert everywhere.num_bytes == default.num_bytes
-    with pytest.raises(ValueError, match="would divide every array alike; pass mesh= and axis="):
+    with pytest.raises(
+        ValueError, match="would shard every array of the cache; pass mesh= and axis="
+    ):
         cache_of(device=NamedSharding(MESH, PartitionSpec("heads")))
 
 
@@ -172,15 +174,15 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
     [
         ({"plan": LAYERS}, TypeError, "plan must be what plan_cache returned, got dict"),
         ({"max_requests": 0}, ValueError, "max_requests must be at least 1, got 0"),
-        ({"worker": 1}, ValueError, "worker=1: the plan has 1 workers"),
+        ({"worker": 1}, ValueError, "worker=1 is not in 0\\.\\.0"),
         ({"worker": -1}, ValueError, "worker must be at least 0, got -1"),
-        ({"rank": 1}, ValueError, "rank=1 is not one of the plan's context_parallel=1"),
+        ({"rank": 1}, ValueError, "rank=1 is not in 0\\.\\.0; the plan has context_parallel=1"),
         ({"rank": True}, TypeError, "rank must be an int"),
-        ({"axis": "heads"}, ValueError, "axis='heads' needs the mesh .* pass mesh="),
-        ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh and device both say"),
+        ({"axis": "heads"}, ValueError, "axis='heads' was given without mesh=: pass the mesh"),
+        ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh= and device= both place"),
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),
-        ({"mesh": MESH}, ValueError, r"mesh= without axis= leaves open .*device=NamedSharding\("),
-        ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, "plan for as many ranks"),
+        ({"mesh": MESH}, ValueError, r"was given without axis=: .*device=NamedSharding\("),
+        ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, r"pass context_parallel=\d"),
         ({"order": "LBNCH"}, ValueError, "order='LBNCH' is not a physical order; use one of LBNHC"),
         ({"order": "BLNHC", "stacked": False}, ValueError, "stacked=False: order='BLNHC' lays all"),
         ({"plan": UNEVEN, "order": "BLNHC"}, ValueError, "needs tensors of one page size"),
@@ -213,7 +215,7 @@ def test_a_cache_of_tables_only_has_no_bytes_to_read() -> None:
         lambda: jaxkv.attend(cache, "a", batch, ones),
         lambda: jaxkv.layer_view(cache, "a"),
     ):
-        with pytest.raises(ValueError, match="no pool: it was made with tables_only=True"):
+        with pytest.raises(ValueError, match="no pool: make it without tables_only=True"):
             call()
 
 

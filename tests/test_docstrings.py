@@ -25,6 +25,10 @@ TESTS = pathlib.Path(__file__).parent
 PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pallas_kernels)]
 QUESTION = re.compile(r'^ *"""(?:What|Which|Who|Whose|Where|How|When|Knows)\b.*', re.MULTILINE)
 LAYERS = {"layer": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
+STATES = {"state": jaxkv.StateSpec(block_size=16, shapes=((8,),), dtypes=("f32",))}
+ON_DEVICE = re.compile(
+    r"\bdef step\(|\bjaxkv\.(apply_step|attend|(read|write)_|layer_view)|= pallas_kernels\."
+)
 ROOM = {"num_groups": 1, "max_requests": 256, "max_block_ids": 4, "max_rows": 1}
 ROWS = jax.ShapeDtypeStruct((64, 1, 8), jnp.float32)
 
@@ -78,25 +82,31 @@ def module_of(path: pathlib.Path) -> str:
 
 EXAMPLES = {
     (module_of(path), name): example
-    for path in files(PACKAGES[0])
+    for path in files(*PACKAGES)
     for name, text in docstrings(path)
     if (example := example_in(text))
 }
-WANTED = {"", "attend", "make_cache", "plan_cache", "BlockManager", "Scheduler", "StepShape"}
+WANTED = {
+    *("", "plan_cache", "make_cache", "KVCache", "BlockManager", "StepShape", "Scheduler"),
+    *("apply_step", "StepBatch", "attend", "write_tokens", "read_tokens", "write_state"),
+    *("read_state", "write_rows", "read_rows", "layer_view", "check_errors", "sleep", "wake_up"),
+    *("zero_blocks", "copy_blocks", "paged_attention"),
+}
 
 
 @functools.cache
-def settled() -> dict[str, Any]:
+def settled(layers: str = "layer") -> dict[str, Any]:
     """Returns what examples take for granted: a model, its plan, cache and shape."""
-    plan = jaxkv.plan_cache(LAYERS, 2**20, max_model_len=8192)
+    plan = jaxkv.plan_cache(LAYERS if layers == "layer" else STATES, 2**20, max_model_len=8192)
     sizes = {"max_requests": 256, "max_tokens": 64, "forks": 4, "cached_tokens": 64, "extra": 64}
     shape = jaxkv.StepShape.for_plan(plan, **sizes)
     manager = jaxkv.BlockManager(plan, max_requests=256)
     manager.start("before")
     recorded = json.loads((TESTS / "golden" / "vllm_0_33.json").read_text())["traces"][0]
     return {
-        **{name: getattr(jaxkv, name) for name in jaxkv.__all__},
+        **{name: getattr(jaxkv, name) for name in dir(jaxkv)},
         **{"jax": jax, "jnp": jnp, "np": np, "jaxkv": jaxkv, "vllm": vllm},
+        "pallas_kernels": pallas_kernels,
         **{"layers": LAYERS, "layer": "layer", "memory_bytes": 2**20, "plan": plan},
         **{"cache": jaxkv.make_cache(plan, max_requests=256), "shape": shape, "shapes": [shape]},
         **{"upload": manager.step(shape, {"before": 1}), "work": {}, "longest": 42},
@@ -114,22 +124,18 @@ def settled() -> dict[str, Any]:
 
 
 def run(code: str, names: dict[str, Any]) -> None:
-    """Runs an example; layers that it uses, and the step that it defines, are only traced."""
+    """Runs an example; one that computes on the device, or defines a step, is only traced."""
     compiled = compile(code, "docstring", "exec")
     arrays = {"cache": names["cache"], "upload": names["upload"]}
     arrays |= dict.fromkeys(("queries", "keys", "values"), ROWS)
-    is_step = "def step(" in code
-    if is_step:
-        exec(compiled, names)
 
     def traced(arrays: dict[str, Any]) -> None:
         names.update(arrays)
-        if is_step:
+        exec(compiled, names)
+        if "def step(" in code and "= step(" not in code:
             names["step"].__wrapped__(names["params"], names["cache"], names["upload"])
-        else:
-            exec(compiled, names)
 
-    if is_step or re.search(r"jaxkv\.(attend|read_\w+|write_\w+)\(", code):
+    if ON_DEVICE.search(code):
         jax.eval_shape(traced, arrays)
     else:
         exec(compiled, names)
@@ -147,5 +153,6 @@ def test_an_example_runs(where: tuple[str, str]) -> None:
         return
     tokens = np.arange(8192) if name == "block_keys" else {"a": [*range(40)], "b": [7]}
     manager = jaxkv.BlockManager(settled()["plan"], max_requests=256)
-    names = vars(importlib.import_module(module)) | settled()
+    layers = "state" if "_state(" in EXAMPLES[where] else "layer"
+    names = vars(importlib.import_module(module)) | settled(layers)
     run(EXAMPLES[where], names | {"manager": manager, "tokens": tokens})

@@ -404,7 +404,7 @@ def test_a_state_of_one_request_is_not_taken_for_those_of_all() -> None:
     plan, _, shape = serving({"s": state("none")})
     cache, batch = jax.jit(jaxkv.apply_step)(jaxkv.make_cache(plan, max_requests=3), shape.idle())
     for at, error, message in (
-        (as_ids([0]), ValueError, r"at has shape \(1,\); wants \(3,\), one block a request"),
+        (as_ids([0]), ValueError, r"at has shape \(1,\); wants \(3,\), one block per request"),
         (np.int32(0), ValueError, r"at has shape \(\)"),
         (np.array([2**32] * 3), TypeError, "at must be an array of int32, got int64"),
     ):

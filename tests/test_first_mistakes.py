@@ -317,8 +317,8 @@ MISTAKES = {
     "an upload of other rows": (
         lambda s: jaxkv.apply_step(make_cache(PLAN, max_requests=4), s.upload),
         ValueError,
-        "the upload is of another plan than the cache: its max_requests is 2 and the cache's 4; "
-        "make cache, manager and shapes from one plan, with one max_requests",
+        "the upload was made for another plan than the cache: its max_requests is 2 and the "
+        "cache's 4; make cache, manager and shapes from one plan, with one max_requests",
     ),
     "an upload applied twice": (
         lambda s: jaxkv.check_errors(s.twice),
@@ -367,7 +367,7 @@ MISTAKES = {
     "a batch of another cache": (
         lambda s: jaxkv.read_tokens(make_cache(PLAN, max_requests=3), "full.0", s.batch),
         ValueError,
-        "batch is of another cache; use the one that apply_step returned with it",
+        "batch belongs to another cache; use the one that apply_step returned with this",
     ),
     "keys without padding": (
         lambda s: s.write(keys=KEYS[:5], values=KEYS[:5]),
@@ -382,7 +382,7 @@ MISTAKES = {
     "keys that were quantised before": (
         lambda s: s.write(keys=KEYS.astype(jnp.int8)),
         TypeError,
-        "keys has dtype int8; use write_rows for stored rows",
+        "keys has dtype int8; pass floats, or stored rows to write_rows",
     ),
     "rows of another dtype": (
         lambda s: jaxkv.write_rows(s.cache, "full.0", s.batch, jnp.ones((8, 2, 8), jnp.float16)),
@@ -392,7 +392,7 @@ MISTAKES = {
     "keys without values": (
         lambda s: s.attend(KEYS, KEYS),
         ValueError,
-        "values is None; layer 'full.0' stores keys and values: pass both, or neither to write",
+        "values is None; layer 'full.0' stores keys and values: pass both, or neither to attend",
     ),
     "queries of too few heads": (
         lambda s: s.attend(jnp.ones((8, 3, 4)), KEYS, KEYS),

@@ -154,9 +154,9 @@ def test_a_mesh_of_one_process_exchanges_nothing() -> None:
         assert broadcast_upload(None, [shape], mesh) is None
     assert received is not None and received.shape == shape
     np.testing.assert_array_equal(received.data, upload.data)
-    with pytest.raises(ValueError, match=r"StepShape\(.*\) is not one of the shapes given: \["):
+    with pytest.raises(ValueError, match=r"shape StepShape\(.*\), which is not one of shapes=\["):
         broadcast_upload(upload, [other], mesh)
-    with pytest.raises(ValueError, match="shapes is empty; give every shape that an upload may"):
+    with pytest.raises(ValueError, match="shapes is empty; pass every shape that an upload may"):
         broadcast_upload(upload, [], mesh)
 
 

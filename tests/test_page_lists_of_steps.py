@@ -400,11 +400,11 @@ def test_what_has_no_page_lists_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="rectangular, tokens_per_request=4"):
         build_page_lists(cache, "full", batch, q_block_tokens=4)
     other, batch = running()
-    with pytest.raises(ValueError, match="batch is of another cache"):
+    with pytest.raises(ValueError, match="batch belongs to another cache"):
         build_page_lists(cache, "full", batch, q_block_tokens=4)
     with pytest.raises(TypeError, match="cache must be a KVCache"):
         page_list_sizes(PLAN, "full.0", SHAPE, q_block_tokens=4)
-    with pytest.raises(ValueError, match="of another plan"):
+    with pytest.raises(ValueError, match="made for another plan"):
         page_list_sizes(cache, "full", SHAPE, q_block_tokens=4)
     with pytest.raises(ValueError, match="q_block_tokens must be at least 1, got 0"):
         build_page_lists(other, "full.0", batch, q_block_tokens=0)

@@ -515,7 +515,7 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
                 jaxkv.make_cache(SMALL, max_requests=6, tables_only=True), batch=shared_cache()[2]
             ),
             ValueError,
-            "batch is of another cache",
+            "batch belongs to another cache",
         ),
         (lambda: plotting.plot_page("full"), TypeError, "spec must be a LayerSpec"),
         (

@@ -191,7 +191,7 @@ def test_rows_can_be_given_as_bytes_and_read_by_the_layers_that_share_them(spec)
     for request, index, position in step.tokens():
         np.testing.assert_array_equal(got[request, position], rows[index])
     if spec.kind == "full" and spec.scale_bytes:
-        with pytest.raises(TypeError, match="stores scales beside its int8 elements"):
+        with pytest.raises(TypeError, match="stores scales next to its int8 elements"):
             jaxkv.read_tokens(cache, "a", batch)
 
 
@@ -232,7 +232,7 @@ CALLS = [
          r"keys has shape \(8, 2, 4\); layer 'full.0' wants \(9, 2, 4\)"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS, KEYS), ValueError, r"values .*\(9, 2, 2\)"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(int), VALUES), TypeError,
-         "keys has dtype int32; use write_rows"),
+         "keys has dtype int32; pass floats, or"),
         (cross, lambda c, b: W(c, "cross.0", b, KEYS, KEYS), ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
         (cross, lambda c, b: jaxkv.write_rows(c, "cross.0", b, ROWS), ValueError,
@@ -247,7 +247,7 @@ CALLS = [
          r"arrays have shapes \(\(3, 3, 8\),\); layer 'state.0' wants"),
         (hybrid, lambda c, b: jaxkv.write_state(c, "kv.0", b, STATES), TypeError, "not state"),
         (windows, lambda c, b: zero_blocks(c, as_ids([1]), as_ids([1])), ValueError,
-         r"ends has shape \(1,\); the plan has 2 groups"),
+         r"ends has shape \(1,\); wants \(2,\), one end per group"),
         (windows, lambda c, b: zero_blocks(c, np.array([1]), as_ids([1, 1])), TypeError,
          "block_ids must be an array of int32, got int64"),
         (windows, lambda c, b: copy_blocks(c, as_ids([1]), as_ids([]), as_ids([1, 1])), ValueError,
@@ -269,7 +269,7 @@ def test_wrong_input_is_refused_by_name(plan, call, error, message) -> None:
         (2**31 - 1, ValueError, "period=2147483647 is not in"),
         (1.0, TypeError, "period must be an array of int32, got float"),
         (np.int64(2**32), TypeError, "period must be an array of int32, got int64"),
-        (as_ids([0, 1]), ValueError, r"period has shape \(2,\); it names one layer"),
+        (as_ids([0, 1]), ValueError, r"period has shape \(2,\); pass the index of one layer"),
     ],
 )
 def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None:
@@ -290,7 +290,7 @@ def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> No
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
     batch = cases.fixed_step(plan).batch(cache, plan)
     for call in CALLS:
-        with pytest.raises(ValueError, match="batch is of another cache; use the one that apply"):
+        with pytest.raises(ValueError, match="batch belongs to another cache; use the one that"):
             call(cases.empty(Case(windows)), batch)
     for write in (
         lambda: W(cache, "shared", batch, KEYS, VALUES),

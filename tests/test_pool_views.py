@@ -207,5 +207,7 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
     for name in ("slot_mapping", "block_tables"):
         getattr(stacked, name)("layer.0")
         getattr(apart, name)("layer.63")
-        with pytest.raises(ValueError, match="more than int32 counts; make the cache with stacked"):
+        with pytest.raises(
+            ValueError, match="is more than int32 counts; make the cache with stacked"
+        ):
             getattr(stacked, name)("layer.2")

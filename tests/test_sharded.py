@@ -269,9 +269,9 @@ def one_axis() -> Mesh:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis": "heads"}, "axis='heads' needs the mesh that it is an axis of: pass mesh="),
+        ({"axis": "heads"}, "axis='heads' was given without mesh=: pass the mesh with this"),
         ({"axis": "model", "mesh": one_axis()}, "axis='model' is not an axis of the mesh"),
-        ({"device": DEVICES[0], "mesh": one_axis()}, "mesh and device both say"),
+        ({"device": DEVICES[0], "mesh": one_axis()}, "mesh= and device= both place"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(options, message) -> None:

@@ -39,60 +39,67 @@ def attend(
 ) -> tuple[KVCache, Array]:
     """Writes a step's keys and values into a layer, then attends by the layer's own rule.
 
-    ::
+    Example::
 
         cache, batch = jaxkv.apply_step(cache, upload)
         for layer in layers:
             ...
             cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
 
-    Each token attends to its own request up to itself: to everything (full attention and
-    latent rows), to its window or its chunk; with cross attention to the encoder's tokens. Bytes
-    that its request did not write never reach the output, whatever they hold: values are masked
-    as well as logits. Rows of padding get zeros. No temporary grows with the pool or with the
-    square of the longest request, if each layer's keys follow from the output of the layer before
-    it: XLA copies the pool where it may write a later layer first. Keys that do not (of an encoder,
-    say) take ``jax.lax.optimization_barrier((keys, values, out_before))``.
+    Each token attends to the tokens of its own request up to itself: to all of them (full attention
+    and latent rows), or to those of its window or chunk; in cross attention, to the encoder's
+    tokens. Bytes that its request did not write never reach the output, whatever they hold, because
+    values are masked as well as scores. Padding gets zeros.
 
-    Call it inside ``jit``: by itself it compiles for every shape, operation by operation.
+    Call it inside ``jit``: outside, every operation is compiled by itself for every new shape. No
+    temporary grows with the pool or with the square of the longest request, provided that the keys
+    of each layer depend on the output of the layer before it. Otherwise XLA may write a later layer
+    first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
+    ``jax.lax.optimization_barrier((keys, values, out_before))``.
 
-    With context parallelism each rank attends to the positions that it was dealt, and the
-    results are combined by their log-sum-exp.
+    With context parallelism each rank attends to the positions that it holds, and the results are
+    combined by their log-sum-exp.
 
     Args:
-      cache, batch: of this step, from `apply_step`.
-      layer: name of a layer; one that shares the cache of another layer gets no keys.
-      queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The heads of one
-        KV head lie side by side.
-      keys: [T, kv_heads, K]; for latent rows [T, K], the rows, stored over the K scale; for
-        cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is written.
-      values: [T, kv_heads, V]; None for latent rows, or where ``keys`` is None.
-      scale: of the scores; None: ``K ** -0.5``.
+      cache, batch: from `apply_step`.
+      layer: name of a layer. One that shares another layer's cache gets no keys and values.
+      queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The query heads of
+        one KV head are adjacent.
+      keys: [T, kv_heads, K], or [B, T / B, kv_heads, K]. For latent rows [T, K], which are divided
+        by the K scale; for cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is
+        written.
+      values: [T, kv_heads, V], or with the leading axes of ``keys``; None for latent rows, or if
+        ``keys`` is None.
+      scale: factor of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
-      sinks: float[heads], logits of an attention sink per head: a key without a value.
-      period: int32[], traced: the layer of the group to use instead; see `write_tokens`.
-      implementation: of the kernels, as in `pallas_kernels.paged_attention`. By default Mosaic
-        attends on a GPU that runs it, where layer and queries are of a kind that it takes (16-bit
-        queries, heads of 64 to 256, pages whose padding is whole rows), XLA elsewhere.
+      sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
+      period: int32[], may be traced: attends to layer ``cache.period_layers(layer)[period]``
+        instead of ``layer``; see `write_tokens`.
+      implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
+        it, if it supports the layer and the queries (16-bit queries, heads of 64 to 256, pages
+        whose padding is whole rows), else XLA.
 
     Returns:
-      The cache, and the output in the queries' dtype: [..., heads, V].
+      The cache with the tokens written, and the output in the queries' dtype: [T, heads, V], or
+      [B, T / B, heads, V].
 
     Raises:
       TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
         (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``); queries that
         are not floats of 16 bits or more.
-      NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not take; the reason is named.
+      NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support; the message says why.
       ValueError: shapes that do not fit the layer and the batch; context parallelism without a
         mesh axis.
     """
     rule = _rule(cache, layer, batch, queries, scale, soft_cap)
     if sinks is not None and sinks.shape != queries.shape[-2:-1]:
-        raise ValueError(f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one a head")
+        raise ValueError(
+            f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
+        )
     if keys is not None:
         cache = _write(cache, layer, batch, keys, values, period, implementation)
     elif values is not None:
-        raise ValueError("values without keys: pass both, or None for both to write nothing")
+        raise ValueError("values without keys: pass both, or neither to attend without writing")
 
     def run(
         cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
@@ -127,19 +134,20 @@ def _write(
         if values is None:
             raise ValueError(
                 f"values is None; layer {layer!r} stores keys and values: pass both, or neither to "
-                "write nothing"
+                "attend without writing"
             )
         return write_tokens(cache, layer, batch, keys, values, **options)
     if values is not None:
         raise ValueError(
-            f"layer={layer!r} stores latent rows: pass them as keys, and None as values"
+            f"values were given, but layer={layer!r} stores latent rows: pass the rows as keys, "
+            "and None as values"
         )
     rows = _stored_latents(cache, layer, keys, period)
     return write_rows(cache, layer, batch, rows, **options)
 
 
 def _stored_latents(cache: KVCache, layer: str, rows: Array, period: Period) -> Array:
-    """Returns latent rows in the dtype of their layer, over its K scale."""
+    """Returns latent rows in the dtype of their layer, divided by its K scale."""
     dtype = row_format(token_spec(cache, layer)).dtype
 
     def run(cache: KVCache, rows: Array, period: Period) -> Array:
@@ -156,13 +164,13 @@ def _rule(
     scale: float | None,
     soft_cap: float | None,
 ) -> AttentionRule:
-    """Returns the rule of a layer, after checking that attention can read its rows."""
+    """Checks that attention can read the rows of a layer, and returns its rule."""
     check_batch(cache, batch)
     spec = token_spec(cache, layer)
     if cache.layout.context_parallel > 1 and cache.layout.axis is None:
         raise ValueError(
-            f"context_parallel={cache.layout.context_parallel}: attend combines the ranks over a "
-            "mesh axis, and the cache has none; pass mesh= and axis= to make_cache"
+            f"cache has context_parallel={cache.layout.context_parallel} and no mesh axis over "
+            "which attend could combine the ranks; pass mesh= and axis= to make_cache"
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
@@ -170,7 +178,7 @@ def _rule(
     unread = _unreadable(spec)
     if unread:
         raise TypeError(
-            f"layer={layer!r} has {unread}, which attend does not read; write its rows with "
+            f"layer={layer!r} has {unread}, which attend cannot read; write its rows with "
             "write_rows and attend with your own kernel over layer_view"
         )
     if isinstance(spec, MLASpec):
@@ -205,7 +213,7 @@ def _rule(
 
 
 def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:
-    """Names what attention does not understand of a layer's rows; "" for nothing."""
+    """Returns the field of a spec because of which attention cannot read its rows, or ""."""
     if isinstance(spec, MLASpec):
         if spec.bytes_per_token is not None:
             return f"bytes_per_token={spec.bytes_per_token}"

@@ -1,8 +1,8 @@
-"""The arrays that a FlexAttention BlockMask and its mask function work with.
+"""The arrays that a FlexAttention BlockMask and its mask function need.
 
-PyTorch's kernels walk *distinct pages of the pool* and ask a mask function about each (query,
-slot of the pool). So each group's pages must be listed once even where requests share them, and
-the mask function needs a dense map back from page to position.
+PyTorch's kernels walk *distinct pages of the pool*, and call a mask function with each (query, slot
+of the pool). So a query group must list a page once even if requests share it, and the mask
+function needs a dense map from pages back to positions.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ class BlockMaskIndices:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PhysicalToLogical:
-    """A dense map from pages to requests' pages, for mask functions that are given slots.
+    """A dense map from pages of the pool to pages of requests, for mask functions over slots.
 
-    Page ``p`` of `layer_view` is page ``logical_pages[b, p - first_page]`` of request b: -1 for
-    none, and for the null page.
+    Page ``p`` of `layer_view` is page ``logical_pages[b, p - first_page]`` of request b; -1 if the
+    request does not hold it, and for the null page.
     """
 
     logical_pages: Array  # int32[B, num_pages], index of the page in its request
@@ -63,11 +63,11 @@ class PhysicalToLogical:
 def block_mask_indices(lists: PageLists) -> BlockMaskIndices:
     """Returns the distinct pages of each query group.
 
-    Sorts each list: temporaries are a few times [G, L], whatever the pool. Error flags of the
-    lists are passed on.
+    Sorts each list; temporaries are a few times [G, L], independent of the pool. The result keeps
+    the error flags of the lists.
 
     Args:
-      lists: of `build_page_lists`.
+      lists: from `build_page_lists`.
 
     Returns:
       Indices with K = ``lists.sizes.block_mask_width``.
@@ -90,20 +90,20 @@ def physical_to_logical(
 ) -> PhysicalToLogical:
     """Maps the pages of a layer to the pages of a step's requests.
 
-    The map grows with requests times the pool, 4 bytes each; kernels that read `PageLists` or
-    `PageCSR` need none. Of several pages of a request that are one page of the pool, the map
-    names the last.
+    The map takes 4 bytes for each request and page of the pool; kernels that read `PageLists` or
+    `PageCSR` do not need it. If several pages of a request are the same page of the pool, the map
+    names the last of them.
 
     Args:
-      cache, batch: of this step, from `apply_step`.
+      cache, batch: from `apply_step`.
       layer: name of a layer that stores tokens.
-      period: int32[], traced: the layer of the group to map; see `jaxkv.write_tokens`.
+      period: int32[], may be traced: maps another layer of the group; see `jaxkv.write_tokens`.
 
     Raises:
       TypeError, ValueError: as for `build_page_lists`.
     """
     check_batch(cache, batch)
-    one_group = batch.shape.max_tokens  # the map knows no query groups
+    one_group = batch.shape.max_tokens  # the map has no query groups
     sizes = page_list_sizes(cache, layer, batch.shape, q_block_tokens=one_group)
 
     def build(cache: KVCache, batch: StepBatch, period: Period) -> PhysicalToLogical:
@@ -130,7 +130,7 @@ def map_pages(tables: PageTables, seq_lens: Array, *, sizes: PageListSizes) -> t
     """
     pages, width = tables.pages, tables.pages.shape[1]
     page = tables.first_pages[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    # Whether a page begins before the end: page * page_tokens could pass int32.
+    # Compares pages, not tokens, because page * page_tokens could overflow int32.
     last = jnp.where(seq_lens > 0, (seq_lens - 1) // sizes.page_tokens, -1)
     held = (page <= last[:, None]) & (pages != NULL_PAGE)
     known = within(pages, sizes.num_pages)

@@ -1,4 +1,4 @@
-"""Attention to a layer by `pallas_kernels.paged_attention`: its pages, tables and lengths."""
+"""The call of `pallas_kernels.paged_attention` for a layer: its pages, tables and lengths."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class AttentionRule(NamedTuple):
     soft_cap: float | None
     window: int
     chunk: int
-    causal: bool  # False: all tokens of the encoder
+    causal: bool  # False: each token sees all tokens of the encoder
 
 
 def attend_to_layer(
@@ -36,9 +36,9 @@ def attend_to_layer(
     period: Period,
     implementation: Implementation | None,
 ) -> Array:
-    """Returns [..., heads, V] of queries, [..., heads, K], and a layer's pages; zeros for padding.
+    """Attends from queries, [..., heads, K], to a layer's pages: [..., heads, V], 0 for padding.
 
-    Ranks that positions are dealt out to combine what each of them finds.
+    With context parallelism over a mesh axis, combines the results of all ranks.
     """
     layout, shape = cache.layout, queries.shape[:-1]
     one_each = queries[..., 0, 0].size == batch.shape.batch_size and batch.shape.max_query_len == 1
@@ -48,7 +48,7 @@ def attend_to_layer(
     lens = batch.seq_lens if rule.causal else batch.encoder_lens
     key_scale, value_scale = layer_scales(cache, layer, period)
     rank, is_dealt = layout.context_rank(), layout.context_parallel > 1
-    if sinks is not None and is_dealt:  # one rank counts them
+    if sinks is not None and is_dealt:  # only one rank counts the sinks
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
     limited = min(rule.window, rule.chunk) < INT32_MAX
     out, lse = paged_attention(
@@ -99,7 +99,7 @@ def _pages(cache: KVCache, layer: str, period: Period) -> StridedPages:
 
 
 def _tables(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
-    """Returns the pages of each request, int32[B, W]; -1 for those that it does not hold."""
+    """Returns the pages of each request, int32[B, W]; -1 for pages that it does not hold."""
     _, extents, first = locate(cache, layer, period)
     ids = batch.tables[cache.layout.place_of(layer).group]
     ids = jnp.where((ids == NULL_BLOCK) | (jnp.asarray(first) < 0), -1, ids)
@@ -107,7 +107,7 @@ def _tables(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Arr
 
 
 def _flat_places(batch: StepBatch) -> Array:
-    """Returns int32[T], where each token of a flat batch stands in a rectangular one."""
+    """Returns int32[T], the index in a rectangular batch of each token of a flat one."""
     num_requests, columns = batch.token_shape
     index = jnp.arange(num_requests * columns, dtype=jnp.int32)
     ends = batch.query_start_loc[1:]
@@ -116,14 +116,14 @@ def _flat_places(batch: StepBatch) -> Array:
 
 
 def _rectangular_places(batch: StepBatch) -> Array:
-    """Returns int32[B, T / B], where each token stands in a flat batch; -1 for padding."""
+    """Returns int32[B, T / B], the index of each token in a flat batch; -1 for padding."""
     columns = jnp.arange(batch.token_shape[1], dtype=jnp.int32)[None]
     places = batch.query_start_loc[:-1, None] + columns
     return jnp.where(columns < batch.query_lens[:, None], places, -1)
 
 
 def _combine(out: Array, lse: Array, axis: str) -> Array:
-    """Returns the output over the keys of all ranks."""
+    """Combines the outputs of all ranks, each over its own keys."""
     highest = lax.pmax(lse, axis)
     weight = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0))[..., None]
     total, out = lax.psum((weight, out * weight), axis)

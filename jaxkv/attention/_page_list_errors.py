@@ -16,7 +16,7 @@ _REASONS = {
     ),
     MISSING_PAGE: (
         "a visible token whose page the request does not hold, or past the shape's max_seq_len; "
-        "the request was not grown, or an update was lost"
+        "the manager did not grow the request, or an upload was lost"
     ),
     BAD_PAGE_ID: "a page id outside the pool",
     BAD_BATCH: (
@@ -28,6 +28,9 @@ _REASONS = {
 
 
 class PageListError(FlagsError):
-    """Page lists lack pages. ``flags``: the bits that say why."""
+    """Page lists lack pages that tokens see, raised by `check_errors`.
+
+    flags: bits such as `jaxkv.attention.MISSING_PAGE`; the message explains each that is set.
+    """
 
     what, reasons = "attention over these page lists would be wrong", _REASONS

@@ -1,12 +1,12 @@
 """The pages that every query group sees: padded lists, or one compact list with offsets.
 
-Both name (request, page) *pairs*, in the order of the requests in the batch and of the pages in
+Both list (request, page) *pairs*, in the order of the requests in the batch and of the pages in
 each request. A pair has the page's id, its logical page (the index of the page in its request)
-and the request. A kernel needs no other map from pages to positions: this one has one entry for
-each listed page, where a map for every (request, page of the pool), or a mark for every (group,
-page of the pool), grows with the pool. A page that two requests share is a pair of each, and a
-kernel that lets tokens see only pairs of their own request counts no key twice.
-`block_mask_indices` makes lists of distinct pages for kernels that know no requests.
+and the request, so a kernel needs no other map from pages to positions. The lists do not grow with
+the pool, as a map over every (request, page of the pool) would, or a mask over every (query group,
+page of the pool). A page that two requests share is in two pairs, one for each of them: a kernel
+that lets tokens see only pairs of their own request counts no key twice. `block_mask_indices` makes
+lists of distinct pages, for kernels that do not tell requests apart.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ CSR_ROW = 2**16  # pairs
 class PageLists:
     """The pages that the tokens of each query group see; G groups, T tokens of B requests.
 
-    A group's first ``counts`` entries are valid. The others read page 0, the null page, and -1
-    elsewhere. The token at ``positions[t]`` sees key n of an entry if the entry's request is
-    ``token_requests[t]`` and the mask allows the position ``logical_pages * page_tokens + n``;
-    page 0, which also stands for a missing page, has no keys to see.
+    A group's first ``counts`` entries are valid. In the others the page is 0, the null page, and
+    the rest -1. Token t sees key n of an entry if the entry's request is ``token_requests[t]`` and
+    the mask lets ``positions[t]`` see the position ``logical_pages * page_tokens + n``. No token
+    sees keys of page 0, which also stands for a missing page.
     """
 
     pages: Array  # int32[G, L], on the block axis of `layer_view`
@@ -71,8 +71,8 @@ class PageLists:
 class PageCSR:
     """The lists of all query groups end to end; G groups, C entries, T tokens of B requests.
 
-    Group g's entries are ``offsets[g] : offsets[g + 1]``. Those past the last group's read page
-    0, the null page, and -1 elsewhere.
+    Group g's entries are ``offsets[g] : offsets[g + 1]``. In entries past the last group the page
+    is 0, the null page, and the rest -1.
     """
 
     offsets: Array  # int32[G + 1]
@@ -103,21 +103,29 @@ def build_page_lists(
 ) -> PageLists:
     """Lists, for each query group of a step, the pages of a layer that its tokens see.
 
-    A page is listed if and only if a token of the group sees a token of the page: by the
-    layer's window or chunks, up to the token itself. Blocks of attention sinks, which no table
-    names, are in no list. Inside one ``jit`` the layers of a group cost one build together: only
-    their ids differ.
+    Example::
 
-    A visible page that the request does not hold sets an error flag and reads as page 0. Flags
-    are for `jaxkv.check_errors`, off the hot path.
+        cache, batch = jaxkv.apply_step(cache, upload)
+        lists = jaxkv.attention.build_page_lists(cache, "layer", batch, q_block_tokens=16)
+        distinct = jaxkv.attention.block_mask_indices(lists)     # if your kernel wants these
+
+    A page is listed if and only if a token of the group sees a token of the page: within the
+    layer's window or chunk, and not after the token itself. Blocks of attention sinks are not
+    listed, because block tables do not contain them. Inside one ``jit`` XLA builds the lists of a
+    group's layers once, because only their ids differ.
+
+    A visible page that the request does not hold is listed as page 0 and sets an error flag, which
+    `jaxkv.check_errors` raises.
 
     Args:
-      cache, batch: of this step, from `apply_step`.
+      cache, batch: from `apply_step`.
       layer: name of a layer that stores tokens. Its kernel blocks are the pages.
       q_block_tokens: tokens of a query group; static.
       causal: False: tokens see their whole request; for layers without window and chunks.
-      pages_are_shared: False makes the lists smaller, where no two requests hold one block.
-      period: int32[], traced: the layer of the group to list for; see `jaxkv.write_tokens`.
+      pages_are_shared: False makes the lists smaller; for batches in which no two requests hold
+        the same block.
+      period: int32[], may be traced: lists for another layer of the group; see
+        `jaxkv.write_tokens`.
 
     Returns:
       Lists whose ids index the block axis of ``layer_view(cache, layer)``, like those of
@@ -146,9 +154,9 @@ def build_page_csr(
     pages_are_shared: bool = True,
     period: Period = None,
 ) -> PageCSR:
-    """Lists the same pairs in the same order as `build_page_lists`, without padding in between.
+    """Lists the same pairs in the same order as `build_page_lists`, without padding between groups.
 
-    Takes and raises the same. Its size is ``(groups + requests - 1) * pages`` instead of
+    Takes and raises the same. The list has ``(groups + requests - 1) * pages`` entries instead of
     ``groups * requests * pages``.
     """
     return _build(
@@ -168,7 +176,7 @@ def _build(
     period: Period,
     **options: Any,
 ) -> Any:
-    """Lists the pages of a step by ``make``, with ids of the layer's view."""
+    """Lists the pages of a step by ``make``, with ids on the block axis of the layer's view."""
     check_batch(cache, batch)
     sizes = page_list_sizes(cache, layer, batch.shape, **options)
 
@@ -210,7 +218,7 @@ def make_csr(tables: PageTables, *, sizes: PageListSizes) -> PageCSR:
     batch = check_tables(tables, sizes)
     segments = find_segments(batch, sizes)
     before = count_before(segments, sizes)
-    # In rows only so that not all of it is computed at once.
+    # In rows, so that `list_pairs` need not compute all of them at once.
     width = min(sizes.csr_capacity, CSR_ROW)
     firsts = jnp.arange(cdiv(sizes.csr_capacity, width), dtype=jnp.int32) * width
     listed = list_pairs(batch, segments, firsts, before[-1] - firsts, width)

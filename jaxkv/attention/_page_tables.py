@@ -1,4 +1,4 @@
-"""Sizes, tables of pages and ids of pages, for page lists, from a cache and a step."""
+"""Sizes, page tables and page ids of page lists, from a cache and a step's batch."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,13 +30,13 @@ def page_list_sizes(
 ) -> PageListSizes:
     """Returns the sizes of a layer's page lists in steps of a shape.
 
-    `page_list_bytes` turns them into bytes. Pages, window and maxima are the cache's and the
-    shape's.
+    `jaxkv.layout.page_list_bytes` turns them into bytes. The sizes of pages, windows and chunks
+    come from the cache, those of the batch from the shape.
 
     Args:
       cache: made from the same plan as the shape.
       layer: name of a layer that stores tokens.
-      shape: of the steps; flat.
+      shape: the shape of the steps, not a rectangular one.
       q_block_tokens, causal, pages_are_shared: as for `build_page_lists`.
 
     Raises:
@@ -84,7 +84,7 @@ def page_list_sizes(
 def page_tables(batch: StepBatch, layer: str) -> PageTables:
     """Returns the pages of a step's requests, counted from the layer's first page.
 
-    So they are the same for all layers of a group; `page_ids` turns them into a layer's ids.
+    These are the same for all layers of a group; `page_ids` turns them into a layer's ids.
     """
     group = batch.layout.place_of(layer).group
     ids, parts = batch.tables[group], batch.layout.blocks_per_kv_block[group]
@@ -100,7 +100,7 @@ def page_tables(batch: StepBatch, layer: str) -> PageTables:
 def page_ids(
     pages: Array, batch: StepBatch, layer: str, period: Period
 ) -> tuple[Array, Array, Array]:
-    """Turns pages that count from a layer's first into ids on the block axis of its view.
+    """Turns pages counted from a layer's first page into ids on the block axis of its view.
 
     Returns:
       The ids, int32 like ``pages``; the id of the layer's first page, int32[]; error flags,

@@ -1,10 +1,9 @@
-"""A flat batch cut into segments, and the pages that each one sees.
+"""A flat batch cut into segments, and the pages that each segment sees.
 
-A segment is what one query group and one request have in common. Its tokens follow each other
-in the request. So what they see is one range of tokens, with a causal mask, a window, chunks or
-no mask, and hence one range of pages ``first .. first + count - 1``: exactly those pages, none
-between them unseen. That is why page lists need two integers a segment instead of a mark for
-every page of the pool.
+A segment is the set of tokens that one query group and one request have in common. These are
+consecutive in the request, so together they see one range of tokens (with a causal mask, a window,
+chunks or no mask), and hence one range of pages ``first .. first + count - 1`` without gaps. That
+is why page lists are computed from two integers per segment, not from a mask over the pool.
 """
 
 from typing import NamedTuple
@@ -28,7 +27,7 @@ PAIRS_AT_ONCE = 2**20
 
 
 class PageTables(NamedTuple):
-    """The pages of a flat batch's B requests in one layer, as a step gives them: unchecked."""
+    """The pages of a flat batch's B requests in one layer, unchecked."""
 
     pages: Array  # int32[B, W], counted from the layer's first; 0 = null
     first_pages: Array  # int32[B], index in its request of each row's first page
@@ -37,7 +36,7 @@ class PageTables(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """B requests that are safe to index with; all of them empty where a batch made no sense."""
+    """B requests whose values are safe to index with; all are empty for a malformed batch."""
 
     pages: Array  # int32[B, W], null for ids that the layer does not have
     first_pages: Array  # int32[B]
@@ -70,7 +69,7 @@ def check_tables(tables: PageTables, sizes: PageListSizes) -> Requests:
     """Returns the requests of a batch, or empty ones with an error flag for a malformed batch."""
     loc, computed = tables.query_start_loc, tables.num_computed_tokens
     lens = jnp.diff(loc)
-    # Decreasing first: differences of wild entries may wrap.
+    # Compared before they are subtracted: differences of wild entries may overflow.
     bad = (loc[0] != 0) | (loc[1:] < loc[:-1]).any() | (loc[-1] > sizes.max_num_batched_tokens)
     bad |= ((lens > 0) & ~within(computed, INT32_MAX - lens)).any()
     loc = jnp.where(bad, 0, loc)
@@ -106,14 +105,14 @@ def _visible_pages(positions: Array, ends: Array, sizes: PageListSizes) -> tuple
     if sizes.causal:
         window, chunk = sizes.sliding_window or INT32_MAX, sizes.chunk_size or INT32_MAX
         first = first_visible_token(positions, window, chunk, jnp)
-    end = (ends - 1) // sizes.page_tokens + 1  # adding first could pass int32
+    end = (ends - 1) // sizes.page_tokens + 1  # adding before could overflow int32
     return first // sizes.page_tokens, end
 
 
 def find_requests(batch: Requests, tokens: Array) -> tuple[Array, Array]:
     """Returns request and position of tokens, int32[N] each; -1 past the last token.
 
-    The search is unrolled: jax's default is a loop, a kernel launch per round on a GPU.
+    The search is unrolled, because jax's default loop launches a kernel per round on a GPU.
     """
     requests = jnp.searchsorted(batch.token_ends, tokens, side="right", method="scan_unrolled")
     known = tokens < batch.token_ends[-1]
@@ -132,7 +131,7 @@ def find_segments(batch: Requests, sizes: PageListSizes) -> Segments:
     requests, positions = find_requests(batch, starts)
     ends = positions + lens if sizes.causal else take(batch.seq_lens, requests)
     first, end = _visible_pages(positions, ends, sizes)
-    # A longer range is flagged already; here it would overflow the prefix sum.
+    # Cut, because a longer range, which is flagged already, would overflow the prefix sum.
     held_end = take(batch.first_pages, requests) + batch.pages.shape[1]
     end = jnp.minimum(end, jnp.minimum(held_end, sizes.pages_per_seq))
     counts = jnp.where(lens > 0, jnp.maximum(end - first, 0), 0)
@@ -170,7 +169,7 @@ def list_pairs(
 
 
 def _pairs_at(batch: Requests, segments: Segments, index: Array, wanted: Array) -> Pairs:
-    """Returns the pairs at these places of the whole batch's, padding where not ``wanted``."""
+    """Returns the pairs of the batch at these indices, padding where not ``wanted``."""
     segment = jnp.searchsorted(segments.page_ends, index, side="right", method="scan_unrolled")
     segment = jnp.where(wanted, segment, 0)
     # Logical page minus index is the same for all pairs of a segment: one gather, not two.

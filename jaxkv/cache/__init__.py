@@ -1,7 +1,8 @@
 """The cache: block tables and pool as one pytree, and the batch of a step.
 
-A `KVCache` knows its plan, its kernel block sizes and its mesh, so functions that take it need
-neither: a layer's name leads to its group, and a step's batch to the right blocks.
+A `KVCache` carries the layout of its plan, its kernel block sizes and its mesh, so functions that
+take a cache need none of them as arguments: they look up a layer's group by its name, and find the
+blocks to use in the step's batch.
 """
 
 from jaxkv.cache._batch import PAD_ROW, StepBatch

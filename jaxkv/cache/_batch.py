@@ -1,4 +1,4 @@
-"""The requests of a step as the model sees them: positions, tables and slots."""
+"""The requests of a step as the model sees them: positions, block tables and slots."""
 
 import dataclasses
 
@@ -19,13 +19,21 @@ PAD_ROW = -1  # table row of a batch entry that is padding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StepBatch:
-    """The requests of a step: B requests, T tokens, G groups; padded to the shape.
+    """The requests of one step as the model sees them, padded to the step's shape.
 
-    In a flat batch the tokens of all requests lie end to end, those of request i at
-    ``query_start_loc[i] : query_start_loc[i + 1]``, and token arrays are [T]. In a rectangular
-    batch (``shape.tokens_per_request``) they are [B, T / B], each request's tokens first.
+    Example::
 
-    Arrays are computed when they are asked for: inside ``jit`` XLA computes each once.
+        cache, batch = jaxkv.apply_step(cache, upload)
+        positions = batch.positions               # int32[T]; -1 for padding
+        tables = batch.block_tables("layer")      # int32[B, W], kernel blocks of each request
+        slots = batch.slot_mapping("layer")       # int32[T]; -1 for padding
+
+    B is the number of requests, T the number of tokens and W the width of a table. In a flat batch
+    the tokens of all requests lie end to end: those of request i are at ``query_start_loc[i] :
+    query_start_loc[i + 1]``, and a token array is [T]. In a rectangular batch
+    (``shape.tokens_per_request``) a token array is [B, T / B], padded after the tokens of each.
+
+    Properties compute their arrays on access; inside ``jit`` XLA merges repeated computations.
     """
 
     tables: tuple[Array, ...]  # per group int32[B, W_g], logical ids from `first_columns` on
@@ -40,7 +48,7 @@ class StepBatch:
 
     @property
     def request_rows(self) -> Array:
-        """int32[B], rows of the block tables; `PAD_ROW` for padding."""
+        """int32[B], each request's row of the block tables; `PAD_ROW` for padding."""
         return self._uploaded("request_rows")
 
     @property
@@ -50,7 +58,7 @@ class StepBatch:
 
     @property
     def query_start_loc(self) -> Array:
-        """int32[B + 1], new tokens of all earlier requests; the last entry counts them all."""
+        """int32[B + 1], this step's tokens of all earlier requests; the last entry is the total."""
         return self._uploaded("query_start_loc")
 
     @property
@@ -60,14 +68,14 @@ class StepBatch:
 
     @property
     def seq_lens(self) -> Array:
-        """int32[B], tokens of each request, this step's included; 0 for padding."""
+        """int32[B], tokens of each request, including this step's; 0 for padding."""
         return self.num_computed_tokens + self.query_lens
 
     @property
     def last_tokens(self) -> Array:
-        """int32[B], where each request's last token stands in a token array; 0 for padding.
+        """int32[B], index of each request's last token in a token array; 0 for padding.
 
-        An index into [T] in a flat batch, and into the row of the request in a rectangular one.
+        It indexes [T] in a flat batch, and the request's own row in a rectangular one.
         """
         last = self.query_lens if self.is_rectangular else self.query_start_loc[1:]
         return jnp.where(self.query_lens > 0, last - 1, 0)
@@ -81,13 +89,14 @@ class StepBatch:
 
     @property
     def extra(self) -> Array:
-        """int32[shape.extra], your own ints of the upload."""
+        """int32[shape.extra], the ``extra`` integers that you passed to `BlockManager.step`."""
         return self._uploaded("extra")
 
     # --- tokens -------------------------------------------------------------------
 
     @property
     def is_rectangular(self) -> bool:
+        """Whether token arrays are [B, T / B] instead of [T]."""
         return self.shape.tokens_per_request is not None
 
     @property
@@ -99,7 +108,7 @@ class StepBatch:
 
     @property
     def token_requests(self) -> Array:
-        """int32, a token array: the index of each token's request in the batch; -1 for padding."""
+        """int32 token array, the index of each token's request in the batch; -1 for padding."""
         if self.is_rectangular:
             requests = jnp.arange(self.shape.batch_size, dtype=jnp.int32)[:, None]
             inside = self._token_offsets < self.query_lens[:, None]
@@ -111,7 +120,7 @@ class StepBatch:
 
     @property
     def positions(self) -> Array:
-        """int32, a token array: the position of each token in its request; -1 for padding."""
+        """int32 token array, the position of each token in its request; -1 for padding."""
         requests = self.token_requests
         starts = self._token_offsets
         if not self.is_rectangular:
@@ -121,26 +130,29 @@ class StepBatch:
 
     @property
     def _token_offsets(self) -> Array:
-        """int32[1, T / B], of a rectangular batch."""
+        """int32[1, T / B], the columns of a rectangular batch."""
         return jnp.arange(self.token_shape[-1], dtype=jnp.int32)[None]
 
-    # --- what a layer reads and writes --------------------------------------------
+    # --- layers -------------------------------------------------------------------
 
     def block_tables(self, layer: str, *, period: Period = None) -> Array:
         """Returns the kernel blocks of each request, int32[B, W * k], for a layer's kernel.
 
         Ids index the block axis of ``layer_view(cache, layer)``, which may hold several layers;
-        k is the kernel blocks per block. Padding, and blocks that the request does not hold,
-        are 0: the null block.
+        k is the number of kernel blocks in a block. Padding, and blocks that the request does
+        not hold, are 0: the null block.
 
-        Tables list the columns of the row that this step reads: all of them for full
-        attention; from the block of the oldest visible token on for windows and chunks, see
+        A table lists the columns that this step reads: all of them for full attention; for
+        windows and chunks those from the block of the oldest visible token on, see
         `first_positions`; for recurrent states the block to resume from (null for a fresh
-        request), then those to write.
+        request), followed by the blocks to write.
 
         Args:
           layer: name of a layer.
-          period: traced index of a layer of the group; see `jaxkv.write_tokens`.
+          period: index of a layer of the group, may be traced; see `jaxkv.write_tokens`.
+
+        Raises:
+          ValueError: int32 cannot count the kernel blocks of the layer's buffer.
         """
         group = self.layout.place_of(layer).group
         ids, parts = self.tables[group], self.layout.blocks_per_kv_block[group]
@@ -153,23 +165,24 @@ class StepBatch:
     def first_positions(self, layer: str) -> Array:
         """Returns int32[B], the position of the first token of each row of `block_tables`."""
         group = self.layout.place_of(layer).group
-        return first_columns(self, group) * self.layout.dealt_tokens(group)
+        return first_columns(self, group) * self.layout.column_tokens(group)
 
     def slot_mapping(self, layer: str, *, period: Period = None) -> Array:
-        """Returns where each token's row of a layer lies: a token array, -1 for no slot.
+        """Returns the slot of each token in a layer: an int32 token array, -1 for no slot.
 
         A slot is ``block_id * block_size + offset``, which is also ``kernel_block_id *
         kernel_block_size + offset`` for every kernel block size. Slots index the first two axes
-        of ``layer_view(cache, layer)`` in order LBNHC, taken as one: they begin behind the
-        layers that lie before this one in the view, as `block_tables` does. Divide them by
+        of ``layer_view(cache, layer)`` in order LBNHC, flattened into one; like `block_tables`,
+        they count the layers that lie before this one in the view. Divide them by
         ``compress_ratio`` where tokens share a row.
 
         Args:
           layer: name of a layer that stores tokens.
-          period: traced index of a layer of the group; see `jaxkv.write_tokens`.
+          period: index of a layer of the group, may be traced; see `jaxkv.write_tokens`.
 
         Raises:
           TypeError: the layer stores states, or the encoder's tokens.
+          ValueError: int32 cannot count the slots of the layer's buffer.
         """
         group = self.layout.place_of(layer).group
         size, slots = self.layout.growths[group].block_size, token_slots(self, group)
@@ -178,16 +191,16 @@ class StepBatch:
         return jnp.where((slots < 0) | (offset < 0), PAD_SLOT, slots + offset * size)
 
     def _id_offset(self, layer: str, period: Period) -> Array | int:
-        """Returns the blocks before a layer's in its view; -1 for a period that does not exist."""
+        """Returns how many blocks precede a layer's in its view; -1 for an unknown period."""
         return self.layout.of_period(layer, period, self.layout.id_offset, -1)
 
     def _check_count(self, layer: str, per_block: int, what: str) -> None:
-        """Raises ValueError where int32 does not count the parts of a layer's view."""
+        """Raises ValueError if int32 cannot count the parts of a layer's view."""
         blocks = self.layout.id_offset(layer) + self.layout.num_blocks
         if blocks * per_block > INT32_MAX:
             raise ValueError(
-                f"the {what} before the end of layer={layer!r} in its buffer are more than int32 "
-                "counts; make the cache with stacked=False"
+                f"layer={layer!r} ends after {blocks * per_block:,} {what} of its buffer, which is "
+                "more than int32 counts; make the cache with stacked=False"
             )
 
     def _uploaded(self, name: str) -> Array:

@@ -17,15 +17,17 @@ class Flagged(Protocol):
 
 
 def check_errors(state: Flagged) -> None:
-    """Raises what the device dropped since the state was made.
+    """Raises an error if a jitted function dropped anything since the state was made.
 
-    Waits for the device, so call it off the hot path: every hundred steps or so.
+    Waits for the device, so call it every hundred steps or so, not in every step::
+
+        jaxkv.check_errors(cache)
 
     Args:
       state: a `KVCache`, or the page lists of `jaxkv.attention`.
 
     Raises:
-      CacheError, PageListError: at least one flag is set; the message says what each means.
+      CacheError, PageListError: at least one error flag is set; the message explains each.
       TypeError: a state without error flags.
     """
     if not hasattr(type(state), "error"):

@@ -1,4 +1,4 @@
-"""Logical block ids to kernel block ids."""
+"""Expansion of logical block ids to kernel block ids."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,7 +11,11 @@ from jaxkv._internal.numbers import INT32_MAX
 
 @jit_int32("block_ids", static_argnames="blocks_per_kv_block")
 def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
-    """Expands logical block ids to the ids of the kernel blocks that they consist of.
+    """Expands logical block ids to the ids of their kernel blocks.
+
+    Example::
+
+        jaxkv.expand_blocks(jnp.array([3, 0], jnp.int32), 2)     # [6, 7, 0, 1]
 
     Args:
       block_ids: int32[..., N].
@@ -19,7 +23,7 @@ def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
 
     Returns:
       int32[..., N * blocks_per_kv_block]: id ``b`` becomes ``b * k .. b * k + k - 1``; an id
-      that is negative, or whose kernel ids int32 does not hold, becomes -1.
+      that is negative, or whose kernel ids do not fit int32, becomes -1.
     """
     check_positive(blocks_per_kv_block=blocks_per_kv_block)
     k = blocks_per_kv_block

@@ -1,4 +1,4 @@
-"""The static description of a cache: tables, pool, and the mesh they live on."""
+"""The static description of a cache: its tables, its pool and its mesh."""
 
 import dataclasses
 import functools
@@ -29,11 +29,11 @@ class CacheLayout:
     buffers: shapes of the pool's buffers, and the place of every layer in them.
     has_buffers: False for a cache of block tables only.
     max_requests: rows of the tables.
-    context_parallel: ranks among which the positions of a request are dealt out.
-    interleave_tokens: positions that a rank is dealt at a time.
-    rank: this process's rank, where no mesh axis tells it.
-    mesh, axis: where the pool is sharded: by position with context parallelism, else by KV
-      head. None: it is not.
+    context_parallel: ranks among which the positions of a request are divided.
+    interleave_tokens: consecutive positions that a rank gets at a time.
+    rank: this process's rank, if no mesh axis gives it.
+    mesh, axis: the mesh and the axis that shard the pool: by position with context
+      parallelism, else by KV head. None: the pool is not sharded.
     """
 
     growths: tuple[Growth, ...]
@@ -54,7 +54,7 @@ class CacheLayout:
 
     @property
     def heads_axis(self) -> str | None:
-        """The mesh axis among which KV heads are divided; None: they are not."""
+        """The mesh axis over which KV heads are divided; None: they are not divided."""
         return self.axis if self.context_parallel == 1 else None
 
     @property
@@ -64,7 +64,7 @@ class CacheLayout:
 
     @functools.cached_property
     def column_starts(self) -> tuple[int, ...]:
-        """Per group, the first of its columns in a row of the tables; and the end of the row."""
+        """Per group, its first column in a row of the tables; then the end of the row."""
         return tuple(itertools.accumulate(self.row_blocks, initial=0))
 
     @functools.cached_property
@@ -83,15 +83,15 @@ class CacheLayout:
         self.place_of(layer)
         return dict(self.buffers.layout.shared).get(layer, layer)
 
-    def dealt_tokens(self, group: int) -> int:
-        """Returns the positions, of all ranks together, that one column stands for."""
+    def column_tokens(self, group: int) -> int:
+        """Returns how many positions one column covers, over all ranks together."""
         return self.growths[group].block_size * self.context_parallel
 
     def context_rank(self) -> int | jax.Array:
-        """Returns this device's rank among those that positions are dealt out to.
+        """Returns the rank of this device among those that divide the positions of a request.
 
         Raises:
-          ValueError: the rank comes from a mesh axis, outside of ``shard_map`` over it.
+          ValueError: a mesh axis gives the rank, and the call is outside ``shard_map`` over it.
         """
         if self.context_parallel == 1:
             return 0
@@ -99,30 +99,30 @@ class CacheLayout:
             return 0 if self.rank is None else self.rank
         if self.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise ValueError(
-                f"the positions of a request are dealt out over mesh axis {self.axis!r}: slots are "
-                "known inside jax.shard_map over it"
+                f"mesh axis {self.axis!r} divides the positions of each request, so slots are "
+                "known only inside jax.shard_map over that axis: call this there"
             )
         return jax.lax.axis_index(self.axis)
 
     @functools.cached_property
     def buffer_spec(self) -> PartitionSpec:
-        """Sharding of every buffer of the pool: of its heads, else of the bytes of its pages."""
+        """PartitionSpec of every buffer of the pool: by heads, or by the bytes of its pages."""
         if self.axis is None:
             return PartitionSpec()
         split = (self.buffers.axes + "H").index("H")
         return PartitionSpec(*[None] * split, self.axis)
 
     def heads_spec(self, layer: str, heads_dim: int) -> PartitionSpec:
-        """Returns how keys, values and queries of a layer are sharded: by head, or not at all."""
+        """Returns the PartitionSpec of a layer's keys, values and queries: by head, or empty."""
         spec = self.place_of(layer).spec
         if self.heads_axis is None or not isinstance(spec, FullAttentionSpec):
             return PartitionSpec()
         return PartitionSpec(*[None] * heads_dim, self.heads_axis)
 
     def id_offset(self, layer: str) -> int:
-        """Returns the blocks that lie before a layer's in its `layer_view`.
+        """Returns how many blocks precede a layer's in its `layer_view`.
 
-        Where tensors are stacked in front of their blocks, a view counts both on one axis.
+        If tensors are stacked in front of the block axis, a view merges both into one axis.
         """
         if not self.buffers.counts_through:
             return 0
@@ -137,12 +137,12 @@ class CacheLayout:
           layer: any layer of the group.
           period: see `jaxkv.write_tokens`.
           number_of: layer -> number.
-          fill: where a traced period does not exist.
+          fill: the result for a traced period that does not exist.
 
         Raises:
           TypeError: a period that is neither an int nor int32.
-          ValueError: a period that is not one number, that cannot choose or, as an int, does
-            not exist.
+          ValueError: a period that is not a scalar, a layer without periods
+            (`KVCache.period_layers`), or an int that is out of range.
         """
         if period is None:
             return number_of(layer)
@@ -157,11 +157,13 @@ class CacheLayout:
             return numbers[period]
         check_int32(period=period)
         if period.shape:
-            raise ValueError(f"period has shape {period.shape}; it names one layer, as int32[]")
+            raise ValueError(
+                f"period has shape {period.shape}; pass the index of one layer, int32[]"
+            )
         return take(jnp.array(numbers, jnp.int32), jnp.asarray(period), fill)
 
     def has_heads(self, layer: str) -> bool:
-        """Returns whether rows of a layer have an axis of heads: whether they are K and V."""
+        """Returns whether a layer's rows have an axis of heads: whether they hold K and V."""
         return row_format(self.place_of(layer).spec).key_elements is not None
 
     def __repr__(self) -> str:
@@ -170,7 +172,7 @@ class CacheLayout:
             f"{self.max_requests} rows, {self.buffers.order})"
         )
 
-    def __getstate__(self) -> dict[str, object]:  # cached values stay behind
+    def __getstate__(self) -> dict[str, object]:  # without cached values
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Allocates the cache of a plan."""
+"""Allocation of the cache of a plan, and its scales."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -36,45 +36,48 @@ def make_cache(
     rank: int | None = None,
     tables_only: bool = False,
 ) -> KVCache:
-    """Allocates block tables and pool of a plan, zeroed, straight on the device.
+    """Allocates the block tables and the pool of a plan on the device, filled with zeros.
 
-    ::
+    Example::
 
         plan = jaxkv.plan_cache(layers, memory_bytes, max_model_len=8192)
         cache = jaxkv.make_cache(plan, max_requests=256)
 
     Args:
-      plan: gives groups, blocks and the layout of a block.
-      max_requests: rows of the block tables.
-      kernel_block_sizes: per group, the tokens of the blocks that its attention kernel works
-        on; each must divide the group's block size. None: the block size.
+      plan: from `plan_cache`.
+      max_requests: rows of the block tables, one for each request that runs at the same time.
+      kernel_block_sizes: per group, the tokens of a block of its attention kernel; each must
+        divide the group's block size. None: the block sizes of the plan.
       order: physical order of layer, block, head, token and content: one of
         `jaxkv.layout.ORDERS`, "NHD" or "HND".
-      stacked: one buffer for all tensors of one page size (True), or one per tensor (False).
-        Every array of a jitted call costs the host some microseconds, and `period` needs the
-        stack; but kernels then see a buffer of all layers and ids that count through them.
-        None: stacked, unless the slots of all layers together pass int32.
-      interleave_tokens: with context parallelism, positions that a rank is dealt at a time;
-        must divide every block size.
+      stacked: True: one buffer for all tensors of one page size. False: one buffer per tensor.
+        Each array of a jitted call costs the host some microseconds, and ``period=`` needs the
+        stack; but a kernel then sees one buffer of all layers, whose ids run through all of
+        them. None: stacked, unless int32 cannot count the slots of all layers together.
+      interleave_tokens: with context parallelism, consecutive positions that a rank gets at a
+        time; must divide every block size.
       scales: K and V scales of the cache, for all layers or by layer: the pool stores
-        ``x / scale``. None: no scales, which reads and writes ``x``.
-      mesh, axis: shards the pool over an axis of a mesh: by position with context
-        parallelism, else by KV head; the plan is that of one rank. Block ids mean the same on
-        all devices, and tables and scales are on each. Along other axes of the mesh the pool is
-        repeated. Devices may belong to several processes: all of them make the same call, and
-        each holds its own shards.
-      device: a device for everything, or a sharding that gives every device all of it,
+        ``x / scale``. None: no scales, the pool stores ``x``.
+      mesh, axis: shards the pool over one axis of a mesh: by position with context parallelism,
+        else by KV head; the plan is that of one rank. Block ids mean the same on all devices.
+        Tables and scales are replicated, and so is the pool over the other axes of the mesh.
+        Devices may belong to several processes: all of them make the same call, and each
+        process holds its own shards.
+      device: a device for all arrays, or a sharding that replicates them,
         ``NamedSharding(mesh, PartitionSpec())``; None: the default device. Arrays are committed
         to it.
       worker: index into ``plan.layouts``.
-      rank: with context parallelism, this process's rank where no mesh axis tells it.
-      tables_only: no pool, for engines that keep their own buffers.
+      rank: with context parallelism, this process's rank, if no mesh axis gives it.
+      tables_only: True: no pool, for engines that keep buffers of their own.
+
+    Returns:
+      A cache with empty rows and a pool of zeros.
 
     Raises:
       TypeError, ValueError: arguments that contradict the plan or each other: kernel block
         sizes that do not divide a group's blocks, or that cut overlaid blocks in different
-        ways where nothing is zeroed; an order that the layout does not go with; no such worker
-        or mesh axis.
+        ways where nothing is zeroed; an order that the layout cannot have; an unknown worker or
+        mesh axis.
     """
     check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
     if not isinstance(plan, Plan):
@@ -113,9 +116,12 @@ def make_cache(
 
 
 def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
-    """Returns the cache with other scales, for all layers or for those that are named.
+    """Returns the cache with new K and V scales, for all layers or for the named ones.
 
-    What is stored keeps its bytes: set scales before a layer is written, or write it anew.
+    Stored bytes stay as they are: set scales before a layer is written, or write it again::
+
+        cache = jaxkv.make_cache(plan, max_requests=256, scales=(1.0, 1.0))
+        cache = jaxkv.set_scales(cache, {"layer": (0.5, 0.25)})
 
     Args:
       cache: made with ``scales``.
@@ -123,7 +129,7 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
 
     Raises:
       TypeError: scales that are not pairs of numbers.
-      ValueError: a cache without scales, or a layer that it does not have.
+      ValueError: a cache without scales, an unknown layer, or a scale that is not positive.
     """
     if cache.scales is None:
         raise ValueError(
@@ -135,7 +141,7 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
     for layer, pair in _by_layer(cache.layout, scales).items():
         index = number[cache.layout.owner_of(layer)]
         is_set[index], rows[index] = True, _as_row(pair)
-    # Of NumPy arrays if it can be: they go wherever the cache is, on a mesh of explicit axes too.
+    # NumPy arrays if possible: jax moves them to the cache's devices, on explicit meshes too.
     stack = np.stack if all(isinstance(row, np.ndarray) for row in rows) else jnp.stack
     return dataclasses.replace(cache, scales=jnp.where(is_set, stack(rows), cache.scales))
 
@@ -149,35 +155,35 @@ def _as_row(pair: Scale) -> Any:
 
 def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
     if axis is not None and mesh is None:
-        raise ValueError(f"axis={axis!r} needs the mesh that it is an axis of: pass mesh=")
+        raise ValueError(f"axis={axis!r} was given without mesh=: pass the mesh with this axis")
     if mesh is not None and device is not None:
-        raise ValueError("mesh and device both say where the cache goes; pass one of them")
+        raise ValueError("mesh= and device= both place the cache: pass only one of them")
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
         raise TypeError(f"device must be a jax.Device or a Sharding, got {device!r}")
     if isinstance(device, jax.sharding.Sharding) and not device.is_fully_replicated:
         raise ValueError(
-            f"device={device} would divide every array alike; pass mesh= and axis= to shard "
-            "the pool only"
+            f"device={device} would shard every array of the cache; pass mesh= and axis= to "
+            "shard only the pool"
         )
     if mesh is None:
         return
     if axis is None:
         raise ValueError(
-            f"mesh= without axis= leaves open how {mesh.size} devices share the pool: pass the "
-            f"axis of {mesh.axis_names} to shard it over, or instead of mesh= "
-            "device=NamedSharding(mesh, PartitionSpec()), which gives every device all of it"
+            f"mesh= with {mesh.size} devices was given without axis=: pass one of its axes "
+            f"{mesh.axis_names} as axis= to shard the pool over it, or replace mesh= by "
+            "device=NamedSharding(mesh, PartitionSpec()) to replicate the cache"
         )
     if axis not in mesh.shape:
         raise ValueError(f"axis={axis!r} is not an axis of the mesh, which has {mesh.axis_names}")
     if not mesh.local_devices:
         raise ValueError(
-            f"no device of the mesh belongs to process {jax.process_index()}: make a cache only in "
-            "the processes whose devices it uses"
+            f"no device of the mesh belongs to process {jax.process_index()}: make the cache only "
+            "in processes that have devices in its mesh"
         )
 
 
 def _default_place() -> Device:
-    """Returns the default device; as a sharding where jax.set_mesh has set a mesh of it."""
+    """Returns the default device, as a sharding if jax.set_mesh has set a mesh of it."""
     with jax.ensure_compile_time_eval():  # also while make_cache is traced for its shapes
         sharding = jnp.zeros(0).sharding
     devices = sharding.device_set
@@ -185,7 +191,7 @@ def _default_place() -> Device:
         raise ValueError(
             f"jax.set_mesh has set a mesh of {len(devices)} devices: pass mesh= and axis= to "
             "shard the pool over one of its axes, or "
-            "device=NamedSharding(mesh, PartitionSpec()) to give every device all of it"
+            "device=NamedSharding(mesh, PartitionSpec()) to replicate the cache"
         )
     mesh = _mesh_of(sharding)
     return next(iter(devices)) if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -212,29 +218,32 @@ def _make_layout(
 ) -> CacheLayout:
     check_count(worker=worker)
     if worker >= len(plan.layouts):
-        raise ValueError(f"worker={worker}: the plan has {len(plan.layouts)} workers")
+        raise ValueError(
+            f"worker={worker} is not in 0..{len(plan.layouts) - 1}, the workers of the plan"
+        )
     if rank is not None:
         check_count(rank=rank)
         if rank >= plan.context_parallel:
             raise ValueError(
-                f"rank={rank} is not one of the plan's context_parallel={plan.context_parallel}"
+                f"rank={rank} is not in 0..{plan.context_parallel - 1}; the plan has "
+                f"context_parallel={plan.context_parallel}"
             )
     if (rank is None) == (axis is None) and plan.context_parallel > 1:
         raise ValueError(
-            f"context_parallel={plan.context_parallel} deals positions out to ranks: pass mesh= "
-            "and axis=, or rank= where each process has a cache of its own"
+            f"the plan has context_parallel={plan.context_parallel}: pass either mesh= and axis=, "
+            "or rank= if each process makes a cache for its own rank"
         )
     ranks = 1 if mesh is None or axis is None else mesh.shape[axis]
     if axis is not None and plan.context_parallel not in (1, ranks):
         raise ValueError(
             f"axis={axis!r} has {ranks} devices and the plan "
-            f"context_parallel={plan.context_parallel}; plan for as many ranks"
+            f"context_parallel={plan.context_parallel}; pass context_parallel={ranks} to plan_cache"
         )
     for group in plan.groups:
         if group.block_size % interleave_tokens:
             raise ValueError(
                 f"interleave_tokens={interleave_tokens} does not divide the block size "
-                f"{group.block_size}; a block would end in the middle of a rank's turn"
+                f"{group.block_size} of a group; pass a divisor of every block size"
             )
     buffers = plan_buffers(
         plan.layouts[worker],
@@ -264,7 +273,7 @@ def _make_layout(
 
 
 def _global_shapes(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the buffers over all devices of the axis together."""
+    """Returns the shapes of the buffers, over all devices of the axis together."""
     if layout.axis is None:
         return layout.buffers.shapes
     split = len(layout.buffer_spec) - 1
@@ -291,7 +300,7 @@ def _is_positive(scale: float | Array) -> bool:
 
 
 def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mapping[str, Scale]:
-    """Returns the pair of every layer that is named, or of all layers."""
+    """Returns the pair of each named layer, or of all layers if none is named."""
     if not isinstance(scales, Mapping):
         scales = dict.fromkeys(layout.layer_index, scales)
     for pair in scales.values():

@@ -1,4 +1,4 @@
-"""Slots and blocks of a step's requests in one group, for those who read and write the pool."""
+"""Slots and blocks of a step's requests in one group, for code that reads and writes the pool."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ PAD_SLOT = -1  # slot of a token that must not be written
 
 
 def first_columns(batch: "StepBatch", group: int) -> Array:
-    """Returns int32[B], the column of the table row that ``batch.tables`` start at."""
+    """Returns int32[B], the column of each table row at which ``batch.tables`` start."""
     computed, total = (
         cdiv(tokens, batch.layout.context_parallel)
         for tokens in (batch.num_computed_tokens, batch.seq_lens)
@@ -29,11 +29,11 @@ def token_slots(batch: "StepBatch", group: int) -> Array:
     layout, growth = batch.layout, batch.layout.growths[group]
     if growth.stores != "tokens":
         raise TypeError(
-            f"group {group} stores {growth.stores}, which have no slot per token: use "
-            "read_state and write_state for states"
+            f"group {group} stores {growth.stores!r}, which has no slot for each token of a step; "
+            "use read_state and write_state for states"
         )
     requests, positions = batch.token_requests, batch.positions
-    column, offset = jnp.divmod(positions, layout.dealt_tokens(group))
+    column, offset = jnp.divmod(positions, layout.column_tokens(group))
     turn, within_turn = jnp.divmod(offset, layout.interleave_tokens)
     mine = turn % layout.context_parallel == layout.context_rank()
     offset = turn // layout.context_parallel * layout.interleave_tokens + within_turn
@@ -61,8 +61,8 @@ def state_blocks(batch: "StepBatch", group: int, at: Array | None, *, reading: b
 
     Args:
       group: of recurrent states.
-      at: int32[B], which of the blocks to write, counted from the first; None: the block
-        to resume from when reading, the block of the newest token when writing.
+      at: int32[B], index among the blocks that the step writes; None: the block to resume
+        from when reading, the block of the newest token when writing.
     """
     growth, table = batch.layout.growths[group], batch.tables[group]
     if at is None and reading:

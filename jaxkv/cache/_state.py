@@ -30,13 +30,13 @@ REPEATED_UPLOAD = 128
 
 BAD_PERIOD = 256
 
-MAX_SHOWN = 8  # rows, and ids of a row, that Jupyter is shown
+MAX_SHOWN = 8  # rows, and ids per row, that Jupyter shows
 
 _REASONS = {
     BAD_ROW: "a row out of range",
     BAD_BLOCK_ID: "a block id outside the pool",
     BAD_COLUMN: "more blocks for a row than it has columns",
-    NO_BLOCK: "a request lacks a block: it was not grown for, or an upload was lost",
+    NO_BLOCK: "a request lacks a block: the manager did not grow it, or an upload was lost",
     TOO_LONG: "a request with more tokens than the step's shape allows",
     BAD_BATCH: "new tokens that are negative, or more than the step's shape allows",
     LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap",
@@ -46,7 +46,10 @@ _REASONS = {
 
 
 class CacheError(FlagsError):
-    """The device found errors in what it was told. ``flags``: the bits that say which."""
+    """Errors that jitted functions recorded in a cache, raised by `check_errors`.
+
+    flags: bits such as `jaxkv.cache.BAD_ROW`; the message explains each that is set.
+    """
 
     what, reasons = "the device found errors", _REASONS
 
@@ -54,34 +57,47 @@ class CacheError(FlagsError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KVCache:
-    """Block tables and pool of one worker: R rows of W columns, G groups, N blocks.
+    """The block tables and the pool of one worker: a frozen pytree of device arrays.
 
-    Functions take a cache and return the next one; the old one stays valid unless you donate
-    it. Columns of a row at and past its length are leftovers that no function returns.
+    `make_cache` returns one. Donate it to your jitted step, and keep the one that comes back::
 
-    scales: what the stored K and V of each layer are multiplied with when they are read, in
-      the order of ``layout.layer_index``; None: 1 everywhere.
+        step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+        cache, batch = step(cache, upload)
+
+    Functions take a cache and return the next one. The old one stays valid unless you donate it.
+    With R rows (one per request), W columns and G groups of layers:
+
+    block_tables: int32[R, W], logical block ids, the columns of all groups side by side. Columns
+      past a row's length hold stale ids, which no function returns.
+    row_lengths: int32[R, G], columns in use.
+    status: int32[2], the error flags and the number of the last upload.
+    buffers: the pool, uint8 arrays; see `jaxkv.layout.PoolBuffers`.
+    scales: f32[layers, 2], factors that reads multiply the stored K and V of each layer by, in the
+      order of ``layout.layer_index``; None: 1 everywhere.
+    layout: the static description of all of these.
     """
 
-    block_tables: Array  # int32[R, W], logical block ids, the groups' columns side by side
-    row_lengths: Array  # int32[R, G], columns in use
-    status: Array  # int32[2]: error flags, and the number of the last upload
-    buffers: tuple[Array, ...]  # uint8, see `jaxkv.layout.PoolBuffers`
-    scales: Array | None = None  # f32[layers, 2], of K and of V
+    block_tables: Array
+    row_lengths: Array
+    status: Array
+    buffers: tuple[Array, ...]
+    scales: Array | None = None
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
     error: ClassVar[type[FlagsError]] = CacheError
 
     @property
     def error_flags(self) -> Array:
-        """int32[], bits that say which operations were dropped; see `check_errors`."""
+        """int32[], a bit for each kind of error so far; see `check_errors`."""
         return self.status[0]
 
     @property
     def max_requests(self) -> int:
+        """Rows of the block tables."""
         return self.layout.max_requests
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the pool, including the null block."""
         return self.layout.num_blocks
 
     @property
@@ -90,7 +106,7 @@ class KVCache:
         return sum(buffer.size for buffer in self.buffers)
 
     def period_layers(self, layer: str) -> tuple[str, ...]:
-        """Returns the layers among which ``period=`` chooses: those of the layer's group and spec.
+        """Returns the layers that ``period=`` indexes: those of the layer's group and spec.
 
         Raises:
           ValueError: the layers lie in several buffers, or share one page.
@@ -123,7 +139,7 @@ class KVCache:
         )
 
     def _repr_html_(self) -> str | None:
-        """Shows the first rows; None, which leaves the repr, inside ``jit`` or once donated."""
+        """Shows the first rows; None, for the plain repr, in ``jit`` or once donated."""
         try:
             used = np.asarray(self.row_lengths[:MAX_SHOWN])
             ids = np.asarray(self.block_tables[:MAX_SHOWN])
@@ -163,7 +179,7 @@ def check_layout(layout: CacheLayout, shape: StepShape) -> None:
     for name, value in wanted.items():
         if getattr(shape, name) != value:
             raise ValueError(
-                f"the upload is of another plan than the cache: its {name} is "
+                f"the upload was made for another plan than the cache: its {name} is "
                 f"{getattr(shape, name)!r} and the cache's {value!r}; make cache, manager and "
                 "shapes from one plan, with one max_requests"
             )

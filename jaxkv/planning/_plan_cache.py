@@ -42,35 +42,35 @@ def plan_cache(
     context_parallel: int = 1,
     zero_policy: ZeroPolicy = "when_needed",
 ) -> Plan:
-    """Plans the pool of a model: groups of layers, blocks, and the longest request.
+    """Plans the pool of a model: groups of layers, number of blocks, and the longest request.
 
-    ::
+    Example::
 
         layers = jaxkv.layers_from_config(jaxkv.load_config("qwen3-8b"))
         plan = jaxkv.plan_cache(layers, 40 * 2**30, max_model_len=40960)
         print(plan)
 
     Args:
-      layers: layer name -> spec; or one such mapping per worker (pipeline stage or
-        tensor-parallel rank). A worker may be empty, the model may not.
+      layers: mapping from layer names to specs; or one such mapping per worker (pipeline stage or
+        tensor-parallel rank). A worker may have no layers, but the model must have some.
       memory_bytes: bytes for the KV cache; with several workers, a list with the bytes of each.
       max_model_len: longest request that the pool must hold, in tokens; at most the model's own
         length (`jaxkv.model_len`).
-      fit_max_model_len: shorten ``max_model_len`` to the longest that fits.
-      num_blocks_override: use this many blocks instead of as many as memory holds; at least 2
+      fit_max_model_len: True: shortens ``max_model_len`` to the longest that fits.
+      num_blocks_override: number of blocks, instead of as many as memory holds; at least 2
         (the null block and one more).
-      override_beyond_memory: accept an override that ``memory_bytes`` cannot hold.
-      limits: the most that the scheduler asks of one step; None: the defaults of `Limits`.
-      grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes a grouping that
-        fits the longest request and, of those, the one that runs the most requests of
-        ``request_len`` tokens at once; it may make many groups. ``plan.compared`` has the figures.
-      request_len: tokens of a usual request. If given, ``"auto"`` also compares the rule with
-        packing and takes the one that runs more such requests at once. None:
+      override_beyond_memory: True: accepts an override that ``memory_bytes`` cannot hold.
+      limits: upper bounds of one step of the scheduler; None: the defaults of `Limits`.
+      grouping: as for `jaxkv.planning.make_groups`. ``"least_waste"`` takes, of the groupings that
+        fit the longest request, the one that runs the most requests of ``request_len`` tokens at
+        once; it may make many groups. ``plan.compared`` has the figures.
+      request_len: tokens of a usual request. With it, ``"auto"`` also compares its rule with
+        packing, and takes the one that runs more such requests at once. None:
         ``"least_waste"`` counts requests of ``max_model_len``, and ``"auto"`` compares nothing.
       context_parallel: ranks among which the tokens of each request are divided; only for models
         in which every group keeps all tokens.
-      zero_policy: groups whose fresh blocks are zeroed before a layer reads them.
-        ``"when_needed"``: those whose bytes another group reads differently. ``"always"``:
+      zero_policy: the groups whose fresh blocks are zeroed before a layer reads them.
+        ``"when_needed"``: groups whose bytes another group interprets differently. ``"always"``:
         all, so that no tenant reads another's bytes. ``"never"``: none.
 
     Returns:
@@ -78,10 +78,10 @@ def plan_cache(
 
     Raises:
       KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
-        needs more blocks than there are.
+        needs more blocks than the pool has.
       TypeError: an argument of the wrong type.
       ValueError: memory, lengths or an override out of range; pages that cannot share a pool; a
-        pool whose slots pass int32; context parallelism for groups that drop tokens.
+        pool with more slots than int32 counts; context parallelism for groups that drop tokens.
     """
     workers = read_workers(layers)
     budgets = check_budgets(memory_bytes, len(workers))

@@ -128,7 +128,7 @@ def _read_columns(cache: "KVCache", batch: "StepBatch", shown: Sequence[int]) ->
 
     check_kind(StepBatch, batch=batch)
     if batch.layout != cache.layout:
-        raise ValueError("batch is of another cache; use one that apply_step returned with it")
+        raise ValueError("batch belongs to another cache; use one that apply_step returned with it")
     ranks = cache.layout.context_parallel
     computed, total, encoder = (
         np.asarray(array)

@@ -19,14 +19,14 @@ from pallas_kernels import Implementation
 def zero_blocks(
     cache: KVCache, block_ids: Array, ends: Array, *, implementation: Implementation | None = None
 ) -> KVCache:
-    """Zeroes fresh blocks in the tensors of the groups that got them, padding included.
+    """Zeroes fresh blocks in the tensors of the groups that got them, including page padding.
 
-    Call it before anything of the same step writes.
+    Call it before any write of the same step.
 
     Args:
       block_ids: int32[Z], ordered by group; the null block and ids out of range are ignored.
-      ends: int32[G], where each group's ids end; what follows the last is padding.
-      implementation: of `pallas_kernels.zero_blocks`.
+      ends: int32[G], where each group's ids end; ids past the last end are padding.
+      implementation: as for `pallas_kernels.zero_blocks`.
     """
     kernel = functools.partial(pallas_kernels.zero_blocks, implementation=implementation)
     return _on_buffers(cache, kernel, ends, block_ids=block_ids)
@@ -44,15 +44,14 @@ def copy_blocks(
     """Copies blocks, all at once, in the tensors of the groups that they belong to.
 
     Block ``destinations[i]`` becomes what ``sources[i]`` was before the call, so a block may be
-    both. The null block is neither read nor written; a pair that names it or an id out of range
-    is ignored.
+    both a source and a destination. Pairs with the null block or an id out of range are ignored.
 
     Args:
       sources, destinations: int32[C], ordered by group.
-      ends: int32[G], where each group's pairs end; what follows the last is padding.
-      disjoint: static; you promise that no destination is a source too, as with copies
-        into fresh blocks. Saves temporary memory as large as what is copied.
-      implementation: of `pallas_kernels.copy_blocks`.
+      ends: int32[G], where each group's pairs end; pairs past the last end are padding.
+      disjoint: static; True promises that no destination is also a source, as with copies into
+        fresh blocks. Saves temporary memory of the size of all copied blocks.
+      implementation: as for `pallas_kernels.copy_blocks`.
     """
     check_same_shape(sources=sources, destinations=destinations)
     kernel = functools.partial(
@@ -64,13 +63,13 @@ def copy_blocks(
 def _on_buffers(cache: KVCache, kernel: Callable[..., Any], ends: Array, **ids: Array) -> KVCache:
     """Runs a kernel over the pool's buffers, each with the ids of the groups that it serves.
 
-    In a stack a block goes whole, also where its group has no layer in some of the tensors: a
-    block is one group's at a time, so those bytes are nobody's.
+    In a stack the kernel works on whole blocks, also in tensors where their group has no layer: a
+    block belongs to one group at a time, so nobody uses those bytes.
     """
     check_int32(ends=ends, **ids)
     num_groups = len(cache.layout.growths)
     if ends.shape != (num_groups,):
-        raise ValueError(f"ends has shape {ends.shape}; the plan has {num_groups} groups")
+        raise ValueError(f"ends has shape {ends.shape}; wants {(num_groups,)}, one end per group")
     if not cache.buffers:
         return cache
     run, specs = functools.partial(_run, kernel=kernel), cache.partition_specs()
@@ -94,7 +93,7 @@ def _run(
         mine = (group[:, None] == jnp.array(groups, jnp.int32)[None]).any(axis=1)
         return {name: jnp.where(mine, given, -1) for name, given in ids.items()}
 
-    # Buffers that serve the same groups share their lists, which the kernel then passes once.
+    # Buffers that serve the same groups share lists, so that the kernel passes each list once.
     lists = {groups: of_groups(groups) for groups in set(served)}
     by_name = {name: [lists[groups][name] for groups in served] for name in ids}
     done = kernel(list(cache.buffers), block_axis=buffers.block_axis, num_ids=ends[-1], **by_name)

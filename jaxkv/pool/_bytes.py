@@ -1,6 +1,6 @@
 """Bytes of blocks: where they lie, and how they are written and read in place.
 
-The one place where block ids, stored rows, heads and periods become indices of arrays.
+The only module that turns block ids, stored rows, heads and periods into array indices.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ SAME = PartitionSpec()
 
 
 class Located(NamedTuple):
-    """A layer of a cache: its buffer, its extents, and which of them is the first.
+    """The place of a layer: its buffer, its extents, and the index of the first one.
 
     first: int, or int32[] for a traced period; -1 for a period that does not exist.
     """
@@ -39,8 +39,8 @@ def locate(cache: KVCache, layer: str, period: Period = None) -> Located:
     """Finds a layer, or the layer of its group that a traced period names.
 
     Raises:
-      TypeError, ValueError: an unknown layer, a cache without a pool, a period that cannot choose
-        (`CacheLayout.of_period`); a sharded pool outside of ``shard_map``.
+      TypeError, ValueError: an unknown layer, a cache without a pool, a bad period (see
+        `CacheLayout.of_period`), or a sharded pool outside ``shard_map``.
     """
     buffers = cache.layout.buffers
     cache.layout.place_of(layer)
@@ -53,7 +53,7 @@ def locate(cache: KVCache, layer: str, period: Period = None) -> Located:
 def check_pool(cache: KVCache) -> None:
     """Raises ValueError for a cache that has no pool."""
     if not cache.buffers:
-        raise ValueError("the cache has no pool: it was made with tables_only=True")
+        raise ValueError("the cache has no pool: make it without tables_only=True")
 
 
 def flag_period(cache: KVCache, layer: str, period: Period) -> KVCache:
@@ -71,11 +71,11 @@ def on_devices(
     in_specs: Sequence[Any],
     out_specs: Any,
 ) -> Any:
-    """Calls ``function(cache, *args)``, on every device where the cache is sharded.
+    """Calls ``function(cache, *args)``; if the cache is sharded, on every device of its mesh.
 
     Args:
-      in_specs: of ``args``.
-      out_specs: of the result.
+      in_specs: PartitionSpecs of ``args``.
+      out_specs: PartitionSpecs of the result.
     """
     if runs_manually(cache.layout.axis):
         check_not_explicit(cache, *args)
@@ -85,7 +85,7 @@ def on_devices(
 
 
 def with_buffer(cache: KVCache, index: int, buffer: Array) -> KVCache:
-    """Returns the cache with one buffer replaced, given in any shape."""
+    """Returns the cache with one buffer replaced by an array of its size, in any shape."""
     buffers = list(cache.buffers)
     buffers[index] = buffer.reshape(buffers[index].shape)
     return dataclasses.replace(cache, buffers=tuple(buffers))
@@ -100,7 +100,7 @@ def write_bytes(
     *,
     implementation: Implementation | None,
 ) -> KVCache:
-    """Writes stored rows, uint8[..., n], each at its index within a block."""
+    """Writes stored rows, uint8[..., n], each to a row of a block."""
     extents = located.extents
     block_ids, rows = block_ids.reshape(-1), rows.reshape(-1)
     width, head, head_offset = extents.cell_bytes * extents.heads, 0, 0
@@ -127,7 +127,7 @@ def write_bytes(
 
 
 def read_bytes(cache: KVCache, located: Located, block_ids: Array) -> Array:
-    """Reads all stored rows of blocks, uint8[..., rows, bytes of a row], heads in a row.
+    """Reads all stored rows of blocks: uint8[..., rows, bytes of a row with all its heads].
 
     The null block and ids out of range read as zeros.
     """
@@ -152,7 +152,7 @@ def to_bytes(array: Array, batch_dims: int) -> Array:
 
 
 def from_bytes(data: Array, shape: Sequence[int], dtype: str) -> Array:
-    """Returns the array that bytes hold."""
+    """Returns bytes as an array of that shape and dtype."""
     itemsize = jnp.dtype(dtype).itemsize
     split = (*shape, itemsize) if itemsize > 1 else tuple(shape)
     return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(dtype))
@@ -178,7 +178,7 @@ def _find(
 
 
 def _find_all(cache: KVCache, located: Located, block_ids: Array) -> Array:
-    """Returns the extents of each block: int32[..., tiles, heads apart], axes of 1 left out."""
+    """Returns the extents of each block: int32[..., tiles, heads], or [...] for a single one."""
     extents = located.extents
     heads = extents.heads if extents.head_step else 1
     if extents.tiles * heads == 1:
@@ -189,10 +189,10 @@ def _find_all(cache: KVCache, located: Located, block_ids: Array) -> Array:
 
 
 def _check_whole(cache: KVCache) -> None:
-    """Raises ValueError unless every buffer is as large as the layout says.
+    """Raises ValueError unless every buffer has the shape that the layout gives.
 
-    It is not outside of ``shard_map`` for a sharded pool, where a write would reach the first
-    device's part only.
+    Outside ``shard_map`` a sharded pool has larger buffers, and a write would reach only the part
+    of the first device.
     """
     for buffer, shape in zip(cache.buffers, cache.layout.buffers.shapes, strict=True):
         if buffer.shape != shape:

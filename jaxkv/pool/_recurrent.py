@@ -1,4 +1,4 @@
-"""Recurrent states: reads and writes."""
+"""Writes and reads of recurrent states."""
 
 from collections.abc import Sequence
 
@@ -36,13 +36,22 @@ def write_state(
 ) -> KVCache:
     """Writes one recurrent state per request of a step.
 
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        (state,) = jaxkv.read_state(cache, "state", batch)         # zeros for a fresh request
+        cache = jaxkv.write_state(cache, "state", batch, [0.5 * state + 1])
+
     Args:
       cache, layer, batch, period: as for `write_tokens`.
       arrays: the spec's arrays, each [B, *shape]; cast to the spec's dtypes.
-      at: int32[B], which of the blocks that the step writes, counted from 0: drafts have one
-        each after the running state (``speculative_blocks``), and ``cache_mode="all"`` has one
-        per block that the step's tokens touch. None: the block of the newest token.
-      implementation: of `pallas_kernels.write_rows`.
+      at: int32[B], index among the blocks that the step writes: the running state comes first,
+        followed by one block per draft (``speculative_blocks``); with ``cache_mode="all"`` there
+        is one per block that the step's tokens touch. None: the block of the newest token.
+      implementation: as for `pallas_kernels.write_rows`.
+
+    Returns:
+      The cache with the states written; rows of padding write nothing.
 
     Raises:
       TypeError: the layer keeps no states, or ``at`` is not int32.
@@ -93,13 +102,18 @@ def read_state(
 ) -> tuple[Array, ...]:
     """Reads the state that each request of a step resumes from.
 
-    A request that has computed nothing reads zeros, whatever its block held before: no request
-    reads a state that it did not write. Padding reads zeros, too.
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        (state,) = jaxkv.read_state(cache, "state", batch)         # [B, *shape], one per array
+
+    A request that has computed nothing reads zeros, whatever its block held before, so that no
+    request reads another's state. Padding reads zeros, too.
 
     Args:
       cache, layer, batch, period: as for `write_tokens`.
-      at: int32[B], which of the blocks that the step writes to read instead, as for
-        `write_state`: the state after the accepted drafts, say.
+      at: int32[B], reads these blocks instead, indexed as for `write_state`: for example the
+        state after the accepted drafts. None: the block to resume from.
 
     Returns:
       The spec's arrays, each [B, *shape].
@@ -138,14 +152,14 @@ def _state_spec(cache: KVCache, layer: str, batch: StepBatch, at: Array | None) 
         )
     if cache.layout.axis is not None and not runs_manually(cache.layout.axis):
         raise ValueError(
-            f"layer={layer!r} is a state of one rank, and jaxkv does not know which of its axes "
-            f"are divided over {cache.layout.axis!r}: call this inside jax.shard_map, with "
+            f"layer={layer!r} stores states, and jaxkv does not know which of their axes are "
+            f"divided over mesh axis {cache.layout.axis!r}: call this inside jax.shard_map, with "
             "cache.partition_specs() for the cache"
         )
     if at is not None:
         check_int32(at=at)
         if at.shape != (batch.shape.batch_size,):
             raise ValueError(
-                f"at has shape {at.shape}; wants {(batch.shape.batch_size,)}, one block a request"
+                f"at has shape {at.shape}; wants {(batch.shape.batch_size,)}, one block per request"
             )
     return spec

@@ -1,4 +1,4 @@
-"""Keys, values and latent rows of tokens: writes and reads."""
+"""Writes and reads of tokens: keys and values, latent rows, rows of your own format."""
 
 import math
 
@@ -29,19 +29,27 @@ TokenSpec = FullAttentionSpec | MLASpec
 def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
     """Returns ``values / scale`` in a cache dtype, saturating at the largest finite value.
 
-    To round and convert back inside one jit, put `jax.lax.optimization_barrier` in between: XLA
-    takes the two conversions for none otherwise.
+    To quantize and convert back inside one ``jit``, put `jax.lax.optimization_barrier` in between:
+    otherwise XLA removes both conversions.
+
+    Args:
+      values: floats of any shape.
+      dtype: a float or signed integer dtype; integers are rounded.
+      scale: a number, or an array that broadcasts to ``values``.
 
     Raises:
-      TypeError: uint8 holds bytes, not numbers.
+      TypeError: ``dtype`` is uint8, which holds bytes of your own format.
     """
     if jnp.dtype(dtype) == jnp.uint8:
-        raise TypeError("a uint8 layer holds bytes of your own format; use write_rows")
+        raise TypeError(
+            "dtype=uint8 holds bytes of your own format, not numbers; pack the rows and use "
+            "write_rows"
+        )
     scaled = values.astype(jnp.float32) / scale
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return jnp.clip(jnp.round(scaled), info.min, info.max).astype(dtype)
-    # Conversion makes NaN (fp8) or Inf of what is too large, and 0 * Inf is NaN again.
+    # Conversion turns values that are too large into NaN (fp8) or Inf, and 0 * Inf is NaN.
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
@@ -56,24 +64,33 @@ def write_tokens(
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
-    """Writes keys and values of a step's tokens into an attention layer.
+    """Writes the keys and values of a step's tokens into an attention layer.
+
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        cache = jaxkv.write_tokens(cache, "layer", batch, keys, values)    # [T, heads, K] each
+
+    `attend` writes and attends in one call; use this with attention of your own.
 
     Args:
-      cache: of this step.
+      cache, batch: from `apply_step`. The batch gives the place of each token.
       layer: name of a layer that stores keys and values.
-      batch: of this step; it knows where each token goes.
       keys: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch; any float dtype.
         For cross attention the encoder's keys, [B, E, heads, K].
-      values: the same with V.
-      period: int32[], traced: writes layer ``period`` of the layer's group instead, in the
-        order of ``cache.period_layers(layer)``. For models that scan over their
-        layers with the cache in the carry.
-      implementation: of `pallas_kernels.write_rows`.
+      values: [T, heads, V], or with the leading axes of ``keys``; any float dtype.
+      period: int32[], may be traced: writes layer ``cache.period_layers(layer)[period]`` instead
+        of ``layer``. For models that scan over their layers with the cache in the carry.
+      implementation: as for `pallas_kernels.write_rows`.
+
+    Returns:
+      The cache with the tokens written, in the layer's dtype and divided by its scales; padding
+      is not written.
 
     Raises:
       TypeError: the layer keeps no keys and values, or arrays that are not floats.
-      ValueError: shapes that do not fit the layer and the batch, or a layer that shares the
-        cache of another one.
+      ValueError: shapes that do not fit the layer and the batch, or a layer that shares another
+        layer's cache.
     """
     check_batch(cache, batch)
     spec = attention_spec(cache, layer)
@@ -88,7 +105,9 @@ def write_tokens(
                 "step's shape"
             )
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {array.dtype}; use write_rows for stored rows")
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; pass floats, or stored rows to write_rows"
+            )
 
     def write(
         cache: KVCache, batch: StepBatch, keys: Array, values: Array, period: Period
@@ -119,13 +138,24 @@ def write_rows(
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> KVCache:
-    """Writes stored rows as they are: MLA latents, or keys and values already quantised.
+    """Writes rows in their stored form: MLA latents, or keys and values already quantized.
+
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        rows = jnp.concatenate([keys, values], axis=-1).astype("bfloat16")    # [T, heads, K + V]
+        cache = jaxkv.write_rows(cache, "layer", batch, rows)
 
     Args:
       cache, layer, batch, period, implementation: as for `write_tokens`.
-      rows: [T, ...], or [B, T / B, ...] for a rectangular batch, ``token_bytes`` bytes each.
-      mask: bool, a token array: tokens whose rows are written; None: all. Of the tokens that
-        share a row (``compress_ratio``) name one: duplicates leave unspecified contents.
+      rows: [T, ...], or [B, T / B, ...] for a rectangular batch; ``token_bytes`` of the layer's
+        spec for each token, in the layer's dtype or as uint8.
+      mask: bool token array, True for tokens whose rows are written; None: all. If several
+        tokens share a row (``compress_ratio``), select one of them: otherwise its content is
+        unspecified.
+
+    Returns:
+      The cache with the rows written.
 
     Raises:
       TypeError: the layer keeps no rows of tokens, or rows of another dtype.
@@ -178,18 +208,24 @@ def read_tokens(
     dtype: DTypeLike = jnp.float32,
     period: Period = None,
 ) -> tuple[Array, Array]:
-    """Reads keys and values of the blocks that a step's requests see, written or not.
+    """Reads the keys and values of all blocks that a step's requests see.
 
-    For tests and small models: it copies what it reads. `attend` masks what it must not see;
-    with your own attention, mask by ``batch.first_positions(layer)`` and ``batch.seq_lens``.
+    For tests and small models, because it copies what it reads::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        keys, values = jaxkv.read_tokens(cache, "layer", batch)     # [B, W * block_size, heads, K]
+
+    The result also has tokens that attention must not see: tokens outside the window, and those
+    that are not written yet. Token i of request b has the position
+    ``batch.first_positions(layer)[b] + i``; mask it by that, and by ``batch.seq_lens[b]``.
 
     Args:
       cache, layer, batch, period: as for `write_tokens`.
       dtype: of the result.
 
     Returns:
-      ``dtype[B, W * block_size, heads, K]`` and the same with V, scales applied: W blocks from
-      the one of the oldest visible token on.
+      ``dtype[B, W * block_size, heads, K]`` and the same with V, with scales applied: W blocks,
+      beginning with that of the oldest visible token.
 
     Raises:
       TypeError: the layer keeps no keys and values.
@@ -212,10 +248,24 @@ def read_tokens(
 
 
 def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = None) -> Array:
-    """Reads the stored rows of the blocks that a step's requests see: [B, W * rows, *row].
+    """Reads the stored rows of all blocks that a step's requests see.
 
-    In the layer's dtype; heads are an axis where a row is keys and values. Otherwise as
-    `read_tokens`.
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        rows = jaxkv.read_rows(cache, "layer", batch)      # [B, W * block_size, heads, K + V]
+
+    Like `read_tokens`, but without scales and in the layer's dtype.
+
+    Args:
+      cache, layer, batch, period: as for `write_tokens`.
+
+    Returns:
+      [B, W * rows per block, heads, K + V] for keys and values; [B, W * rows per block, width] for
+      latent rows, and for rows of bytes.
+
+    Raises:
+      TypeError: the layer keeps no rows of tokens.
     """
     check_batch(cache, batch)
     token_spec(cache, layer)
@@ -229,7 +279,7 @@ def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = 
 
 
 def _read(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
-    """Reads stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
+    """Reads the stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
     block_ids = batch.tables[cache.layout.place_of(layer).group]
     row_shape, dtype = row_shape_of(token_spec(cache, layer))
     data = read_bytes(cache, locate(cache, layer, period), block_ids)
@@ -258,7 +308,7 @@ def _write(
 
 
 def slots_of(cache: KVCache, layer: str, batch: StepBatch, shape: tuple[int, ...]) -> Array:
-    """Returns the slots of the tokens, or of the encoder's tokens, that a write brings."""
+    """Returns the slots of the tokens, or of the encoder's tokens, that a step writes."""
     group = cache.layout.place_of(layer).group
     if cache.layout.growths[group].stores == "encoder":
         return encoder_slots(batch, group, shape[1])
@@ -266,7 +316,7 @@ def slots_of(cache: KVCache, layer: str, batch: StepBatch, shape: tuple[int, ...
 
 
 def token_shape(cache: KVCache, layer: str, batch: StepBatch, **arrays: Array) -> tuple[int, ...]:
-    """Returns the leading axes that an array of a layer's tokens, given by its name, has."""
+    """Returns the leading axes of an array of a layer's tokens, given by its name."""
     ((name, array),) = arrays.items()
     growth = cache.layout.growths[cache.layout.place_of(layer).group]
     if growth.stores != "encoder":
@@ -280,7 +330,7 @@ def token_shape(cache: KVCache, layer: str, batch: StepBatch, **arrays: Array) -
 
 
 def check_batch(cache: KVCache, batch: StepBatch) -> None:
-    """Raises unless the batch is a step's of this cache."""
+    """Raises TypeError or ValueError unless the batch belongs to a step of this cache."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     if not isinstance(batch, StepBatch):
@@ -288,14 +338,16 @@ def check_batch(cache: KVCache, batch: StepBatch) -> None:
             f"batch must be the StepBatch that apply_step returned, got {type(batch).__name__}"
         )
     if batch.layout != cache.layout:
-        raise ValueError("batch is of another cache; use the one that apply_step returned with it")
+        raise ValueError(
+            "batch belongs to another cache; use the one that apply_step returned with this cache"
+        )
 
 
 def check_rank_known(cache: KVCache, layer: str, *, dealt: bool = True) -> None:
-    """Raises ValueError outside of ``shard_map`` where ranks hold parts that make up no array.
+    """Raises ValueError outside ``shard_map`` if the parts of all ranks do not form an array.
 
     Args:
-      dealt: whether positions matter, which context parallelism deals out to ranks.
+      dealt: whether that holds for positions, too, which context parallelism divides.
     """
     layout = cache.layout
     if layout.axis is None or runs_manually(layout.axis):
@@ -311,16 +363,19 @@ def check_rank_known(cache: KVCache, layer: str, *, dealt: bool = True) -> None:
 
 
 def check_owner(cache: KVCache, layer: str) -> None:
-    """Raises ValueError for a layer that shares the cache of another one."""
+    """Raises ValueError for a layer that shares another layer's cache."""
     owner = cache.layout.owner_of(layer)
     if owner != layer:
-        raise ValueError(f"layer={layer!r} shares the cache of {owner!r} and writes nothing")
+        raise ValueError(
+            f"layer={layer!r} shares the cache of {owner!r} and writes nothing; leave its write "
+            "out, or pass attend no keys"
+        )
 
 
 def layer_scales(
     cache: KVCache, layer: str, period: Period = None
 ) -> tuple[Array | float, Array | float]:
-    """Returns the K and the V scale of a layer, f32[] each; 1.0 where the cache has none."""
+    """Returns the K and the V scale of a layer, f32[] each; 1.0 if the cache has none."""
     if cache.scales is None:
         return 1.0, 1.0
     layout = cache.layout
@@ -329,7 +384,7 @@ def layer_scales(
 
 
 def ranks_of_heads(cache: KVCache) -> int:
-    """Returns the ranks whose KV heads an array holds here: 1 inside of ``shard_map``."""
+    """Returns how many ranks' KV heads an array holds here: 1 inside ``shard_map``."""
     layout = cache.layout
     check_pool(cache)
     if layout.heads_axis is None or not _is_sharded(cache):
@@ -343,7 +398,7 @@ def _is_sharded(cache: KVCache) -> bool:
 
 
 def row_shape_of(spec: TokenSpec) -> tuple[tuple[int, ...], str]:
-    """Returns shape and dtype of one stored row: heads are an axis where a row is K and V."""
+    """Returns shape and dtype of one stored row, with an axis of heads if it holds K and V."""
     row = row_format(spec)
     return (row.width,) if row.key_elements is None else (row.heads, row.width), row.dtype
 
@@ -366,7 +421,7 @@ def attention_spec(cache: KVCache, layer: str) -> FullAttentionSpec:
         )
     if row_format(spec).key_elements is None:
         raise TypeError(
-            f"layer={layer!r} stores scales beside its {spec.dtype} elements; pack its rows "
+            f"layer={layer!r} stores scales next to its {spec.dtype} elements; pack its rows "
             "yourself, and use write_rows and read_rows"
         )
     return spec

@@ -1,4 +1,4 @@
-"""One layer's part of a pool: as a typed array for kernels, as numbers for connectors."""
+"""One layer's part of a pool: a typed array for kernels, or strides for connectors."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -13,26 +13,39 @@ from jaxkv.layout import LayerView
 from jaxkv.pool._bytes import from_bytes, locate, on_devices, to_bytes, with_buffer
 from jaxkv.pool._tokens import check_rank_known, row_shape_of, token_spec
 
-#: ids that a block axis counts: those of `StepBatch.block_tables`, or of `BlockManager.block_ids`
+#: the ids that a block axis counts: of `StepBatch.block_tables`, or of `BlockManager.block_ids`
 Ids = Literal["block_tables", "manager"]
 
 
 def layer_view(cache: KVCache, layer: str) -> Array:
-    """Returns a token layer's part of the pool as its own dtype, for attention kernels.
+    """Returns a layer's part of the pool as an array of its own dtype, for your own kernel.
 
-    Its block axis counts kernel blocks of the cache's ``kernel_block_sizes``, and
-    ``batch.block_tables(layer)`` indexes it. On a GPU this costs nothing inside ``jit``: XLA
-    passes the same bytes on. XLA's CPU backend copies, so prefer `read_tokens` there.
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        pages = jaxkv.layer_view(cache, "layer")                # [blocks, block_size, heads, K + V]
+        tables = batch.block_tables("layer")                    # ids on the first axis of pages
+        lens = batch.seq_lens, batch.query_start_loc
+        out = pallas_kernels.paged_attention(queries, pages, tables, *lens)
+
+    The block axis counts kernel blocks of the cache's ``kernel_block_sizes``. On a GPU the view
+    costs nothing inside ``jit``: XLA passes the same bytes on. XLA's CPU backend copies the pool,
+    so prefer `read_tokens` there.
+
+    Args:
+      cache: with a pool.
+      layer: name of a layer that stores tokens.
 
     Returns:
-      The layer's buffer in the physical order of the pool: dtype[N * k, block_size / k, heads,
-      K + V widths] in LBNHC (axes BNHC), heads before tokens in LBHNC (BHNC), and before blocks
-      in LHBNC (HBNC). Latent rows and rows of bytes have no axis of heads. In a stacked pool the
-      buffer's other layers are there, too: L and B are one axis in LBNHC and LBHNC, and in the
-      other orders L keeps its own, whose index for this layer is
-      ``cache.layout.buffers.page_placement(layer).layer``.
+      The layer's buffer in the physical order of the pool, with N blocks of k kernel blocks each:
+      dtype[N * k, block_size / k, heads, K + V widths] in LBNHC (axes BNHC), heads before tokens
+      in LBHNC (BHNC), and before blocks in LHBNC (HBNC). Latent rows and rows of bytes have no
+      axis of heads. A stacked pool's buffer contains other layers, too: in LBNHC and LBHNC the
+      block axis runs through all of them, and in the other orders there is an axis L, on which
+      this layer has the index ``cache.layout.buffers.page_placement(layer).layer``.
 
     Raises:
+      TypeError: the layer stores states.
       ValueError: a padded page, or kernel blocks that are not evenly spaced.
     """
     token_spec(cache, layer)
@@ -49,13 +62,20 @@ def layer_view(cache: KVCache, layer: str) -> Array:
 
 
 def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
-    """Returns the cache with the bytes of a `layer_view` replaced, for kernels that write.
+    """Returns the cache with a `layer_view` replaced, for your own kernels that write.
+
+    Example::
+
+        cache = jaxkv.with_layer_view(cache, "layer", 2 * jaxkv.layer_view(cache, "layer"))
 
     Args:
-      view: with its axes as `layer_view` gave them. Only shape and dtype are checked; a view
-        that was transposed and has the same shape is misinterpreted.
+      cache: with a pool.
+      layer: name of a layer that stores tokens.
+      view: with the axes that `layer_view` gave it. Only its shape and dtype are checked; a
+        transposed view of the same shape is misread.
 
     Raises:
+      TypeError: the layer stores states.
       ValueError: a view of another shape or dtype.
     """
     token_spec(cache, layer)
@@ -76,20 +96,27 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
 
 
 def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> LayerView:
-    """Returns where a layer's elements lie in its buffer: shape, strides and offset.
+    """Returns the shape, strides and offset of a layer's elements in its buffer.
+
+    Example::
+
+        view = jaxkv.describe_layer(cache, "layer", ids="manager")
+        print(view.axes, view.shape, view.strides_bytes, view.offset_bytes)
 
     Args:
-      ids: what the block axis counts. "block_tables": kernel blocks, as
-        ``batch.block_tables(layer)`` lists them, through all layers of the buffer where
-        `layer_view` does so; for kernels. "manager": whole blocks of this layer, as
-        `BlockManager.block_ids` lists them; for connectors that move blocks.
+      cache: with a pool.
+      layer: name of a layer.
+      ids: the ids that the block axis counts. "block_tables", for kernels: the kernel blocks of
+        ``batch.block_tables(layer)``, which run through all layers of the buffer if those of
+        `layer_view` do. "manager", for connectors that move blocks: the whole blocks of this
+        layer, as in `BlockManager.block_ids`.
 
     Returns:
       Axes in the physical order of the pool, without L. States and rows of several dtypes are
       ``uint8``.
 
     Raises:
-      ValueError: blocks that are not evenly spaced; `describe_bytes` then still works.
+      ValueError: blocks that are not evenly spaced; `describe_bytes` works for these, too.
     """
     check_choice(get_args(Ids), ids=ids)
     buffers = cache.layout.buffers
@@ -109,10 +136,10 @@ def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> 
 
 
 def describe_bytes(cache: KVCache, layer: str) -> LayerView:
-    """Returns the same memory as contiguous extents of whole blocks, in any order and tiling.
+    """Returns a layer's memory as contiguous extents of whole blocks, for any order and tiling.
 
-    For code that copies blocks without looking into them: axis B counts blocks and C the bytes
-    of an extent; N counts tiles, and H heads where they lie apart.
+    For code that copies blocks without interpreting them: axis B counts blocks and C the bytes of
+    an extent; N counts tiles, and H heads if they lie apart.
     """
     return cache.layout.buffers.byte_view(layer)
 

@@ -1,4 +1,4 @@
-"""A cache that sleeps, and the two functions between the states."""
+"""`SleepingCache`, and the functions `sleep` and `wake_up`."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -20,11 +20,11 @@ _FIELDS: Mapping[Part, tuple[str, ...]] = {
 
 
 class SleepError(RuntimeError):
-    """The cache is not in the state that was asked for; the message says which it is in."""
+    """A cache, or a part of it, is in the wrong state for a call; the message says in which."""
 
 
 class _Asleep(NamedTuple):
-    """One part that sleeps: the tree of its arrays, and the copy of each."""
+    """A part that sleeps: the tree structure of its arrays, and a host copy of each."""
 
     level: int
     structure: Any
@@ -40,10 +40,10 @@ class _Asleep(NamedTuple):
 
 
 class SleepingCache:
-    """A cache with at least one sleeping part; only `wake_up` accepts it, and `sleep`.
+    """A cache of which at least one part sleeps; only `wake_up` and `sleep` accept it.
 
-    A handle on the host, spent by the call that takes it. Its buffers and tables cannot be
-    reached, and jax refuses it as an argument of a step, both with SleepError.
+    The call that takes it uses it up. Reading its buffers or tables raises SleepError, and so does
+    passing it to a jitted step.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class SleepingCache:
 
     @property
     def levels(self) -> dict[str, int]:
-        """The level of each part that sleeps."""
+        """The level at which each sleeping part sleeps."""
         return {part: asleep.level for part, asleep in self._asleep.items()}
 
     @property
     def released_bytes(self) -> int:
-        """Device memory that sleeping gave back, over all devices together."""
+        """Bytes of device memory that were given back, over all devices together."""
         return sum(asleep.num_bytes for asleep in self._asleep.values())
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory that the content takes."""
+        """Bytes of page-locked host memory that hold the content."""
         return sum(asleep.host_bytes for asleep in self._asleep.values())
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -82,7 +82,7 @@ class SleepingCache:
 
     def _state(self) -> str:
         if self._spent:
-            return "spent: a later call to sleep or wake_up took it"
+            return "spent: a later sleep or wake_up took it; use what that returned"
         states = {part: f"asleep at level {level}" for part, level in self.levels.items()}
         return ", ".join(f"{part} {states.get(part, 'awake')}" for part in PARTS)
 
@@ -92,7 +92,7 @@ def _refuse_leaves(cache: SleepingCache) -> NoReturn:
 
 
 def _refuse_rebuilding(structure: Any, leaves: Any) -> NoReturn:
-    raise SleepError("a sleeping cache is not made of leaves")
+    raise SleepError("jax cannot rebuild a sleeping cache; call wake_up, and use what it returns")
 
 
 jax.tree_util.register_pytree_node(SleepingCache, _refuse_leaves, _refuse_rebuilding)
@@ -107,24 +107,33 @@ def sleep(
 ) -> SleepingCache:
     """Gives the device memory of a cache back to jax's allocator.
 
-    Waits for the steps that compute the cache and deletes its arrays: other references to
-    them raise jax's "Array has been deleted" from then on. A step that only reads them ends
-    undisturbed and gives their memory back when it does. If the copy fails (usually out of
-    host memory), the cache is unchanged.
+    Example::
+
+        cache = jaxkv.make_cache(plan, max_requests=256)
+        asleep = jaxkv.sleep(cache)            # the pool's device memory is free
+        ...                                    # train, or swap weights
+        cache = jaxkv.wake_up(asleep)          # the same content in the same places
+
+    Waits for the steps that compute the cache, and deletes its arrays: other references to them
+    raise jax's "Array has been deleted" from then on. A step that only reads them finishes
+    undisturbed, and their memory is free when it has. If the copy fails (usually because host
+    memory runs out), the cache is unchanged.
 
     Args:
-      cache: awake, or partly asleep, to put another part to sleep.
-      level: 1 keeps all content on the host; 2 drops that of the pool.
-      parts: of "kv_cache", the pool, and "block_tables", whose content is kept at both levels.
-      chunk_bytes: larger buffers are copied in chunks of about that many bytes, two of which
-        are on the device next to the buffer. A buffer that no axis crosses whole on each
-        device is copied in one.
+      cache: awake, or partly asleep.
+      level: 1 keeps all content on the host; 2 drops the content of the pool.
+      parts: the parts to put to sleep: "kv_cache", the pool; "block_tables", whose content is
+        kept at both levels.
+      chunk_bytes: buffers with more bytes than this on a device are copied in chunks of about
+        that many, two of which take device memory next to the buffer. A buffer whose axes are all
+        sharded is copied whole.
 
     Returns:
       A handle for `wake_up`.
 
     Raises:
-      SleepError: a part that sleeps already, or whose arrays were deleted or donated.
+      SleepError: a part that sleeps already, or whose arrays were deleted or donated; a handle
+        that was used before.
       ValueError: an unknown level or part, or arrays in host memory.
       TypeError: not a cache, or one that is being traced.
     """
@@ -135,7 +144,7 @@ def sleep(
     awake, asleep, scales, layout = _taken_apart(cache)
     for part in parts:
         if part in asleep:
-            raise SleepError(f"{part} sleeps already: {cache!r}")
+            raise SleepError(f"{part} sleeps already; leave it out of parts: {cache!r}")
     trees = {part: awake.pop(part) for part in dict.fromkeys(parts)}
     fallen = _copy_out(trees, level, chunk_bytes)
     for array in jax.tree.leaves(trees):
@@ -157,37 +166,43 @@ def wake_up(
 def wake_up(
     cache: SleepingCache, *, parts: Collection[Part] | None = None, reset_scales: bool = False
 ) -> KVCache | SleepingCache:
-    """Allocates a sleeping cache again, in the same places, with the content it had.
+    """Allocates a sleeping cache again, in the same places and with the content that it had.
 
-    After level 2 the pool is zero, so finish all requests and call
-    `jaxkv.BlockManager.reset_prefixes`. Compiled steps go on without compiling.
+    Example::
+
+        asleep = jaxkv.sleep(jaxkv.make_cache(plan, max_requests=256), level=2)
+        cache = jaxkv.wake_up(asleep)          # the pool is zero, so nothing is cached any more
+        manager.reset_prefixes()
+
+    After level 2 the pool is zero: finish all requests, and call
+    `jaxkv.BlockManager.reset_prefixes`. Compiled steps are not compiled again.
 
     Args:
-      cache: asleep, all of it or a part.
-      parts: to wake; None: all that sleep.
-      reset_scales: fills the scales with 1 instead of keeping them, for when the content
-        that they were measured on is gone.
+      cache: of which at least one part sleeps.
+      parts: the parts to wake up; None: all that sleep.
+      reset_scales: True: sets all scales to 1, for when the content is gone on which they were
+        measured. False: keeps them.
 
     Returns:
-      A `KVCache`; while another part still sleeps, a `SleepingCache`.
+      A `KVCache`; a `SleepingCache` while another part still sleeps.
 
     Raises:
-      SleepError: a cache, or a part, that is awake.
+      SleepError: a cache, or a part, that is awake; a handle that was used before.
       ValueError: an unknown part.
-      RuntimeError: jax's own, when device memory is short; the cache sleeps as before.
+      RuntimeError: jax's own, if device memory runs out; the cache sleeps as before.
     """
     if isinstance(cache, KVCache):
-        raise SleepError(f"the cache is awake, all of it: {cache!r}")
+        raise SleepError(f"the cache is awake, all of it; it needs no wake_up: {cache!r}")
     awake, asleep, scales, layout = _taken_apart(cache)
     parts = tuple(asleep) if parts is None else parts
     _check_parts(parts)
     for part in parts:
         if part not in asleep:
-            raise SleepError(f"{part} is awake already: {cache!r}")
+            raise SleepError(f"{part} is awake already; leave it out of parts: {cache!r}")
     scales = _ones(scales) if reset_scales and scales is not None else scales
     taken = {part: asleep.pop(part) for part in dict.fromkeys(parts)}
     awake |= _copy_in(taken)
-    _spend(cache)  # and with it the last reference to the copies
+    _spend(cache)  # drops the last reference to the copies
     if asleep:
         return SleepingCache(awake, asleep, scales, layout)
     fields = {name: array for part in awake.values() for name, array in part.items()}
@@ -195,7 +210,7 @@ def wake_up(
 
 
 def _copy_out(trees: Mapping[Part, Any], level: int, chunk_bytes: int) -> dict[Part, _Asleep]:
-    """Copies all parts in one go, so that either all of them sleep or none."""
+    """Copies all parts together, so that either all of them sleep or none."""
     dropped = [part for part in trees if part == "kv_cache" and level == 2]
     leaves = {part: jax.tree.leaves(tree) for part, tree in trees.items()}
     kept = [array for part in trees if part not in dropped for array in leaves[part]]
@@ -222,7 +237,7 @@ def _copy_in(parts: Mapping[Part, _Asleep]) -> dict[Part, Any]:
 
 
 def _ones(scales: jax.Array) -> jax.Array:
-    """Returns ones in the place of the scales."""
+    """Returns ones with the shape, dtype and place of the scales."""
     with ArrayPlace.of(scales).as_default():
         ones = jnp.ones_like(scales)
     return jax.device_put(ones, scales.sharding) if scales.committed else ones
@@ -240,7 +255,7 @@ def _taken_apart(
         scales, layout = cache.scales, cache.layout
     elif isinstance(cache, SleepingCache):
         if cache._spent:
-            raise SleepError(f"{cache!r}")
+            raise SleepError(f"cache cannot be used again: {cache!r}")
         awake |= cache._awake
         asleep |= cache._asleep
         scales, layout = cache._scales, cache._layout
@@ -268,12 +283,16 @@ def _check_parts(parts: Collection[Part]) -> None:
 def _check_alive(part: str, tree: Any) -> None:
     for array in jax.tree.leaves(tree):
         if isinstance(array, jax.core.Tracer):
-            raise TypeError("sleep deletes arrays, so it cannot be part of a jitted function")
+            raise TypeError(
+                "sleep deletes arrays, so a jitted function cannot call it; call it outside"
+            )
         if not isinstance(array, jax.Array):
-            raise TypeError(f"{part} has a {type(array).__name__} for an array; device_put it")
+            raise TypeError(
+                f"{part} has a {type(array).__name__} instead of a jax.Array; use jax.device_put"
+            )
         if array.is_deleted():
             raise SleepError(
-                f"{part}: an array of it was deleted: it sleeps already, or was donated to a "
+                f"{part} has an array that was deleted: it sleeps already, or was donated to a "
                 "step; use what wake_up or the last step returned"
             )
         if array.sharding.memory_kind == HOST_MEMORY:

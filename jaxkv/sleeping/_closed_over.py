@@ -10,23 +10,28 @@ from jaxkv.cache import KVCache
 
 
 class ClosedOverError(ValueError):
-    """A step has arrays of the cache compiled in; the message names them."""
+    """A step closes over arrays of the cache; the message names them."""
 
 
 def check_not_closed_over(
     cache: KVCache, step: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> None:
-    """Raises if a step would have a buffer or table of the cache compiled in.
+    """Raises if a step closes over a buffer or table of the cache instead of taking it.
 
-    Matches captured constants by identity and, for arrays of two axes or more, by shape and
-    dtype, so false positives are possible. Does not find what was computed from the cache
-    outside of the step, such as a `layer_view`: make views inside. Scales do not count, because
-    they stay where they are.
+    Example::
+
+        step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+        jaxkv.check_not_closed_over(cache, step, cache, upload)
+
+    Matches captured constants by identity and, for arrays of two axes or more, by shape and dtype,
+    so false positives are possible. Does not find arrays that were computed from the cache outside
+    the step, such as a `layer_view`: make views inside. Ignores scales, because they stay on the
+    device.
 
     Args:
-      cache: any state of it, awake; its arrays may be deleted.
+      cache: awake, from any step; its arrays may be deleted already.
       step: a function, jitted or not; it is traced, not run.
-      args, kwargs: its arguments.
+      args, kwargs: arguments of the step.
 
     Raises:
       ClosedOverError: the step closes over arrays of the cache.
@@ -45,9 +50,8 @@ def check_not_closed_over(
     ]
     if found:
         raise ClosedOverError(
-            f"{getattr(step, '__name__', 'step')} closes over {', '.join(found)}; it would go on "
-            "reading them as they are now, whatever steps or wake_up make of the cache: pass "
-            "the cache as an argument"
+            f"{getattr(step, '__name__', 'step')} closes over {', '.join(found)}; it would read "
+            "them as they are now, even after steps or wake_up: pass the cache as an argument"
         )
 
 
@@ -57,13 +61,13 @@ def _named_arrays(cache: KVCache) -> Iterator[tuple[str, jax.Array]]:
 
 
 def _is_like(constant: Any, array: jax.Array) -> bool:
-    # Scalars and vectors of one shape are everywhere; there only the very array counts.
+    # Scalars and vectors of equal shapes are common, so these must be the same array.
     alike = array.ndim > 1 and constant.shape == array.shape and constant.dtype == array.dtype
     return constant is array or alike
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the arrays that a traced program has built in, those of nested programs too."""
+    """Yields the arrays that a traced program captured, including those of nested programs."""
     if hasattr(jaxpr, "consts"):
         yield from (constant for constant in jaxpr.consts if hasattr(constant, "shape"))
         jaxpr = jaxpr.jaxpr

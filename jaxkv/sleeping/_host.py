@@ -1,4 +1,4 @@
-"""Arrays to page-locked host memory and back, in chunks."""
+"""Copies of arrays to page-locked host memory and back, in chunks."""
 
 import collections
 import contextlib
@@ -17,12 +17,12 @@ HOST_MEMORY = "pinned_host"
 
 
 class ArrayPlace(NamedTuple):
-    """The properties by which compiled functions recognise an array."""
+    """The properties by which `jit` tells arrays apart."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: jax.sharding.Sharding
-    committed: bool  # to its devices; `jit` compiles one program for yes and one for no
+    committed: bool  # to its devices; `jit` compiles one program for each case
 
     @classmethod
     def of(cls, array: Array) -> "ArrayPlace":
@@ -38,22 +38,22 @@ class ArrayPlace(NamedTuple):
             return array
 
     def put(self, chunk: Array) -> Array:
-        """Copies a part of the array from the host to where the array belongs."""
+        """Copies a part of the array from the host to the devices of the array."""
         if self.committed:
             return jax.device_put(chunk, self.sharding)
-        # Sent on from jax's own host memory it would be committed. NumPy sees the same bytes.
+        # A copy of jax's own host array would be committed. NumPy shares its bytes.
         with self.as_default():
             return jax.device_put(np.asarray(chunk), may_alias=False)
 
     def as_default(self) -> contextlib.AbstractContextManager[object]:
-        """Makes the array's device the default again, where uncommitted arrays go."""
+        """Makes the array's device the default, to which uncommitted arrays go."""
         if self.committed:
             return contextlib.nullcontext()
         return jax.default_device(next(iter(self.sharding.device_set)))
 
 
 class HostCopy(NamedTuple):
-    """An array on the host, in chunks along one axis; no chunks: zeros."""
+    """A copy of an array on the host, in chunks along one axis; without chunks: zeros."""
 
     place: ArrayPlace
     axis: int
@@ -65,9 +65,9 @@ class HostCopy(NamedTuple):
 
 
 def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
-    """Copies arrays to the host and waits for it; the arrays stay.
+    """Copies arrays to the host, and waits for the copies; does not delete the arrays.
 
-    Takes as much extra device memory as two chunks of arrays that are larger than one.
+    Arrays larger than a chunk take the device memory of two chunks in addition.
     """
     copies: list[HostCopy] = []
     made: list[Array] = []
@@ -86,13 +86,13 @@ def to_host(arrays: Sequence[Array], chunk_bytes: int) -> list[HostCopy]:
             copies.append(HostCopy(ArrayPlace.of(array), axis, tuple(made[start_of_array:])))
         jax.block_until_ready(made)
     except BaseException:
-        _delete([*made, *cut])  # a traceback would hold on to them
+        _delete([*made, *cut])  # a traceback would keep them alive
         raise
     return copies
 
 
 def to_device(copies: Sequence[HostCopy]) -> list[Array]:
-    """Copies arrays back to where they were, and waits for it; the copies stay."""
+    """Copies arrays back to their devices, and waits for them; does not delete the copies."""
     arrays: list[Array] = []
     pending: collections.deque[Array] = collections.deque()
     try:
@@ -118,7 +118,7 @@ def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
             with place.as_default():
                 array = _insert(array, pending[-1], _index(start), axis)
             start += chunk.shape[axis]
-        # Under explicit axes jit spells a sharding out: the same place, but not to the next jit.
+        # With explicit axes jit returns an equal sharding that the next jit compiles anew for.
         return jax.device_put(array, place.sharding) if place.committed else array
     except BaseException:
         _delete([array, *pending])
@@ -131,7 +131,7 @@ def _delete(arrays: Sequence[Array]) -> None:
 
 
 def _index(start: int) -> Array:
-    """Returns an index for jit, sent explicitly: a transfer guard may forbid anything else."""
+    """Returns an index on the device; explicitly, because of transfer guards."""
     return jax.device_put(np.int32(start))
 
 
@@ -142,14 +142,15 @@ def _wait_for_room(pending: collections.deque[Array]) -> None:
 
 
 def _cut(array: Array, chunk_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-    """Returns an axis that lies on every device whole, and (start, size) of chunks along it."""
+    """Returns an axis that is not sharded, and (start, size) of the chunks along it."""
     held = array.sharding.shard_shape(array.shape)
+    num_bytes = math.prod(held) * array.dtype.itemsize
     whole = [axis for axis, size in enumerate(array.shape) if held[axis] == size]
-    if array.nbytes <= chunk_bytes or not whole:
+    if num_bytes <= chunk_bytes or not whole:
         return 0, [(0, array.shape[0] if array.ndim else 1)]
     axis = max(whole, key=lambda axis: array.shape[axis])
     length = array.shape[axis]
-    step = max(1, chunk_bytes * length // array.nbytes)
+    step = max(1, chunk_bytes * length // num_bytes)
     return axis, [(start, min(step, length - start)) for start in range(0, length, step)]
 
 

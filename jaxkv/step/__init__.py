@@ -1,4 +1,4 @@
-"""One step on the device: `apply_step`, page-locked uploads, and one upload for many processes."""
+"""The device side of a step: `apply_step`, page-locked uploads, uploads of several processes."""
 
 from jaxkv.step._apply import apply_step
 from jaxkv.step._processes import broadcast_upload, check_same_upload

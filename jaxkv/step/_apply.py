@@ -1,4 +1,4 @@
-"""The device side of a step: table work, zeroing and copies, in one dispatch."""
+"""The device side of a step: block tables, copies and zeroing, in one dispatch."""
 
 import dataclasses
 
@@ -23,24 +23,24 @@ def apply_step(
 ) -> tuple[KVCache, StepBatch]:
     """Brings a cache up to date with a step, before the model runs.
 
-    Copies blocks and rows, zeroes fresh blocks, writes new block ids into the tables, and
-    gathers what the step's requests see::
+    Copies rows and blocks, zeroes fresh blocks, writes new block ids into the tables, and gathers
+    the tables of the step's requests::
 
         @jax.jit(donate_argnums=1)
         def step(params, cache, upload):
             cache, batch = jaxkv.apply_step(cache, upload)
             ...
 
-    Call it inside your own jitted step, where it costs least. ``cache`` and ``upload`` are
-    arguments of that step: never close over them.
+    Call it inside your own jitted step, where it costs least. Pass ``cache`` and ``upload`` to that
+    step as arguments; never close over them.
 
     Args:
-      cache: of the step before.
-      upload: of `BlockManager.step` or `pack_step`.
-      implementation: of the kernels, as in `pallas_kernels.zero_blocks`.
+      cache: as the previous step returned it.
+      upload: from `BlockManager.step` or `pack_step`.
+      implementation: of the kernels, as for `pallas_kernels.zero_blocks`.
 
     Returns:
-      The cache, and the batch for `attend` and the model.
+      The cache, and the `StepBatch` of this step, for `attend` and for the model.
 
     Raises:
       TypeError: an upload that is not int32, or arguments of other types.
@@ -57,7 +57,7 @@ def apply_step(
     check_int32(upload=upload.data)
     if upload.data.shape != (shape.format.size,):
         raise ValueError(
-            f"upload has shape {upload.data.shape}; its step shape wants {shape.format.size}"
+            f"upload has shape {upload.data.shape}; its step shape wants {(shape.format.size,)}"
         )
     same = PartitionSpec()
 
@@ -74,7 +74,7 @@ def apply_step(
 
 
 def _on_device(data: Array | np.ndarray) -> Array | np.ndarray:
-    """Returns an upload in device memory: a ring's lies in page-locked memory of the host."""
+    """Returns an upload in device memory; one of a ring is in page-locked host memory."""
     if jax.typeof(data).memory_space == jax.memory.Space.Host:
         return jax.device_put(data, jax.memory.Space.Device)
     return data
@@ -93,7 +93,7 @@ def _apply(
         cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
     )
     cache = report(cache, gather_bits(bad_entries, bad_batch))
-    if shape.block_copies:  # before zeroing: a block that was given back may be read once more
+    if shape.block_copies:  # before zeroing: a source may be free, and fresh, by now
         pairs = parts["copy_sources"], parts["copy_destinations"]
         cache = copy_blocks(cache, *pairs, parts["copy_ends"], implementation=implementation)
     if shape.zero_ids:
@@ -115,9 +115,9 @@ def _entries(parts: dict[str, Array]) -> TableEntries:
 
 
 def _count_upload(cache: KVCache, number: Array) -> KVCache:
-    """Notes an upload's number, and that one was lost or repeated. 0: not numbered.
+    """Records an upload's number, and flags lost and repeated uploads; ignores number 0.
 
-    After the last number that int32 holds comes 1.
+    Numbers wrap from the largest int32 to 1.
     """
     last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
     problems = bit(LOST_UPLOAD, number > last + 1)

@@ -1,4 +1,4 @@
-"""One upload for all processes of a mesh: compared, or packed by one of them for all."""
+"""One upload for all processes of a mesh: compared by all, or packed by one of them."""
 
 import dataclasses
 import functools
@@ -20,23 +20,23 @@ def check_same_upload(upload: Upload, mesh: Mesh) -> None:
     """Raises in every process of a mesh unless all of them hold the same upload.
 
     For schedulers that run in every process. Call it in all processes before the step that takes
-    the upload: uploads that differ would be applied in silence, each on its own devices, and
-    steps of different shapes would wait for each other for good. Exchanges 16 bytes per process,
-    and waits for them::
+    the upload. Otherwise uploads that differ are applied silently, each on its own devices, and
+    steps of different shapes wait for each other forever. Exchanges 16 bytes per process, and
+    waits for them::
 
         upload = manager.step(shape, work)
         jaxkv.check_same_upload(upload, mesh)
         cache, out = step(params, cache, upload)
 
     Args:
-      upload: of this process.
-      mesh: of the cache. One device of each process exchanges, after what it was given to do
-        before; pass a mesh of CPU devices (``Mesh(jax.devices("cpu"), ("hosts",))``) to leave
-        GPUs out of it. A mesh of one process has nothing to compare.
+      upload: the upload of this process.
+      mesh: the mesh of the cache. The exchange runs on one device of each process, after the work
+        that is queued there; to keep it off the GPUs, pass a mesh of CPU devices
+        (``Mesh(jax.devices("cpu"), ("hosts",))``). With one process there is nothing to compare.
 
     Raises:
-      RuntimeError: the uploads differ, in content or in shape, and every process says which do;
-        or a process has ended.
+      RuntimeError: the uploads differ in content or in shape: every process raises, and lists all
+        of them. Or a process has ended.
       ValueError: a mesh without a device of this process.
     """
     exchange = _exchange_of(mesh)
@@ -51,41 +51,42 @@ def check_same_upload(upload: Upload, mesh: Mesh) -> None:
     ]
     raise RuntimeError(
         f"the uploads of this step differ: {'; '.join(told)}. The schedulers have drifted apart: "
-        "start all processes anew, and give each scheduler the same calls in the same order, or "
-        "let one pack for all (broadcast_upload)"
+        "restart all processes, and make the same calls in the same order in each of them, or "
+        "let one process pack for all (broadcast_upload)"
     )
 
 
 def broadcast_upload(
     upload: Upload | None, shapes: Sequence[StepShape], mesh: Mesh
 ) -> Upload | None:
-    """Returns the upload of the mesh's first process, in all its processes.
+    """Sends the upload of a mesh's first process to all of its processes.
 
-    For one scheduler: the process of the mesh's first device packs, and the others receive. All
-    processes call it, once per step::
+    For a scheduler that runs in one process: the process of the mesh's first device packs, and the
+    others receive. All processes call it, once per step::
 
         upload = manager.step(shape, work) if jax.process_index() == 0 else None
         upload = jaxkv.broadcast_upload(upload, shapes, mesh)
         cache, out = step(params, cache, upload)
 
     Args:
-      upload: in the first process, the upload, or None to tell the others that none will follow;
-        in all others None.
-      shapes: that uploads may have; the same in all processes. The largest of them is sent.
+      upload: in the first process the upload, or None to tell the others that no more will
+        follow; in all other processes None.
+      shapes: every shape that an upload may have, the same in all processes. Each call sends as
+        many bytes as the largest of them takes.
       mesh: as for `check_same_upload`.
 
     Returns:
-      The upload, in memory of the host; or None, in all processes.
+      In all processes the upload of the first one, in host memory, or None.
 
     Raises:
       RuntimeError: a process has ended.
       ValueError: no shapes, an upload of another shape, an upload in another process than the
-        first, or a mesh without a device of this process. It is raised here alone: end the
+        first, or a mesh without a device of this process. Only this process raises it: end the
         process, and the others end with it.
     """
     exchange, shapes = _exchange_of(mesh), tuple(shapes)
     if not shapes:
-        raise ValueError("shapes is empty; give every shape that an upload may have")
+        raise ValueError("shapes is empty; pass every shape that an upload may have")
     message = np.zeros(1 + max(shape.format.size for shape in shapes), np.int32)
     if upload is not None:
         if not exchange.is_first:
@@ -94,7 +95,9 @@ def broadcast_upload(
                 f"{exchange.processes[0]} packs for this mesh; pass None here"
             )
         if upload.shape not in shapes:
-            raise ValueError(f"{upload.shape} is not one of the shapes given: {list(shapes)}")
+            raise ValueError(
+                f"upload has the shape {upload.shape}, which is not one of shapes={list(shapes)}"
+            )
         message[0] = shapes.index(upload.shape)
         message[1 : 1 + upload.shape.format.size] = upload.data
     elif exchange.is_first:
@@ -121,8 +124,8 @@ class _Exchange:
         index = jax.process_index()
         if index not in devices:
             raise ValueError(
-                f"no device of the mesh belongs to process {index}; only processes that have one "
-                "exchange uploads"
+                f"no device of the mesh belongs to process {index}; call this only in processes "
+                "that have one"
             )
         self.is_first = self.processes[0] == index
         self._device = devices[index]
@@ -133,11 +136,11 @@ class _Exchange:
         self._sum = jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=same)
 
     def gather(self, row: np.ndarray) -> np.ndarray:
-        """Returns int32[processes, N] of each process's int32[N]."""
+        """Returns the rows of all processes, int32[processes, N]."""
         return self._run(self._gather, row)
 
     def sum(self, row: np.ndarray) -> np.ndarray:
-        """Returns the sum of each process's int32[N]."""
+        """Returns the sum of the rows of all processes, int32[N]."""
         return self._run(self._sum, row)
 
     def _run(self, program: Callable[[Array], Array], row: np.ndarray) -> np.ndarray:
@@ -147,10 +150,10 @@ class _Exchange:
         try:
             with jax.set_mesh(self._mesh):  # the caller's may have other devices
                 return np.asarray(program(rows))
-        except (RuntimeError, ValueError) as error:  # jax raises either, depending on the moment
+        except (RuntimeError, ValueError) as error:  # jax raises one or the other
             raise RuntimeError(
                 f"processes {list(self.processes)} could not exchange an upload; if one of them "
-                "has ended, start all anew"
+                "has ended, restart all of them"
             ) from error
 
 
@@ -162,8 +165,7 @@ def _exchange_of(mesh: Mesh) -> _Exchange:
 def _summary(upload: Upload) -> np.ndarray:
     """Returns an upload's number and size, and checksums of its shape and content: int32[4].
 
-    A CRC tells apart for certain what differs in one int32 only, and all else but for one case
-    in 2**32.
+    A CRC finds every difference of a single int32, and misses other differences once in 2**32.
     """
     data = np.ascontiguousarray(upload.data)
     checksums = np.array([_shape_checksum(upload.shape), zlib.crc32(data)], np.uint32)
@@ -172,7 +174,7 @@ def _summary(upload: Upload) -> np.ndarray:
 
 @functools.lru_cache
 def _shape_checksum(shape: StepShape) -> int:
-    """Returns a checksum that is the same in every process: Python's own hash is not."""
+    """Returns a checksum that is equal in all processes, which Python's hash is not."""
     fields = [(field.name, getattr(shape, field.name)) for field in dataclasses.fields(shape)]
     return zlib.crc32(repr(fields).encode())
 

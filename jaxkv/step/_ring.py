@@ -1,4 +1,4 @@
-"""Page-locked host buffers for uploads, used in turn."""
+"""A ring of page-locked host buffers for uploads."""
 
 import ctypes
 
@@ -14,28 +14,27 @@ MEMORY_KIND = "pinned_host"
 
 
 class UploadRing:
-    """A ring of page-locked buffers, into which `BlockManager.step` packs its uploads.
+    """A ring of page-locked host buffers, into which `BlockManager.step` packs uploads.
 
-    ::
+    Example::
 
         ring = jaxkv.UploadRing()
         upload = manager.step(shape, work, ring=ring)
 
-    A NumPy upload is handed to a thread of the runtime, which copies it and has to be woken up
-    first; page-locked memory is copied by the device itself. A buffer is not written again
-    before the copy that reads it is done.
+    A NumPy upload is copied by a thread of the runtime, which has to be woken up first; the device
+    copies page-locked memory by itself. A buffer is reused only after its copy has finished.
 
     For steps on one device. Not thread-safe; one scheduler owns it.
     """
 
     def __init__(self, *, depth: int = 8, device: jax.Device | None = None):
-        """Allocates nothing yet: each step shape gets its buffers when it is first used.
+        """Creates an empty ring; each step shape gets its buffers when it is first used.
 
         Args:
-          depth: uploads of one shape that may be under way before `buffer` waits for the
-            oldest. The host learns late that a copy is done, so use more than the device ever
-            has in hand.
-          device: that runs the steps; None: the default device.
+          depth: uploads of one shape that may be in flight before `buffer` waits for the oldest.
+            The host learns late that a copy has finished, so use more than the steps that the
+            device has queued.
+          device: the device that runs the steps; None: the default device.
 
         Raises:
           NotImplementedError: the device has no page-locked host memory.
@@ -54,29 +53,31 @@ class UploadRing:
         return f"UploadRing({len(self._buffers)} shapes, {self._depth} uploads each)"
 
     def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns the next buffer of a shape, int32[shape.format.size], once no copy reads it."""
+        """Returns the next buffer of a shape, int32[shape.format.size], once it is free."""
         if shape not in self._buffers:
             self._buffers[shape] = _Buffers(shape.format.size, self._depth, self._device)
         self._last = self._buffers[shape]
         return self._last.next()
 
     def seal(self) -> Array:
-        """Starts the copy of the buffer that was given last. Returns the device's array."""
+        """Starts copying the last buffer to the device, and returns the array there."""
         if self._last is None:
-            raise RuntimeError("no buffer was given: call buffer(shape) first")
+            raise RuntimeError("seal was called before buffer; call buffer(shape) first")
         return self._last.send()
 
 
 class _Buffers:
-    """Buffers of one size. Each is free again once its copy on the device is ready."""
+    """Buffers of one size; each is free again once its copy on the device is ready."""
 
     def __init__(self, size: int, depth: int, device: jax.Device):
         host = jax.sharding.SingleDeviceSharding(device, memory_kind=MEMORY_KIND)
-        # Not from a NumPy array: some backends would share its memory instead of copying.
+        # Not from NumPy arrays: some backends share their memory instead of copying it.
         self._uploads = [jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)]
         self._views = [_view(upload) for upload in self._uploads]
         if len({view.ctypes.data for view in self._views}) < depth:
-            raise NotImplementedError(f"device={device} gave two buffers the same memory")
+            raise NotImplementedError(
+                f"device={device} gives two buffers the same memory; call step without a ring"
+            )
         self._copies: list[Array | None] = [None] * depth
         self._turn = -1
 
@@ -86,8 +87,8 @@ class _Buffers:
         if copy is not None:
             if copy.is_deleted():
                 raise RuntimeError(
-                    "a step donated its upload, so nobody knows when its buffer is free: donate "
-                    "the cache, and not the upload"
+                    "a step donated its upload, so the ring cannot tell when its buffer is free: "
+                    "donate only the cache"
                 )
             copy.block_until_ready()
         return self._views[self._turn]
@@ -99,7 +100,7 @@ class _Buffers:
 
 @jax.jit
 def _copy(upload: Array) -> Array:
-    """Copies an upload into device memory: a jitted copy costs less than `jax.device_put`."""
+    """Copies an upload to the device; jitted, because that costs less than `jax.device_put`."""
     return jax.device_put(upload, jax.memory.Space.Device)
 
 
