@@ -54,7 +54,9 @@ class AttentionSpec(NamedTuple):
         return 2 * self.heads * (self.width + (self.value or self.width)) * pairs
 
     def shorter(self, times: int) -> "AttentionSpec":
-        """Returns the same with fewer and shorter requests."""
+        """Returns the same with fewer and shorter requests; itself for 1."""
+        if times == 1:
+            return self
         page = self.page_tokens
         lens = [-(-length // times // page) * page for length in self.lens[:4]]
         queries = None if self.queries is None else min(self.queries, *lens)
@@ -93,8 +95,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Attention over pages: GPU time of one call")
     small = tuple(spec for spec in SPECS if spec.name in SMALL)
     for spec in by_size(full=SPECS, small=small, smallest=small[:1]):
-        fewer = by_size(full=1, small=32, smallest=128)
-        spec = spec.shorter(fewer) if fewer > 1 else spec
+        spec = spec.shorter(by_size(full=1, small=32, smallest=128))
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes)
         best = default_implementation()
         asked = best if spec.value else None  # the kernel of latent rows is not taken by default

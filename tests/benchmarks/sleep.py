@@ -1,5 +1,6 @@
 """Sleep and wake: bytes to the host and back, memory released, and memory that it takes."""
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 
@@ -33,10 +34,10 @@ def one_device(num_bytes: int, layers: int, stacked: bool) -> KVCache:
     return make_cache(plan_of(num_bytes, layers), max_requests=256, stacked=stacked)
 
 
-def two_devices(num_bytes: int, layers: int) -> KVCache:
-    """Returns a cache of as many bytes, half of them on each device."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
-    plan = plan_of(num_bytes // 2, layers)
+def on_each_of(devices: int, num_bytes: int, layers: int) -> KVCache:
+    """Returns a cache of so many bytes on each of some devices."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("heads",))
+    plan = plan_of(num_bytes, layers)
     return make_cache(plan, max_requests=256, stacked=False, mesh=mesh, axis="heads")
 
 
@@ -49,8 +50,10 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         "8 units stacked": lambda: one_device(8 * unit, 32, True),
         "32 units in 64 buffers": lambda: one_device(32 * unit, 64, False),
     }
-    if len(jax.devices()) > 1:  # first, because peaks are of the whole process
-        cases = {"8 units over 2 devices": lambda: two_devices(8 * unit, 32), **cases}
+    counts = [count for count in (8, 4, 2, 1) if count <= len(jax.devices())]
+    cases = {  # before larger ones, because peaks are of the whole process
+        f"2 units on each of {n}": functools.partial(on_each_of, n, 2 * unit, 32) for n in counts
+    } | cases
     for name, make in cases.items():
         _time(report, name.replace("units", f"x {unit / 2**20:g} MiB"), make())
 
