@@ -1,15 +1,22 @@
 """GPU kernels over plain arrays and block ids, independent of jaxkv.
 
-Each kernel has a Mosaic GPU implementation, for NVIDIA Hopper and newer, and an XLA
-implementation, which is the reference and the fallback everywhere else;
-``implementation=`` chooses. A kernel ignores block ids that are out of range and treats
-every other block alike, block 0 included.
+Each kernel has two implementations, between which ``implementation=`` chooses: Mosaic GPU, for
+NVIDIA Hopper and newer, and XLA, which is the reference and runs everywhere. A kernel ignores block
+ids that are out of range, and treats all other blocks alike, including block 0.
+
+- `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
+- `write_rows`: rows of elements into pages, as when tokens are added to a cache.
+- `paged_attention`: attention over keys and values in pages (`StridedPages`, `Deal`,
+  `PackedRow`).
+- `default_implementation`: the implementation that ``None`` stands for.
 """
 
 from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._paged_attention import paged_attention as paged_attention
+from pallas_kernels._paged_attention_packed import PackedRow as PackedRow
+from pallas_kernels._paged_attention_packed import RowPacking as RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages as StridedPages
 from pallas_kernels._paged_attention_tiles import Deal as Deal
 from pallas_kernels._write_rows import write_rows as write_rows
@@ -18,6 +25,8 @@ from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 __all__ = [
     "Deal",
     "Implementation",
+    "PackedRow",
+    "RowPacking",
     "StridedPages",
     "copy_blocks",
     "default_implementation",

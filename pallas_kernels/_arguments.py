@@ -1,4 +1,4 @@
-"""Arguments of the kernels: arrays as matrices of pages, lists of block ids, checked by name."""
+"""Checks of the arguments of the kernels: arrays as matrices of pages, and lists of block ids."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from jax import Array
 
 
 class PagedBuffer(NamedTuple):
-    """An array as a matrix of pages, each the part of a block at one index before the block axis.
+    """An array as a matrix of pages: the parts of a block, one per index before the block axis.
 
     pages: dtype[outer * num_blocks, page]; block b of outer index o is page o * num_blocks + b.
     num_blocks: blocks along the array's block axis.
-    list_index: where `IdLists.lists` has the ids of this buffer.
+    list_index: index of the buffer's ids in `IdLists.lists`.
     """
 
     pages: Array
@@ -28,23 +28,23 @@ class PagedBuffer(NamedTuple):
 
 
 class IdLists(NamedTuple):
-    """Block ids of all buffers; what several buffers share is here once.
+    """Block ids of all buffers; buffers that share lists have them here once.
 
     lists: for each distinct combination of arguments a tuple of int32[K], one per argument.
-    num_ids: int32[], how many entries of every list count; None for all.
+    num_ids: int32[], how many entries of every list count; None: all.
     """
 
     lists: Sequence[tuple[Array, ...]]
     num_ids: Array | None = None
 
     def is_counted(self, length: int) -> Array:
-        """Returns bool[length]: the entries of a list of that length that count."""
+        """Returns bool[length]: which entries of a list of that length count."""
         index = jnp.arange(length, dtype=jnp.int32)
         return index < (length if self.num_ids is None else self.num_ids)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call as kernels take them, and the way back to the caller's tree."""
+    """The arguments of a call as kernels take them, and how to rebuild the caller's tree."""
 
     buffers: list[PagedBuffer]
     ids: IdLists
@@ -52,17 +52,17 @@ class Arguments(NamedTuple):
     tree: jax.tree_util.PyTreeDef
 
     def rebuild(self, pages: Sequence[Array]) -> Any:
-        """Returns the caller's tree of buffers, made of their pages."""
+        """Returns the caller's tree of buffers, rebuilt from their pages."""
         pairs = zip(pages, self.shapes, strict=True)
         return self.tree.unflatten(array.reshape(shape) for array, shape in pairs)
 
 
 def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: Any) -> Arguments:
-    """Checks the arguments of a kernel and arranges them as pages and distinct lists.
+    """Checks the arguments of a kernel, and arranges them as pages and distinct lists.
 
     Raises:
-      TypeError: ids that are not int32[K], a number of them that is not int32[], a block
-        axis that is not an int, or a buffer that is not real and numeric.
+      TypeError: ids that are not int32[K], ``num_ids`` that is not int32[], a block axis that is
+        not an int, or a buffer that is not real and numeric.
       ValueError: a block axis out of range, or trees that do not match.
     """
     leaves, tree = jax.tree.flatten(buffers)
@@ -84,22 +84,21 @@ def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: A
 
 
 def match_tree(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[Any]:
-    """Returns one value per buffer: the same for all, or taken from a tree like the buffers'."""
+    """Returns one value per buffer: the same for all, or from a tree like that of the buffers."""
     leaves, values_tree = jax.tree.flatten(values)
     if values_tree == tree:
         return leaves
     if len(leaves) == 1 and jax.tree_util.treedef_is_leaf(values_tree):
         return leaves * tree.num_leaves
     raise ValueError(
-        f"{name} is neither one value nor a tree like buffers, which is {tree}: got {values_tree}"
+        f"{name} must be one value, or a tree like that of buffers, {tree}; got {values_tree}"
     )
 
 
 def as_ids(ids: Any, name: str) -> Array:
-    """Returns a list of ids or offsets as an array of jax.
+    """Returns a list of ids or offsets as a `jax.Array`.
 
-    The dtype is checked before jax sees it, which would cut int64 down to int32 and make 7 of
-    2**32 + 7.
+    Checks the dtype first, because jax truncates int64 to int32, which makes 7 of 2**32 + 7.
     """
     dtype = getattr(ids, "dtype", type(ids).__name__)
     if str(dtype) != "int32" or ids.ndim != 1:
@@ -108,7 +107,7 @@ def as_ids(ids: Any, name: str) -> Array:
 
 
 def as_count(num_ids: Any) -> Array | None:
-    """Returns ``num_ids`` as an array of jax, or None."""
+    """Returns ``num_ids`` as a `jax.Array`, or None."""
     if num_ids is None:
         return None
     dtype = getattr(num_ids, "dtype", type(num_ids).__name__)
@@ -122,7 +121,7 @@ def as_pages(buffer: Array, axis: int, list_index: int) -> PagedBuffer:
     if not isinstance(axis, int):
         raise TypeError(f"block_axis must be an int, got {axis!r}")
     if not -buffer.ndim <= axis < buffer.ndim:
-        raise ValueError(f"block_axis={axis} is out of range for a buffer of shape {buffer.shape}")
+        raise ValueError(f"block_axis={axis} is not an axis of a buffer of shape {buffer.shape}")
     if not jnp.issubdtype(buffer.dtype, jnp.number) or jnp.iscomplexobj(buffer):
         raise TypeError(f"buffers must be real and numeric, got {buffer.dtype}")
     axis %= buffer.ndim

@@ -1,14 +1,14 @@
-"""Arrays of pages in other dtypes, with the same bytes."""
+"""Bitcasts of pages to other dtypes and back."""
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 
 def as_integers(pages: Array) -> Array:
-    """Returns the same bytes in a dtype whose scatter keeps them.
+    """Returns the same bytes in a dtype that XLA scatters without changing them.
 
-    XLA's CPU backend scatters narrow floats by way of float32, which loses the NaN payloads
-    of blocks that should stay.
+    XLA's CPU backend converts narrow floats to float32 for a scatter, which changes NaN payloads,
+    even in blocks that are not written.
     """
     dtype = pages.dtype
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
@@ -17,13 +17,12 @@ def as_integers(pages: Array) -> Array:
 
 
 def as_words(pages: Array, multiple: int = 0) -> Array:
-    """Returns the same bytes as 32-bit words, or the pages themselves where those do not fit.
+    """Returns the same bytes as 32-bit words, or the pages unchanged if words do not fit.
 
-    Kernels that move bytes want words, because narrower elements travel through registers
-    one by one.
+    For kernels that move bytes, because narrower elements go through registers one by one.
 
     Args:
-      multiple: a number of elements that must make whole words as well as the page.
+      multiple: a number of elements that must be whole words, like the page.
     """
     ratio = 4 // pages.dtype.itemsize
     if ratio <= 1 or pages.shape[1] % ratio or multiple % ratio:
@@ -34,5 +33,5 @@ def as_words(pages: Array, multiple: int = 0) -> Array:
 
 
 def from_words(words: Array, like: Array) -> Array:
-    """Returns words as pages of the dtype and shape of ``like``, undoing `as_words`."""
+    """Undoes `as_words`: returns words as pages of the dtype and shape of ``like``."""
     return lax.bitcast_convert_type(words, like.dtype).reshape(like.shape)

@@ -1,4 +1,4 @@
-"""Capability of the device: where the Mosaic GPU kernels run, and how widely. Needs no Mosaic."""
+"""Devices that run the Mosaic GPU kernels, dtypes and grids of these. Does not import Mosaic."""
 
 from typing import Literal
 
@@ -31,21 +31,21 @@ def default_implementation() -> Implementation:
 
 
 def why_unsupported(any_platform: bool = False) -> str | None:
-    """Returns why the Mosaic kernels cannot run on the default device; None when they can.
+    """Returns why the Mosaic kernels cannot run on the default device, or None if they can.
 
     Args:
-      any_platform: accept a machine without a GPU, where kernels can still be lowered for
-        CUDA or interpreted.
+      any_platform: True: accept a machine without a GPU, where kernels can be lowered for CUDA or
+        interpreted.
     """
     if jax.__version_info__ < MIN_JAX:
-        return f"Mosaic kernels need jax >= 0.11, this is {jax.__version__}"
+        return f"Mosaic kernels need jax >= 0.11, and this is jax {jax.__version__}"
     if jax.default_backend() != "gpu":
         return None if any_platform else "the default device is not a GPU"
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     if float(capability) < MIN_COMPUTE_CAPABILITY:
         return (
-            f"Mosaic kernels need compute capability {MIN_COMPUTE_CAPABILITY}, "
-            f"this GPU has {capability}"
+            f"Mosaic kernels need compute capability {MIN_COMPUTE_CAPABILITY} or higher, and this "
+            f"GPU has {capability}"
         )
     return None
 
@@ -58,8 +58,8 @@ def can_store(dtype: jnp.dtype) -> bool:
 def max_thread_blocks(per_sm: int) -> int:
     """Returns the largest grid: ``per_sm`` thread blocks on every SM of the default device.
 
-    Without a GPU, where kernels are only lowered or interpreted, it counts `SMS_WITHOUT_GPU`
-    SMs: a kernel is right on any grid, and that one suits the GPUs it was measured on.
+    Without a GPU, where kernels are only lowered or interpreted, assumes `SMS_WITHOUT_GPU` SMs;
+    kernels are correct on any grid.
     """
     if jax.default_backend() != "gpu":
         return per_sm * SMS_WITHOUT_GPU

@@ -1,4 +1,4 @@
-"""Copies of blocks of arrays onto other blocks of them, in place under donation."""
+"""Copies of blocks onto other blocks of the same arrays, in place under donation."""
 
 import functools
 from typing import Any
@@ -22,41 +22,46 @@ def copy_blocks(
     disjoint: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Copies blocks of one array, or of every array in a tree, with at most two launches.
+    """Copies blocks of one array, or of every array in a tree, with at most two kernel launches.
+
+    Example::
+
+        pool = jnp.arange(24.0).reshape(4, 6)                  # 4 blocks
+        sources, destinations = jnp.array([0, 1], jnp.int32), jnp.array([1, 0], jnp.int32)
+        pool = pallas_kernels.copy_blocks(pool, sources, destinations)     # swaps blocks 0 and 1
 
     A block is one index of an array's block axis. Block ``destinations[i]`` becomes what block
-    ``sources[i]`` was before the call, for all ``i`` at once, so chains and swaps need no
-    order. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
-    ``check_vma=False``), and in place where the buffers are donated there.
+    ``sources[i]`` was before the call, for all ``i`` at once, so the order of pairs does not matter
+    in chains and swaps. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
+    ``check_vma=False``), and in place if the buffers are donated there.
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
       sources: int32[K], the blocks to copy in every buffer; or a tree like ``buffers`` with a
         list for each.
       destinations: the blocks to overwrite, as many as sources, given in the same way. A pair
-        is ignored when either id is below 0 or beyond a buffer's blocks, so lists can be
-        padded with -1. Of the other pairs with one destination the last one counts.
+        is ignored if either id is below 0 or beyond a buffer's blocks, so lists can be padded
+        with -1. Of several valid pairs with the same destination, the last one counts.
       block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
       num_ids: int32[], may be traced: only the first ``num_ids`` pairs of every list count,
-        and ``"mosaic_gpu"`` moves no bytes for the rest. A number beyond the length of a
-        list is clamped to it, and a negative one to 0. By default all pairs count.
-      disjoint: your promise that no block is overwritten by one pair and copied by
-        another, as with copy-on-write into fresh blocks. ``"mosaic_gpu"`` then needs one
-        launch and no memory; otherwise it needs two, and room for K blocks of every
-        buffer. A broken promise leaves a mixture of both contents in the copy.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU copies within the
-        buffers whose dtype it can store if the program is compiled for a GPU that runs it,
-        and XLA within all others.
+        and ``"mosaic_gpu"`` moves no bytes for the rest. It is clamped to 0 and to the length of
+        a list. None: all pairs count.
+      disjoint: True promises that no block is both a source and a destination, as with
+        copy-on-write into fresh blocks. ``"mosaic_gpu"`` then needs one launch and no memory;
+        otherwise two launches, and memory for K blocks of every buffer. If the promise is
+        broken, a copy may mix old and new content.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for buffers whose dtype it
+        can store, if the program is compiled for a GPU that supports it; else XLA.
 
     Returns:
       The buffers, same tree, shapes and dtypes.
 
     Raises:
-      TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
+      TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, lists of
         different lengths, or trees that do not match.
-      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
-        other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
+        jax itself refuses to compile the kernel.)
     """
     arguments = flatten_arguments(
         buffers, block_axis, num_ids, sources=sources, destinations=destinations
@@ -68,9 +73,9 @@ def copy_blocks(
 
 
 def mask_noop_pairs(buffers: list[PagedBuffer], ids: IdLists) -> tuple[list[PagedBuffer], IdLists]:
-    """Returns lists whose pairs either count and are in range or have destination -1.
+    """Returns lists in which every pair that does nothing has the destination -1.
 
-    The range of ids depends on the buffer, so there is one list per number of blocks.
+    The range of ids depends on the buffer, so there is one list for each number of blocks.
     """
     keys = {(buffer.list_index, buffer.num_blocks): None for buffer in buffers}
     index = {key: i for i, key in enumerate(keys)}
@@ -86,7 +91,8 @@ def _mask_pairs(ids: IdLists, list_index: int, num_blocks: int) -> tuple[Array, 
     sources, destinations = ids.lists[list_index]
     if sources.shape != destinations.shape:
         raise ValueError(
-            f"sources and destinations must be pairs, got {sources.size} and {destinations.size}"
+            f"sources and destinations must have one length, got {sources.size} and "
+            f"{destinations.size}"
         )
     known = (sources >= 0) & (sources < num_blocks)
     known &= (destinations >= 0) & (destinations < num_blocks)
@@ -115,7 +121,7 @@ def _copy_buffer(buffer: PagedBuffer, sources: Array, destinations: Array) -> Ar
         return buffer.pages
     num_pages = buffer.pages.shape[0]
     targets = page_indices(buffer, destinations)
-    # What goes nowhere gets distinct pages beyond the buffer, so that all are unique.
+    # Pairs that do nothing get distinct pages beyond the buffer, so that indices are unique.
     beyond = num_pages + jnp.arange(targets.size, dtype=jnp.int32)
     targets = jnp.where(targets < num_pages, targets, beyond)
     pages = as_integers(buffer.pages)

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels of `copy_blocks`.
 
-Thread blocks run in no order, so a block that one pair overwrites and another copies is
-first copied to a staging buffer, by a launch of its own.
+Thread blocks run in no particular order. So a block that one pair overwrites and another copies is
+first copied to a staging buffer, in a separate launch.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from pallas_kernels._mosaic import load_strip, strip_at
 from pallas_kernels._tiling import Tiling, tile_page
 from pallas_kernels._work_items import Item, Task, launch, run_in_place
 
-# Strips that a thread block loads before it stores the first: memory is far away, and
-# loads that are under way together are waited for once.
+# Strips that a thread block loads before it stores the first one, so that the latencies of the
+# loads overlap.
 STRIPS = 2
 
 
@@ -49,7 +49,7 @@ def source_is_overwritten(sources: Array, destinations: Array) -> Array:
 
 
 def _staging_buffer(task: Task) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a page for each listed one."""
+    """Returns the shape of a buffer with a page for each listed page."""
     pages = task.buffer.pages
     return jax.ShapeDtypeStruct((task.buffer.outer * task.num_entries, pages.shape[1]), pages.dtype)
 
@@ -91,7 +91,7 @@ def _copy_or_unstage(item: Item, lists: Sequence[jax.Ref], refs: Sequence[jax.Re
 
 
 def _copy_part(source: jax.Ref, destination: jax.Ref, part: Array) -> None:
-    """Copies a part of a page between references to pages, dtype[page]."""
+    """Copies a part of a page to another page; references to dtype[page]."""
     (page,) = source.shape
     tiling = tile_page(page, source.dtype.itemsize)
     if tiling is not None:
@@ -106,7 +106,7 @@ def _copy_part(source: jax.Ref, destination: jax.Ref, part: Array) -> None:
 def _copy_strips(source: jax.Ref, destination: jax.Ref, part: Array, tiling: Tiling) -> None:
     (page,) = source.shape
     strips = min(tiling.strips, tiling.strips_per_item)
-    together = -(-strips // -(-strips // STRIPS))  # as many each time
+    together = -(-strips // -(-strips // STRIPS))  # as many in each round
     begin = part * tiling.strips_per_item
 
     @pl.loop(begin, jnp.minimum(begin + tiling.strips_per_item, tiling.strips), step=together)

@@ -1,4 +1,4 @@
-"""Choice between the two implementations of a kernel, buffer by buffer."""
+"""Choice between the two implementations of a kernel, for each buffer."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,7 +9,7 @@ from pallas_kernels import _capability
 from pallas_kernels._arguments import PagedBuffer
 from pallas_kernels._capability import Implementation
 
-# Takes buffers and operands, a tree of arrays; returns the pages of the buffers.
+# Takes buffers and a tree of operand arrays, and returns the pages of the buffers.
 Kernel = Callable[[list[PagedBuffer], Any], list[Array]]
 
 
@@ -21,12 +21,12 @@ def run(
     mosaic_gpu: Kernel,
     xla: Kernel,
 ) -> list[Array]:
-    """Runs the implementation of that name, or the best one for each buffer if None.
+    """Runs the given implementation, or with None the best one for each buffer.
 
     Raises:
-      ValueError: an unknown name.
-      NotImplementedError: ``"mosaic_gpu"`` does not run here.
-      TypeError: ``"mosaic_gpu"`` cannot store a buffer's dtype.
+      ValueError: an unknown implementation.
+      NotImplementedError: ``"mosaic_gpu"`` on a machine that cannot run it.
+      TypeError: ``"mosaic_gpu"`` with a buffer dtype that it cannot store.
     """
     match implementation:
         case None:
@@ -43,7 +43,7 @@ def run(
 def _run_best(
     buffers: list[PagedBuffer], operands: Any, mosaic_gpu: Kernel, xla: Kernel
 ) -> list[Array]:
-    """Runs Mosaic on a GPU that has it, for the dtypes that it stores, and XLA for the rest."""
+    """Runs Mosaic on GPUs that support it, for the dtypes that it can store, and XLA otherwise."""
     stored = [buffer for buffer in buffers if _capability.can_store(buffer.pages.dtype)]
     if _capability.default_implementation() == "xla" or not stored:
         return xla(buffers, operands)
@@ -56,7 +56,7 @@ def _run_best(
 
         return on_pages
 
-    # A program may be compiled for the CPU of a machine that has a GPU.
+    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
     done = lax.platform_dependent(
         [buffer.pages for buffer in stored],
         operands,

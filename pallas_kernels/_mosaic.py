@@ -1,4 +1,4 @@
-"""The pieces that all Mosaic GPU kernels share: their launch, and strips of pages."""
+"""Code that Mosaic GPU kernels share: launches, and strips of pages."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ def call_kernel(
     refs: Sequence[Any],
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> Sequence[Array]:
-    """Runs a kernel on thread blocks that are numbered along the axis ``"cta"``.
+    """Runs a kernel on thread blocks, numbered along the axis ``"cta"``.
 
     Args:
       kernel: takes references to operands, refs and outputs, in that order.
-      operands: arrays to read.
-      refs: what the kernel writes in place, as from ``jax.new_ref``; or arrays to read that
-        are known to start at their own buffer.
-      out_type: arrays that the kernel fills and this function returns.
+      operands: arrays that the kernel reads.
+      refs: references that the kernel writes in place, as from ``jax.new_ref``; or arrays to read
+        that are known to begin at the start of a buffer.
+      out_type: shapes of the arrays that the kernel fills, and that this function returns.
     """
     call = plgpu.kernel(
         kernel,
@@ -36,30 +36,30 @@ def call_kernel(
         grid=(num_thread_blocks,),
         grid_names=("cta",),
         kernel_name=name,
-        # No thread reads what another has written, so none waits for another.
+        # No thread reads what another one wrote, so no barriers are needed.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    with jax.enable_x64(False):  # kernels count in int32, whatever their caller does
+    with jax.enable_x64(False):  # kernels count in int32, even for callers with x64
         return call(*own_buffers(operands), *refs)
 
 
 def own_buffers(operands: Sequence[Array]) -> list[Array]:
     """Returns the operands of a kernel, each at the start of a buffer.
 
-    XLA passes a slice of a larger array on at its place there, which is a multiple of 128
-    bytes, and Mosaic takes multiples of 256 only; XLA moves no slice through a barrier.
+    XLA may pass a slice of a larger array in place, at a multiple of 128 bytes, and Mosaic needs
+    multiples of 256. The barrier keeps XLA from doing so.
     """
     return lax.optimization_barrier(list(operands))
 
 
 def strip_at(page: int, tiling: Tiling, strip: Array | int) -> pl.Slice:
-    """Returns the place of a strip in its page; a strip beyond the last is the last one again."""
+    """Returns the place of a strip in its page; strips beyond the last are the last one."""
     start = jnp.minimum(strip * tiling.width, page - tiling.width)
     return pl.ds(pl.multiple_of(start, tiling.vector), tiling.width)
 
 
 def strip_layout(tiling: Tiling) -> Any:
-    """Returns how the threads of a warpgroup hold a strip."""
+    """Returns the register layout of a strip in a warpgroup."""
     return plgpu.Layout.WG_STRIDED((tiling.width,), vec_size=tiling.vector)
 
 

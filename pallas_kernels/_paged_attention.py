@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values that lie in pages."""
+"""Attention over keys and values in pages."""
 
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from pallas_kernels import _capability
 from pallas_kernels._capability import Implementation
 from pallas_kernels._paged_attention_arguments import check_arguments
 from pallas_kernels._paged_attention_limits import why_not_paged_attention
+from pallas_kernels._paged_attention_packed import RowPacking
 from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Deal
 from pallas_kernels._paged_attention_xla import attend_xla
 
@@ -30,6 +31,7 @@ def paged_attention(
     value_scale: Any = 1.0,
     key_width: int | None = None,
     value_width: int | None = None,
+    row_packing: RowPacking | None = None,
     causal: bool = True,
     first_positions: Any = None,
     deal: Deal | None = None,
@@ -37,62 +39,73 @@ def paged_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Attends from the last tokens of each request to its keys and values, which lie in pages.
+    """Attends from the newest tokens of each request to its keys and values in pages.
 
-    Decoding, speculation, chunks of a prefill and whole prompts are one call, in any mixture. A
-    query sees the keys of its own request up to its own position, which must be in the pages
-    already. Bytes that no query sees never reach the output, whatever they hold (NaN, Inf):
-    those at and past a request's length, below its window, and in pages of other requests.
-    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``); one
-    compilation serves all lengths, and no temporary grows with the pages.
+    Example::
+
+        queries = jnp.ones((2, 4, 64))                         # one query for each of 2 requests
+        pages = jnp.ones((8, 16, 2, 128))                      # 8 blocks of 16 tokens; K and V
+        tables = jnp.array([[1, 2], [3, -1]], jnp.int32)       # the blocks of each request
+        seq_lens = jnp.array([20, 7], jnp.int32)
+        out = pallas_kernels.paged_attention(queries, pages, tables, seq_lens)     # [2, 4, 64]
+
+    One call serves decodes, drafts, chunks of prompts and whole prompts, in any mixture. A query
+    sees the keys of its own request up to its own position, which must be in the pages already.
+    Bytes that no query sees never reach the output, whatever they hold (NaN, Inf): bytes at and
+    past a request's length, below its window, and in pages of other requests. Works inside your
+    ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``). One compilation serves all
+    lengths, and no temporary grows with the pages.
 
     Args:
       queries: [T, heads, K], the queries of B requests end to end; float32, bfloat16 or float16.
-        The heads of one KV head lie side by side.
-      pages: [blocks, tokens, kv_heads, K + V], a key and its value side by side; of a
-        dtype of queries, float8_e4m3fn, float8_e5m2 or int8. Or `StridedPages`, where pages lie in
-        another order, with padding or among other bytes.
+        The query heads of one KV head are adjacent.
+      pages: [blocks, tokens, kv_heads, K + V], each key followed by its value; float32, bfloat16,
+        float16, float8_e4m3fn, float8_e5m2 or int8. Or `StridedPages`, for pages in another
+        order, with padding, or among other bytes.
       block_tables: int32[B, W], the pages of each request in the order of its tokens. An id below
         0 or at least ``blocks`` holds no keys.
-      seq_lens: int32[B], tokens of each request, the queries' own among them. 0 for a row of
-        padding.
-      query_start_loc: int32[B + 1], where each request's queries begin; its last entry is the
-        number of queries, and what follows in ``queries`` is padding. None: one query each, T = B,
-        which ``"mosaic_gpu"`` attends from fastest. The last query of a request is its last token.
-      scale: of the scores; None: ``K ** -0.5``.
-      sliding_window: keys that a query sees, its own among them; None: all.
-      chunk_size: a query sees only keys of its own chunk of so many tokens; None: all.
+      seq_lens: int32[B], tokens of each request, including those of its queries; 0 for padding.
+      query_start_loc: int32[B + 1], the index of each request's first query; the last entry is
+        the number of queries, and ``queries`` past it are padding. The last query of a request is
+        its last token. None: one query per request, T = B, the fastest case of ``"mosaic_gpu"``.
+      scale: factor of the scores; None: ``K ** -0.5``.
+      sliding_window: number of keys that a query sees, including its own; None: no window.
+      chunk_size: tokens of a chunk; a query sees only keys of its own chunk. None: no chunks.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], a logit per head that counts as a key without a value; None: none.
-      key_scale: what a stored key is multiplied by, positive; a number, float[], or
-        float[kv_heads].
-      value_scale: the same of values.
-      key_width: elements of a row of ``pages`` that are its key, K; None: as wide as a query.
-      value_width: elements of a value, V; None: what follows the key in a row. Of rows that are
-        keys alone, [blocks, tokens, kv_heads, K], a value is the first V elements.
-      causal: False: queries see all keys of their request, whatever their position.
-      first_positions: int32[B], the position of the first token in each row of ``block_tables``,
-        for tables without what lies below a window; None: 0.
-      deal: for pages that hold one rank's share of every request's positions; ``seq_lens`` count
-        all of them. None: pages hold all.
-      out_dtype: of the output; None: that of queries. float32 where parts are to be combined;
-        ``"mosaic_gpu"`` rounds them to the dtype of queries all the same.
-      return_lse: also return the log-sum-exp, by which outputs over several parts of a
-        sequence can be combined. It counts the sinks.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU attends where the
-        program is compiled for a GPU that runs it and the arguments are of a kind that it takes,
-        and XLA everywhere else, also for rows that are keys alone.
+      key_scale: factor of the stored keys, positive; a number, float[], or float[kv_heads].
+      value_scale: factor of the stored values, likewise.
+      key_width: elements of a key, K; None: as wide as a query.
+      value_width: elements of a value, V; None: all elements of a row that follow its key. If rows
+        are only keys, [blocks, tokens, kv_heads, K], the value is the first V elements of its key.
+      row_packing: ``"fp8_ds_mla"`` for latent rows of bytes, as vLLM stores those of DeepSeek-V3.2:
+        pages are uint8[blocks, tokens, 1, V + V / 32 + 2 (K - V)], V float8_e4m3fn values, a
+        float32 scale for each 128 of them, and the rest of the key in bfloat16. Values times their
+        scales are rounded to the dtype of queries. Pass ``value_width`` with it. None: a row is
+        elements of the dtype of ``pages``.
+      causal: False: queries see all keys of their request, at any position.
+      first_positions: int32[B], position of the first token in each row of ``block_tables``, for
+        tables that leave out blocks below a window; None: 0.
+      deal: for pages that hold only one rank's share of the positions of every request;
+        ``seq_lens`` still count all positions. None: the pages hold all positions.
+      out_dtype: dtype of the output; None: that of queries. Use float32 for outputs that are to be
+        combined; ``"mosaic_gpu"`` computes them in the dtype of queries all the same.
+      return_lse: also return the log-sum-exp of the scores and sinks, by which outputs over
+        several parts of a sequence can be combined.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
+        supports, if the program is compiled for a GPU that supports it; else XLA.
 
     Returns:
-      [T, heads, V] in ``out_dtype``, zeros for padding and for queries that see no key.
-      With ``return_lse`` a pair of it and float32[T, heads], -inf where there is nothing.
+      [T, heads, V] in ``out_dtype``, zeros for padding and for queries that see no key. With
+      ``return_lse`` a pair: this, and float32[T, heads], -inf for padding and where there is
+      neither a key nor a sink.
 
     Raises:
-      TypeError: a dtype that is not one of those above.
+      TypeError: a dtype that is not listed above.
       ValueError: shapes that do not fit, a window, chunk or cap that is not positive, a window or
         chunk with ``deal`` or without ``causal``, an unknown implementation.
-      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it, or for
-        arguments that it does not take. (On other devices jax itself refuses to compile it.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
+        that it does not support. (On other devices jax itself refuses to compile the kernel.)
     """
     rule, arrays = check_arguments(
         *(queries, pages, block_tables, seq_lens, query_start_loc),
@@ -105,6 +118,7 @@ def paged_attention(
         value_scale=value_scale,
         key_width=key_width,
         value_width=value_width,
+        row_packing=row_packing,
         causal=causal,
         first_positions=first_positions,
         deal=deal,
@@ -117,7 +131,7 @@ def paged_attention(
 def _run(
     arrays: AttentionArrays, rule: AttentionRule, implementation: Implementation | None
 ) -> tuple[Array, Array]:
-    """Runs the implementation of that name, or the best one if None."""
+    """Runs the given implementation, or with None the best one."""
     if implementation not in (None, *get_args(Implementation)):
         choices = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(f"implementation={implementation!r}; use one of {choices} or None")
@@ -129,18 +143,17 @@ def _run(
         if unsupported:
             raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
         return _attend_mosaic(arrays, rule)
-    # The kernel of latent rows has to be asked for: its masks have run only in interpret mode.
-    is_xla = implementation == "xla" or unsupported or rule.values_in_keys
+    is_xla = implementation == "xla" or unsupported
     if is_xla or _capability.default_implementation() == "xla":
         return attend_xla(arrays, rule)
-    # A program may be compiled for the CPU of a machine that has a GPU.
+    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
     return lax.platform_dependent(
         cuda=lambda: _attend_mosaic(arrays, rule), default=lambda: attend_xla(arrays, rule)
     )
 
 
 def _see_nothing(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
-    """Returns the output of a call without queries or without keys."""
+    """Returns the output of a call that has no queries or no keys."""
     shape = arrays.queries.shape[:2]
     lse = jnp.full(shape, -jnp.inf, jnp.float32)
     return jnp.zeros((*shape, rule.value_width), rule.out_dtype), lse

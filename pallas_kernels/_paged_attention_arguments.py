@@ -1,13 +1,14 @@
-"""Arguments of `paged_attention`, checked by name."""
+"""Checks of the arguments of `paged_attention`."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels._paged_attention_packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages, check_pages
 from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Deal
 
@@ -32,20 +33,21 @@ def check_arguments(
     value_scale: Any,
     key_width: int | None,
     value_width: int | None,
+    row_packing: RowPacking | None,
     causal: bool,
     first_positions: Any,
     deal: Deal | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
-    """Returns the rule and the arrays of a call.
+    """Checks the arguments of a call, and returns its rule and its arrays.
 
     Raises:
       TypeError, ValueError: an argument that does not fit.
     """
     queries, pages = jnp.asarray(queries), check_pages(pages)
     _check_dtype("queries", queries.dtype, QUERY_DTYPES)
-    _check_dtype("pages", pages.dtype, PAGE_DTYPES)
-    _check_widths(queries, pages, key_width, value_width)
+    _check_row_packing(row_packing, pages)
+    _check_widths(queries, pages, key_width, value_width, row_packing)
     (num_tokens, heads, key_size), kv_heads = queries.shape, pages.kv_heads
     block_tables = _as_int32("block_tables", block_tables, 2)
     batch = block_tables.shape[0]
@@ -55,11 +57,12 @@ def check_arguments(
     elif num_tokens != batch:
         raise ValueError(
             f"queries has {num_tokens} tokens for {batch} requests; pass query_start_loc, because "
-            "without it each request has one"
+            "without it each request has one query"
         )
     if block_tables.shape[1] * pages.tokens > INT32_MAX:
         raise ValueError(
-            f"block_tables is too wide: {block_tables.shape} pages of {pages.tokens} tokens"
+            f"block_tables has rows of {block_tables.shape[1]} pages of {pages.tokens} tokens, "
+            "more than int32 counts; pass fewer columns"
         )
     rule = AttentionRule(
         kv_heads=kv_heads,
@@ -72,7 +75,8 @@ def check_arguments(
         chunk=_as_count("chunk_size", chunk_size),
         soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
         causal=causal,
-        values_in_keys=pages.width == key_size,
+        values_in_keys=row_packing is not None or pages.width == key_size,
+        row_packing=row_packing,
         ranks=1 if deal is None else deal.ranks,
         interleave_tokens=1 if deal is None else deal.interleave_tokens,
         out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
@@ -103,29 +107,64 @@ def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:
         raise TypeError(f"{name} must be one of {', '.join(dtypes)}, got {jnp.dtype(dtype)}")
 
 
+def _check_row_packing(row_packing: RowPacking | None, pages: StridedPages) -> None:
+    if row_packing not in (None, *get_args(RowPacking)):
+        choices = ", ".join(map(repr, get_args(RowPacking)))
+        raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")
+    if row_packing is not None and jnp.dtype(pages.dtype) != jnp.uint8:
+        raise TypeError(f"pages must be uint8 with row_packing={row_packing!r}, got {pages.dtype}")
+    if row_packing is None:
+        _check_dtype("pages", pages.dtype, PAGE_DTYPES)
+
+
 def _check_widths(
-    queries: Array, pages: StridedPages, key_width: int | None, value_width: int | None
+    queries: Array,
+    pages: StridedPages,
+    key_width: int | None,
+    value_width: int | None,
+    row_packing: RowPacking | None,
 ) -> None:
     if queries.ndim != 3:
         raise ValueError(f"queries must be [T, heads, K], got shape {queries.shape}")
     (_, heads, key_size), kv_heads, row = queries.shape, pages.kv_heads, pages.width
     if not kv_heads or not heads or heads % kv_heads:
-        raise ValueError(f"queries has {heads} heads; pages want a multiple of {kv_heads}")
+        raise ValueError(
+            f"queries has {heads} heads; wants a multiple of the {kv_heads} KV heads of pages"
+        )
     if not pages.tokens:
-        raise ValueError("pages has blocks of 0 tokens")
+        raise ValueError("pages has blocks of 0 tokens; wants at least 1")
     if key_width is not None and key_width != key_size:
-        raise ValueError(f"key_width={key_width}; queries are {key_size} wide")
+        raise ValueError(f"key_width={key_width} must be the width of queries, {key_size}")
+    if row_packing is not None:
+        _check_packed_widths(key_size, row, value_width, row_packing)
+        return
     if value_width is None and not 0 < key_size < row:
         raise ValueError(
-            f"queries are {key_size} wide and a row of pages is {row}; a row is a key as wide as a "
-            "query, and then its value; pass value_width where the value is a part of the key"
+            f"queries are {key_size} wide and rows of pages {row}; a row must be a key as wide as "
+            "a query, followed by its value; pass value_width if the value is a part of the key"
         )
     if value_width is not None and (
         not 0 < value_width <= row or row not in (key_size, key_size + value_width)
     ):
         raise ValueError(
-            f"value_width={value_width}, queries are {key_size} wide and a row of pages is {row}; "
-            "a row is a key, which begins with its value, or a key and then its value"
+            f"value_width={value_width}, queries are {key_size} wide and rows of pages {row}; a "
+            "row must be a key that begins with its value, or a key followed by its value"
+        )
+
+
+def _check_packed_widths(
+    key_size: int, row: int, value_width: int | None, row_packing: RowPacking
+) -> None:
+    if value_width is None or value_width % GROUP or not 0 < value_width < key_size:
+        raise ValueError(
+            f"value_width={value_width} with row_packing={row_packing!r}; pass a multiple of "
+            f"{GROUP} that is less than the width of queries, {key_size}"
+        )
+    wanted = PackedRow(value_width, key_size - value_width).row_bytes
+    if row != wanted:
+        raise ValueError(
+            f"a row of pages is {row} bytes; with row_packing={row_packing!r}, queries {key_size} "
+            f"wide and value_width={value_width} it must be {wanted}"
         )
 
 
@@ -133,13 +172,15 @@ def _check_rule(rule: AttentionRule) -> None:
     limited = rule.window is not None or rule.chunk is not None
     if limited and (rule.ranks > 1 or not rule.causal):
         what = "deal" if rule.ranks > 1 else "causal=False"
-        raise ValueError(f"{what} with sliding_window or chunk_size: pass one of them")
+        raise ValueError(
+            f"{what} does not go with sliding_window or chunk_size; pass one or the other"
+        )
     if rule.out_dtype.name not in QUERY_DTYPES:
         raise TypeError(f"out_dtype must be one of {', '.join(QUERY_DTYPES)}, got {rule.out_dtype}")
 
 
 def _as_int32(name: str, array: Any, ndim: int, length: int | None = None) -> Array:
-    """Returns ids or lengths as an array of jax; the dtype is checked before jax cuts it down."""
+    """Returns ids or lengths as a `jax.Array`, after a check of their dtype."""
     dtype, shape = getattr(array, "dtype", type(array).__name__), jnp.shape(array)
     wanted = ["B", "W"][:ndim] if length is None else [str(length)]
     if str(dtype) != "int32" or len(shape) != ndim:
@@ -158,9 +199,9 @@ def _as_float(name: str, array: Any, shape: tuple[int, ...]) -> Array:
     given = jnp.asarray(array)
     if given.shape != shape:
         wanted = f"{list(shape)}" if name == "sinks" else f"a number or {list(shape)}"
-        raise ValueError(f"{name} has shape {given.shape}; wants {wanted}, one a head")
+        raise ValueError(f"{name} has shape {given.shape}; wants {wanted}, one per head")
     if not jnp.issubdtype(given.dtype, jnp.floating):
-        raise TypeError(f"{name} must be of floats, got {given.dtype}")
+        raise TypeError(f"{name} must be floats, got {given.dtype}")
     return given.astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel that combines the segments of decoding into the output."""
+"""The Mosaic GPU kernel that combines segments of decoding into the output."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from pallas_kernels._paged_attention_pieces import LOG2E, store
 from pallas_kernels._paged_attention_tasks import TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
-WIDTH, ROWS = 64, 8  # of the part of an output that a thread block makes
-# Segments are loaded several together, because memory is far away: of many by each of several
-# warpgroups, of few by one, and of what that leaves over.
+WIDTH, ROWS = 64, 8  # of the part of the output that a thread block computes
+# Several segments are loaded together, to overlap their latencies: many segments by several
+# warpgroups, few by one; fewer together for the rest.
 MANY, WARPGROUPS, MANY_TOGETHER, MANY_LEFT_OVER = 16, 4, 16, 4
 FEW_TOGETHER, FEW_LEFT_OVER = 4, 2
 
@@ -29,10 +29,10 @@ def combine(
     value_scale: Array,
     out: Any,
 ) -> Array:
-    """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
+    """Writes the output of all tiles, and zeros for padding, into ``out``, [T, heads, V].
 
     Args:
-      sinks: float32[kv_heads, rows], in powers of two; -inf for none.
+      sinks: float32[kv_heads, rows], logits in base 2; -inf for none.
 
     Returns:
       The log-sum-exp, float32[N, kv_heads, rows]; undefined for empty tiles.
@@ -63,7 +63,7 @@ def combine(
 
 
 class _Sum(NamedTuple):
-    """A partial softmax, or references to some, or how threads hold one."""
+    """A partial softmax; or references to several, or the layouts of its parts."""
 
     out: Any  # [WIDTH, ROWS]
     highest: Any  # [ROWS]
@@ -75,7 +75,7 @@ def _add_up(parts: list[_Sum]) -> _Sum:
     highest = parts[0].highest
     for part in parts[1:]:
         highest = jnp.maximum(highest, part.highest)
-    # Nothing seen so far: -inf - -inf is NaN.
+    # Without a seen key, highest is -inf, and -inf - -inf is NaN.
     finite = jnp.where(highest > -jnp.inf, highest, 0.0)
     out, total = jnp.zeros_like(parts[0].out), jnp.zeros_like(parts[0].total)
     for part in parts:
@@ -105,7 +105,7 @@ class _Combiner:
 
     def run(self) -> None:
         tile = Tile.load(self.tiles, self.index)
-        # Asked for early, because memory is far away.
+        # Loaded early to hide the latency.
         used_tokens, value_scale = self.used_tokens[0], self.value_scale[self.head]
         sinks = self._load_rows(self.sinks.at[self.head])
 
@@ -123,7 +123,7 @@ class _Combiner:
         pl.when(self.warpgroup == 0)(lambda: self._clear_padding(used_tokens))
 
     def _sum(self, tile: Tile) -> _Sum:
-        """Adds up this warpgroup's share of the segments of the tile."""
+        """Returns the sum of this warpgroup's share of the segments of the tile."""
         zeros = jnp.zeros((WIDTH, ROWS), jnp.float32)
         start = _Sum(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
@@ -151,13 +151,13 @@ class _Combiner:
         return lax.fori_loop(0, jnp.where(self.warpgroup == 0, last_rounds, 0), add_last, summed)
 
     def _hand_over(self, summed: _Sum) -> None:
-        """Leaves this warpgroup's share to the first one."""
+        """Passes the sum of this warpgroup to the first one."""
         for ref, value in zip(self.parts, summed, strict=True):
             store(ref.at[self.warpgroup], value)
         plgpu.barrier_arrive(self.arrived)
 
     def _sum_of_all(self) -> _Sum:
-        """Returns the sum of all warpgroups' shares, which it waits for."""
+        """Waits for the sums of all warpgroups, and returns their sum."""
         plgpu.barrier_wait(self.arrived)
         layouts = _Sum(plgpu.Layout.WGMMA, COLUMNS, COLUMNS)
         return _add_up(
@@ -181,7 +181,7 @@ class _Combiner:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _load(self, tile: Tile, index: Array) -> _Sum:
-        """Loads a segment of the tile, or an empty one past the last."""
+        """Loads a segment of the tile; past the last one, an empty segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
         penalty = jnp.where(index < tile.num_segments, 0.0, -jnp.inf)
         out = plgpu.load(
@@ -197,12 +197,12 @@ class _Combiner:
         return plgpu.load(ref.at[self.rows], layout=COLUMNS, optimized=False)
 
     def _finish(self, summed: _Sum, sinks: Array, value_scale: Array) -> Array:
-        """Returns the output of all rows, and writes their log-sum-exp."""
+        """Returns the output of all rows, and writes the log-sum-exp of each."""
         highest = jnp.maximum(summed.highest, sinks)
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)
         shrink = jnp.exp2(summed.highest - finite)
         total = summed.total * shrink + jnp.exp2(sinks - finite)
-        # Nothing seen: the output is 0, and the logarithm of 0 is what it should be.
+        # Without a seen key, total is 0: the output is 0, and its logarithm -inf, as wanted.
         weight = shrink * value_scale / jnp.where(total > 0, total, 1.0)
 
         @pl.when(self.is_first_part)
@@ -213,7 +213,7 @@ class _Combiner:
         return summed.out * lax.broadcast_in_dim(weight, summed.out.shape, [1])
 
     def _write_row(self, row: int, first_token: Array, count: Array | int) -> None:
-        """Writes a staged row to its token and head, if the tile has that many."""
+        """Writes a staged row to its token and head, if the tile has such a token."""
         group = self.rule.group
         token = lax.div(self.first_row + row, group)
         head = self.head * group + lax.rem(self.first_row + row, group)
@@ -225,7 +225,7 @@ class _Combiner:
             )
 
     def _clear_padding(self, used_tokens: Array) -> None:
-        """Writes zeros for every so many tokens of padding."""
+        """Writes zeros for this thread block's share of the padding."""
         num_tokens, num_tiles = self.out.shape[0], self.tiles.shape[0]
         begin = used_tokens + self.index
 

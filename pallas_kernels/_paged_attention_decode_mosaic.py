@@ -1,9 +1,10 @@
 """The Mosaic GPU kernel that decodes: a few queries of a request over all of its keys.
 
-Operands are swapped (scores are keys times queries), so 64 keys are a wgmma's rows and the query
-heads of one KV head its columns. One warpgroup a thread block does everything, loads too: several
-thread blocks then fit an SM and hide each other's waits. 16-bit pages are used where the copy
-engine put them, 8-bit ones are widened to 16 bits: keys in registers, values through shared memory.
+Operands are swapped (scores are keys times queries), so that 64 keys are the rows of a wgmma and
+the query heads of one KV head its columns. A thread block has one warpgroup, which also loads, so
+that several thread blocks fit on an SM and hide each other's latencies. 16-bit pages are used in
+place in shared memory; 8-bit pages are widened to 16 bits, keys in registers, values through shared
+memory.
 """
 
 import math
@@ -24,17 +25,19 @@ from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
-# Of 128 registers a thread; widening what several copies bring takes some more than that.
+# With 128 registers per thread; widening a step of several granules takes more than that.
 MAX_THREAD_BLOCKS_PER_SM, MAX_WITH_MANY_REGISTERS = 4, 3
-BYTES_AHEAD = 128 * 1024  # of an SM: with more, thread blocks only get in each other's way
+BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 SLOTS = 2  # steps that a thread block loads ahead
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector of one number per column
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
 
 class DecodeShape(NamedTuple):
     """Constants of a compiled kernel.
 
-    rows: query heads of a tile, a multiple of 8. page: dtype of pages. compute: 16-bit dtype.
+    rows: query heads of a tile, a multiple of 8.
+    page: dtype of the pages.
+    compute: 16-bit dtype of the products.
     """
 
     rule: AttentionRule
@@ -49,7 +52,7 @@ class DecodeShape(NamedTuple):
 
     @property
     def thread_blocks_per_sm(self) -> int:
-        """Returns how many of them fit, and have enough bytes under way together."""
+        """Returns how many thread blocks fit on an SM without more than `BYTES_AHEAD`."""
         rule = self.rule
         ahead = SLOTS * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
@@ -67,8 +70,8 @@ class DecodeShape(NamedTuple):
 class Segments(NamedTuple):
     """Results of segments, or references to them.
 
-    out: float32[S, kv_heads, V, rows], sums of weighted values.
-    highest: float32[S, kv_heads, rows], the highest scores, in powers of two.
+    out: float32[S, kv_heads, V, rows], weighted sums of values.
+    highest: float32[S, kv_heads, rows], highest scores, in base 2.
     total: float32[S, kv_heads, rows], sums of weights.
     """
 
@@ -85,10 +88,12 @@ def decode(
     pages: StridedPages,
     scales: Array,
 ) -> Segments:
-    """Returns the results of all segments; what no segment has is left undefined.
+    """Returns the results of all segments; entries without a segment are undefined.
 
     Args:
-      tables: int32[B, W]. queries: [N, kv_heads, rows, K]. scales: float32[kv_heads], of scores.
+      tables: int32[B, W].
+      queries: [N, kv_heads, rows, K].
+      scales: float32[kv_heads], factors of the scores.
     """
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rule.kv_heads, rows)
@@ -107,7 +112,7 @@ def decode(
     )
     first_row = pages.first_row().reshape(1)
     inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales, first_row])
-    with jax.enable_x64(False):  # a pool has a buffer of its own
+    with jax.enable_x64(False):  # pages.rows() is a whole buffer
         return Segments(*call(*inputs, pages.rows()))
 
 
@@ -129,7 +134,7 @@ def _scratch(shape: DecodeShape) -> list[Any]:
 
 
 class _Softmax(NamedTuple):
-    """A running softmax. total: by rows and columns, summed up at the end."""
+    """A running softmax. ``total`` is kept per key and column, and summed at the end."""
 
     out: Array  # [V, columns]
     highest: Array  # [columns]
@@ -169,7 +174,7 @@ class _Decoder:
                 self._segment(tile, first_step, num_steps, self.lane + index)
 
     def _segment(self, tile: Tile, first_step: Array, num_steps: Array, number: Array) -> None:
-        """Attends from a tile's queries to some steps of its keys."""
+        """Attends from a tile's queries to the keys of some steps."""
         granules = self.steps.granules
         holes = jnp.int32(0)
         for slot in range(SLOTS):
@@ -182,7 +187,7 @@ class _Decoder:
         def step(i: Array, carry: tuple[_Softmax, Array]) -> tuple[_Softmax, Array]:
             running, holes = carry
             slot = lax.rem(i, SLOTS)
-            # Ids are far away: those of a later step are asked for before this one is waited for.
+            # Loads the ids of a later step before the wait for this one, to hide the latency.
             places, found = self._locate(tile, first_step + i + SLOTS)
             shift = slot * granules
             mask = (1 << granules) - 1
@@ -209,7 +214,7 @@ class _Decoder:
         return self.steps.locate(self.tables, tile.request, step, self.first_row)
 
     def _fetch(self, places: list[Array], slot: Array | int) -> None:
-        """Begins to load the keys and values of a step."""
+        """Starts loading the keys and values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             plgpu.copy_gmem_to_smem(
@@ -229,7 +234,7 @@ class _Decoder:
         seen = self._seen(tile, step, holes, shape)
         scores = jnp.where(seen, scores * factor, -jnp.inf)
         highest = jnp.maximum(running.highest, scores.max(axis=0))
-        # Nothing seen so far: -inf - -inf is NaN.
+        # Without a seen key, highest is -inf, and -inf - -inf is NaN.
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))

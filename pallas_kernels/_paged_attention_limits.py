@@ -1,4 +1,4 @@
-"""Limits of the Mosaic GPU kernels of `paged_attention`. Needs no Mosaic."""
+"""Limits of the Mosaic GPU kernels of `paged_attention`. Does not import Mosaic."""
 
 import jax.numpy as jnp
 
@@ -6,21 +6,21 @@ from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
 
 MAX_WIDTH = 256  # of keys and of values
 MAX_GROUP = 64  # rows of the queries of one token
-GRANULE = 8  # rows: copies of pages begin at multiples of so many, and bring as many
+GRANULE = 8  # rows; a copy of a page begins at a multiple of it, and has a multiple of it
 # Of latent rows, whose value is a part of the key: what shared memory holds.
 MAX_LATENT_KEY, MAX_LATENT_VALUE, MAX_LATENT_GROUP = 576, 512, 128
 INT32_MAX = 2**31 - 1
 
 
 def why_not_paged_attention(arrays: AttentionArrays, rule: AttentionRule) -> str | None:
-    """Returns why the Mosaic kernels do not take a call; None where they do."""
+    """Returns why the Mosaic kernels do not support a call, or None if they do."""
     queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
     if queries.itemsize != 2:
         return f"queries are {queries}, and the kernels take bfloat16 and float16"
     if pages.itemsize != 1 and pages != queries:
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
-    if rule.values_in_keys and pages != queries:
-        return f"latent rows are {pages} and queries {queries}, and the kernel takes rows like them"
+    if rule.row_packing is not None and queries != jnp.bfloat16:
+        return f"queries are {queries}, and the kernel of packed rows takes bfloat16"
     return _why_not_shape(rule) or _why_not_place(arrays)
 
 
@@ -49,6 +49,11 @@ def _why_not_latents(rule: AttentionRule) -> str | None:
         return (
             f"latent rows are {key} wide and their values {value}, and the kernel takes multiples "
             f"of 64 to {MAX_LATENT_KEY} and of 128 to {MAX_LATENT_VALUE}"
+        )
+    if rule.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
+        return (
+            f"packed rows are {key} wide and their values {value}, and the kernel takes "
+            f"{MAX_LATENT_KEY} and {MAX_LATENT_VALUE}"
         )
     if rule.group > MAX_LATENT_GROUP:
         return f"latent rows have {rule.group} query heads, and the kernel takes {MAX_LATENT_GROUP}"

@@ -9,6 +9,7 @@ from pallas_kernels._paged_attention_mla_combine_mosaic import combine_latents
 from pallas_kernels._paged_attention_mla_mosaic import ROWS, decode_latents, num_lanes
 from pallas_kernels._paged_attention_mosaic import (
     lse_of_tokens,
+    page_and_compute_dtype,
     step_sizes,
     tile_queries,
     tile_sinks,
@@ -37,8 +38,8 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
     else:
         tiles = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule)))
     rows = -(-tiles.size * rule.group // ROWS) * ROWS
-    dtype = arrays.queries.dtype
-    shape = DecodeShape(rule, step_sizes(arrays, STEP), rows, page=dtype, compute=dtype)
+    page, compute = page_and_compute_dtype(arrays)
+    shape = DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
     tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays))
     segments = decode_latents(
         shape,

@@ -19,14 +19,20 @@ from pallas_kernels import _capability
 from pallas_kernels import _paged_attention_pieces as pieces
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention_decode_mosaic import DecodeShape, Segments
+from pallas_kernels._paged_attention_mla_rows_mosaic import (
+    COLUMNS,
+    HALVES,
+    NARROW,
+    PackedRows,
+    Rows,
+    WidenedRows,
+    opaque_zero,
+)
 from pallas_kernels._paged_attention_pages import StridedPages
 from pallas_kernels._paged_attention_pieces import multiply, store, tiled
 from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
 
 ROWS = 64  # of queries, in a thread block
-SLOTS = 2  # steps that a thread block holds
-HALVES = 2  # of a value, one for each warpgroup that computes
-COLUMNS = 64  # of values that are cleaned together: registers are short
 UNSEEN = -1e30  # a score below all others; -inf would need care in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -34,6 +40,12 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 def is_paired(shape: DecodeShape) -> bool:
     """Returns whether thread blocks share what they load: each copy must have two parts."""
     return shape.rows % (2 * ROWS) == 0 and shape.steps.granule % 16 == 0
+
+
+def _kind_of_rows(shape: DecodeShape) -> type[Rows]:
+    if shape.rule.row_packing is not None:
+        return PackedRows
+    return WidenedRows if shape.widens else Rows
 
 
 def num_lanes(shape: DecodeShape) -> int:
@@ -85,34 +97,30 @@ def decode_latents(
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, scales, first_row]
     with jax.enable_x64(False):  # a pool has a buffer of its own
-        return Segments(*call(*own_buffers(arrays), pages.rows()))
+        return Segments(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
 
 
 def _scratch(shape: DecodeShape) -> list[Any]:
-    arrivals: Any = {"num_barriers": SLOTS, "num_arrivals": HALVES}
+    kind = _kind_of_rows(shape)
+    loaded, others = kind.scratch(shape)
+    arrivals: Any = {"num_barriers": kind.slots, "num_arrivals": HALVES}
     free: Any = plgpu.Barrier(**arrivals)
     if is_paired(shape):
         free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
+    copies = shape.steps.granules * kind.num_copies
     return [
         tiled((1, ROWS, shape.rule.key_width), shape.compute),
-        tiled((SLOTS, STEP, shape.rule.key_width), shape.compute),
+        loaded,
         tiled((1, ROWS, STEP), shape.compute),
         plgpu.SMEM((ROWS,), jnp.float32),
         plgpu.Barrier(),
         plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
+        plgpu.Barrier(num_barriers=kind.slots, num_arrivals=copies),
         free,
         plgpu.Barrier(),
         plgpu.Barrier(),
+        *others,
     ]
-
-
-def _zero(place: Array) -> Array:
-    """Returns 0, but the compiler does not know it.
-
-    It would compute all addresses of operands ahead, and run out of registers.
-    """
-    return place >> 30
 
 
 class _Segment:
@@ -147,10 +155,14 @@ class _Decoder:
     def __init__(self, shape: DecodeShape, *refs: Any) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
         self.tiles, lanes, self.full_steps, self.tables, self.queries, self.scales = refs[:6]
-        first_row, self.pages, self.segments = refs[6], refs[7], Segments(*refs[8:11])
-        self.query, self.loaded, self.weights, self.shrink = refs[11:15]
-        self.query_full, self.query_free, self.loaded_full, self.loaded_free = refs[15:19]
-        self.weighed, self.taken = refs[19:21]
+        first_row, kind = refs[6], _kind_of_rows(shape)
+        pages, refs = refs[7 : 7 + kind.num_views], refs[7 + kind.num_views :]
+        self.segments = Segments(*refs[:3])
+        self.query, self.loaded, self.weights, self.shrink = refs[3:7]
+        self.query_full, self.query_free, self.loaded_full, self.loaded_free = refs[7:11]
+        self.weighed, self.taken = refs[11:13]
+        self.step_rows = kind(shape, pages, self.loaded, *refs[13:])
+        self.widened = self.step_rows if isinstance(self.step_rows, WidenedRows) else None
         self.first_page_row = first_row[0]
         self.number = lax.axis_index("lane")
         self.lane = Lane.load(lanes, self.number)
@@ -175,7 +187,7 @@ class _Decoder:
             pl.when(segment.end > segment.begin)(lambda: work(segment))
 
     def _slot(self, place: Array) -> Array:
-        return lax.rem(place - self.lane.line_begin, SLOTS)
+        return lax.rem(place - self.lane.line_begin, self.step_rows.slots)
 
     def _locate(self, segment: _Segment, place: Array) -> tuple[list[Array], Array]:
         step = place + segment.shift
@@ -187,7 +199,7 @@ class _Decoder:
         plgpu.set_max_registers(40, action="decrease")
         self._each_segment(self._load)
         if self.paired:  # the other one signals this one, too, which must be there until then
-            for slot in range(SLOTS):
+            for slot in range(self.step_rows.slots):
                 used = self.lane.line_end - self.lane.line_begin > slot
                 pl.when(used)(lambda s=slot: plgpu.barrier_wait(self.loaded_free.at[s]))
 
@@ -202,15 +214,11 @@ class _Decoder:
             # Ids are far away: they are asked for before slots are waited for.
             granules, _ = self._locate(segment, place)
             slot, n = self._slot(place), self.steps.granule
-            used = place - self.lane.line_begin >= SLOTS
+            used = place - self.lane.line_begin >= self.step_rows.slots
             pl.when(used)(lambda: plgpu.barrier_wait(self.loaded_free.at[slot]))
             for j, granule in enumerate(granules):
-                plgpu.copy_gmem_to_smem(
-                    self.pages.at[pl.ds(granule, n)],
-                    self.loaded.at[slot, pl.ds(j * n, n)],
-                    self.loaded_full.at[slot],
-                    collective_axes="pair" if self.paired else None,
-                )
+                axes = "pair" if self.paired else None
+                self.step_rows.fetch(granule, slot, j * n, self.loaded_full, axes)
 
     # What the first one does.
 
@@ -246,10 +254,16 @@ class _Decoder:
         """Adds 64 keys to the running softmax."""
         slot = self._slot(place)
         plgpu.barrier_wait(self.loaded_full.at[slot])
-        products = multiply(self.query.at[_zero(place)], self.loaded.at[slot].T)
+        if self.widened is not None:
+            self._widen(self.widened, segment, place, masked, 0)
+            plgpu.barrier_wait(self.widened.full)
+        products = multiply(self.query.at[opaque_zero(place)], self.step_rows.keys(place, slot).T)
         scores, factor = pieces.cap(self.rule, products, scale)
         if masked:
-            holes = self._clean_values(segment, place, 0)
+            if self.widened is None:
+                holes = self._clean_values(segment, place, 0)
+            else:
+                _, holes = self._locate(segment, place)
             scores = jnp.where(self._seen(segment, place, holes), scores * factor, UNSEEN)
             factor = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
@@ -263,7 +277,8 @@ class _Decoder:
         plgpu.barrier_arrive(self.weighed)
         total = running.total * shrink + weights.sum(axis=1)
         out = self._add_values(running.out, shrink, place, 0)
-        plgpu.barrier_arrive(self.loaded_free.at[slot])
+        if self.widened is None:
+            plgpu.barrier_arrive(self.loaded_free.at[slot])
         return _Softmax(out, highest, total)
 
     def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
@@ -295,13 +310,17 @@ class _Decoder:
     def _add_step(self, segment: _Segment, place: Array, masked: bool, out: Array) -> Array:
         slot = self._slot(place)
         plgpu.barrier_wait(self.loaded_full.at[slot])
-        if masked:
+        if self.widened is not None:
+            self._widen(self.widened, segment, place, masked, 1)
+            plgpu.barrier_arrive(self.widened.full)
+        elif masked:
             self._clean_values(segment, place, 1)
         plgpu.barrier_wait(self.weighed)
         shrink = plgpu.load(self.shrink, layout=PER_ROW, optimized=False)
         out = self._add_values(out, shrink, place, 1)
         plgpu.barrier_arrive(self.taken)
-        plgpu.barrier_arrive(self.loaded_free.at[slot])
+        if self.widened is None:
+            plgpu.barrier_arrive(self.loaded_free.at[slot])
         return out
 
     # What both do.
@@ -313,13 +332,28 @@ class _Decoder:
     def _add_values(self, out: Array, shrink: Array, place: Array, half: int) -> Array:
         """Returns half of an output, shrunk, and with the weighted values of a step added."""
         out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
-        weights, columns = self.weights.at[_zero(place)], pl.ds(half * self.half, self.half)
-        values = self.loaded.at[self._slot(place), :, columns]
+        weights, columns = self.weights.at[opaque_zero(place)], pl.ds(half * self.half, self.half)
+        values = self.step_rows.values(place, self._slot(place), columns)
         if not pieces.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
         start: Any = plgpu.ACC.init(out)
         sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
         return sums
+
+    def _widen(
+        self, rows: WidenedRows, segment: _Segment, place: Array, masked: bool, half: int
+    ) -> None:
+        """Widens the columns of a step that a half takes, and gives them up where they came."""
+        slot, known = self._slot(place), self._known(segment, place) if masked else None
+        rows.widen(place, slot, half, known)
+        plgpu.barrier_arrive(self.loaded_free.at[slot])
+
+    def _known(self, segment: _Segment, place: Array) -> Array:
+        """Returns bool[STEP, COLUMNS], whether any row of the tile may see the keys of a step."""
+        row = plgpu.broadcasted_iota(jnp.int32, (STEP, COLUMNS), 0, layout=NARROW)
+        keys, tile = row + (place + segment.shift) * STEP, segment.tile
+        held = self.steps.held(row, self._locate(segment, place)[1])
+        return held & (keys >= tile.begin) & (keys < tile.end)
 
     def _clean_values(self, segment: _Segment, place: Array, half: int) -> Array:
         """Writes zeros over the values of a half that no row of the tile sees.

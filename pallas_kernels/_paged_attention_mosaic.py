@@ -1,4 +1,4 @@
-"""The Mosaic GPU implementation of `paged_attention`: which kernels run, and with what."""
+"""The Mosaic GPU implementation of `paged_attention`: its kernels and their operands."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
 def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp.
 
-    One kernel takes the requests of few queries, and another one those of many.
+    One kernel attends from requests with few queries, another from requests with many.
     """
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
@@ -45,7 +45,7 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
     lse_tiles = _prefill(arrays, rule, tiles, out)
-    # A warpgroup that was pushed back into the queries has its rows further back.
+    # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
     warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
     octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (num_tokens - ROWS) // 8, 0) * 8
@@ -54,7 +54,7 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
 
 
 def can_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
-    """Returns whether the kernel for many queries takes the requests that have some."""
+    """Returns whether the kernel for many queries supports the call."""
     num_tokens = arrays.queries.shape[0]
     return (
         arrays.query_start_loc is not None
@@ -84,9 +84,9 @@ def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, ou
 
 
 def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
-    """Returns the queries of a tile, as many as requests of the batch usually have.
+    """Returns the queries of a tile: about as many as the requests of the batch have.
 
-    A batch may have rows of padding, so a request may well have some more than that.
+    At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
     """
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
     usual = max(MIN_QUERIES, 1 << (per_request - 1).bit_length())
@@ -121,7 +121,7 @@ def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, size: int) -> De
 
 
 def page_and_compute_dtype(arrays: AttentionArrays) -> tuple[jnp.dtype, jnp.dtype]:
-    """Returns the dtype of pages, and one of 16 bits; 8-bit floats widen to float16 only."""
+    """Returns the dtype of pages and the 16-bit dtype of products; 8-bit floats need float16."""
     page = jnp.dtype(arrays.pages.dtype)
     is_float8 = page.itemsize == 1 and jnp.issubdtype(page, jnp.floating)
     return page, jnp.dtype(jnp.float16) if is_float8 else arrays.queries.dtype
@@ -141,14 +141,14 @@ def step_sizes(arrays: AttentionArrays, size: int) -> Steps:
 
 
 def used_tokens(arrays: AttentionArrays) -> Array:
-    """Returns int32[], from which token on all is padding."""
+    """Returns int32[], the number of tokens before the padding."""
     if arrays.query_start_loc is None:
         return jnp.int32(arrays.queries.shape[0])
     return jnp.clip(arrays.query_start_loc[-1], 0, arrays.queries.shape[0])
 
 
 def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array:
-    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold some others."""
+    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold other queries."""
     rule, rows = shape.rule, tiles.size * shape.rule.group
     if tiles.size == 1:
         tiled = queries.reshape(-1, rule.kv_heads, rule.group, rule.key_width)
@@ -162,7 +162,7 @@ def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array
 
 
 def tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
-    """Returns float32[kv_heads, rows], in powers of two."""
+    """Returns the logits of the sinks in base 2, float32[kv_heads, rows]."""
     rule = shape.rule
     if arrays.sinks is None:
         return jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
@@ -171,7 +171,7 @@ def tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
 
 
 def lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
-    """Returns float32[T, heads] of what the rows of tiles have; -inf for padding."""
+    """Gathers the log-sum-exp of tiles by token: float32[T, heads], -inf for padding."""
     columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group, dtype=jnp.int32)[None]
     found = lse[tiles.of_token[:, None], :, columns]
     found = jnp.swapaxes(found, 1, 2).reshape(found.shape[0], -1)

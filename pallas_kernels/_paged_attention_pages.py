@@ -1,4 +1,4 @@
-"""Pages of keys and values, wherever they lie in memory."""
+"""Pages of keys and values, and where they lie in memory."""
 
 import math
 from typing import Any, NamedTuple, Self
@@ -9,22 +9,25 @@ from jax.typing import DTypeLike
 
 
 class StridedPages(NamedTuple):
-    """Pages of keys and values among other bytes: with padding, next to other layers, by head.
+    """Pages of keys and values among other bytes: padding, other layers, other heads.
 
-    Head h of page p lies in extent ``first + p * page_step + h * head_step``, a row of ``data``.
-    There the page begins at byte ``start``: its tokens one after another and the heads of each
-    side by side, or all tokens of a head one after another (``heads_first``). Only ``data`` and
-    ``first`` may be traced.
+    Head h of page p lies in extent ``first + p * page_step + h * head_step``, a row of ``data``. In
+    that extent the page begins at byte ``start``, and holds one token after another, each with all
+    of its heads; or one head after another, each with all of its tokens (``heads_first``). Only
+    ``data`` and ``first`` may be traced.
 
-    data: [extents, elements] of ``dtype``, or uint8[extents, bytes], which costs no conversion of
-      a whole pool where XLA copies one for it.
-    dtype: of keys and values.
-    num_pages, tokens, kv_heads, width: of pages, of a page, of a token, and the elements of one
-      head of a token: its key, and then its value.
-    first: the extent of the first page and head.
-    page_step, head_step: extents from a page or a head to the next; 0 where all heads lie in one.
+    data: [extents, elements] of ``dtype``; or uint8[extents, bytes], which is better on backends
+      where XLA would copy a whole pool to convert it.
+    dtype: dtype of keys and values.
+    num_pages: number of pages.
+    tokens: tokens of a page.
+    kv_heads: KV heads of a token.
+    width: elements of one head of a token: its key, followed by its value.
+    first: extent of the first head of the first page.
+    page_step: extents from one page to the next.
+    head_step: extents from one head to the next; 0: all heads of a page lie in one extent.
     start: bytes of an extent before the page, or the head.
-    heads_first: whether the tokens of a head lie together; always so with a ``head_step``.
+    heads_first: whether the tokens of a head are adjacent; must be True with a ``head_step``.
     """
 
     data: Array
@@ -41,7 +44,7 @@ class StridedPages(NamedTuple):
 
     @classmethod
     def of_array(cls, pages: Array, *, heads_first: bool = False) -> Self:
-        """Returns pages given as [blocks, tokens, kv_heads, width], or with heads before tokens."""
+        """Describes an array [blocks, tokens, kv_heads, width], or with heads before tokens."""
         blocks, tokens, kv_heads, width = pages.shape
         if heads_first:
             tokens, kv_heads = kv_heads, tokens
@@ -59,12 +62,12 @@ class StridedPages(NamedTuple):
 
     @property
     def row_width(self) -> int:
-        """Returns the elements of a row: of one head, or of the heads that lie side by side."""
+        """Returns the elements of a row: of one head, or of all adjacent heads of a token."""
         return self.width if self.heads_first else self.kv_heads * self.width
 
     @property
     def rows_per_extent(self) -> int:
-        """Returns the whole rows of an extent; 0 where extents or `start` are no whole rows."""
+        """Returns the rows of an extent; 0 if extents or ``start`` are not whole rows."""
         row_bytes = self.row_width * self.itemsize
         extent_bytes = self.data.shape[1] * self.data.dtype.itemsize
         fits = extent_bytes % row_bytes == 0 and self.start % row_bytes == 0
@@ -72,12 +75,12 @@ class StridedPages(NamedTuple):
 
     @property
     def page_rows(self) -> int:
-        """Returns the rows from a page to the next."""
+        """Returns the rows from one page to the next."""
         return self.page_step * self.rows_per_extent
 
     @property
     def head_rows(self) -> int:
-        """Returns the rows from a head to the next; 0 where heads lie side by side in a row."""
+        """Returns the rows from one head to the next; 0 if a row holds all heads."""
         return self.head_step * self.rows_per_extent or self.heads_first * self.tokens
 
     @property
@@ -86,15 +89,21 @@ class StridedPages(NamedTuple):
         return self.start // (self.row_width * self.itemsize)
 
     def first_row(self) -> Array:
-        """Returns int32[], the row where the first page begins."""
+        """Returns int32[], the row at which the first page begins."""
         return jnp.asarray(self.first * self.rows_per_extent + self.start_row, jnp.int32)
 
     def rows(self) -> Array:
-        """Returns all rows of the data, [rows, row_width]. A GPU copies nothing for it."""
+        """Returns all rows of the data, [rows, row_width], without a copy on GPUs."""
         return self._as_elements(self.data, (-1, self.row_width))
 
+    def rows_as(self, dtype: DTypeLike) -> Array:
+        """Returns all rows, if they are bytes, as elements of another dtype."""
+        size = jnp.dtype(dtype).itemsize
+        split = (-1, self.row_width // size, size) if size > 1 else (-1, self.row_width)
+        return lax.bitcast_convert_type(self.data.reshape(split), jnp.dtype(dtype))
+
     def read(self, ids: Array) -> Array:
-        """Reads pages, int32[...]: [..., tokens, kv_heads, width]; other pages for unknown ids."""
+        """Reads the pages int32[...]: [..., tokens, kv_heads, width]; unspecified for bad ids."""
         extents = self.first + ids[..., None] * self.page_step
         if self.head_step:
             heads = jnp.arange(self.kv_heads, dtype=jnp.int32)
@@ -117,7 +126,7 @@ class StridedPages(NamedTuple):
 
 
 def check_pages(pages: Any) -> StridedPages:
-    """Returns pages that may be given as an array, checked by name."""
+    """Checks pages, which may be given as an array, and returns them as `StridedPages`."""
     if not isinstance(pages, StridedPages):
         array = jnp.asarray(pages)
         if array.ndim != 4:
@@ -133,9 +142,10 @@ def check_pages(pages: Any) -> StridedPages:
         )
     if needed > data.shape[1] * data.dtype.itemsize or pages.start % data.dtype.itemsize:
         raise ValueError(
-            f"pages has {needed} bytes to the end of a page in an extent, from byte {pages.start} "
-            f"on; its extents have {data.shape[1]} elements of {data.dtype}"
+            f"pages end at byte {needed} of an extent, from start={pages.start} on, and extents "
+            f"have {data.shape[1]} elements of {data.dtype}; a page must lie within its extent, "
+            "and start be a multiple of the element size"
         )
     if pages.head_step and not pages.heads_first:
-        raise ValueError(f"pages has head_step={pages.head_step}; pass heads_first=True with it")
+        raise ValueError(f"pages has head_step={pages.head_step}, which needs heads_first=True")
     return pages

@@ -1,4 +1,4 @@
-"""The pieces that the Mosaic kernels of `paged_attention` share: operands, pages and masks."""
+"""Code that the Mosaic kernels of `paged_attention` share: operands, pages and masks."""
 
 import math
 from typing import Any, NamedTuple, Protocol
@@ -12,16 +12,16 @@ from pallas_kernels._paged_attention_limits import GRANULE
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
 LOG2E = math.log2(math.e)
-# Interpret mode knows no wgmma with an operand in registers, and no wgmma that adds to what is
-# there: with False, operands go through shared memory, and sums are made apart.
+# Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
+# With False, operands go through shared memory, and sums are computed separately.
 OPERANDS_IN_REGISTERS = True
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
-    """Returns shared memory in the layout that wgmma and the copy engine want.
+    """Returns shared memory in the layout that wgmma and TMA need.
 
     Args:
-      align: elements that the columns to use begin at multiples of; 0: the last axis.
+      align: slices of columns begin at multiples of this many elements; 0: columns are not sliced.
     """
     item = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(128, (align or shape[-1]) * item)
@@ -30,15 +30,15 @@ def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
 
 
 def store(ref: Any, value: Array) -> None:
-    """Stores what is too little, or too oddly laid out, for a store of whole cache lines."""
+    """Stores a value whose size or layout does not allow an optimized store."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 stores all as it comes
+    else:  # jax 0.11 has no optimized store
         ref[...] = value
 
 
 def multiply(left: Any, right: Any) -> Array:
-    """Returns a product of matrices in float32, by wgmma."""
+    """Returns the product of two matrices in float32, by wgmma."""
 
     def run(product: Any) -> Array:
         plgpu.wgmma(product, left, right)
@@ -48,11 +48,14 @@ def multiply(left: Any, right: Any) -> Array:
 
 
 class Steps(NamedTuple):
-    """Steps of so many keys of a request, and the granules of pages that make them up.
+    """Steps over the keys of a request, and the granules that make up a step.
 
-    size: keys of a step. num_pages: of the pool. width: of the block tables.
-    page_rows, head_rows: from a page and from a head to the next. Without the latter, heads lie
-      side by side, at multiples of ``head_columns``.
+    size: keys of a step.
+    page_tokens: tokens of a page.
+    num_pages: pages of the pool.
+    width: columns of the block tables.
+    page_rows, head_rows: rows from one page, and from one head, to the next. If ``head_rows`` is 0,
+      all heads are in one row, at multiples of ``head_columns``.
     """
 
     size: int
@@ -65,7 +68,7 @@ class Steps(NamedTuple):
 
     @property
     def granule(self) -> int:
-        """Returns the tokens that one copy brings: they lie in one page."""
+        """Returns the tokens of a granule, which lie in one page and are copied at once."""
         return math.gcd(self.page_tokens, self.size)
 
     @property
@@ -75,12 +78,13 @@ class Steps(NamedTuple):
     def locate(
         self, tables: Any, request: Array, step: Array, first_row: Array
     ) -> tuple[list[Array], Array]:
-        """Returns the rows where the granules of a step begin, and a bit for each hole.
+        """Returns the first row of each granule of a step, and a bit for each hole.
 
-        What lies past the tables or is a hole is read from some page, and must be masked.
+        A hole is a granule whose page holds no keys. Holes, and granules past the tables, are read
+        from another page and must be masked.
 
         Args:
-          first_row: of the head in the first page.
+          first_row: first row of the head in the first page.
         """
         per_page = self.page_tokens // self.granule
         places: list[Array] = []
@@ -101,13 +105,13 @@ class Steps(NamedTuple):
         return first_row[0] + head * self.head_rows, head * self.head_columns
 
     def held(self, place: Array, holes: Array) -> Array:
-        """Returns whether the keys at some places of a step lie in pages."""
+        """Returns whether the keys at these places of a step are in no hole."""
         bit = lax.div(place, self.granule)
         return ((lax.broadcast(holes, place.shape) >> bit) & 1) == 0
 
 
 class Bounds(Protocol):
-    """The numbers of a tile that say which keys its queries see."""
+    """The numbers of a tile that determine the keys which its queries see."""
 
     @property
     def end(self) -> Array: ...
@@ -118,7 +122,7 @@ class Bounds(Protocol):
 
 
 def sees(rule: AttentionRule, tile: Bounds, queries: Array, keys: Array) -> Array:
-    """Returns whether queries see keys, by their positions."""
+    """Returns whether queries see keys, given the positions of both."""
     seen = keys < tile.end
     if rule.causal:
         seen &= keys < rule.held_before(queries + 1, tile.rank)
@@ -130,10 +134,10 @@ def sees(rule: AttentionRule, tile: Bounds, queries: Array, keys: Array) -> Arra
 
 
 def cap(rule: AttentionRule, products: Array, scale: Array) -> tuple[Array, Array | float]:
-    """Returns scores, and what to multiply them by to make them powers of two."""
+    """Returns scores, and the factor that converts them to base 2."""
     if rule.soft_cap is None:
         return products, scale * LOG2E
-    # tanh by exp2, because the approximate one is off by 1 in 2,000.
+    # tanh by exp2, because the approximate tanh has errors of 1 / 2,000.
     grown = jnp.exp2(products * (scale * (2 * LOG2E / rule.soft_cap)))
     return 1.0 - 2.0 / (grown + 1.0), rule.soft_cap * LOG2E
 
@@ -141,13 +145,13 @@ def cap(rule: AttentionRule, products: Array, scale: Array) -> tuple[Array, Arra
 def zero_unseen(
     source: Any, target: Any, steps: Steps, holes: Array, key: Array, seen: tuple[Array, Array]
 ) -> None:
-    """Copies 64 rows of values to a buffer, with zeros where no query sees them.
+    """Copies 64 rows of values to a buffer, and replaces those that no query sees by zeros.
 
-    They may be NaN there, and 0 * NaN is NaN.
+    Values that no query sees may be NaN, and 0 * NaN is NaN.
 
     Args:
-      key: position of the first row; it begins a step, or is a multiple of 64 within it.
-      seen: the first position that a query sees, and the one past the last.
+      key: position of the first row, a multiple of 64 from the beginning of its step.
+      seen: first position that a query sees, and one past the last.
     """
     begin, end = seen
     values = plgpu.layout_cast(source[...].astype(target.dtype), plgpu.Layout.WGMMA)

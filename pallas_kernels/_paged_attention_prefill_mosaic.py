@@ -1,8 +1,9 @@
 """The Mosaic GPU kernel that prefills: many queries of a request over all of its keys.
 
-Two warpgroups with 64 queries each of one head take turns on the tensor cores, a third one loads
-keys and values, and widens those of 8 bits. Steps of keys that every query sees come without masks.
-Thread blocks stay for many tiles, long ones first, and load the first keys of each one ahead.
+Two warpgroups, each with 64 queries of one head, take turns on the tensor cores. A third warpgroup
+loads keys and values, and widens 8-bit ones. Steps whose keys every query sees skip the masks.
+Thread blocks are persistent: they run many tiles, long ones first, and load the first keys of the
+next tile in advance.
 """
 
 import math
@@ -26,14 +27,15 @@ from pallas_kernels._paged_attention_tiles import AttentionRule
 WARPGROUPS = 2  # that compute
 ROWS = QUERIES // WARPGROUPS
 SLOTS = 2  # steps that are loaded ahead
-UNSEEN = -1e30  # a score below all others; -inf would need care in every step
+UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class PrefillShape(NamedTuple):
     """Constants of a compiled kernel.
 
-    page: dtype of pages. compute: 16-bit dtype.
+    page: dtype of the pages.
+    compute: 16-bit dtype of the products.
     """
 
     rule: AttentionRule
@@ -47,16 +49,20 @@ class PrefillShape(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Returns those of a thread that computes, and of one that loads; 504 of three."""
+        """Returns the registers of a computing and of a loading thread; two and one make 504."""
         return (216, 72) if self.widens else (232, 40)
 
 
 class PrefillArrays(NamedTuple):
     """Arrays of a call, or references to them.
 
-    tiles: int32[N, ...], a `PrefillTile` per row. num_tiles: int32[1], how many of them count.
-    scales: float32[kv_heads], of scores. sinks: float32[heads], in powers of two; -inf for none.
-    first_row: int32[1], where the first page begins.
+    tiles: int32[N, ...], a `PrefillTile` per row.
+    num_tiles: int32[1], how many of the tiles count.
+    block_tables: int32[B, W].
+    scales: float32[kv_heads], factors of the scores.
+    value_scale: float32[kv_heads].
+    sinks: float32[heads], logits in base 2; -inf for none.
+    first_row: int32[1], the row at which the first page begins.
     """
 
     tiles: Any
@@ -71,10 +77,10 @@ class PrefillArrays(NamedTuple):
 def prefill(
     shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: StridedPages, out: Any
 ) -> Array:
-    """Writes the output of tiles of queries into [T, heads, V].
+    """Writes the output of tiles of queries into ``out``, [T, heads, V].
 
     Returns:
-      The log-sum-exp, float32[N, heads, 2, 64]; undefined for what is no query of a tile.
+      The log-sum-exp, float32[N, heads, 2, 64]; undefined for rows without a query.
     """
     num_tiles, heads = arrays.tiles.shape[0], queries.shape[1]
     call = plgpu.kernel(
@@ -95,7 +101,7 @@ def prefill(
 def _scratch(shape: PrefillShape) -> list[Any]:
     rule, dtype = shape.rule, shape.compute
     align = math.gcd(rule.key_width, rule.value_width)
-    arrivals = 1 if shape.widens else shape.steps.granules  # at a full slot
+    arrivals = 1 if shape.widens else shape.steps.granules  # that fill a slot
     scratch = [
         tiled((WARPGROUPS, ROWS, rule.key_width), dtype),
         tiled((SLOTS, KEYS, rule.key_width), dtype, align),
@@ -118,9 +124,9 @@ def _scratch(shape: PrefillShape) -> list[Any]:
 
 
 class _Item(NamedTuple):
-    """A tile for one head, with the numbers of that head.
+    """A tile and a head, with the numbers of that head.
 
-    steps_before: those of earlier items of the thread block.
+    steps_before: steps of the thread block's earlier items.
     """
 
     tile: PrefillTile
@@ -133,7 +139,7 @@ class _Item(NamedTuple):
     sink: Array
 
     def steps_until(self, step: Array) -> Array:
-        """Returns how many steps the thread block has taken before one of this tile."""
+        """Returns how many steps the thread block takes before a step of this tile."""
         return self.steps_before + step - self.tile.first_step
 
     def slot(self, step: Array) -> Array:
@@ -176,13 +182,13 @@ class _Prefiller:
             self._each_item(self._widen if self.shape.widens else self._load)
 
     def _each_item(self, do: Callable[[Array, _Item], None]) -> None:
-        """Calls a function with the items of this thread block, and the rounds they come in."""
+        """Calls ``do(turn, item)`` for every item of this thread block."""
 
         def one(turn: Array, steps_before: Array) -> Array:
             tile, head = self._tile(turn)
             kv_head = lax.div(head, self.rule.group)
             first_row, column = self.steps.head(self.arrays.first_row, kv_head)
-            # Asked for early, because memory is far away.
+            # Loaded early to hide the latency.
             numbers = (
                 self.arrays.scales[kv_head],
                 self.arrays.value_scale[kv_head],
@@ -195,7 +201,7 @@ class _Prefiller:
         lax.fori_loop(0, self.num_rounds, one, jnp.int32(0))
 
     def _number(self, turn: Array | int) -> Array:
-        """Returns the number of an item. Every other round goes backwards, which evens them out."""
+        """Returns the number of an item; every other round is reversed, to balance the load."""
         back = self.num_blocks - 1 - self.block
         is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
         return turn * self.num_blocks + jnp.where(is_even, self.block, back)
@@ -204,12 +210,12 @@ class _Prefiller:
         return self._number(turn) < self.num_items
 
     def _tile(self, turn: Array | int) -> tuple[PrefillTile, Array]:
-        """Returns tile and head of an item; the last one where there are no more."""
+        """Returns the tile and the head of an item; past the last item, those of the last."""
         number = jnp.minimum(self._number(turn), self.num_items - 1)
         heads = self.queries.shape[1]
         return PrefillTile.load(self.arrays.tiles, lax.div(number, heads)), lax.rem(number, heads)
 
-    # What the third warpgroup does.
+    # --- the third warpgroup: loads -----------------------------------------------
 
     def _load(self, turn: Array, item: _Item) -> None:
         del turn
@@ -220,14 +226,14 @@ class _Prefiller:
 
         @pl.loop(item.tile.first_step, item.tile.last_step)
         def _(step: Array) -> None:
-            # Ids are far away: they are asked for before slots are waited for.
+            # Loads ids before the wait for slots, to hide the latency.
             places, _ = self._locate(item, step)
             for columns, (buffer, full, free) in zip(self._columns(item), buffers, strict=True):
                 slot = self._reuse(item, step, free)
                 self._fetch(places, columns, buffer.at[slot], full.at[slot])
 
     def _widen(self, turn: Array, item: _Item) -> None:
-        """Loads keys and values of 8 bits, and leaves them to the others in 16 bits."""
+        """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
         del turn
         narrow_keys, keys_came, narrow_values, values_came = self.others[:4]
         parts = (
@@ -258,18 +264,18 @@ class _Prefiller:
                 pl.when(step + 1 < last)(lambda given=given: self._fetch(*given))
 
     def _reuse(self, item: _Item, step: Array, free: Any) -> Array:
-        """Returns the slot of a step, when what it held before is no longer needed."""
+        """Waits until the slot of a step is free, and returns it."""
         slot = item.slot(step)
         pl.when(item.steps_until(step) >= SLOTS)(lambda: plgpu.barrier_wait(free.at[slot]))
         return slot
 
     def _columns(self, item: _Item) -> tuple[pl.Slice, pl.Slice]:
-        """Returns those of keys and of values in a row."""
+        """Returns the columns of the keys and of the values in a row."""
         rule, first = self.rule, item.first_column
         return pl.ds(first, rule.key_width), pl.ds(first + rule.key_width, rule.value_width)
 
     def _fetch(self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any) -> None:
-        """Begins to load the keys or the values of a step."""
+        """Starts loading the keys or the values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             source = self.pages.at[pl.ds(place, n), columns]
@@ -279,19 +285,19 @@ class _Prefiller:
         request, tables = item.tile.request, self.arrays.block_tables
         return self.steps.locate(tables, request, step, item.first_row)
 
-    # What the other two do.
+    # --- the other two warpgroups: attention --------------------------------------
 
     def _load_queries(self, turn: Array | int) -> None:
-        """Begins to load the queries of an item."""
+        """Starts loading the queries of an item."""
         tile, head = self._tile(turn)
         source = self.queries.at[pl.ds(self._octet(tile) * 8, ROWS), head]
         target = self.query.at[self.warpgroup]
         plgpu.copy_gmem_to_smem(source, target, self.query_full.at[self.warpgroup])
 
     def _octet(self, tile: PrefillTile) -> Array:
-        """Returns where this warpgroup's rows begin, in multiples of 8 tokens.
+        """Returns the first row of this warpgroup, in multiples of 8 tokens.
 
-        The last ones may be pushed back into the array.
+        Rows past the end of the array are moved back to lie within it.
         """
         last = self.queries.shape[0] // 8 - ROWS // 8
         return jnp.minimum(tile.octet + self.warpgroup * (ROWS // 8), last)
@@ -308,7 +314,7 @@ class _Prefiller:
         running = self._steps(item, position, tile.full_begin, tile.full_end, False, running)
         running = self._steps(item, position, tile.full_end, tile.last_step, True, running)
         goes_on = self._is_item(turn + 1)
-        # The other warpgroup may go on meanwhile; the last turn ends with the second one.
+        # The other warpgroup may continue meanwhile; the second one takes the last turn.
         swaps = goes_on | (index == 0)
         pl.when(swaps)(lambda: plgpu.barrier_arrive(self.turn))
         pl.when(goes_on)(lambda: self._load_queries(turn + 1))
@@ -326,7 +332,7 @@ class _Prefiller:
         )
 
     def _swap(self) -> None:
-        """Hands the tensor cores over, and waits for them."""
+        """Passes the tensor cores to the other warpgroup, and waits until it passes them back."""
         plgpu.barrier_arrive(self.turn)
         plgpu.barrier_wait(self.turn)
 
@@ -383,7 +389,7 @@ class _Prefiller:
         return _Softmax(out, highest, total)
 
     def _add_product(self, out: Array, weights: Array, values: Any) -> Array:
-        """Returns an output plus that of some more values."""
+        """Returns an output plus the weighted sum of more values."""
         if pieces.OPERANDS_IN_REGISTERS:
             start: Any = plgpu.ACC.init(out)
             sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
@@ -402,9 +408,9 @@ class _Prefiller:
         return seen & self.steps.held(place, holes)
 
     def _clean_values(self, item: _Item, step: Array, slot: Array, holes: Array) -> None:
-        """Writes zeros over the values that no query of the tile sees.
+        """Overwrites the values that no query of the tile sees with zeros.
 
-        Both warpgroups do it, and write the same.
+        Both warpgroups do so, and write the same values.
         """
         tile, key = item.tile, step * KEYS
 
@@ -419,22 +425,22 @@ class _Prefiller:
     def _write(
         self, item: _Item, running: _Softmax, octet: Array, begin: Array, end: Array
     ) -> None:
-        """Writes the rows from ``begin`` to below ``end`` to their tokens."""
+        """Writes rows ``begin`` to ``end - 1`` to their tokens."""
         index, sink = self.warpgroup, item.sink
         highest = jnp.maximum(running.highest, sink)
         shrink = jnp.exp2(running.highest - highest)
-        # A query that saw nothing has weights of keys that it does not see.
+        # A query that saw no key has accumulated weights of unseen keys.
         shrink = jnp.where(running.highest > UNSEEN, shrink, 0.0)
         total = running.total * shrink + jnp.exp2(sink - highest)
         weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
         lse = jnp.log(total) + highest * (1 / LOG2E)
         store(self.lse.at[item.tile.index, item.head, index], lse)
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
-        # Values of a query that saw nothing may have been infinite.
+        # The output of a query that saw no key may be infinite.
         known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
         out = jnp.where(known, out, jnp.zeros_like(out))
         staged = self.staged.at[index]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before is read
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item is read
         store(staged, out.astype(self.rule.out_dtype))
         plgpu.commit_smem()
         whole = (begin == 0) & (end == ROWS)

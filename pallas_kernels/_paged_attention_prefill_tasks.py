@@ -1,4 +1,4 @@
-"""The tiles of prefill: which queries and keys they have, and which steps need masks."""
+"""The tiles of prefill: their queries and keys, and the steps that need masks."""
 
 from typing import Any, NamedTuple, Self
 
@@ -11,14 +11,17 @@ QUERIES, KEYS = 128, 128  # of a tile, and of a step
 
 
 class PrefillTile(NamedTuple):
-    """Columns of the numbers that the kernel reads of a tile.
+    """The numbers of a tile that the kernel reads: columns of an array of tiles.
 
-    index: of the tile, and of its results.
-    octet: of tokens, where the tile's first row lies. Rows from ``skip`` to below ``count`` are
-      queries of the request; ``position`` is that of the first row.
-    begin, end: the positions that any query of the tile sees lie between them.
-    first_step, last_step: the steps of keys. From ``full_begin`` to below ``full_end`` every
-      query sees all keys.
+    index: index of the tile and of its results.
+    request: row of the block tables.
+    octet: first row of the tile among the tokens, divided by 8.
+    skip, count: rows ``skip`` to ``count - 1`` are queries of the request.
+    position: position of the first row in the request.
+    chunk_offset, rank: as in `AttentionArrays`.
+    begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
+    first_step, last_step: the steps of keys, ``last_step`` excluded.
+    full_begin, full_end: steps in which every query sees all keys, ``full_end`` excluded.
     """
 
     index: Array
@@ -43,7 +46,7 @@ class PrefillTile(NamedTuple):
 
 
 def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns int32[N, ...], a `PrefillTile` per row: long ones first, empty ones last."""
+    """Returns int32[N, ...], a `PrefillTile` per row: the longest first, empty ones last."""
     first = tiles.begins // KEYS
     last = jnp.where(tiles.ends > tiles.begins, (tiles.ends + (KEYS - 1)) // KEYS, first)
     first_query = jnp.maximum(tiles.positions, 0)
@@ -77,7 +80,7 @@ def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTile
     )
     steps = jnp.where(tiles.counts > 0, last - first + 1, 0)
     rows = jnp.stack(tile, axis=1)
-    # A sort of so few would take many kernels.
+    # Ranks by comparison, because XLA's sort of so few rows takes many kernels.
     before = (steps[None] > steps[:, None]) | (
         (steps[None] == steps[:, None]) & (tile.index[None] < tile.index[:, None])
     )
@@ -86,7 +89,7 @@ def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTile
 
 
 def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns bool[N]: whether a page that any tile of the request may read holds no keys."""
+    """Returns bool[N]: whether any page that the tile's request may read holds no keys."""
     tables = arrays.block_tables
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
     read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]

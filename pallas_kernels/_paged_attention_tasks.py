@@ -1,8 +1,9 @@
-"""The task map of decoding: steps of keys shared out evenly to lanes, made on the device.
+"""The task map of decoding, computed on the device: steps of keys, divided evenly among lanes.
 
-The steps of all tiles are laid end to end, and each lane takes an equal part of that line, so one
-long request costs what its bytes cost. What a lane computes of one tile is a segment. Lane l and
-tile t share at most one, and its number is l + t, because both ascend along the line.
+The steps of all tiles form one line. A lane is an equal part of it, for one thread block per KV
+head, so that a long request takes no more time than its bytes cost. The part of a tile that one
+lane computes is a segment. Lane l and tile t share at most one segment, and its number is l + t,
+because both ascend along the line.
 """
 
 from typing import Any, NamedTuple, Self
@@ -16,12 +17,17 @@ STEP = 64  # keys of a step
 
 
 class Tile(NamedTuple):
-    """Columns of `TaskMap.tiles`, the numbers that kernels read of a tile.
+    """The numbers of a tile that kernels read: columns of `TaskMap.tiles`.
 
-    begin, end: the positions that any query of the tile sees lie between them.
-    first_step: the first one of the request that the tile sees.
-    line_begin, line_end: the tile's steps on the line of all steps.
-    first_segment, num_segments: where its results lie.
+    request: row of the block tables.
+    token: index of the first row among the tokens.
+    count: rows that are queries of the request.
+    position: position of the first row in the request.
+    chunk_offset, rank: as in `AttentionArrays`.
+    begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
+    first_step: the request's first step that the tile sees.
+    line_begin, line_end: the tile's steps on the line of all steps, ``line_end`` excluded.
+    first_segment, num_segments: the segments of the tile.
     """
 
     request: Array
@@ -45,7 +51,7 @@ class Tile(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Columns of the numbers that kernels read of a lane: its tiles, and its steps on the line."""
+    """Columns of `TaskMap.lanes`: the tiles of a lane, and its steps on the line."""
 
     first_tile: Array
     last_tile: Array
@@ -59,11 +65,11 @@ class Lane(NamedTuple):
 
 
 class TaskMap(NamedTuple):
-    """The work of a step, in the order in which kernels take it.
+    """The work of a call.
 
     tiles: int32[N, ...], a `Tile` per row.
     lanes: int32[L, 4], a `Lane` per row.
-    used_tokens: int32[1], tokens from there on are padding.
+    used_tokens: int32[1], the number of tokens before the padding.
     """
 
     tiles: Array
@@ -72,17 +78,17 @@ class TaskMap(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """Returns how many results there can be."""
+        """Returns the most segments that there can be."""
         return self.tiles.shape[0] + self.lanes.shape[0]
 
 
 def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
-    """Shares the steps of tiles out to lanes."""
+    """Divides the steps of tiles among lanes."""
     steps = (tiles.ends + (STEP - 1)) // STEP - tiles.begins // STEP
     steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
     line_ends = jnp.cumsum(steps, dtype=jnp.int32)
     line_begins, total = line_ends - steps, line_ends[-1]
-    least, longer = total // num_lanes, total % num_lanes  # so many lanes have one more
+    least, longer = total // num_lanes, total % num_lanes  # ``longer`` lanes have one step more
     lanes = jnp.arange(num_lanes, dtype=jnp.int32)
     begins = lanes * least + jnp.minimum(lanes, longer)
     ends = begins + least + (lanes < longer).astype(jnp.int32)

@@ -1,23 +1,30 @@
-"""Attention over pages: its rule, its operands, and queries cut into tiles of one request each."""
+"""Attention over pages: its rule, its arrays, and its queries cut into tiles."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._paged_attention_packed import PackedRow, RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages
 
 
 class AttentionRule(NamedTuple):
-    """Constants of a compiled program: the keys that a query sees, and how it scores them.
+    """Constants of a compiled program: the keys that a query sees, and their scores.
 
+    kv_heads: KV heads.
     group: query heads of one KV head.
-    window: keys that a query sees, its own among them; None for all before it.
-    chunk: a query sees keys of its own chunk of that many positions; None for all.
-    causal: whether a query sees no key behind its own position.
-    values_in_keys: whether a value is the first elements of its key, and a row the key alone.
-    ranks, interleave_tokens: positions are dealt out to so many ranks, so many at a time.
-    out_dtype: of the output.
+    key_width, value_width: elements of a key and of a value.
+    page_tokens: tokens of a page.
+    scale: factor of the scores.
+    window: keys that a query sees, including its own; None: no window.
+    chunk: positions of a chunk; a query sees only keys of its own. None: no chunks.
+    soft_cap: cap of the scores; None: no cap.
+    causal: whether a query sees only keys up to its own position.
+    values_in_keys: whether a row is only a key, whose first elements are the value.
+    row_packing: the format of packed rows; None: plain elements.
+    ranks, interleave_tokens: of the `Deal`; 1 rank without one.
+    out_dtype: dtype of the output.
     """
 
     kv_heads: int
@@ -31,26 +38,32 @@ class AttentionRule(NamedTuple):
     soft_cap: float | None
     causal: bool
     values_in_keys: bool
+    row_packing: RowPacking | None
     ranks: int
     interleave_tokens: int
     out_dtype: jnp.dtype
 
     @property
     def row_width(self) -> int:
-        """Returns the elements of a key and its value, or of a key that holds it."""
+        """Returns the elements of a row: a key and its value, or a key that contains it."""
         return self.key_width + (0 if self.values_in_keys else self.value_width)
 
     @property
     def first_value(self) -> int:
-        """Returns the element of a row where its value begins."""
+        """Returns the index of the first element of the value in a row."""
         return 0 if self.values_in_keys else self.key_width
+
+    @property
+    def packed_row(self) -> PackedRow:
+        """Returns the parts of a row that is packed."""
+        return PackedRow(self.value_width, self.key_width - self.value_width)
 
     def first_visible(self, positions: Array, chunk_offset: Array) -> Array:
         """Returns the first position that queries at these positions see.
 
         Args:
-          positions: counted from the first of the block tables' rows.
-          chunk_offset: how far behind the begin of a chunk that first position lies.
+          positions: counted from the first position in the block tables.
+          chunk_offset: distance of that first position from the beginning of its chunk.
         """
         first = jnp.zeros_like(positions)
         if self.window is not None:
@@ -61,7 +74,7 @@ class AttentionRule(NamedTuple):
         return first
 
     def held_before(self, positions: Array, rank: Array) -> Array:
-        """Returns how many of the positions below some this rank was dealt."""
+        """Returns how many of the positions below these belong to the rank."""
         if self.ranks == 1:
             return positions
         interleave, turn = self.interleave_tokens, self.ranks * self.interleave_tokens
@@ -72,10 +85,14 @@ class AttentionRule(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Positions of every request dealt out to ranks, some at a time, as context parallelism does.
+    """A division of the positions of every request among ranks, for context parallelism.
 
-    rank: int or int32[], the one whose pages these are. ranks: all of them. A rank's pages hold
+    Ranks take turns: each gets the next ``interleave_tokens`` positions. The pages of a rank hold
     its positions without gaps.
+
+    rank: int or int32[], the rank whose pages these are.
+    ranks: number of ranks.
+    interleave_tokens: consecutive positions that a rank gets in its turn.
     """
 
     rank: Array | int
@@ -86,10 +103,15 @@ class Deal(NamedTuple):
 class AttentionArrays(NamedTuple):
     """The arrays of a call.
 
-    queries: [T, heads, K]. block_tables: int32[B, W]. query_start_loc: int32[B + 1] or None.
-    seq_lens: int32[B], counted from the first positions of the tables' rows.
-    chunk_offsets: int32[B], of those in their chunks. rank: int32[], of those dealt positions.
-    sinks: float32[heads] or None. key_scale, value_scale: float32[kv_heads].
+    queries: [T, heads, K].
+    pages: keys and values.
+    block_tables: int32[B, W].
+    seq_lens: int32[B], counted from the first position in each row of the tables.
+    query_start_loc: int32[B + 1], or None for one query per request.
+    chunk_offsets: int32[B], distance of that first position from the beginning of its chunk.
+    rank: int32[], the rank whose pages these are.
+    sinks: float32[heads], or None.
+    key_scale, value_scale: float32[kv_heads].
     """
 
     queries: Array
@@ -105,16 +127,16 @@ class AttentionArrays(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """N tiles of ``size`` consecutive tokens, some of which are queries of the tile's request.
+    """N tiles of ``size`` rows, consecutive tokens; some of them are queries of the tile's request.
 
-    requests: int32[N], a row of the block tables, also where a tile is empty.
-    tokens: int32[N], the first row's index into the flat tokens.
-    skips, counts: int32[N], rows from ``skips`` to below ``counts`` are queries of the request.
-    positions: int32[N], the first row's position in the request.
-    chunk_offsets, ranks: int32[N], as of `AttentionArrays`.
-    begins, ends: int32[N], the positions that any query of the tile sees lie between them.
-    of_token: int32[T], the tile of every token; -1 for those of none.
-    rows: int32[T], the place of every token in its tile.
+    requests: int32[N], a row of the block tables, even for an empty tile.
+    tokens: int32[N], index of the first row among the flat tokens.
+    skips, counts: int32[N], rows ``skips`` to ``counts - 1`` are queries of the request.
+    positions: int32[N], position of the first row in the request.
+    chunk_offsets, ranks: int32[N], as in `AttentionArrays`.
+    begins, ends: int32[N], no query of the tile sees keys outside ``begins`` to ``ends - 1``.
+    of_token: int32[T], the tile of each token; -1 for none.
+    rows: int32[T], the row of each token in its tile.
     """
 
     size: int
@@ -132,10 +154,11 @@ class QueryTiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Sizes by which the queries of a batch are cut into tiles.
+    """Parameters by which the queries of a batch are cut into tiles.
 
-    size: rows of a tile. align: every tile begins at a multiple of it among the flat tokens.
-    least, most: queries of the requests that count; the others get no tiles.
+    size: rows of a tile.
+    align: every tile begins at a multiple of this among the flat tokens.
+    least, most: requests with fewer or with more queries get no tiles; None: no limit.
     """
 
     size: int
@@ -144,7 +167,7 @@ class Cut(NamedTuple):
     most: int | None = None
 
     def max_tiles(self, batch: int, num_tokens: int) -> int:
-        """Returns how many tiles a batch of that shape can need."""
+        """Returns the most tiles that a batch of that shape needs."""
         begun = min(batch, num_tokens // self.least)
         if self.most is not None and self.most <= self.size:
             return begun
@@ -152,9 +175,9 @@ class Cut(NamedTuple):
 
 
 def one_query_each(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
-    """Returns a tile per request, for a call without ``query_start_loc``.
+    """Returns one tile per request, for a call without ``query_start_loc``.
 
-    The tile of a request without keys has a query, too, whose output is zeros.
+    The tile of a request without keys also has a query, whose output is zeros.
     """
     seq_lens = jnp.maximum(arrays.seq_lens, 0)
     index = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
@@ -204,7 +227,7 @@ def _tiles(
     of_token: Array,
     rows: Array,
 ) -> QueryTiles:
-    """Returns tiles with the keys that they see."""
+    """Returns tiles, with the range of keys that each sees."""
     requests, tokens, skips, counts, positions = places
     capacity = arrays.block_tables.shape[1] * rule.page_tokens
     offsets = arrays.chunk_offsets[requests]
@@ -225,5 +248,5 @@ def _tiles(
 
 
 def _count_ended(ends: Array, index: Array) -> Array:
-    """Returns how many of the ascending ends lie at or before each index."""
+    """Returns how many of the ascending ends are at or before each index."""
     return jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The XLA implementation of `paged_attention`: a running softmax over some blocks at a time."""
+"""The XLA implementation of `paged_attention`: a running softmax over rounds of blocks."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from pallas_kernels._paged_attention_tiles import (
 )
 
 MAX_TILE = 64  # queries of a tile
-KEYS_AT_ONCE = 512  # keys that a tile reads per round, if memory allows
+KEYS_AT_ONCE = 512  # keys that a tile reads per round, within `ROUND_BYTES`
 ROUND_BYTES = 2**26  # of gathered rows per round, in float32
 
 Running = tuple[Array, Array, Array]  # highest score, sum of weights, weighted sum of values
@@ -36,10 +36,12 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
 
     def one_round(i: Array, running: Running) -> Running:
         rows, seen = _gather(arrays, tiles, rule, i)
+        if rule.row_packing is not None:
+            rows = rule.packed_row.unpack(rows)
         rows = rows.astype(compute)
         keys = rows[..., : rule.key_width]
         values = rows[..., rule.first_value : rule.first_value + rule.value_width]
-        # Bytes that nobody sees may be NaN, and 0 * NaN is NaN: values are masked, too.
+        # Unseen bytes may be NaN, and 0 * NaN is NaN, so values are masked, too.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, 0)
         scores = _scores(queries.astype(compute), keys, rule, arrays.key_scale)
         return _accumulate(running, scores, values, seen)
@@ -52,7 +54,7 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
 
 
 def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
-    """Cuts the queries into tiles as large as requests of the batch usually are."""
+    """Cuts the queries into tiles of about as many queries as the requests have."""
     if arrays.query_start_loc is None:
         return one_query_each(arrays, rule)
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
@@ -67,7 +69,7 @@ def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionR
 
 
 def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: Array) -> _Round:
-    """Returns the keys of round i; each tile begins with the first block that it sees."""
+    """Returns the rows of round i; each tile begins with the first block that it sees."""
     blocks, tokens = _blocks_at_once(arrays, tiles, rule), rule.page_tokens
     columns = i * blocks + jnp.arange(blocks, dtype=jnp.int32)[None]
     columns = columns + (tiles.begins // tokens)[:, None]
@@ -89,7 +91,7 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
 
 
 def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
-    """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold some others."""
+    """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold other queries."""
     inner = jnp.arange(tiles.size, dtype=jnp.int32)
     tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
     tiled = tiled.reshape(*tiled.shape[:2], rule.kv_heads, rule.group, rule.key_width)
@@ -97,7 +99,7 @@ def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Arr
 
 
 def _compute_dtype(arrays: AttentionArrays) -> jnp.dtype:
-    """Returns what products are computed in: 8-bit pages are widened to what queries are."""
+    """Returns the dtype of products; 8-bit pages are widened to the dtype of queries."""
     queries, pages = arrays.queries.dtype, jnp.dtype(arrays.pages.dtype)
     if pages.itemsize == 1 or queries == pages:
         return queries
@@ -138,7 +140,7 @@ def _accumulate(running: Running, scores: Array, values: Array, seen: Array) -> 
 
 
 def _start(queries: Array, rule: AttentionRule, sinks: Array | None) -> Running:
-    """Returns the softmax before the first key: empty, or holding the sinks."""
+    """Returns the softmax before the first key: empty, or with the sinks."""
     shape = queries.shape[:-1]
     out = jnp.zeros((*shape, rule.value_width), jnp.float32)
     if sinks is None:
@@ -151,7 +153,7 @@ def _start(queries: Array, rule: AttentionRule, sinks: Array | None) -> Running:
 def _finish(
     running: Running, tiles: QueryTiles, rule: AttentionRule, value_scale: Array
 ) -> tuple[Array, Array]:
-    """Returns output and log-sum-exp of every token; zeros and -inf for padding."""
+    """Returns the output and the log-sum-exp of every token; zeros and -inf for padding."""
     highest, total, out = running
     out = out / jnp.where(total > 0, total, 1)[..., None]
     out = out * value_scale[None, :, None, None, None]
@@ -169,5 +171,5 @@ def _finish(
 
 
 def _finite(highest: Array) -> Array:
-    """Returns the maximum, with 0 where nothing was seen: -inf - -inf is NaN."""
+    """Returns the highest score, or 0 instead of -inf, because -inf - -inf is NaN."""
     return jnp.where(highest > -jnp.inf, highest, 0)

@@ -1,20 +1,20 @@
-"""Tiling of pages: how a page is cut into strips for one warpgroup, and into work items."""
+"""Tiling of pages into strips for one warpgroup, and into work items."""
 
 from typing import NamedTuple
 
 THREADS = 128  # one warpgroup
 ACCESS_BYTES = 16  # widest load or store of one thread
-# Measured on an H200: a kernel over many buffers has code for each, and it runs at the
-# speed at which instructions arrive. So a strip is short, and a loop runs over strips.
-ACCESSES = 2  # of a thread per strip, when the page is large enough
-ITEM_BYTES = 8192  # of a work item: enough to pay for finding it
+# A kernel over many buffers has code for each of them, and on an H200 instruction fetch limited it.
+# So a strip is short, and a loop runs over strips.
+ACCESSES = 2  # of a thread per strip, if the page is large enough
+ITEM_BYTES = 8192  # of a work item; enough to outweigh the work of finding it
 
 
 class Tiling(NamedTuple):
-    """A page cut into strips, and strips gathered into work items.
+    """A page cut into strips, which are gathered into work items.
 
-    The last strip is shifted back to end with the page. It may overlap its neighbour, which
-    is harmless because both write the same bytes there, and saves code for a remainder.
+    The last strip is shifted back to end with the page, so that no code for a remainder is needed.
+    It may overlap the strip before it, which is harmless: both write the same bytes there.
     """
 
     width: int  # elements per strip
@@ -29,11 +29,11 @@ class Tiling(NamedTuple):
 
 
 def tile_page(page: int, itemsize: int, alignment: int = 0) -> Tiling | None:
-    """Cuts a page of ``page`` elements; returns None when it is too short for one warpgroup.
+    """Cuts a page of ``page`` elements; returns None if it is too short for one warpgroup.
 
     Args:
-      alignment: elements that the start of every page is a multiple of; 0 where pages
-        start at multiples of their length.
+      alignment: every page starts at a multiple of this many elements; 0: pages start at
+        multiples of their length.
     """
     vector = ACCESS_BYTES // itemsize
     while page % vector or alignment % vector or page < THREADS * vector:

@@ -1,11 +1,11 @@
-"""Work items of the kernels over blocks, and the one launch that runs those of all buffers.
+"""Work items of the kernels over blocks, and the launch that runs those of all buffers.
 
 A work item is a part of a page of a listed block. Thread blocks stride over the items of one
-buffer after another, and each continues where the last buffer's items ended, so that all of
-them are busy however few items a buffer has.
+buffer after another. The stride continues across buffers, so that all thread blocks are busy even
+if each buffer has few items.
 
-The buffers travel as mutable references: a kernel writes into them and XLA hands the same
-memory on, so nothing is copied under donation.
+The buffers are passed as mutable references: a kernel writes into them, and XLA reuses their
+memory, so that nothing is copied under donation.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ INT32_MAX = 2**31 - 1
 class Item(NamedTuple):
     """A work item of one buffer: a part of a page of a listed block, in int32 scalars."""
 
-    entry: Array  # which entry of the id lists
-    listed_page: Array  # which of the listed pages, counted on through the outer indices
+    entry: Array  # index into the id lists
+    listed_page: Array  # index among the listed pages of all outer indices
     first_page: Array | int  # page of block 0 of the outer index
-    part: Array  # which part of the page
+    part: Array  # index among the parts of the page
     num_blocks: int  # of the buffer
 
 
@@ -53,7 +53,7 @@ class Task(NamedTuple):
         return self.buffer.outer * self.parts
 
 
-# Does one item of a buffer: (item, the buffer's id lists, its references).
+# Runs one item of a buffer: (item, the buffer's id lists, its references).
 Body = Callable[[Item, Sequence[jax.Ref], Sequence[jax.Ref]], None]
 # Launches kernels on references to the pages of the tasks' buffers.
 Launches = Callable[[Sequence[Task], Sequence[jax.Ref]], Any]
@@ -63,7 +63,7 @@ def run_in_place(buffers: Sequence[PagedBuffer], ids: IdLists, launches: Launche
     """Calls ``launches(tasks, refs)`` for the buffers that have work items.
 
     Returns:
-      The pages of all buffers, those that were written among them.
+      The pages of all buffers, whether they were written or not.
     """
     tasks = [make_task(buffer, ids.lists[buffer.list_index][0].size) for buffer in buffers]
     busy = [task for task in tasks if task.num_items]
@@ -79,7 +79,7 @@ def make_task(buffer: PagedBuffer, num_entries: int) -> Task:
     """Returns the work items of one buffer.
 
     Raises:
-      ValueError: there are more than the kernel counts.
+      ValueError: more items than int32 counts.
     """
     num_pages, page = buffer.pages.shape
     if not page:
@@ -89,7 +89,7 @@ def make_task(buffer: PagedBuffer, num_entries: int) -> Task:
     if task.num_items > INT32_MAX - _capability.max_thread_blocks(THREAD_BLOCKS_PER_SM):
         raise ValueError(
             f"{num_entries} block ids over {num_pages} pages are {task.num_items} work items, "
-            "more than int32 counts; pass them in several calls"
+            "more than int32 counts; split the ids over several calls"
         )
     return task
 
@@ -104,10 +104,10 @@ def launch(
 ) -> Sequence[Array]:
     """Runs ``body(item, lists, refs)`` for every work item of every buffer, in one launch.
 
-    The number of ids is read on the device, so entries beyond it cost nothing.
+    The device reads the number of ids, so that entries beyond it cost nothing.
 
     Args:
-      refs: what the kernel works on, all buffers' first references before their second.
+      refs: references that the kernel works on: the first one of every buffer, then the second.
     """
     flat_ids = [listed for lists in ids.lists for listed in lists]
     per_buffer = len(ids.lists[0])
@@ -126,7 +126,7 @@ def launch(
             start = task.buffer.list_index * per_buffer
             lists, refs = id_refs[start : start + per_buffer], buffer_refs[i :: len(tasks)]
             remainder = _run_task(body, task, num_ids, lists, refs, first, grid)
-            first = lax.rem(first + grid - remainder, grid)  # go on where this one ended
+            first = lax.rem(first + grid - remainder, grid)  # continue where this buffer ended
 
     return call_kernel(
         kernel,
@@ -161,7 +161,7 @@ def _run_task(
 
 
 def find_item(task: Task, num_entries: Array | int, index: Array) -> Item:
-    """Returns a work item of a buffer: parts count fastest, then entries, then outer indices."""
+    """Returns a work item of a buffer: parts vary fastest, then entries, then outer indices."""
     num_blocks = task.buffer.num_blocks
     listed_page, part = lax.div(index, task.parts), lax.rem(index, task.parts)
     if task.buffer.outer == 1:

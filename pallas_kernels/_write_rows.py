@@ -1,6 +1,6 @@
 """Writes of rows of elements into the pages of an array, in place under donation.
 
-This is how tokens get into a paged cache: a row is what one token adds to one block.
+A paged cache stores tokens this way: a row is what one token adds to one block.
 """
 
 import functools
@@ -15,7 +15,7 @@ from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
 
-SHORT_BYTES = 512  # of a row: below, XLA's scatter is as fast or faster (measured on an H200)
+SHORT_BYTES = 512  # of a row; XLA's scatter writes shorter ones at least as fast (on an H200)
 
 Rows = tuple[Array, Array, Array]  # block_ids, offsets, rows
 
@@ -31,32 +31,39 @@ def write_rows(
 ) -> Array:
     """Writes ``rows[i]`` to ``pages[block_ids[i], offsets[i] : offsets[i] + n]``.
 
-    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``),
-    and in place where the pages are donated there.
+    Example::
+
+        pages = jnp.zeros((4, 32))                             # 4 blocks of 8 tokens of 4 elements
+        block_ids, tokens = jnp.array([2, 2], jnp.int32), jnp.array([0, 1], jnp.int32)
+        rows = jnp.ones((2, 4))
+        pages = pallas_kernels.write_rows(pages, block_ids, 4 * tokens, rows, align=4)
+
+    Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with ``check_vma=False``), and in
+    place if the pages are donated there.
 
     Args:
       pages: dtype[N, page].
-      block_ids: int32[T], the page of each row. A row is ignored when its id is below 0
-        or at least N, so lists can be padded with -1.
-      offsets: int32[T], the first element of each row within its page. A row is ignored
-        when it would not lie within the page, or when its offset is not a multiple of
-        ``align``. Rows must not overlap: where they do, what is left may be of any of them.
-      rows: dtype[T, n], of the dtype of ``pages``.
-      align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest
-        when this, n and the page are multiples of 16 bytes.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU writes rows of 512
-        bytes or more of a dtype that it can store if the program is compiled for a GPU
-        that runs it, and XLA writes all others.
+      block_ids: int32[T], the page of each row. A row is ignored if its id is below 0 or at
+        least N, so lists can be padded with -1.
+      offsets: int32[T], the first element of each row within its page. A row is ignored if it
+        does not lie within the page, or if its offset is not a multiple of ``align``. Rows must
+        not overlap; the content of an overlap is unspecified.
+      rows: dtype[T, n], with the dtype of ``pages``.
+      align: a divisor of every offset, in elements. ``"mosaic_gpu"`` is fastest if ``align``, n
+        and the page are multiples of 16 bytes.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for rows of 512 bytes or more
+        of a dtype that it can store, if the program is compiled for a GPU that supports it; else
+        XLA.
 
     Returns:
       The pages, same shape and dtype.
 
     Raises:
       TypeError: ids or offsets that are not int32, rows of another dtype than pages, or
-        a dtype that the implementation lacks.
+        a dtype that the implementation cannot store.
       ValueError: an unknown implementation, shapes that do not fit, or ``align`` < 1.
-      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
-        other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
+        jax itself refuses to compile the kernel.)
     """
     pages, rows = jnp.asarray(pages), jnp.asarray(rows)
     ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")
@@ -84,16 +91,16 @@ def _check(pages: Array, block_ids: Array, offsets: Array, rows: Array, align: i
             f"got shape {rows.shape}"
         )
     if rows.dtype != pages.dtype:
-        raise TypeError(f"rows must be {pages.dtype} as pages are, got {rows.dtype}")
+        raise TypeError(f"rows must be {pages.dtype}, the dtype of pages, got {rows.dtype}")
     if not len(block_ids) == len(offsets) == len(rows):
         raise ValueError(
-            f"block_ids, offsets and rows must be as many, got {len(block_ids)}, "
+            f"block_ids, offsets and rows must have one length, got {len(block_ids)}, "
             f"{len(offsets)} and {len(rows)}"
         )
     if not isinstance(align, int):
         raise TypeError(f"align must be an int, got {align!r}")
     if align < 1:
-        raise ValueError(f"align={align} must be at least 1")
+        raise ValueError(f"align must be at least 1, got {align}")
 
 
 def _write_mosaic(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> list[Array]:
@@ -103,7 +110,7 @@ def _write_mosaic(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> 
     pages = buffer.pages
     multiple = math.gcd(align, rows.shape[1], pages.shape[1])
     words, row_words = as_words(pages, multiple), as_words(rows, multiple)
-    # A word's offset is whole only where the promise was kept; a broken one goes nowhere.
+    # Rows whose offset is not a multiple of ``align`` are ignored, so the division is exact.
     ratio = pages.shape[1] // words.shape[1] if words.size else 1
     offsets = jnp.where(offsets % align == 0, offsets // ratio, -1)
     written = write_pages(words, ids, offsets, row_words, align=max(1, align // ratio))
@@ -114,7 +121,7 @@ def _write_xla(buffers: list[PagedBuffer], operands: Rows, *, align: int) -> lis
     (buffer,), (block_ids, offsets, rows) = buffers, operands
     num_pages = buffer.pages.shape[0]
     known = (block_ids >= 0) & (block_ids < num_pages) & (offsets % align == 0)
-    # What goes nowhere gets distinct pages beyond the buffer, so that all are unique.
+    # Ignored rows get distinct pages beyond the buffer, so that indices are unique.
     beyond = num_pages + jnp.arange(block_ids.size, dtype=jnp.int32)
     written = lax.scatter(
         as_integers(buffer.pages),

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel of `write_rows`.
 
-A thread block looks up the place of a row and then moves the row. Load and store are in the
-same basic block, because registers carried across a branch are split into bytes.
+A thread block looks up the place of a row, and then moves the row. Load and store are in the same
+basic block, because the compiler splits registers that cross a branch into bytes.
 """
 
 import math
@@ -14,8 +14,8 @@ from pallas_kernels import _capability
 from pallas_kernels._mosaic import call_kernel, load_strip, strip_at
 from pallas_kernels._tiling import Tiling, tile_page
 
-STRIPS = 4  # of a row at most, per work item
-# A call moves little and waits for memory: as many thread blocks as fit wait together.
+STRIPS = 4  # per work item, at most
+# A call moves few bytes and mostly waits for memory, so as many thread blocks run as fit.
 THREAD_BLOCKS_PER_SM = 16
 
 
@@ -75,7 +75,7 @@ def _move_part(
     together = -(-tiling.strips // parts)
     places = [strip_at(n, tiling, part * together + i) for i in range(together)]
     values = [load_strip(row, place, tiling) for place in places]
-    # Spelled out for the compiler: it splits what it cannot see is aligned into bytes.
+    # Shows the compiler the alignment, without which it splits the store into bytes.
     offset = lax.div(offset, tiling.vector) * tiling.vector
     for place, value in zip(places, values, strict=True):
         start = pl.multiple_of(offset + place.start, tiling.vector)

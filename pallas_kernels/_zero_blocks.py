@@ -21,9 +21,15 @@ def zero_blocks(
 ) -> Any:
     """Zeroes blocks of one array, or of every array in a tree, with one kernel launch.
 
-    A block is one index of an array's block axis. Zero means every byte: NaN, Inf and padding
-    go too. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
-    ``check_vma=False``), and in place where the buffers are donated there.
+    Example::
+
+        pool = jnp.full((4, 16, 2, 64), jnp.nan)               # 4 blocks
+        ids = jnp.array([1, 3, -1], jnp.int32)                 # -1 is padding
+        pool = pallas_kernels.zero_blocks(pool, ids)
+
+    A block is one index of an array's block axis. All of its bytes become zero, including NaN, Inf
+    and padding. Works inside your ``jit``, ``lax.scan`` and ``shard_map`` (with
+    ``check_vma=False``), and in place if the buffers are donated there.
 
     Args:
       buffers: an array or a tree of arrays; any shape, real numeric dtype.
@@ -31,22 +37,21 @@ def zero_blocks(
         with a list for each. An id may repeat. Ids below 0 and ids beyond a buffer's
         blocks are ignored, so lists can be padded with -1.
       block_axis: the axis that counts blocks; an int, or a tree of ints like ``buffers``.
-      num_ids: int32[], may be traced: only the first ``num_ids`` entries of every list
-        count, and ``"mosaic_gpu"`` does no work for the rest. A number beyond the length of a
-        list is clamped to it, and a negative one to 0. By default all entries count.
-      implementation: ``"mosaic_gpu"`` or ``"xla"``. By default Mosaic GPU zeroes the buffers
-        whose dtype it can store if the program is compiled for a GPU that runs it, and XLA
-        zeroes all others.
+      num_ids: int32[], may be traced: only the first ``num_ids`` entries of every list count,
+        and ``"mosaic_gpu"`` does no work for the rest. It is clamped to 0 and to the length of a
+        list. None: all entries count.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for buffers whose dtype it
+        can store, if the program is compiled for a GPU that supports it; else XLA.
 
     Returns:
       The buffers, same tree, shapes and dtypes.
 
     Raises:
-      TypeError: ids that are not int32, or a buffer dtype the implementation lacks.
+      TypeError: ids that are not int32, or a buffer dtype that the implementation cannot store.
       ValueError: an unknown implementation, a block axis out of range, or trees that
         do not match.
-      NotImplementedError: ``"mosaic_gpu"`` where jax or the GPU is too old for it. (On
-        other devices jax itself refuses to compile the kernel.)
+      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
+        jax itself refuses to compile the kernel.)
     """
     arguments = flatten_arguments(buffers, block_axis, num_ids, block_ids=block_ids)
     zeroed = run(

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel of `zero_blocks`.
 
-Registers are stored straight to memory, because bulk copies need a descriptor per buffer,
-which costs more than it saves.
+It stores registers to memory directly: bulk copies would need a descriptor for each buffer, which
+costs more than they save.
 """
 
 from collections.abc import Sequence

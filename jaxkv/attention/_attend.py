@@ -1,5 +1,7 @@
 """Attention over the pages of a cache: writes a step's tokens, then attends."""
 
+from typing import get_args
+
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -20,7 +22,7 @@ from jaxkv.pool import (
     write_tokens,
 )
 from jaxkv.specs import FullAttentionSpec, MLASpec
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, PackedRow, RowPacking
 
 
 def attend(
@@ -34,6 +36,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    row_packing: RowPacking | None = None,
     period: Period = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVCache, Array]:
@@ -73,6 +76,9 @@ def attend(
       scale: factor of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
+      row_packing: ``"fp8_ds_mla"`` for latent rows that are packed into the ``bytes_per_token`` of
+        their layer, 656 of 512 + 64 elements; see `pallas_kernels.PackedRow`. ``keys`` are packed,
+        and the K scale is not used. None: rows are elements of the layer's dtype.
       period: int32[], may be traced: attends to layer ``cache.period_layers(layer)[period]``
         instead of ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
@@ -85,19 +91,19 @@ def attend(
 
     Raises:
       TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
-        (packed scales, ``bytes_per_token``, ``compress_ratio``, ``sink_tokens``); queries that
-        are not floats of 16 bits or more.
+        (packed scales, ``bytes_per_token`` without ``row_packing``, ``compress_ratio``,
+        ``sink_tokens``); queries that are not floats of 16 bits or more.
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support; the message says why.
-      ValueError: shapes that do not fit the layer and the batch; context parallelism without a
-        mesh axis.
+      ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
+        rows have another size; context parallelism without a mesh axis.
     """
-    rule = _rule(cache, layer, batch, queries, scale, soft_cap)
+    rule = _rule(cache, layer, batch, queries, scale, soft_cap, row_packing)
     if sinks is not None and sinks.shape != queries.shape[-2:-1]:
         raise ValueError(
             f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
         )
     if keys is not None:
-        cache = _write(cache, layer, batch, keys, values, period, implementation)
+        cache = _write(cache, layer, batch, keys, values, rule, period, implementation)
     elif values is not None:
         raise ValueError("values without keys: pass both, or neither to attend without writing")
 
@@ -126,6 +132,7 @@ def _write(
     batch: StepBatch,
     keys: Array,
     values: Array | None,
+    rule: AttentionRule,
     period: Period,
     implementation: Implementation | None,
 ) -> KVCache:
@@ -142,7 +149,11 @@ def _write(
             f"values were given, but layer={layer!r} stores latent rows: pass the rows as keys, "
             "and None as values"
         )
-    rows = _stored_latents(cache, layer, keys, period)
+    if rule.row_packing is None:
+        rows = _stored_latents(cache, layer, keys, period)
+    else:
+        _check_latents(keys, spec)
+        rows = _packed_row(spec).pack(keys)
     return write_rows(cache, layer, batch, rows, **options)
 
 
@@ -163,6 +174,7 @@ def _rule(
     queries: Array,
     scale: float | None,
     soft_cap: float | None,
+    row_packing: RowPacking | None,
 ) -> AttentionRule:
     """Checks that attention can read the rows of a layer, and returns its rule."""
     check_batch(cache, batch)
@@ -175,7 +187,9 @@ def _rule(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
     growth = cache.layout.growths[cache.layout.place_of(layer).group]
-    unread = _unreadable(spec)
+    unread = _unreadable(spec) if row_packing is None else ""
+    if row_packing is not None:
+        _check_packing(layer, spec, row_packing)
     if unread:
         raise TypeError(
             f"layer={layer!r} has {unread}, which attend cannot read; write its rows with "
@@ -204,12 +218,39 @@ def _rule(
         kv_heads=kv_heads,
         value_size=value_size,
         is_latent=isinstance(spec, MLASpec),
+        row_packing=row_packing,
         scale=spec.head_size**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
         window=growth.window,
         chunk=growth.chunk,
         causal=growth.stores == "tokens",
     )
+
+
+def _packed_row(spec: MLASpec) -> PackedRow:
+    values = spec.value_size or spec.head_size
+    return PackedRow(values, spec.head_size - values)
+
+
+def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
+    """Raises ValueError unless a layer's rows have the size of packed ones."""
+    if row_packing not in get_args(RowPacking):
+        choices = ", ".join(map(repr, get_args(RowPacking)))
+        raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")
+    if not isinstance(spec, MLASpec):
+        raise ValueError(f"row_packing={row_packing!r}, but layer={layer!r} stores no latent rows")
+    wanted = _packed_row(spec).row_bytes
+    if spec.bytes_per_token != wanted or spec.compress_ratio > 1:
+        raise ValueError(
+            f"row_packing={row_packing!r} packs rows of layer={layer!r} into {wanted} bytes; the "
+            f"layer has bytes_per_token={spec.bytes_per_token} and compress_ratio="
+            f"{spec.compress_ratio}; wants {wanted} and 1"
+        )
+
+
+def _check_latents(rows: Array, spec: MLASpec) -> None:
+    if rows.shape[-1:] != (spec.head_size,):
+        raise ValueError(f"keys has shape {rows.shape}; latent rows are {spec.head_size} wide")
 
 
 def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:

@@ -10,7 +10,7 @@ from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv.cache import KVCache, Period, StepBatch, expand_blocks
 from jaxkv.layout import row_format
 from jaxkv.pool import layer_scales, locate
-from pallas_kernels import Deal, Implementation, StridedPages, paged_attention
+from pallas_kernels import Deal, Implementation, RowPacking, StridedPages, paged_attention
 
 
 class AttentionRule(NamedTuple):
@@ -19,6 +19,7 @@ class AttentionRule(NamedTuple):
     kv_heads: int
     value_size: int
     is_latent: bool  # the value is a prefix of the key
+    row_packing: RowPacking | None  # rows hold their scales
     scale: float
     soft_cap: float | None
     window: int
@@ -47,6 +48,8 @@ def attend_to_layer(
         flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
     lens = batch.seq_lens if rule.causal else batch.encoder_lens
     key_scale, value_scale = layer_scales(cache, layer, period)
+    if rule.row_packing is not None:
+        key_scale = 1.0
     rank, is_dealt = layout.context_rank(), layout.context_parallel > 1
     if sinks is not None and is_dealt:  # only one rank counts the sinks
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
@@ -65,6 +68,7 @@ def attend_to_layer(
         key_scale=key_scale,
         value_scale=key_scale if rule.is_latent else value_scale,
         value_width=rule.value_size,
+        row_packing=rule.row_packing,
         causal=rule.causal,
         first_positions=batch.first_positions(layer) if limited else None,
         deal=Deal(rank, layout.context_parallel, layout.interleave_tokens) if is_dealt else None,

@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import default_implementation, paged_attention
+from pallas_kernels import PackedRow, RowPacking, default_implementation, paged_attention
 from tests.benchmarks.attention_peers import Tensors, as_tensors, fa3_call, triton_call, wait
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
+
+PACKED: RowPacking = "fp8_ds_mla"
 
 
 class AttentionSpec(NamedTuple):
     """Requests of these lengths, with so many queries each; None: one, by themselves.
 
+    pages: their dtype, or `PACKED` for packed latent rows.
     value: width of values that are the first elements of latent rows; None: keys and values of
       one width lie side by side.
     """
@@ -37,14 +40,20 @@ class AttentionSpec(NamedTuple):
 
     @property
     def row(self) -> int:
-        """Elements that a token and KV head have."""
+        """Elements that a token and KV head have; of packed rows bytes."""
+        if self.pages == PACKED:
+            return self.packed_row.row_bytes
         return 2 * self.width if self.value is None else self.width
+
+    @property
+    def packed_row(self) -> PackedRow:
+        return PackedRow(self.value or self.width, self.width - (self.value or self.width))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values, read once."""
-        row_bytes = self.kv_heads * self.row * jnp.dtype(self.pages).itemsize
-        return sum(self.lens) * row_bytes
+        item = 1 if self.pages == PACKED else jnp.dtype(self.pages).itemsize
+        return sum(self.lens) * self.kv_heads * self.row * item
 
     @property
     def num_operations(self) -> int:
@@ -83,6 +92,12 @@ SPECS = (
     AttentionSpec("bf16 32/8, 4 each over 64 x 8k", (8192,) * 64, 32, 8, 128, 16, queries=4),
     AttentionSpec("MLA bf16 128 x 576, 64 x 8k, page 64", (8192,) * 64, 128, 1, 576, 64, value=512),
     AttentionSpec("MLA bf16 16 x 576, 64 x 8k, page 64", (8192,) * 64, 16, 1, 576, 64, value=512),
+    AttentionSpec(
+        "MLA fp8 128 x 576, 64 x 8k, page 64", (8192,) * 64, 128, 1, 576, 64, FP8, value=512
+    ),
+    AttentionSpec(
+        "MLA packed 128 x 576, 64 x 8k, page 64", (8192,) * 64, 128, 1, 576, 64, PACKED, value=512
+    ),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
     AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
@@ -97,9 +112,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     for spec in by_size(full=SPECS, small=small, smallest=small[:1]):
         spec = spec.shorter(by_size(full=1, small=32, smallest=128))
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes)
-        best = default_implementation()
-        asked = best if spec.value else None  # the kernel of latent rows is not taken by default
-        ours = add(best, time_ours(spec, asked))
+        ours = add(default_implementation(), time_ours(spec))
         if ours.kernels is not None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
         if ON_GPU and (spec.queries or 1) <= LONGEST_OF_XLA:
@@ -139,8 +152,11 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
     @jax.jit
     def make() -> tuple[jax.Array, jax.Array]:
         queries, pages = jax.random.split(jax.random.key(0))
-        pages = jax.random.normal(pages, shape, jnp.bfloat16)
+        elements = (*shape[:-1], spec.width) if spec.pages == PACKED else shape
+        pages = jax.random.normal(pages, elements, jnp.bfloat16)
         queries = jax.random.normal(queries, (tokens, spec.heads, spec.width), jnp.bfloat16)
+        if spec.pages == PACKED:
+            return queries, spec.packed_row.pack(pages)
         return queries, pages.astype(spec.pages)
 
     lens = jnp.asarray(spec.lens, jnp.int32)
@@ -149,14 +165,17 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
 
 
 @functools.cache
-def compiled(implementation: str | None, value: int | None = None) -> Callable[..., jax.Array]:
-    options = {"implementation": implementation, "value_width": value}
+def compiled(
+    implementation: str | None, value: int | None = None, packing: RowPacking | None = None
+) -> Callable[..., jax.Array]:
+    options = {"implementation": implementation, "value_width": value, "row_packing": packing}
     return jax.jit(functools.partial(paged_attention, **options))
 
 
 def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
     arrays = make_arrays(spec)
-    return measure(lambda: compiled(implementation, spec.value)(*arrays))
+    attend = compiled(implementation, spec.value, PACKED if spec.pages == PACKED else None)
+    return measure(lambda: attend(*arrays))
 
 
 def time_peer(

@@ -44,7 +44,7 @@ def on_each_of(devices: int, num_bytes: int, layers: int) -> KVCache:
 def run(report: Report, peer: VllmPeer | None) -> None:
     del peer  # its sleep needs its memory allocator
     report.title("Sleep and wake, GB/s of the host's clock: the first time, and after it")
-    unit = by_size(full=2**30, small=2**22, smallest=2**20)
+    unit = by_size(full=2**30, small=2**22, smallest=2**21)
     cases: dict[str, Callable[[], KVCache]] = {
         "8 units in 32 buffers": lambda: one_device(8 * unit, 32, False),
         "8 units stacked": lambda: one_device(8 * unit, 32, True),

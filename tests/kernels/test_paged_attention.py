@@ -19,6 +19,7 @@ from pallas_kernels import Deal, StridedPages, _capability, paged_attention
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
 
 INTERLEAVE, RANK = 4, 1  # of positions that are dealt out
+PACKED, SCALED = "fp8_ds_mla", 128  # rows of bytes, and how many of their values share a scale
 
 
 class Case(NamedTuple):
@@ -32,7 +33,7 @@ class Case(NamedTuple):
     batch: int = 3
     width: int = 8
     tokens: int = 0  # of the queries of all requests; 0: one each
-    pages: str = "bfloat16"
+    pages: str = "bfloat16"  # or `PACKED`
     queries: str = "bfloat16"
     window: int | None = None
     chunk: int | None = None
@@ -48,6 +49,8 @@ class Case(NamedTuple):
 
     @property
     def row(self) -> int:
+        if self.pages == PACKED:
+            return self.value + 4 * (self.value // SCALED) + 2 * (self.key - self.value)
         return self.key + (0 if self.latent else self.value)
 
     @property
@@ -82,9 +85,12 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     blocks = case.batch * case.width + 3
     ids = rng.permutation(blocks)[: case.batch * case.width].reshape(case.batch, case.width)
     shape = (blocks, case.page_tokens, case.kv_heads, case.row)
-    numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
-    numbers = numbers.astype(jnp.dtype(case.pages))
-    poison = 127 if case.pages == "int8" else math.nan
+    if case.pages == PACKED:
+        numbers, poison = pack(case, rng, shape[:-1]), 0xFF  # NaN in all parts of a row
+    else:
+        numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
+        numbers = numbers.astype(jnp.dtype(case.pages))
+        poison = 127 if case.pages == "int8" else math.nan
     pages = np.full(shape, poison, numbers.dtype)
     starts = np.zeros(case.batch, np.int32)
     for request, length in enumerate(lens):
@@ -116,6 +122,26 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         np.float32(0.75) if case.scaled else 1.0,
         rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
     )
+
+
+def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns rows of values, their scales and the rest of the key, as bytes."""
+    latent = rng.normal(size=(*shape, case.value)).astype(jnp.float8_e4m3fn)
+    scales = rng.uniform(0.5, 2, (*shape, case.value // SCALED)).astype(np.float32)
+    rotary = rng.normal(size=(*shape, case.key - case.value)).astype(jnp.bfloat16)
+    parts = [part.view(np.uint8) for part in (latent, scales, rotary)]
+    return np.concatenate(parts, axis=-1)
+
+
+def unpack(case: Case, rows: np.ndarray) -> np.ndarray:
+    """Returns the elements of rows of bytes, rounded to the dtype of queries."""
+    ends = np.cumsum([case.value, 4 * (case.value // SCALED)])
+    parts = [np.ascontiguousarray(part) for part in np.split(rows, ends, axis=-1)]
+    dtypes = (jnp.float8_e4m3fn, np.float32, jnp.bfloat16)
+    pairs = zip(parts, dtypes, strict=True)
+    latent, scales, rotary = [part.view(dtype).astype(np.float32) for part, dtype in pairs]
+    keys = np.concatenate([latent * np.repeat(scales, SCALED, axis=-1), rotary], axis=-1)
+    return keys.astype(jnp.dtype(case.queries))
 
 
 def positions(case: Case, first: int) -> np.ndarray:
@@ -165,7 +191,8 @@ def define(case: Case, given: Arguments) -> Expected:
             seen = np.flatnonzero(seen & (held_at < length))
             ids = given.block_tables[request, seen // case.page_tokens]
             held = (ids >= 0) & (ids < len(given.pages))
-            rows = given.pages[ids[held], seen[held] % case.page_tokens].astype(float)
+            rows = given.pages[ids[held], seen[held] % case.page_tokens]
+            rows = (unpack(case, rows) if case.pages == PACKED else rows).astype(float)
             for head in range(case.heads):
                 kv_head = head // group
                 keys = rows[:, kv_head, : case.key]
@@ -244,6 +271,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         key_scale=key_scale,
         value_scale=value_scale,
         value_width=case.value if case.latent else None,
+        row_packing=PACKED if case.pages == PACKED else None,
         causal=case.causal,
         first_positions=first_positions,
         deal=Deal(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
@@ -303,6 +331,10 @@ XLA_CASES = {
     "all keys": Case(tokens=40, causal=False, place="HND", page_tokens=12),
     "dealt out": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
     "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
+    "packed": Case(tokens=20, kv_heads=1, key=264, value=256, latent=True, pages=PACKED),
+    "packed, f32": Case(
+        *(2, 1, 136, 128), latent=True, pages=PACKED, queries="float32", place="HND", scaled=True
+    ),
 }
 
 
@@ -482,7 +514,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     given = make(Case(), [3, 2, 1], None)
-    with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, this is 0\.10\.2; use"):
+    with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, and this is jax 0\.10\.2; use"):
         paged_attention(*given[:4], implementation="mosaic_gpu")
 
 
@@ -563,9 +595,14 @@ BAD = [
     ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
     ("queries", jnp.ones((3, 4, 8), jnp.int32), TypeError, "queries must be one of float32, bfl"),
     ("queries", jnp.ones((3, 4)), ValueError, r"queries must be \[T, heads, K\], got shape \(3, 4"),
-    ("queries", jnp.ones((3, 3, 8)), ValueError, "queries has 3 heads; pages want a multiple of 2"),
+    ("queries", jnp.ones((3, 3, 8)), ValueError, "queries has 3 heads; wants a multiple of the 2"),
     ("queries", jnp.ones((4, 4, 8)), ValueError, "4 tokens for 3 requests; pass query_start_loc"),
-    ("queries", jnp.ones((3, 4, 14)), ValueError, "queries are 14 wide and a row of pages is 14"),
+    (
+        "queries",
+        jnp.ones((3, 4, 14)),
+        ValueError,
+        "queries are 14 wide and rows of pages 14; a row",
+    ),
     ("pages", jnp.ones((5, 2, 2, 14), jnp.uint8), TypeError, "pages must be one of .*, got uint8"),
     ("pages", jnp.ones((5, 2, 28)), ValueError, "pages must be .blocks, tokens, kv_heads, K"),
     ("pages", jnp.ones((5, 0, 2, 14)), ValueError, "pages has blocks of 0 tokens"),
@@ -583,10 +620,17 @@ BAD = [
     ("sliding_window", 0, ValueError, "sliding_window=0 must be an int of at least 1"),
     ("chunk_size", 1.5, ValueError, "chunk_size=1.5 must be an int of at least 1"),
     ("sinks", jnp.ones(3), ValueError, r"sinks has shape \(3,\); wants \[4\]"),
-    ("sinks", jnp.ones(4, jnp.int32), TypeError, "sinks must be of floats"),
+    ("sinks", jnp.ones(4, jnp.int32), TypeError, "sinks must be floats, got int32"),
     ("key_scale", jnp.ones(3), ValueError, r"key_scale has shape \(3,\); wants a number or \[2\]"),
     ("value_scale", jnp.ones((2, 1)), ValueError, "value_scale has shape"),
-    ("key_width", 7, ValueError, "key_width=7; queries are 8 wide"),
+    ("row_packing", "nvfp4", ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla' or None"),
+    (
+        "row_packing",
+        PACKED,
+        TypeError,
+        "pages must be uint8 with row_packing='fp8_ds_mla', got flo",
+    ),
+    ("key_width", 7, ValueError, "key_width=7 must be the width of queries, 8"),
 ]
 
 
@@ -596,6 +640,22 @@ BAD = [
 def test_bad_input_is_refused_by_name(argument, value, error, message) -> None:
     with pytest.raises(error, match=message):
         paged_attention(**{**GOOD, argument: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "row", "message"),
+    [
+        (None, 528, "value_width=None with row_packing='fp8_ds_mla'; pass a multiple of 128"),
+        (64, 528, "value_width=64 with row_packing='fp8_ds_mla'; pass a multiple of 128"),
+        (640, 528, "value_width=640 .* less than the width of queries, 576"),
+        (512, 576, "a row of pages is 576 bytes; .* value_width=512 it must be 656"),
+    ],
+)
+def test_packed_rows_of_other_widths_are_refused(value, row, message) -> None:
+    arguments = {**GOOD, "queries": jnp.ones((3, 4, 576)), "row_packing": PACKED}
+    arguments["pages"] = jnp.ones((5, 2, 2, row), jnp.uint8)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**arguments, value_width=value)
 
 
 def test_good_input_is_not_refused() -> None:

@@ -330,10 +330,10 @@ BAD = [
     (zero_blocks, "block_ids", np.array([2**32 + 1]), TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", jnp.zeros(3), TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", IDS[:, None], TypeError, "block_ids must be int32"),
-    (zero_blocks, "block_ids", [IDS] * 2, ValueError, "block_ids is neither"),
+    (zero_blocks, "block_ids", [IDS] * 2, ValueError, "block_ids must be one value, or a tree"),
     (zero_blocks, "block_axis", 0.5, TypeError, "block_axis must be an int"),
     (zero_blocks, "block_axis", 2, ValueError, "block_axis=2"),
-    (zero_blocks, "block_axis", [0, 0], ValueError, "block_axis is neither"),
+    (zero_blocks, "block_axis", [0, 0], ValueError, "block_axis must be one value, or a tree"),
     (zero_blocks, "num_ids", 1, TypeError, r"num_ids must be int32\[\] or None, got int"),
     (zero_blocks, "num_ids", np.int64(1), TypeError, "num_ids must be int32.*, got int64"),
     (zero_blocks, "num_ids", IDS, TypeError, "num_ids must be int32"),
@@ -341,10 +341,10 @@ BAD = [
     (zero_blocks, "buffers", jnp.ones((3, 2), complex), TypeError, "buffers must be real and num"),
     (copy_blocks, "implementation", "triton", ValueError, "implementation='triton'"),
     (copy_blocks, "sources", np.array([2**32 + 1]), TypeError, "sources must be int32"),
-    (copy_blocks, "sources", [IDS] * 2, ValueError, "sources is neither"),
+    (copy_blocks, "sources", [IDS] * 2, ValueError, "sources must be one value, or a tree"),
     (copy_blocks, "destinations", jnp.zeros(2), TypeError, "destinations must be int32"),
     (copy_blocks, "destinations", IDS[:, None], TypeError, "destinations must be int32"),
-    (copy_blocks, "destinations", jnp.zeros(3, jnp.int32), ValueError, "pairs, got 2 and 3"),
+    (copy_blocks, "destinations", jnp.zeros(3, jnp.int32), ValueError, "one length, got 2 and 3"),
     (copy_blocks, "block_axis", 2, ValueError, "block_axis=2"),
     (copy_blocks, "num_ids", jnp.float32(1), TypeError, "num_ids must be int32"),
     (copy_blocks, "buffers", jnp.ones((3, 2), bool), TypeError, "buffers must be real and num"),
@@ -352,13 +352,13 @@ BAD = [
     (write_rows, "block_ids", np.array([2**32, 1]), TypeError, "block_ids must be int32"),
     (write_rows, "offsets", jnp.zeros(2), TypeError, "offsets must be int32"),
     (write_rows, "offsets", IDS[:, None], TypeError, "offsets must be int32"),
-    (write_rows, "offsets", jnp.zeros(3, jnp.int32), ValueError, "as many, got 2, 3 and 2"),
-    (write_rows, "rows", jnp.ones((3, 3)), ValueError, "as many, got 2, 2 and 3"),
+    (write_rows, "offsets", jnp.zeros(3, jnp.int32), ValueError, "one length, got 2, 3 and 2"),
+    (write_rows, "rows", jnp.ones((3, 3)), ValueError, "one length, got 2, 2 and 3"),
     (write_rows, "rows", jnp.ones((2, 9)), ValueError, "n <= 8 elements of a page"),
     (write_rows, "rows", jnp.ones(2), ValueError, "rows must be"),
     (write_rows, "rows", jnp.ones((2, 3), jnp.int32), TypeError, "rows must be float32"),
     (write_rows, "pages", jnp.ones((4, 8, 2)), ValueError, "pages must be"),
-    (write_rows, "align", 0, ValueError, "align=0"),
+    (write_rows, "align", 0, ValueError, "align must be at least 1, got 0"),
     (write_rows, "align", 0.5, TypeError, "align must be an int"),
 ]
 
@@ -406,7 +406,7 @@ def test_an_old_jax_is_told_what_mosaic_needs(subject: Subject, monkeypatch) -> 
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     assert default_implementation() == "xla"
-    with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, this is 0\.10\.2; use"):
+    with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, and this is jax 0\.10\.2; use"):
         subject.kernel(*subject.make(256), implementation="mosaic_gpu")
 
 

@@ -1,0 +1,203 @@
+"""Latent rows in the shared memory of the Mosaic GPU kernel that attends to them."""
+
+from collections.abc import Sequence
+from typing import Any, override
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._paged_attention_decode_mosaic import DecodeShape
+from pallas_kernels._paged_attention_packed import GROUP
+from pallas_kernels._paged_attention_pages import StridedPages
+from pallas_kernels._paged_attention_pieces import tiled
+from pallas_kernels._paged_attention_tasks import STEP
+
+HALVES = 2  # of a value, one for each warpgroup that computes
+COLUMNS = 64  # of values that are cleaned or widened together: registers are short
+NARROW, WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
+# Four numbers a row, held by the threads that hold the row as `WIDE`.
+FOURS = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
+    warp_dims=(-7,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+
+def opaque_zero(place: Array) -> Array:
+    """Returns 0, but the compiler does not know it.
+
+    It would compute all addresses of operands ahead, and run out of registers.
+    """
+    return place >> 30
+
+
+class Rows:
+    """16-bit rows, used where the copy engine put them.
+
+    slots: steps that a thread block holds as they came. num_views: of pages, as the kernel takes
+      them. num_copies: that bring a granule.
+    """
+
+    slots, num_views, num_copies = 2, 1, 1
+
+    def __init__(self, shape: DecodeShape, pages: Sequence[Any], loaded: Any) -> None:
+        self.shape, self.pages, self.loaded = shape, pages, loaded
+
+    @staticmethod
+    def views(pages: StridedPages) -> list[Array]:
+        """Returns pages as the kernel takes them."""
+        return [pages.rows()]
+
+    @classmethod
+    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
+        """Returns the shared memory of rows as they come, and what else they need."""
+        return tiled((cls.slots, STEP, shape.rule.key_width), shape.page), []
+
+    def fetch(self, row: Array, slot: Array, first: int, full: Any, axes: str | None) -> None:
+        """Begins to load a granule, which lies from a row of pages on, to a place in a slot."""
+        n = self.shape.steps.granule
+        plgpu.copy_gmem_to_smem(
+            self.pages[0].at[pl.ds(row, n)],
+            self.loaded.at[slot, pl.ds(first, n)],
+            full.at[slot],
+            collective_axes=axes,
+        )
+
+    def keys(self, place: Array, slot: Array) -> Any:
+        """Returns the rows of a step in 16 bits."""
+        del place
+        return self.loaded.at[slot]
+
+    def values(self, place: Array, slot: Array, columns: pl.Slice) -> Any:
+        """Returns some columns of the rows of a step in 16 bits."""
+        del place
+        return self.loaded.at[slot, :, columns]
+
+
+class WidenedRows(Rows):
+    """8-bit rows, which are widened before they are used.
+
+    Each warpgroup that computes widens the columns of its own values, and the second one the rest
+    of the keys, too. There is room for one step of wide rows, but the next ones are on their way.
+
+    full: barrier; the second warpgroup has widened its columns.
+    """
+
+    def __init__(
+        self, shape: DecodeShape, pages: Sequence[Any], loaded: Any, wide: Any, full: Any
+    ) -> None:
+        super().__init__(shape, pages, loaded)
+        self.wide, self.full = wide, full
+
+    @override
+    @classmethod
+    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
+        width = shape.rule.key_width
+        wide = tiled((1, STEP, width), shape.compute)
+        return tiled((cls.slots, STEP, width), shape.page, COLUMNS), [wide, plgpu.Barrier()]
+
+    @override
+    def keys(self, place: Array, slot: Array) -> Any:
+        del slot
+        return self.wide.at[opaque_zero(place)]
+
+    @override
+    def values(self, place: Array, slot: Array, columns: pl.Slice) -> Any:
+        del slot
+        return self.wide.at[opaque_zero(place), :, columns]
+
+    def widen(self, place: Array, slot: Array, half: int, known: Array | None) -> None:
+        """Widens the columns that a half takes, with zeros for values that are not known.
+
+        Args:
+          known: bool[STEP, COLUMNS], held as `NARROW`; None: all values are.
+        """
+        rule = self.shape.rule
+        width = rule.value_width // HALVES
+        firsts = range(half * width, width if half == 0 else rule.key_width, COLUMNS)
+        plgpu.commit_smem()  # a barrier: all have added the values of the step before
+        parts = [self._load(slot, first) for first in firsts]
+        for first, part in zip(firsts, self._widen(slot, firsts, parts), strict=True):
+            if known is not None and first < rule.value_width:
+                part = jnp.where(known, part, jnp.zeros_like(part))
+            self.values(place, slot, pl.ds(first, COLUMNS))[...] = part
+        plgpu.commit_smem()
+
+    def _load(self, slot: Array, first: int) -> Array:
+        return plgpu.load(self.loaded.at[slot, :, pl.ds(first, COLUMNS)], layout=NARROW)
+
+    def _widen(self, slot: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
+        """Returns some columns, which begin at ``firsts``, in 16 bits."""
+        del slot, firsts
+        return [part.astype(self.shape.compute) for part in parts]
+
+
+class PackedRows(WidenedRows):
+    """Packed rows, whose groups of values, scales and rotary part come apart.
+
+    A copy of 128 bytes a row would put all rows into the same banks of shared memory. So copies
+    bring 16 bytes more: of what follows a group, or lies before the rotary part.
+    """
+
+    slots, num_views, num_copies = 1, 3, 6
+    GROUPS = 4
+
+    def __init__(self, shape: DecodeShape, pages: Sequence[Any], *arguments: Any) -> None:
+        *others, self.scales, self.rotary = arguments
+        super().__init__(shape, pages, *others)
+
+    @override
+    @staticmethod
+    def views(pages: StridedPages) -> list[Array]:
+        return [pages.rows_as(dtype) for dtype in ("float8_e4m3fn", "float32", "bfloat16")]
+
+    @override
+    @classmethod
+    def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
+        loaded = plgpu.SMEM((1, cls.GROUPS, STEP, GROUP + 16), jnp.float8_e4m3fn)
+        wide = tiled((1, STEP, shape.rule.key_width), shape.compute)
+        scales = plgpu.SMEM((1, STEP, cls.GROUPS), jnp.float32)
+        rotary = plgpu.SMEM((1, STEP, COLUMNS + 8), shape.compute)
+        return loaded, [wide, plgpu.Barrier(), scales, rotary]
+
+    @override
+    def fetch(self, row: Array, slot: Array, first: int, full: Any, axes: str | None) -> None:
+        n, width = self.shape.steps.granule, self.shape.rule.value_width
+        values, scales, rotary = [view.at[pl.ds(row, n)] for view in self.pages]
+        rows = pl.ds(first, n)
+        copies = [(scales, width // 4, self.scales.at[slot, rows])]
+        copies.append((rotary, width // 2, self.rotary.at[slot, rows]))
+        for group in range(self.GROUPS):
+            copies.append((values, group * GROUP, self.loaded.at[slot, group, rows]))
+        for source, begin, target in copies:
+            part = source.at[:, pl.ds(begin, target.shape[1])]
+            plgpu.copy_gmem_to_smem(part, target, full.at[slot], collective_axes=axes)
+
+    @override
+    def _load(self, slot: Array, first: int) -> Array:
+        if first < self.shape.rule.value_width:
+            group, column = divmod(first, GROUP)
+            rows = plgpu.load(self.loaded.at[slot, group], layout=NARROW, optimized=False)
+        else:
+            rows, column = plgpu.load(self.rotary.at[slot], layout=WIDE, optimized=False), 8
+        return lax.slice(rows, (0, column), (STEP, column + COLUMNS))
+
+    @override
+    def _widen(self, slot: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
+        loaded = plgpu.load(self.scales.at[slot], layout=FOURS, optimized=False)
+        column = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 1, layout=FOURS)
+        scales: dict[int, Array] = {}
+        widened: list[Array] = []
+        for first, part in zip(firsts, parts, strict=True):
+            group = first // GROUP
+            if group < self.GROUPS:
+                if group not in scales:
+                    own = jnp.where(column == group, loaded, jnp.zeros_like(loaded)).sum(axis=1)
+                    scales[group] = plgpu.layout_cast(own, NARROW.reduce(1))
+                part = part.astype(jnp.float16).astype(jnp.float32)  # there is no shorter way
+                part = part * lax.broadcast_in_dim(scales[group], part.shape, [0])
+            widened.append(part.astype(self.shape.compute))
+        return widened

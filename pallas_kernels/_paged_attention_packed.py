@@ -1,0 +1,59 @@
+"""Latent rows packed into bytes: 8-bit values with scales, and a 16-bit rotary part."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+RowPacking = Literal["fp8_ds_mla"]
+GROUP = 128  # values that share a scale
+HIGHEST, LEAST = 448.0, 2.0**-126  # of float8_e4m3fn; of scales
+
+
+class PackedRow(NamedTuple):
+    """The parts of a row of ``"fp8_ds_mla"``, as vLLM stores the latents of DeepSeek-V3.2.
+
+    latent: values, a multiple of 128; float8_e4m3fn, and then a float32 scale for each 128.
+    rotary: elements after the values; bfloat16.
+    """
+
+    latent: int
+    rotary: int
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self._sizes())
+
+    def pack(self, rows: Array) -> Array:
+        """Returns rows, float[..., latent + rotary], as uint8[..., row_bytes]."""
+        latent, rotary = lax.split(rows, (self.latent, self.rotary), axis=rows.ndim - 1)
+        groups = latent.astype(jnp.float32).reshape(*latent.shape[:-1], -1, GROUP)
+        highest = jnp.abs(groups).max(axis=-1, keepdims=True)
+        scales = jnp.maximum(highest / HIGHEST, LEAST)
+        values = jnp.clip(groups / scales, -HIGHEST, HIGHEST).astype(jnp.float8_e4m3fn)
+        parts = values.reshape(latent.shape), scales[..., 0], rotary.astype(jnp.bfloat16)
+        return jnp.concatenate([_as_bytes(part) for part in parts], axis=-1)
+
+    def unpack(self, rows: Array) -> Array:
+        """Returns rows, uint8[..., row_bytes], as float32[..., latent + rotary]."""
+        latent, scales, rotary = lax.split(rows, self._sizes(), axis=rows.ndim - 1)
+        values = lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = values * jnp.repeat(_as_elements(scales, jnp.float32), GROUP, axis=-1)
+        rest = _as_elements(rotary, jnp.bfloat16).astype(jnp.float32)
+        return jnp.concatenate([values, rest], axis=-1)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Returns the bytes of values, of scales and of the rotary part."""
+        return self.latent, 4 * (self.latent // GROUP), 2 * self.rotary
+
+
+def _as_bytes(array: Array) -> Array:
+    data = lax.bitcast_convert_type(array, jnp.uint8)
+    return data.reshape(*array.shape[:-1], -1)
+
+
+def _as_elements(data: Array, dtype: DTypeLike) -> Array:
+    """Returns bytes, uint8[..., n], as elements of a wider dtype."""
+    split = data.reshape(*data.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    return lax.bitcast_convert_type(split, jnp.dtype(dtype))
