@@ -2,12 +2,14 @@
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
 from jaxkv.planning import Plan, plan_cache
+from jaxkv.prefixes import PrefixTree
 from jaxkv.specs import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
@@ -57,7 +59,12 @@ def plan_of(name: str, num_blocks: int = 48, **options) -> Plan:
 
 
 class Driver:
-    """Random requests over few prompts, against the definition and a device of dictionaries."""
+    """Random requests over few prompts, against the definition and a device of dictionaries.
+
+    asks_first: whether prompts are looked for before they start, with other calls in between.
+    """
+
+    asks_first = False
 
     def __init__(self, plan: Plan, seed: int, *, max_requests: int = 4, **options):
         self.random = random.Random(seed)
@@ -87,9 +94,13 @@ class Driver:
         tokens = self.prompt() if tokens is None else tokens
         name = next(self.names)
         boundaries = [n for n in (5, 11, 16) if n <= len(tokens) and self.random.random() < 0.3]
+        given: dict[str, Any] = {"tokens": np.array(tokens), "salt": salt}
+        if self.asks_first and self.random.random() < 0.6:
+            given = {"tokens": self.manager.find_prefix(**given)}
+            self._meanwhile()
         namespace = self.reference.epoch, salt, frozenset()
         story = self.reference.story.of(namespace, tokens)
-        hit = self.manager.start(name, np.array(tokens), salt=salt, boundaries=boundaries)
+        hit = self.manager.start(name, **given, boundaries=boundaries)
         self.reference.check(hit, namespace, tokens, story, len(tokens) - 1)
         self.hits += hit.num_cached_tokens > 0
         self.running[name] = {
@@ -101,6 +112,16 @@ class Driver:
             "kept": hit.num_cached_tokens,
             "goes_on": True,
         }
+
+    def _meanwhile(self) -> None:
+        what = self.random.random()
+        if what < 0.3:
+            self.step()
+        elif what < 0.5 and self.running:
+            self.finish(self.random.choice(list(self.running)), known=True)
+        elif what < 0.55:
+            self.manager.new_epoch()
+            self.reference.clear(forget=False)
 
     def computed(self, name: int) -> int:
         return self.manager.num_computed_tokens(name)
@@ -215,6 +236,69 @@ def test_hits_are_the_longest_that_the_definition_allows(name: str, num_blocks: 
     hits = 0
     for seed in range(1_000 if IS_LONG else 10):
         driver = Driver(plan_of(name, num_blocks), seed, checkpoint_share=1.0)
+        driver.asks_first = seed % 2 == 1
         driver.run(150)
         hits += driver.hits
     assert hits
+
+
+def computed_prompt(plan: Plan, tokens: np.ndarray) -> tuple[BlockManager, StepShape]:
+    """A manager that keeps a prompt of a request that ended."""
+    manager = BlockManager(plan, max_requests=4)
+    shape = StepShape.for_plan(
+        plan, max_requests=4, max_tokens=12, forks=4, cached_tokens=plan.max_model_len
+    )
+    for end in (*manager.start("first", tokens).chunk_ends, tokens.size):
+        manager.step(shape, {"first": end - manager.num_computed_tokens("first")})
+    manager.finish("first")
+    return manager, shape
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "none", "all"])
+def test_a_prefix_that_was_found_is_not_looked_for_again(name: str, monkeypatch) -> None:
+    tokens = np.arange(12)
+    manager, _ = computed_prompt(plan_of(name), tokens)
+    wanted = manager.start("by its tokens", tokens)
+    manager.finish("by its tokens")
+    found = manager.find_prefix(tokens)
+    monkeypatch.setattr(PrefixTree, "walk", lambda *_: pytest.fail("it is looked for again"))
+    assert found.num_cached_tokens == wanted.num_cached_tokens > 0
+    assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
+    assert manager.start("a", found)._replace(row=wanted.row) == wanted
+    assert manager.find_prefix(found).num_held_blocks == sum(wanted.shared_blocks)
+    shorter = manager.start("b", found, max_cached_tokens=wanted.num_cached_tokens - 1)
+    assert shorter.num_cached_tokens < wanted.num_cached_tokens
+
+
+@pytest.mark.parametrize(("what", "left"), [("new_epoch", 0), ("reset_prefixes", 0), ("evict", 4)])
+def test_a_prefix_that_was_found_and_is_gone_is_not_shared(what: str, left: int) -> None:
+    tokens = np.arange(12)
+    manager, shape = computed_prompt(plan_of("full", 14), tokens)
+    found = manager.find_prefix(tokens)
+    assert found.num_cached_tokens == 8
+    if what == "evict":
+        manager.start("large")
+        for _ in range(4):
+            manager.step(shape, {"large": 12})
+        manager.finish("large")
+    else:
+        getattr(manager, what)()
+    assert manager.start("a", found).num_cached_tokens == left
+
+
+def test_a_prefix_that_another_manager_found_is_looked_for_here() -> None:
+    tokens, plan = np.arange(12), plan_of("full")
+    (manager, _), empty = computed_prompt(plan, tokens), BlockManager(plan, max_requests=4)
+    assert manager.find_prefix(tokens).num_cached_tokens == 8
+    assert empty.start("a", manager.find_prefix(tokens)).num_cached_tokens == 0
+    assert manager.start("a", empty.find_prefix(tokens)).num_cached_tokens == 8
+
+
+def test_a_prefix_that_was_found_keeps_its_salt() -> None:
+    tokens = np.arange(12)
+    manager, _ = computed_prompt(plan_of("full"), tokens)
+    found = manager.find_prefix(tokens, salt="b")
+    with pytest.raises(ValueError, match="salt and extra_keys are those of find_prefix"):
+        manager.start("a", found, salt="b")
+    manager.start("large")  # the answer stays true
+    assert manager.start("a", found).reasons == ("other_salt",)

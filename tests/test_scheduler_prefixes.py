@@ -9,6 +9,7 @@ import pytest
 from jaxkv.blocks import BlockManager, StepShape
 from jaxkv.hf_config import layers_from_config, load_config
 from jaxkv.planning import Plan, plan_cache
+from jaxkv.prefixes import PrefixTree
 from jaxkv.scheduler import Schedule, Scheduler
 from tests.reference_prefixes import Content, Story
 from tests.test_prefixes import LAYERS, plan_of
@@ -177,6 +178,25 @@ def test_hybrid_prompts_hit_wherever_they_can(mode: str, boundaries, wanted: int
     assert (stats.requests, stats.hits) == (64, wanted)
     assert cached == wanted * 1500
     assert most_kept <= plan.num_blocks // 10
+
+
+@pytest.mark.parametrize("name", ["full", "none"])
+def test_a_prompt_is_looked_up_once_when_it_is_admitted(name: str, monkeypatch) -> None:
+    server = Server(plan_of(name, 150))
+    server.add("first", [1] * 20, 20)
+    server.serve()
+    looked_up: list[int] = []
+
+    def walk(tree, namespace, tokens, walk=PrefixTree.walk):
+        looked_up.append(tokens.size)
+        return walk(tree, namespace, tokens)
+
+    monkeypatch.setattr(PrefixTree, "walk", walk)
+    for request in range(2):
+        server.add(request, [1] * 20, 20)
+    hits = server.scheduler.schedule().hits
+    assert looked_up == [20, 20]
+    assert all(hits[request].num_cached_tokens > 0 for request in range(2))
 
 
 def test_a_plan_with_states_needs_forks_to_share() -> None:

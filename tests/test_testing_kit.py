@@ -22,7 +22,15 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv.testing
 from jaxkv.block_tables import pack_entries
-from jaxkv.blocks import BlockManager, BlockPool, OutOfBlocksError, _changes, _manager, _resuming
+from jaxkv.blocks import (
+    BlockManager,
+    BlockPool,
+    OutOfBlocksError,
+    _changes,
+    _manager,
+    _resuming,
+    _sharing,
+)
 from jaxkv.blocks._pending import Pending
 from jaxkv.blocks._prefixes import Prefixes
 from jaxkv.blocks._rows import Rows
@@ -355,13 +363,13 @@ BUGS = {  # where, and its replacement made of what was there
     ),
     "a fork shares one block too few": (_manager, "columns_to_share", short),
     "a shared block is written": (
-        _changes, "_written", lambda _: lambda *arguments: np.zeros(0, np.int64)
+        _sharing, "_written", lambda _: lambda *arguments: range(0)
     ),
     "the copy of a shared block starts empty": (
-        _changes, "_keeps_content", lambda _: lambda books, row, group, columns: columns < 0
+        _sharing, "_keeps_content", lambda _: lambda position, computed: False
     ),
     "every holder takes itself for the last": (
-        _changes, "_last_holders", lambda _: lambda books, cells: books.ids_at(cells) > 0
+        _sharing, "_without_last_holders", lambda _: lambda pool, shared: []
     ),
     "more blocks are taken than are free": (
         _changes, "_blocks_needed", lambda _: lambda books, changes: 0
@@ -404,7 +412,7 @@ def without_salt(encode):
 
 def copy_only_kept_states(_):
     whole = np.iinfo(np.int64).max
-    return lambda pool, ids, position: (pool._references[ids] > 1) | (pool.kept_until[ids] == whole)
+    return lambda pool, ids, at: (pool.others_of(ids) > 0) | (pool.kept_until[ids] == whole)
 
 
 def to_the_end_of_the_block(walk):

@@ -7,13 +7,14 @@
 from jaxkv.blocks._manager import BlockManager
 from jaxkv.blocks._pack import TableEntry, list_entries, pack_step
 from jaxkv.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
-from jaxkv.blocks._prompts import PrefixHit, PrefixStats
+from jaxkv.blocks._prompts import FoundPrefix, PrefixHit, PrefixStats
 from jaxkv.blocks._shape import StepShape, Upload
 
 __all__ = [
     "BlockManager",
     "BlockPool",
     "BlockUse",
+    "FoundPrefix",
     "OutOfBlocksError",
     "PrefixHit",
     "PrefixStats",

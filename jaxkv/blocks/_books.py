@@ -4,6 +4,7 @@ Everything that happens to the blocks of a step happens to all its requests and 
 in slices.
 """
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,8 +27,10 @@ class Changes(NamedTuple):
       there. They are single cells.
     replaces: whether any fresh cell had a block, which its row gives back.
     dropped: cells whose block is given back.
-    held: int64[3, G, N], the columns that the rows hold afterwards; see `Books`.
+    held: [3, G, N] ints, the columns that the rows hold afterwards, see `Books`; [3, G] of a
+      single row.
     quiet_until: int64[N], the longest total up to which the rows then change nothing.
+    shares: whether any of the rows might have hit a shared block; see `Books.any_may_share`.
     given_up: blocks whose content is no longer kept.
     """
 
@@ -36,8 +39,9 @@ class Changes(NamedTuple):
     copied: np.ndarray
     replaces: bool
     dropped: Runs
-    held: np.ndarray
+    held: np.ndarray | Sequence[Sequence[int]]
     quiet_until: np.ndarray
+    shares: bool
     given_up: np.ndarray = NO_IDS
 
 
@@ -68,13 +72,14 @@ class Books:
     ):
         self.pool, self.rules = pool, Rules(growths, context_parallel)
         self.row_blocks = tuple(row_blocks)
-        self.starts = np.array([0, *itertools.accumulate(row_blocks)])  # first column of a group
-        self._starts = self.starts[:-1].tolist()
+        self._starts = [0, *itertools.accumulate(row_blocks)]  # first column of each group
+        self.starts = np.array(self._starts)
         self.table = np.zeros((max_requests, int(self.starts[-1])), np.int32)
         self._cells = self.table.reshape(-1)  # NumPy looks up along one axis much faster
         shape = len(growths), max_requests
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
-        self._held[0] = -1
+        self._nothing = np.array([[-1], [0], [0]])  # the same of a row that holds none
+        self._held[:] = self._nothing[..., None]
         self.computed = np.zeros(max_requests, np.int64)
         self.reached = np.zeros(max_requests, np.int64)
         self.resumed = np.zeros(max_requests, np.int64)
@@ -87,16 +92,15 @@ class Books:
 
     def columns_of(self, row: int, group: int) -> np.ndarray:
         """Returns a view of a row's columns in one group, int32[row_blocks[group]]."""
-        return self.table[row, self.starts[group] : self.starts[group + 1]]
+        return self.table[row, self._starts[group] : self._starts[group + 1]]
 
     def held(self, rows: np.ndarray) -> np.ndarray:
         """Returns int64[3, G, N], a copy of source, first and end of rows."""
         return self._held.take(rows, axis=2)
 
-    def held_of(self, row: int, group: int) -> tuple[int, int, int]:
-        """Returns source, first and end of one row in one group."""
-        source, first, end = self._held[:, group, row].tolist()
-        return source, first, end
+    def held_of(self, row: int) -> list[list[int]]:
+        """Returns source, first and end of one row, of each group."""
+        return self._held[:, :, row].tolist()
 
     def any_may_share(self, rows: np.ndarray) -> bool:
         """Returns whether the next tokens of any of these rows may hit a block that is shared."""
@@ -124,8 +128,7 @@ class Books:
     def _spans_of(self, row: int) -> list[slice]:
         """Returns the columns of the table, of all groups, that a row holds."""
         spans: list[slice] = []
-        held = zip(self._starts, *self._held[:, :, row].tolist(), strict=True)
-        for start, source, first, end in held:
+        for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
             if 0 <= source < first:
                 spans.append(slice(start + source, start + source + 1))
             if first < end:
@@ -139,23 +142,24 @@ class Books:
         return self._cells[self._cells_of(runs)]
 
     def _set_ids(self, runs: Runs, ids: np.ndarray) -> None:
+        cells, width, starts = self._cells, self.table.shape[1], self._starts
         if not runs.are_few:
-            self._cells[self._cells_of(runs)] = ids
-            return
-        spans, end = self._slices(runs), 0
-        if runs.are_cells:
-            self._cells[[span.start for span in spans]] = ids
-            return
-        for span in spans:
-            begin, end = end, end + span.stop - span.start
-            self._cells[span] = ids[begin:end]
+            cells[self._cells_of(runs)] = ids
+        else:
+            end = 0
+            for group, row, column, count in runs.ints:
+                at, begin, end = row * width + starts[group] + column, end, end + count
+                if count == 1:
+                    cells[at] = ids[begin]
+                else:
+                    cells[at : at + count] = ids[begin:end]
 
     def _cells_of(self, runs: Runs) -> np.ndarray:
         """Returns int64[cells], where runs lie in the flat table."""
         groups, rows, columns = runs.cells()
         cells = rows * self.table.shape[1]
         cells += columns
-        if len(self._starts) > 1:
+        if len(self.row_blocks) > 1:
             cells += self.starts[groups]
         return cells
 
@@ -188,16 +192,17 @@ class Books:
                 self.pool.release(before[before != NULL_BLOCK])
                 replaced = before[fresh.first_cells[changes.copied]]
             self._set_ids(fresh, ids)
-        self._hold(rows, changes.held)
-        if changes.replaces or self.any_may_share(rows):
-            self.may_share[rows] &= self._shares_source(rows)
+        self._hold(changes)
+        if changes.shares:
+            self.may_share[rows] = self._shares_source(rows) if self.rules.aligned.size else False
         self.quiet_until[rows] = changes.quiet_until
         return ids, replaced
 
-    def _hold(self, rows: np.ndarray, held: np.ndarray) -> None:
-        """Sets source, first and end of rows, int64[3, G, N]."""
+    def _hold(self, changes: Changes) -> None:
+        """Sets source, first and end of the rows that change."""
+        rows, held = changes.rows, changes.held
         if rows.size == 1:
-            self._held[:, :, rows[0]] = held[:, :, 0]
+            self._held[:, :, rows[0]] = held
         elif self.rules.has_windows or self.rules.aligned.size:
             self._held[:, :, rows] = held
         else:  # only ends change, and flat arrays take them several times faster
@@ -237,22 +242,22 @@ class Books:
 
     def _shares_source(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether a shorter chunk than announced would write a shared "align" state."""
-        shared = np.zeros(rows.size, bool)
+        shared, may_share = np.zeros(rows.size, bool), self.may_share[rows]
         for group in self.rules.aligned:
             source = self._held[0, group, rows]
             ids = self.table[rows, self.starts[group] + np.maximum(source, 0)]
             shared |= (source >= 0) & self.pool.must_copy(ids, self.computed[rows])
-        return shared
+        return shared & may_share
 
     # --- rows ---------------------------------------------------------------------
 
     def start(self, row: int, encoder_tokens: int) -> None:
         """Begins a row that holds nothing."""
-        self._held[0, :, row], self._held[1:, :, row] = -1, 0
+        self._held[:, :, row] = self._nothing
         self.computed[row] = self.reached[row] = self.resumed[row] = 0
         self.quiet_until[row] = 0
         self.may_share[row], self.shared_until[row] = False, 0
-        for group in self.rules.crossed.tolist():
+        for group in self.rules.crossed:
             growth = self.rules.growths[group]
             self.encoder_blocks[group, row] = growth.live_columns(0, 1, encoder_tokens).end
 
@@ -272,13 +277,15 @@ class Books:
             self.pool.release(cells[span][::-1].copy())
             cells[span] = NULL_BLOCK
             return
-        parts = [np.arange(span.start, span.stop) for span in spans]
-        places = np.concatenate(parts)
-        groups = self.starts.searchsorted(places, "right") - 1
-        positions = (places - self.starts[groups]) * self.rules.block[groups, 0]
-        places = places[(-positions).argsort(kind="stable")]
-        self.pool.release(cells[places])
-        cells[places] = NULL_BLOCK
+        positions: list[np.ndarray] = []
+        for span in spans:
+            group = bisect.bisect_right(self._starts, span.start) - 1
+            block, start = self.rules.of_groups[group].block, self._starts[group]
+            positions.append(np.arange(start - span.start, start - span.stop, -1) * block)
+        order = np.concatenate(positions).argsort(kind="stable")
+        self.pool.release(np.concatenate([cells[span] for span in spans])[order])
+        for span in spans:
+            cells[span] = NULL_BLOCK
 
     def fork(
         self, donor: int, row: int, num_tokens: int, columns: Sequence[tuple[int, int, int]]
@@ -305,8 +312,9 @@ class Books:
         for group, (source, first, end, ids) in enumerate(columns):
             self.columns_of(row, group)[first:end] = ids
             self._held[:, group, row] = source, first, end
-        self.pool.hold(self.blocks_of(row))
-        if (num_tokens % self.rules.block).any() or self.rules.aligned.size:
+        self.pool.hold(np.concatenate([part.block_ids for part in columns]))
+        ends_inside = any([num_tokens % rule.block for rule in self.rules.of_groups])
+        if ends_inside or self.rules.aligned.size:
             self.note_shared(row, num_tokens)
         self.shared_until[row] = num_tokens
 

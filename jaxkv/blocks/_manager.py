@@ -1,7 +1,6 @@
 """The host's books: the blocks and the progress of every running request. No jax."""
 
 import itertools
-import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from jaxkv.blocks._pending import Pending
 from jaxkv.blocks._pool import BlockPool, BlockUse
 from jaxkv.blocks._prefix_events import PrefixEvents
 from jaxkv.blocks._prefixes import Prefixes
-from jaxkv.blocks._prompts import PrefixHit, PrefixStats
+from jaxkv.blocks._prompts import FoundPrefix, PrefixHit, PrefixStats
 from jaxkv.blocks._resuming import check_rewind, columns_to_share
 from jaxkv.blocks._rows import Rows, Work
 from jaxkv.blocks._runs import NO_IDS
@@ -24,14 +23,10 @@ from jaxkv.blocks._shape import StepShape, Upload
 from jaxkv.blocks._write import (
     Batch,
     Ints,
-    Sizes,
     as_int32,
     check_batch,
     check_room,
     write_batch,
-    write_copies,
-    write_entries,
-    write_zero_ids,
 )
 from jaxkv.planning import Plan
 from jaxkv.prefixes import EventLog, ExtraKey
@@ -104,8 +99,6 @@ class BlockManager:
             max_requests=max_requests,
             context_parallel=plan.context_parallel,
         )
-        self._zeroed = np.array(plan.groups_to_zero, bool)
-        self._zeroes, self._zeroes_all = any(plan.groups_to_zero), all(plan.groups_to_zero)
         self._rows = Rows(max_requests, plan.limits.max_in_flight_tokens)
         self._encoder_tokens = np.zeros(max_requests, np.int64)
         self._prefixes = Prefixes(
@@ -118,7 +111,7 @@ class BlockManager:
             ],
             events=None if events is None else PrefixEvents(events, plan),
         )
-        self._pending = Pending()
+        self._pending = Pending(plan.groups_to_zero)
         self._num_uploads = 0
         self._shapes: set[StepShape] = set()  # those that were checked
 
@@ -206,7 +199,7 @@ class BlockManager:
     def start(
         self,
         request: Hashable,
-        tokens: Ints | None = None,
+        tokens: Ints | FoundPrefix | None = None,
         *,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
@@ -225,7 +218,8 @@ class BlockManager:
 
         Args:
           request: any hashable name.
-          tokens: token ids of the prompt, int[N]; quickest as an array.
+          tokens: token ids of the prompt, int[N], quickest as an array; or what `find_prefix`
+            returned for them, which has their salt and extra keys.
           salt: requests share only with those of the same salt.
           extra_keys: what the content depends on besides the tokens: adapters, images.
           boundaries: numbers of tokens after which another prompt may go on differently, such
@@ -236,7 +230,8 @@ class BlockManager:
         Raises:
           TypeError: tokens that are not ints.
           ValueError: the request runs already, no row is free, the plan does not admit that many
-            tokens or encoder tokens, or a boundary that is not in the prompt.
+            tokens or encoder tokens, a boundary that is not in the prompt, or a salt besides
+            that of a `FoundPrefix`.
         """
         check_count(encoder_tokens=encoder_tokens)
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
@@ -244,9 +239,12 @@ class BlockManager:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
-        if tokens is not None and len(tokens) > self._plan.max_model_len:
+        length = 0
+        if tokens is not None:
+            length = tokens.num_tokens if isinstance(tokens, FoundPrefix) else len(tokens)
+        if length > self._plan.max_model_len:
             raise ValueError(
-                f"tokens: {len(tokens)} are more than the plan's "
+                f"tokens: {length} are more than the plan's "
                 f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
             )
         self._rows.check_new([request])
@@ -407,25 +405,22 @@ class BlockManager:
 
     def find_prefix(
         self,
-        tokens: Ints,
+        tokens: Ints | FoundPrefix,
         *,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
-    ) -> tuple[int, int]:
+    ) -> FoundPrefix:
         """Looks for a prompt in the cache without starting it.
 
         Args:
-          tokens, salt, extra_keys: as of `start`.
+          tokens: token ids of the prompt; or what an earlier call returned, to have it anew if
+            there was a change.
+          salt, extra_keys: as of `start`.
 
-        Returns:
-          The tokens that `start` would find now, and how many of their blocks other requests
-          hold, so that they take no free ones.
+        Raises:
+          TypeError, ValueError: as `start`.
         """
-        if self._prefixes.has_encoder:
-            return 0, 0
-        _, _, found = self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
-        ids = np.concatenate([columns.block_ids for columns in found.columns])
-        return found.num_tokens, int(np.count_nonzero(self.block_pool.references_of(ids)))
+        return self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
 
     def prefix_stats(self) -> PrefixStats:
         """Returns what was looked up, found and evicted since the manager was made."""
@@ -477,15 +472,15 @@ class BlockManager:
         check_batch(shape, batch, self._check_totals(batch, totals))
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
         changes = plan_changes(self._books, batch.rows, computed, totals)
-        zeroed = NONE if changes is None else self._to_zero(changes)
-        check_room(shape, self._sizes(changes, zeroed, own.size))
+        zeroed = NONE if changes is None else self._pending.to_zero(changes)
+        check_room(shape, self._pending.sizes(own.size, changes, zeroed))
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         if changes is not None:
             self._apply(changes, zeroed)
         encoder_lens = self._encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         if not self._pending.is_empty:
-            self._write_changes(shape, data)
+            self._pending.write(shape, data, self._books)
         self._num_uploads += 1
         data[0] = (self._num_uploads - 1) % INT32_MAX + 1
         self._books.advance(batch.rows, computed, totals)
@@ -512,45 +507,20 @@ class BlockManager:
         self._check_totals(batch, totals)
         changes = plan_changes(self._books, batch.rows, computed, totals)
         if changes is not None:
-            self._apply(changes, self._to_zero(changes))
+            self._apply(changes, self._pending.to_zero(changes))
 
     def _apply(self, changes: Changes, zeroed: np.ndarray) -> None:
         ids, replaced = self._books.apply(changes)
         self._pending.add(changes, ids, zeroed, replaced)
 
-    def _to_zero(self, changes: Changes) -> np.ndarray:
-        """Returns, bool[K], the fresh runs whose blocks must be zeroed: not those of copies."""
-        if not changes.replaces and self._zeroes == self._zeroes_all:
-            return ~changes.copied if self._zeroes else changes.copied
-        return self._zeroed[changes.fresh.groups] & ~changes.copied
-
-    def _sizes(self, changes: Changes | None, zeroed: np.ndarray, extra: int) -> Sizes:
-        """Returns the sizes of what is pending and what is to come."""
-        if changes is None:
-            return self._pending.sizes(extra)
-        fresh, pending = changes.fresh, self._pending
-        copied = int(np.count_nonzero(changes.copied)) if changes.replaces else 0
-        to_come = changes.rows.size, fresh.num_cells, fresh.num_cells_of(zeroed), copied
-        if pending.is_empty:
-            return Sizes(*to_come, 0, extra)
-        _, *sizes = map(operator.add, pending.sizes(extra), (*to_come, 0, 0))
-        return Sizes(pending.num_rows_with(changes.rows), *sizes)
-
-    def _write_changes(self, shape: StepShape, data: np.ndarray) -> None:
-        pending = self._pending
-        entries, changed = pending.entries(), pending.changed_rows()
-        write_entries(shape, data, entries, changed, self._books.row_lengths(changed))
-        if self._zeroes:
-            write_zero_ids(shape, data, *entries.zero_ids(len(self._growths)))
-        if pending.has_copies:
-            write_copies(shape, data, pending.copies(), pending.row_copies())
-        pending.clear()
-
     # --- checks -------------------------------------------------------------------
 
     def _check_totals(self, batch: Batch, totals: np.ndarray) -> int:
         """Raises ValueError for a request that grows too long; returns the longest total."""
-        longest = int(np.maximum.reduce(totals)) if totals.size else 0
+        if totals.size == 1:
+            longest = totals.item()
+        else:
+            longest = int(np.maximum.reduce(totals)) if totals.size else 0
         if longest > self._plan.max_model_len:
             name = self._rows.name(int(batch.rows[totals.argmax()]))
             raise ValueError(

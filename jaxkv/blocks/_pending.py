@@ -1,20 +1,37 @@
 """Changes of the books that no upload has carried to the device yet. No jax."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.blocks._books import Changes
-from jaxkv.blocks._runs import FEW, NO_IDS, NO_RUNS, Runs
-from jaxkv.blocks._write import NO_COPIES, Copies, Entries, Sizes
+from jaxkv.blocks._books import Books, Changes
+from jaxkv.blocks._joins import joined_entries
+from jaxkv.blocks._runs import NO_IDS, Runs
+from jaxkv.blocks._shape import StepShape
+from jaxkv.blocks._write import (
+    NO_COPIES,
+    Copies,
+    Entries,
+    Sizes,
+    write_copies,
+    write_entries,
+    write_zero_ids,
+)
 from jaxkv.prefixes import SharedColumns
 
 
 class Pending:
     """Table entries, copies and changed rows since the last upload."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups_to_zero: Sequence[bool]):
+        """Starts without any, for groups whose fresh blocks must be zeroed or not."""
+        self._zeroed = np.array(groups_to_zero, bool)
+        self._zeroes, self._zeroes_all = any(groups_to_zero), all(groups_to_zero)
+        self._forget()
+
+    def _forget(self) -> None:
         self._entries: list[Entries] = []
         self._copies: list[Copies] = []
         self._rows: list[np.ndarray] = []  # whose lengths changed
@@ -24,14 +41,13 @@ class Pending:
     def is_empty(self) -> bool:
         return not (self._rows or self._device_rows)
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether blocks or rows are copied."""
-        return bool(self._copies or self._device_rows)
+    def to_zero(self, changes: Changes) -> np.ndarray:
+        """Returns, bool[K], the fresh runs whose blocks must be zeroed: not those of copies."""
+        if not changes.replaces and self._zeroes == self._zeroes_all:
+            return ~changes.copied if self._zeroes else changes.copied
+        return self._zeroed[changes.fresh.groups] & ~changes.copied
 
-    def clear(self) -> None:
-        """Forgets everything, once an upload holds it."""
-        self.__init__()
+    # --- noting -------------------------------------------------------------------
 
     def add(
         self, changes: Changes, ids: np.ndarray, zeroed: np.ndarray, replaced: np.ndarray
@@ -41,7 +57,7 @@ class Pending:
         Args:
           changes: to rows and cells.
           ids: int32[cells], blocks of the fresh cells.
-          zeroed: bool[K], the fresh runs whose blocks must be zeroed.
+          zeroed: bool[K], what `to_zero` returned.
           replaced: the blocks that the copied cells had before.
         """
         if ids.size:
@@ -61,58 +77,6 @@ class Pending:
         listed = Runs(None, ids.size, [run for run in runs if run[-1]])
         self._entries.append(Entries(listed, ids, np.zeros(listed.size, bool)))
         self._rows.append(np.array([row]))
-
-    def sizes(self, extra: int) -> Sizes:
-        """Returns the sizes of everything pending, and of a step's ``extra``."""
-        if self.is_empty:
-            return Sizes(extra=extra)
-        return Sizes(
-            changed_rows=self.changed_rows().size,
-            block_ids=sum(entries.runs.num_cells for entries in self._entries),
-            zero_ids=sum(entries.num_zeroed for entries in self._entries),
-            block_copies=sum(copies.groups.size for copies in self._copies),
-            row_copies=len(self.row_copies()),
-            extra=extra,
-        )
-
-    def num_rows_with(self, rows: np.ndarray) -> int:
-        """Returns the rows that change once these do."""
-        return _distinct([*self._rows, rows]).size
-
-    def entries(self) -> Entries:
-        """Returns all entries, ordered by group; of two for one cell only the later one."""
-        if len(self._entries) == 1:
-            return self._entries[0]
-        if not self._entries:
-            return NO_ENTRIES
-        return _joined_runs(self._entries) or self._joined_cells()
-
-    def _joined_cells(self) -> Entries:
-        parts = [(*e.runs.cells(), e.block_ids, e.of_cells(e.zeroed)) for e in self._entries]
-        groups, rows, columns, ids, zeroed = map(np.concatenate, zip(*parts, strict=True))
-        cells = (groups * (rows.max() + 1) + rows) * (columns.max() + 1) + columns
-        _, last = np.unique(cells[::-1], return_index=True)
-        kept = np.sort(groups.size - 1 - last)
-        kept = kept[groups[kept].argsort(kind="stable")]
-        runs = Runs.of_cells(groups[kept], rows[kept], columns[kept])
-        return Entries(runs, ids[kept], zeroed[kept])
-
-    def copies(self) -> Copies:
-        """Returns all copies of blocks, ordered by group."""
-        if not self._copies:
-            return NO_COPIES
-        joined = Copies(*map(np.concatenate, zip(*self._copies, strict=True)))
-        order = joined.groups.argsort(kind="stable")
-        return Copies(*(part[order] for part in joined))
-
-    def changed_rows(self) -> np.ndarray:
-        """Returns the rows whose lengths the device must learn, int64[E]."""
-        return _distinct(self._rows)
-
-    def row_copies(self) -> np.ndarray:
-        """Returns int64[M, 2]: a device row, and the row that its content goes to."""
-        pairs = [(device, row) for row, device in self._device_rows.items() if device != row]
-        return np.array(pairs, np.int64).reshape(-1, 2)
 
     def _origins(self, sources: np.ndarray) -> np.ndarray:
         """Returns where blocks' content lies now: an upload makes all its copies at once."""
@@ -166,37 +130,72 @@ class Pending:
             waiting.difference_update(itertools.compress(first_ids, shared))
             self._entries[at] = entries._replace(zeroed=entries.zeroed | np.array(shared, bool))
 
+    # --- uploading ----------------------------------------------------------------
 
-NO_ENTRIES = Entries(NO_RUNS, NO_IDS, np.zeros(0, bool))
+    def sizes(self, extra: int, changes: Changes | None, zeroed: np.ndarray) -> Sizes:
+        """Returns the sizes of everything pending and of changes to come.
+
+        Args:
+          extra: of the step.
+          changes: None: there are none.
+          zeroed: bool[K], what `to_zero` returned for them.
+        """
+        if changes is None:
+            return Sizes(extra=extra) if self.is_empty else self._sizes(extra, self._rows)
+        fresh = changes.fresh
+        copied = int(np.count_nonzero(changes.copied)) if changes.replaces else 0
+        to_come = fresh.num_cells, fresh.num_cells_of(zeroed), copied
+        if self.is_empty:
+            return Sizes(changes.rows.size, *to_come, 0, extra)
+        rows, *sizes = self._sizes(extra, [*self._rows, changes.rows])
+        return Sizes(rows, *map(operator.add, sizes, (*to_come, 0, 0)))
+
+    def _sizes(self, extra: int, rows: Sequence[np.ndarray]) -> Sizes:
+        return Sizes(
+            changed_rows=_distinct(rows).size,
+            block_ids=sum(entries.runs.num_cells for entries in self._entries),
+            zero_ids=sum(entries.num_zeroed for entries in self._entries),
+            block_copies=sum(copies.groups.size for copies in self._copies),
+            row_copies=len(self._row_copies()),
+            extra=extra,
+        )
+
+    def write(self, shape: StepShape, data: np.ndarray, books: Books) -> None:
+        """Writes everything into an upload, and forgets it."""
+        entries, changed = joined_entries(self._entries), _distinct(self._rows)
+        write_entries(shape, data, entries, changed, books.row_lengths(changed))
+        if self._zeroes:
+            write_zero_ids(shape, data, *entries.zero_ids(len(shape.growths)))
+        if self._copies or self._device_rows:
+            write_copies(shape, data, self._block_copies(), self._row_copies())
+        self._forget()
+
+    def _block_copies(self) -> Copies:
+        """Returns all copies of blocks, ordered by group."""
+        if len(self._copies) < 2:
+            return self._copies[0] if self._copies else NO_COPIES
+        joined = Copies(*map(np.concatenate, zip(*self._copies, strict=True)))
+        order = joined.groups.argsort(kind="stable")
+        return Copies(*(part[order] for part in joined))
+
+    def _row_copies(self) -> np.ndarray:
+        """Returns int64[M, 2]: a device row, and the row that its content goes to."""
+        if not self._device_rows:
+            return NO_ROW_COPIES
+        pairs = [(device, row) for row, device in self._device_rows.items() if device != row]
+        return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def _joined_runs(parts: Sequence[Entries]) -> Entries | None:
-    """Returns entries ordered by group, if they are few runs and name no cell twice."""
-    if sum(part.runs.size for part in parts) > FEW or not all(p.runs.are_few for p in parts):
-        return None
-    runs = [run for part in parts for run in part.runs.ints]
-    for (group, row, begin, count), after in itertools.pairwise(sorted(runs)):
-        if (group, row) == after[:2] and begin + count > after[2]:
-            return None
-    zeroed = itertools.chain.from_iterable(part.zeroed.tolist() for part in parts)
-    ends = itertools.accumulate(run[3] for run in runs)
-    ids = np.concatenate([part.block_ids for part in parts])
-    found = sorted(zip(runs, zeroed, ends, strict=True), key=lambda each: each[0][0])
-    return Entries(
-        Runs.listed([run for run, _, _ in found]),
-        np.concatenate([ids[end - run[3] : end] for run, _, end in found]),
-        np.array([is_zeroed for _, is_zeroed, _ in found], bool),
-    )
+NO_ROW_COPIES = np.zeros((0, 2), np.int64)
 
 
-def _distinct(rows: Iterable[np.ndarray]) -> np.ndarray:
+def _distinct(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns each row once; the rows of one change are distinct already."""
-    listed = list(rows)
-    if len(listed) == 1:
-        return listed[0]
-    if all(part.size == 1 for part in listed):
-        return np.array(sorted({int(part[0]) for part in listed}), np.int64)
-    return np.unique(np.concatenate([np.zeros(0, np.int64), *listed]))
+    if len(parts) == 1:
+        return parts[0]
+    if all([part.size == 1 for part in parts]):
+        return np.array(sorted({int(part[0]) for part in parts}), np.int64)
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
 
 
 def _swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:

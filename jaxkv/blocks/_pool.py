@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.numbers import NULL_BLOCK
-from jaxkv.blocks._warm import WarmBlocks
+from jaxkv.blocks._queue import BlockQueue
 
 # Warm blocks are evicted several at a time, so that a step that takes a few rarely has to.
 EVICTED_AT_ONCE, LEAST_PART = 64, 256
@@ -54,7 +54,8 @@ class BlockPool:
     Ids come back in the order in which they were freed, so a freed block stays untouched for
     as long as the pool allows. A free block whose content is kept is warm: it is taken after
     all others, the one that was freed first before the others, and may get holders again.
-    Every operation works on slices: a few NumPy calls, whatever the number of ids.
+    Every operation works on slices: a few NumPy calls, whatever the number of ids. Nothing is
+    written down for a block with one holder, which is what most blocks have.
 
     kept_until: int64[num_blocks], the position before which no token of a block may be written
       over; 0: its content is not kept. Written by whoever keeps it.
@@ -68,12 +69,10 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks}; at least 2 (the null block and one more)")
         self.num_blocks = num_blocks
-        self._references = np.zeros(num_blocks, np.int32)
-        self._num_shared = 0  # references beyond the first of each block
-        # A ring: `_num_cold` ids from `_head` on, in the order of their release.
-        self._free = np.arange(NULL_BLOCK + 1, num_blocks, dtype=np.int32)
-        self._head, self._num_cold = 0, num_blocks - 1
-        self._warm = WarmBlocks(num_blocks)
+        self._more_holders = np.zeros(num_blocks, np.int32)  # references beyond the first
+        self._num_shared = 0  # the same of all blocks
+        self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
+        self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
         self.kept_until = np.zeros(num_blocks, np.int64)
         self.has_kept = False
         self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
@@ -84,14 +83,14 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks without holders, warm ones included."""
-        return self._num_cold + len(self._warm)
+        return self._cold.size + self._warm.size
 
     @property
     def use(self) -> BlockUse:
         """Blocks by what they are used for."""
-        own = int(np.count_nonzero(self._references == 1))
-        held = int(np.count_nonzero(self._references))
-        return BlockUse(own, held - own, len(self._warm), self._num_cold)
+        held = self.num_blocks - 1 - self.num_free_blocks
+        shared = int(np.count_nonzero(self._more_holders))
+        return BlockUse(held - shared, shared, self._warm.size, self._cold.size)
 
     @property
     def has_shared_blocks(self) -> bool:
@@ -111,24 +110,16 @@ class BlockPool:
 
     def take(self, count: int) -> np.ndarray:
         """As `allocate`, without its checks: for the books, which know that they are free."""
-        if count > self._num_cold:
+        if count > self._cold.size:
             spare = min(EVICTED_AT_ONCE, self.num_blocks // LEAST_PART)
-            self._evict(count - self._num_cold + spare)
-        stop = self._head + count
-        if stop <= self._free.size:
-            ids = self._free[self._head : stop].copy()
-        else:
-            ids = np.concatenate([self._free[self._head :], self._free[: stop - self._free.size]])
-        self._head = stop % self._free.size
-        self._num_cold -= count
-        self._references[ids.astype(np.intp)] = 1  # NumPy looks int32 up several times slower
-        return ids
+            self._evict(count - self._cold.size + spare)
+        return self._cold.pop(count)
 
     def _evict(self, count: int) -> None:
         """Makes warm blocks cold, at most ``count`` of them."""
-        ids = self._warm.pop(min(count, len(self._warm)))
+        ids = self._warm.pop(min(count, self._warm.size))
         others = self.on_evict(ids)
-        self._append(ids)
+        self._cold.push(ids)
         if others.size:
             self.cool(others)
 
@@ -148,23 +139,18 @@ class BlockPool:
 
     def cool(self, ids: np.ndarray) -> None:
         """Makes those of some blocks cold that are warm: their content is no longer kept."""
-        warm = ids[self._warm.contains(ids)]
-        self._warm.remove(warm)
-        self._append(warm)
+        self._cold.push(ids[self._warm.remove(ids)])
 
     def warm_again(self, ids: np.ndarray) -> None:
         """Lets those of some blocks that are warm be taken last."""
-        warm = ids[self._warm.contains(ids)]
-        self._warm.remove(warm)
-        self._warm.push(warm)
+        self._warm.push(ids[self._warm.remove(ids)])
 
     def hold(self, ids: np.ndarray) -> None:
         """Adds one reference to each of some blocks that are held or warm. They are distinct."""
-        ids = ids.astype(np.intp)  # quicker to look up by
-        self._references[ids] += 1
-        warm = ids[self._warm.contains(ids)]
-        self._warm.remove(warm)
-        self._num_shared += ids.size - warm.size
+        held = ids[~self._warm.remove(ids)]
+        if held.size:
+            self._more_holders[held] += 1
+            self._num_shared += held.size
 
     def share(self, block_ids: Ids) -> None:
         """Adds one reference per id to blocks that are held already.
@@ -173,7 +159,7 @@ class BlockPool:
           ValueError: an id that is not held. Nothing is shared then.
         """
         ids = self._held(block_ids, each_at_least=1)
-        np.add.at(self._references, ids, 1)
+        np.add.at(self._more_holders, ids, 1)
         self._num_shared += ids.size
 
     def free(self, block_ids: Ids) -> None:
@@ -187,51 +173,52 @@ class BlockPool:
 
     def release(self, ids: np.ndarray) -> None:
         """As `free`, without its checks: for the books, which know whose the ids are."""
-        if not self._num_shared:  # every block has one reference
-            self._references[ids.astype(np.intp)] = 0
-            return self._give_back(ids)
-        np.subtract.at(self._references, ids, 1)
-        gone = ids[self._references[ids] == 0]
-        if gone.size > 1:  # an id named twice is freed once, where it was named last
-            last = gone.size - 1 - np.unique(gone[::-1], return_index=True)[1]
-            gone = gone[np.sort(last)]
-        self._num_shared -= ids.size - gone.size
-        self._give_back(gone)
-
-    def _give_back(self, ids: np.ndarray) -> None:
-        """Puts blocks that nobody holds where they are taken from."""
+        if self._num_shared:
+            ids = self._left_by_all(ids)
         if self.has_kept:
-            is_kept = self.kept_until[ids.astype(np.intp)] > 0
+            ids = ids.astype(np.intp, copy=False)  # quicker to look up by than int32
+            is_kept = self.kept_until[ids] > 0
             num_kept = int(np.count_nonzero(is_kept))
             if num_kept == ids.size:
                 return self._warm.push(ids)
             if num_kept:
                 self._warm.push(ids[is_kept])
                 ids = ids[~is_kept]
-        self._append(ids)
+        self._cold.push(ids)
 
-    def _append(self, ids: np.ndarray) -> None:
-        """Puts ids at the end of the cold ones."""
-        tail = (self._head + self._num_cold) % self._free.size
-        first = min(ids.size, self._free.size - tail)
-        self._free[tail : tail + first] = ids[:first]
-        if first < ids.size:
-            self._free[: ids.size - first] = ids[first:]
-        self._num_cold += ids.size
+    def _left_by_all(self, ids: np.ndarray) -> np.ndarray:
+        """Drops one reference per id. Returns the blocks without any, where named last."""
+        np.subtract.at(self._more_holders, ids, 1)
+        gone = ids[self._more_holders[ids] < 0]
+        self._more_holders[gone] = 0
+        if gone.size > 1:
+            last = gone.size - 1 - np.unique(gone[::-1], return_index=True)[1]
+            gone = gone[np.sort(last)]
+        self._num_shared -= ids.size - gone.size
+        return gone
 
     def references(self, block_id: int) -> int:
         """Returns the holders of a block; 0: it is free."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id={block_id} is not in 0..{self.num_blocks - 1}")
-        return int(self._references[block_id])
+        return int(self.references_of(np.array([block_id]))[0])
 
     def references_of(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the holders of each block, int32 of the ids' shape."""
-        return self._references[ids]
+        """Returns the holders of each block of the pool, int64 of the ids' shape."""
+        is_held = (ids != NULL_BLOCK) & ~(self._cold.contains(ids) | self._warm.contains(ids))
+        return np.where(is_held, 1 + self._more_holders[ids], 0)
 
-    def must_copy(self, ids: np.ndarray, position: int | np.ndarray) -> np.ndarray:
+    def num_held(self, ids: np.ndarray) -> int:
+        """Returns how many of some blocks that are held or warm are held."""
+        return ids.size - int(np.count_nonzero(self._warm.contains(ids)))
+
+    def others_of(self, ids: np.ndarray) -> np.ndarray:
+        """Returns how many hold blocks besides somebody who does, int32 of the ids' shape."""
+        return self._more_holders[ids]
+
+    def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
         """Returns whether a holder that writes from a position on must copy its block first."""
-        return (self._references[ids] > 1) | (self.kept_until[ids] > position)
+        return (self._more_holders[ids] > 0) | (self.kept_until[ids] > position)
 
     def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
         ids = np.asarray(block_ids)
@@ -241,7 +228,7 @@ class BlockPool:
             raise TypeError(f"block_ids must be a flat sequence of ints, got {block_ids!r}")
         named, counts = np.unique(ids, return_counts=True)
         in_pool = (named > NULL_BLOCK) & (named < self.num_blocks)
-        held = np.where(in_pool, self._references[np.where(in_pool, named, 0)], 0)
+        held = np.where(in_pool, self.references_of(np.where(in_pool, named, 0)), 0)
         bad = np.flatnonzero(held < (counts if each_at_least is None else each_at_least))
         if bad.size:
             raise ValueError(

@@ -9,11 +9,12 @@ import numpy as np
 from jaxkv._internal.checks import check_count
 from jaxkv.blocks._books import Books
 from jaxkv.blocks._prefix_events import KeyChain, PrefixEvents
-from jaxkv.blocks._prompts import Namespace, PrefixStats, Prompt
+from jaxkv.blocks._prompts import FoundPrefix, Namespace, PrefixStats, Prompt
 from jaxkv.blocks._resuming import columns_to_share
 from jaxkv.blocks._runs import NO_IDS
 from jaxkv.blocks._write import Ints
 from jaxkv.prefixes import (
+    MAX_TOKEN,
     ExtraKey,
     Found,
     Keeping,
@@ -53,7 +54,6 @@ class Prefixes:
         self._tree = PrefixTree(
             keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
         )
-        self._has_states = any(keeping.by_checkpoint for keeping in keepings)
         self.has_encoder = bool(rules.crossed.size)
         self._prompts: dict[int, Prompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
@@ -68,25 +68,43 @@ class Prefixes:
 
     def find(
         self,
-        tokens: Ints,
+        tokens: Ints | FoundPrefix,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None = None,
-    ) -> tuple[Namespace, np.ndarray, Found]:
-        """Finds the longest prefix; also returns where, and a number for each token."""
+    ) -> FoundPrefix:
+        """Finds the longest prefix of a prompt, or looks whether one that was found still is."""
+        if isinstance(tokens, FoundPrefix):
+            if salt is not None or extra_keys:
+                raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
+            return self._renewed(tokens, max_cached_tokens)
         namespace, encoded = self._encode(tokens, salt, extra_keys)
-        limit = encoded.size - 1
-        if max_cached_tokens is not None:
-            check_count(max_cached_tokens=max_cached_tokens)
-            limit = min(limit, max_cached_tokens)
+        limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
         self._tree.touch(path)
-        return namespace, encoded, find(self._tree, path, seen, limit)
+        keys, pool, found = tuple(extra_keys), self._books.pool, find(self._tree, path, seen, limit)
+        state = self._tree.state
+        return FoundPrefix(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
+
+    def _renewed(self, known: FoundPrefix, max_cached_tokens: int | None) -> FoundPrefix:
+        if known.state is not self._tree.state:
+            return self.find(
+                known.tokens & MAX_TOKEN,
+                salt=known.salt,
+                extra_keys=known.extra_keys,
+                max_cached_tokens=max_cached_tokens,
+            )
+        self._tree.touch(known.path)
+        limit = _limit(known.tokens, max_cached_tokens)
+        if limit == known.limit:
+            return known
+        found = find(self._tree, known.path, known.num_seen, limit)
+        return known._replace(limit=limit, found=found)
 
     def look_up(
         self,
-        tokens: Ints,
+        tokens: Ints | FoundPrefix,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
@@ -94,9 +112,10 @@ class Prefixes:
         max_cached_tokens: int | None,
     ) -> tuple[Prompt, Found]:
         """Finds the longest prefix of a prompt, for the arguments of `BlockManager.start`."""
-        namespace, encoded, found = self.find(
+        prefix = self.find(
             tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
         )
+        namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
         if found.num_seen < self._smallest:
             reasons = self._elsewhere(namespace, encoded, found.reasons)
@@ -109,7 +128,7 @@ class Prefixes:
         used = [] if found.checkpoint is None else [found.checkpoint]
         prompt = Prompt(namespace, encoded, ends, wanted, found.num_tokens, used)
         if self._events is not None:
-            prompt.chain = KeyChain(salt, tuple(extra_keys))
+            prompt.chain = KeyChain(prefix.salt, prefix.extra_keys)
         return prompt, found
 
     def begin(self, row: int, prompt: Prompt, found: Found) -> None:
@@ -126,7 +145,7 @@ class Prefixes:
 
         The second are those where another prompt is known to go on.
         """
-        if not self._has_states:
+        if not self._tree.has_states:
             return (), frozenset()
         limit = num_tokens - 1
         wanted = set(boundaries)
@@ -139,8 +158,8 @@ class Prefixes:
         self, namespace: Namespace, tokens: np.ndarray, reasons: tuple[Reason, ...]
     ) -> tuple[Reason, ...]:
         """Returns the reasons, corrected if the first block is known in another namespace."""
-        first = tokens[: self._smallest].tobytes()
-        others = [other for other in self._first_blocks.get(first, ()) if other != namespace]
+        known = self._first_blocks.get(self._first_block(tokens), ())
+        others = [other for other in known if other != namespace]
         if not others or "complete" in reasons:
             return reasons
         now = [other for other in others if other.epoch == namespace.epoch]
@@ -155,8 +174,9 @@ class Prefixes:
         counts["hits"] += found.num_tokens > 0
         counts["prompt_tokens"] += num_tokens
         counts["cached_tokens"] += found.num_tokens
-        for reason in set(found.reasons) - {"complete", "other_groups"}:
-            self._reasons[reason] += 1
+        for reason in set(found.reasons):
+            if reason not in ("complete", "other_groups"):
+                self._reasons[reason] += 1
 
     def fork(self, donor: int, row: int, num_tokens: int) -> None:
         """Gives a row the prompt of another one, whose first tokens it shares."""
@@ -215,7 +235,7 @@ class Prefixes:
         if prompt is None:
             return
         if prompt.may_go_on and more.size:
-            prompt.tokens = np.concatenate([prompt.tokens, more])
+            prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
         computed = int(self._books.computed[row])
         count = min(computed, prompt.tokens.size)
         self._keep(row, prompt, count, is_end=0 < count == computed)
@@ -234,16 +254,13 @@ class Prefixes:
         if prompt.namespace.epoch != self._epoch:
             return
         keepings = self._tree.keepings
-        ends = self._ends(row, count) if is_end and self._has_states else None
+        ends = self._ends(row, count) if is_end and self._tree.has_states else None
         if ends is None:
             whole = [count // k.block * k.block for k in keepings if not k.by_checkpoint]
             count = max(whole, default=0)
             if count <= prompt.num_kept:
                 return
-        columns = [
-            self._whole_columns(row, group, prompt.num_kept, count)
-            for group in range(len(keepings))
-        ]
+        columns = self._whole_columns(row, prompt.num_kept, count)
         made = self._tree.keep(
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
@@ -260,14 +277,18 @@ class Prefixes:
             self._books.note_shared(row)
             self._bound_checkpoints()
 
-    def _whole_columns(self, row: int, group: int, kept: int, count: int) -> tuple[int, np.ndarray]:
-        """Returns the first whole column between two positions that a row holds, and the blocks."""
-        keeping = self._tree.keepings[group]
-        if keeping.by_checkpoint:
-            return 0, NO_IDS
-        _, first, end = self._books.held_of(row, group)
-        first, end = max(first, kept // keeping.block), min(end, count // keeping.block)
-        return first, self._books.columns_of(row, group)[first:end]
+    def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
+        """Returns, per group, the first whole column between two positions, and the blocks."""
+        found: list[tuple[int, np.ndarray]] = []
+        _, firsts, ends = self._books.held_of(row)
+        for group, keeping in enumerate(self._tree.keepings):
+            if keeping.by_checkpoint:
+                found.append((0, NO_IDS))
+                continue
+            first = max(firsts[group], kept // keeping.block)
+            end = min(ends[group], count // keeping.block)
+            found.append((first, self._books.columns_of(row, group)[first:end]))
+        return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
         """Returns, int32[G], the blocks that hold the end of what a row computed, if any do."""
@@ -287,9 +308,12 @@ class Prefixes:
         while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
             self._books.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
 
+    def _first_block(self, tokens: np.ndarray) -> bytes:
+        return tokens[: self._smallest].astype(np.int64).tobytes()
+
     def _remember_first(self, namespace: Namespace, tokens: np.ndarray) -> None:
         if tokens.size >= self._smallest:
-            known = self._first_blocks.setdefault(tokens[: self._smallest].tobytes(), {})
+            known = self._first_blocks.setdefault(self._first_block(tokens), {})
             known[namespace] = None
             if len(self._first_blocks) > self._books.pool.num_blocks:
                 del self._first_blocks[next(iter(self._first_blocks))]
@@ -344,5 +368,13 @@ class Prefixes:
         codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])
         if not codes.size:
             raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
-        adapters = frozenset(key for key in extra_keys if key.end is None)
+        adapters = frozenset([key for key in extra_keys if key.end is None])
         return Namespace(self._epoch, salt, adapters), codes
+
+
+def _limit(tokens: np.ndarray, max_cached_tokens: int | None) -> int:
+    """Returns the most tokens of a prompt that may be shared."""
+    if max_cached_tokens is None:
+        return tokens.size - 1
+    check_count(max_cached_tokens=max_cached_tokens)
+    return min(tokens.size - 1, max_cached_tokens)

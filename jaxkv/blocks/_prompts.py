@@ -1,12 +1,14 @@
 """Prompts of running requests, and the answers that prefix caching gives. No jax."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv.blocks._pool import BlockPool
 from jaxkv.blocks._prefix_events import KeyChain
-from jaxkv.prefixes import Checkpoint, ExtraKey, Found, Reason
+from jaxkv.prefixes import Checkpoint, ExtraKey, Found, Node, Reason
 
 
 class Namespace(NamedTuple):
@@ -17,8 +19,52 @@ class Namespace(NamedTuple):
     keys: frozenset[ExtraKey]  # of the whole sequence: adapters
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefixHit:
+class FoundPrefix(NamedTuple):
+    """The prefix of a prompt that the cache holds, before a request is started with it.
+
+    It is true until the next change of the cache. `BlockManager.start` takes it in place of the
+    prompt, and looks the prompt up again only if there was one.
+
+    namespace, tokens, salt, extra_keys: of the prompt; see `TokenCodes`.
+    path, num_seen: see `PrefixTree.walk`.
+    limit: the most tokens that may be shared.
+    found: what is.
+    state: of the tree: as long as it has no other, ``found`` is true.
+    pool: of the blocks.
+    """
+
+    namespace: Namespace
+    tokens: np.ndarray
+    salt: str | None
+    extra_keys: tuple[ExtraKey, ...]
+    path: Sequence[Node]
+    num_seen: int
+    limit: int
+    found: Found
+    state: object
+    pool: BlockPool
+
+    def __repr__(self) -> str:
+        return f"FoundPrefix({self.num_cached_tokens} of {self.num_tokens} tokens)"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.tokens.size
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.found.num_tokens
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the prefix that requests hold now, so that one more takes no free ones."""
+        ids = np.concatenate([columns.block_ids for columns in self.found.columns])
+        return self.pool.num_held(ids)
+
+
+class PrefixHit(NamedTuple):
     """The prefix that a request found in the cache, and why it is not longer.
 
     row: of the block tables.
@@ -46,25 +92,14 @@ class PrefixHit:
 
     @classmethod
     def of(cls, row: int, prompt: "Prompt", found: Found) -> "PrefixHit":
-        return cls(
-            row=row,
-            num_cached_tokens=found.num_tokens,
-            shared_blocks=tuple(columns.block_ids.size for columns in found.columns),
-            reasons=found.reasons,
-            chunk_ends=prompt.chunk_ends,
-        )
+        shared = tuple([columns.block_ids.size for columns in found.columns])
+        return cls(row, found.num_tokens, shared, found.reasons, prompt.chunk_ends)
 
     @classmethod
     def nothing(cls, row: int, num_groups: int) -> "PrefixHit":
         """Returns that of a request whose prompt was not looked up."""
         none: tuple[Reason, ...] = ("not_looked_up",) * num_groups
-        return cls(
-            row=row,
-            num_cached_tokens=0,
-            shared_blocks=(0,) * num_groups,
-            reasons=none,
-            chunk_ends=(),
-        )
+        return cls(row, 0, (0,) * num_groups, none, ())
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -72,7 +107,7 @@ class Prompt:
     """The tokens of a running request, as far as they are known.
 
     namespace: see `PrefixTree`.
-    tokens: int64[N], with their extra keys.
+    tokens: [N], with their extra keys.
     chunk_ends: where states are to be kept.
     wanted: those of them where another prompt is known to go on.
     num_kept: tokens whose blocks were kept already.

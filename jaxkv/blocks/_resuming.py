@@ -7,8 +7,9 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._internal.numbers import NULL_BLOCK, cdiv
+from jaxkv._internal.numbers import cdiv
 from jaxkv.blocks._books import Books, holds
+from jaxkv.prefixes import PLAIN_INTS
 
 
 def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
@@ -18,17 +19,17 @@ def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int,
       ValueError: the row no longer holds a block that the next token reads.
     """
     found: list[tuple[int, int, int]] = []
-    for group, growth in enumerate(books.rules.growths):
+    held = zip(*books.held_of(row), strict=True)
+    for group, (growth, of_group) in enumerate(zip(books.rules.growths, held, strict=True)):
         if growth.stores == "state":
-            source, first, end = _state_to_share(books, row, group, num_tokens)
+            source, first, end = _state_to_share(books, row, group, of_group[1], num_tokens)
         elif growth.stores == "encoder":
-            source, first, end = -1, 0, books.held_of(row, group)[2]
+            source, first, end = -1, 0, of_group[2]
         else:
-            block = int(books.rules.block[group, 0])
-            source, first = -1, int(growth.first_visible(num_tokens)) // block
+            block = books.rules.of_groups[group].block
+            source, first = -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block
             end = cdiv(num_tokens, block)
-        held = books.columns_of(row, group)[first:end]
-        if held.size < end - first or (held == NULL_BLOCK).any():
+        if not _holds_all(of_group, first, end):
             raise ValueError(
                 f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
                 f"{group} that the next token reads; they left its window, or hold a newer "
@@ -38,28 +39,34 @@ def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int,
     return found
 
 
-def _state_to_share(books: Books, row: int, group: int, num_tokens: int) -> tuple[int, int, int]:
-    mode, block = books.rules.growths[group].cache_mode, int(books.rules.block[group, 0])
+def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
+    """Returns whether a row that holds columns of a group holds ``first .. end - 1``."""
+    source, held_first, held_end = held
+    return end <= first or (held_first <= first and end <= held_end) or first == source == end - 1
+
+
+def _state_to_share(
+    books: Books, row: int, group: int, held_first: int, num_tokens: int
+) -> tuple[int, int, int]:
     if num_tokens == 0:
         return -1, 0, 0
-    column = cdiv(num_tokens, block) - 1
+    mode, rule = books.rules.growths[group].cache_mode, books.rules.of_groups[group]
+    column, drafts = cdiv(num_tokens, rule.block) - 1, rule.drafts
     newest = num_tokens == books.computed[row]
-    drafts, in_step = int(books.rules.drafts[group, 0]), int(num_tokens - books.resumed[row])
+    in_step = int(num_tokens - books.resumed[row])
     if newest and 1 < in_step <= 1 + drafts:
         raise ValueError(
             f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
             f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
             "fork after a step of one token"
         )
-    kept = bool(_is_kept(books, group, np.array([row]), np.array([num_tokens]))[0])
-    if not newest and not kept:
+    if not newest and not _is_kept(books, group, np.array([row]), np.array([num_tokens]))[0]:
         return -1, 0, books.row_blocks[group] + 1  # no block holds that state: refused
     if mode == "none":
         return -1, 0, 1
     if mode == "align":
         return column, column, column + 1
-    first = books.held_of(row, group)[1]  # after a shared prefix only its last state is held
-    return -1, min(first, column), column + 1
+    return -1, min(held_first, column), column + 1  # behind a shared prefix only its last is held
 
 
 def check_rewind(

@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.specs import Growth, first_visible_token
 
-RuleKind = Literal["window", "cross", "other"]
+RuleKind = Literal["sliding", "chunked", "aligned", "cross", "other"]
 
 
 class Rule(NamedTuple):
@@ -19,19 +19,6 @@ class Rule(NamedTuple):
     window: int
     chunk: int
     kind: RuleKind
-
-    def seen(self, computed: int, first: int) -> tuple[int, int]:
-        """Returns the first column that is still seen, and the longest total until it is not.
-
-        Args:
-          computed: tokens in the cache when the step begins.
-          first: held column; one that was given back stays so.
-        """
-        if self.window < INT32_MAX:
-            first = max(first, (computed + 1 - self.window) // self.block)
-            return first, (first + 1) * self.block + self.window - 1
-        chunk_start = computed - computed % self.chunk
-        return max(first, chunk_start // self.block), chunk_start + self.chunk
 
 
 class Rules:
@@ -107,6 +94,6 @@ class Rules:
 
 
 def _kind_of_rule(growth: Growth) -> RuleKind:
-    if growth.kind in ("sliding", "chunked"):
-        return "window"
-    return "cross" if growth.kind == "cross" else "other"
+    if growth.kind == "state" and growth.cache_mode == "align":
+        return "aligned"
+    return growth.kind if growth.kind in ("sliding", "chunked", "cross") else "other"

@@ -48,7 +48,7 @@ class Runs:
     @classmethod
     def listed(cls, runs: Sequence[Run]) -> "Runs":
         """Returns runs of ints, ordered by group."""
-        return cls(None, sum([run[3] for run in runs]), runs) if runs else NO_RUNS
+        return cls(None, sum([count for _, _, _, count in runs]), runs) if runs else NO_RUNS
 
     @classmethod
     def joined(cls, runs: Sequence["Runs"]) -> "Runs":
@@ -75,20 +75,25 @@ class Runs:
             self._ints = list(zip(*(part.tolist() for part in self.arrays), strict=True))
         return self._ints
 
+    def _part(self, at: int) -> np.ndarray:
+        if self._arrays is None:
+            return np.array([run[at] for run in self._ints], np.int64)
+        return self._arrays[at]
+
     @property
     def groups(self) -> np.ndarray:
         """int64[K]."""
-        return self.arrays[0]
+        return self._part(0)
 
     @property
     def rows(self) -> np.ndarray:
         """int64[K]."""
-        return self.arrays[1]
+        return self._part(1)
 
     @property
     def counts(self) -> np.ndarray:
         """int64[K], cells of each run."""
-        return self.arrays[3]
+        return self._part(3)
 
     @property
     def are_few(self) -> bool:
@@ -103,7 +108,8 @@ class Runs:
     @property
     def first_cells(self) -> np.ndarray:
         """int64[K], the index of each run's first cell among all cells."""
-        return np.add.accumulate(self.counts) - self.counts
+        counts = self.counts
+        return np.add.accumulate(counts) - counts
 
     def num_cells_of(self, which: np.ndarray) -> int:
         """Returns the cells of some of the runs, given by a mask."""
@@ -114,6 +120,8 @@ class Runs:
 
     def chosen(self, which: np.ndarray) -> "Runs":
         """Returns some of the runs, given by a mask or by indices."""
+        if self._arrays is None and which.dtype == bool:
+            return Runs.listed(list(itertools.compress(self._ints, which.tolist())))
         groups, rows, begins, counts = (part[which] for part in self.arrays)
         return Runs((groups, rows, begins, counts), int(np.add.reduce(counts)))
 

@@ -36,11 +36,12 @@ from jaxkv.prefixes._extra_keys import (
 from jaxkv.prefixes._keys import block_keys, root_key
 from jaxkv.prefixes._lookup import Found, Reason, SharedColumns, find
 from jaxkv.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
-from jaxkv.prefixes._tree import Keeping, PrefixTree
+from jaxkv.prefixes._tree import PLAIN_INTS, Keeping, Node, PrefixTree
 
 __all__ = [
     "END_OF_REPLAY",
     "MAX_TOKEN",
+    "PLAIN_INTS",
     "AllBlocksCleared",
     "BlockExtras",
     "BlocksRemoved",
@@ -60,6 +61,7 @@ __all__ = [
     "Keeping",
     "KeyFormat",
     "Medium",
+    "Node",
     "PrefixTree",
     "Reason",
     "SharedColumns",

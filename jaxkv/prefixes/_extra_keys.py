@@ -164,10 +164,12 @@ def check_boundaries(boundaries: Sequence[int], num_tokens: int) -> None:
     """Raises TypeError or ValueError unless boundaries are numbers of tokens of a prompt."""
     if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
         raise TypeError(f"boundaries must be a sequence of ints, got {boundaries!r}")
-    if any(not 0 < boundary <= num_tokens for boundary in boundaries):
-        raise ValueError(
-            f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the tokens of the prompt"
-        )
+    for boundary in boundaries:
+        if not 0 < boundary <= num_tokens:
+            raise ValueError(
+                f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the tokens of the "
+                "prompt"
+            )
 
 
 def _add(key: ExtraKey, found: list[list[Tagged]], block_size: int, start: int) -> None:

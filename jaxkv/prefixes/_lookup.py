@@ -1,6 +1,5 @@
 """The longest prefix that every group still holds, and why it is not longer. NumPy only."""
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -38,6 +37,9 @@ class SharedColumns(NamedTuple):
     block_ids: np.ndarray
 
 
+NO_COLUMNS = SharedColumns(-1, 0, 0, np.zeros(0, np.int32))
+
+
 class Found(NamedTuple):
     """The longest prefix of a prompt that a request can share.
 
@@ -66,18 +68,17 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
     seen = min(num_seen, limit)
     columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
     checkpoint: Checkpoint | None = None
-    if any(keeping.by_checkpoint for keeping in tree.keepings):
+    if tree.has_states:
         num_tokens, checkpoint = _longest_checkpoint(tree.keepings, path, columns, seen)
         reasons = _reasons_by_checkpoint(tree.keepings, path, columns, num_tokens, seen, limit)
     else:
-        num_tokens = _longest_whole(tree.keepings, columns, seen)
-        reasons = _reasons_whole(tree.keepings, columns, num_tokens, seen, limit)
-    shared = tuple(
-        _shared(
-            keeping, columns[g], num_tokens, 0 if checkpoint is None else int(checkpoint.blocks[g])
-        )
-        for g, keeping in enumerate(tree.keepings)
-    )
+        num_tokens = _longest_whole(tree, columns, seen)
+        reasons = _reasons_whole(tree, columns, num_tokens, seen, limit)
+    shared = (NO_COLUMNS,) * len(columns)
+    if num_tokens:
+        partial = [0] * len(columns) if checkpoint is None else checkpoint.blocks.tolist()
+        each = zip(tree.keepings, columns, partial, strict=True)
+        shared = tuple([_shared(keeping, ids, num_tokens, last) for keeping, ids, last in each])
     return Found(num_tokens, num_seen, shared, reasons, checkpoint)
 
 
@@ -88,28 +89,21 @@ def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int
       columns: int32[C], the whole ones.
       partial: the block of a checkpoint; 0: none.
     """
-    growth, block = keeping.growth, keeping.block
-    if num_tokens == 0:
-        return SharedColumns(-1, 0, 0, columns[:0])
+    block = keeping.block
     end = cdiv(num_tokens, block)
     if keeping.by_checkpoint:
         ids = np.array([partial], np.int32)
-        if growth.cache_mode == "none":
+        if keeping.growth.cache_mode == "none":
             return SharedColumns(-1, 0, 1, ids)
         return SharedColumns(end - 1, end - 1, end, ids)
-    first = end - 1 if keeping.only_last else int(growth.first_visible(num_tokens)) // block
+    first = end - 1 if keeping.only_last else keeping.first_column(num_tokens)
     ids = columns[first : num_tokens // block]
     if num_tokens % block:
-        ids = np.append(ids, np.int32(partial))
+        ids = np.concatenate([ids, np.array([partial], np.int32)])
     return SharedColumns(-1, first, end, ids)
 
 
 # --- plans without states that are overwritten: prefixes of whole blocks ---------------
-
-
-def _grid(keepings: Sequence[Keeping]) -> int:
-    """Returns the tokens that whole blocks of all groups have in common."""
-    return math.lcm(*(keeping.block for keeping in keepings))
 
 
 def _held_at(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -134,12 +128,12 @@ def _holds_whole(keeping: Keeping, columns: np.ndarray, position: int) -> bool:
     end = position // keeping.block
     if keeping.only_last:
         return bool(columns[end - 1] > 0)
-    first = int(keeping.growth.first_visible(position)) // keeping.block
+    first = keeping.first_column(position)
     return bool((columns[first:end] > 0).all())
 
 
-def _longest_whole(keepings: Sequence[Keeping], columns: Sequence[np.ndarray], seen: int) -> int:
-    grid = _grid(keepings)
+def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -> int:
+    keepings, grid = tree.keepings, tree.grid
     if seen < grid:
         return 0
     longest = seen // grid * grid  # usually held
@@ -153,9 +147,9 @@ def _longest_whole(keepings: Sequence[Keeping], columns: Sequence[np.ndarray], s
 
 
 def _reasons_whole(
-    keepings: Sequence[Keeping], columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
+    tree: PrefixTree, columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
 ) -> tuple[Reason, ...]:
-    grid = _grid(keepings)
+    keepings, grid = tree.keepings, tree.grid
     if hit + grid > limit:
         return ("complete",) * len(keepings)
     if hit + grid > seen:

@@ -28,7 +28,7 @@ class TokenCodes:
         return len(self._numbers) >= 1 << NUMBER_BITS - 10
 
     def encode(self, tokens: Sequence[int] | np.ndarray, keys: Sequence[ExtraKey]) -> np.ndarray:
-        """Returns int64[N], a number for each token.
+        """Returns a new array [N], a number for each token: int32 where no token has a key.
 
         Args:
           tokens: token ids.
@@ -37,7 +37,7 @@ class TokenCodes:
         Raises:
           TypeError, ValueError: as `as_tokens`, or keys that overlap or reach past the tokens.
         """
-        codes = as_tokens("tokens", tokens)
+        codes = as_tokens("tokens", tokens, np.int64 if keys else np.int32)
         for key in keys:
             part = codes[key.start : key.end]
             if key.end is None or part.size < key.end - key.start:
@@ -63,8 +63,10 @@ class TokenCodes:
         return [self._number(hashlib.sha256(part).digest()) for part in parts]
 
 
-def as_tokens(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns token ids as a new int64[N].
+def as_tokens(
+    name: str, tokens: Sequence[int] | np.ndarray, dtype: type[np.signedinteger] = np.int64
+) -> np.ndarray:
+    """Returns token ids as a new array [N].
 
     Raises:
       TypeError: values that are not ints.
@@ -73,11 +75,12 @@ def as_tokens(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
         kind = type(tokens).__name__
         raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
-    array = np.array(tokens) if len(tokens) else np.zeros(0, np.int64)
+    array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be token ids, ints, got {array.dtype}")
-    if array.size and (array.min() < 0 or array.max() > MAX_TOKEN):
+    # All bits of a token are those of MAX_TOKEN, so one look at the bits of all is enough.
+    if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
         raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {array.min()}..{array.max()}")
-    return array.astype(np.int64, copy=False)
+    return array.astype(dtype)

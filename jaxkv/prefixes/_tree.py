@@ -4,8 +4,12 @@ A block is found by the tokens themselves, which are compared one by one: there 
 could collide.
 """
 
+import dataclasses
+import functools
+import itertools
+import math
+import types
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,9 +18,13 @@ from jaxkv.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
 from jaxkv.specs import Growth
 
 WHOLE = np.iinfo(np.int64).max  # a block of which no byte may change
+PLAIN_INTS = types.SimpleNamespace(maximum=max)  # to ask a `Growth` about one position
+COLUMN_BITS = 32
+COLUMNS = (1 << COLUMN_BITS) - 1
 
 
-class Keeping(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keeping:
     """The rule by which a group keeps the blocks of a prefix.
 
     growth: of the group.
@@ -28,15 +36,19 @@ class Keeping(NamedTuple):
     block: int
     shares_rows: bool = False
 
-    @property
+    @functools.cached_property
     def by_checkpoint(self) -> bool:
         """Whether a block holds a state that later tokens overwrite."""
         return self.growth.stores == "state" and self.growth.cache_mode != "all"
 
-    @property
+    @functools.cached_property
     def only_last(self) -> bool:
         """Whether the next token reads only the block at the end of the prefix."""
         return self.growth.stores == "state"
+
+    def first_column(self, position: int) -> int:
+        """Returns the column of the oldest token that the one at a position reads."""
+        return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
 
     def until(self, position: int) -> int:
         """Returns the position before which nobody may write into the block that ends a prefix."""
@@ -83,8 +95,12 @@ class PrefixTree:
     A namespace separates prompts whose equal tokens have different content: other weights, other
     adapters, another tenant.
 
+    state: another object after every change of what is kept, so that whoever looked something up
+      can tell whether it is still true.
     checkpoints: all that are kept.
     num_tokens: tokens that are remembered.
+    grid: tokens that whole blocks of all groups have in common.
+    has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     """
 
     def __init__(self, keepings: Sequence[Keeping], kept_until: np.ndarray, *, max_tokens: int):
@@ -99,14 +115,17 @@ class PrefixTree:
         """
         self.keepings = tuple(keepings)
         self.kept_until = kept_until
-        num_blocks = kept_until.size
+        self.grid = math.lcm(*(keeping.block for keeping in self.keepings))
+        self.has_states = any(keeping.by_checkpoint for keeping in self.keepings)
         self._max_tokens = self._prune_at = max_tokens
-        # slot of the node that has a block, times groups, plus the block's group
-        self._place_of = np.full(num_blocks, -1, np.int64)
-        self._column_of = np.zeros(num_blocks, np.int64)
+        # Of the whole column that a block is kept as: the place of its node and group, see
+        # `_place`, and the column; -1: none.
+        self._home_of = np.full(kept_until.size, -1, np.int64)
+        self._is_in_checkpoint = np.zeros(kept_until.size, bool)
         self._clear()
 
     def _clear(self) -> None:
+        self.state = object()
         self._roots: dict[Hashable, Node] = {}
         self._nodes: list[Node | None] = []
         self._free_slots: list[int] = []
@@ -119,7 +138,7 @@ class PrefixTree:
         """Forgets everything. Returns the blocks that were kept."""
         kept = self.kept_until.nonzero()[0]
         self.kept_until[:] = 0
-        self._place_of[:] = -1
+        self._home_of[:], self._is_in_checkpoint[:] = -1, False
         self._clear()
         return kept
 
@@ -154,7 +173,7 @@ class PrefixTree:
 
     def keeps(self, ids: np.ndarray) -> np.ndarray:
         """Returns which blocks are kept as whole columns, bool of the ids' shape."""
-        return self._place_of[ids] >= 0
+        return self._home_of[ids] >= 0
 
     def touch(self, path: Sequence[Node]) -> None:
         """Notes that the tokens of a path were asked for."""
@@ -175,7 +194,7 @@ class PrefixTree:
         """Keeps blocks of a request, where no other block is kept for the same tokens.
 
         Args:
-          tokens: int64[N], the request's first tokens. The tree keeps the array.
+          tokens: int32[N] or int64[N], the request's first tokens. The tree keeps the array.
           columns: per group, a column, and the blocks from there on; all columns are whole.
           checkpoint: int32[G], the blocks that hold the end of the tokens; see `Checkpoint`.
           is_wanted: of the checkpoint.
@@ -183,6 +202,7 @@ class PrefixTree:
         Returns:
           The checkpoint, if it is new.
         """
+        self.state = object()
         path = self._grow_path(namespace, tokens)
         for group, (first, ids) in enumerate(columns):
             if ids.size:
@@ -201,23 +221,28 @@ class PrefixTree:
 
     def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
         block, ids = self.keepings[group].block, ids.astype(np.intp)  # quicker to look up by
-        columns = np.arange(first, first + ids.size)
         for node in path:
             begin, end = node.start // block, node.end // block
             low, high = max(begin, first), min(end, first + ids.size)
             if low >= high:
                 continue
             here = node.blocks[group][low - begin : high - begin]
-            kept, places = ids[low - first : high - first], columns[low - first : high - first]
-            if here.any():  # some of it is kept already, or was
-                fresh = here <= 0
-                here[fresh] = kept[fresh]
-                kept, places = kept[fresh], places[fresh]
+            kept, place = ids[low - first : high - first], self._place(node, group)
+            homes = np.arange(place + low, place + high)
+            until = np.arange((low + 1) * block, (high + 1) * block, block)
+            if np.count_nonzero(here):  # some of it is kept already, or was
+                fresh = (here <= 0).nonzero()[0]
+                if not fresh.size:
+                    continue
+                kept, homes, until = kept[fresh], homes[fresh], until[fresh]
+                here[fresh] = kept
             else:
                 here[:] = kept
-            self._place_of[kept] = node.slot * len(self.keepings) + group
-            self._column_of[kept] = places
-            self.kept_until[kept] = (places + 1) * block
+            self._home_of[kept], self.kept_until[kept] = homes, until
+
+    def _place(self, node: Node, group: int) -> int:
+        """Returns a number for a node and a group, in the bits above those of a column."""
+        return node.slot * len(self.keepings) + group << COLUMN_BITS
 
     def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
         position, blocks = made.position, made.blocks
@@ -231,17 +256,20 @@ class PrefixTree:
                 until = self.keepings[group].until(position)
                 self.kept_until[block_id] = max(int(self.kept_until[block_id]), until)
                 self._of_block.setdefault(block_id, []).append(made)
+                self._is_in_checkpoint[block_id] = True
         self.checkpoints.add(made)
         return made
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
         """Forgets a checkpoint. Returns its blocks that nothing keeps any more."""
+        self.state = object()
         freed: list[int] = []
         for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
             others = self._of_block[block_id]
             others.remove(checkpoint)
             if not others:
                 del self._of_block[block_id]
+                self._is_in_checkpoint[block_id] = False
             self.kept_until[block_id] = self._until(block_id)
             if not self.kept_until[block_id]:
                 freed.append(block_id)
@@ -251,10 +279,10 @@ class PrefixTree:
 
     def _until(self, block_id: int) -> int:
         """Returns the position before which a block must stay as it is."""
-        until = 0
-        if self._place_of[block_id] >= 0:
-            block = self.keepings[int(self._place_of[block_id]) % len(self.keepings)].block
-            until = (int(self._column_of[block_id]) + 1) * block
+        until, home = 0, int(self._home_of[block_id])
+        if home >= 0:
+            keeping = self.keepings[(home >> COLUMN_BITS) % len(self.keepings)]
+            until = ((home & COLUMNS) + 1) * keeping.block
         for checkpoint in self._of_block.get(block_id, ()):
             group = int((checkpoint.blocks == block_id).argmax())
             until = max(until, self.keepings[group].until(checkpoint.position))
@@ -266,25 +294,26 @@ class PrefixTree:
         Returns:
           Other blocks that nothing keeps any more: those of checkpoints which are not whole now.
         """
+        self.state = object()
         ids = ids.astype(np.intp)  # quicker to look up by
-        places = self._place_of[ids]
-        for place in np.unique(places).tolist():
-            if place >= 0:
-                self._evict(place, ids[places == place])
+        homes = np.sort(self._home_of[ids])
+        places = homes >> COLUMN_BITS
+        cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), homes.size]):
+            if begin < end and places[begin] >= 0:
+                self._evict(int(places[begin]), homes[begin:end] & COLUMNS)
         freed: list[int] = []
-        if self._of_block:
-            for block_id in self._of_block.keys() & set(ids.tolist()):
-                for checkpoint in list(self._of_block.get(block_id, ())):
-                    freed += self.drop_checkpoint(checkpoint)
-        self._place_of[ids], self.kept_until[ids] = -1, 0
+        for block_id in ids[self._is_in_checkpoint[ids]].tolist():
+            for checkpoint in list(self._of_block.get(block_id, ())):
+                freed += self.drop_checkpoint(checkpoint)
+        self._home_of[ids], self.kept_until[ids] = -1, 0
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
-    def _evict(self, place: int, ids: np.ndarray) -> None:
+    def _evict(self, place: int, columns: np.ndarray) -> None:
         slot, group = divmod(place, len(self.keepings))
         node = self._nodes[slot]
         if node is not None:
-            first = node.start // self.keepings[group].block
-            node.blocks[group][self._column_of[ids] - first] = EVICTED
+            node.blocks[group][columns - node.start // self.keepings[group].block] = EVICTED
 
     # --- the tree -----------------------------------------------------------------
 
@@ -348,7 +377,9 @@ class PrefixTree:
         node.blocks = [blocks[:cut] for blocks, cut in zip(node.blocks, cuts, strict=True)]
         self._enter(rest)
         for group, blocks in enumerate(rest.blocks):
-            self._place_of[blocks[blocks > 0]] = rest.slot * len(self.keepings) + group
+            kept = (blocks > 0).nonzero()[0]
+            first = at // self.keepings[group].block
+            self._home_of[blocks[kept]] = kept + first + self._place(rest, group)
 
     def _prune(self) -> None:
         """Forgets tokens of which nothing is kept, until a quarter of the room is free."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.blocks import BlockManager, PrefixHit
+from jaxkv.blocks import BlockManager, FoundPrefix, PrefixHit
 from jaxkv.prefixes import ExtraKey
 
 Tokens = Mapping[Any, Sequence[int] | np.ndarray]
@@ -16,14 +16,16 @@ Tokens = Mapping[Any, Sequence[int] | np.ndarray]
 class Prompt:
     """A prompt as its prefix is looked up: tokens, salt and extra keys.
 
-    known: its token ids when it was queued or preempted; None: they are not looked at yet.
+    found: its prefix as it was looked up last, while it waits.
+    num_known: tokens that it was started with; None: without their ids.
     chunk_ends: tokens after which a chunk has to end, those to come.
     """
 
     salt: str | None = None
     extra_keys: Sequence[ExtraKey] = ()
     boundaries: Sequence[int] = ()
-    known: np.ndarray | None = None
+    found: FoundPrefix | None = None
+    num_known: int | None = None
     chunk_ends: Sequence[int] = ()
 
 
@@ -59,11 +61,13 @@ class Prompts:
 
     def fork(self, request: Hashable, into: Hashable) -> None:
         """Notes a request that goes on like another one."""
-        self._of[into] = dataclasses.replace(self._of[request], known=None, chunk_ends=())
+        self._of[into] = dataclasses.replace(
+            self._of[request], found=None, num_known=None, chunk_ends=()
+        )
 
     def join(self, request: Hashable, into: Hashable) -> None:
         """Notes that a forked request shares the prompt of another one, as the manager does."""
-        self._of[into].known = self._of[request].known
+        self._of[into].num_known = self._of[request].num_known
 
     def forget(self, request: Hashable) -> None:
         """Drops a request."""
@@ -73,25 +77,23 @@ class Prompts:
 
     def find(self, request: Hashable, num_tokens: int) -> tuple[int, int]:
         """Returns the tokens of a waiting request in the cache, and its blocks that others hold."""
-        known, prompt = self._known(request, num_tokens), self._of[request]
-        if known is None:
-            return 0, 0
-        return self._manager.find_prefix(known, salt=prompt.salt, extra_keys=prompt.extra_keys)
+        found = self._look_up(request, num_tokens)
+        return (0, 0) if found is None else (found.num_cached_tokens, found.num_held_blocks)
 
     def start(
         self, request: Hashable, num_tokens: int, *, encoder_tokens: int, max_cached_tokens: int
     ) -> PrefixHit:
-        """Starts a request, with the prefix that it finds."""
-        prompt, known = self._of[request], self._known(request, num_tokens)
+        """Starts a request, with the prefix that `find` has just found."""
+        prompt = self._of[request]
+        found = prompt.found
         hit = self._manager.start(
             request,
-            known,
-            salt=prompt.salt,
-            extra_keys=prompt.extra_keys,
+            found,
             boundaries=[n for n in prompt.boundaries if n <= num_tokens],
             max_cached_tokens=max_cached_tokens,
             encoder_tokens=encoder_tokens,
         )
+        prompt.found, prompt.num_known = None, None if found is None else found.num_tokens
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
             ends.update(range(self._chunk_tokens, num_tokens, self._chunk_tokens))
@@ -102,10 +104,10 @@ class Prompts:
         """Ends a request in the manager, which keeps what it computed."""
         prompt = self._of[request]
         more = None
-        if self._tokens is not None and prompt.known is not None and request in self._tokens:
-            more = np.array(self._tokens[request][prompt.known.size :], np.int64)
+        if self._tokens is not None and prompt.num_known is not None and request in self._tokens:
+            more = np.array(self._tokens[request][prompt.num_known :], np.int64)
         self._manager.finish(request, more)
-        prompt.known, prompt.chunk_ends = None, ()
+        prompt.num_known, prompt.chunk_ends = None, ()
 
     def next_chunk_end(self, request: Hashable, computed: int) -> int | None:
         """Returns the tokens after which the next chunk has to end; None: any."""
@@ -113,11 +115,17 @@ class Prompts:
         prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
         return prompt.chunk_ends[0] if prompt.chunk_ends else None
 
-    def _known(self, request: Hashable, num_tokens: int) -> np.ndarray | None:
-        """Returns the token ids of a request that is about to start; None: they are not given."""
+    def _look_up(self, request: Hashable, num_tokens: int) -> FoundPrefix | None:
+        """Looks a prompt up that is about to start, again if anything changed since it was.
+
+        Returns None if its token ids are not given.
+        """
         if self._tokens is None or request not in self._tokens:
             return None
-        prompt = self._of[request]
-        if prompt.known is None or prompt.known.size > num_tokens:
-            prompt.known = np.array(self._tokens[request][:num_tokens], np.int64)
-        return prompt.known
+        prompt, find = self._of[request], self._manager.find_prefix
+        if prompt.found is None or prompt.found.num_tokens > num_tokens:
+            tokens = np.array(self._tokens[request][:num_tokens], np.int64)
+            prompt.found = find(tokens, salt=prompt.salt, extra_keys=prompt.extra_keys)
+        else:
+            prompt.found = find(prompt.found)
+        return prompt.found
