@@ -173,7 +173,7 @@ MISTAKES = {
     "a step without a size": (
         lambda s: StepShape.for_plan(PLAN, max_requests=2),
         TypeError,
-        "max_tokens is missing: give the tokens of a step over all its requests",
+        "max_tokens is missing: pass the tokens of a step over all its requests",
     ),
     # --- steps on the host ---
     "a prompt for a name": (
@@ -287,7 +287,7 @@ MISTAKES = {
     "token ids for a scheduler": (
         lambda s: jaxkv.Scheduler(BlockManager(PLAN, max_requests=2), max_tokens=8).add("q", [1]),
         TypeError,
-        r"num_tokens must be an int, the length of the prompt, got list; token ids belong into "
+        r"num_tokens must be an int, the length of the prompt, got list; token ids go into "
         r"Scheduler\(tokens=\)",
     ),
     "a boundary behind the prompt": (

@@ -1,4 +1,4 @@
-"""The host's books: the blocks and the progress of every running request. No jax."""
+"""`BlockManager`: the blocks and the progress of every running request. No jax."""
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -48,15 +48,15 @@ class Ring(Protocol):
 
 
 class BlockManager:
-    """The blocks and the progress of every running request, over all groups of one pool.
+    """Keeps track of the blocks and the progress of every running request, on the host.
 
-    ::
+    Example::
 
         manager = jaxkv.BlockManager(plan, max_requests=256)
         manager.start("a")
-        upload = manager.step(shape, {"a": 40})   # the first 40 tokens of a
+        upload = manager.step(shape, {"a": 40})   # the first 40 tokens of request "a"
         ...                                       # run the step on the device
-        upload = manager.step(shape, {"a": 1})    # and its next token
+        upload = manager.step(shape, {"a": 1})    # its next token
         manager.finish("a")
 
     A call that raises changes nothing. Not thread-safe; one scheduler owns it.
@@ -70,15 +70,15 @@ class BlockManager:
         checkpoint_share: float = 0.1,
         events: EventLog | None = None,
     ):
-        """Starts with every block free.
+        """Creates a manager whose blocks are all free.
 
         Args:
-          plan: the blocks of the pool, and how each group of layers grows.
-          max_requests: rows of the block tables.
-          checkpoint_share: the most of all blocks that may keep states for other prompts, 0.0
-            to 1.0; the least recently used ones give way.
-          events: log that hears of whole blocks that are kept for others, evicted and cleared;
-            None: their keys are not computed. See `jaxkv.prefixes`.
+          plan: from `plan_cache`.
+          max_requests: rows of the block tables, as given to `make_cache`.
+          checkpoint_share: largest share of all blocks that may keep recurrent states for later
+            prompts, 0.0 to 1.0; the least recently used states are dropped first.
+          events: log to which the manager writes the whole blocks that it keeps for later prompts,
+            evicts and clears; None: their keys are not computed. See `jaxkv.prefixes`.
         """
         check_positive(max_requests=max_requests)
         if not 0 <= checkpoint_share <= 1:
@@ -146,7 +146,7 @@ class BlockManager:
 
     @property
     def num_uploads(self) -> int:
-        """Uploads so far, and the number of the last one (which begins anew past int32)."""
+        """Uploads so far, which is also the number of the last one (that wraps past int32)."""
         return self._num_uploads
 
     @property
@@ -156,7 +156,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that requests can still get."""
+        """Blocks that requests can still get, warm ones included."""
         return self.block_pool.num_free_blocks
 
     @property
@@ -167,7 +167,7 @@ class BlockManager:
 
     @property
     def computed_by_row(self) -> np.ndarray:
-        """The same by table row, int64[max_requests], read-only; 0 where no request runs."""
+        """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
         tokens = self._books.computed[:]
         tokens.flags.writeable = False
         return tokens
@@ -177,7 +177,7 @@ class BlockManager:
         return int(self._books.computed[self._rows.row(request)])
 
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
-        """Returns, per group, the ids of a request's row in order; null where none is held."""
+        """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
         row, books = self._rows.row(request), self._books
         ends = books.row_lengths(np.array([row]))[0].tolist()
         return tuple(
@@ -185,7 +185,7 @@ class BlockManager:
         )
 
     def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
-        """Returns, per group, the blocks that requests hold (a shared one counts for each).
+        """Returns, per group, how many blocks requests hold; a shared block counts for each.
 
         Args:
           requests: running ones; none: all.
@@ -207,23 +207,24 @@ class BlockManager:
         max_cached_tokens: int | None = None,
         encoder_tokens: int = 0,
     ) -> PrefixHit:
-        """Gives a request a table row, and the blocks that hold the beginning of its prompt.
+        """Gives a request a table row, and the blocks that already hold a prefix of its prompt.
 
-        Without ``tokens`` it begins with no blocks, and nothing of it is kept for others. With
-        them, its first step goes on after ``num_cached_tokens``; and whole blocks of the prompt
-        are kept from the step that computes them on, until they are needed for other requests.
-        Plans with recurrent states go on after a state that was kept, at any token. Who then
-        writes into a block that somebody shares, or that is kept, gets a copy by the step's own
-        copies, so the step that follows needs room for ``forks``, and for ``cached_tokens``.
+        Without ``tokens`` the request starts with no blocks, and none of its blocks are kept for
+        later prompts. With ``tokens`` its first step continues after ``num_cached_tokens`` of the
+        returned hit, and whole blocks of its prompt are kept for later prompts from the step that
+        computes them on, until other requests need the memory. Plans with recurrent states
+        continue after a state that was kept, at any token. A request that writes into a block that
+        is shared or kept gets a copy of it in the same step, so the shape of that step needs room:
+        ``forks`` and ``cached_tokens``.
 
         Args:
           request: any hashable name.
           tokens: token ids of the prompt, int[N], quickest as an array; or what `find_prefix`
             returned for them, which has their salt and extra keys.
-          salt: requests share only with those of the same salt.
-          extra_keys: what the content depends on besides the tokens: adapters, images.
-          boundaries: numbers of tokens after which another prompt may go on differently, such
-            as the end of a system prompt; states are kept there. See `PrefixHit.chunk_ends`.
+          salt: requests share blocks only with requests of the same salt.
+          extra_keys: other inputs that the content depends on: adapters, images.
+          boundaries: numbers of tokens after which later prompts may differ, such as the end of a
+            system prompt; recurrent states are kept there. See `PrefixHit.chunk_ends`.
           max_cached_tokens: the longest prefix to share; None: all but the last token.
           encoder_tokens: encoder tokens of the request, for cross attention.
 
@@ -270,11 +271,10 @@ class BlockManager:
     def fork(
         self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
     ) -> None:
-        """Starts requests that share the blocks of another one's first tokens.
+        """Starts requests that share the blocks of a running request's first tokens.
 
-        Blocks are shared until somebody writes into one: whoever does gets a block of its own
-        that starts as a copy, by the copies of the same step, whose shape needs room for
-        ``forks``.
+        A block is shared until a request writes into it: that request gets a copy of the block in
+        the same step, whose shape needs room: ``forks``.
 
         Args:
           donor: a running request.
@@ -310,9 +310,9 @@ class BlockManager:
 
         Args:
           request: a running request.
-          tokens: token ids after its prompt, of a request that was started with one: the blocks
-            of those that it computed are kept, for a prompt that goes on from them. Leave out
-            drafts that were not accepted.
+          tokens: token ids that follow its prompt, if it was started with one. Whole blocks of
+            those that it computed are kept, for later prompts that continue from them. Leave out
+            drafts that were rejected.
 
         Raises:
           TypeError, ValueError: a request that does not run, or tokens that are not token ids.
@@ -325,10 +325,10 @@ class BlockManager:
         self._rows.give_back(request)
 
     def trim(self, requests: Iterable[Hashable]) -> None:
-        """Gives back the blocks that left a window, or a chunk, with the last step of a request.
+        """Gives back the blocks that left a window or a chunk in a request's last step.
 
-        Its next step does the same; `trim` is for requests that sit steps out, to make room for
-        others. The request can then not be set back by `rewind`.
+        The request's next step does the same; `trim` is for requests that skip steps, to make room
+        for others. `rewind` then refuses the request.
 
         Raises:
           ValueError: a request that does not run; nothing is given back.
@@ -337,10 +337,10 @@ class BlockManager:
         self._books.trim(np.array(rows, np.int64))
 
     def rewind(self, request: Hashable | Mapping[Any, int], num_tokens: int | None = None) -> None:
-        """Sets back the computed tokens of a request, after drafts of it were rejected.
+        """Reduces the computed tokens of a request after its drafts were rejected.
 
-        Its blocks are kept: the next step writes over the rejected tokens. A recurrent state
-        cannot be set back, so a layer with states needs a block for each draft
+        The request keeps its blocks, and its next step overwrites the rejected tokens. A recurrent
+        state cannot be undone, so a layer with states needs a block for each draft
         (``speculative_blocks``), and reads the one after the accepted drafts (`read_state`).
 
         Args:
@@ -353,7 +353,7 @@ class BlockManager:
         """
         wanted = request if num_tokens is None else {request: num_tokens}
         if not isinstance(wanted, Mapping):
-            raise TypeError("num_tokens is missing: give the tokens that stay in the cache")
+            raise TypeError("num_tokens is missing: pass the tokens that stay in the cache")
         for count in wanted.values():
             check_count(num_tokens=count)
         rows = np.array([self._rows.row(name) for name in wanted], np.int64)
@@ -369,9 +369,9 @@ class BlockManager:
         self._prefixes.rewind(rows, counts)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows of the block tables, whether requests hold them or not.
+        """Exchanges two rows of the block tables, free or not.
 
-        The device follows with the next upload, whose shape needs room for ``forks``: 2.
+        The next upload exchanges them on the device; its shape needs ``forks`` of at least 2.
 
         Raises:
           TypeError, ValueError: a row that the tables do not have.
@@ -379,7 +379,7 @@ class BlockManager:
         check_count(first=first, second=second)
         for row in (first, second):
             if row >= self._max_requests:
-                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}")
+                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}, the table rows")
         if first == second:
             return
         self._books.swap(first, second)
@@ -427,16 +427,17 @@ class BlockManager:
         return self._prefixes.stats()
 
     def new_epoch(self) -> None:
-        """Lets no later request share what was computed so far: call it when weights change.
+        """Starts a new epoch, whose requests share no blocks of earlier ones.
 
-        Running requests go on, and nothing of them is kept.
+        Call it when the weights of the model change. Running requests continue, and none of their
+        blocks are kept for later prompts.
         """
         self._prefixes.new_epoch()
 
     def reset_prefixes(self) -> None:
-        """Forgets all prefixes and that they were there: call it when the pool's bytes are lost.
+        """Forgets all prefixes, including the record of those that were evicted.
 
-        A cache that `jaxkv.wake_up` brings back from level 2 has lost them.
+        Call it when the pool has lost its content, as after `jaxkv.wake_up` from level 2.
         """
         self._prefixes.reset()
 
@@ -445,16 +446,18 @@ class BlockManager:
     def step(
         self, shape: StepShape, work: Work, *, extra: Ints = (), ring: Ring | None = None
     ) -> Upload:
-        """Grows all requests of a step or none, and packs everything the device must learn.
+        """Gives all requests of a step the blocks for their new tokens, and packs the upload.
 
-        Afterwards each request has computed its new tokens: run the step before the next one.
+        Either all requests get their blocks or none does. Afterwards the manager counts the new
+        tokens as computed, so run each step on the device before the next one.
 
         Args:
-          shape: the sizes to pad to.
-          work: request -> tokens that it computes in this step, in the order of the batch; or
-            a pair of integer arrays, the rows of the requests and the tokens of each.
-          extra: your own int32s, at most ``shape.extra``.
-          ring: packs into page-locked memory (`jaxkv.UploadRing`); None: a fresh NumPy array.
+          shape: the sizes that the upload is padded to.
+          work: mapping from requests to the tokens that each computes in this step, in the order
+            of the batch; or a pair of integer arrays, the rows of the requests and the tokens of
+            each.
+          extra: integers of your own that travel with the upload, at most ``shape.extra``.
+          ring: an `UploadRing`, to pack into page-locked memory; None: a new NumPy array.
 
         Returns:
           The upload, for `apply_step`.
@@ -488,10 +491,10 @@ class BlockManager:
         return Upload(data=data if ring is None else ring.seal(), shape=shape)
 
     def grow(self, work: Work) -> None:
-        """Makes requests hold the blocks for their next tokens: all of them, or none.
+        """Gives requests the blocks for their next tokens: all of the requests, or none.
 
-        For schedulers that settle each request before the step; `step` then finds the blocks
-        there. Growing twice is harmless, and so is a step of fewer tokens.
+        For schedulers that decide on one request at a time; `step` then uses these blocks. Growing
+        twice is harmless, and so is a step of fewer tokens.
 
         Args:
           work: as for `step`.

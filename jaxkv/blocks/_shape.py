@@ -15,9 +15,9 @@ from jaxkv.specs import Growth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """Sizes of a step. Static: each distinct shape is one compilation.
+    """The static sizes of a step; each distinct shape is compiled once.
 
-    Make one per bucket with `for_plan`, which derives the rest from the plan::
+    Make one per bucket with `for_plan`, which derives the other sizes from the plan::
 
         decode = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=256, max_query_len=1)
         prefill = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=8192)
@@ -94,13 +94,18 @@ class StepShape:
     ) -> Self:
         """Derives every size of a step from the plan.
 
-        Any step within ``batch_size``, ``max_tokens``, ``max_query_len`` and ``max_seq_len``
-        fits: the sizes bound the blocks that its requests can take in one step.
+        Example::
+
+            decode = jaxkv.StepShape.for_plan(plan, max_requests=256, batch_size=64, max_tokens=64)
+            square = jaxkv.StepShape.for_plan(plan, max_requests=256, tokens_per_request=4)
+
+        Every step within ``batch_size``, ``max_tokens``, ``max_query_len`` and ``max_seq_len``
+        fits, because the sizes bound the blocks that its requests can take in one step.
 
         Args:
-          plan: of the cache.
-          max_requests: rows of the block tables.
-          max_tokens: tokens of a step; left out for a rectangular batch.
+          plan: the plan of the cache.
+          max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
+          max_tokens: tokens of a step; omitted for a rectangular batch.
           batch_size: requests of a step; None: ``max_requests``, or ``max_tokens`` if less.
           tokens_per_request: for a rectangular ``[batch_size, tokens_per_request]`` batch.
           max_query_len: tokens of one request in a step; None: as many as the step and
@@ -108,13 +113,16 @@ class StepShape:
             as wide as this needs.
           max_seq_len: tokens of one request after a step; None: ``plan.max_model_len``. A
             bucket for shorter requests gathers narrower tables.
-          forks: requests of a step that write for the first time since they were forked,
-            donors included; a swap of rows counts as 2. Each may copy a row of the tables and,
-            in every group, a block.
-          cached_tokens: tokens that the requests which start in a step find in the cache, all
-            together; see `BlockManager.start`. Those that go on after a state count as
-            ``forks``, too.
-          extra: int32s of your own that travel with the step.
+          forks: requests of a step that write for the first time since a fork, including the
+            donors; a swap of rows counts as 2. Each may copy a row of the tables and, in every
+            group, a block.
+          cached_tokens: tokens that all requests which start in a step find in the cache together;
+            see `BlockManager.start`. Requests that continue after a recurrent state also count as
+            ``forks``.
+          extra: integers of your own that travel with the upload.
+
+        Returns:
+          The shape.
 
         Raises:
           TypeError, ValueError: sizes that are not positive ints or contradict each other.
@@ -177,7 +185,7 @@ class StepShape:
         return UploadFormat(self)
 
     def idle(self) -> "Upload":
-        """Returns an upload of a step without requests: to compile a step before serving."""
+        """Returns the upload of a step without requests, to compile a step before serving."""
         return Upload(data=self.format.padding.copy(), shape=self)
 
     def __repr__(self) -> str:
@@ -268,7 +276,7 @@ def _token_sizes(
         check_positive(batch_size=batch)
         tokens = batch * tokens_per_request if max_tokens is None else max_tokens
     elif max_tokens is None:
-        raise TypeError("max_tokens is missing: give the tokens of a step over all its requests")
+        raise TypeError("max_tokens is missing: pass the tokens of a step over all its requests")
     else:
         tokens = max_tokens
         check_positive(max_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Chooses the work of every step, and keeps the promise of the planner. No jax."""
+"""`Scheduler`: the choice of the work of every step. No jax."""
 
 import dataclasses
 import itertools
@@ -18,16 +18,16 @@ Order = Literal["decode_first", "prefill_first"]
 
 
 class Scheduler:
-    """Chooses the work of every step: who computes how many tokens, who starts, who gives way.
+    """Chooses the work of every step: tokens of each request, admission and preemption.
 
-    ::
+    Example::
 
         scheduler = jaxkv.Scheduler(manager, max_tokens=8192)
         for name in tokens:                                 # token ids by request: the prompts
             scheduler.add(name, len(tokens[name]))
         while scheduler.has_work:
             schedule = scheduler.schedule()
-            ids = []                                        # of this step, before it is counted
+            ids = []                                        # token ids of this step
             for name, count in schedule.work.items():
                 done = manager.num_computed_tokens(name)
                 ids += tokens[name][done : done + count]
@@ -40,11 +40,11 @@ class Scheduler:
                 else:
                     scheduler.finish(name)
 
-    Requests get blocks in the order of their arrival. When blocks run out, the youngest one
-    that has got none in this step is preempted: it gives back all it has, and waits ahead of
-    those that arrived later. The same calls give the same schedules.
+    Requests get blocks in the order of their arrival. When blocks run out, the youngest request
+    that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
+    requests that arrived later. The same calls give the same schedules.
 
-    The manager is the scheduler's: of its methods call ``step`` and those that read.
+    The scheduler owns the manager: call only ``step`` and methods that read of it.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class Scheduler:
         cached_tokens: int | None = None,
         chunk_tokens: int | None = None,
     ):
-        """Starts without requests.
+        """Creates a scheduler without requests.
 
         Args:
-          manager: without requests.
-          max_tokens: tokens of a step over all its requests, as of its `StepShape`.
+          manager: a manager without requests.
+          max_tokens: tokens of a step over all its requests, as in its `StepShape`.
           batch_size: requests of a step; None: the manager's ``max_requests``.
-          order: who gets the tokens of a step first: requests that decode, or prompts.
-          preemption: True admits a request once its prompt fits next to what prompts under way
-            still need. False admits it once the longest forms of all requests fit, so that
-            none is ever preempted; `add` then wants to know ``max_tokens``.
-          forks: as of `StepShape.for_plan`.
-          tokens: token ids by request, which you keep up to date: prompts, and behind them the
-            tokens that were sampled and accepted. With them, requests share the prefixes that
-            the cache still holds, and leave behind what they computed. Plans with states need
-            ``forks`` for that.
-          cached_tokens: as of `StepShape.for_plan`; None: as many as the longest request has.
-          chunk_tokens: chunks of prompts end at its multiples, so that a prompt is computed in
-            the same chunks whatever part of it the cache held; None: anywhere.
+          order: which requests get the tokens of a step first: "decode_first" or "prefill_first".
+          preemption: True: admits a request once its prompt fits next to the unfinished prompts.
+            False: admits it once all requests fit at their longest, so that none is ever
+            preempted; pass ``max_tokens`` to `add` then.
+          forks: as for `StepShape.for_plan`.
+          tokens: mapping from requests to token ids that you keep up to date: the prompt, followed
+            by the tokens that were sampled and accepted. With it, requests share prefixes that
+            the cache still holds, and their own blocks are kept for later prompts. Plans with
+            states need ``forks`` for that.
+          cached_tokens: as for `StepShape.for_plan`; None: the longest request's.
+          chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
+            the same chunks whichever part of it was cached; None: anywhere.
         """
         check_count(forks=forks)
         if tokens is not None and not isinstance(tokens, Mapping):
@@ -86,7 +86,7 @@ class Scheduler:
         if not isinstance(manager, BlockManager):
             raise TypeError(f"manager must be a BlockManager, got {type(manager).__name__}")
         if manager.requests:
-            raise ValueError(f"manager runs {len(manager.requests)} requests; pass one without any")
+            raise ValueError(f"manager runs {len(manager.requests)} requests; pass a new one")
         batch_size = manager.max_requests if batch_size is None else batch_size
         check_positive(max_tokens=max_tokens, batch_size=batch_size)
         self._manager, self._plan = manager, manager.plan
@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Any, ...]:
-        """Requests that have none, in the order in which they are admitted."""
+        """Requests that have no row, in the order in which they will be admitted."""
         return tuple(self._waiting)
 
     @property
@@ -164,7 +164,7 @@ class Scheduler:
         if not isinstance(num_tokens, int):
             raise TypeError(
                 "num_tokens must be an int, the length of the prompt, got "
-                f"{type(num_tokens).__name__}; token ids belong into Scheduler(tokens=)"
+                f"{type(num_tokens).__name__}; token ids go into Scheduler(tokens=)"
             )
         check_positive(num_tokens=num_tokens, max_tokens=longest)
         check_count(encoder_tokens=encoder_tokens)
@@ -189,14 +189,14 @@ class Scheduler:
         self._waiting[request] = Request(request, self._next_age(()), encoder_tokens, blocks)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
-        """Starts further samples of a request: they share the blocks of what it has computed.
+        """Starts more samples of a request, which share the blocks of its computed tokens.
 
         Call it after the step that computed the prompt, and `append` the first token of every
-        sample. A sample for which no row, no room or none of ``forks`` is left, or whose state
-        lies in the block of a draft, waits like a new request and computes the prompt by itself.
+        sample. If no row, no blocks or no ``forks`` are left for a sample, or its state is in the
+        block of a draft, it waits like a new request and computes the prompt by itself.
 
         Args:
-          request: whose computed tokens the samples begin with.
+          request: the request whose computed tokens the samples start with.
           into: names of the samples.
 
         Raises:
@@ -229,7 +229,7 @@ class Scheduler:
         """Gives requests more tokens to compute: sampled ones, and drafts to verify with them.
 
         Args:
-          num_tokens: by request, usually 1.
+          num_tokens: mapping from requests to numbers of tokens, usually 1.
 
         Raises:
           TypeError, ValueError: an unknown request, or more tokens than its ``max_tokens``;
@@ -247,10 +247,10 @@ class Scheduler:
         self._ledger.num_tokens[index] = totals
 
     def rewind(self, num_tokens: Mapping[Any, int]) -> None:
-        """Takes back the last tokens of requests: drafts that were rejected.
+        """Removes the last tokens of requests: drafts that were rejected.
 
         Args:
-          num_tokens: by request, the tokens that stay.
+          num_tokens: mapping from requests to the number of tokens that stay.
 
         Raises:
           TypeError, ValueError: an unknown request, more tokens than it has, or as
@@ -275,7 +275,7 @@ class Scheduler:
         self._ledger.num_tokens[index] = counts
 
     def finish(self, request: Hashable) -> None:
-        """Forgets a request that has ended or is aborted, and gives back its blocks.
+        """Removes a request that has ended or is aborted, and gives back its blocks.
 
         Raises:
           ValueError: an unknown request.
@@ -292,9 +292,12 @@ class Scheduler:
     # --- steps --------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
-        """Chooses the work of the next step, and takes its blocks.
+        """Chooses the work of the next step, and takes blocks for it.
 
-        The work of a schedule that is not carried out is chosen again by the next one.
+        If a schedule is not carried out, the next call chooses its work again.
+
+        Returns:
+          The work, the requests to sample from, those preempted, and the prefix hits.
         """
         step = Step(
             *(self._max_tokens, self._batch_size, self._longest_chunk),
@@ -318,7 +321,7 @@ class Scheduler:
         return Schedule(step.work, step.samples(), tuple(preempted), hits)
 
     def _now_running(self) -> Running:
-        """Returns what the ledger and the manager know of running requests, the oldest first."""
+        """Returns the numbers of running requests, the oldest first."""
         if self._in_order is None:
             names, rows = list(self._running), [request.row for request in self._running.values()]
             index = self._ledger.indices(names)
