@@ -204,8 +204,9 @@ print(books.num_computed_tokens("b"), "tokens; blocks with states:", books.block
 # %%
 manager.step(shape, {"a": 4})  # lost: never applied
 upload = manager.step(shape, {"a": 1})
-broken, _ = jaxkv.apply_step(cache, upload)  # without donation the old cache stays valid
-broken, _ = jaxkv.apply_step(broken, upload)
+apply_to_copy = jax.jit(jaxkv.apply_step)  # without donation the old cache stays valid
+broken, _ = apply_to_copy(cache, upload)
+broken, _ = apply_to_copy(broken, upload)
 try:
     jaxkv.check_errors(broken)
 except jaxkv.CacheError as error:

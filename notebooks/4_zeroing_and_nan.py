@@ -93,6 +93,7 @@ plotting.plot_pool_over_time(plan, snapshots)
 
 
 # %%
+@jax.jit
 def attend_masking_logits(cache, batch, queries):
     keys, values = (x[0, :, 0] for x in jaxkv.read_tokens(cache, "attention", batch))
     visible = jnp.arange(keys.shape[0]) <= batch.positions[:, None]
@@ -118,7 +119,8 @@ print("rows with NaN among the values:", np.flatnonzero(np.isnan(values[0]).any(
 # reach its output, whatever they are. The cache is the same one, nothing was zeroed:
 
 # %%
-_, output = jaxkv.attend(cache, "attention", batch, queries, None, None)  # no keys: writes nothing
+attend = jax.jit(jaxkv.attend, static_argnums=1)
+_, output = attend(cache, "attention", batch, queries)  # no keys: writes nothing
 print(output[-1, 0])
 
 # %% [markdown]

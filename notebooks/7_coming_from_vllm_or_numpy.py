@@ -353,3 +353,7 @@ print("keys of", dict(zip(work, np.asarray(batch.seq_lens)[:2].tolist(), strict=
 # back while it runs: their ids stay in your row and may belong to another request, but are not
 # read. If groups of different layers **share bytes** (`plan.groups_to_zero`), list fresh blocks in
 # `pack_step(zero_ids=)` ([notebook 4](4_zeroing_and_nan.ipynb)).
+#
+# Whatever you keep, `jaxkv.testing.CacheStateMachine` can test it: a short subclass drives your
+# cache with random requests, and finds leaks, blocks that two requests write, and bytes that are
+# lost ([example](../tests/test_example_suite.py)).

@@ -151,10 +151,10 @@ plotting.plot_block_use(uses)  # before reset_prefixes, after it, and with the p
 #
 # ## Page lists
 #
-# `attend` and kernels of the RPA kind take block tables. Others walk *tiles*: groups of queries
-# that stand next to each other in the flat batch, and for each the pages that any of them sees.
-# `build_page_lists` makes padded lists, `build_page_csr` the same end to end with offsets. Both
-# follow the rule of the layer: causal, window or chunks.
+# `attend` and kernels like ragged paged attention take block tables. Others walk *tiles*: groups of
+# queries that stand next to each other in the flat batch, and for each the pages that any of them
+# sees. `build_page_lists` makes padded lists, `build_page_csr` the same end to end with offsets.
+# Both follow the rule of the layer: causal, window or chunks.
 
 # %%
 prompts = {"a": rng.integers(0, 1000, 48), "b": rng.integers(0, 1000, 40)}

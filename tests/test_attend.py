@@ -70,7 +70,7 @@ SETTINGS = [
         "bfloat16",
         rectangular=True,
         stacked=False,
-        layers=MOST,
+        layers=("full", "window", "cross"),
     ),
     Setting("fp8_e5m2", "float16", "HND", layers=("window", "cross", "window_latent")),
     Setting("int8", "float32", "BLNHC", kernel_block_size=1, layers=("full", "chunked", "latent")),

@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "decode": Setting(interpreted=("chunked.1",)),
+    "decode": Setting(),
     "decode of fp8, unstacked": Setting(
         "fp8_e4m3", 8, stacked=False, scales=(0.5, 0.25), interpreted=("window.1",)
     ),
@@ -52,7 +52,7 @@ SETTINGS = {
         order="HND",
         kv_heads=2,
         padding_rows=32,
-        interpreted=("window.0",),
+        interpreted=("chunked.1",),
     ),
     "rectangular, heads apart": Setting(tokens=24, order="LHBNC", kv_heads=2, rectangular=True),
     "all layers of a block, int8": Setting(

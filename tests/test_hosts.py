@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 from jaxkv.blocks import StepShape
 from jaxkv.step import broadcast_upload, check_same_upload
 from jaxkv.testing import assert_no_recompilation
-from tests.hosts import HEARTBEAT_S, make_mesh
+from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.demo import demo_engine, serve_demo, tokens_of
 from tests.hosts.processes import ROOT, TIMEOUT_S, Scene, num_gpus
 from tests.hosts.small import serve_small, small_plan
@@ -33,13 +33,16 @@ def killed(tmp_path_factory) -> Scene:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> list[Any]:
-    return Scene.start("pair", 2, tmp_path_factory.mktemp("pair")).results()
+def one(tmp_path_factory) -> list[Any]:
+    """Two processes, of which the first has a scheduler."""
+    return Scene.start("one", 2, tmp_path_factory.mktemp("one")).results()
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> list[Any]:
-    return Scene.start("four", 4, tmp_path_factory.mktemp("four")).results()
+def each(tmp_path_factory) -> list[Any]:
+    """Processes with a scheduler in each: four, or two where there are GPUs for no more."""
+    count = 2 if num_gpus() in (2, 3) else 4
+    return Scene.start("each", count, tmp_path_factory.mktemp("each")).results()
 
 
 @functools.cache
@@ -53,33 +56,24 @@ def by_one_process(axis: str, seed: int) -> dict[str, Any]:
 
 @two_devices
 @pytest.mark.parametrize(("how", "axis", "seed"), [("each", "context", 0), ("one", "heads", 1)])
-def test_two_processes_serve_the_tokens_of_one_with_the_same_mesh(pair, how, axis, seed) -> None:
-    """With a scheduler in each, and with one that packs for both."""
-    expected = by_one_process(axis, seed)
+def test_processes_serve_the_tokens_of_one(how, axis, seed, request) -> None:
+    """With a scheduler in each, dealt out over more devices, and with one that packs for both."""
+    results, expected = request.getfixturevalue(how), by_one_process(axis, seed)
     assert len(expected["logits"]) == 6
-    for result in pair if how == "each" else pair[:1]:
-        assert tokens_of(result[how]) == tokens_of(expected)
-        for name, rows in result[how]["logits"].items():
+    for result in results if how == "each" else results[:1]:
+        assert tokens_of(result["served"]) == tokens_of(expected)
+        for name, rows in result["served"]["logits"].items():
             np.testing.assert_allclose(rows, expected["logits"][name], rtol=0, atol=1e-4)
 
 
 @two_devices
-def test_four_processes_serve_the_tokens_of_one_too(four) -> None:
-    for result in four:
-        assert tokens_of(result["each"]) == tokens_of(by_one_process("context", 0))
+def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(each) -> None:
+    """After forks, copies, zeroed blocks and naps, under explicit axes.
 
-
-@two_devices
-def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(pair) -> None:
-    """After forks, copies, zeroed blocks and naps, under explicit axes."""
-    assert_parts([result["small"] for result in pair], replica=0)
-
-
-@two_devices
-def test_replicas_over_two_processes_each_have_books_and_steps_of_their_own(four) -> None:
-    for replica in range(2):
-        parts = [result["small"] for result in four[2 * replica : 2 * replica + 2]]
-        assert_parts(parts, replica)
+    Every two processes are a replica, with books and steps of its own.
+    """
+    for replica in range(len(each) // 2):
+        assert_parts([result["small"] for result in each[2 * replica :][:2]], replica)
 
 
 def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
@@ -98,26 +92,24 @@ def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
                 np.testing.assert_allclose(own[index], parts[index], rtol=0, atol=atol)
 
 
-def test_nothing_compiles_after_warm_up_in_any_process(pair, four) -> None:
-    for result in (*pair, *four):
-        assert result["each"]["compiled"] == [] and result["each"]["steps"] > 10
-        assert result["small"]["programs"] == 1
-    assert [result["one"]["compiled"] for result in pair] == [[], []]
+def test_nothing_compiles_after_warm_up_in_any_process(one, each) -> None:
+    for result in (*one, *each):
+        assert result["served"]["compiled"] == [] and result["served"]["steps"] > 10
+    assert [result["small"]["programs"] for result in each] == [1] * len(each)
 
 
 # --- drift ----------------------------------------------------------------------------
 
 
-def test_uploads_that_differ_are_found_in_their_step_by_all_processes(pair, four) -> None:
+def test_uploads_that_differ_are_found_in_their_step_by_all_processes(each) -> None:
     """Content in step 4 and shape in step 7, in one process; the next check finds no fault."""
-    for results, wrong in ((pair, 1), (four, 2)):
-        for result in results:
-            (fourth, content), (seventh, shape) = result["planted"]
-            assert (fourth, seventh) == (4, 7)
-            assert content.startswith("the uploads of this step differ: process 0 has number 4;")
-            assert f"process {wrong} has number 4, of other content" in content
-            assert f"process {wrong} has one without a number, of another shape" in shape
-            assert content.count("content") == shape.count("another shape") == 1
+    for result in each:
+        (fourth, content), (seventh, shape) = result["planted"]
+        assert (fourth, seventh) == (4, 7)
+        assert content.startswith("the uploads of this step differ: process 0 has number 4;")
+        assert f"process {WRONG} has number 4, of other content" in content
+        assert f"process {WRONG} has one without a number, of another shape" in shape
+        assert content.count("content") == shape.count("another shape") == 1
 
 
 def test_the_same_calls_give_the_same_uploads_whatever_strings_hash_to() -> None:
@@ -133,16 +125,16 @@ def test_the_same_calls_give_the_same_uploads_whatever_strings_hash_to() -> None
     assert one == other and len(set(one.splitlines())) == 5
 
 
-def test_a_process_without_a_device_of_the_mesh_is_refused(four) -> None:
-    for index, result in enumerate(four):
+def test_a_process_without_a_device_of_the_mesh_is_refused(each) -> None:
+    for index, result in enumerate(each):
         assert len(result["refused"]) == 3
         told = f"no device of the mesh belongs to process {index}"
         assert all(message.startswith(told) for message in result["refused"])
 
 
-def test_only_the_first_process_of_a_mesh_may_broadcast(pair) -> None:
+def test_only_the_first_process_of_a_mesh_may_broadcast(one) -> None:
     told = "process 1 passed an upload, but process 0 packs for this mesh; pass None here"
-    assert pair[1]["refused"] == told
+    assert one[1]["refused"] == told
 
 
 def test_a_mesh_of_one_process_exchanges_nothing() -> None:

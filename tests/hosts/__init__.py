@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+WRONG = 1  # the process whose uploads differ in some steps
 HEARTBEAT_S = 10  # without a sign of life, after which a process counts as dead
 
 

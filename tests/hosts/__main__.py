@@ -16,46 +16,40 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jaxkv
-from tests.hosts import HEARTBEAT_S, make_mesh
+from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.costs import costs
 from tests.hosts.demo import broadcasting, checked, demo_engine, receive, serve_demo
 from tests.hosts.processes import Scene
-from tests.hosts.small import HEADS, SIZE, TOKENS, serve_small, small_plan, small_step
+from tests.hosts.small import TOKENS, serve_small, small_plan
 
 
-def pair(index: int) -> dict[str, Any]:
-    """Two processes: a scheduler in each, then one for both; then everything else."""
-    heads, context = make_mesh((2,), ("heads",)), make_mesh((2,), ("context",))
-    explicit = make_mesh((2,), ("heads",), AxisType.Explicit)
-    planted: list[tuple[int, str]] = []
-    each = functools.partial(checked, context, index == 1, planted)
-    result: dict[str, Any] = {"each": serve_demo(demo_engine(context, "context"), 0, each)}
-    result["planted"] = planted
+def one(index: int) -> dict[str, Any]:
+    """Two processes, and a scheduler in the first."""
+    heads = make_mesh((2,), ("heads",))
     engine = demo_engine(heads, "heads")
     if index == 0:
-        one = functools.partial(broadcasting, engine.shapes, heads)
-        result["one"] = serve_demo(engine, 1, one)
+        broadcast = functools.partial(broadcasting, engine.shapes, heads)
+        result: dict[str, Any] = {"served": serve_demo(engine, 1, broadcast)}
         assert jaxkv.broadcast_upload(None, engine.shapes, heads) is None
-    else:
-        try:
-            jaxkv.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
-        except ValueError as error:
-            result["refused"] = str(error)
-        result["one"] = receive(engine, heads)
-    return result | {"small": serve_small(explicit)}
+        return result
+    try:
+        jaxkv.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
+    except ValueError as error:
+        result = {"refused": str(error)}
+    return result | {"served": receive(engine, heads)}
 
 
-def four(index: int) -> dict[str, Any]:
-    """Four processes: two replicas of two, each with books of its own; and all four together."""
-    replicas = make_mesh((2, 2), ("data", "heads")).devices
-    replica = index // 2
+def each(index: int) -> dict[str, Any]:
+    """Replicas of two processes, each with books of its own; then a scheduler in each process."""
+    count, replica = jax.process_count(), index // 2
+    replicas = make_mesh((count // 2, 2), ("data", "heads")).devices
     mesh = Mesh(replicas[replica], ("heads",), axis_types=(AxisType.Explicit,))
     small = serve_small(mesh, replica, nap=replica == 0)
     result: dict[str, Any] = {"small": small, "planted": []}
-    result["refused"] = refusals(Mesh(replicas[1 - replica], ("heads",)))
-    context = make_mesh((4,), ("context",))
-    each = functools.partial(checked, context, index == 2, result["planted"])
-    return result | {"each": serve_demo(demo_engine(context, "context"), 0, each)}
+    result["refused"] = refusals(Mesh(np.delete(replicas, index), ("heads",)))
+    context = make_mesh((count,), ("context",))
+    compared = functools.partial(checked, context, index == WRONG, result["planted"])
+    return result | {"served": serve_demo(demo_engine(context, "context"), 0, compared)}
 
 
 def refusals(mesh: Mesh) -> list[str]:
@@ -81,12 +75,12 @@ def death(index: int, victim: int, save: Callable[[Any], None]) -> None:
     cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=4)
-    queries = np.ones((TOKENS, 2 * HEADS, SIZE), np.float32)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(cache, upload):
-        cache, out = small_step(cache, upload, queries, queries[:, :HEADS])
-        return cache, out.sum()  # over all heads, which the processes add up
+        cache, batch = jaxkv.apply_step(cache, upload)
+        keys, _ = jaxkv.read_tokens(cache, "full", batch)
+        return cache, keys.sum()  # over all heads, which the processes add up
 
     manager.start("a")
     for _ in range(2):
@@ -136,7 +130,7 @@ def play(scene: str, index: int, count: int, port: int, folder: str) -> None:
 
     if scene == "death":
         death(index, count - 1, save)
-    save({"pair": pair, "four": four, "costs": costs}[scene](index))
+    save({"one": one, "each": each, "costs": costs}[scene](index))
 
 
 def main() -> None:
