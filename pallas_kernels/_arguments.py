@@ -91,7 +91,8 @@ def match_tree(tree: jax.tree_util.PyTreeDef, values: Any, name: str) -> list[An
     if len(leaves) == 1 and jax.tree_util.treedef_is_leaf(values_tree):
         return leaves * tree.num_leaves
     raise ValueError(
-        f"{name} must be one value, or a tree like that of buffers, {tree}; got {values_tree}"
+        f"{name} must be one value, or a tree like that of buffers, {tree}; got {values_tree}; one "
+        "value is an int, or an int32 array of ids: not a list"
     )
 
 

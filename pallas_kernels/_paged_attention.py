@@ -78,11 +78,11 @@ def paged_attention(
       key_width: elements of a key, K; None: as wide as a query.
       value_width: elements of a value, V; None: all elements of a row that follow its key. If rows
         are only keys, [blocks, tokens, kv_heads, K], the value is the first V elements of its key.
-      row_packing: ``"fp8_ds_mla"`` for latent rows of bytes, as vLLM stores those of DeepSeek-V3.2:
-        pages are uint8[blocks, tokens, 1, V + V / 32 + 2 (K - V)], V float8_e4m3fn values, a
-        float32 scale for each 128 of them, and the rest of the key in bfloat16. Values times their
-        scales are rounded to the dtype of queries. Pass ``value_width`` with it. None: a row is
-        elements of the dtype of ``pages``.
+      row_packing: ``"fp8_ds_mla"`` for latent rows packed into bytes, as vLLM stores those of
+        DeepSeek-V3.2; see `PackedRow`. Pages are uint8[blocks, tokens, 1, V + V / 32 + 2 (K - V)]:
+        a row has V values in float8_e4m3fn, a float32 scale for each 128 of them, and the rest of
+        the key in bfloat16. Values times their scales are rounded to the dtype of queries. Pass
+        ``value_width`` with it. None: a row has elements of the dtype of ``pages``.
       causal: False: queries see all keys of their request, at any position.
       first_positions: int32[B], position of the first token in each row of ``block_tables``, for
         tables that leave out blocks below a window; None: 0.

@@ -37,7 +37,7 @@ def _why_not_shape(rule: AttentionRule) -> str | None:
     if max(rule.key_width, rule.value_width) > MAX_WIDTH:
         return f"keys or values are wider than {MAX_WIDTH}"
     if rule.group > MAX_GROUP:
-        return f"a KV head has {rule.group} query heads, and the kernels take {MAX_GROUP}"
+        return f"a KV head has {rule.group} query heads, and the kernels take at most {MAX_GROUP}"
     return None
 
 
@@ -48,7 +48,7 @@ def _why_not_latents(rule: AttentionRule) -> str | None:
     if key % 64 or value % 128 or key > MAX_LATENT_KEY or value > MAX_LATENT_VALUE:
         return (
             f"latent rows are {key} wide and their values {value}, and the kernel takes multiples "
-            f"of 64 to {MAX_LATENT_KEY} and of 128 to {MAX_LATENT_VALUE}"
+            f"of 64 up to {MAX_LATENT_KEY} and of 128 up to {MAX_LATENT_VALUE}"
         )
     if rule.row_packing is not None and (key, value) != (MAX_LATENT_KEY, MAX_LATENT_VALUE):
         return (
@@ -56,7 +56,10 @@ def _why_not_latents(rule: AttentionRule) -> str | None:
             f"{MAX_LATENT_KEY} and {MAX_LATENT_VALUE}"
         )
     if rule.group > MAX_LATENT_GROUP:
-        return f"latent rows have {rule.group} query heads, and the kernel takes {MAX_LATENT_GROUP}"
+        return (
+            f"latent rows have {rule.group} query heads, and the kernel takes at most "
+            f"{MAX_LATENT_GROUP}"
+        )
     return None
 
 

@@ -50,21 +50,21 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
         arrays.pages,
         arrays.key_scale * jnp.float32(rule.scale),
     )
-    filled = tiles.size * rule.group  # rows past a tile's queries hold nothing
+    filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
     sinks = tile_sinks(arrays, shape)[0, :filled]
     lse = combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out)
     return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
 
 
 def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
-    """Returns the queries of a tile: as many as requests usually have, or as fill its rows."""
+    """Returns the queries of a tile: as many as a request has on average, or as fill its rows."""
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
     usual = 1 << (per_request - 1).bit_length()
     return min(MAX_QUERIES, max(usual, ROWS // rule.group))
 
 
 def _full_steps(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns int32[N], below which step all queries of a tile see all keys, none in a hole."""
+    """Returns int32[N]: below this step all queries of a tile see all keys, none in a hole."""
     if rule.window is not None or rule.chunk is not None:
         return jnp.zeros_like(tiles.positions)
     seen_by_all = tiles.ends

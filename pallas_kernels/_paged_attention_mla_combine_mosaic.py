@@ -15,7 +15,7 @@ from pallas_kernels._paged_attention_pieces import LOG2E
 from pallas_kernels._paged_attention_tasks import TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
-# Segments are loaded several together, because memory is far away.
+# Segments that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4
 LANES = 128  # threads of a warpgroup
 
@@ -31,7 +31,7 @@ def combine_latents(
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
     Args:
-      sinks: float32[R], in powers of two; -inf for none. There are R rows of queries in a tile.
+      sinks: float32[R], logits times log2(e), one per row of queries of a tile; -inf for none.
       value_scale: float32[1].
 
     Returns:
@@ -120,13 +120,13 @@ class _Combiner:
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)
         shrink = jnp.exp2(summed.highest - finite)
         total = summed.total * shrink + jnp.exp2(sink - finite)
-        # Nothing seen: the output is 0, and the logarithm of 0 is what it should be.
+        # Nothing seen: the output is 0, and log(0) is the -inf that the log-sum-exp has to be.
         weight = shrink * self.value_scale[0] / jnp.where(total > 0, total, 1.0)
         self.lse[self.index, 0, self.row] = jnp.log(total) + finite * (1 / LOG2E)
         return (summed.out * weight).astype(self.out.dtype)
 
     def _clear_padding(self, used_tokens: Array) -> None:
-        """Writes zeros for every so many tokens of padding."""
+        """Writes zeros to the tokens of padding that this thread block has to clear."""
         num_tokens, num_tiles = self.out.shape[0], self.tiles.shape[0]
         first = jnp.where(self.row < self.rule.group, used_tokens + self.index, num_tokens)
         zeros = jnp.zeros((self.rule.value_width,), self.out.dtype)

@@ -3,7 +3,7 @@
 A thread block has 64 rows of queries (heads of one or several tokens) and takes its keys 64 at a
 time. One warpgroup scores them and adds up the left half of the output, a second one adds up the
 right half, and a third one loads. Weights go from the first to the second through shared memory.
-Pairs of thread blocks with the same keys load half of them each, for both.
+Two thread blocks with the same keys are a pair: each loads half of the keys for both.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def is_paired(shape: DecodeShape) -> bool:
-    """Returns whether thread blocks share what they load: each copy must have two parts."""
+    """Returns whether pairs of thread blocks share their loads: each copy has to halve evenly."""
     return shape.rows % (2 * ROWS) == 0 and shape.steps.granule % 16 == 0
 
 
@@ -49,7 +49,7 @@ def _kind_of_rows(shape: DecodeShape) -> type[Rows]:
 
 
 def num_lanes(shape: DecodeShape) -> int:
-    """Returns how many parts the steps of a call are shared out to."""
+    """Returns the number of lanes that the steps of a call are divided among."""
     return max(1, _capability.max_thread_blocks(1) // (shape.rows // ROWS))
 
 
@@ -62,14 +62,17 @@ def decode_latents(
     pages: StridedPages,
     scales: Array,
 ) -> Segments:
-    """Returns the results of all segments; what no segment has is left undefined.
+    """Attends from all tiles, and returns the partial softmax of each segment.
 
     Args:
-      full_steps: int32[N], below which step each tile sees all keys, and finds them in pages.
-      tables: int32[B, W]. queries: [N, 1, rows, K]. scales: float32[1], of scores.
+      full_steps: int32[N]; below this step a tile sees all keys, and all of them are in pages.
+      tables: int32[B, W], the block tables.
+      queries: [N, 1, rows, K].
+      scales: float32[1], the factor of the scores.
 
     Returns:
-      ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows].
+      ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows]; undefined where S
+      counts more segments than there are.
     """
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rows)
@@ -96,7 +99,7 @@ def decode_latents(
     )
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, scales, first_row]
-    with jax.enable_x64(False):  # a pool has a buffer of its own
+    with jax.enable_x64(False):  # pages are a whole buffer already
         return Segments(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
 
 
@@ -124,7 +127,7 @@ def _scratch(shape: DecodeShape) -> list[Any]:
 
 
 class _Segment:
-    """A tile's steps that a lane takes, by their places on the line of all steps."""
+    """The steps of a tile that one lane takes, as places on the line of all steps."""
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
         lane, self.index = decoder.lane, index
@@ -148,8 +151,9 @@ class _Softmax(NamedTuple):
 class _Decoder:
     """The kernel's references, and the code of one thread block.
 
-    The barriers: loaded_full and loaded_free, of slots of keys; weighed: there are weights, and by
-    how much the output shrinks; taken: the second warpgroup needs them no more.
+    loaded_full, loaded_free: barriers, one for each slot of keys in shared memory.
+    weighed: barrier; the weights are there, and the factor by which the output shrinks.
+    taken: barrier; the second warpgroup no longer needs these two.
     """
 
     def __init__(self, shape: DecodeShape, *refs: Any) -> None:
@@ -193,12 +197,12 @@ class _Decoder:
         step = place + segment.shift
         return self.steps.locate(self.tables, segment.tile.request, step, self.first_page_row)
 
-    # What the third warpgroup does.
+    # The third warpgroup loads.
 
     def _load_all(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
         self._each_segment(self._load)
-        if self.paired:  # the other one signals this one, too, which must be there until then
+        if self.paired:  # the other thread block signals this one, which must not end before
             for slot in range(self.step_rows.slots):
                 used = self.lane.line_end - self.lane.line_begin > slot
                 pl.when(used)(lambda s=slot: plgpu.barrier_wait(self.loaded_free.at[s]))
@@ -211,7 +215,7 @@ class _Decoder:
 
         @pl.loop(segment.begin, segment.end)
         def _(place: Array) -> None:
-            # Ids are far away: they are asked for before slots are waited for.
+            # Ids take long to load: ask for them before waiting for a slot.
             granules, _ = self._locate(segment, place)
             slot, n = self._slot(place), self.steps.granule
             used = place - self.lane.line_begin >= self.step_rows.slots
@@ -220,14 +224,14 @@ class _Decoder:
                 axes = "pair" if self.paired else None
                 self.step_rows.fetch(granule, slot, j * n, self.loaded_full, axes)
 
-    # What the first one does.
+    # The first warpgroup scores, and adds up the left half of the output.
 
     def _score_all(self) -> None:
         plgpu.set_max_registers(232, action="increase")
         self._each_segment(self._score)
 
     def _score(self, segment: _Segment) -> None:
-        """Attends from the rows to a segment's keys, but for the right half of the output."""
+        """Attends from the rows to the keys of a segment, without the right half of the output."""
         scale = self.scales[0]
 
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
@@ -282,7 +286,7 @@ class _Decoder:
         return _Softmax(out, highest, total)
 
     def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
-        """Returns bool[ROWS, STEP]: which keys of a step each row sees."""
+        """Returns bool[ROWS, STEP], whether each row sees each key of a step."""
         shape, layout = (ROWS, STEP), plgpu.Layout.WGMMA
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first_row
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
@@ -291,7 +295,7 @@ class _Decoder:
         seen = pieces.sees(self.rule, segment.tile, queries, keys)
         return seen & self.steps.held(key, holes)
 
-    # What the second one does.
+    # The second warpgroup adds up the right half of the output.
 
     def _add_all(self) -> None:
         plgpu.set_max_registers(232, action="increase")
@@ -323,7 +327,7 @@ class _Decoder:
             plgpu.barrier_arrive(self.loaded_free.at[slot])
         return out
 
-    # What both do.
+    # The first two warpgroups share what follows.
 
     def _no_output(self) -> Array:
         zeros = jnp.zeros((ROWS, self.half), jnp.float32)
@@ -343,13 +347,13 @@ class _Decoder:
     def _widen(
         self, rows: WidenedRows, segment: _Segment, place: Array, masked: bool, half: int
     ) -> None:
-        """Widens the columns of a step that a half takes, and gives them up where they came."""
+        """Widens the columns of a step that belong to a half, and frees the slot they were in."""
         slot, known = self._slot(place), self._known(segment, place) if masked else None
         rows.widen(place, slot, half, known)
         plgpu.barrier_arrive(self.loaded_free.at[slot])
 
     def _known(self, segment: _Segment, place: Array) -> Array:
-        """Returns bool[STEP, COLUMNS], whether any row of the tile may see the keys of a step."""
+        """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
         row = plgpu.broadcasted_iota(jnp.int32, (STEP, COLUMNS), 0, layout=NARROW)
         keys, tile = row + (place + segment.shift) * STEP, segment.tile
         held = self.steps.held(row, self._locate(segment, place)[1])
@@ -358,14 +362,14 @@ class _Decoder:
     def _clean_values(self, segment: _Segment, place: Array, half: int) -> Array:
         """Writes zeros over the values of a half that no row of the tile sees.
 
-        Scores of these keys are masked, whether they are computed before or after.
+        Scores of these keys are masked, whether they are computed before this or after it.
 
         Returns:
           A bit for each hole of the step.
         """
         tile, key, slot = segment.tile, (place + segment.shift) * STEP, self._slot(place)
         _, holes = self._locate(segment, place)
-        plgpu.commit_smem()  # a barrier, because the compiler adds none, and so is the one below
+        plgpu.commit_smem()  # also a barrier, because the compiler adds none; so is the one below
 
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))
         def _() -> None:

@@ -17,7 +17,7 @@ from pallas_kernels._paged_attention_tasks import STEP
 HALVES = 2  # of a value, one for each warpgroup that computes
 COLUMNS = 64  # of values that are cleaned or widened together: registers are short
 NARROW, WIDE = plgpu.Layout.WGMMA_8BIT, plgpu.Layout.WGMMA
-# Four numbers a row, held by the threads that hold the row as `WIDE`.
+# Four numbers a row, held by the threads that hold the row in the layout `WIDE`.
 FOURS = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
     warp_dims=(-7,),
@@ -27,9 +27,9 @@ FOURS = plgpu.Layout.TILED(
 
 
 def opaque_zero(place: Array) -> Array:
-    """Returns 0, but the compiler does not know it.
+    """Returns 0, which the compiler cannot tell.
 
-    It would compute all addresses of operands ahead, and run out of registers.
+    If it could, it would compute the addresses of all operands ahead, and run out of registers.
     """
     return place >> 30
 
@@ -37,8 +37,9 @@ def opaque_zero(place: Array) -> Array:
 class Rows:
     """16-bit rows, used where the copy engine put them.
 
-    slots: steps that a thread block holds as they came. num_views: of pages, as the kernel takes
-      them. num_copies: that bring a granule.
+    slots: steps of loaded rows that fit into shared memory.
+    num_views: arrays of pages that the kernel takes.
+    num_copies: copies that load a granule.
     """
 
     slots, num_views, num_copies = 2, 1, 1
@@ -48,16 +49,16 @@ class Rows:
 
     @staticmethod
     def views(pages: StridedPages) -> list[Array]:
-        """Returns pages as the kernel takes them."""
+        """Returns the arrays of pages that the kernel takes."""
         return [pages.rows()]
 
     @classmethod
     def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
-        """Returns the shared memory of rows as they come, and what else they need."""
+        """Returns the shared memory for rows as they are loaded, and all else that they need."""
         return tiled((cls.slots, STEP, shape.rule.key_width), shape.page), []
 
     def fetch(self, row: Array, slot: Array, first: int, full: Any, axes: str | None) -> None:
-        """Begins to load a granule, which lies from a row of pages on, to a place in a slot."""
+        """Starts to load the granule at ``row`` of the pages into a slot, from ``first`` on."""
         n = self.shape.steps.granule
         plgpu.copy_gmem_to_smem(
             self.pages[0].at[pl.ds(row, n)],
@@ -81,7 +82,7 @@ class WidenedRows(Rows):
     """8-bit rows, which are widened before they are used.
 
     Each warpgroup that computes widens the columns of its own values, and the second one the rest
-    of the keys, too. There is room for one step of wide rows, but the next ones are on their way.
+    of the keys, too. There is room for one step of wide rows; meanwhile the next steps are loaded.
 
     full: barrier; the second warpgroup has widened its columns.
     """
@@ -110,15 +111,15 @@ class WidenedRows(Rows):
         return self.wide.at[opaque_zero(place), :, columns]
 
     def widen(self, place: Array, slot: Array, half: int, known: Array | None) -> None:
-        """Widens the columns that a half takes, with zeros for values that are not known.
+        """Widens the columns of a half, and puts zeros in place of values that are not known.
 
         Args:
-          known: bool[STEP, COLUMNS], held as `NARROW`; None: all values are.
+          known: bool[STEP, COLUMNS], in the layout `NARROW`; None: all values are known.
         """
         rule = self.shape.rule
         width = rule.value_width // HALVES
         firsts = range(half * width, width if half == 0 else rule.key_width, COLUMNS)
-        plgpu.commit_smem()  # a barrier: all have added the values of the step before
+        plgpu.commit_smem()  # also a barrier: all have added the values of the step before
         parts = [self._load(slot, first) for first in firsts]
         for first, part in zip(firsts, self._widen(slot, firsts, parts), strict=True):
             if known is not None and first < rule.value_width:
@@ -136,10 +137,10 @@ class WidenedRows(Rows):
 
 
 class PackedRows(WidenedRows):
-    """Packed rows, whose groups of values, scales and rotary part come apart.
+    """Packed rows: groups of values, scales and the rotary part are loaded by copies of their own.
 
-    A copy of 128 bytes a row would put all rows into the same banks of shared memory. So copies
-    bring 16 bytes more: of what follows a group, or lies before the rotary part.
+    A copy of 128 bytes a row would put all rows into the same banks of shared memory. So a copy
+    brings 16 bytes more: those that follow a group, or that precede the rotary part.
     """
 
     slots, num_views, num_copies = 1, 3, 6
@@ -197,7 +198,8 @@ class PackedRows(WidenedRows):
                 if group not in scales:
                     own = jnp.where(column == group, loaded, jnp.zeros_like(loaded)).sum(axis=1)
                     scales[group] = plgpu.layout_cast(own, NARROW.reduce(1))
-                part = part.astype(jnp.float16).astype(jnp.float32)  # there is no shorter way
+                # Through float16, because no conversion to float32 is direct.
+                part = part.astype(jnp.float16).astype(jnp.float32)
                 part = part * lax.broadcast_in_dim(scales[group], part.shape, [0])
             widened.append(part.astype(self.shape.compute))
         return widened

@@ -8,14 +8,15 @@ from jax.typing import DTypeLike
 
 RowPacking = Literal["fp8_ds_mla"]
 GROUP = 128  # values that share a scale
-HIGHEST, LEAST = 448.0, 2.0**-126  # of float8_e4m3fn; of scales
+HIGHEST, LEAST = 448.0, 2.0**-126  # the largest float8_e4m3fn; the least scale
 
 
 class PackedRow(NamedTuple):
     """The parts of a row of ``"fp8_ds_mla"``, as vLLM stores the latents of DeepSeek-V3.2.
 
-    latent: values, a multiple of 128; float8_e4m3fn, and then a float32 scale for each 128.
-    rotary: elements after the values; bfloat16.
+    latent: number of values, a multiple of 128. They are float8_e4m3fn, and a float32 scale for
+      each 128 of them follows.
+    rotary: number of elements after that, in bfloat16.
     """
 
     latent: int
@@ -23,10 +24,11 @@ class PackedRow(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a packed row."""
         return sum(self._sizes())
 
     def pack(self, rows: Array) -> Array:
-        """Returns rows, float[..., latent + rotary], as uint8[..., row_bytes]."""
+        """Packs rows, float[..., latent + rotary], into uint8[..., row_bytes]."""
         latent, rotary = lax.split(rows, (self.latent, self.rotary), axis=rows.ndim - 1)
         groups = latent.astype(jnp.float32).reshape(*latent.shape[:-1], -1, GROUP)
         highest = jnp.abs(groups).max(axis=-1, keepdims=True)
@@ -36,7 +38,7 @@ class PackedRow(NamedTuple):
         return jnp.concatenate([_as_bytes(part) for part in parts], axis=-1)
 
     def unpack(self, rows: Array) -> Array:
-        """Returns rows, uint8[..., row_bytes], as float32[..., latent + rotary]."""
+        """Unpacks rows, uint8[..., row_bytes], into float32[..., latent + rotary]."""
         latent, scales, rotary = lax.split(rows, self._sizes(), axis=rows.ndim - 1)
         values = lax.bitcast_convert_type(latent, jnp.float8_e4m3fn).astype(jnp.float32)
         values = values * jnp.repeat(_as_elements(scales, jnp.float32), GROUP, axis=-1)

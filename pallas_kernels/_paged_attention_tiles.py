@@ -22,7 +22,7 @@ class AttentionRule(NamedTuple):
     soft_cap: cap of the scores; None: no cap.
     causal: whether a query sees only keys up to its own position.
     values_in_keys: whether a row is only a key, whose first elements are the value.
-    row_packing: the format of packed rows; None: plain elements.
+    row_packing: format of the rows of pages; None: elements of one dtype.
     ranks, interleave_tokens: of the `Deal`; 1 rank without one.
     out_dtype: dtype of the output.
     """
@@ -55,7 +55,7 @@ class AttentionRule(NamedTuple):
 
     @property
     def packed_row(self) -> PackedRow:
-        """Returns the parts of a row that is packed."""
+        """Returns the parts of a packed row."""
         return PackedRow(self.value_width, self.key_width - self.value_width)
 
     def first_visible(self, positions: Array, chunk_offset: Array) -> Array:

@@ -1,6 +1,6 @@
-"""`attend` over all devices of a mesh, by the kernel that each device takes by itself.
+"""`attend` over all devices of a mesh, by the kernel that each device would take alone.
 
-The heads are those that the Mosaic kernels take, so that these run on GPUs; on a CPU, XLA attends.
+The Mosaic kernels support these heads, so they run on GPUs; on a CPU, XLA attends.
 """
 
 import functools
@@ -88,7 +88,7 @@ def on_one_device(dtype: str) -> list[np.ndarray]:
 @pytest.mark.skipif(RANKS == 1, reason="needs two devices")
 @pytest.mark.parametrize(("divided", "dtype"), CASES if ON_GPU else CASES[:2])
 def test_all_devices_of_a_mesh_attend_as_one_device_does(divided: str, dtype: str) -> None:
-    """Weights sum up to 1, values are below 5, and each is rounded to 16 bits twice by either."""
+    """Weights add up to 1, values are below 5, and both sides round each to 16 bits twice."""
     mesh = Mesh(np.array(DEVICES[:RANKS]), ("axis",))
     of_heads, of_positions = (RANKS, 1) if divided == "heads" else (1, RANKS)
     options = {"interleave_tokens": 4} if divided == "positions" else {}

@@ -48,7 +48,7 @@ def queries_and_rows() -> tuple[jax.Array, jax.Array]:
 
 
 def test_packed_rows_are_attended_to_as_the_rows_that_they_hold() -> None:
-    """The K scale of their layer is not used."""
+    """The K scale of the layer is not used."""
     cache, batch = one_step()
     queries, rows = queries_and_rows()
     held = ROW.unpack(ROW.pack(rows)).astype(jnp.bfloat16)

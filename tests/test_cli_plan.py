@@ -269,7 +269,7 @@ def test_stages_keep_the_caches_of_one_layer_together() -> None:
         ("512", 512),
         (" 2 MiB ", 2**21),
         ("0.5KB", 500),
-        ("1.5", 1),
+        ("1.5B", 1),
     ],
 )
 def test_memory_is_read_exactly(text: str, num_bytes: int) -> None:
@@ -311,6 +311,7 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         (("llama-3.1-8b", "--gpu", "l4", "--weights", "all"), "--weights='all'"),
         (("llama-3.1-8b", "--gpu", "l4", "--utilization", "2"), "--utilization='2'"),
         (("llama-3.1-8b", "--memory", "lots"), "--memory='lots'"),
+        (("llama-3.1-8b", "--memory", "71.3"), "is a fraction without a unit; give 71.3GiB"),
         (("llama-3.1-8b", "--memory", "0"), "--memory='0' must be at least 1 byte"),
         (("llama-3.1-8b", "--memory=-1GiB"), "--memory='-1GiB'"),
         ((*LLAMA, "--max-model-len", "long"), "--max-model-len='long'"),

@@ -13,7 +13,7 @@ from jaxkv.cache import make_cache
 from jaxkv.planning import KVCacheCapacityError, plan_cache
 from jaxkv.sleeping import ClosedOverError
 from jaxkv.specs import FullAttentionSpec, StateSpec
-from jaxkv.testing import CacheStateMachine, assert_same_bytes, strategies
+from jaxkv.testing import CacheStateMachine, ReferenceCache, assert_same_bytes, strategies
 from tests.helpers import hybrid_plan
 
 PLAN = hybrid_plan(kv_dtype="bf16")
@@ -107,6 +107,21 @@ MISTAKES = {
         lambda s: jaxkv.load_config("llama-9"),
         ValueError,
         "config='llama-9' is neither a readable JSON file .* nor a preset; presets: deepseek-v3, ",
+    ),
+    "a configuration that is read already": (
+        lambda s: jaxkv.load_config({"model_type": "llama"}),
+        TypeError,
+        "config must be the name of a preset or a path, got dict; what is read already goes to",
+    ),
+    "a file that is not JSON": (
+        lambda s: jaxkv.load_config(__file__),
+        ValueError,
+        r"test_first_mistakes.py' is a file that is not JSON: Extra data: line 1",
+    ),
+    "a name for the plan of a reference": (
+        lambda s: ReferenceCache("llama-3.1-8b"),
+        TypeError,
+        "plan must be what plan_cache returned, got str",
     ),
     "a dtype that no page holds": (
         lambda s: FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype="int4"),

@@ -76,9 +76,9 @@ def attend(
       scale: factor of the scores; None: ``K ** -0.5``.
       soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
       sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
-      row_packing: ``"fp8_ds_mla"`` for latent rows that are packed into the ``bytes_per_token`` of
-        their layer, 656 of 512 + 64 elements; see `pallas_kernels.PackedRow`. ``keys`` are packed,
-        and the K scale is not used. None: rows are elements of the layer's dtype.
+      row_packing: ``"fp8_ds_mla"`` for a layer whose latent rows are packed into its
+        ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
+        packs ``keys``, and does not use the K scale. None: rows are elements of the layer's dtype.
       period: int32[], may be traced: attends to layer ``cache.period_layers(layer)[period]``
         instead of ``layer``; see `write_tokens`.
       implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
@@ -233,7 +233,7 @@ def _packed_row(spec: MLASpec) -> PackedRow:
 
 
 def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
-    """Raises ValueError unless a layer's rows have the size of packed ones."""
+    """Raises ValueError unless the rows of a layer have the size of packed rows."""
     if row_packing not in get_args(RowPacking):
         choices = ", ".join(map(repr, get_args(RowPacking)))
         raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")

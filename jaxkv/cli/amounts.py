@@ -9,17 +9,19 @@ LENGTHS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def parse_bytes(text: str, flag: str = "--memory") -> int:
-    """Returns the bytes of ``"80GiB"``, ``"71.3GiB"``, ``"141GB"`` or a plain number.
+    """Returns the bytes of ``"80GiB"``, ``"71.3GiB"``, ``"141GB"`` or a whole number.
 
     A fraction of a byte is dropped.
 
     Raises:
-      ValueError: not a number, or an unknown unit.
+      ValueError: not a number, an unknown unit, or a fraction without a unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in UNITS:
         units = ", ".join(filter(None, UNITS))
         raise ValueError(f"{flag}={text!r} is not understood; give a number and one of {units}")
+    if "." in match[1] and not match[2]:
+        raise ValueError(f"{flag}={text!r} is a fraction without a unit; give {match[1]}GiB, say")
     return int(Fraction(match[1]) * UNITS[match[2]])
 
 

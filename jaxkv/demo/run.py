@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="RANKS",
         help="deal each request's tokens out among so many devices (virtual ones on a CPU); the "
-        "model then has attention in all layers, for states cannot be dealt out (default 1)",
+        "model then has attention in all layers, because states cannot be divided (default 1)",
     )
     parser.add_argument(
         "--sleep-between-batches",

@@ -16,11 +16,17 @@ def load_config(name: str) -> dict[str, Any]:
     """Reads the configuration of a model.
 
     Args:
-      name: name of a preset, or path of a ``config.json`` or of the directory that holds one.
+      name: a preset, or the path of a ``config.json`` or of the directory that holds one.
 
     Raises:
+      TypeError: a name that is neither text nor a path.
       ValueError: neither a preset nor a readable JSON object.
     """
+    if not isinstance(name, str | pathlib.PurePath):
+        raise TypeError(
+            f"config must be the name of a preset or a path, got {type(name).__name__}; what is "
+            "read already goes to layers_from_config as it is"
+        )
     preset, path = PRESETS / f"{name}.json", pathlib.Path(name)
     if preset.is_file():
         path = preset
@@ -28,11 +34,13 @@ def load_config(name: str) -> dict[str, Any]:
         path /= "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise ValueError(
-            f"config={name!r} is neither a readable JSON file ({error}) nor a preset; presets: "
-            f"{', '.join(preset_names())}"
+            f"config={name!r} is neither a readable JSON file ({path}: {error.strerror or error}) "
+            f"nor a preset; presets: {', '.join(preset_names())}"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config={name!r} is a file that is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"config={name!r} holds a {type(config).__name__}, not an object")
     return config

@@ -30,6 +30,10 @@ class CacheUnderTest:
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
         """Gives a request the blocks to compute its tokens up to ``num_tokens``.
 
+        It then has to hold, for each ``group`` of ``plan.groups``, a block in every column of
+        ``group.growth.live_blocks(num_computed_tokens, num_tokens)``. With windows and chunks
+        these leave out old columns: you may give their blocks back.
+
         Raises:
           out_of_blocks: too few are free, and nothing was changed.
         """
@@ -54,7 +58,9 @@ class CacheUnderTest:
     def read_pages(self, request: int, layer: str) -> np.ndarray:
         """Returns uint8[W, data_bytes]: the request's pages of a layer, by column of its row.
 
-        Read them the way that your attention reads them, for the next token of the request.
+        Read them the way that your attention reads them, for the next token of the request. A
+        page has the rows of its tokens one after the other, as `write` was given them, in
+        whatever order your pool keeps them; `jaxkv.testing.place_in_row` says where each begins.
         Columns that it does not hold may be anything.
         """
         raise NotImplementedError("write read_pages in your subclass")

@@ -24,9 +24,10 @@ class Write(NamedTuple):
     positions: int32[n], the tokens whose rows these are. Of tokens that share a compressed
       row only one is named; a state has one row, of the last token, and with
       ``cache_mode="all"`` one of the last token of every block.
-    rows: uint8[n, row_bytes]. View them as the layer's dtype: all numbers are finite, and
-      some are NaN when read as a narrower dtype. The arrays of a state follow
-      each other.
+    rows: uint8[n, row_bytes], a row's bytes in any order that you like (of heads, of keys and
+      values), as long as they are read back in the same one. Viewed as the layer's dtype, all
+      numbers are finite, and some are NaN when read as a narrower dtype. The arrays of a state
+      follow each other.
     """
 
     request: Hashable
@@ -55,6 +56,8 @@ class ReferenceCache:
             encoder's tokens.
           seed: of the bytes to write.
         """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
         self.plan = plan
         self.layers = {
             layer: plan.layout.place_of(layer)

@@ -11,6 +11,7 @@ from tests.benchmarks import (
     host,
     planner,
     prefixes,
+    served,
     sharded,
     sleep,
     step,
@@ -28,6 +29,7 @@ PARTS = {
     "copies": copies.run,
     "attention": attention.run,
     "sharded": sharded.run,
+    "served": served.run,
     "sleep": sleep.run,
     "planner": planner.run,
 }

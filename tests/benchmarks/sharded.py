@@ -1,4 +1,4 @@
-"""Work on several devices against one, with as many bytes on each: kernels, and a whole step."""
+"""Several devices against one, with equally many bytes on each: kernels, and a whole step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from tests.benchmarks.vllm_peer import VllmPeer
 PAGE, ROW = 65536, 4096
 SAME, PAGES = PartitionSpec(), PartitionSpec(None, "heads")
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128)  # of each rank
-# Of each rank: a KV head of eight, as a model has over eight GPUs.
+# Of each rank: one of eight KV heads, as if a model were divided among eight GPUs.
 DECODE = AttentionSpec("64 x 8k, a KV head each", (8192,) * 64, 4, 1, 128, 16)
 
 
@@ -59,7 +59,7 @@ def _compare(report: Report, name: str, times_on: Callable[[Mesh], Times], num_b
     counts = [count for count in (1, 2, 4, 8) if count <= min(most, len(jax.devices()))]
     for count in counts if timing.every_case else sorted({1, counts[-1]}):
         times = times_on(Mesh(np.array(jax.devices()[:count]), ("heads",)))
-        # The profiler sees all devices: what one of them was busy for is a share of it.
+        # The profiler adds up the time of all devices; report that of one.
         if times.kernels is not None:
             times = Times(times.kernels / count, times.launches, times.synced, times.dispatched)
         case = f"{name} on {count}"
@@ -68,13 +68,13 @@ def _compare(report: Report, name: str, times_on: Callable[[Mesh], Times], num_b
 
 
 def _made(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int]) -> jax.Array:
-    """Returns ones of uint8, made where they are to lie."""
+    """Returns ones of uint8, made on the devices that hold them."""
     make = jax.jit(lambda: jnp.ones(shape, jnp.uint8), out_shardings=NamedSharding(mesh, spec))
     return make()
 
 
 def _in_place(function: Callable[..., Any], state: Any, *rest: jax.Array) -> Times:
-    """Times a function of each device's parts, which returns its first argument, donated."""
+    """Times a function over the parts of each device; it returns its first argument, donated."""
     mesh, specs = rest[0].sharding.mesh, (PAGES, *(array.sharding.spec for array in rest))
     options = {"mesh": mesh, "in_specs": specs, "out_specs": PAGES, "check_vma": False}
     step = jax.jit(jax.shard_map(function, **options), donate_argnums=0)
@@ -88,7 +88,7 @@ def _in_place(function: Callable[..., Any], state: Any, *rest: jax.Array) -> Tim
 
 
 def time_pages(function: Callable[..., Any], num_lists: int, mesh: Mesh) -> Times:
-    """Times work on whole pages by lists of ids; each device has as many bytes."""
+    """Times work on whole pages by lists of ids, with equally many bytes on each device."""
     num_buffers, blocks, num_ids = _sizes()
     state = [_made(mesh, PAGES, (blocks, mesh.size * PAGE)) for _ in range(num_buffers)]
     ids = np.random.default_rng(0).permutation(np.arange(1, blocks, dtype=np.int32))
@@ -98,7 +98,7 @@ def time_pages(function: Callable[..., Any], num_lists: int, mesh: Mesh) -> Time
 
 
 def time_writes(mesh: Mesh) -> Times:
-    """Times writes of tokens to shuffled places, one row each on every device."""
+    """Times writes of tokens to shuffled slots; each device has one row of each token."""
     blocks, per_page = _sizes()[1], PAGE // ROW
     tokens = np.random.default_rng(0).permutation(blocks * per_page).astype(np.int32)[: _written()]
     same = NamedSharding(mesh, SAME)
@@ -110,7 +110,7 @@ def time_writes(mesh: Mesh) -> Times:
 
 
 def time_attention(spec: AttentionSpec, mesh: Mesh) -> Times:
-    """Times a decode by heads: each device attends to a KV head of its own."""
+    """Times decodes that are divided by heads: each device attends to its own KV head."""
     one, by_head = make_arrays(spec), PartitionSpec(None, None, "heads")
 
     def on_each(array: jax.Array, part: PartitionSpec) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sleep and wake: bytes to the host and back, memory released, and memory that it takes."""
+"""Sleep and wake: speed to the host and back, memory released, and memory needed meanwhile."""
 
 import functools
 import time
@@ -20,7 +20,7 @@ ROUNDS = 3
 
 
 def plan_of(num_bytes: int, layers: int) -> Plan:
-    """Returns a plan of a pool of so many bytes, in pages of 64 KiB."""
+    """Returns a plan of a pool of ``num_bytes``, in pages of 64 KiB."""
     blocks = num_bytes // (layers * ATTENTION.page_bytes)
     return plan_cache(
         {f"layers.{i}": ATTENTION for i in range(layers)},
@@ -35,7 +35,7 @@ def one_device(num_bytes: int, layers: int, stacked: bool) -> KVCache:
 
 
 def on_each_of(devices: int, num_bytes: int, layers: int) -> KVCache:
-    """Returns a cache of so many bytes on each of some devices."""
+    """Returns a cache with ``num_bytes`` on each of some devices."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("heads",))
     plan = plan_of(num_bytes, layers)
     return make_cache(plan, max_requests=256, stacked=False, mesh=mesh, axis="heads")
@@ -51,7 +51,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         "32 units in 64 buffers": lambda: one_device(32 * unit, 64, False),
     }
     counts = [count for count in (8, 4, 2, 1) if count <= len(jax.devices())]
-    cases = {  # before larger ones, because peaks are of the whole process
+    cases = {  # small ones first, because peaks are of the whole process
         f"2 units on each of {n}": functools.partial(on_each_of, n, 2 * unit, 32) for n in counts
     } | cases
     for name, make in cases.items():
@@ -88,5 +88,5 @@ def _time(report: Report, name: str, cache: KVCache) -> None:
 
 
 def _bytes(which: str, devices: Iterable[jax.Device]) -> int:
-    """Returns what the allocators of these devices say; 0 where they say nothing."""
+    """Returns a statistic of the allocators of these devices, added up; 0 where there is none."""
     return sum((device.memory_stats() or {}).get(which, 0) for device in devices)

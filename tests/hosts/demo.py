@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,17 +20,28 @@ CONFIG = {"num_hidden_layers": 1, "full_attention_interval": 1, "hidden_size": 6
 CONFIG |= {"intermediate_size": 64, "max_position_embeddings": 64}
 
 
-def demo_engine(mesh: Mesh, axis: str) -> Engine:
-    """The demo's engine over any mesh, by head or by position, in float32."""
-    config = jaxkv.load_config("qwen3-next-demo") | CONFIG
+def demo_engine(
+    mesh: Mesh,
+    axis: str,
+    changes: Mapping[str, Any] = CONFIG,
+    kv_dtype: str = "f32",
+    pool_bytes: int = 2**18,
+) -> Engine:
+    """Returns the demo's engine over any mesh, by head or by position.
+
+    Args:
+      changes: of the demo's own config.
+      pool_bytes: memory of the pool on each device.
+    """
+    config = jaxkv.load_config("qwen3-next-demo") | changes
     by_head, ranks = axis == "heads", mesh.shape[axis]
     layers = jaxkv.layers_from_config(
-        config, kv_dtype="f32", tensor_parallel=ranks if by_head else 1
+        config, kv_dtype=kv_dtype, tensor_parallel=ranks if by_head else 1
     )
     plan = jaxkv.plan_cache(
         layers,
-        2**18,
-        max_model_len=64,
+        pool_bytes,
+        max_model_len=jaxkv.model_len(config),
         limits=jaxkv.Limits(max_in_flight_tokens=MAX_TOKENS),
         context_parallel=1 if by_head else ranks,
         zero_policy="always",

@@ -153,7 +153,7 @@ def test_the_shapes_of_models_lower_for_cuda(
         (MLA._replace(key=544), "latent rows are 544 wide and their values 512"),
         (MLA._replace(key=640), "latent rows are 640 wide and their values 512"),
         (MLA._replace(key=192, value=64), "latent rows are 192 wide and their values 64"),
-        (MLA._replace(heads=136), "136 query heads, and the kernel takes 128"),
+        (MLA._replace(heads=136), "136 query heads, and the kernel takes at most 128"),
         (MLA._replace(page_tokens=12), "pages have 12 tokens, and the kernels take multiples of 8"),
     ],
 )

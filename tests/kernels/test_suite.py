@@ -331,6 +331,7 @@ BAD = [
     (zero_blocks, "block_ids", jnp.zeros(3), TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", IDS[:, None], TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", [IDS] * 2, ValueError, "block_ids must be one value, or a tree"),
+    (zero_blocks, "block_ids", [1, 3], ValueError, "an int32 array of ids: not a list"),
     (zero_blocks, "block_axis", 0.5, TypeError, "block_axis must be an int"),
     (zero_blocks, "block_axis", 2, ValueError, "block_axis=2"),
     (zero_blocks, "block_axis", [0, 0], ValueError, "block_axis must be one value, or a tree"),
