@@ -129,16 +129,16 @@ print("differs from one device by", f"{np.abs(outs - expected).max():.1g}")
 # %% [markdown]
 # ## Positions: context parallelism
 #
-# Long requests may outgrow the memory of one device. `plan_cache(context_parallel=2)` deals the
-# positions of each request out to two ranks, `interleave_tokens` at a time. Each rank attends to
+# Long requests may outgrow the memory of one device. `plan_cache(context_parallel=2)` gives the
+# positions of each request to two ranks in turns, `interleave_tokens` at a time. Each rank attends to
 # what it has, and `attend` combines the two. It is for groups that keep all tokens, not for
 # windows and states.
 
 # %%
-dealt = make_plan(HEADS, context_parallel=2)
+divided = make_plan(HEADS, context_parallel=2)
 mesh = Mesh(devices[:2], ("context",))
-cache = jaxkv.make_cache(dealt, max_requests=2, interleave_tokens=2, mesh=mesh, axis="context")
-cache, _, outs = serve(dealt, cache)
+cache = jaxkv.make_cache(divided, max_requests=2, interleave_tokens=2, mesh=mesh, axis="context")
+cache, _, outs = serve(divided, cache)
 print("differs from one device by", f"{np.abs(outs - expected).max():.1g}")
 
 # %% [markdown]
@@ -146,9 +146,9 @@ print("differs from one device by", f"{np.abs(outs - expected).max():.1g}")
 # would run, too. -1: the token is on the other device.
 
 # %%
-manager = jaxkv.BlockManager(dealt, max_requests=2)
+manager = jaxkv.BlockManager(divided, max_requests=2)
 manager.start("a")
-shape = jaxkv.StepShape.for_plan(dealt, max_requests=2, max_tokens=TOKENS)
+shape = jaxkv.StepShape.for_plan(divided, max_requests=2, max_tokens=TOKENS)
 
 
 def slots_of_rank(cache, upload):
@@ -156,7 +156,7 @@ def slots_of_rank(cache, upload):
     return batch.slot_mapping("layer")[None]
 
 
-fresh = jaxkv.make_cache(dealt, max_requests=2, interleave_tokens=2, mesh=mesh, axis="context")
+fresh = jaxkv.make_cache(divided, max_requests=2, interleave_tokens=2, mesh=mesh, axis="context")
 slots = jax.shard_map(
     slots_of_rank,
     mesh=mesh,

@@ -6,7 +6,7 @@ ids that are out of range, and treats all other blocks alike, including block 0.
 
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
-- `paged_attention`: attention over keys and values in pages (`StridedPages`, `Deal`,
+- `paged_attention`: attention over keys and values in pages (`StridedPages`, `Interleaving`,
   `PackedRow`).
 - `default_implementation`: the implementation that ``None`` stands for.
 """
@@ -18,13 +18,13 @@ from pallas_kernels._paged_attention import paged_attention as paged_attention
 from pallas_kernels._paged_attention_packed import PackedRow as PackedRow
 from pallas_kernels._paged_attention_packed import RowPacking as RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages as StridedPages
-from pallas_kernels._paged_attention_tiles import Deal as Deal
+from pallas_kernels._paged_attention_tiles import Interleaving as Interleaving
 from pallas_kernels._write_rows import write_rows as write_rows
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 
 __all__ = [
-    "Deal",
     "Implementation",
+    "Interleaving",
     "PackedRow",
     "RowPacking",
     "StridedPages",

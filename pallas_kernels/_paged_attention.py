@@ -11,7 +11,7 @@ from pallas_kernels._capability import Implementation
 from pallas_kernels._paged_attention_arguments import check_arguments
 from pallas_kernels._paged_attention_limits import why_not_paged_attention
 from pallas_kernels._paged_attention_packed import RowPacking
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Deal
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Interleaving
 from pallas_kernels._paged_attention_xla import attend_xla
 
 
@@ -34,7 +34,7 @@ def paged_attention(
     row_packing: RowPacking | None = None,
     causal: bool = True,
     first_positions: Any = None,
-    deal: Deal | None = None,
+    interleaving: Interleaving | None = None,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -86,7 +86,7 @@ def paged_attention(
       causal: False: queries see all keys of their request, at any position.
       first_positions: int32[B], position of the first token in each row of ``block_tables``, for
         tables that leave out blocks below a window; None: 0.
-      deal: for pages that hold only one rank's share of the positions of every request;
+      interleaving: for pages that hold only one rank's share of the positions of every request;
         ``seq_lens`` still count all positions. None: the pages hold all positions.
       out_dtype: dtype of the output; None: that of queries. Use float32 for outputs that are to be
         combined; ``"mosaic_gpu"`` computes them in the dtype of queries all the same.
@@ -103,7 +103,7 @@ def paged_attention(
     Raises:
       TypeError: a dtype that is not listed above.
       ValueError: shapes that do not fit, a window, chunk or cap that is not positive, a window or
-        chunk with ``deal`` or without ``causal``, an unknown implementation.
+        chunk with ``interleaving`` or without ``causal``, an unknown implementation.
       NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
         that it does not support. (On other devices jax itself refuses to compile the kernel.)
     """
@@ -121,7 +121,7 @@ def paged_attention(
         row_packing=row_packing,
         causal=causal,
         first_positions=first_positions,
-        deal=deal,
+        interleaving=interleaving,
         out_dtype=out_dtype,
     )
     out, lse = _run(arrays, rule, implementation)

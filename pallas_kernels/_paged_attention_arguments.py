@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels._paged_attention_packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages, check_pages
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Deal
+from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Interleaving
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -36,7 +36,7 @@ def check_arguments(
     row_packing: RowPacking | None,
     causal: bool,
     first_positions: Any,
-    deal: Deal | None,
+    interleaving: Interleaving | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
     """Checks the arguments of a call, and returns its rule and its arrays.
@@ -77,8 +77,8 @@ def check_arguments(
         causal=causal,
         values_in_keys=row_packing is not None or pages.width == key_size,
         row_packing=row_packing,
-        ranks=1 if deal is None else deal.ranks,
-        interleave_tokens=1 if deal is None else deal.interleave_tokens,
+        ranks=1 if interleaving is None else interleaving.ranks,
+        interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
         out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
     )
     _check_rule(rule)
@@ -94,7 +94,7 @@ def check_arguments(
         jnp.maximum(seq_lens, 0),
         query_start_loc,
         chunk_offsets=chunk_offsets,
-        rank=jnp.asarray(0 if deal is None else deal.rank, jnp.int32),
+        rank=jnp.asarray(0 if interleaving is None else interleaving.rank, jnp.int32),
         sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
         key_scale=_as_scale("key_scale", key_scale, kv_heads),
         value_scale=_as_scale("value_scale", value_scale, kv_heads),
@@ -171,7 +171,7 @@ def _check_packed_widths(
 def _check_rule(rule: AttentionRule) -> None:
     limited = rule.window is not None or rule.chunk is not None
     if limited and (rule.ranks > 1 or not rule.causal):
-        what = "deal" if rule.ranks > 1 else "causal=False"
+        what = "interleaving" if rule.ranks > 1 else "causal=False"
         raise ValueError(
             f"{what} does not go with sliding_window or chunk_size; pass one or the other"
         )

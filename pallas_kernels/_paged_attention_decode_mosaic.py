@@ -28,7 +28,7 @@ SMEM_PER_SM = 227 * 1024
 # With 128 registers per thread; widening a step of several granules takes more than that.
 MAX_THREAD_BLOCKS_PER_SM, MAX_WITH_MANY_REGISTERS = 4, 3
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
-SLOTS = 2  # steps that a thread block loads ahead
+STAGES = 2  # steps that a thread block loads ahead
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
 
@@ -54,7 +54,7 @@ class DecodeShape(NamedTuple):
     def thread_blocks_per_sm(self) -> int:
         """Returns how many thread blocks fit on an SM without more than `BYTES_AHEAD`."""
         rule = self.rule
-        ahead = SLOTS * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
+        ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
         used += STEP * rule.value_width * 2 if self.widens else 0
         many_registers = (self.widens and self.steps.granules > 1) or self.rows > 8
@@ -120,10 +120,10 @@ def _scratch(shape: DecodeShape) -> list[Any]:
     rule = shape.rule
     align = math.gcd(rule.key_width, rule.value_width)
     scratch = [
-        tiled((SLOTS, STEP, rule.key_width + rule.value_width), shape.page, align),
+        tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
         tiled((shape.rows, rule.key_width), shape.compute),
         tiled((shape.rows, STEP), shape.compute),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=shape.steps.granules),
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
         plgpu.Barrier(),
     ]
     if shape.widens:
@@ -177,23 +177,23 @@ class _Decoder:
         """Attends from a tile's queries to the keys of some steps."""
         granules = self.steps.granules
         holes = jnp.int32(0)
-        for slot in range(SLOTS):
-            places, found = self._locate(tile, first_step + slot)
-            holes |= found << (slot * granules)
-            pl.when(slot < num_steps)(lambda p=places, s=slot: self._fetch(p, s))
+        for stage in range(STAGES):
+            places, found = self._locate(tile, first_step + stage)
+            holes |= found << (stage * granules)
+            pl.when(stage < num_steps)(lambda p=places, s=stage: self._fetch(p, s))
         plgpu.barrier_wait(self.query_full)
         scale = self.scales[self.head]
 
         def step(i: Array, carry: tuple[_Softmax, Array]) -> tuple[_Softmax, Array]:
             running, holes = carry
-            slot = lax.rem(i, SLOTS)
+            stage = lax.rem(i, STAGES)
             # Loads the ids of a later step before the wait for this one, to hide the latency.
-            places, found = self._locate(tile, first_step + i + SLOTS)
-            shift = slot * granules
+            places, found = self._locate(tile, first_step + i + STAGES)
+            shift = stage * granules
             mask = (1 << granules) - 1
             found_holes = (holes >> shift) & mask
-            running = self._step(tile, first_step + i, slot, found_holes, scale, running)
-            pl.when(i + SLOTS < num_steps)(lambda: self._fetch(places, slot))
+            running = self._step(tile, first_step + i, stage, found_holes, scale, running)
+            pl.when(i + STAGES < num_steps)(lambda: self._fetch(places, stage))
             return running, (holes & ~(mask << shift)) | (found << shift)
 
         running, _ = lax.fori_loop(0, num_steps, step, (self._start(), holes))
@@ -213,23 +213,23 @@ class _Decoder:
     def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
         return self.steps.locate(self.tables, tile.request, step, self.first_row)
 
-    def _fetch(self, places: list[Array], slot: Array | int) -> None:
+    def _fetch(self, places: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             plgpu.copy_gmem_to_smem(
                 self.pages.at[pl.ds(place, n), self.columns],
-                self.loaded.at[slot, pl.ds(j * n, n)],
-                self.loaded_full.at[slot],
+                self.loaded.at[stage, pl.ds(j * n, n)],
+                self.loaded_full.at[stage],
             )
 
     def _step(
-        self, tile: Tile, step: Array, slot: Array, holes: Array, scale: Array, running: _Softmax
+        self, tile: Tile, step: Array, stage: Array, holes: Array, scale: Array, running: _Softmax
     ) -> _Softmax:
-        """Adds the 64 keys in a slot to a running softmax."""
+        """Adds the 64 keys in a stage to a running softmax."""
         shape = (STEP, self.shape.rows)
-        plgpu.barrier_wait(self.loaded_full.at[slot])
-        products = multiply(self._keys(slot), self.query.T)
+        plgpu.barrier_wait(self.loaded_full.at[stage])
+        products = multiply(self._keys(stage), self.query.T)
         scores, factor = pieces.cap(self.rule, products, scale)
         seen = self._seen(tile, step, holes, shape)
         scores = jnp.where(seen, scores * factor, -jnp.inf)
@@ -240,15 +240,15 @@ class _Decoder:
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
         self.weights.T[...] = weights.astype(self.shape.compute)
-        values = self._clean_values(tile, step, slot, holes)
+        values = self._clean_values(tile, step, stage, holes)
         plgpu.commit_smem()
         added = multiply(values.T, self.weights.T)
         out = running.out * lax.broadcast_in_dim(shrink, added.shape, [1]) + added
         return _Softmax(out, highest, total)
 
-    def _keys(self, slot: Array) -> Any:
+    def _keys(self, stage: Array) -> Any:
         """Returns a step's keys in 16 bits."""
-        keys = self.loaded.at[slot, :, pl.ds(0, self.rule.key_width)]
+        keys = self.loaded.at[stage, :, pl.ds(0, self.rule.key_width)]
         if not self.shape.widens:
             return keys
         widened = keys[...].astype(self.shape.compute)
@@ -266,10 +266,10 @@ class _Decoder:
         seen = pieces.sees(self.rule, tile, queries, place + step * STEP)
         return seen & self.steps.held(place, holes)
 
-    def _clean_values(self, tile: Tile, step: Array, slot: Array, holes: Array) -> Any:
+    def _clean_values(self, tile: Tile, step: Array, stage: Array, holes: Array) -> Any:
         """Returns a step's values in 16 bits, with zeros where no query sees them."""
         columns = pl.ds(self.rule.key_width, self.rule.value_width)
-        values = self.loaded.at[slot, :, columns]
+        values = self.loaded.at[stage, :, columns]
         clean = values if self.widened is None else self.widened
         key = step * STEP
         partial = (key < tile.begin) | (key + STEP > tile.end) | (holes != 0)

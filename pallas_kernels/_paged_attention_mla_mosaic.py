@@ -106,7 +106,7 @@ def decode_latents(
 def _scratch(shape: DecodeShape) -> list[Any]:
     kind = _kind_of_rows(shape)
     loaded, others = kind.scratch(shape)
-    arrivals: Any = {"num_barriers": kind.slots, "num_arrivals": HALVES}
+    arrivals: Any = {"num_barriers": kind.stages, "num_arrivals": HALVES}
     free: Any = plgpu.Barrier(**arrivals)
     if is_paired(shape):
         free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
@@ -118,7 +118,7 @@ def _scratch(shape: DecodeShape) -> list[Any]:
         plgpu.SMEM((ROWS,), jnp.float32),
         plgpu.Barrier(),
         plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=kind.slots, num_arrivals=copies),
+        plgpu.Barrier(num_barriers=kind.stages, num_arrivals=copies),
         free,
         plgpu.Barrier(),
         plgpu.Barrier(),
@@ -151,7 +151,7 @@ class _Softmax(NamedTuple):
 class _Decoder:
     """The kernel's references, and the code of one thread block.
 
-    loaded_full, loaded_free: barriers, one for each slot of keys in shared memory.
+    loaded_full, loaded_free: barriers, one for each stage of keys in shared memory.
     weighed: barrier; the weights are there, and the factor by which the output shrinks.
     taken: barrier; the second warpgroup no longer needs these two.
     """
@@ -190,8 +190,8 @@ class _Decoder:
             segment = _Segment(self, index)
             pl.when(segment.end > segment.begin)(lambda: work(segment))
 
-    def _slot(self, place: Array) -> Array:
-        return lax.rem(place - self.lane.line_begin, self.step_rows.slots)
+    def _stage(self, place: Array) -> Array:
+        return lax.rem(place - self.lane.line_begin, self.step_rows.stages)
 
     def _locate(self, segment: _Segment, place: Array) -> tuple[list[Array], Array]:
         step = place + segment.shift
@@ -203,9 +203,9 @@ class _Decoder:
         plgpu.set_max_registers(40, action="decrease")
         self._each_segment(self._load)
         if self.paired:  # the other thread block signals this one, which must not end before
-            for slot in range(self.step_rows.slots):
-                used = self.lane.line_end - self.lane.line_begin > slot
-                pl.when(used)(lambda s=slot: plgpu.barrier_wait(self.loaded_free.at[s]))
+            for stage in range(self.step_rows.stages):
+                used = self.lane.line_end - self.lane.line_begin > stage
+                pl.when(used)(lambda s=stage: plgpu.barrier_wait(self.loaded_free.at[s]))
 
     def _load(self, segment: _Segment) -> None:
         first = segment.begin == self.lane.line_begin
@@ -215,14 +215,14 @@ class _Decoder:
 
         @pl.loop(segment.begin, segment.end)
         def _(place: Array) -> None:
-            # Ids take long to load: ask for them before waiting for a slot.
+            # Ids take long to load: ask for them before waiting for a stage.
             granules, _ = self._locate(segment, place)
-            slot, n = self._slot(place), self.steps.granule
-            used = place - self.lane.line_begin >= self.step_rows.slots
-            pl.when(used)(lambda: plgpu.barrier_wait(self.loaded_free.at[slot]))
+            stage, n = self._stage(place), self.steps.granule
+            used = place - self.lane.line_begin >= self.step_rows.stages
+            pl.when(used)(lambda: plgpu.barrier_wait(self.loaded_free.at[stage]))
             for j, granule in enumerate(granules):
                 axes = "pair" if self.paired else None
-                self.step_rows.fetch(granule, slot, j * n, self.loaded_full, axes)
+                self.step_rows.fetch(granule, stage, j * n, self.loaded_full, axes)
 
     # The first warpgroup scores, and adds up the left half of the output.
 
@@ -256,12 +256,12 @@ class _Decoder:
         self, segment: _Segment, place: Array, scale: Array, masked: bool, running: _Softmax
     ) -> _Softmax:
         """Adds 64 keys to the running softmax."""
-        slot = self._slot(place)
-        plgpu.barrier_wait(self.loaded_full.at[slot])
+        stage = self._stage(place)
+        plgpu.barrier_wait(self.loaded_full.at[stage])
         if self.widened is not None:
             self._widen(self.widened, segment, place, masked, 0)
             plgpu.barrier_wait(self.widened.full)
-        products = multiply(self.query.at[opaque_zero(place)], self.step_rows.keys(place, slot).T)
+        products = multiply(self.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T)
         scores, factor = pieces.cap(self.rule, products, scale)
         if masked:
             if self.widened is None:
@@ -282,7 +282,7 @@ class _Decoder:
         total = running.total * shrink + weights.sum(axis=1)
         out = self._add_values(running.out, shrink, place, 0)
         if self.widened is None:
-            plgpu.barrier_arrive(self.loaded_free.at[slot])
+            plgpu.barrier_arrive(self.loaded_free.at[stage])
         return _Softmax(out, highest, total)
 
     def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
@@ -312,8 +312,8 @@ class _Decoder:
         self._store_output(segment, 1, out)
 
     def _add_step(self, segment: _Segment, place: Array, masked: bool, out: Array) -> Array:
-        slot = self._slot(place)
-        plgpu.barrier_wait(self.loaded_full.at[slot])
+        stage = self._stage(place)
+        plgpu.barrier_wait(self.loaded_full.at[stage])
         if self.widened is not None:
             self._widen(self.widened, segment, place, masked, 1)
             plgpu.barrier_arrive(self.widened.full)
@@ -324,7 +324,7 @@ class _Decoder:
         out = self._add_values(out, shrink, place, 1)
         plgpu.barrier_arrive(self.taken)
         if self.widened is None:
-            plgpu.barrier_arrive(self.loaded_free.at[slot])
+            plgpu.barrier_arrive(self.loaded_free.at[stage])
         return out
 
     # The first two warpgroups share what follows.
@@ -337,7 +337,7 @@ class _Decoder:
         """Returns half of an output, shrunk, and with the weighted values of a step added."""
         out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
         weights, columns = self.weights.at[opaque_zero(place)], pl.ds(half * self.half, self.half)
-        values = self.step_rows.values(place, self._slot(place), columns)
+        values = self.step_rows.values(place, self._stage(place), columns)
         if not pieces.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
         start: Any = plgpu.ACC.init(out)
@@ -347,10 +347,10 @@ class _Decoder:
     def _widen(
         self, rows: WidenedRows, segment: _Segment, place: Array, masked: bool, half: int
     ) -> None:
-        """Widens the columns of a step that belong to a half, and frees the slot they were in."""
-        slot, known = self._slot(place), self._known(segment, place) if masked else None
-        rows.widen(place, slot, half, known)
-        plgpu.barrier_arrive(self.loaded_free.at[slot])
+        """Widens the columns of a step that belong to a half, and frees the stage they were in."""
+        stage, known = self._stage(place), self._known(segment, place) if masked else None
+        rows.widen(place, stage, half, known)
+        plgpu.barrier_arrive(self.loaded_free.at[stage])
 
     def _known(self, segment: _Segment, place: Array) -> Array:
         """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
@@ -367,14 +367,14 @@ class _Decoder:
         Returns:
           A bit for each hole of the step.
         """
-        tile, key, slot = segment.tile, (place + segment.shift) * STEP, self._slot(place)
+        tile, key, stage = segment.tile, (place + segment.shift) * STEP, self._stage(place)
         _, holes = self._locate(segment, place)
         plgpu.commit_smem()  # also a barrier, because the compiler adds none; so is the one below
 
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))
         def _() -> None:
             for first in range(half * self.half, (half + 1) * self.half, COLUMNS):
-                part = self.loaded.at[slot, :, pl.ds(first, COLUMNS)]
+                part = self.loaded.at[stage, :, pl.ds(first, COLUMNS)]
                 pieces.zero_unseen(part, part, self.steps, holes, key, (tile.begin, tile.end))
 
         plgpu.commit_smem()

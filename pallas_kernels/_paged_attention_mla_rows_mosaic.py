@@ -37,12 +37,12 @@ def opaque_zero(place: Array) -> Array:
 class Rows:
     """16-bit rows, used where the copy engine put them.
 
-    slots: steps of loaded rows that fit into shared memory.
+    stages: steps of loaded rows that fit into shared memory.
     num_views: arrays of pages that the kernel takes.
     num_copies: copies that load a granule.
     """
 
-    slots, num_views, num_copies = 2, 1, 1
+    stages, num_views, num_copies = 2, 1, 1
 
     def __init__(self, shape: DecodeShape, pages: Sequence[Any], loaded: Any) -> None:
         self.shape, self.pages, self.loaded = shape, pages, loaded
@@ -55,27 +55,27 @@ class Rows:
     @classmethod
     def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
         """Returns the shared memory for rows as they are loaded, and all else that they need."""
-        return tiled((cls.slots, STEP, shape.rule.key_width), shape.page), []
+        return tiled((cls.stages, STEP, shape.rule.key_width), shape.page), []
 
-    def fetch(self, row: Array, slot: Array, first: int, full: Any, axes: str | None) -> None:
-        """Starts to load the granule at ``row`` of the pages into a slot, from ``first`` on."""
+    def fetch(self, row: Array, stage: Array, first: int, full: Any, axes: str | None) -> None:
+        """Starts to load the granule at ``row`` of the pages into a stage, from ``first`` on."""
         n = self.shape.steps.granule
         plgpu.copy_gmem_to_smem(
             self.pages[0].at[pl.ds(row, n)],
-            self.loaded.at[slot, pl.ds(first, n)],
-            full.at[slot],
+            self.loaded.at[stage, pl.ds(first, n)],
+            full.at[stage],
             collective_axes=axes,
         )
 
-    def keys(self, place: Array, slot: Array) -> Any:
+    def keys(self, place: Array, stage: Array) -> Any:
         """Returns the rows of a step in 16 bits."""
         del place
-        return self.loaded.at[slot]
+        return self.loaded.at[stage]
 
-    def values(self, place: Array, slot: Array, columns: pl.Slice) -> Any:
+    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Any:
         """Returns some columns of the rows of a step in 16 bits."""
         del place
-        return self.loaded.at[slot, :, columns]
+        return self.loaded.at[stage, :, columns]
 
 
 class WidenedRows(Rows):
@@ -98,19 +98,19 @@ class WidenedRows(Rows):
     def scratch(cls, shape: DecodeShape) -> tuple[Any, list[Any]]:
         width = shape.rule.key_width
         wide = tiled((1, STEP, width), shape.compute)
-        return tiled((cls.slots, STEP, width), shape.page, COLUMNS), [wide, plgpu.Barrier()]
+        return tiled((cls.stages, STEP, width), shape.page, COLUMNS), [wide, plgpu.Barrier()]
 
     @override
-    def keys(self, place: Array, slot: Array) -> Any:
-        del slot
+    def keys(self, place: Array, stage: Array) -> Any:
+        del stage
         return self.wide.at[opaque_zero(place)]
 
     @override
-    def values(self, place: Array, slot: Array, columns: pl.Slice) -> Any:
-        del slot
+    def values(self, place: Array, stage: Array, columns: pl.Slice) -> Any:
+        del stage
         return self.wide.at[opaque_zero(place), :, columns]
 
-    def widen(self, place: Array, slot: Array, half: int, known: Array | None) -> None:
+    def widen(self, place: Array, stage: Array, half: int, known: Array | None) -> None:
         """Widens the columns of a half, and puts zeros in place of values that are not known.
 
         Args:
@@ -120,19 +120,19 @@ class WidenedRows(Rows):
         width = rule.value_width // HALVES
         firsts = range(half * width, width if half == 0 else rule.key_width, COLUMNS)
         plgpu.commit_smem()  # also a barrier: all have added the values of the step before
-        parts = [self._load(slot, first) for first in firsts]
-        for first, part in zip(firsts, self._widen(slot, firsts, parts), strict=True):
+        parts = [self._load(stage, first) for first in firsts]
+        for first, part in zip(firsts, self._widen(stage, firsts, parts), strict=True):
             if known is not None and first < rule.value_width:
                 part = jnp.where(known, part, jnp.zeros_like(part))
-            self.values(place, slot, pl.ds(first, COLUMNS))[...] = part
+            self.values(place, stage, pl.ds(first, COLUMNS))[...] = part
         plgpu.commit_smem()
 
-    def _load(self, slot: Array, first: int) -> Array:
-        return plgpu.load(self.loaded.at[slot, :, pl.ds(first, COLUMNS)], layout=NARROW)
+    def _load(self, stage: Array, first: int) -> Array:
+        return plgpu.load(self.loaded.at[stage, :, pl.ds(first, COLUMNS)], layout=NARROW)
 
-    def _widen(self, slot: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
+    def _widen(self, stage: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
         """Returns some columns, which begin at ``firsts``, in 16 bits."""
-        del slot, firsts
+        del stage, firsts
         return [part.astype(self.shape.compute) for part in parts]
 
 
@@ -143,7 +143,7 @@ class PackedRows(WidenedRows):
     brings 16 bytes more: those that follow a group, or that precede the rotary part.
     """
 
-    slots, num_views, num_copies = 1, 3, 6
+    stages, num_views, num_copies = 1, 3, 6
     GROUPS = 4
 
     def __init__(self, shape: DecodeShape, pages: Sequence[Any], *arguments: Any) -> None:
@@ -165,30 +165,30 @@ class PackedRows(WidenedRows):
         return loaded, [wide, plgpu.Barrier(), scales, rotary]
 
     @override
-    def fetch(self, row: Array, slot: Array, first: int, full: Any, axes: str | None) -> None:
+    def fetch(self, row: Array, stage: Array, first: int, full: Any, axes: str | None) -> None:
         n, width = self.shape.steps.granule, self.shape.rule.value_width
         values, scales, rotary = [view.at[pl.ds(row, n)] for view in self.pages]
         rows = pl.ds(first, n)
-        copies = [(scales, width // 4, self.scales.at[slot, rows])]
-        copies.append((rotary, width // 2, self.rotary.at[slot, rows]))
+        copies = [(scales, width // 4, self.scales.at[stage, rows])]
+        copies.append((rotary, width // 2, self.rotary.at[stage, rows]))
         for group in range(self.GROUPS):
-            copies.append((values, group * GROUP, self.loaded.at[slot, group, rows]))
+            copies.append((values, group * GROUP, self.loaded.at[stage, group, rows]))
         for source, begin, target in copies:
             part = source.at[:, pl.ds(begin, target.shape[1])]
-            plgpu.copy_gmem_to_smem(part, target, full.at[slot], collective_axes=axes)
+            plgpu.copy_gmem_to_smem(part, target, full.at[stage], collective_axes=axes)
 
     @override
-    def _load(self, slot: Array, first: int) -> Array:
+    def _load(self, stage: Array, first: int) -> Array:
         if first < self.shape.rule.value_width:
             group, column = divmod(first, GROUP)
-            rows = plgpu.load(self.loaded.at[slot, group], layout=NARROW, optimized=False)
+            rows = plgpu.load(self.loaded.at[stage, group], layout=NARROW, optimized=False)
         else:
-            rows, column = plgpu.load(self.rotary.at[slot], layout=WIDE, optimized=False), 8
+            rows, column = plgpu.load(self.rotary.at[stage], layout=WIDE, optimized=False), 8
         return lax.slice(rows, (0, column), (STEP, column + COLUMNS))
 
     @override
-    def _widen(self, slot: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
-        loaded = plgpu.load(self.scales.at[slot], layout=FOURS, optimized=False)
+    def _widen(self, stage: Array, firsts: Sequence[int], parts: list[Array]) -> list[Array]:
+        loaded = plgpu.load(self.scales.at[stage], layout=FOURS, optimized=False)
         column = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 1, layout=FOURS)
         scales: dict[int, Array] = {}
         widened: list[Array] = []

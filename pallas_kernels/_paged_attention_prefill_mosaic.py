@@ -26,7 +26,7 @@ from pallas_kernels._paged_attention_tiles import AttentionRule
 
 WARPGROUPS = 2  # that compute
 ROWS = QUERIES // WARPGROUPS
-SLOTS = 2  # steps that are loaded ahead
+STAGES = 2  # steps that are loaded ahead
 UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -101,17 +101,17 @@ def prefill(
 def _scratch(shape: PrefillShape) -> list[Any]:
     rule, dtype = shape.rule, shape.compute
     align = math.gcd(rule.key_width, rule.value_width)
-    arrivals = 1 if shape.widens else shape.steps.granules  # that fill a slot
+    arrivals = 1 if shape.widens else shape.steps.granules  # that fill a stage
     scratch = [
         tiled((WARPGROUPS, ROWS, rule.key_width), dtype),
-        tiled((SLOTS, KEYS, rule.key_width), dtype, align),
-        tiled((SLOTS, KEYS, rule.value_width), dtype, align),
+        tiled((STAGES, KEYS, rule.key_width), dtype, align),
+        tiled((STAGES, KEYS, rule.value_width), dtype, align),
         plgpu.SMEM((WARPGROUPS, ROWS, rule.value_width), rule.out_dtype),
         plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_barriers=SLOTS, num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=WARPGROUPS),
+        plgpu.Barrier(num_barriers=STAGES, num_arrivals=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     ]
     if shape.widens:
@@ -142,8 +142,8 @@ class _Item(NamedTuple):
         """Returns how many steps the thread block takes before a step of this tile."""
         return self.steps_before + step - self.tile.first_step
 
-    def slot(self, step: Array) -> Array:
-        return lax.rem(self.steps_until(step), SLOTS)
+    def stage(self, step: Array) -> Array:
+        return lax.rem(self.steps_until(step), STAGES)
 
 
 class _Softmax(NamedTuple):
@@ -226,11 +226,11 @@ class _Prefiller:
 
         @pl.loop(item.tile.first_step, item.tile.last_step)
         def _(step: Array) -> None:
-            # Loads ids before the wait for slots, to hide the latency.
+            # Loads ids before the wait for stages, to hide the latency.
             places, _ = self._locate(item, step)
             for columns, (buffer, full, free) in zip(self._columns(item), buffers, strict=True):
-                slot = self._reuse(item, step, free)
-                self._fetch(places, columns, buffer.at[slot], full.at[slot])
+                stage = self._reuse(item, step, free)
+                self._fetch(places, columns, buffer.at[stage], full.at[stage])
 
     def _widen(self, turn: Array, item: _Item) -> None:
         """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
@@ -253,21 +253,21 @@ class _Prefiller:
             later, _ = self._locate(item, step + 1)
             for columns, part in zip(self._columns(item), parts, strict=True):
                 narrow, came, wide, full, free = part
-                slot = self._reuse(item, step, free)
+                stage = self._reuse(item, step, free)
                 plgpu.barrier_wait(came)
                 for begin in range(0, KEYS, 64):
                     rows = pl.ds(begin, 64)
-                    wide[slot, rows] = narrow[rows].astype(self.shape.compute)
+                    wide[stage, rows] = narrow[rows].astype(self.shape.compute)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(full.at[slot])
+                plgpu.barrier_arrive(full.at[stage])
                 given = later, columns, narrow, came
                 pl.when(step + 1 < last)(lambda given=given: self._fetch(*given))
 
     def _reuse(self, item: _Item, step: Array, free: Any) -> Array:
-        """Waits until the slot of a step is free, and returns it."""
-        slot = item.slot(step)
-        pl.when(item.steps_until(step) >= SLOTS)(lambda: plgpu.barrier_wait(free.at[slot]))
-        return slot
+        """Waits until the stage of a step is free, and returns it."""
+        stage = item.stage(step)
+        pl.when(item.steps_until(step) >= STAGES)(lambda: plgpu.barrier_wait(free.at[stage]))
+        return stage
 
     def _columns(self, item: _Item) -> tuple[pl.Slice, pl.Slice]:
         """Returns the columns of the keys and of the values in a row."""
@@ -354,21 +354,21 @@ class _Prefiller:
         self, item: _Item, position: Array, step: Array, masked: bool, running: _Softmax
     ) -> _Softmax:
         """Adds a step of keys to a running softmax."""
-        slot = item.slot(step)
+        stage = item.stage(step)
         holes = jnp.int32(0)
         if masked:
             _, holes = self._locate(item, step)
-            plgpu.barrier_wait(self.values_full.at[slot])
-            self._clean_values(item, step, slot, holes)
-        plgpu.barrier_wait(self.keys_full.at[slot])
+            plgpu.barrier_wait(self.values_full.at[stage])
+            self._clean_values(item, step, stage, holes)
+        plgpu.barrier_wait(self.keys_full.at[stage])
 
         def score(product: Any) -> Array:
-            plgpu.wgmma(product, self.query.at[self.warpgroup], self.keys.at[slot].T)
+            plgpu.wgmma(product, self.query.at[self.warpgroup], self.keys.at[stage].T)
             self._swap()
             return product[...]
 
         scores = pl.run_scoped(score, plgpu.ACC((ROWS, KEYS), jnp.float32))
-        plgpu.barrier_arrive(self.keys_free.at[slot])
+        plgpu.barrier_arrive(self.keys_free.at[stage])
         scores, scale = pieces.cap(self.rule, scores, item.scale)
         if masked:
             scores = jnp.where(self._seen(item, position, step, holes), scores * scale, UNSEEN)
@@ -382,10 +382,10 @@ class _Prefiller:
         out, total, highest, narrow = lax.optimization_barrier((out, total, highest, narrow))
         plgpu.barrier_arrive(self.turn)  # the softmax is done
         if not masked:
-            plgpu.barrier_wait(self.values_full.at[slot])
+            plgpu.barrier_wait(self.values_full.at[stage])
         plgpu.barrier_wait(self.turn)  # the tensor cores are free
-        out = self._add_product(out, narrow, self.values.at[slot])
-        plgpu.barrier_arrive(self.values_free.at[slot])
+        out = self._add_product(out, narrow, self.values.at[stage])
+        plgpu.barrier_arrive(self.values_free.at[stage])
         return _Softmax(out, highest, total)
 
     def _add_product(self, out: Array, weights: Array, values: Any) -> Array:
@@ -407,7 +407,7 @@ class _Prefiller:
         seen = pieces.sees(self.rule, item.tile, queries, place + step * KEYS)
         return seen & self.steps.held(place, holes)
 
-    def _clean_values(self, item: _Item, step: Array, slot: Array, holes: Array) -> None:
+    def _clean_values(self, item: _Item, step: Array, stage: Array, holes: Array) -> None:
         """Overwrites the values that no query of the tile sees with zeros.
 
         Both warpgroups do so, and write the same values.
@@ -417,7 +417,7 @@ class _Prefiller:
         @pl.when((key < tile.begin) | (key + KEYS > tile.end) | (holes != 0))
         def _() -> None:
             for first in range(0, KEYS, 64):
-                part = self.values.at[slot, pl.ds(first, 64)]
+                part = self.values.at[stage, pl.ds(first, 64)]
                 seen = tile.begin, tile.end
                 pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
             plgpu.commit_smem()

@@ -23,7 +23,7 @@ class AttentionRule(NamedTuple):
     causal: whether a query sees only keys up to its own position.
     values_in_keys: whether a row is only a key, whose first elements are the value.
     row_packing: format of the rows of pages; None: elements of one dtype.
-    ranks, interleave_tokens: of the `Deal`; 1 rank without one.
+    ranks, interleave_tokens: of the `Interleaving`; 1 rank without one.
     out_dtype: dtype of the output.
     """
 
@@ -84,7 +84,7 @@ class AttentionRule(NamedTuple):
         return whole * interleave + jnp.minimum(jnp.maximum(rest, 0), interleave)
 
 
-class Deal(NamedTuple):
+class Interleaving(NamedTuple):
     """A division of the positions of every request among ranks, for context parallelism.
 
     Ranks take turns: each gets the next ``interleave_tokens`` positions. The pages of a rank hold

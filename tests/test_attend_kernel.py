@@ -225,7 +225,7 @@ def test_the_kernel_for_latents_and_xla_attend_alike() -> None:
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device(ranks: int) -> None:
-    """Heads are divided, or positions dealt out."""
+    """Heads are divided, or positions interleaved."""
     spec = jaxkv.FullAttentionSpec(**KV)
     plan = jaxkv.plan_cache({"a": spec}, 2**22, max_model_len=64, context_parallel=ranks)
     mesh = jax.make_mesh((2,), ("axis",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Context parallelism: positions of a request dealt out among ranks, a few at a time.
+"""Context parallelism: positions of a request interleaved among ranks, a few at a time.
 
 For layers that keep all tokens, with heads or latent: plans refuse it for windows and chunks.
 """
@@ -22,8 +22,8 @@ SAME, BY_RANK = PartitionSpec(), PartitionSpec("context")
 many_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
 
 
-class Deal(NamedTuple):
-    """The way positions are dealt out."""
+class Interleaving(NamedTuple):
+    """The way positions are interleaved."""
 
     ranks: int
     block_size: int
@@ -32,12 +32,12 @@ class Deal(NamedTuple):
 
 
 # Turns of one token, of a few and of a block, which may be longer than a kernel block.
-DEALS = [
-    Deal(2, 8, 1, 8),
-    Deal(2, 8, 8, 2),
-    Deal(3, 8, 4, 4),
-    Deal(4, 4, 2, 1),
-    Deal(1, 8, 4, 8),
+INTERLEAVINGS = [
+    Interleaving(2, 8, 1, 8),
+    Interleaving(2, 8, 8, 2),
+    Interleaving(3, 8, 4, 4),
+    Interleaving(4, 4, 2, 1),
+    Interleaving(1, 8, 4, 8),
 ]
 STEPS = ({0: 29, 1: 3}, {1: 40, 0: 1}, {0: 18})
 
@@ -68,12 +68,12 @@ def started(plan: jaxkv.Plan) -> jaxkv.BlockManager:
     return manager
 
 
-@pytest.mark.parametrize("deal", DEALS, ids=str)
-def test_slots_equal_those_dealt_out_one_by_one(deal) -> None:
+@pytest.mark.parametrize("interleaving", INTERLEAVINGS, ids=str)
+def test_slots_equal_those_found_one_by_one(interleaving) -> None:
     """Every position of a chunk has one slot over all ranks, and no slot is used twice."""
-    plan = plan_for(deal.ranks, deal.block_size)
+    plan = plan_for(interleaving.ranks, interleaving.block_size)
     manager, shape = started(plan), shape_for(plan)
-    caches = [cache_of_rank(deal, rank) for rank in range(deal.ranks)]
+    caches = [cache_of_rank(interleaving, rank) for rank in range(interleaving.ranks)]
     used = [set() for _ in caches]
     for work in STEPS:
         before = {name: manager.num_computed_tokens(name) for name in work}
@@ -82,7 +82,7 @@ def test_slots_equal_those_dealt_out_one_by_one(deal) -> None:
         found = []
         for rank, cache in enumerate(caches):
             caches[rank], slots = slots_after(cache, upload)
-            reference = reference_tables(deal, rank, manager)
+            reference = reference_tables(interleaving, rank, manager)
             expected = [reference.slot(0, name, position) for name, position in computed]
             np.testing.assert_array_equal(slots[: len(computed)], expected)
             assert (np.asarray(slots[len(computed) :]) == -1).all()
@@ -101,33 +101,37 @@ def slots_after(cache, upload):
     return cache, batch.slot_mapping("full")
 
 
-def options_of(deal: Deal, rank: int) -> dict[str, Any]:
-    sizes = [deal.kernel_block_size] * len(plan_for(deal.ranks, deal.block_size).groups)
-    own = {"rank": rank, "interleave_tokens": deal.interleave_tokens}
+def options_of(interleaving: Interleaving, rank: int) -> dict[str, Any]:
+    sizes = [interleaving.kernel_block_size] * len(
+        plan_for(interleaving.ranks, interleaving.block_size).groups
+    )
+    own = {"rank": rank, "interleave_tokens": interleaving.interleave_tokens}
     return {"max_requests": REQUESTS, "kernel_block_sizes": sizes, **own}
 
 
-def cache_of_rank(deal: Deal, rank: int) -> jaxkv.KVCache:
-    plan = plan_for(deal.ranks, deal.block_size)
-    return jaxkv.make_cache(plan, **options_of(deal, rank), tables_only=True)
+def cache_of_rank(interleaving: Interleaving, rank: int) -> jaxkv.KVCache:
+    plan = plan_for(interleaving.ranks, interleaving.block_size)
+    return jaxkv.make_cache(plan, **options_of(interleaving, rank), tables_only=True)
 
 
-def reference_tables(deal: Deal, rank: int, manager: jaxkv.BlockManager) -> ReferenceTables:
-    plan, rows = plan_for(deal.ranks, deal.block_size), manager.requests
-    reference = ReferenceTables(plan, **options_of(deal, rank))
+def reference_tables(
+    interleaving: Interleaving, rank: int, manager: jaxkv.BlockManager
+) -> ReferenceTables:
+    plan, rows = plan_for(interleaving.ranks, interleaving.block_size), manager.requests
+    reference = ReferenceTables(plan, **options_of(interleaving, rank))
     reference.append(jaxkv.TableEntry(rows[name], manager.block_ids(name)) for name in rows)
     return reference
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_block_is_reported_and_its_tokens_have_no_slot(rank) -> None:
-    deal = Deal(2, 8, 8, 2)
-    plan = plan_for(deal.ranks, deal.block_size)
+    interleaving = Interleaving(2, 8, 8, 2)
+    plan = plan_for(interleaving.ranks, interleaving.block_size)
     entries = [jaxkv.TableEntry(0, [[5]] * len(plan.groups))]  # 16 positions
     upload = jaxkv.pack_step(
         shape_for(plan), entries=entries, rows=[0], num_computed_tokens=[0], num_new_tokens=[40]
     )
-    cache, slots = slots_after(cache_of_rank(deal, rank), upload)
+    cache, slots = slots_after(cache_of_rank(interleaving, rank), upload)
     assert int(cache.error_flags) == NO_BLOCK
     assert slots[8 * rank : 8 * rank + 8].tolist() == [*range(40, 48)]
     assert (slots >= 0).sum() == 8
@@ -200,18 +204,20 @@ def expected_of(work: dict[int, int], inputs: Inputs, seen: dict[int, list[Any]]
 
 
 MESHES = [
-    (Deal(1, 8, 4), AxisType.Auto, "bf16", "float32"),
-    (Deal(2, 8, 1), AxisType.Auto, "bf16", "float32"),
-    (Deal(4, 4, 2), AxisType.Explicit, "fp8_e4m3", "bfloat16"),
+    (Interleaving(1, 8, 4), AxisType.Auto, "bf16", "float32"),
+    (Interleaving(2, 8, 1), AxisType.Auto, "bf16", "float32"),
+    (Interleaving(4, 4, 2), AxisType.Explicit, "fp8_e4m3", "bfloat16"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("deal", "types", "dtype", "queries"),
+    ("interleaving", "types", "dtype", "queries"),
     [case for case in MESHES if case[0].ranks <= len(DEVICES)],
     ids=str,
 )
-def test_ranks_together_attend_to_the_whole_of_each_request(deal, types, dtype, queries) -> None:
+def test_ranks_together_attend_to_the_whole_of_each_request(
+    interleaving, types, dtype, queries
+) -> None:
     """Any number of ranks, one too, is as close to attention in float64 as its dtypes allow.
 
     What is stored is exact, and outputs are means of values up to 2. In float32 a weight is the
@@ -221,14 +227,17 @@ def test_ranks_together_attend_to_the_whole_of_each_request(deal, types, dtype, 
     """
     bound = 2 * (16 * 16 + 50) * 2.0**-24 if queries == "float32" else 2 * 2 * 2.0**-8
     mesh = jax.make_mesh(
-        (deal.ranks,), ("context",), axis_types=(types,), devices=DEVICES[: deal.ranks]
+        (interleaving.ranks,),
+        ("context",),
+        axis_types=(types,),
+        devices=DEVICES[: interleaving.ranks],
     )
-    plan = plan_for(deal.ranks, deal.block_size, dtype)
+    plan = plan_for(interleaving.ranks, interleaving.block_size, dtype)
     manager, shape = started(plan), shape_for(plan)
     cache = jaxkv.make_cache(
         plan,
         max_requests=REQUESTS,
-        interleave_tokens=deal.interleave_tokens,
+        interleave_tokens=interleaving.interleave_tokens,
         scales={"full": (0.5, 0.25)},
         mesh=mesh,
         axis="context",
@@ -245,10 +254,10 @@ def test_ranks_together_attend_to_the_whole_of_each_request(deal, types, dtype, 
 
 
 RANKS = max(n for n in (1, 2, 4) if n <= len(DEVICES))
-DEALT = Deal(RANKS, 8, 4)
+DIVIDED = Interleaving(RANKS, 8, 4)
 
 
-def dealt_cache(plan: jaxkv.Plan, interleave_tokens: int) -> jaxkv.KVCache:
+def divided_cache(plan: jaxkv.Plan, interleave_tokens: int) -> jaxkv.KVCache:
     mesh = Mesh(np.array(DEVICES[:RANKS]), ("context",))
     return jaxkv.make_cache(
         plan,
@@ -260,8 +269,8 @@ def dealt_cache(plan: jaxkv.Plan, interleave_tokens: int) -> jaxkv.KVCache:
 
 
 def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None:
-    plan = plan_for(*DEALT[:2])
-    manager, cache = started(plan), dealt_cache(plan, DEALT.interleave_tokens)
+    plan = plan_for(*DIVIDED[:2])
+    manager, cache = started(plan), divided_cache(plan, DIVIDED.interleave_tokens)
     rows = np.arange(1, LENGTH + 1).astype(jnp.bfloat16).repeat(4 * SIZE).reshape(LENGTH, -1)
 
     def body(cache, upload, rows):
@@ -294,8 +303,8 @@ def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None
 
 @many_devices
 def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
-    plan = plan_for(*DEALT[:2])
-    cache, batch = jaxkv.apply_step(dealt_cache(plan, 4), shape_for(plan).idle())
+    plan = plan_for(*DIVIDED[:2])
+    cache, batch = jaxkv.apply_step(divided_cache(plan, 4), shape_for(plan).idle())
     for use in (
         lambda: batch.slot_mapping("full"),
         lambda: jaxkv.read_tokens(cache, "full", batch),

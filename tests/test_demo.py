@@ -108,7 +108,7 @@ RANKS = {"num_blocks": 60, "kernel_block_size": 8, "ranks": 2}
 
 @pytest.mark.parametrize("options", [KERNEL_BLOCKS, RANKS], ids=["kernel blocks", "context"])
 def test_own_kernels_ranks_and_sleep_change_no_logit(options) -> None:
-    """Wherever a block lies: read by kernel ids, dealt out over devices, sent to the host."""
+    """Wherever a block lies: read by kernel ids, divided among devices, sent to the host."""
     if len(jax.devices()) < options.get("ranks", 1):
         pytest.skip(f"needs {options['ranks']} devices")
     trace = make_trace(9, seed=4, prompt_tokens=(16, 90), new_tokens=(4, 12))

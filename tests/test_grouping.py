@@ -220,7 +220,7 @@ def test_layers_that_need_different_blocks_never_share_a_group(
     assert {frozenset(group.layers) for group in groups} >= {frozenset("b")}
 
 
-def test_layers_of_a_bucket_are_dealt_out_to_its_groups_in_turn() -> None:
+def test_layers_of_a_bucket_go_to_its_groups_in_turn() -> None:
     layers: Layers = {"full": full()} | {f"s{i}": sliding() for i in range(3)}
     layers["full.1"] = full()
     assert [g.layers for g in make_groups(layers)] == [("full", "full.1"), ("s0", "s2"), ("s1",)]

@@ -57,7 +57,7 @@ def by_one_process(axis: str, seed: int) -> dict[str, Any]:
 @two_devices
 @pytest.mark.parametrize(("how", "axis", "seed"), [("each", "context", 0), ("one", "heads", 1)])
 def test_processes_serve_the_tokens_of_one(how, axis, seed, request) -> None:
-    """With a scheduler in each, dealt out over more devices, and with one that packs for both."""
+    """With a scheduler in each, over more devices, and with one that packs for both."""
     results, expected = request.getfixturevalue(how), by_one_process(axis, seed)
     assert len(expected["logits"]) == 6
     for result in results if how == "each" else results[:1]:

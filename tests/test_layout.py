@@ -758,7 +758,7 @@ TILED = {"tile_tokens": 64}
             {"order": "LHBNC"},
             {"page_bytes": 2**20, "page_offset_bytes": 2},
             None,
-            "deals a page out",
+            "divides a page among",
         ),
         ({}, {"page_bytes": 2**20}, 64, "padding would lie between"),
         ({"order": "LBHNC"}, {}, 64, "the other of 8 heads would lie between"),

@@ -408,9 +408,9 @@ def test_what_has_no_page_lists_is_refused_by_name() -> None:
         page_list_sizes(cache, "full", SHAPE, q_block_tokens=4)
     with pytest.raises(ValueError, match="q_block_tokens must be at least 1, got 0"):
         build_page_lists(other, "full.0", batch, q_block_tokens=0)
-    dealt = make_plan({"full": LAYERS["full.0"]}, context_parallel=2)
-    shape = jaxkv.StepShape.for_plan(dealt, max_requests=REQUESTS, max_tokens=TOKENS)
-    cache = jaxkv.make_cache(dealt, max_requests=REQUESTS, rank=0)
+    divided = make_plan({"full": LAYERS["full.0"]}, context_parallel=2)
+    shape = jaxkv.StepShape.for_plan(divided, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache = jaxkv.make_cache(divided, max_requests=REQUESTS, rank=0)
     with pytest.raises(ValueError, match="context_parallel=2"):
         page_list_sizes(cache, "full", shape, q_block_tokens=4)
 

@@ -30,7 +30,7 @@ from tests.helpers import garbage, hybrid_plan, snapshot
 
 PLAN = hybrid_plan(num_blocks=24)
 SMALL_CHUNKS = 2 * PLAN.layout.bytes_per_block  # the pool goes out in twelve parts
-HEADS = jaxkv.plan_cache(  # layers whose heads can be dealt out in any order
+HEADS = jaxkv.plan_cache(  # layers whose heads can be divided in any order
     {
         f"layer.{i}": jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
         for i in range(3)

@@ -10,7 +10,7 @@ from jaxkv._internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv.cache import KVCache, Period, StepBatch, expand_blocks
 from jaxkv.layout import row_format
 from jaxkv.pool import layer_scales, locate
-from pallas_kernels import Deal, Implementation, RowPacking, StridedPages, paged_attention
+from pallas_kernels import Implementation, Interleaving, RowPacking, StridedPages, paged_attention
 
 
 class AttentionRule(NamedTuple):
@@ -50,8 +50,8 @@ def attend_to_layer(
     key_scale, value_scale = layer_scales(cache, layer, period)
     if rule.row_packing is not None:
         key_scale = 1.0
-    rank, is_dealt = layout.context_rank(), layout.context_parallel > 1
-    if sinks is not None and is_dealt:  # only one rank counts the sinks
+    rank, is_interleaved = layout.context_rank(), layout.context_parallel > 1
+    if sinks is not None and is_interleaved:  # only one rank counts the sinks
         sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
     limited = min(rule.window, rule.chunk) < INT32_MAX
     out, lse = paged_attention(
@@ -71,12 +71,14 @@ def attend_to_layer(
         row_packing=rule.row_packing,
         causal=rule.causal,
         first_positions=batch.first_positions(layer) if limited else None,
-        deal=Deal(rank, layout.context_parallel, layout.interleave_tokens) if is_dealt else None,
-        out_dtype=jnp.float32 if is_dealt else None,
+        interleaving=Interleaving(rank, layout.context_parallel, layout.interleave_tokens)
+        if is_interleaved
+        else None,
+        out_dtype=jnp.float32 if is_interleaved else None,
         return_lse=True,
         implementation=implementation,
     )
-    if is_dealt and layout.axis is not None:
+    if is_interleaved and layout.axis is not None:
         out = _combine(out, lse, layout.axis).astype(queries.dtype)
     if not one_each and batch.is_rectangular:
         places = _rectangular_places(batch)

@@ -286,7 +286,7 @@ class BlockManager:
             the donor no longer holds.
         """
         if isinstance(into, str) or not isinstance(into, Sequence):
-            raise TypeError(f"into must be a sequence of names, got {into!r}")
+            raise TypeError(f"into must be a sequence of names, got {into!r}; pass [{into!r}], say")
         row = self._rows.row(donor)
         computed = int(self._books.computed[row])
         num_tokens = computed if num_tokens is None else num_tokens

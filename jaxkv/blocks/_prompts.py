@@ -71,7 +71,8 @@ class PrefixHit(NamedTuple):
     num_cached_tokens: tokens that need not be computed: those before the first one of the next
       step.
     shared_blocks: per group, the blocks that the request shares.
-    reasons: per group, why there is no longer prefix. "complete": all that can be shared is.
+    reasons: per group, why there is no longer prefix. "complete": all that can be shared is, and
+      of a prompt that is not longer than a block that is nothing.
       "other_groups": this group holds more, others do not. "never_seen": no remembered prompt
       goes on like this one. "shorter_than_a_block": one does, for less than a block. "evicted":
       the blocks were needed for other requests. "no_checkpoint": no state was kept there.

@@ -30,7 +30,7 @@ from pallas_kernels import Implementation
 MAX_REQUESTS, MAX_TOKENS, FORKS = 16, 64, 8
 REQUESTS_BETWEEN_NAPS = 8
 CONTEXT_AXIS = "context"  # of the mesh whose devices share out the positions of a request
-INTERLEAVE_TOKENS = 4  # positions that a context-parallel rank is dealt at a time
+INTERLEAVE_TOKENS = 4  # consecutive positions that a context-parallel rank holds
 
 
 @dataclasses.dataclass

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="RANKS",
-        help="deal each request's tokens out among so many devices (virtual ones on a CPU); the "
+        help="interleave each request's tokens among so many devices (virtual ones on a CPU); the "
         "model then has attention in all layers, because states cannot be divided (default 1)",
     )
     parser.add_argument(

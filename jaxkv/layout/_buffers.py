@@ -154,14 +154,14 @@ class PoolBuffers:
         return self._hash
 
     def _heads(self, tensor: int) -> int:
-        """Returns the extents that a tensor's pages are dealt out to: KV heads, or 1."""
+        """Returns the extents that a tensor's pages are divided among: KV heads, or 1."""
         if PhysicalOrder(self.order).has_whole_pages:
             return 1
         layers = self.layout.tensors[tensor].layers
         heads = {name: row_format(self.layout.place_of(name).spec).heads for name in layers}
         if len(set(heads.values())) > 1:
             raise ValueError(
-                f"order={self.order!r} deals pages out among KV heads, and layers that share "
+                f"order={self.order!r} divides pages among KV heads, and layers that share "
                 f"tensor {tensor} differ in them: {heads} (states, latent rows and rows with "
                 "scales count as one); use LBNHC, LBHNC, BLNHC or BLHNC"
             )

@@ -213,14 +213,14 @@ class PhysicalOrder:
             )
         if start_bytes and not self.has_whole_pages:
             raise ValueError(
-                f"page_offset_bytes={start_bytes}: {self.order} deals a page out among the heads, "
+                f"page_offset_bytes={start_bytes}: {self.order} divides a page among the heads, "
                 "so no other layer can share it; use an order with L and B before H"
             )
         if page_bytes % (tiles * self._heads_apart(spec)) or start_bytes % tiles:
             self._refuse_page(spec, tiles, place)
 
     def _heads_apart(self, spec: LayerSpec) -> int:
-        """Returns the extents that a page is dealt out to."""
+        """Returns the extents that a page is divided among."""
         return 1 if self.has_whole_pages else row_format(spec).heads
 
     def _refuse_page(self, spec: LayerSpec, tiles: int, place: PagePlacement) -> NoReturn:

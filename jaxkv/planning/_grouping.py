@@ -98,7 +98,7 @@ def _buckets(layers: Layers, key: Callable[[LayerSpec], object]) -> list[dict[st
 
 
 def _split(bucket: Layers, count: int) -> list[Group]:
-    """Deals the layers out into ``count`` groups, so that pipeline stages get some of each."""
+    """Distributes the layers over ``count`` groups, so that pipeline stages get some of each."""
     pairs = list(bucket.items())
     parts = (pairs[i::count] for i in range(count))
     return [Group(tuple(name for name, _ in p), tuple(spec for _, spec in p)) for p in parts]

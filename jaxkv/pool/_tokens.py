@@ -164,7 +164,7 @@ def write_rows(
     check_batch(cache, batch)
     spec = token_spec(cache, layer)
     check_owner(cache, layer)
-    check_rank_known(cache, layer, dealt=False)
+    check_rank_known(cache, layer, positions=False)
     shape = token_shape(cache, layer, batch, rows=rows)
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[len(shape) :])
     wanted = spec.token_bytes
@@ -343,16 +343,16 @@ def check_batch(cache: KVCache, batch: StepBatch) -> None:
         )
 
 
-def check_rank_known(cache: KVCache, layer: str, *, dealt: bool = True) -> None:
+def check_rank_known(cache: KVCache, layer: str, *, positions: bool = True) -> None:
     """Raises ValueError outside ``shard_map`` if the parts of all ranks do not form an array.
 
     Args:
-      dealt: whether that holds for positions, too, which context parallelism divides.
+      positions: whether that holds for positions, too, which context parallelism divides.
     """
     layout = cache.layout
     if layout.axis is None or runs_manually(layout.axis):
         return
-    parts = "its own positions" if dealt and layout.context_parallel > 1 else ""
+    parts = "its own positions" if positions and layout.context_parallel > 1 else ""
     if isinstance(layout.place_of(layer).spec, FullAttentionSpec) and not layout.has_heads(layer):
         parts = "the bytes of its own heads, which have no axis of heads"
     if parts:

@@ -172,9 +172,10 @@ class Scheduler:
         check_boundaries(boundaries, num_tokens)
         self._check_new([request])
         if not num_tokens <= longest <= self._plan.max_model_len:
+            given = "" if max_tokens is None else f"max_tokens={max_tokens}, and that at most "
             raise ValueError(
-                f"num_tokens={num_tokens} must be at most max_tokens={longest}, and that at most "
-                f"the plan's max_model_len={self._plan.max_model_len}"
+                f"num_tokens={num_tokens} must be at most {given}the plan's "
+                f"max_model_len={self._plan.max_model_len}"
             )
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
             raise ValueError(

@@ -14,7 +14,7 @@ class ReferencePool:
     """The bytes of a pool in any physical order, found by counting what lies before them.
 
     memory: uint8[bytes], all buffers one after the other.
-    tensors: views of it, per tensor uint8[num_blocks, page], or where pages are dealt out
+    tensors: views of it, per tensor uint8[num_blocks, page], or where pages are divided
       among H heads uint8[num_blocks, H, page / H].
     """
 

@@ -116,7 +116,7 @@ class ReferenceTables:
     def slot(self, group: int, row: int, position: int) -> int:
         """Returns the slot of a token, found through its kernel block; -1 for none."""
         spec = self.specs[group]
-        place = self._dealt(position)
+        place = self._own_place(position)
         if isinstance(spec, StateSpec | CrossAttentionSpec) or place is None:
             return -1
         ids = self.row(group, row)
@@ -127,10 +127,10 @@ class ReferenceTables:
         part, offset = divmod(offset, kernel)
         return (ids[column] * (spec.block_size // kernel) + part) * kernel + offset
 
-    def _dealt(self, position: int) -> int | None:
+    def _own_place(self, position: int) -> int | None:
         """Returns how many earlier positions went to this rank; None: this one went elsewhere.
 
-        Positions are dealt out one turn after the other, as cards are.
+        Ranks take turns, of ``interleave_tokens`` positions each.
         """
         turn, within = divmod(position, self.interleave_tokens)
         round_, rank = divmod(turn, self.plan.context_parallel)

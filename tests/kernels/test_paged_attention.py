@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels import Deal, StridedPages, _capability, paged_attention
+from pallas_kernels import Interleaving, StridedPages, _capability, paged_attention
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
 
-INTERLEAVE, RANK = 4, 1  # of positions that are dealt out
+INTERLEAVE, RANK = 4, 1  # of positions
 PACKED, SCALED = "fp8_ds_mla", 128  # rows of bytes, and how many of their values share a scale
 
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     holes: bool = False  # some pages of every request are not there
     causal: bool = True
     firsts: bool = False  # tables begin behind the first tokens
-    ranks: int = 1  # positions are dealt out, and these pages are the second rank's
+    ranks: int = 1  # positions are interleaved, and these pages are the second rank's
     place: str = ""  # of pages among other bytes; see `strided`
     latent: bool = False  # values are the first elements of keys
 
@@ -274,7 +274,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         row_packing=PACKED if case.pages == PACKED else None,
         causal=case.causal,
         first_positions=first_positions,
-        deal=Deal(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
+        interleaving=Interleaving(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
         return_lse=True,
         implementation=implementation,
     )
@@ -329,7 +329,7 @@ XLA_CASES = {
     "int8": Case(tokens=20, pages="int8", scaled=True, cap=30.0, window=70, place="heads apart"),
     "holes": Case(tokens=40, holes=True, sinks=True),
     "all keys": Case(tokens=40, causal=False, place="HND", page_tokens=12),
-    "dealt out": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
+    "interleaved": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
     "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
     "packed": Case(tokens=20, kv_heads=1, key=264, value=256, latent=True, pages=PACKED),
     "packed, f32": Case(
@@ -368,17 +368,19 @@ MOSAIC_CASES = {
     "all keys": Case(tokens=200, width=20, causal=False, place="HND"),
     "chunk, from its middle on": Case(tokens=200, width=12, chunk=72, firsts=True, place="NHD"),
     "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
-    "dealt out": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
+    "interleaved": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
 PREFILL = Case(1, 1, batch=2, page_tokens=48, width=4, tokens=72, window=100, holes=True)
-DEALT = Case(1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND")
+INTERLEAVED = Case(
+    1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
+)
 INTERPRETED = {
     "decode": (Case(batch=2, page_tokens=32, width=4, heads=2, kv_heads=1), [128, 0], None),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     "a decode and a prefill": (PREFILL, [150, 190], [0, 1, 70]),
-    "a prefill in int8": (DEALT, [260], [0, 70]),
+    "a prefill in int8": (INTERLEAVED, [260], [0, 70]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 

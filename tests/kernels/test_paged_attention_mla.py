@@ -37,7 +37,7 @@ MOSAIC_CASES = {
     "window": MLA._replace(heads=32, window=70, page_tokens=48, width=6, tokens=30),
     "chunk": MLA._replace(heads=32, chunk=48, width=20, tokens=30),
     "many steps": MLA._replace(heads=16, batch=2, width=600, sinks=True),
-    "dealt out": MLA._replace(heads=64, ranks=2, tokens=9, page_tokens=32),
+    "interleaved": MLA._replace(heads=64, ranks=2, tokens=9, page_tokens=32),
     "encoder": MLA._replace(heads=64, causal=False, tokens=9, page_tokens=32),
     "among other layers": MLA._replace(heads=64, place="heads apart"),
     "narrow rows": MLA._replace(heads=80, key=192, value=128, width=20),
@@ -62,7 +62,7 @@ SPECULATION = NARROW._replace(batch=2, tokens=5, holes=True, scaled=True, ranks=
 ONE = NARROW._replace(batch=1, width=3)
 PAIRS = NARROW._replace(heads=80, batch=1, width=5, page_tokens=16)
 INTERPRETED = {
-    "speculation, dealt out, holes": (SPECULATION, [150, 0], [0, 4, 4]),
+    "speculation, interleaved, holes": (SPECULATION, [150, 0], [0, 4, 4]),
     "two thread blocks that load together": (PAIRS, [70], None),
     "fp8_e4m3": (ONE._replace(pages="float8_e4m3fn", scaled=True), [70], None),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
