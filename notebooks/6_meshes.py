@@ -130,9 +130,9 @@ print("differs from one device by", f"{np.abs(outs - expected).max():.1g}")
 # ## Positions: context parallelism
 #
 # Long requests may outgrow the memory of one device. `plan_cache(context_parallel=2)` gives the
-# positions of each request to two ranks in turns, `interleave_tokens` at a time. Each rank attends to
-# what it has, and `attend` combines the two. It is for groups that keep all tokens, not for
-# windows and states.
+# positions of each request to two ranks in turns, `interleave_tokens` at a time. Each rank
+# attends to what it has, and `attend` combines the two. It is for groups that keep all tokens,
+# not for windows and states.
 
 # %%
 divided = make_plan(HEADS, context_parallel=2)
