@@ -1,8 +1,8 @@
-"""The books of a block manager, from the definition: one request and one block at a time.
+"""A reference block manager in plain Python: one request and one block at a time.
 
-Written to be obviously right, not fast. Blocks of a step change hands in this order: all that
-are dropped, by group, then by request; then all that are taken, by group: first the new columns
-of every request, then the private copies of shared blocks.
+Written to be obviously right, not fast. A step first releases all dropped blocks, by group, then
+by request. Then it takes blocks group by group: first for the new columns of every request, then
+for the private copies of shared blocks.
 """
 
 from collections import deque
@@ -33,11 +33,14 @@ class Request:
         self.resumed = 0  # computed tokens before the last step
         self.blocks: list[dict[int, int]] = [{} for _ in range(groups)]
         self.lengths = [0] * groups  # columns of the table row that are in use
-        self.firsts = [0] * groups  # of windows: columns before these were given back
+        self.firsts = [0] * groups  # per group, columns before this one were released
 
 
 class Change(NamedTuple):
-    """A block that a request takes for a column; ``copied``: the shared block it replaces."""
+    """A block that a request takes for a column.
+
+    copied: the shared block that it replaces, if the request still reads that one's content.
+    """
 
     request: object
     group: int
@@ -47,7 +50,7 @@ class Change(NamedTuple):
 
 
 class ReferenceManager:
-    """A block manager over dictionaries."""
+    """A block manager that keeps everything in dictionaries."""
 
     def __init__(self, plan: Plan, *, max_requests: int):
         self.plan = plan
@@ -72,7 +75,7 @@ class ReferenceManager:
         self.free_rows.append(request.row)
 
     def fork(self, donor: object, name: object, num_tokens: int) -> None:
-        """Starts a request on a donor's prefix; KeyError if a block of it is gone."""
+        """Starts a request on a donor's prefix; KeyError if the donor lacks a block of it."""
         source = self.requests[donor]
         taken = []
         for group, spec in enumerate(self.specs):
@@ -93,7 +96,7 @@ class ReferenceManager:
                 self.references[block_id] += 1
 
     def rewind(self, name: object, num_tokens: int) -> None:
-        """Sets progress back; KeyError if a block that the next token reads is gone."""
+        """Reduces progress; KeyError if the request lacks a block that its next token reads."""
         request = self.requests[name]
         for group, spec in enumerate(self.specs):
             if isinstance(spec, StateSpec):
@@ -110,7 +113,7 @@ class ReferenceManager:
         request.computed = num_tokens
 
     def trim(self, names: Sequence[object]) -> None:
-        """Gives back the blocks that the next token of each request does not see."""
+        """Releases the blocks that the next token of each request does not attend to."""
         for group, spec in enumerate(self.specs):
             if isinstance(spec, StateSpec | CrossAttentionSpec):
                 continue
@@ -228,8 +231,10 @@ class ReferenceManager:
         return sorted(column for column in held if column >= begin)
 
     def _still_shared(self, cells: list[tuple]) -> list[tuple]:
-        """Returns the cells whose block others hold as well; of a block that all leave at once
-        the last holder keeps it."""
+        """Returns the cells whose block must be replaced, because others still hold it.
+
+        If all holders of a block replace it in one step, the last one keeps it.
+        """
         shared = [cell for cell in cells if self.references[self._block(*cell)] > 1]
         kept = []
         for index, cell in enumerate(shared):
@@ -240,7 +245,7 @@ class ReferenceManager:
         return kept
 
     def _with_content(self, change: Change) -> Change:
-        """Drops the source of a copy where the column holds nothing that is still read."""
+        """Clears ``copied`` if the request no longer reads what the column holds."""
         if change.copied is None:
             return change
         spec, request = self.specs[change.group], self.requests[change.request]
@@ -302,8 +307,8 @@ def _dropped(spec: LayerSpec, held: dict[int, int], wanted: Sequence[int]) -> li
 def _is_kept(spec: StateSpec, request: Request, num_tokens: int) -> bool:
     """Returns whether a block keeps the state after these tokens although newer ones exist.
 
-    With "align" a step that crosses the end of a block does not write the state there: it writes
-    the newest state, and keeps the one that it resumed from, unless that was a draft's.
+    With "align", a step that crosses the end of a block does not write the state there. It writes
+    the newest state, and keeps the one that it resumed from, unless that may be a draft's.
     """
     resumed = num_tokens == 0 or spec.cache_mode == "all"
     resumed = resumed or (num_tokens == request.resumed and not spec.speculative_blocks)

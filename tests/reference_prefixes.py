@@ -1,8 +1,8 @@
-"""Prefix caching from the definition: every prefix of every prompt, and who holds its content.
+"""A reference for prefix caching, written from the definition.
 
-`Content` is a device of dictionaries: it applies uploads, and knows of every place of every
-block which tokens its content was computed from. `ReferencePrefixes` is a dictionary of all
-prefixes that were kept. Written to be obviously right, not fast.
+`Content` models the device: it applies uploads, and records for every place of every block the
+tokens that its content was computed from. `ReferencePrefixes` is a dictionary of all prefixes that
+were kept. Both are written to be obviously right, not fast.
 """
 
 import itertools
@@ -14,11 +14,11 @@ import numpy as np
 from jaxkv.blocks import BlockManager, PrefixHit, Upload
 from jaxkv.specs import Growth
 
-GONE = -1  # in place of a block id: it was kept once
+GONE = -1  # in place of the id of a block that was kept and then evicted
 
 
 class Story:
-    """Numbers for beginnings of sequences: two have one number only if they are equal."""
+    """Numbers for prefixes of sequences: two have the same number only if they are equal."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -27,13 +27,13 @@ class Story:
         return self._numbers.setdefault((before, token), len(self._numbers) + 1)
 
     def of(self, namespace: Hashable, codes: Sequence[Hashable]) -> list[int]:
-        """The numbers of the first 0, 1, ... tokens."""
+        """Returns the numbers of the first 0, 1, ... tokens."""
         start = self.number("namespace", namespace)
         return list(itertools.accumulate(codes, self.number, initial=start))
 
 
 class Content:
-    """The device: block tables, and the origin of the content of every place in the pool."""
+    """A model of the device: block tables, and the origin of the content of every block."""
 
     def __init__(self, manager: BlockManager):
         plan = manager.plan
@@ -43,7 +43,7 @@ class Content:
         self.blocks: dict[int, dict[int, int]] = {}  # block -> place in it -> number of a story
 
     def apply(self, upload: Upload) -> None:
-        """The changes of an upload, in the order that `apply_step` has them."""
+        """Applies the changes of an upload, in the order of `apply_step`."""
         parts = upload.parts()
         copies = list(zip(parts["row_sources"], parts["row_destinations"], strict=True))
         for table in self.rows:
@@ -63,7 +63,7 @@ class Content:
             self.blocks[block_id] = {}
 
     def compute(self, row: int, story: Sequence[int], before: int, total: int) -> None:
-        """A request reads what its next tokens need, and writes theirs."""
+        """Checks the content that a request's next tokens read, and writes their own."""
         for group, growth in enumerate(self.growths):
             blocks = self.rows[group][row]
             if growth.stores == "state":
@@ -75,7 +75,9 @@ class Content:
         size = growth.block_size * self.context_parallel
         for position in range(int(growth.first_visible(before)), before):
             found = self.blocks[int(blocks[position // size])].get(position % size)
-            assert found == story[position + 1], f"token {position} is another one's"
+            assert found == story[position + 1], (
+                f"position {position} holds another sequence's token"
+            )
         for position in range(before, total):
             block = self.blocks.setdefault(int(blocks[position // size]), {})
             block[position % size] = story[position + 1]
@@ -85,7 +87,7 @@ class Content:
         if before:
             column = 0 if growth.cache_mode == "none" else math.ceil(before / size) - 1
             found = self.blocks[int(blocks[column])].get(0)
-            assert found == story[before], f"the state after {before} tokens is another one"
+            assert found == story[before], f"the state after {before} tokens is another sequence's"
         ends = {total}
         if growth.cache_mode == "all":
             ends |= set(range((before // size + 1) * size, total, size))
@@ -108,7 +110,7 @@ class ReferencePrefixes:
         )
         self.overwrites = [g.stores == "state" and g.cache_mode != "all" for g in self.growths]
         self.columns: dict[tuple[int, int], int] = {}  # (story at a block's end, group) -> block
-        self.ends: dict[int, dict[int, int]] = {}  # story -> group -> block: what overwrites itself
+        self.ends: dict[int, dict[int, int]] = {}  # story -> group -> block of a checkpoint
         self.seen: set[int] = set()
         self.first_blocks: dict[tuple, list[tuple]] = {}
         self.epoch = 0
@@ -135,10 +137,10 @@ class ReferencePrefixes:
             self.first_blocks = {}
 
     def keep(self, request: Hashable, known: dict, codes, count: int, *, is_end: bool) -> None:
-        """Keeps what a request has computed of its known tokens, and is not kept yet.
+        """Keeps the computed blocks of a request's known tokens that are not kept yet.
 
         Args:
-          known: "namespace" and "story" of the request, and "kept", tokens.
+          known: "namespace" and "story" of the request, and "kept", its number of kept tokens.
         """
         namespace, story = known["namespace"], known["story"]
         if namespace[0] != self.epoch:
@@ -183,7 +185,7 @@ class ReferencePrefixes:
     # --- looking up ---------------------------------------------------------------
 
     def check(self, hit: PrefixHit, namespace, codes, story, limit: int) -> None:
-        """Raises AssertionError unless a hit is the longest, for the true reasons."""
+        """Raises AssertionError unless a hit is the longest and its reasons are right."""
         seen = 0
         while seen < len(codes) and story[seen + 1] in self.seen:
             seen += 1
@@ -219,7 +221,7 @@ class ReferencePrefixes:
         return all(block_id > 0 for block_id in self._read(group, count, story))
 
     def _read(self, group: int, count: int, story) -> list[int]:
-        """The blocks that the token after ``count`` tokens reads; 0: none was kept."""
+        """Returns the blocks that the token after ``count`` tokens reads; 0: none was kept."""
         size, growth = self.sizes[group], self.growths[group]
         end = self.ends.get(story[count], {})
         partial = [end.get(group, 0)] if self.overwrites[group] or count % size else []

@@ -79,7 +79,13 @@ def test_the_kernel_for_packed_rows_lowers_for_cuda() -> None:
 @pytest.mark.parametrize(
     ("layer", "packing", "keys", "error", "message"),
     [
-        ("packed", None, None, TypeError, "bytes_per_token=656, which attend cannot read"),
+        (
+            "packed",
+            None,
+            None,
+            TypeError,
+            "bytes_per_token=656, .*pass row_packing='fp8_ds_mla' if",
+        ),
         ("packed", "nvfp4", None, ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla' or"),
         ("plain", PACKING, None, ValueError, "into 656 bytes; the layer has bytes_per_token=None"),
         ("full", PACKING, None, ValueError, "layer='full' stores no latent rows"),

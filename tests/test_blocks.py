@@ -1,4 +1,4 @@
-"""The host's books: pool and manager against references, one block at a time."""
+"""Tests of block pool and block manager against references that handle one block at a time."""
 
 import dataclasses
 import itertools
@@ -62,7 +62,7 @@ def shape_of(plan: Plan, max_requests: int = 4, **options) -> StepShape:
         st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=60
     )
 )
-def test_the_pool_equals_a_list_of_free_ids_and_a_count_per_id(calls) -> None:
+def test_the_pool_matches_a_free_list_with_reference_counts(calls) -> None:
     pool, free, held = BlockPool(8), deque(range(1, 8)), Counter()
     for call, size in calls:
         ids = list(itertools.islice(held.elements(), size))
@@ -87,7 +87,7 @@ def test_the_pool_equals_a_list_of_free_ids_and_a_count_per_id(calls) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 7))))
-def test_a_queue_of_blocks_equals_a_list(calls) -> None:
+def test_the_block_queue_matches_a_list(calls) -> None:
     queue, listed = BlockQueue(8), []
     for call, size in [("push", 7), *calls]:
         if call == "push":
@@ -106,7 +106,7 @@ def test_a_queue_of_blocks_equals_a_list(calls) -> None:
         assert queue.size == len(listed)
 
 
-def test_ids_come_back_in_the_order_of_their_release_also_across_the_end() -> None:
+def test_freed_ids_are_reused_in_the_order_of_their_release() -> None:
     pool = BlockPool(6)
     first = pool.allocate(4).tolist()
     pool.free(first[::-1])
@@ -130,7 +130,7 @@ def test_ids_that_are_not_held_are_refused_and_change_nothing(ids, error) -> Non
     assert pool.num_free_blocks == 4 and pool.references(1) == 1
 
 
-def test_running_out_says_what_was_needed_and_survives_a_pickle() -> None:
+def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled() -> None:
     pool = BlockPool(8)
     with pytest.raises(OutOfBlocksError, match="8 blocks needed and 7 free") as caught:
         pool.allocate(8)
@@ -173,7 +173,7 @@ FEW = {module: module.FEW for module in (_few_changes, _rows, _runs)}
 
 
 class Pair:
-    """A manager and its reference, driven alike; and a device that only sees the uploads."""
+    """A manager and its reference under the same calls, and tables fed by the uploads alone."""
 
     def __init__(self, plan: Plan, seed: int, max_requests: int = 4):
         self.plan, self.rng = plan, random.Random(seed)
@@ -181,14 +181,14 @@ class Pair:
         self.reference = ReferenceManager(plan, max_requests=max_requests)
         tokens = max_requests * plan.limits.max_in_flight_tokens
         self.shape = shape_of(plan, max_requests, batch_size=max_requests, max_tokens=tokens)
-        most = max_requests * sum(plan.row_blocks)  # growth may run ahead of the steps
+        most = max_requests * sum(plan.row_blocks)  # one step may carry several calls of `grow`
         self.shape = dataclasses.replace(
             self.shape, block_ids=most, zero_ids=most, block_copies=most, row_copies=max_requests
         )
         self.device = ReferenceTables(plan, max_requests=max_requests)
         self.names = itertools.count()
         self.seen: Counter[str] = Counter()
-        self.ahead = False  # something was grown and not stepped
+        self.ahead = False  # whether `grow` was called since the last step
 
     def act(self) -> None:
         running = list(self.reference.requests)
@@ -304,7 +304,7 @@ class Pair:
         assert got[: len(copies)] == copies and set(got[len(copies) :]) <= {(-1, -1)}
 
     def _apply(self, parts) -> None:
-        """Does to the reference tables what an upload says, entry by entry."""
+        """Applies an upload to the reference tables, entry by entry."""
         pairs = zip(parts["row_sources"], parts["row_destinations"], strict=True)
         pairs = [pair for pair in pairs if pair[0] >= 0]
         self.device.copy_rows([a for a, _ in pairs], [b for _, b in pairs])
@@ -347,7 +347,7 @@ class Pair:
 
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_manager_equals_the_reference_after_every_call(model: str, monkeypatch) -> None:
-    """A third of the runs look at a few requests as at many, a third at many as at a few."""
+    """A third of the runs use arrays even for few requests, a third use ints even for many."""
     seen: Counter[str] = Counter()
     for seed in range(40):
         for module, few in FEW.items():
@@ -384,8 +384,8 @@ def held_columns(manager: BlockManager, name: object) -> list[set[int]]:
 
 
 @given(PLANS, st.data())
-def test_what_the_planner_admits_the_manager_holds(plan: Plan, data: st.DataObject) -> None:
-    """A request of the longest length alone: chunks of any size, drafts of any number."""
+def test_an_admitted_request_never_runs_out_of_blocks(plan: Plan, data: st.DataObject) -> None:
+    """The longest request runs alone, in random chunks with random rejected drafts."""
     manager = BlockManager(plan, max_requests=1)
     length, charged = plan.max_model_len, plan.blocks_per_group(plan.max_model_len)
     encoder = data.draw(st.integers(0, strategies.LIMITS.max_encoder_tokens))
@@ -406,7 +406,7 @@ def test_what_the_planner_admits_the_manager_holds(plan: Plan, data: st.DataObje
         computed += count - rejected
         try:
             manager.rewind("r", computed)
-        except ValueError:  # a state before a block boundary is gone
+        except ValueError:  # the step has overwritten that state
             computed += rejected
     assert all(
         len(row) <= width
@@ -414,7 +414,7 @@ def test_what_the_planner_admits_the_manager_holds(plan: Plan, data: st.DataObje
     )
 
 
-def test_admission_charges_no_more_than_a_request_of_full_attention_holds() -> None:
+def test_admission_charges_exactly_what_a_request_of_full_attention_holds() -> None:
     plan = plan_cache({"kv": FULL}, 2**20, max_model_len=16, num_blocks_override=5)
     manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2)
     manager.start("r")
@@ -429,7 +429,7 @@ def test_admission_charges_no_more_than_a_request_of_full_attention_holds() -> N
 
 
 class unchanged:
-    """Fails unless a manager is as it was, also in what it would upload next."""
+    """Asserts that the state of a manager and its pending upload do not change."""
 
     def __init__(self, manager: BlockManager):
         self.manager = manager
@@ -447,7 +447,7 @@ class unchanged:
 
 
 def running(plan: Plan | None = None, tokens: int = 8) -> tuple[BlockManager, StepShape]:
-    """A manager of four rows in which "r" has computed some tokens."""
+    """Returns a manager of four rows in which "r" has computed some tokens, and a shape."""
     plan = hybrid_plan() if plan is None else plan
     manager, shape = BlockManager(plan, max_requests=4), shape_of(plan)
     manager.start("r")
@@ -476,7 +476,7 @@ def test_a_step_grows_all_requests_or_none() -> None:
     ],
 )
 def test_a_shape_that_is_too_small_is_refused_and_nothing_is_lost(sizes, message) -> None:
-    """Also of an update that `grow` left behind: the next step carries it."""
+    """The next step still carries the entries of an earlier `grow`."""
     manager, shape = running()
     manager.start("s")
     manager.grow({"r": 5})
@@ -503,7 +503,7 @@ def test_a_shape_without_room_for_the_changes_is_refused_by_name(room: str) -> N
 @given(st.data())
 @settings(max_examples=40)
 def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataObject) -> None:
-    """The sizes of `StepShape.for_plan`, over serving runs of any plan."""
+    """Serves random requests with random plans, in shapes from `StepShape.for_plan`."""
     plan = data.draw(strategies.plans(max_spare=3))
     rows, most = data.draw(st.sampled_from([1, 2, 4])), plan.limits.max_in_flight_tokens
     tokens = data.draw(st.sampled_from([1, 3, 2 * most]))
@@ -529,12 +529,12 @@ def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataOb
         length = {name: count + work.get(name, 0) for name, count in length.items()}
 
 
-def test_plans_that_zero_nothing_have_no_room_for_it() -> None:
+def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL})).zero_ids == 0
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
 
 
-def test_rows_and_counts_as_arrays_do_what_a_mapping_does() -> None:
+def test_work_as_arrays_gives_the_same_upload_as_a_mapping() -> None:
     one, shape = running()
     two, _ = running()
     for manager in (one, two):
@@ -544,14 +544,14 @@ def test_rows_and_counts_as_arrays_do_what_a_mapping_does() -> None:
     np.testing.assert_array_equal(by_name.data, by_row.data)
 
 
-def test_every_upload_is_a_fresh_numbered_buffer() -> None:
+def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     manager, shape = running()
     first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
     assert not np.shares_memory(first.data, second.data)
     assert (first.data[0], second.data[0], shape.idle().data[0]) == (2, 3, 0)
 
 
-def test_a_rejected_draft_is_written_over() -> None:
+def test_a_rejected_draft_is_overwritten_in_its_block() -> None:
     manager, shape = running(small_plan({"a": FULL, "b": WINDOW}))
     blocks = manager.block_ids("r")
     manager.step(shape, {"r": 3})
@@ -565,8 +565,8 @@ def test_a_rejected_draft_is_written_over() -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_a_state_is_set_back_by_as_many_drafts_as_have_blocks(mode: str) -> None:
-    """No state is silently read that has seen a rejected token."""
+def test_a_state_rewinds_by_at_most_as_many_drafts_as_have_blocks(mode: str) -> None:
+    """A state that has seen a rejected token is never read."""
     state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
     manager, shape = running(small_plan({"s": state}), 8)
     manager.step(shape, {"r": 4})
@@ -582,24 +582,24 @@ def test_a_state_is_set_back_by_as_many_drafts_as_have_blocks(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
-def test_a_step_cannot_be_set_back_to_the_state_that_it_wrote_over(mode: str) -> None:
-    """Drafts have blocks of their own; the token before them goes into the running state's."""
+def test_a_rewind_to_an_overwritten_state_is_refused(mode: str) -> None:
+    """Drafts have their own blocks; the token before them overwrites the running state."""
     state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
     manager, shape = running(small_plan({"s": state}), 3)
     manager.step(shape, {"r": 2})
     with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
         manager.rewind("r", 3)
     manager.rewind("r", 4)
-    manager.rewind("r", 0)  # nothing is read then
+    manager.rewind("r", 0)  # the first token reads no state
     assert manager.num_computed_tokens("r") == 0
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
-    """Forks share the running state. Which of a step's states it is, only the caller knows."""
+    """Forks share the running state, and only the caller knows which draft's state that is."""
     state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
     plan = small_plan({"s": state})
-    manager, _ = running(plan, 4)  # too many for drafts: a prompt
+    manager, _ = running(plan, 4)  # more tokens than drafts: a prompt
     shape = shape_of(plan, 4, forks=4)
     manager.fork("r", ["prompt"])
     manager.step(shape, {"r": 2})
@@ -613,7 +613,7 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
 
 
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:
-    """A fork shares the encoder's blocks, which nobody has written, and only one zeroes them."""
+    """A fork shares encoder blocks that the donor's next step was to zero."""
     layers = {
         "cross": CrossAttentionSpec(block_size=4, **KV),
         "s": StateSpec(block_size=4, **STATE),
@@ -630,8 +630,8 @@ def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -
     assert sorted(upload.parts()["zero_ids"].tolist()) == sorted(held)
 
 
-def test_a_chunk_that_is_shortened_after_it_was_announced_holds_its_states() -> None:
-    """cache_mode="align" keeps states of announced chunks only; a shorter one gets its own."""
+def test_a_step_that_is_shorter_than_its_grow_holds_its_own_states() -> None:
+    """With cache_mode="align", `grow` takes blocks only for the states at the end of its chunk."""
     state = StateSpec(block_size=4, cache_mode="align", speculative_blocks=1, **STATE)
     plan = small_plan({"s": state}, 8, limits=Limits(max_in_flight_tokens=32))
     manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2, max_query_len=32)
@@ -657,7 +657,7 @@ def test_fifteen_of_sixteen_decode_steps_change_no_table() -> None:
 # --- forks ----------------------------------------------------------------------------
 
 
-def test_forks_share_blocks_until_somebody_writes_into_one() -> None:
+def test_forks_share_a_block_until_one_of_them_writes_into_it() -> None:
     plan = small_plan({"a": FULL, "b": WINDOW})
     manager, shape = running(plan, 6)
     shape = dataclasses.replace(shape, block_copies=8, row_copies=3)
@@ -686,7 +686,7 @@ def test_a_prefix_of_whole_blocks_needs_no_copy() -> None:
     assert manager.block_ids("s")[0][2] != manager.block_ids("r")[0][2]
 
 
-def test_drafts_that_are_rejected_over_shared_blocks_do_not_write_into_them() -> None:
+def test_a_step_after_a_rewind_does_not_write_into_shared_blocks() -> None:
     manager, shape = running(small_plan({"a": FULL}), 9)
     shape = dataclasses.replace(shape, block_copies=4, row_copies=1)
     manager.fork("r", ["s"])
@@ -697,10 +697,10 @@ def test_drafts_that_are_rejected_over_shared_blocks_do_not_write_into_them() ->
     assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
 
 
-# --- schedulers with ids of their own -------------------------------------------------
+# --- schedulers that assign block ids themselves --------------------------------------
 
 
-def test_entries_of_a_foreign_scheduler_reach_their_cells() -> None:
+def test_pack_step_writes_the_entries_of_a_scheduler_into_their_cells() -> None:
     plan = hybrid_plan()
     shape, groups = shape_of(plan), len(plan.groups)
     ids = [[7 + group] for group in range(groups)]
@@ -760,7 +760,7 @@ BAD_CALLS = [
     ("into must be a sequence", lambda m, s: m.fork("r", "s")),
     ("running already", lambda m, s: m.fork("r", ["r"])),
     ("names a request twice", lambda m, s: m.fork("r", ["s", "s"])),
-    ("4 requests find 3 free rows", lambda m, s: m.fork("r", list("abcd"))),
+    ("4 requests need rows, and 3", lambda m, s: m.fork("r", list("abcd"))),
     ("num_tokens=9 is more than the 8", lambda m, s: m.fork("r", ["s"], num_tokens=9)),
     ("no longer holds the blocks", lambda m, s: m.fork("r", ["s"], num_tokens=3)),
     ("second must be an int", lambda m, s: m.swap_rows(0, 0.5)),
@@ -772,7 +772,7 @@ BAD_CALLS = [
     ("differ in length", lambda m, s: foreign(s, rows=[1], num_new_tokens=[1, 1])),
     ("num_new_tokens must be at least 1", lambda m, s: foreign(s, rows=[1], num_new_tokens=[0])),
     ("num_computed_tokens must be", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[-1])),
-    ("int32 does not", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[2**31])),
+    ("not fit int32", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[2**31])),
     ("row 0 has ids for 1 groups", lambda m, s: foreign(s, entries=[TableEntry(0, [[1]])])),
     ("row=4 is not in", lambda m, s: foreign(s, entries=[TableEntry(4, [[1]] * 5)])),
     ("zero_ids has 1 groups", lambda m, s: foreign(s, zero_ids=[[1]])),
@@ -809,12 +809,12 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(message, call) -> None
         ({"tokens_per_request": 3, "max_tokens": 13}, "max_tokens=13 must be batch_size"),
     ],
 )
-def test_a_shape_that_makes_no_sense_is_refused(sizes, message) -> None:
+def test_a_shape_with_invalid_sizes_is_refused(sizes, message) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         StepShape.for_plan(hybrid_plan(), **({"max_requests": 4, "max_tokens": 8} | sizes))
 
 
-def test_the_printed_forms_are_one_line_without_arrays() -> None:
+def test_reprs_are_one_line_without_arrays() -> None:
     manager, shape = running()
     texts = [repr(manager), repr(manager.block_pool), repr(shape), repr(manager.step(shape, {}))]
     texts.append(repr(TableEntry(1, [list(range(20)), []])))
@@ -822,8 +822,8 @@ def test_the_printed_forms_are_one_line_without_arrays() -> None:
     assert "<table" in manager._repr_html_() and "r" in manager._repr_html_()
 
 
-def test_a_step_across_the_end_of_a_block_leaves_no_aligned_state_there() -> None:
-    """The block before the newest holds the state that the step resumed from."""
+def test_with_align_a_step_across_the_end_of_a_block_keeps_no_state_there() -> None:
+    """The block before the newest one holds the state that the step resumed from."""
     state = StateSpec(block_size=4, cache_mode="align", **STATE)
     manager, shape = running(small_plan({"s": state}), 3)
     manager.step(shape, {"r": 4})

@@ -194,7 +194,7 @@ MISTAKES = {
     "a prompt for a name": (
         lambda s: s.manager.start([1, 15043, 3186]),
         TypeError,
-        r"request=\[1, 15043, 3186\] must be a hashable name, an int or a str, say",
+        r"request=\[1, 15043, 3186\] must be a hashable name, such as an int or a str",
     ),
     "a request that runs already": (
         lambda s: s.manager.start("r"),
@@ -287,7 +287,8 @@ MISTAKES = {
     "the name of an adapter for its key": (
         lambda s: s.prompt([1], extra_keys=["my-adapter"]),
         TypeError,
-        "extra_keys must hold ExtraKey, got 'my-adapter'; see ExtraKey.lora, .mm",
+        "extra_keys must hold ExtraKey objects, got 'my-adapter'; make one with ExtraKey.lora, "
+        "ExtraKey.mm or ExtraKey.prompt_embeds",
     ),
     "one boundary": (
         lambda s: s.prompt([1, 2], boundaries=1),
@@ -310,7 +311,7 @@ MISTAKES = {
             "q", 4, boundaries=[5]
         ),
         ValueError,
-        r"boundaries=\[5\] must be in 1..4, the tokens of the prompt",
+        r"boundaries=\[5\] must be in 1..4, the length of the prompt in tokens",
     ),
     # --- ids of your own ---
     "block ids of one group": (

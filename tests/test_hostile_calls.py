@@ -1,6 +1,6 @@
-"""Calls that try to cook the books, and books of great length: no jax runs here.
+"""Random valid and invalid calls of block managers, and very long requests. No jax.
 
-``JAXKV_SOAK_STEPS=100000`` makes as many hostile calls.
+``JAXKV_SOAK_STEPS=100000`` sets the number of random calls.
 """
 
 import gc
@@ -60,12 +60,12 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
 }
 ROWS, LONGEST = 4, 30
 LIMITS = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
-NOT_COUNTS = [-1, 0.5, 2.0, None, "1", [1], float("nan"), 2**31, 2**63, 2**70, np.array([1, 2])]
-NOT_ROWS = [-1, ROWS, 2**31, 2**70, 0.5, None, "0", True]
+INVALID_COUNTS = [-1, 0.5, 2.0, None, "1", [1], float("nan"), 2**31, 2**63, 2**70, np.array([1, 2])]
+INVALID_ROWS = [-1, ROWS, 2**31, 2**70, 0.5, None, "0", True]
 
 
-class Cook:
-    """A manager that gets all calls, good and bad, and one that gets those that were accepted."""
+class Fuzzer:
+    """A manager that gets random calls, and one that gets only those that the first accepts."""
 
     def __init__(self, layers: dict[str, LayerSpec], seed: int):
         self.draw = random.Random(seed)
@@ -75,7 +75,7 @@ class Cook:
         blocks = 1 + int(blocks * self.draw.choice([1, 1.5, 3]))
         self.plan = plan_cache(layers, 2**30, num_blocks_override=blocks, **options)
         self.manager = BlockManager(self.plan, max_requests=ROWS)
-        self.honest = BlockManager(self.plan, max_requests=ROWS)
+        self.accepted = BlockManager(self.plan, max_requests=ROWS)
         self.shapes = [
             StepShape.for_plan(
                 self.plan,
@@ -96,12 +96,12 @@ class Cook:
     # --- arguments ----------------------------------------------------------------
 
     def name(self) -> Hashable:
-        """A running request, or a name that nobody has."""
+        """Returns a running request or, sometimes, a name that is not running."""
         names = list(self.manager.requests)
         return self.draw.choice([*names * 8, "nobody", -1, None])
 
     def count(self, *good: int) -> Any:
-        return self.draw.choice(good if self.draw.random() < 0.97 else NOT_COUNTS)
+        return self.draw.choice(good if self.draw.random() < 0.97 else INVALID_COUNTS)
 
     def work(self) -> Any:
         names = list(self.manager.requests)
@@ -126,10 +126,10 @@ class Cook:
     def act(self) -> None:
         calls = ["start", "start", "fork", "finish", "rewind", "swap_rows", "trim", "grow"]
         getattr(self, f"_{self.draw.choice([*calls, *['step'] * 8, 'pool', 'read'])}")()
-        assert view(self.manager) == view(self.honest)
+        assert view(self.manager) == view(self.accepted)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Makes a call, and again with the honest manager unless it is refused."""
+        """Makes a call and, if it is accepted, repeats it with the second manager."""
         try:
             got = getattr(self.manager, method)(*arguments, **options)
         except (TypeError, ValueError, OutOfBlocksError) as error:
@@ -137,7 +137,7 @@ class Cook:
             assert str(error)
             return
         self.seen[method] += 1
-        wanted = getattr(self.honest, method)(*arguments, **options)
+        wanted = getattr(self.accepted, method)(*arguments, **options)
         if isinstance(got, Upload):
             np.testing.assert_array_equal(got.data, wanted.data)
             return
@@ -155,7 +155,7 @@ class Cook:
         self.call("start", name, **options)
 
     def tokens(self) -> Any:
-        """Token ids of a prompt that begins like others, or what is none."""
+        """Returns token ids of a prompt that begins like others or, sometimes, invalid ones."""
         length, same = self.draw.randint(5, LONGEST), self.draw.randint(5, 2 * LONGEST)
         tokens = [int(i >= same) for i in range(length)]
         bad = [[0.5], "ab", [[1]], [2**70], [-1], [None], [0] * (LONGEST + 1), 7, {1: 2}, [True]]
@@ -184,7 +184,7 @@ class Cook:
         self.call("rewind", *self.draw.choice([(name, count), (name, count), (both,), (name,)]))
 
     def _swap_rows(self) -> None:
-        rows = [*range(ROWS)] * 8 + NOT_ROWS
+        rows = [*range(ROWS)] * 8 + INVALID_ROWS
         self.call("swap_rows", self.draw.choice(rows), self.draw.choice(rows))
 
     def _trim(self) -> None:
@@ -199,7 +199,7 @@ class Cook:
         self.call("step", shape, self.work(), extra=extra)
 
     def _pool(self) -> None:
-        """Ids that nobody holds are refused; those of requests are not given back twice."""
+        """Passes ids without holders and impossible counts to the pool, which refuses them."""
         free = [i for i in range(self.plan.num_blocks) if not self.pool.references(i)]
         ids: Any = self.draw.choice(
             [[0], [-1], [self.plan.num_blocks], [2**40], [0.5], free[:2], [[1]]]
@@ -227,7 +227,7 @@ class Cook:
 
 
 def view(manager: BlockManager) -> object:
-    """All that a manager tells; of its books, that they add up."""
+    """Returns all that a manager reports, and asserts that its counts are consistent."""
     rows = {name: manager.block_ids(name) for name in manager.requests}
     held: Counter[int] = Counter()
     for row in rows.values():
@@ -241,20 +241,20 @@ def view(manager: BlockManager) -> object:
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-def test_no_call_cooks_the_books(model: str) -> None:
-    """A refused call leaves no trace, and an accepted one leaves books that add up."""
+def test_refused_calls_change_nothing_and_accepted_calls_keep_counts_consistent(model: str) -> None:
+    """One manager sees all calls, the other only the accepted ones, and both stay equal."""
     seen: Counter[str] = Counter()
     per_run = 100
     for seed in range(max(10, -(-CALLS // per_run // len(MODELS)))):
-        cook = Cook(MODELS[model], seed)
+        fuzzer = Fuzzer(MODELS[model], seed)
         for _ in range(per_run):
-            cook.act()
-        seen += cook.seen
-        for name in list(cook.manager.requests):
-            cook.call("finish", name)
-        assert cook.manager.num_free_blocks == cook.plan.usable_blocks
-        assert len(set(cook.pool.allocate(cook.plan.usable_blocks).tolist())) == (
-            cook.plan.usable_blocks
+            fuzzer.act()
+        seen += fuzzer.seen
+        for name in list(fuzzer.manager.requests):
+            fuzzer.call("finish", name)
+        assert fuzzer.manager.num_free_blocks == fuzzer.plan.usable_blocks
+        assert len(set(fuzzer.pool.allocate(fuzzer.plan.usable_blocks).tolist())) == (
+            fuzzer.plan.usable_blocks
         )
     methods = ("start", "fork", "finish", "rewind", "swap_rows", "trim", "grow", "step")
     assert all(seen[method] and seen[f"{method} refused"] for method in methods), seen
@@ -265,7 +265,7 @@ def test_no_call_cooks_the_books(model: str) -> None:
 
 
 def test_a_request_of_a_million_tokens_holds_what_the_plan_says() -> None:
-    """The device's row is put together from the uploads alone."""
+    """The row on the device is rebuilt from the uploads alone."""
     length, chunk = 2**20, 2**13
     layers = {
         "full": FullAttentionSpec(block_size=16, **KV),
@@ -297,7 +297,7 @@ def test_a_request_of_a_million_tokens_holds_what_the_plan_says() -> None:
     assert manager.num_free_blocks == plan.usable_blocks
 
 
-def test_ids_and_rows_may_be_as_large_as_int32_and_their_tables() -> None:
+def test_pack_step_accepts_ids_up_to_int32_and_rows_up_to_the_last() -> None:
     plan = plan_cache({"a": FULL}, 2**30, max_model_len=LONGEST, num_blocks_override=20)
     shape = StepShape.for_plan(plan, max_requests=3, max_tokens=8)
     row, step = 2, {"rows": [2], "num_computed_tokens": [0], "num_new_tokens": [5]}
@@ -305,15 +305,15 @@ def test_ids_and_rows_may_be_as_large_as_int32_and_their_tables() -> None:
     assert parts["entry_ids"].tolist() == [INT32_MAX, 1]
     assert parts["entry_rows"].tolist() == [row, row] and parts["row_lengths"].tolist() == [[2]]
     for entry, message in (
-        (TableEntry(row, [[INT32_MAX + 1]]), "int32 does not"),
-        (TableEntry(row, [[1]], starts=[INT32_MAX + 1]), "int32 does not"),
+        (TableEntry(row, [[INT32_MAX + 1]]), "not fit int32"),
+        (TableEntry(row, [[1]], starts=[INT32_MAX + 1]), "not fit int32"),
         (TableEntry(row + 1, [[1]]), r"row=3 is not in 0\.\.2"),
     ):
         with pytest.raises(ValueError, match=message):
             pack_step(shape, entries=[entry], **step)
 
 
-def test_decode_steps_keep_no_objects() -> None:
+def test_decode_steps_leak_no_objects() -> None:
     layers = {"full": FULL, "state": state("none")} | {f"window.{i}": WINDOW for i in range(3)}
     requests, warm, steps = 4, 1000, 10_000
     plan = plan_cache(layers, 2**40, max_model_len=warm + steps, num_blocks_override=2**15)

@@ -490,7 +490,7 @@ def running(request: str, ids: Any, computed: int) -> Data:
 BAD_STEPS = {
     "of other groups": (output(scheduled_new_reqs=[new("b", [1])]), "has block ids of 1 groups"),
     "of nobody": (output(**running("b", None, 5)), "request 'b' is not known"),
-    "without data": (output(num_scheduled_tokens={"a": 1}), r"names \['a'\], which have no reque"),
+    "without data": (output(num_scheduled_tokens={"a": 1}), r"names \['a'\], which are neither in"),
     "of too many": (
         output(scheduled_new_reqs=[new(f"r{i}", [7], [8], [9]) for i in range(4)]),
         "max_requests=4 rows are taken",

@@ -35,7 +35,7 @@ KEYS = block_keys(TOKENS, 4)
 STATES = EventGroup(0, "state", 4)
 WINDOWS = EventGroup(1, "sliding", 4, window=1024)
 FULL = EventGroup(3, "full", 4)
-# The events that were recorded with vLLM's own structs.
+# The golden messages are these events, encoded with vLLM's own structs.
 RECORDED: tuple[CacheEvent, ...] = (
     BlocksStored(FULL, tuple(KEYS[:2]), None, tuple(TOKENS[:8])),
     BlocksStored(
@@ -79,7 +79,7 @@ FIELDS = {
 
 
 def decoded(payload: bytes) -> list[dict[str, Any]]:
-    """The events of a message by field name, of either format, as a reader knows them."""
+    """Returns the events of a message in either format, as maps by field name."""
     timestamp, events, rank = msgpack.unpackb(payload)
     assert isinstance(timestamp, float) and isinstance(rank, int)
     named = []
@@ -90,7 +90,7 @@ def decoded(payload: bytes) -> list[dict[str, Any]]:
     return named
 
 
-# --- the bytes of vLLM ----------------------------------------------------------------
+# --- vLLM's messages ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keys", ["int", "bytes"])
@@ -123,7 +123,7 @@ def test_a_reader_finds_each_field(format: Any) -> None:
     assert cleared == {"type": "AllBlocksCleared"}
 
 
-def test_an_int_is_the_end_of_a_key() -> None:
+def test_an_int_key_is_the_last_64_bits_of_a_key() -> None:
     (event,) = decoded(encode_events(EventBatch(0, 0.0, RECORDED[:1])))
     assert event["block_hashes"] == [int(key.hex()[-16:], 16) for key in KEYS[:2]]
 
@@ -162,7 +162,7 @@ def test_frames_are_topic_number_and_payload() -> None:
 
 
 class Router:
-    """Blocks of a cache as its events tell: per group and medium, the keys that are there."""
+    """A router that follows the events: the keys that are stored, per group and medium."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[int, str], set[bytes]] = {}
@@ -239,11 +239,11 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
     assert repr(log) == "EventLog(6 batches taken, the last 3 kept, 0 events pending)"
 
 
-# --- of a manager ---------------------------------------------------------------------
+# --- events of a manager --------------------------------------------------------------
 
 
 class Listener(Driver):
-    """Random requests, and a reader of the events who knows nothing else."""
+    """Random requests, and the keys that a reader of nothing but their events knows."""
 
     def __init__(self, name: str, seed: int):
         self.log = EventLog(root=root_key("a seed"))
@@ -282,7 +282,7 @@ class Listener(Driver):
         assert tuple(keys[step - 1 :: step]) == event.block_keys
 
     def name(self, story: int, group: int) -> tuple[int, bytes]:
-        """The group and the key of a beginning, from its definition."""
+        """Returns the group and the key of a prefix, computed from its tokens."""
         if (story, group) not in self.keys:
             before = {number: pair for pair, number in self.reference.story._numbers.items()}
             tokens: list[Any] = []
@@ -314,7 +314,7 @@ def test_events_name_adapters_images_and_salts() -> None:
     manager.start("a", tokens, salt="s", extra_keys=extra_keys)
     manager.step(shape, {"a": 5})
     manager.step(shape, {"a": 4})
-    manager.finish("a", [7, 8, 9, 10])  # of which none was computed
+    manager.finish("a", [7, 8, 9, 10])  # none of which was computed
     first, second = (log.take() or EventBatch(0, 0.0, ())).events
     assert isinstance(first, BlocksStored) and isinstance(second, BlocksStored)
     keys = block_keys(tokens, 4, salt="s", extra_keys=extra_keys)
@@ -324,7 +324,7 @@ def test_events_name_adapters_images_and_salts() -> None:
     lora = ("lora", "sql", "/a")
     assert first.extra_keys == ((lora, ("mm", "f00d", 3), ("cache_salt", "s")),)
     assert second.extra_keys == ((lora, ("mm", "f00d", -1)),)
-    manager.start("b", tokens, extra_keys=extra_keys)  # other keys, so both are announced
+    manager.start("b", tokens, extra_keys=extra_keys)  # without the salt, so under new keys
     manager.step(shape, {"b": 9})
     assert len((log.take() or EventBatch(0, 0.0, ())).events[0].block_keys) == 2
     manager.reset_prefixes()

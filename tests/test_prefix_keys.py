@@ -1,4 +1,4 @@
-"""Keys of blocks: the bytes of vLLM 0.33, and what they depend on."""
+"""Block keys: equal to those of vLLM 0.33, and different for different content."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def keys_of(case: dict[str, Any], tokens: Any = None, **options: Any) -> list[by
     )
 
 
-# --- the bytes of vLLM ----------------------------------------------------------------
+# --- vLLM's keys ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -55,7 +55,7 @@ def test_keys_are_those_that_vllm_computes(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_a_chain_goes_on_where_it_ended(case: dict[str, Any]) -> None:
+def test_a_chain_continues_where_it_ended(case: dict[str, Any]) -> None:
     keys = keys_of(case)
     for done in range(1, len(keys) + 1):
         start = done * case["block_size"]
@@ -94,13 +94,13 @@ def test_cbor_is_that_of_the_standard(value: Any, encoded: str) -> None:
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=60), st.integers(1, 30))
-def test_tokens_are_encoded_as_one_by_one(tokens: list[int], block_size: int) -> None:
+def test_blocks_of_tokens_are_encoded_as_lists_of_ints(tokens: list[int], block_size: int) -> None:
     tokens = tokens[: len(tokens) // block_size * block_size]
     blocks = [tokens[at : at + block_size] for at in range(0, len(tokens), block_size)]
     assert encode_tokens(np.array(tokens, np.uint32), block_size) == [encode(b) for b in blocks]
 
 
-# --- what a key depends on ------------------------------------------------------------
+# --- content of keys ------------------------------------------------------------------
 
 
 def test_a_key_covers_everything_before_its_end() -> None:
@@ -127,7 +127,7 @@ def test_a_key_covers_everything_before_its_end() -> None:
         ({"root": root_key("1")}, {}),
     ],
 )
-def test_what_differs_besides_tokens_gives_other_keys(one: Any, other: Any) -> None:
+def test_other_salts_extra_keys_and_seeds_give_other_keys(one: Any, other: Any) -> None:
     tokens = [5] * 16
     assert not set(block_keys(tokens, 8, **one)) & set(block_keys(tokens, 8, **other))
 
@@ -140,7 +140,7 @@ def test_an_image_counts_in_the_blocks_that_it_touches_with_its_offset() -> None
     assert extra_keys_by_block([ExtraKey.mm("x", 16, 17)], 8, 2) == [None, None]
 
 
-def test_extra_keys_stand_in_the_order_of_vllm() -> None:
+def test_extra_keys_are_in_the_order_of_vllm() -> None:
     rows = np.arange(12, dtype=np.float16).reshape(6, 2)
     extras = [
         ExtraKey.prompt_embeds(rows),
@@ -161,7 +161,7 @@ def test_extra_keys_stand_in_the_order_of_vllm() -> None:
 
 
 def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:
-    """vLLM forgets the second of the two, so that another sound would be a hit."""
+    """vLLM leaves out the second one, so that a prompt with another sound would hit."""
     video, sound = ExtraKey.mm("video", 0, 16), ExtraKey.mm("sound", 2, 4)
     first, second = extra_keys_by_block([video, sound], 8, 2)
     assert first == (("mm", "video", 0), ("mm", "sound", 2))
@@ -210,20 +210,20 @@ def test_refusals_name_the_argument(
         (TypeError, "not empty", lambda: ExtraKey.prompt_embeds(np.zeros((0, 4)))),
     ],
 )
-def test_a_key_that_means_nothing_is_refused(error: type[Exception], text: str, make: Any) -> None:
+def test_an_invalid_extra_key_is_refused(error: type[Exception], text: str, make: Any) -> None:
     with pytest.raises(error, match=text):
         make()
 
 
 @pytest.mark.parametrize("value", [1.5, True, {"a": 1}, ("a", 1.5)])
-def test_cbor_refuses_what_no_key_is_made_of(value: Any) -> None:
+def test_cbor_refuses_values_of_other_types(value: Any) -> None:
     with pytest.raises(TypeError, match="a key is made of"):
         encode(value)
     with pytest.raises(ValueError, match="64 bits"):
         array_head(2**64)
 
 
-def test_8k_tokens_take_little_time() -> None:
+def test_keys_of_8k_tokens_take_at_most_1_5_ms() -> None:
     tokens = np.random.default_rng(0).integers(0, 150_000, 8192).astype(np.int32)
     best = float("inf")
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Prefixes that requests share: exact by construction, against the definition."""
+"""Prefixes that requests share, compared with a reference written from the definition."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from jaxkv.specs import (
 )
 from tests.reference_prefixes import Content, ReferencePrefixes
 
-IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"  # 14,000 histories, in all
+IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"  # 14,000 histories in all
 HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": "bfloat16"}
 SMALL = {"shapes": ((4,),), "dtypes": ("float32",)}
 
@@ -59,9 +59,9 @@ def plan_of(name: str, num_blocks: int = 48, **options) -> Plan:
 
 
 class Driver:
-    """Random requests over few prompts, against the definition and a device of dictionaries.
+    """Random requests over few prompts, checked against `ReferencePrefixes` and `Content`.
 
-    asks_first: whether prompts are looked for before they start, with other calls in between.
+    asks_first: whether prompts are looked up before they start, with other calls in between.
     """
 
     asks_first = False
@@ -243,7 +243,7 @@ def test_hits_are_the_longest_that_the_definition_allows(name: str, num_blocks: 
 
 
 def computed_prompt(plan: Plan, tokens: np.ndarray) -> tuple[BlockManager, StepShape]:
-    """A manager that keeps a prompt of a request that ended."""
+    """Returns a manager that keeps the prompt of a finished request, and its shape."""
     manager = BlockManager(plan, max_requests=4)
     shape = StepShape.for_plan(
         plan, max_requests=4, max_tokens=12, forks=4, cached_tokens=plan.max_model_len
@@ -255,13 +255,13 @@ def computed_prompt(plan: Plan, tokens: np.ndarray) -> tuple[BlockManager, StepS
 
 
 @pytest.mark.parametrize("name", ["full", "windows", "none", "all"])
-def test_a_prefix_that_was_found_is_not_looked_for_again(name: str, monkeypatch) -> None:
+def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     tokens = np.arange(12)
     manager, _ = computed_prompt(plan_of(name), tokens)
     wanted = manager.start("by its tokens", tokens)
     manager.finish("by its tokens")
     found = manager.find_prefix(tokens)
-    monkeypatch.setattr(PrefixTree, "walk", lambda *_: pytest.fail("it is looked for again"))
+    monkeypatch.setattr(PrefixTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
     assert found.num_cached_tokens == wanted.num_cached_tokens > 0
     assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
     assert manager.start("a", found)._replace(row=wanted.row) == wanted
@@ -271,7 +271,7 @@ def test_a_prefix_that_was_found_is_not_looked_for_again(name: str, monkeypatch)
 
 
 @pytest.mark.parametrize(("what", "left"), [("new_epoch", 0), ("reset_prefixes", 0), ("evict", 4)])
-def test_a_prefix_that_was_found_and_is_gone_is_not_shared(what: str, left: int) -> None:
+def test_a_found_prefix_that_is_gone_is_not_shared(what: str, left: int) -> None:
     tokens = np.arange(12)
     manager, shape = computed_prompt(plan_of("full", 14), tokens)
     found = manager.find_prefix(tokens)
@@ -286,7 +286,7 @@ def test_a_prefix_that_was_found_and_is_gone_is_not_shared(what: str, left: int)
     assert manager.start("a", found).num_cached_tokens == left
 
 
-def test_a_prefix_that_another_manager_found_is_looked_for_here() -> None:
+def test_a_prefix_that_another_manager_found_is_looked_up_again() -> None:
     tokens, plan = np.arange(12), plan_of("full")
     (manager, _), empty = computed_prompt(plan, tokens), BlockManager(plan, max_requests=4)
     assert manager.find_prefix(tokens).num_cached_tokens == 8
@@ -294,11 +294,11 @@ def test_a_prefix_that_another_manager_found_is_looked_for_here() -> None:
     assert manager.start("a", empty.find_prefix(tokens)).num_cached_tokens == 8
 
 
-def test_a_prefix_that_was_found_keeps_its_salt() -> None:
+def test_a_found_prefix_keeps_its_salt() -> None:
     tokens = np.arange(12)
     manager, _ = computed_prompt(plan_of("full"), tokens)
     found = manager.find_prefix(tokens, salt="b")
     with pytest.raises(ValueError, match="salt and extra_keys are those of find_prefix"):
         manager.start("a", found, salt="b")
-    manager.start("large")  # the answer stays true
+    manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)

@@ -1,4 +1,4 @@
-"""The scheduler: budgets, order, preemption, forks, and the planner's promise kept."""
+"""The scheduler: budgets, order, preemption, forks, and as many requests as the plan promises."""
 
 import random
 import subprocess
@@ -33,14 +33,14 @@ def small_plan(
 
 
 def tight_plan(spare_blocks: int, layers: dict[str, LayerSpec], **options) -> Plan:
-    """A plan whose pool has so many blocks more than its longest request takes."""
+    """Returns a plan with ``spare_blocks`` more blocks than its longest request takes."""
     plan = small_plan(200, layers, **options)
     least = 1 + plan.admission_blocks(plan.max_model_len)
     return small_plan(least + spare_blocks, layers, **options)
 
 
 class Server:
-    """An engine without a model: it runs every schedule, and checks what must always hold."""
+    """An engine without a model, which checks the invariants of every schedule."""
 
     def __init__(
         self, plan: Plan, *, max_requests: int, max_tokens: int, forks: int = 0, **options
@@ -56,7 +56,7 @@ class Server:
         self.preemptions = 0
 
     def add(self, name: Hashable, prompt: int, tokens: int, encoder_tokens: int = 0) -> None:
-        """A request that ends when it has so many tokens."""
+        """Adds a request that ends when it has ``tokens`` tokens."""
         self.scheduler.add(name, prompt, max_tokens=tokens, encoder_tokens=encoder_tokens)
         self.limits[name] = tokens
         self.arrived.append(name)
@@ -71,7 +71,7 @@ class Server:
         return schedule
 
     def sample(self, schedule: Schedule) -> None:
-        """One token for each; requests that have all of theirs end."""
+        """Appends a token to each sampled request, and finishes those that have all tokens."""
         for name in schedule.samples:
             if self.scheduler.num_tokens(name) == self.limits[name]:
                 self.scheduler.finish(name)
@@ -92,7 +92,7 @@ class Server:
         if schedule.preempted:
             oldest = self._by_age(schedule.preempted)[0]
             running = self.scheduler.running
-            assert self._by_age([*running, oldest])[-1] == oldest, "an older one gave way"
+            assert self._by_age([*running, oldest])[-1] == oldest, "an older request was preempted"
 
     def _by_age(self, names) -> list[Hashable]:
         return sorted(names, key=self.arrived.index)
@@ -116,7 +116,7 @@ LAYERS: dict[str, dict[str, LayerSpec]] = {
 
 
 def run_random(plan: Plan, seed: int, **options) -> Server:
-    """Random arrivals, aborts and schedules that are not carried out, then all to the end."""
+    """Serves random arrivals, aborts and discarded schedules, then all requests to their end."""
     draw = random.Random(seed)
     server = Server(
         plan, max_requests=draw.randint(1, 5), max_tokens=draw.randint(1, 12), **options
@@ -201,7 +201,7 @@ def test_decodes_or_prompts_get_the_tokens_of_a_step_first() -> None:
         assert server.step().work == first
 
 
-def test_the_youngest_gives_way_and_comes_back_before_later_ones() -> None:
+def test_the_youngest_is_preempted_and_returns_before_later_arrivals() -> None:
     server = Server(small_plan(9, max_model_len=24), max_requests=4, max_tokens=8)
     for name in ("a", "b"):
         server.add(name, 8, 24)
@@ -235,7 +235,7 @@ def test_a_prompt_is_computed_in_chunks_next_to_decodes() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(list(LAYERS)), st.booleans())
-def test_samples_share_their_prompt_and_never_outgrow_the_shape(
+def test_samples_share_their_prompt_and_fit_into_the_shape(
     seed: int, kind: str, preemption: bool
 ) -> None:
     draw = random.Random(seed)
@@ -268,7 +268,7 @@ def test_samples_share_their_prompt_and_never_outgrow_the_shape(
     server.serve(most_steps=3000)
 
 
-def test_a_sample_whose_state_may_lie_in_the_block_of_a_draft_computes_by_itself() -> None:
+def test_a_sample_whose_state_may_be_in_the_block_of_a_draft_computes_its_prompt() -> None:
     state = StateSpec(block_size=4, shapes=((8,),), dtypes=("f32",), speculative_blocks=2)
     server = Server(small_plan(60, {"state": state}), max_requests=4, max_tokens=8, forks=2)
     server.add("a", 3, 12)  # as short as drafts are
@@ -282,8 +282,8 @@ def test_a_sample_whose_state_may_lie_in_the_block_of_a_draft_computes_by_itself
     assert server.manager.computed_tokens == {"a": 4, "b": 3, "c": 4}
 
 
-def test_what_is_remembered_from_step_to_step_is_forgotten_in_time() -> None:
-    """A steady step is copied from the one before: nobody else may change what is copied."""
+def test_changes_to_a_schedule_do_not_reach_later_ones() -> None:
+    """Steady steps reuse lists of the step before, which callers must not be able to change."""
     server = Server(small_plan(40), max_requests=3, max_tokens=9)
     for name in "abc":
         server.add(name, 3, 30)
@@ -304,7 +304,7 @@ def test_what_is_remembered_from_step_to_step_is_forgotten_in_time() -> None:
     assert [server.scheduler.num_tokens(name) for name in "acb"] == [8, 9, 3]
 
 
-def test_rejected_drafts_are_taken_back() -> None:
+def test_rejected_drafts_are_rewound() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=8)
     server.add("a", 5, 30)
     server.step()
@@ -326,7 +326,7 @@ MISTAKES = {
     "an order": (lambda s: Scheduler(s.manager, max_tokens=1, order="lifo"), "order='lifo'"),
     "a plan": (lambda s: Scheduler(s.manager.plan, max_tokens=1), "must be a BlockManager"),
     "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
-    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' is there already"),
+    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' waits or runs already"),
     "too long": (lambda s: s.scheduler.add("b", 99), "num_tokens=99 must be at most"),
     "longer than the plan": (lambda s: s.scheduler.add("b", 3, max_tokens=99), "max_model_len=32"),
     "encoder": (lambda s: s.scheduler.add("b", 3, encoder_tokens=9), "max_encoder_tokens=0"),

@@ -16,9 +16,9 @@ from tests.test_prefixes import LAYERS, plan_of
 
 
 class Server:
-    """An engine whose next token follows from all tokens before it, on a device of dictionaries.
+    """An engine over `Content`, whose next token follows from the last five.
 
-    computed: tokens that were computed, of all requests together.
+    computed: tokens that were computed for all requests.
     """
 
     def __init__(self, plan: Plan, *, cached: bool = True, max_requests: int = 4, **options):
@@ -127,7 +127,7 @@ def test_chunks_end_where_those_of_a_cold_run_do(name: str) -> None:
         assert {end for end in cold if end >= first} <= warm
 
 
-def test_a_preempted_request_comes_back_to_what_it_computed() -> None:
+def test_a_preempted_request_finds_its_computed_blocks_again() -> None:
     server = Server(plan_of("full", 18), max_requests=2)
     for request in range(2):
         server.add(request, [request] * 20, 44)
@@ -138,12 +138,12 @@ def test_a_preempted_request_comes_back_to_what_it_computed() -> None:
     computed = server.chunks[victim][-1]
     server.scheduler.finish(1 - victim)
     hit = server.step().hits[victim]
-    taken = 4  # one block, for which it was preempted
+    taken = 4  # the block for which it was preempted
     assert hit.num_cached_tokens == computed // 4 * 4 - taken
 
 
 # The load of vllm#45238: 64 prompts of 8 system prompts, 1500 tokens shared and 700 of their own,
-# one after the other. Each system prompt is met cold once, so at most 56 can hit. vLLM: 0 of 64 at
+# one after the other. Each system prompt misses once, so at most 56 can hit. vLLM: 0 of 64 at
 # first, 40 with the states of junctions, 48 with states at intervals.
 def _shared_prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def test_a_plan_with_states_needs_forks_to_share() -> None:
     assert manager.prefix_stats().hits == 0
 
 
-def test_token_ids_of_a_prompt_must_be_there() -> None:
+def test_a_prompt_without_its_token_ids_is_refused() -> None:
     scheduler = Scheduler(
         BlockManager(plan_of("full"), max_requests=2), max_tokens=8, tokens={"a": [1, 2]}
     )

@@ -15,7 +15,7 @@ MAX_REQUESTS, MAX_TOKENS, FORKS, LONGEST = 6, 16, 3, 48
 
 
 class Traffic:
-    """Arrivals, prompts in chunks, forks, preemptions; rejected drafts, or shared prefixes."""
+    """Random traffic: arrivals, chunked prompts, forks, preemptions; drafts or shared prefixes."""
 
     def __init__(self, seed: int, shares: bool):
         self.draw = random.Random(seed)
@@ -55,13 +55,13 @@ class Traffic:
             self.scheduler.add(arrival, length, max_tokens=LONGEST, salt=salt)
         schedule = self.scheduler.schedule()
         self.seen["preempted"] += len(schedule.preempted)
-        self.drafts |= dict.fromkeys(schedule.preempted, 0)  # they are tokens like others then
+        self.drafts |= dict.fromkeys(schedule.preempted, 0)  # recomputed like tokens of a prompt
         self.digest.update(self.manager.step(self.shape, schedule.work).data.tobytes())
         for name in schedule.samples:
             self.sample(name)
 
     def sample(self, name: str) -> None:
-        """Takes back drafts that were wrong; then a token, more drafts, perhaps a fork."""
+        """Rejects some drafts of a request, then appends a token, new drafts, perhaps a fork."""
         length = self.scheduler.num_tokens(name)
         rejected = self.draw.randint(0, self.drafts.get(name, 0))
         if rejected:

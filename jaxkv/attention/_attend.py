@@ -187,14 +187,10 @@ def _rule(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
     growth = cache.layout.growths[cache.layout.place_of(layer).group]
-    unread = _unreadable(spec) if row_packing is None else ""
     if row_packing is not None:
         _check_packing(layer, spec, row_packing)
-    if unread:
-        raise TypeError(
-            f"layer={layer!r} has {unread}, which attend cannot read; write its rows with "
-            "write_rows and attend with your own kernel over layer_view"
-        )
+    else:
+        _check_readable(layer, spec)
     if isinstance(spec, MLASpec):
         kv_heads, value_size = 1, spec.value_size or spec.head_size
     else:
@@ -251,6 +247,18 @@ def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: R
 def _check_latents(rows: Array, spec: MLASpec) -> None:
     if rows.shape[-1:] != (spec.head_size,):
         raise ValueError(f"keys has shape {rows.shape}; latent rows are {spec.head_size} wide")
+
+
+def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:
+    """Raises TypeError if attention cannot read the rows of a layer without ``row_packing``."""
+    unread, remedy = _unreadable(spec), ""
+    if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == _packed_row(spec).row_bytes:
+        remedy = "pass row_packing='fp8_ds_mla' if its rows are packed like that, or "
+    if unread:
+        raise TypeError(
+            f"layer={layer!r} has {unread}, which attend cannot read; {remedy}write its rows with "
+            "write_rows and attend with your own kernel over layer_view"
+        )
 
 
 def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:

@@ -1,7 +1,7 @@
-"""The host's books: block ids, requests and their progress, and the uploads of steps. No jax.
+"""Host-side bookkeeping: block ids, requests and their progress, and step uploads. No jax.
 
-`BlockManager` is the truth that the block tables on the device follow. A serving loop calls
-`BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
+`BlockManager` holds the authoritative block tables, and the device follows its uploads. A serving
+loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 
 from jaxkv.blocks._manager import BlockManager

@@ -1,7 +1,6 @@
-"""The books of all requests as arrays: who holds which block. NumPy only.
+"""The books: block ids and progress of all requests, as arrays. NumPy only.
 
-Everything that happens to the blocks of a step happens to all its requests and groups at once,
-in slices.
+A step is applied to all of its requests and groups at once, with a few calls of NumPy.
 """
 
 import bisect
@@ -20,18 +19,19 @@ from jaxkv.specs import Growth
 
 
 class Changes(NamedTuple):
-    """The effect of a step on the books: N rows that change.
+    """Changes that a step makes to N rows of the books.
 
-    fresh: cells that get a block.
-    copied: bool[K], the runs of ``fresh`` whose block starts as a copy of the one that was
-      there. They are single cells.
-    replaces: whether any fresh cell had a block, which its row gives back.
-    dropped: cells whose block is given back.
-    held: [3, G, N] ints, the columns that the rows hold afterwards, see `Books`; [3, G] of a
-      single row.
-    quiet_until: int64[N], the longest total up to which the rows then change nothing.
-    shares: whether any of the rows might have hit a shared block; see `Books.any_may_share`.
-    given_up: blocks whose content is no longer kept.
+    rows: the rows that change.
+    fresh: table cells that get a new block.
+    copied: bool[K], which of the K runs of ``fresh`` start as a copy of the block that they
+      replace. Such a run is a single cell.
+    replaces: whether any fresh cell had a block before, which its row then releases.
+    dropped: cells whose blocks are released.
+    held: [3, G, N] ints, source, first and end of the rows after the step, see `Books`; [3, G]
+      for a single row.
+    unchanged_until: int64[N], the number of tokens up to which each row needs no further change.
+    shares: whether any of the rows might write to a shared block; see `Books.any_may_share`.
+    given_up: blocks whose content is no longer kept for later prompts.
     """
 
     rows: np.ndarray  # int64[N]
@@ -40,25 +40,26 @@ class Changes(NamedTuple):
     replaces: bool
     dropped: Runs
     held: np.ndarray | Sequence[Sequence[int]]
-    quiet_until: np.ndarray
+    unchanged_until: np.ndarray
     shares: bool
     given_up: np.ndarray = NO_IDS
 
 
 class Books:
-    """R rows of block ids in G groups.
+    """Block tables of G groups, and the progress of the requests in their R rows.
 
-    A row holds, in each group, the columns ``first .. end - 1``, and ``source``: that of the
-    recurrent state that the next token resumes from, or -1. It may lie inside the range.
+    In each group, a row holds the blocks in columns ``first .. end - 1`` and in column ``source``,
+    the block of the recurrent state that the next token resumes from. ``source`` is -1 if there
+    is none, and may lie inside the range.
 
-    table: int32[R, W], the groups' columns side by side; null where nothing is held.
+    table: int32[R, W], the groups' columns side by side; 0 (null) where a row holds no block.
     computed: int64[R], tokens of each request that are in the cache.
-    reached: int64[R], the same before any rewind.
-    resumed: int64[R], the same before the last step.
-    quiet_until: int64[R], the longest total up to which nothing changes; see `Rules`.
-    may_share: bool[R], whether a row's next tokens may hit a block of several holders.
-    shared_until: int64[R], the tokens before which a row's blocks may be shared or kept.
-    encoder_blocks: int64[G, R], columns of the groups that store the encoder's tokens.
+    reached: int64[R], ``computed`` before any rewind.
+    resumed: int64[R], ``computed`` before the last step.
+    unchanged_until: int64[R], the number of tokens up to which a row needs no change; see `Rules`.
+    may_share: bool[R], whether the next tokens of a row may go to a shared or kept block.
+    shared_until: int64[R], the number of first tokens whose blocks may be shared or kept.
+    encoder_blocks: int64[G, R], the number of blocks of each request's encoder tokens.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class Books:
         self._starts = [0, *itertools.accumulate(row_blocks)]  # first column of each group
         self.starts = np.array(self._starts)
         self.table = np.zeros((max_requests, int(self.starts[-1])), np.int32)
-        self._cells = self.table.reshape(-1)  # NumPy looks up along one axis much faster
+        self._cells = self.table.reshape(-1)  # NumPy indexes one axis much faster than two
         shape = len(growths), max_requests
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
-        self._nothing = np.array([[-1], [0], [0]])  # the same of a row that holds none
+        self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
         self._held[:] = self._nothing[..., None]
         self.computed = np.zeros(max_requests, np.int64)
         self.reached = np.zeros(max_requests, np.int64)
         self.resumed = np.zeros(max_requests, np.int64)
-        self.quiet_until = np.zeros(max_requests, np.int64)
+        self.unchanged_until = np.zeros(max_requests, np.int64)
         self.may_share = np.zeros(max_requests, bool)
         self.shared_until = np.zeros(max_requests, np.int64)
         self.encoder_blocks = np.zeros(shape, np.int64)
@@ -95,21 +96,21 @@ class Books:
         return self.table[row, self._starts[group] : self._starts[group + 1]]
 
     def held(self, rows: np.ndarray) -> np.ndarray:
-        """Returns int64[3, G, N], a copy of source, first and end of rows."""
+        """Returns a copy of source, first and end of rows, int64[3, G, N]."""
         return self._held.take(rows, axis=2)
 
     def held_of(self, row: int) -> list[list[int]]:
-        """Returns source, first and end of one row, of each group."""
+        """Returns source, first and end of one row, each a list over the groups."""
         return self._held[:, :, row].tolist()
 
     def any_may_share(self, rows: np.ndarray) -> bool:
-        """Returns whether the next tokens of any of these rows may hit a block that is shared."""
+        """Returns whether the next tokens of any row may go to a block that is shared or kept."""
         if not (self.pool.has_shared_blocks and np.count_nonzero(self.may_share)):
             return False
         return bool(self.may_share[rows].any())
 
     def row_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Returns int64[N, G], columns of each row that the device must know."""
+        """Returns the row lengths that the device keeps, int64[N, G]: one past the last column."""
         if rows.size == 1:
             return self._held[2, :, rows[0]][None]
         return self._held[2].take(rows, axis=1).T
@@ -120,13 +121,13 @@ class Books:
         return np.concatenate([NO_IDS, *(self.table[row, span] for span in spans)])
 
     def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns int64[G], the blocks that rows hold (a shared block counts for each)."""
+        """Returns how many blocks rows hold, int64[G]; a shared block counts once per row."""
         source, first, end = self.held(rows)
         apart = (source >= 0) & (source < first)
         return (np.maximum(end - first, 0) + apart).sum(axis=1)
 
     def _spans_of(self, row: int) -> list[slice]:
-        """Returns the columns of the table, of all groups, that a row holds."""
+        """Returns the columns of ``table`` that a row holds, over all groups."""
         spans: list[slice] = []
         for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
             if 0 <= source < first:
@@ -136,7 +137,7 @@ class Books:
         return spans
 
     def ids_at(self, runs: Runs) -> np.ndarray:
-        """Returns int32[cells], the blocks of runs of cells."""
+        """Returns the block ids in runs of cells, int32[cells]."""
         if runs.are_few:
             return np.concatenate([self._cells[span] for span in self._slices(runs)])
         return self._cells[self._cells_of(runs)]
@@ -155,7 +156,7 @@ class Books:
                     cells[at : at + count] = ids[begin:end]
 
     def _cells_of(self, runs: Runs) -> np.ndarray:
-        """Returns int64[cells], where runs lie in the flat table."""
+        """Returns the index of each cell of runs in the flat table, int64[cells]."""
         groups, rows, columns = runs.cells()
         cells = rows * self.table.shape[1]
         cells += columns
@@ -164,7 +165,7 @@ class Books:
         return cells
 
     def _slices(self, runs: Runs) -> list[slice]:
-        """Returns where runs lie in the flat table."""
+        """Returns the slice of the flat table of each run."""
         width, starts = self.table.shape[1], self._starts
         return [
             slice(begin := row * width + starts[group] + column, begin + count)
@@ -174,10 +175,10 @@ class Books:
     # --- steps --------------------------------------------------------------------
 
     def apply(self, changes: Changes) -> tuple[np.ndarray, np.ndarray]:
-        """Gives back the blocks that are dropped, then takes the fresh ones.
+        """Releases the blocks of dropped cells, then takes blocks for fresh cells.
 
         Returns:
-          int32[cells], the ids of the fresh cells; and the blocks that the copied ones had.
+          The ids of the fresh cells, int32[cells]; and the ids that the copied cells had before.
         """
         rows, fresh, dropped = changes.rows, changes.fresh, changes.dropped
         ids = replaced = NO_IDS
@@ -195,7 +196,7 @@ class Books:
         self._hold(changes)
         if changes.shares:
             self.may_share[rows] = self._shares_source(rows) if self.rules.aligned.size else False
-        self.quiet_until[rows] = changes.quiet_until
+        self.unchanged_until[rows] = changes.unchanged_until
         return ids, replaced
 
     def _hold(self, changes: Changes) -> None:
@@ -205,12 +206,12 @@ class Books:
             self._held[:, :, rows[0]] = held
         elif self.rules.has_windows or self.rules.aligned.size:
             self._held[:, :, rows] = held
-        else:  # only ends change, and flat arrays take them several times faster
+        else:  # only ends change, and writes to flat arrays are several times faster
             for ends, new in zip(self._held[2], held[2], strict=True):
                 ends[rows] = new
 
     def trim(self, rows: np.ndarray) -> None:
-        """Gives back the blocks that the next token of rows does not see."""
+        """Releases the blocks that the next token of each row does not attend to."""
         if not (self.rules.has_windows and rows.size):
             return
         _, first, end = self.held(rows)
@@ -229,19 +230,19 @@ class Books:
         self._cells[cells] = NULL_BLOCK
 
     def _give_back(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
-        """Gives back the blocks of spans of cells."""
+        """Releases the blocks of spans of cells."""
         self.pool.release(np.concatenate([cells[span] for span in spans]))
         for span in spans:
             cells[span] = NULL_BLOCK
 
     def advance(self, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> None:
-        """Notes that rows have computed their tokens up to ``totals``, from ``computed`` on."""
+        """Records that a step took rows from ``computed`` to ``totals`` tokens."""
         self.resumed[rows] = computed
         self.computed[rows] = totals
         self.reached[rows] = totals
 
     def _shares_source(self, rows: np.ndarray) -> np.ndarray:
-        """Returns whether a shorter chunk than announced would write a shared "align" state."""
+        """Returns whether a step shorter than its `grow` would overwrite a shared "align" state."""
         shared, may_share = np.zeros(rows.size, bool), self.may_share[rows]
         for group in self.rules.aligned:
             source = self._held[0, group, rows]
@@ -252,17 +253,17 @@ class Books:
     # --- rows ---------------------------------------------------------------------
 
     def start(self, row: int, encoder_tokens: int) -> None:
-        """Begins a row that holds nothing."""
+        """Resets a row for a new request, which holds no blocks."""
         self._held[:, :, row] = self._nothing
         self.computed[row] = self.reached[row] = self.resumed[row] = 0
-        self.quiet_until[row] = 0
+        self.unchanged_until[row] = 0
         self.may_share[row], self.shared_until[row] = False, 0
         for group in self.rules.crossed:
             growth = self.rules.growths[group]
             self.encoder_blocks[group, row] = growth.live_columns(0, 1, encoder_tokens).end
 
     def finish(self, row: int) -> None:
-        """Gives back every block of a row."""
+        """Releases every block of a row and resets it."""
         cells, spans = self.table[row], self._spans_of(row)
         if spans and self.pool.has_kept:
             self._give_back_from_end(cells, spans)
@@ -271,7 +272,7 @@ class Books:
         self.start(row, 0)
 
     def _give_back_from_end(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
-        """Gives back blocks so that the end of a prefix is taken before its beginning."""
+        """Releases blocks in an order that reuses the end of a prefix before its beginning."""
         if len(spans) == 1:
             (span,) = spans
             self.pool.release(cells[span][::-1].copy())
@@ -290,7 +291,7 @@ class Books:
     def fork(
         self, donor: int, row: int, num_tokens: int, columns: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Begins a row that shares the blocks of a donor's first ``num_tokens`` tokens.
+        """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens.
 
         Args:
           columns: per group, source, first and end of the columns to share.
@@ -307,7 +308,7 @@ class Books:
             self.note_shared(sharer, num_tokens)
 
     def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
-        """Lets a row that has begun share the blocks of a prefix."""
+        """Gives a row that was just started the blocks of a cached prefix."""
         self.computed[row] = self.reached[row] = self.resumed[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
             self.columns_of(row, group)[first:end] = ids
@@ -319,19 +320,19 @@ class Books:
         self.shared_until[row] = num_tokens
 
     def note_shared(self, row: int, num_tokens: int = 0) -> None:
-        """Lets the next step of a row look at its blocks: it may have to copy some.
+        """Makes the next step of a row check whether it must copy blocks before it writes.
 
         Args:
-          num_tokens: of the row, that are shared or kept now.
+          num_tokens: first tokens of the row whose blocks are shared or kept now.
         """
-        self.may_share[row], self.quiet_until[row] = True, 0
+        self.may_share[row], self.unchanged_until[row] = True, 0
         self.shared_until[row] = max(self.shared_until[row], num_tokens)
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Sets the computed tokens of rows back."""
+        """Reduces the computed tokens of rows to ``num_tokens``, int64[N]."""
         self.computed[rows] = num_tokens
         if self.rules.aligned.size:
-            self.quiet_until[rows] = 0
+            self.unchanged_until[rows] = 0
         if self.pool.has_shared_blocks:
             for row in rows[num_tokens < self.shared_until[rows]].tolist():
                 if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
@@ -341,17 +342,18 @@ class Books:
         """Exchanges two rows."""
         pair, swapped = [first, second], [second, first]
         of_tokens = self.computed, self.reached, self.resumed, self.shared_until
-        for array in (self.table, *of_tokens, self.quiet_until, self.may_share):
+        for array in (self.table, *of_tokens, self.unchanged_until, self.may_share):
             array[pair] = array[swapped]
         for array in (*self._held, self.encoder_blocks):
             array[:, pair] = array[:, swapped]
 
 
 def holds(held: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns whether rows hold columns of one group, [N] or [N, C].
+    """Returns whether rows hold columns of one group, bool of the shape of ``columns``.
 
     Args:
       held: int64[3, N], source, first and end.
+      columns: int64[N] or int64[N, C].
     """
     source, first, end = held.reshape(3, -1, *[1] * (columns.ndim - 1))
     return (columns == source) | ((columns >= first) & (columns < end))

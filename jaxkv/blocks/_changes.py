@@ -1,7 +1,7 @@
-"""The effect of a step on the books: which blocks requests take and give back. NumPy only.
+"""Changes that a step makes to the books: blocks that rows take and release. NumPy only.
 
-One number per request says until which length nothing changes, so a step that changes nothing
-costs one comparison.
+`Books.unchanged_until` has, for each row, the number of tokens up to which it needs no change, so
+a step that changes nothing costs one comparison.
 """
 
 import numpy as np
@@ -17,14 +17,14 @@ from jaxkv.blocks._sharing import shared_cells
 def plan_changes(
     books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes | None:
-    """Works out what growing rows to ``totals`` tokens changes; None: nothing.
+    """Returns the changes that let rows grow to ``totals`` tokens; None if there are none.
 
     Args:
-      rows: int64[N], of the requests of a step.
-      computed, totals: int64[N], tokens of each before and after the step.
+      rows: int64[N], table rows of the requests of a step.
+      computed, totals: int64[N], tokens of each row before and after the step.
 
     Raises:
-      OutOfBlocksError: not enough free blocks.
+      OutOfBlocksError: too few blocks are free.
     """
     changes = _changes_now(books, rows, computed, totals)
     if changes is None:
@@ -34,7 +34,7 @@ def plan_changes(
         kept = _kept_only(books, changes)
         if needed - kept.size > free:
             raise OutOfBlocksError(needed, free)
-        with books.pool.ignoring(kept):  # nothing is given up before the step is accepted
+        with books.pool.ignoring(kept):  # `Books.apply` gives them up, if the step is accepted
             again = _changes_now(books, rows, computed, totals)
         changes = changes if again is None else again._replace(given_up=kept)
     return changes
@@ -43,11 +43,11 @@ def plan_changes(
 def _changes_now(
     books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes | None:
-    """As `plan_changes`, whether there are blocks for them or not."""
+    """Returns the changes as `plan_changes` does, even if too few blocks are free."""
     if are_few(books, rows):
         return changes_of_few(books, rows, computed, totals)
-    changing, aligned = totals > books.quiet_until[rows], books.rules.aligned
-    if aligned.size:  # a shorter chunk than announced needs earlier states
+    changing, aligned = totals > books.unchanged_until[rows], books.rules.aligned
+    if aligned.size:  # a step shorter than its `grow` needs earlier states
         first = books.held(rows)[1, aligned]
         changing |= (totals <= first * books.rules.block[aligned]).any(0)
     index = changing.nonzero()[0]
@@ -64,11 +64,11 @@ def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.nd
     if rules.crossed.size:
         end[rules.crossed] = books.encoder_blocks[rules.crossed][:, rows]
     dropped = NO_RUNS
-    if rules.has_windows:  # a block that was given back stays so
+    if rules.has_windows:  # a released column never gets a block again
         np.maximum(first, rules.firsts_visible(computed), out=first)
         dropped = Runs.between(rows, before[1], np.minimum(first, before[2]))
     if rules.aligned.size:
-        end[rules.aligned] = before[2, rules.aligned]  # neither fresh nor dropped so far
+        end[rules.aligned] = before[2, rules.aligned]  # `_aligned_changes` handles these groups
     taken = np.maximum(before[2], first) if rules.has_windows else before[2]
     fresh = Runs.between(rows, taken, end)
     if rules.aligned.size:
@@ -76,7 +76,7 @@ def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.nd
         more, less = _aligned_changes(books, rows, before, after)
         fresh, _ = Runs.joined([fresh, more]).by_group()
         dropped, _ = Runs.joined([dropped, less]).by_group()
-    until = rules.quiet_until(computed, after)
+    until = rules.unchanged_until(computed, after)
     held = after if rows.size > 1 else after[:, :, 0]
     if books.any_may_share(rows):
         return Changes(rows, *_unshare(books, rows, fresh, after), dropped, held, until, True)
@@ -84,7 +84,7 @@ def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.nd
 
 
 def _set_aligned(books: Books, rows: np.ndarray, totals: np.ndarray, held: np.ndarray) -> None:
-    """Sets the columns of "align" states that rows hold: the source and the newest ones."""
+    """Sets source, first and end of "align" states in ``held``, for rows after the step."""
     rules, groups = books.rules, books.rules.aligned
     ends = rules.ends(totals)[groups]
     held[0, groups] = cdiv(books.computed[rows], rules.block[groups]) - 1
@@ -97,20 +97,19 @@ def _aligned_changes(
 ) -> tuple[Runs, Runs]:
     """Returns the fresh and the dropped cells of "align" states.
 
-    A row holds the source and the newest states. Both sets are small, and either may have
-    columns that the other lacks, also in between: a shorter chunk can follow an announced
-    longer one.
+    A row holds the source and the newest states. The columns before and after the step are
+    compared one by one, because a step that is shorter than its `grow` can move them back.
     """
     fresh: list[Runs] = []
     dropped: list[Runs] = []
     for group in books.rules.aligned:
         offsets = np.arange(1 + books.rules.drafts[group, 0])
-        for cells, these, those in (
+        for cells, inside, outside in (
             (fresh, after[:, group], before[:, group]),
             (dropped, before[:, group], after[:, group]),
         ):
-            columns = np.column_stack([these[0], these[1][:, None] + offsets])
-            only = holds(these, columns) & ~holds(those, columns) & (columns >= 0)
+            columns = np.column_stack([inside[0], inside[1][:, None] + offsets])
+            only = holds(inside, columns) & ~holds(outside, columns) & (columns >= 0)
             only[:, 1:] &= columns[:, 1:] != columns[:, :1]  # the source counts once
             index, at = only.nonzero()
             groups = np.full(index.size, group)
@@ -121,16 +120,16 @@ def _aligned_changes(
 def _unshare(
     books: Books, rows: np.ndarray, fresh: Runs, held: np.ndarray
 ) -> tuple[Runs, np.ndarray, bool]:
-    """Adds the shared blocks that rows are about to write: each gets a block of its own.
+    """Adds a fresh cell for each shared block that a row is about to write.
 
     Args:
-      rows: of the step.
-      fresh: cells that the step takes anyway.
-      held: int64[3, G, N], by the rows afterwards.
+      rows: int64[N], rows of the step.
+      fresh: cells that get a block anyway.
+      held: int64[3, G, N], source, first and end of the rows after the step.
 
     Returns:
-      The fresh cells; which of them start as copies, because their block holds content that
-      the request still reads; and whether any of them has a block now.
+      All fresh cells; which of their runs start as copies, bool[K], because the request still
+      reads the shared block; and whether any shared block is replaced.
     """
     shared = shared_cells(books, rows.tolist(), held.transpose(2, 0, 1).tolist())
     cells = Runs.listed([cell for cell, _, _ in shared])
@@ -140,7 +139,7 @@ def _unshare(
 
 
 def _blocks_needed(books: Books, changes: Changes) -> int:
-    """Returns the free blocks that changes need, besides those that they give back first."""
+    """Returns how many free blocks changes need, beyond those that they release first."""
     needed = changes.fresh.num_cells
     if needed > books.pool.num_free_blocks and changes.dropped.num_cells:
         ids = books.ids_at(changes.dropped)
@@ -149,9 +148,9 @@ def _blocks_needed(books: Books, changes: Changes) -> int:
 
 
 def _kept_only(books: Books, changes: Changes) -> np.ndarray:
-    """Returns the blocks that are replaced only because their content is kept.
+    """Returns the blocks with one holder that are replaced because their content is kept.
 
-    When blocks run out, their only holder writes over them instead.
+    When blocks run out, the holder overwrites that content instead.
     """
     if not changes.replaces:
         return NO_IDS

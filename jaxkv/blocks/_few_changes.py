@@ -1,7 +1,7 @@
-"""The effect of a step of a few requests on the books, in plain ints. NumPy only.
+"""Changes that a step of a few requests makes to the books, in plain ints. NumPy only.
 
-It is the same as that of `jaxkv.blocks._changes`, in a fraction of the time that NumPy takes to
-look at arrays of one element.
+The results equal those of `jaxkv.blocks._changes`. For a few numbers, plain ints take a fraction
+of the time of NumPy arrays.
 """
 
 import operator
@@ -14,21 +14,25 @@ from jaxkv.blocks._books import Books, Changes
 from jaxkv.blocks._runs import Run, Runs
 from jaxkv.blocks._sharing import shared_cells
 
-FEW = 8  # rows times groups that cost less as ints than as arrays
+FEW = 8  # rows times groups up to which ints are faster than arrays
 _group = operator.itemgetter(0)
 
 
 def are_few(books: Books, rows: np.ndarray) -> bool:
-    """Returns whether `changes_of_few` works the changes of rows out, and more quickly."""
+    """Returns whether `changes_of_few` supports these rows and is faster than arrays."""
     return rows.size * len(books.rules.growths) <= FEW and not books.rules.aligned.size
 
 
 def changes_of_few(
     books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes | None:
-    """As `jaxkv.blocks._changes.plan_changes`, for a few rows without "align" states."""
-    quiet, numbers = books.quiet_until.item, (rows.tolist(), computed.tolist(), totals.tolist())
-    asked = [each for each in zip(*numbers, strict=True) if each[2] > quiet(each[0])]
+    """Returns the changes that let a few rows grow, even if too few blocks are free.
+
+    The arguments are those of `jaxkv.blocks._changes.plan_changes`. Groups of "align" states are
+    not supported.
+    """
+    limit, numbers = books.unchanged_until.item, (rows.tolist(), computed.tolist(), totals.tolist())
+    asked = [each for each in zip(*numbers, strict=True) if each[2] > limit(each[0])]
     if not asked:
         return None
     if len(asked) < rows.size:
@@ -37,10 +41,10 @@ def changes_of_few(
     fresh: list[Run] = []
     dropped: list[Run] = []
     held: list[list[list[int]]] = []
-    quiet_until: list[int] = []
+    unchanged_until: list[int] = []
     for row, done, total in asked:
         of_row = books.held_of(row)
-        quiet_until.append(_grow(books, row, done, total, of_row, fresh, dropped))
+        unchanged_until.append(_grow(books, row, done, total, of_row, fresh, dropped))
         held.append(of_row)
     shared = shared_cells(books, [each[0] for each in asked], held) if shares else []
     if shared or len(asked) > 1:
@@ -52,7 +56,7 @@ def changes_of_few(
         copies = {cell for cell, _, is_read in shared if is_read}
         copied[:] = [run in copies for run in fresh]
     after = held[0] if len(held) == 1 else np.array(held).transpose(1, 2, 0)
-    until, given_back = np.array(quiet_until), Runs.listed(dropped)
+    until, given_back = np.array(unchanged_until), Runs.listed(dropped)
     return Changes(rows, Runs.listed(fresh), copied, bool(shared), given_back, after, until, shares)
 
 
@@ -65,13 +69,16 @@ def _grow(
     fresh: list[Run],
     dropped: list[Run],
 ) -> int:
-    """Adds the cells that a row takes and gives back; returns until when nothing more changes.
+    """Appends the cells that a row takes to ``fresh``, and those that it releases to ``dropped``.
 
     Args:
-      held: source, first and end of each group; set to what the row holds afterwards.
+      held: source, first and end, each a list over the groups; updated in place.
+
+    Returns:
+      The number of tokens up to which the row needs no further change.
     """
     _, firsts, ends = held
-    quiet_until = INT32_MAX
+    unchanged_until = INT32_MAX
     for group, (block, drafts, window, chunk, kind) in enumerate(books.rules.of_groups):
         first = begin = firsts[group]
         end = before = ends[group]
@@ -94,11 +101,11 @@ def _grow(
                 if before > first:
                     dropped.append((group, row, first, min(seen, before) - first))
                 firsts[group] = begin = seen
-        if until < quiet_until:
-            quiet_until = until
+        if until < unchanged_until:
+            unchanged_until = until
         if before > begin:
             begin = before
         if end > begin:
             fresh.append((group, row, begin, end - begin))
             ends[group] = end
-    return quiet_until
+    return unchanged_until

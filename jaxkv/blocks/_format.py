@@ -1,4 +1,4 @@
-"""The places of a step's integers in its upload. No jax."""
+"""Offsets of a step's integers in its upload. No jax."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ class UploadFormat:
 
     @functools.cached_property
     def fields(self) -> Mapping[str, slice]:
-        """Every part of an upload, in order, and where it lies."""
+        """Slices of all parts of an upload, by name, in order."""
         lengths = {"number": 1, **self._batch_lengths, **self._change_lengths}
         ends = itertools.accumulate(lengths.values(), initial=0)
         return {
@@ -34,19 +34,19 @@ class UploadFormat:
 
     @functools.cached_property
     def starts(self) -> Mapping[str, int]:
-        """First int32 of each part of an upload."""
+        """Offset of each part of an upload, in int32s."""
         return {name: where.start for name, where in self.fields.items()}
 
     @functools.cached_property
     def room(self) -> tuple[int, ...]:
-        """The most that a step changes: rows, then sizes in the order of the fields above."""
+        """The most that a step changes, in the order of `jaxkv.blocks._write.Sizes`."""
         shape = self._shape
         changes = (shape.block_ids, shape.zero_ids, shape.block_copies, shape.row_copies)
         return (shape.changed_rows, *changes, shape.extra)
 
     @property
     def _batch_lengths(self) -> dict[str, int]:
-        """Fields that describe the requests of a step."""
+        """Lengths of the fields that describe the requests of a step."""
         return {
             "request_rows": self._shape.batch_size,
             "num_computed_tokens": self._shape.batch_size,
@@ -57,7 +57,7 @@ class UploadFormat:
 
     @property
     def _change_lengths(self) -> dict[str, int]:
-        """Fields that change the cache."""
+        """Lengths of the fields that change the cache."""
         groups = len(self._shape.growths)
         return {
             "changed_rows": self._shape.changed_rows,
@@ -82,7 +82,7 @@ class UploadFormat:
 
     @functools.cached_property
     def size(self) -> int:
-        """int32s of an upload."""
+        """Number of int32s in an upload."""
         return self.fields["row_destinations"].stop
 
     @functools.cached_property

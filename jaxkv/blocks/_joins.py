@@ -1,4 +1,4 @@
-"""Table entries of several changes, as one list that names each cell once. NumPy only."""
+"""Merges the table entries of several changes, so that each cell occurs once. NumPy only."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,13 +7,13 @@ import numpy as np
 from jaxkv.blocks._runs import FEW, NO_IDS, NO_RUNS, Runs
 from jaxkv.blocks._write import Entries
 
-# First column, columns and first id of a run, and whether its blocks must be zeroed.
+# First column of a run, number of columns, index of its first id, whether its blocks are zeroed.
 Piece = tuple[int, int, int, bool]
 NO_ENTRIES = Entries(NO_RUNS, NO_IDS, np.zeros(0, bool))
 
 
 def joined_entries(parts: Sequence[Entries]) -> Entries:
-    """Returns all entries, ordered by group; of two for one cell only the later one."""
+    """Returns all entries, ordered by group; later entries of a cell replace earlier ones."""
     if len(parts) < 2:
         return parts[0] if parts else NO_ENTRIES
     are_few = sum(part.runs.size for part in parts) <= FEW and all(p.runs.are_few for p in parts)
@@ -32,7 +32,7 @@ def _joined_cells(parts: Sequence[Entries]) -> Entries:
 
 
 def _joined_runs(parts: Sequence[Entries]) -> Entries:
-    """As `_joined_cells`, run by run."""
+    """Returns the same entries as `_joined_cells`, by a loop over runs."""
     pieces: dict[tuple[int, int], list[Piece]] = {}  # by group and row
     at = 0
     for part in parts:
@@ -56,7 +56,7 @@ def _joined_runs(parts: Sequence[Entries]) -> Entries:
 
 
 def _outside(piece: Piece, begin: int, end: int) -> Iterator[Piece]:
-    """Yields what is left of a piece outside the columns ``begin .. end - 1``."""
+    """Yields the parts of a piece outside the columns ``begin .. end - 1``."""
     first, count, at, zeroed = piece
     if end <= first or first + count <= begin:
         yield piece

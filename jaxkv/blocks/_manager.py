@@ -31,8 +31,8 @@ from jaxkv.blocks._write import (
 from jaxkv.planning import Plan
 from jaxkv.prefixes import EventLog, ExtraKey
 
-MAX_SHOWN = 8  # requests that Jupyter is shown
-NONE = np.zeros(0, bool)
+MAX_SHOWN = 8  # requests in the table that Jupyter shows
+NOTHING_ZEROED = np.zeros(0, bool)
 
 
 class Ring(Protocol):
@@ -43,7 +43,7 @@ class Ring(Protocol):
         ...
 
     def seal(self) -> Any:
-        """Returns the array of the buffer that was given last, for a step to read."""
+        """Returns the buffer that was handed out last, as the array that a step reads."""
         ...
 
 
@@ -113,7 +113,7 @@ class BlockManager:
         )
         self._pending = Pending(plan.groups_to_zero)
         self._num_uploads = 0
-        self._shapes: set[StepShape] = set()  # those that were checked
+        self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
 
     def __repr__(self) -> str:
         pool = self.block_pool
@@ -146,7 +146,7 @@ class BlockManager:
 
     @property
     def num_uploads(self) -> int:
-        """Uploads so far, which is also the number of the last one (that wraps past int32)."""
+        """Number of uploads so far. Each upload carries its number, which wraps past int32."""
         return self._num_uploads
 
     @property
@@ -156,7 +156,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that requests can still get, warm ones included."""
+        """Blocks that requests can still take, including warm ones."""
         return self.block_pool.num_free_blocks
 
     @property
@@ -185,10 +185,10 @@ class BlockManager:
         )
 
     def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
-        """Returns, per group, how many blocks requests hold; a shared block counts for each.
+        """Returns, per group, how many blocks requests hold; a shared block counts once for each.
 
         Args:
-          requests: running ones; none: all.
+          requests: running requests; all of them if none is given.
         """
         rows = [self._rows.row(name) for name in requests] if requests else self._rows.of.values()
         rows = np.fromiter(rows, np.int64, len(rows))
@@ -212,17 +212,17 @@ class BlockManager:
         Without ``tokens`` the request starts with no blocks, and none of its blocks are kept for
         later prompts. With ``tokens`` its first step continues after ``num_cached_tokens`` of the
         returned hit, and whole blocks of its prompt are kept for later prompts from the step that
-        computes them on, until other requests need the memory. Plans with recurrent states
-        continue after a state that was kept, at any token. A request that writes into a block that
-        is shared or kept gets a copy of it in the same step, so the shape of that step needs room:
-        ``forks`` and ``cached_tokens``.
+        computes them on, until other requests need the memory. With recurrent states, a request
+        continues after a kept state, which may lie after any token. A request that is about to
+        write into a shared or kept block gets a copy of it in the same step, whose shape needs room
+        for the copy: see ``forks`` and ``cached_tokens`` of `StepShape.for_plan`.
 
         Args:
           request: any hashable name.
-          tokens: token ids of the prompt, int[N], quickest as an array; or what `find_prefix`
-            returned for them, which has their salt and extra keys.
+          tokens: token ids of the prompt, int[N], fastest as a NumPy array; or the result of
+            `find_prefix` for them, which includes the salt and the extra keys.
           salt: requests share blocks only with requests of the same salt.
-          extra_keys: other inputs that the content depends on: adapters, images.
+          extra_keys: other inputs that the cached content depends on, such as adapters and images.
           boundaries: numbers of tokens after which later prompts may differ, such as the end of a
             system prompt; recurrent states are kept there. See `PrefixHit.chunk_ends`.
           max_cached_tokens: the longest prefix to share; None: all but the last token.
@@ -230,9 +230,9 @@ class BlockManager:
 
         Raises:
           TypeError: tokens that are not ints.
-          ValueError: the request runs already, no row is free, the plan does not admit that many
-            tokens or encoder tokens, a boundary that is not in the prompt, or a salt besides
-            that of a `FoundPrefix`.
+          ValueError: the request is already running, no row is free, the plan does not admit that
+            many tokens or encoder tokens, a boundary is not in the prompt, or a salt or extra keys
+            are given together with a `FoundPrefix`.
         """
         check_count(encoder_tokens=encoder_tokens)
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
@@ -245,7 +245,7 @@ class BlockManager:
             length = tokens.num_tokens if isinstance(tokens, FoundPrefix) else len(tokens)
         if length > self._plan.max_model_len:
             raise ValueError(
-                f"tokens: {length} are more than the plan's "
+                f"tokens holds {length} token ids, more than the plan's "
                 f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
             )
         self._rows.check_new([request])
@@ -273,8 +273,8 @@ class BlockManager:
     ) -> None:
         """Starts requests that share the blocks of a running request's first tokens.
 
-        A block is shared until a request writes into it: that request gets a copy of the block in
-        the same step, whose shape needs room: ``forks``.
+        A request that is about to write into a shared block gets a copy of it in the same step,
+        whose shape needs room for the copy: see ``forks`` of `StepShape.for_plan`.
 
         Args:
           donor: a running request.
@@ -282,11 +282,12 @@ class BlockManager:
           num_tokens: tokens of the prefix; None: all that the donor has computed.
 
         Raises:
-          ValueError: a request that runs already, too few free rows, or a prefix whose blocks
-            the donor no longer holds.
+          TypeError: ``into`` is not a sequence of names.
+          ValueError: a new request is already running, too few rows are free, or the donor no
+            longer holds the blocks of the prefix.
         """
         if isinstance(into, str) or not isinstance(into, Sequence):
-            raise TypeError(f"into must be a sequence of names, got {into!r}; pass [{into!r}], say")
+            raise TypeError(f"into must be a sequence of names, got {into!r}; pass a list of names")
         row = self._rows.row(donor)
         computed = int(self._books.computed[row])
         num_tokens = computed if num_tokens is None else num_tokens
@@ -306,16 +307,16 @@ class BlockManager:
             self._pending.copy_row(row, new)
 
     def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
-        """Gives back the row and the blocks of a request that ended or is preempted.
+        """Releases the row and the blocks of a request that ended or is preempted.
 
         Args:
           request: a running request.
-          tokens: token ids that follow its prompt, if it was started with one. Whole blocks of
-            those that it computed are kept, for later prompts that continue from them. Leave out
-            drafts that were rejected.
+          tokens: token ids that the request generated, if it was started with ``tokens``. The
+            whole blocks of those that it computed are kept, for later prompts that begin with
+            them. Leave out rejected drafts.
 
         Raises:
-          TypeError, ValueError: a request that does not run, or tokens that are not token ids.
+          TypeError, ValueError: the request is not running, or tokens are not token ids.
         """
         row = self._rows.row(request)
         self._prefixes.finish(row, tokens)
@@ -325,13 +326,14 @@ class BlockManager:
         self._rows.give_back(request)
 
     def trim(self, requests: Iterable[Hashable]) -> None:
-        """Gives back the blocks that left a window or a chunk in a request's last step.
+        """Releases the blocks that the next token of each request no longer attends to.
 
-        The request's next step does the same; `trim` is for requests that skip steps, to make room
-        for others. `rewind` then refuses the request.
+        These are blocks that left a sliding window or a chunk in the request's last step. Its next
+        step would release them as well; call `trim` for requests that skip steps, to make room for
+        others. `rewind` then refuses to go back to tokens that need these blocks.
 
         Raises:
-          ValueError: a request that does not run; nothing is given back.
+          ValueError: a request is not running; nothing is released.
         """
         rows = [self._rows.row(name) for name in dict.fromkeys(requests)]
         self._books.trim(np.array(rows, np.int64))
@@ -341,19 +343,22 @@ class BlockManager:
 
         The request keeps its blocks, and its next step overwrites the rejected tokens. A recurrent
         state cannot be undone, so a layer with states needs a block for each draft
-        (``speculative_blocks``), and reads the one after the accepted drafts (`read_state`).
+        (``speculative_blocks``), and then reads the state after the accepted drafts (`read_state`).
 
         Args:
           request: a running request, or a mapping from requests to their ``num_tokens``.
           num_tokens: tokens that stay in the cache; at most those that were computed.
 
         Raises:
+          TypeError: ``num_tokens`` is missing or not an int.
           ValueError: more tokens than were computed, or so few that no block holds what the
             next token reads; nothing is changed.
         """
         wanted = request if num_tokens is None else {request: num_tokens}
         if not isinstance(wanted, Mapping):
-            raise TypeError("num_tokens is missing: pass the tokens that stay in the cache")
+            raise TypeError(
+                "num_tokens is missing; pass the number of tokens that stay in the cache"
+            )
         for count in wanted.values():
             check_count(num_tokens=count)
         rows = np.array([self._rows.row(name) for name in wanted], np.int64)
@@ -392,7 +397,7 @@ class BlockManager:
 
     @property
     def block_use(self) -> BlockUse:
-        """Blocks by what they are used for: held, shared, warm or cold."""
+        """Number of blocks by use: own, shared, warm or cold."""
         return self.block_pool.use
 
     @property
@@ -410,24 +415,24 @@ class BlockManager:
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
     ) -> FoundPrefix:
-        """Looks for a prompt in the cache without starting it.
+        """Looks up the cached prefix of a prompt, without starting a request.
 
         Args:
-          tokens: token ids of the prompt; or what an earlier call returned, to have it anew if
-            there was a change.
-          salt, extra_keys: as of `start`.
+          tokens: token ids of the prompt; or the result of an earlier call, which is looked up
+            again if the cache has changed since.
+          salt, extra_keys: as for `start`.
 
         Raises:
-          TypeError, ValueError: as `start`.
+          TypeError, ValueError: as for `start`.
         """
         return self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
 
     def prefix_stats(self) -> PrefixStats:
-        """Returns what was looked up, found and evicted since the manager was made."""
+        """Returns counts of lookups, hits and evictions since the manager was made."""
         return self._prefixes.stats()
 
     def new_epoch(self) -> None:
-        """Starts a new epoch, whose requests share no blocks of earlier ones.
+        """Starts a new epoch, whose requests share no blocks with those of earlier epochs.
 
         Call it when the weights of the model change. Running requests continue, and none of their
         blocks are kept for later prompts.
@@ -453,9 +458,9 @@ class BlockManager:
 
         Args:
           shape: the sizes that the upload is padded to.
-          work: mapping from requests to the tokens that each computes in this step, in the order
-            of the batch; or a pair of integer arrays, the rows of the requests and the tokens of
-            each.
+          work: mapping from requests to the number of tokens that each computes in this step, in
+            the order of the batch; or a pair of integer arrays [N], the requests' table rows and
+            numbers of tokens.
           extra: integers of your own that travel with the upload, at most ``shape.extra``.
           ring: an `UploadRing`, to pack into page-locked memory; None: a new NumPy array.
 
@@ -463,9 +468,9 @@ class BlockManager:
           The upload, for `apply_step`.
 
         Raises:
-          OutOfBlocksError: not enough free blocks; nothing is changed.
-          TypeError, ValueError: a request that does not run, more tokens than the plan admits,
-            or something that does not fit the shape; nothing is changed.
+          OutOfBlocksError: too few blocks are free; nothing is changed.
+          TypeError, ValueError: a request is not running or computes more tokens than the plan
+            admits, or the step does not fit the shape; nothing is changed.
         """
         if not isinstance(shape, StepShape) or shape not in self._shapes:
             self._check_shape(shape)
@@ -475,7 +480,7 @@ class BlockManager:
         check_batch(shape, batch, self._check_totals(batch, totals))
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
         changes = plan_changes(self._books, batch.rows, computed, totals)
-        zeroed = NONE if changes is None else self._pending.to_zero(changes)
+        zeroed = NOTHING_ZEROED if changes is None else self._pending.to_zero(changes)
         check_room(shape, self._pending.sizes(own.size, changes, zeroed))
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         if changes is not None:
@@ -493,16 +498,16 @@ class BlockManager:
     def grow(self, work: Work) -> None:
         """Gives requests the blocks for their next tokens: all of the requests, or none.
 
-        For schedulers that decide on one request at a time; `step` then uses these blocks. Growing
-        twice is harmless, and so is a step of fewer tokens.
+        For schedulers that decide on one request at a time; `step` then uses these blocks. A
+        repeated call is harmless, and so is a step of fewer tokens.
 
         Args:
           work: as for `step`.
 
         Raises:
-          OutOfBlocksError: not enough free blocks; nothing is changed.
-          TypeError, ValueError: a request that does not run, or more tokens than the plan
-            admits.
+          OutOfBlocksError: too few blocks are free; nothing is changed.
+          TypeError, ValueError: a request is not running, or computes more tokens than the plan
+            admits; nothing is changed.
         """
         batch = self._rows.batch(work)
         computed = self._books.computed[batch.rows]

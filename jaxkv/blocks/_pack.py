@@ -1,4 +1,4 @@
-"""Uploads for schedulers with block ids of their own: `pack_step`. No jax."""
+"""`pack_step`: uploads for schedulers that assign block ids themselves. No jax."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -27,10 +27,10 @@ MAX_SHOWN = 8  # ids of a group that a repr shows
 
 
 class TableEntry(NamedTuple):
-    """Block ids that one row gets, per group.
+    """Block ids to write into one row of the block tables.
 
-    row: of the block tables.
-    block_ids: per group, consecutive ids.
+    row: index of the row.
+    block_ids: per group, the ids of consecutive columns.
     starts: per group, the column of the first id, which is the number of ids that the row has
       there already. None: 0 everywhere, so that the ids replace the row.
     """
@@ -46,7 +46,7 @@ class TableEntry(NamedTuple):
 
 
 def _short(ids: Sequence[int]) -> str:
-    """Formats the ids of a group; of many, the first ones and their number."""
+    """Formats the ids of a group; a long list is cut and ends with its length."""
     shown = ", ".join(map(str, ids[:MAX_SHOWN]))
     return f"[{shown}]" if len(ids) <= MAX_SHOWN else f"[{shown}, ... {len(ids)} ids]"
 
@@ -64,14 +64,14 @@ def pack_step(
     encoder_lens: Ints = (),
     extra: Ints = (),
 ) -> Upload:
-    """Packs a step of a scheduler that hands out block ids by itself.
+    """Packs the upload of a step for a scheduler that assigns block ids itself.
 
-    With a `BlockManager`, call its ``step`` instead. Uploads from here carry no number, so the
-    device cannot notice one that is lost.
+    With a `BlockManager`, call its ``step`` instead. Uploads of `pack_step` carry no number, so
+    the device cannot detect that one was lost.
 
     Args:
       shape: the sizes to pad to.
-      entries: block ids that rows get; of two entries for one cell the later one counts.
+      entries: block ids to write; a later entry for a cell replaces an earlier one.
       rows, num_computed_tokens, num_new_tokens: per request of the batch, its table row, its
         tokens in the cache, and the tokens that the step computes.
       zero_ids: per group, fresh blocks to zero before anything is written; None: none.
@@ -82,15 +82,17 @@ def pack_step(
       extra: your own int32s.
 
     Raises:
-      ValueError: something does not fit the shape; the message names it and its size.
-      TypeError: something is not made of ints.
+      ValueError: an argument does not fit the shape; the message names the argument and its size.
+      TypeError: an argument holds values that are not ints.
     """
     groups = len(shape.growths)
     (*cells, ids), lengths = list_entries(entries, groups, shape.max_requests)
     zeroed = _listed_ids("zero_ids", zero_ids, groups)
     pairs = [_pairs("copies", of_group) for of_group in copies or ((),) * groups]
     if len(pairs) != groups:
-        raise ValueError(f"copies has {len(pairs)} groups and the shape {groups}; give one each")
+        raise ValueError(
+            f"copies has {len(pairs)} groups and the shape has {groups}; give one list per group"
+        )
     moved = Copies(
         np.repeat(np.arange(groups), [len(p) for p in pairs]),
         *np.concatenate([np.zeros((0, 2), np.int32), *pairs]).T,
@@ -102,7 +104,10 @@ def pack_step(
     batch = _checked_batch(shape, request_rows, computed, counts)
     encoder = as_int32("encoder_lens", encoder_lens)
     if encoder.size not in (0, request_rows.size):
-        raise ValueError(f"encoder_lens has {encoder.size} entries for {request_rows.size} rows")
+        raise ValueError(
+            f"encoder_lens has {encoder.size} entries for {request_rows.size} rows; give one per "
+            "row, or none"
+        )
     own, row_pairs = as_int32("extra", extra), _pairs("row_copies", row_copies)
     sizes = Sizes(
         changed_rows=changed.size,
@@ -126,9 +131,13 @@ def pack_step(
 def list_entries(
     entries: Iterable[TableEntry], groups: int, max_requests: int
 ) -> tuple[tuple[np.ndarray, ...], dict[int, list[int]]]:
-    """Returns the cells of all entries, each once, and the lengths of the rows they name.
+    """Returns the cells of all entries, each once, and the new lengths of their rows.
 
     Cells are groups, rows, columns and block ids, int32[K] each, ordered by group.
+
+    Raises:
+      ValueError: an entry does not fit the tables; the message names its row.
+      TypeError: an entry holds values that are not ints.
     """
     cells: dict[tuple[int, int, int], int] = {}
     lengths: dict[int, list[int]] = {}
@@ -158,7 +167,9 @@ def _listed_ids(name: str, ids: Sequence[Ints] | None, groups: int) -> list[np.n
     if ids is None:
         return [np.zeros(0, np.int32)] * groups
     if len(ids) != groups:
-        raise ValueError(f"{name} has {len(ids)} groups and the shape {groups}; give one each")
+        raise ValueError(
+            f"{name} has {len(ids)} groups and the shape has {groups}; give one list per group"
+        )
     return [as_int32(name, of_group) for of_group in ids]
 
 
@@ -167,7 +178,7 @@ def _pairs(name: str, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
         listed = [(source, destination) for source, destination in pairs]
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name} must be pairs (source, destination), in a list per group for blocks"
+            f"{name} must be pairs (source, destination); copies takes a list of pairs per group"
         ) from None
     return as_int32(name, [i for pair in listed for i in pair]).reshape(-1, 2)
 
@@ -175,7 +186,7 @@ def _pairs(name: str, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
 def _checked_batch(
     shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
 ) -> Batch:
-    """Returns the requests of a step; raises ValueError unless they make sense and fit."""
+    """Returns the requests of a step; raises ValueError unless they are valid and fit."""
     if not rows.size == computed.size == counts.size:
         raise ValueError(
             f"rows, num_computed_tokens and num_new_tokens differ in length: {rows.size}, "
@@ -184,12 +195,12 @@ def _checked_batch(
     if rows.size and (rows.min() < 0 or rows.max() >= shape.max_requests):
         raise ValueError(f"rows must be in 0..{shape.max_requests - 1}, got {rows.tolist()}")
     if np.unique(rows).size < rows.size:
-        raise ValueError(f"rows names a row twice: {rows.tolist()}; a request is in a batch once")
+        raise ValueError(f"rows names a row twice: {rows.tolist()}; list each request once")
     if computed.min(initial=0) < 0:
-        raise ValueError(f"num_computed_tokens must be >= 0, got {computed.min()}")
+        raise ValueError(f"num_computed_tokens must be at least 0, got {computed.min()}")
     if counts.min(initial=1) < 1:
         raise ValueError(
-            f"num_new_tokens must be at least 1, got {counts.min()}; leave the request out"
+            f"num_new_tokens must be at least 1, got {counts.min()}; leave such requests out"
         )
     batch = Batch.of(rows, counts)
     check_batch(shape, batch, int((computed.astype(np.int64) + counts).max(initial=0)))

@@ -1,4 +1,4 @@
-"""Changes of the books that no upload has carried to the device yet. No jax."""
+"""Changes to the books that no upload has carried to the device yet. No jax."""
 
 import itertools
 import operator
@@ -26,7 +26,7 @@ class Pending:
     """Table entries, copies and changed rows since the last upload."""
 
     def __init__(self, groups_to_zero: Sequence[bool]):
-        """Starts without any, for groups whose fresh blocks must be zeroed or not."""
+        """Starts empty. ``groups_to_zero`` tells whether the fresh blocks of a group are zeroed."""
         self._zeroed = np.array(groups_to_zero, bool)
         self._zeroes, self._zeroes_all = any(groups_to_zero), all(groups_to_zero)
         self._forget()
@@ -34,15 +34,15 @@ class Pending:
     def _forget(self) -> None:
         self._entries: list[Entries] = []
         self._copies: list[Copies] = []
-        self._rows: list[np.ndarray] = []  # whose lengths changed
-        self._device_rows: dict[int, int] = {}  # row -> the row that the device has it at
+        self._rows: list[np.ndarray] = []  # rows whose lengths changed
+        self._device_rows: dict[int, int] = {}  # row -> the device's row with its content
 
     @property
     def is_empty(self) -> bool:
         return not (self._rows or self._device_rows)
 
     def to_zero(self, changes: Changes) -> np.ndarray:
-        """Returns, bool[K], the fresh runs whose blocks must be zeroed: not those of copies."""
+        """Returns which fresh runs have blocks to zero, bool[K]: not those that are copied."""
         if not changes.replaces and self._zeroes == self._zeroes_all:
             return ~changes.copied if self._zeroes else changes.copied
         return self._zeroed[changes.fresh.groups] & ~changes.copied
@@ -52,13 +52,13 @@ class Pending:
     def add(
         self, changes: Changes, ids: np.ndarray, zeroed: np.ndarray, replaced: np.ndarray
     ) -> None:
-        """Notes changes that were applied to the books.
+        """Records changes that were applied to the books.
 
         Args:
-          changes: to rows and cells.
-          ids: int32[cells], blocks of the fresh cells.
-          zeroed: bool[K], what `to_zero` returned.
-          replaced: the blocks that the copied cells had before.
+          changes: the changes.
+          ids: int32[cells], block ids of the fresh cells.
+          zeroed: bool[K], the result of `to_zero` for the changes.
+          replaced: the block ids that the copied cells had before.
         """
         if ids.size:
             self._entries.append(Entries(changes.fresh, ids, zeroed))
@@ -71,7 +71,7 @@ class Pending:
             self._copies.append(Copies(groups, sources, new))
 
     def add_shared(self, row: int, columns: Sequence[SharedColumns]) -> None:
-        """Notes that a row shares the blocks of a prefix."""
+        """Records that a row starts with the blocks of a cached prefix."""
         runs = [(g, row, part.first, part.block_ids.size) for g, part in enumerate(columns)]
         ids = np.concatenate([part.block_ids for part in columns])
         listed = Runs(None, ids.size, [run for run in runs if run[-1]])
@@ -79,7 +79,10 @@ class Pending:
         self._rows.append(np.array([row]))
 
     def _origins(self, sources: np.ndarray) -> np.ndarray:
-        """Returns where blocks' content lies now: an upload makes all its copies at once."""
+        """Returns the blocks that have the content of ``sources`` before the next upload.
+
+        An upload makes all its copies at once, so none may read what another one writes.
+        """
         pairs = [(c.destinations.tolist(), c.sources.tolist()) for c in self._copies]
         origins = {
             block: origin for into, of in pairs for block, origin in zip(into, of, strict=True)
@@ -87,17 +90,17 @@ class Pending:
         return np.array([origins.get(block, block) for block in sources.tolist()], np.int32)
 
     def copy_row(self, source: int, row: int) -> None:
-        """Notes that a row begins as a copy of another one."""
+        """Records that a row starts as a copy of another row."""
         self._device_rows[row] = self._device_rows.get(source, source)
         self._rows.append(np.array([row]))
         for entries in list(self._entries):
             mine = entries.chosen(entries.runs.rows == source)
-            if mine.block_ids.size:  # the device does not know these yet, so they are not copied
+            if mine.block_ids.size:  # the device's row lacks these entries, so its copy does too
                 runs = mine.runs.moved(np.full_like(mine.runs.rows, row))
                 self._entries.append(Entries(runs, mine.block_ids, np.zeros_like(mine.zeroed)))
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Notes that two rows were exchanged."""
+        """Records that two rows were exchanged."""
         homes = self._device_rows
         homes[first], homes[second] = homes.get(second, second), homes.get(first, first)
         self._rows = [_swapped(rows, first, second) for rows in self._rows]
@@ -108,7 +111,7 @@ class Pending:
         ]
 
     def forget_row(self, row: int) -> None:
-        """Drops everything about a row whose request is gone."""
+        """Drops the pending changes of a row whose request has finished."""
         self._device_rows.pop(row, None)
         if not any((rows == row).any() for rows in self._rows):
             return
@@ -122,7 +125,7 @@ class Pending:
             self._copies = [copies.chosen(written) for copies in self._copies]
 
     def _zero_for_others(self, gone: Sequence[Entries]) -> None:
-        """Zeroes blocks for rows that share them, where the row that was to do so is gone."""
+        """Lets other rows zero the blocks that they share with dropped entries."""
         waiting = {block_id for entries in gone for block_id in entries.zero_ids(1)[0].tolist()}
         for at, entries in enumerate(self._entries if waiting else ()):
             first_ids = entries.block_ids[entries.runs.first_cells].tolist()
@@ -133,12 +136,12 @@ class Pending:
     # --- uploading ----------------------------------------------------------------
 
     def sizes(self, extra: int, changes: Changes | None, zeroed: np.ndarray) -> Sizes:
-        """Returns the sizes of everything pending and of changes to come.
+        """Returns the sizes of all pending changes, together with those of the next step.
 
         Args:
-          extra: of the step.
-          changes: None: there are none.
-          zeroed: bool[K], what `to_zero` returned for them.
+          extra: number of extra int32s of the step.
+          changes: those of the step; None if it changes nothing.
+          zeroed: bool[K], the result of `to_zero` for ``changes``.
         """
         if changes is None:
             return Sizes(extra=extra) if self.is_empty else self._sizes(extra, self._rows)
@@ -161,7 +164,7 @@ class Pending:
         )
 
     def write(self, shape: StepShape, data: np.ndarray, books: Books) -> None:
-        """Writes everything into an upload, and forgets it."""
+        """Writes all pending changes into an upload, and clears them."""
         entries, changed = joined_entries(self._entries), _distinct(self._rows)
         write_entries(shape, data, entries, changed, books.row_lengths(changed))
         if self._zeroes:
@@ -171,7 +174,7 @@ class Pending:
         self._forget()
 
     def _block_copies(self) -> Copies:
-        """Returns all copies of blocks, ordered by group."""
+        """Returns all block copies, ordered by group."""
         if len(self._copies) < 2:
             return self._copies[0] if self._copies else NO_COPIES
         joined = Copies(*map(np.concatenate, zip(*self._copies, strict=True)))
@@ -179,7 +182,7 @@ class Pending:
         return Copies(*(part[order] for part in joined))
 
     def _row_copies(self) -> np.ndarray:
-        """Returns int64[M, 2]: a device row, and the row that its content goes to."""
+        """Returns pairs of a device row and the row that its content goes to, int64[M, 2]."""
         if not self._device_rows:
             return NO_ROW_COPIES
         pairs = [(device, row) for row, device in self._device_rows.items() if device != row]

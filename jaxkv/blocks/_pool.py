@@ -10,15 +10,16 @@ from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks._queue import BlockQueue
 
-# Warm blocks are evicted several at a time, so that a step that takes a few rarely has to.
-EVICTED_AT_ONCE, LEAST_PART = 64, 256
+# An eviction makes a few more blocks cold than a step needs, so that most steps evict none.
+MAX_SPARE_BLOCKS, BLOCKS_PER_SPARE = 64, 256
 Ids = Sequence[int] | np.ndarray
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool has fewer free blocks than asked for. Nothing was changed.
+    """The pool has fewer free blocks than a call needs. The call changed nothing.
 
-    needed_blocks, free_blocks: blocks asked for, and free ones.
+    needed_blocks: free blocks that the call needs.
+    free_blocks: free blocks that the pool has.
     """
 
     def __init__(self, needed_blocks: int, free_blocks: int):
@@ -34,12 +35,12 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockUse(NamedTuple):
-    """Blocks by what they are used for, the null block not among them.
+    """Number of blocks by use, without the null block.
 
-    own: with one holder.
-    shared: with several.
-    warm: free, and their content is kept for other requests.
-    cold: free, and empty.
+    own: blocks with one holder.
+    shared: blocks with several holders.
+    warm: free blocks whose content is kept for later requests.
+    cold: free blocks whose content is not kept.
     """
 
     own: int
@@ -51,26 +52,28 @@ class BlockUse(NamedTuple):
 class BlockPool:
     """Free list and reference counts of block ids 1 .. num_blocks - 1.
 
-    Ids come back in the order in which they were freed, so a freed block stays untouched for
-    as long as the pool allows. A free block whose content is kept is warm: it is taken after
-    all others, the one that was freed first before the others, and may get holders again.
-    Every operation works on slices: a few NumPy calls, whatever the number of ids. Nothing is
-    written down for a block with one holder, which is what most blocks have.
+    Blocks are taken in the order in which they were freed, so a freed block stays untouched for
+    as long as the pool allows. A free block whose content is kept is warm, and may get holders
+    again. Warm blocks are taken when no other block is free, the least recently freed first.
+    Every operation is a few NumPy calls, whatever the number of ids. A block with one holder,
+    the most frequent case, has no count of its own.
 
-    kept_until: int64[num_blocks], the position before which no token of a block may be written
-      over; 0: its content is not kept. Written by whoever keeps it.
-    has_kept: whether any content may be kept.
-    on_evict: called with warm blocks that are about to be taken; returns other blocks whose
-      content is of no use any more.
+    kept_until: int64[num_blocks], the position before which no token of a block may be
+      overwritten; 0: its content is not kept. `Prefixes` writes it.
+    has_kept: whether the content of any block may be kept.
+    on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
+      content is useless without theirs.
     """
 
     def __init__(self, num_blocks: int):
         check_positive(num_blocks=num_blocks)
         if num_blocks < 2:
-            raise ValueError(f"num_blocks={num_blocks}; at least 2 (the null block and one more)")
+            raise ValueError(
+                f"num_blocks={num_blocks} must be at least 2: the null block and one to hand out"
+            )
         self.num_blocks = num_blocks
         self._more_holders = np.zeros(num_blocks, np.int32)  # references beyond the first
-        self._num_shared = 0  # the same of all blocks
+        self._num_shared = 0  # sum of `_more_holders`
         self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
         self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
         self.kept_until = np.zeros(num_blocks, np.int64)
@@ -87,7 +90,7 @@ class BlockPool:
 
     @property
     def use(self) -> BlockUse:
-        """Blocks by what they are used for."""
+        """Number of blocks by use."""
         held = self.num_blocks - 1 - self.num_free_blocks
         shared = int(np.count_nonzero(self._more_holders))
         return BlockUse(held - shared, shared, self._warm.size, self._cold.size)
@@ -101,7 +104,7 @@ class BlockPool:
         """Takes ``count`` free blocks, int32[count], each with one reference.
 
         Raises:
-          OutOfBlocksError: fewer are free; none is taken.
+          OutOfBlocksError: fewer blocks are free; none is taken.
         """
         check_count(count=count)
         if count > self.num_free_blocks:
@@ -109,9 +112,9 @@ class BlockPool:
         return self.take(count)
 
     def take(self, count: int) -> np.ndarray:
-        """As `allocate`, without its checks: for the books, which know that they are free."""
+        """Takes ``count`` blocks, int32[count]; the caller has checked that as many are free."""
         if count > self._cold.size:
-            spare = min(EVICTED_AT_ONCE, self.num_blocks // LEAST_PART)
+            spare = min(MAX_SPARE_BLOCKS, self.num_blocks // BLOCKS_PER_SPARE)
             self._evict(count - self._cold.size + spare)
         return self._cold.pop(count)
 
@@ -124,12 +127,12 @@ class BlockPool:
             self.cool(others)
 
     def give_up(self, ids: np.ndarray) -> None:
-        """Lets the only holders of blocks write over content that is kept."""
+        """Forgets the kept content of blocks with one holder, which may then overwrite it."""
         self.cool(self.on_evict(ids))
 
     @contextlib.contextmanager
     def ignoring(self, ids: np.ndarray) -> Iterator[None]:
-        """Works out changes as if the content of some blocks were not kept."""
+        """Treats the content of blocks as not kept, inside a ``with`` statement."""
         kept_until = self.kept_until[ids]
         self.kept_until[ids] = 0
         try:
@@ -138,15 +141,15 @@ class BlockPool:
             self.kept_until[ids] = kept_until
 
     def cool(self, ids: np.ndarray) -> None:
-        """Makes those of some blocks cold that are warm: their content is no longer kept."""
+        """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""
         self._cold.push(ids[self._warm.remove(ids)])
 
     def warm_again(self, ids: np.ndarray) -> None:
-        """Lets those of some blocks that are warm be taken last."""
+        """Moves the warm blocks of ``ids`` to the end of their queue, to be taken last."""
         self._warm.push(ids[self._warm.remove(ids)])
 
     def hold(self, ids: np.ndarray) -> None:
-        """Adds one reference to each of some blocks that are held or warm. They are distinct."""
+        """Adds one reference to each of ``ids``: distinct blocks that are held or warm."""
         held = ids[~self._warm.remove(ids)]
         if held.size:
             self._more_holders[held] += 1
@@ -172,11 +175,11 @@ class BlockPool:
         self.release(self._held(block_ids))
 
     def release(self, ids: np.ndarray) -> None:
-        """As `free`, without its checks: for the books, which know whose the ids are."""
+        """Drops one reference per id; the caller knows that the blocks are held."""
         if self._num_shared:
             ids = self._left_by_all(ids)
         if self.has_kept:
-            ids = ids.astype(np.intp, copy=False)  # quicker to look up by than int32
+            ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
             is_kept = self.kept_until[ids] > 0
             num_kept = int(np.count_nonzero(is_kept))
             if num_kept == ids.size:
@@ -187,7 +190,7 @@ class BlockPool:
         self._cold.push(ids)
 
     def _left_by_all(self, ids: np.ndarray) -> np.ndarray:
-        """Drops one reference per id. Returns the blocks without any, where named last."""
+        """Drops one reference per id. Returns blocks without any, in order of last mention."""
         np.subtract.at(self._more_holders, ids, 1)
         gone = ids[self._more_holders[ids] < 0]
         self._more_holders[gone] = 0
@@ -198,26 +201,26 @@ class BlockPool:
         return gone
 
     def references(self, block_id: int) -> int:
-        """Returns the holders of a block; 0: it is free."""
+        """Returns the number of holders of a block; 0: it is free."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id={block_id} is not in 0..{self.num_blocks - 1}")
         return int(self.references_of(np.array([block_id]))[0])
 
     def references_of(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the holders of each block of the pool, int64 of the ids' shape."""
+        """Returns the number of holders of each block, int64 of the ids' shape."""
         is_held = (ids != NULL_BLOCK) & ~(self._cold.contains(ids) | self._warm.contains(ids))
         return np.where(is_held, 1 + self._more_holders[ids], 0)
 
     def num_held(self, ids: np.ndarray) -> int:
-        """Returns how many of some blocks that are held or warm are held."""
+        """Returns how many of ``ids`` are held; the others must be warm."""
         return ids.size - int(np.count_nonzero(self._warm.contains(ids)))
 
     def others_of(self, ids: np.ndarray) -> np.ndarray:
-        """Returns how many hold blocks besides somebody who does, int32 of the ids' shape."""
+        """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
         return self._more_holders[ids]
 
     def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
-        """Returns whether a holder that writes from a position on must copy its block first."""
+        """Returns whether a holder must copy a block before it writes from a position on."""
         return (self._more_holders[ids] > 0) | (self.kept_until[ids] > position)
 
     def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
@@ -232,7 +235,7 @@ class BlockPool:
         bad = np.flatnonzero(held < (counts if each_at_least is None else each_at_least))
         if bad.size:
             raise ValueError(
-                f"block_ids holds {named[bad[0]]} {counts[bad[0]]} time(s) but it has "
+                f"block_ids names block {named[bad[0]]} {counts[bad[0]]} time(s), but it has "
                 f"{held[bad[0]]} references; pass ids in 1..{self.num_blocks - 1} that are held"
             )
         return ids.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Events about the whole blocks that prefix caching keeps, by the keys of their tokens. No jax."""
+"""Events for the whole blocks that prefix caching keeps, named by block keys. No jax."""
 
 import collections
 import dataclasses
@@ -26,10 +26,10 @@ from jaxkv.prefixes import (
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeyChain:
-    """The block keys of a prompt's first tokens, which grow with the prompt.
+    """Block keys of a prompt's first tokens, extended as more tokens are computed.
 
     salt, extra_keys: of the prompt.
-    keys: one for each ``grain`` of `PrefixEvents` tokens.
+    keys: one key for every `PrefixEvents.grain` tokens.
     """
 
     salt: str | None
@@ -37,16 +37,16 @@ class KeyChain:
     keys: list[bytes] = dataclasses.field(default_factory=list)
 
     def copy(self) -> "KeyChain":
-        """Returns a chain that goes on by itself, for a request that goes on differently."""
+        """Returns an independent copy, for a request that continues differently."""
         return dataclasses.replace(self, keys=[*self.keys])
 
     def extend(self, tokens: np.ndarray, grain: int, root: bytes) -> None:
-        """Adds the keys of tokens that have none yet.
+        """Appends the keys of the tokens that have none yet.
 
         Args:
           tokens: the prompt from its first token on.
           grain: tokens of one key.
-          root: key before the first.
+          root: parent of the first key.
         """
         done = len(self.keys) * grain
         if tokens.size - done >= grain:
@@ -64,15 +64,15 @@ class KeyChain:
 class PrefixEvents:
     """Writes into a log which whole blocks are kept.
 
-    Keys leave out what no model depends on, such as the length of an image that is named
-    anyway, so two blocks may have one key. The log hears of a key when the first of its blocks
-    is kept, and when the last one is gone.
+    Keys leave out what no model depends on, such as the length of an image that they identify
+    otherwise, so several blocks may have the same key. The log gets an event when the first block
+    of a key is kept, and another when the last one is gone.
 
-    grain: tokens of one key: the most that whole blocks of all groups are multiples of.
+    grain: tokens per key, the greatest common divisor of the groups' block sizes.
     """
 
     def __init__(self, log: EventLog, plan: Plan):
-        """Writes into ``log`` about the groups of a plan."""
+        """Creates the events of a plan's groups, for ``log``."""
         self._log = log
         self._groups = [
             EventGroup(
@@ -84,18 +84,20 @@ class PrefixEvents:
             for index, group in enumerate(plan.groups)
         ]
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
-        self._names: dict[int, tuple[int, bytes]] = {}  # of blocks: group and key
+        self._names: dict[int, tuple[int, bytes]] = {}  # block id -> group and key
         self._counts: collections.Counter[tuple[int, bytes]] = collections.Counter()
 
     def stored(
         self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
     ) -> None:
-        """Notes that blocks are kept, unless it is noted already.
+        """Records that blocks are kept; skips blocks that are recorded already.
 
         Args:
-          tokens: int64[N], codes of the prompt's tokens, at least those of the blocks.
+          chain: the keys of the prompt.
+          tokens: int64[N], codes of the prompt's tokens, up to the last block or further.
+          group: index of the group.
           first: column of the first block.
-          ids: of consecutive columns; 0: that column is not kept.
+          ids: block ids of consecutive columns; 0: that column is not kept.
         """
         size = self._groups[group].block_size
         tokens = tokens[: (first + len(ids)) * size] & MAX_TOKEN
@@ -129,11 +131,11 @@ class PrefixEvents:
         )
 
     def removed(self, ids: Sequence[int]) -> None:
-        """Notes that blocks are no longer kept."""
+        """Records that blocks are no longer kept."""
         gone: dict[int, list[bytes]] = {}
         for block_id in ids:
             name = self._names.pop(block_id, None)
-            if name is None:  # it kept the end of a prefix, and no whole block
+            if name is None:  # the block kept the end of a prefix, which is not a whole block
                 continue
             self._counts[name] -= 1
             if not self._counts[name]:
@@ -143,14 +145,14 @@ class PrefixEvents:
             self._log.append(BlocksRemoved(self._groups[group], tuple(keys)))
 
     def cleared(self) -> None:
-        """Notes that no block is kept."""
+        """Records that no block is kept any more."""
         self._names.clear()
         self._counts.clear()
         self._log.append(AllBlocksCleared())
 
 
 def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and the end of runs of consecutive ascending columns."""
+    """Yields first and end of each run of consecutive ascending columns."""
     for _, run in itertools.groupby(enumerate(columns), lambda pair: pair[1] - pair[0]):
         found = [column for _, column in run]
         yield found[0], found[-1] + 1

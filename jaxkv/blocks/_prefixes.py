@@ -1,4 +1,4 @@
-"""The blocks that prefix caching keeps of prompts, and finds for others. No jax."""
+"""Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
 
 import dataclasses
 from collections import Counter
@@ -31,7 +31,7 @@ from jaxkv.prefixes import (
 class Prefixes:
     """The prompts that the manager remembers, and the blocks that it keeps of them.
 
-    has_encoder: whether content depends on an encoder's input, so that nothing is shared.
+    has_encoder: whether a group stores encoder tokens; nothing is shared then.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Prefixes:
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None = None,
     ) -> FoundPrefix:
-        """Finds the longest prefix of a prompt, or looks whether one that was found still is."""
+        """Finds the longest cached prefix of a prompt; reuses a `FoundPrefix` that is valid."""
         if isinstance(tokens, FoundPrefix):
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
@@ -132,7 +132,7 @@ class Prefixes:
         return prompt, found
 
     def begin(self, row: int, prompt: Prompt, found: Found) -> None:
-        """Gives a row that has begun its prompt, and the blocks of its prefix."""
+        """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self._prompts[row] = prompt
         self._computing.add(row)
         if found.num_tokens:
@@ -141,9 +141,10 @@ class Prefixes:
     def _chunk_ends(
         self, num_tokens: int, found: Found, boundaries: Sequence[int]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns where states are to be kept while the rest of a prompt is computed.
+        """Returns the numbers of tokens after which the states of a prompt are to be kept.
 
-        The second are those where another prompt is known to go on.
+        Returns:
+          The ``chunk_ends`` and ``wanted`` of a `Prompt`.
         """
         if not self._tree.has_states:
             return (), frozenset()
@@ -179,7 +180,7 @@ class Prefixes:
                 self._reasons[reason] += 1
 
     def fork(self, donor: int, row: int, num_tokens: int) -> None:
-        """Gives a row the prompt of another one, whose first tokens it shares."""
+        """Gives a forked row the first tokens of its donor's prompt."""
         prompt = self._prompts.get(donor)
         if prompt is not None:
             tokens, kept = prompt.tokens[:num_tokens], min(prompt.num_kept, num_tokens)
@@ -203,7 +204,7 @@ class Prefixes:
         self._computing = {others.get(row, row) for row in self._computing}
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Forgets the tokens that rows may now compute others in place of."""
+        """Forgets the tokens after ``num_tokens``, which the requests may replace by others."""
         for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             prompt = self._prompts.get(row)
             if prompt is not None and count < prompt.tokens.size:
@@ -213,22 +214,23 @@ class Prefixes:
     # --- keeping ------------------------------------------------------------------
 
     def after_step(self, rows: np.ndarray) -> None:
-        """Keeps what the step of rows computed of their prompts."""
+        """Keeps the prompt tokens that the last step of ``rows`` computed."""
         if not self._computing:
             return
         for row in [row for row in rows.tolist() if row in self._computing]:
             prompt, computed = self._prompts[row], int(self._books.computed[row])
             count = min(computed, prompt.tokens.size)
-            is_end = count == computed and count in prompt.chunk_ends  # after a rewind it is not
+            # `rewind` shortens the prompt, so the row may have computed more tokens than that.
+            is_end = count == computed and count in prompt.chunk_ends
             self._keep(row, prompt, count, is_end=is_end)
             if count == prompt.tokens.size:
                 self._computing.remove(row)
 
     def finish(self, row: int, tokens: Ints | None) -> None:
-        """Keeps what a request computed, before it gives its blocks back.
+        """Keeps what a request computed, before it releases its blocks.
 
         Args:
-          tokens: those after its prompt.
+          tokens: the token ids after its prompt.
         """
         prompt = self._prompts.get(row)
         more = NO_IDS if tokens is None else as_tokens("tokens", tokens)
@@ -241,7 +243,7 @@ class Prefixes:
         self._keep(row, prompt, count, is_end=0 < count == computed)
 
     def used(self, row: int) -> None:
-        """Lets the states that a request used be taken last, once it has given its blocks back."""
+        """Forgets a row that has released its blocks; the states that it used are taken last."""
         prompt = self._prompts.pop(row, None)
         self._computing.discard(row)
         for checkpoint in () if prompt is None else prompt.checkpoints:
@@ -250,7 +252,12 @@ class Prefixes:
                 self._books.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
 
     def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
-        """Keeps the whole blocks of a row's first tokens, and what holds their end."""
+        """Keeps the whole blocks of a row's first ``count`` tokens.
+
+        Args:
+          is_end: whether to keep the blocks that hold the end of these tokens, too, if a group
+            has states.
+        """
         if prompt.namespace.epoch != self._epoch:
             return
         keepings = self._tree.keepings
@@ -278,7 +285,7 @@ class Prefixes:
             self._bound_checkpoints()
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
-        """Returns, per group, the first whole column between two positions, and the blocks."""
+        """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
         _, firsts, ends = self._books.held_of(row)
         for group, keeping in enumerate(self._tree.keepings):
@@ -291,7 +298,10 @@ class Prefixes:
         return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
-        """Returns, int32[G], the blocks that hold the end of what a row computed, if any do."""
+        """Returns the blocks that hold the end of a row's tokens, int32[G]; None if one is lost.
+
+        0: the tokens end with a whole block.
+        """
         try:
             columns = columns_to_share(self._books, row, count)
         except ValueError:
@@ -319,16 +329,16 @@ class Prefixes:
                 del self._first_blocks[next(iter(self._first_blocks))]
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
-        """Forgets blocks that are taken. Returns others that nothing keeps any more."""
+        """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted"] += ids.size
         if self._events is not None:
             self._events.removed(ids.tolist())
         return np.array(self._tree.forget(ids), np.int32)
 
-    # --- all of it ----------------------------------------------------------------
+    # --- resetting and counting ---------------------------------------------------
 
     def new_epoch(self) -> None:
-        """Forgets all blocks, and remembers that their prompts were there."""
+        """Forgets all kept blocks, but remembers that their prompts were cached."""
         self._epoch += 1
         pool = self._books.pool
         pool.cool(self._tree.clear())
@@ -343,7 +353,7 @@ class Prefixes:
         self._codes = TokenCodes()
 
     def stats(self) -> PrefixStats:
-        """Returns what was counted so far."""
+        """Returns the counts so far."""
         counts, tree = self._counts, self._tree
         return PrefixStats(
             requests=counts["requests"],
@@ -361,7 +371,7 @@ class Prefixes:
     def _encode(
         self, tokens: Ints, salt: str | None, extra_keys: Sequence[ExtraKey]
     ) -> tuple[Namespace, np.ndarray]:
-        """Returns where a prompt is looked for, and a number for each of its tokens."""
+        """Returns the namespace of a prompt, and the codes of its tokens, int[N]."""
         check_content(salt, extra_keys)
         if self._codes.is_full:
             self.reset()

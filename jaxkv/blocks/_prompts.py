@@ -1,4 +1,4 @@
-"""Prompts of running requests, and the answers that prefix caching gives. No jax."""
+"""Prompts of running requests, and the results of prefix lookups. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from jaxkv.prefixes import Checkpoint, ExtraKey, Found, Node, Reason
 
 
 class Namespace(NamedTuple):
-    """Everything but its tokens that a prompt's content depends on; only equal ones share."""
+    """Everything besides tokens that cached content depends on; only equal namespaces share it."""
 
     epoch: int
     salt: str | None
-    keys: frozenset[ExtraKey]  # of the whole sequence: adapters
+    keys: frozenset[ExtraKey]  # those of the whole sequence, such as adapters
 
 
 class FoundPrefix(NamedTuple):
     """The prefix of a prompt that the cache holds, before a request is started with it.
 
-    It is true until the next change of the cache. `BlockManager.start` takes it in place of the
-    prompt, and looks the prompt up again only if there was one.
+    The result is valid until the cache changes. `BlockManager.start` takes it in place of the
+    prompt, and looks the prompt up again only if the cache has changed.
 
     namespace, tokens, salt, extra_keys: of the prompt; see `TokenCodes`.
     path, num_seen: see `PrefixTree.walk`.
     limit: the most tokens that may be shared.
-    found: what is.
-    state: of the tree: as long as it has no other, ``found`` is true.
-    pool: of the blocks.
+    found: the prefix, of at most ``limit`` tokens.
+    state: of the tree during the lookup; ``found`` is valid until the tree has another one.
+    pool: the pool of the blocks.
     """
 
     namespace: Namespace
@@ -59,7 +59,7 @@ class FoundPrefix(NamedTuple):
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks of the prefix that requests hold now, so that one more takes no free ones."""
+        """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
         ids = np.concatenate([columns.block_ids for columns in self.found.columns])
         return self.pool.num_held(ids)
 
@@ -68,21 +68,20 @@ class PrefixHit(NamedTuple):
     """The prefix that a request found in the cache, and why it is not longer.
 
     row: of the block tables.
-    num_cached_tokens: tokens that need not be computed: those before the first one of the next
-      step.
-    shared_blocks: per group, the blocks that the request shares.
-    reasons: per group, why there is no longer prefix. "complete": all that can be shared is, and
-      of a prompt that is not longer than a block that is nothing.
-      "other_groups": this group holds more, others do not. "never_seen": no remembered prompt
-      goes on like this one. "shorter_than_a_block": one does, for less than a block. "evicted":
-      the blocks were needed for other requests. "no_checkpoint": no state was kept there.
-      "left_window": the blocks had left the window before they could be kept. "other_salt",
-      "other_keys", "other_epoch": the same tokens are there under another salt, with other
-      extra keys, from before `BlockManager.new_epoch`. "not_looked_up": the request was
-      started without tokens, or has an encoder's.
-    chunk_ends: tokens after which a chunk of the prompt should end, ascending, so that states
-      can be kept there: the boundaries that were named, where this prompt parts from another
-      one, and before its last token. Empty for plans whose states need none.
+    num_cached_tokens: tokens of the prefix; the request's first step continues after them.
+    shared_blocks: per group, the number of blocks that the request shares.
+    reasons: per group, why the prefix is not longer. "complete": nothing more can be shared; of a
+      prompt that is not longer than a block, nothing at all. "other_groups": this group holds
+      more, but other groups do not. "never_seen": no remembered prompt continues like this one.
+      "shorter_than_a_block": one does, but for less than a block. "evicted": the blocks were
+      taken for other requests. "no_checkpoint": no state was kept there. "left_window": the
+      blocks left the window before they could be kept. "other_salt", "other_keys",
+      "other_epoch": the same tokens are cached under another salt, with other extra keys, or
+      from before `BlockManager.new_epoch`. "not_looked_up": the request was started without
+      tokens, or the plan stores encoder tokens.
+    chunk_ends: numbers of tokens after which a chunk of the prompt should end, ascending, so that
+      states can be kept there: the given boundaries, the point where this prompt parts from a
+      remembered one, and all tokens but the last. Empty for plans that need no such chunks.
     """
 
     row: int
@@ -98,7 +97,7 @@ class PrefixHit(NamedTuple):
 
     @classmethod
     def nothing(cls, row: int, num_groups: int) -> "PrefixHit":
-        """Returns that of a request whose prompt was not looked up."""
+        """Returns the hit of a request whose prompt was not looked up."""
         none: tuple[Reason, ...] = ("not_looked_up",) * num_groups
         return cls(row, 0, (0,) * num_groups, none, ())
 
@@ -107,14 +106,14 @@ class PrefixHit(NamedTuple):
 class Prompt:
     """The tokens of a running request, as far as they are known.
 
-    namespace: see `PrefixTree`.
-    tokens: [N], with their extra keys.
-    chunk_ends: where states are to be kept.
-    wanted: those of them where another prompt is known to go on.
-    num_kept: tokens whose blocks were kept already.
-    checkpoints: that the request began at, and those that were made of it.
-    may_go_on: whether tokens that the request computes after these may be kept.
-    chain: the keys of its blocks; None: nobody wants to know them.
+    namespace: see `Namespace`.
+    tokens: [N], codes of the tokens and their extra keys; see `TokenCodes`.
+    chunk_ends: numbers of tokens after which states are to be kept.
+    wanted: numbers of tokens after which other prompts are expected to continue.
+    num_kept: first tokens whose blocks are kept already.
+    checkpoints: the one that the request resumed from, and those that were made of its states.
+    may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
+    chain: the keys of its blocks; None without an event log.
     """
 
     namespace: Namespace
@@ -131,12 +130,15 @@ class Prompt:
 class PrefixStats:
     """Counts since the manager was made.
 
-    requests, hits: that were looked up, and those of them that found a prefix.
-    prompt_tokens, cached_tokens: of them; and those that need not be computed.
+    requests: requests whose prompt was looked up.
+    hits: requests that found a prefix.
+    prompt_tokens: tokens of all prompts that were looked up.
+    cached_tokens: tokens of all prefixes that were found.
     evicted_blocks: kept blocks that were taken for other requests.
-    kept_blocks, checkpoint_blocks: blocks that are kept now; those of them that belong to
-      checkpoints of states.
-    reasons: requests by the reason why their prefix was not longer, of the groups that ended it.
+    kept_blocks: blocks that are kept now.
+    checkpoint_blocks: kept blocks that belong to checkpoints of states.
+    reasons: number of requests by the reason why their prefix was not longer, as given by the
+      groups that ended it.
     """
 
     requests: int
@@ -150,5 +152,5 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """The part of all prompt tokens that needed not be computed; 0.0 before any."""
+        """Fraction of the prompt tokens that were found in the cache; 0.0 before any lookup."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

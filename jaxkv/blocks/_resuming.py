@@ -1,7 +1,4 @@
-"""The tokens from which a request can go on: prefixes to fork, and progress to rewind to.
-
-NumPy only.
-"""
+"""Numbers of tokens at which requests can resume, for forks and rewinds. NumPy only."""
 
 from collections.abc import Hashable, Sequence
 
@@ -33,14 +30,14 @@ def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int,
             raise ValueError(
                 f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
                 f"{group} that the next token reads; they left its window, or hold a newer "
-                "state. Use the number of tokens that it has computed"
+                "state. Pass the number of tokens that the request has computed"
             )
         found.append((source, first, end))
     return found
 
 
 def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
-    """Returns whether a row that holds columns of a group holds ``first .. end - 1``."""
+    """Returns whether held columns (source, first, end) include ``first .. end - 1``."""
     source, held_first, held_end = held
     return end <= first or (held_first <= first and end <= held_end) or first == source == end - 1
 
@@ -61,18 +58,19 @@ def _state_to_share(
             "fork after a step of one token"
         )
     if not newest and not _is_kept(books, group, np.array([row]), np.array([num_tokens]))[0]:
-        return -1, 0, books.row_blocks[group] + 1  # no block holds that state: refused
+        return -1, 0, books.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
     if mode == "none":
         return -1, 0, 1
     if mode == "align":
         return column, column, column + 1
-    return -1, min(held_first, column), column + 1  # behind a shared prefix only its last is held
+    # A row that shares a cached prefix holds only the last column of it.
+    return -1, min(held_first, column), column + 1
 
 
 def check_rewind(
     books: Books, names: Sequence[Hashable], rows: np.ndarray, num_tokens: np.ndarray
 ) -> None:
-    """Raises ValueError for a block that the next token reads and that was given back."""
+    """Raises ValueError if a request no longer holds a block that its next token reads."""
     lost = np.zeros((len(books.rules.growths), rows.size), bool)
     if books.rules.has_windows:
         lost = books.rules.firsts_visible(num_tokens) < books.held(rows)[1]
@@ -91,8 +89,8 @@ def check_rewind(
 def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
     """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
 
-    It is the newest one, that of a token of the last step with as many drafts behind it as have
-    blocks, or kept at the end of a block.
+    Blocks hold the newest state, the states of the last step's tokens that at most
+    ``speculative_blocks`` tokens follow, and the states that are kept at the ends of blocks.
     """
     drafted = books.reached[rows] - num_tokens <= books.rules.drafts[group, 0]
     drafted &= num_tokens > books.resumed[rows]  # the step wrote over the state that it began with
@@ -106,11 +104,11 @@ def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndar
 
 
 def _is_kept(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-    """Returns whether the state after ``num_tokens`` tokens outlives newer ones, bool[N].
+    """Returns whether the state after ``num_tokens`` tokens is held next to newer ones, bool[N].
 
     With ``cache_mode="align"`` only the state that the last step resumed from is kept: a step
-    that crosses the end of a block does not write the state there. With drafts it may have
-    resumed from the block of one.
+    that crosses the end of a block does not write the state there. With drafts, not even that one
+    is certain, because the step may have resumed from the block of a draft.
     """
     mode = books.rules.growths[group].cache_mode
     if mode == "none":

@@ -8,12 +8,15 @@ import numpy as np
 
 from jaxkv.blocks._write import Batch
 
-FEW = 8  # requests that cost less as ints than as arrays
+FEW = 8  # requests up to which ints are faster than arrays
 Work = Mapping[Any, int] | tuple[np.ndarray, np.ndarray]
 
 
 class Rows:
-    """R table rows: those of running requests by name, and those that are free."""
+    """The table rows of running requests, and the free rows.
+
+    of: row of each running request.
+    """
 
     def __init__(self, max_requests: int, max_in_flight_tokens: int):
         self._max_requests, self._max_in_flight_tokens = max_requests, max_in_flight_tokens
@@ -37,20 +40,20 @@ class Rows:
         for request in requests:
             if not isinstance(request, Hashable):
                 raise TypeError(
-                    f"request={request!r} must be a hashable name, an int or a str, say"
+                    f"request={request!r} must be a hashable name, such as an int or a str"
                 )
             if request in self.of:
                 raise ValueError(f"request={request!r} is running already; finish it first")
         if len(set(requests)) < len(requests):
-            raise ValueError(f"{list(requests)!r} names a request twice")
+            raise ValueError(f"{list(requests)!r} names a request twice; give each its own name")
         if len(requests) > len(self._free):
             raise ValueError(
-                f"{len(requests)} requests find {len(self._free)} free rows: "
-                f"{len(self.of)} requests run; raise max_requests or finish one"
+                f"{len(requests)} requests need rows, and {len(self._free)} rows are free: "
+                f"{len(self.of)} requests are running; raise max_requests or finish one"
             )
 
     def take(self, request: Hashable) -> int:
-        """Gives a request the row that has been free for longest."""
+        """Gives a request the row that has been free the longest."""
         row = self.of[request] = self._free.popleft()
         self._taken[row] = True
         self._last = None
@@ -75,8 +78,8 @@ class Rows:
         """Returns the rows and new tokens of a step.
 
         Raises:
-          TypeError, ValueError: requests that do not run, or counts that are not ints, below 1
-            or above what the plan counts on.
+          TypeError, ValueError: a request is not running, or its number of tokens is not an int,
+            is below 1, or is more than ``limits.max_in_flight_tokens`` of the plan.
         """
         if not isinstance(work, dict) and not isinstance(work, Mapping):
             batch = Batch.of(*self._checked_arrays(work))
@@ -84,8 +87,8 @@ class Rows:
             return batch
         names, values = list(work), list(work.values())
         if self._last is not None and self._last[0] == names:
-            # Steps in a row usually compute the same for the same requests. The sum of ints
-            # is an int; 1.0 equals 1 and is refused below.
+            # Consecutive steps often have the same work. The type of the sum tells 1.0, which is
+            # refused below, from the equal 1.
             if self._last[1] == values and type(sum(values)) is int:
                 return self._last[2]
             rows = self._last[2].rows
@@ -99,12 +102,12 @@ class Rows:
         return batch
 
     def _few(self, rows: np.ndarray, values: Sequence[Any]) -> Batch | None:
-        """Returns a batch of a few plain ints, which NumPy would look at for longer, or None."""
+        """Returns the batch of a few plain ints, without NumPy's overhead; None for others."""
         if not 0 < len(values) <= FEW or any([type(value) is not int for value in values]):
             return None
         longest = max(values)
         if min(values) < 1 or longest > self._max_in_flight_tokens:
-            return None  # to be refused
+            return None  # `_check_counts` raises the error
         counts = np.array(values, np.int64)
         ends = counts if len(values) == 1 else np.add.accumulate(counts)
         return Batch(rows, counts, ends, sum(values), longest)
@@ -131,11 +134,13 @@ class Rows:
             raise TypeError(f"work must count tokens in ints, got {counts.dtype}")
         known = (rows >= 0) & (rows < self._max_requests)
         if not known.all() or not self._taken[rows].all():
-            raise ValueError(f"work names rows that no request has: {rows.tolist()}")
+            raise ValueError(
+                f"work names rows that no request has: {rows.tolist()}; see BlockManager.requests"
+            )
         named = np.zeros(self._max_requests, bool)
         named[rows] = True
         if np.count_nonzero(named) < rows.size:
-            raise ValueError(f"work names a row twice: {rows.tolist()}")
+            raise ValueError(f"work names a row twice: {rows.tolist()}; list each request once")
         return rows.astype(np.int64), counts.astype(np.int64)
 
     def _check_counts(self, batch: Batch) -> None:
@@ -160,7 +165,7 @@ def _as_counts(values: Sequence[Any]) -> np.ndarray:
     """Returns the new tokens of requests, int64[N]; raises TypeError unless they are ints."""
     try:
         counts = np.array(values) if values else np.zeros(0, np.int64)
-    except ValueError:  # lists of unlike lengths
+    except ValueError:  # lists of different lengths
         counts = np.array(None)
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
         wrong = [

@@ -1,4 +1,4 @@
-"""The growth rules of all groups, laid out for arrays of groups and rows. NumPy only."""
+"""The growth rules of all groups as arrays, for many rows at once. NumPy only."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -24,11 +24,12 @@ class Rule(NamedTuple):
 class Rules:
     """`jaxkv.specs.Growth` of G groups, for N rows at once: arrays are int64[G, N].
 
-    block: int64[G, 1], tokens that a column stands for. A group whose rows hold the same from
-      the first step on has one column for all tokens.
-    drafts: int64[G, 1], columns after the last token's.
-    aligned, crossed: int64[...], the groups of "align" states, and those of the encoder.
-    of_groups: the same in ints.
+    block: int64[G, 1], tokens that a column stands for; `INT32_MAX` in groups whose rows hold the
+      same columns from the first step on.
+    drafts: int64[G, 1], columns for drafts, after the last token's column.
+    aligned: int64[...], indices of the groups with "align" states.
+    crossed: int64[...], indices of the groups that store encoder tokens.
+    of_groups: the rule of each group, in ints.
     """
 
     def __init__(self, growths: Sequence[Growth], context_parallel: int):
@@ -58,7 +59,7 @@ class Rules:
     def ends(self, totals: np.ndarray) -> np.ndarray:
         """Returns one past the last columns that rows of ``totals`` tokens hold.
 
-        Not of groups in ``crossed``: theirs depend on the encoder.
+        Invalid for groups in ``crossed``, whose columns depend on the encoder tokens.
         """
         ends = (totals + self._last_of_block) // self.block
         if self._has_drafts:
@@ -69,8 +70,8 @@ class Rules:
         """Returns the column of the oldest token that the next one attends to."""
         return first_visible_token(computed, self._window, self._chunk) // self.block
 
-    def quiet_until(self, computed: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Returns, int64[N], the longest total up to which rows change nothing.
+    def unchanged_until(self, computed: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """Returns the number of tokens up to which rows need no change, int64[N].
 
         Args:
           computed: int64[N], tokens in the cache when the step begins.
@@ -86,7 +87,7 @@ class Rules:
                 np.minimum(until, (computed // self._chunk + 1) * self._chunk, out=until)
         if self.crossed.size:
             until[self.crossed] = INT32_MAX
-        if self.aligned.size:  # once the newest block is the source, too, the older one is dropped
+        if self.aligned.size:  # the old source is dropped once the newest block is the source
             source, first = held[0, self.aligned], first[self.aligned]
             apart = np.where(source != first, first * self.block[self.aligned] + 1, INT32_MAX)
             until[self.aligned] = np.minimum(until[self.aligned], apart)

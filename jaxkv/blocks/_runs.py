@@ -1,11 +1,11 @@
-"""Runs of cells in the tables of a pool's groups. NumPy only."""
+"""Runs of consecutive cells in the block tables of groups. NumPy only."""
 
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
-FEW = 16  # runs that are cheaper one after the other than cell by cell
+FEW = 16  # runs up to which a loop over them is faster than arrays of their cells
 NO_IDS = np.zeros(0, np.int32)
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -15,9 +15,9 @@ Run = tuple[int, int, int, int]
 class Runs:
     """K runs of consecutive cells, each in one row of one group; ordered by group.
 
-    Groups, rows, first columns (in the table of the group) and numbers of cells (at least 1) are
-    arrays, int64[K] each, or one tuple of ints for each run, which is cheaper for a few. Either
-    is made from the other when it is first asked for.
+    A run is a group, a row, a first column (in the group's table) and a number of cells (at least
+    1). Runs are kept as four arrays, int64[K] each, or as a tuple of ints per run, which is faster
+    for a few. Each form is made from the other on first use.
     """
 
     __slots__ = ("_arrays", "_ints", "num_cells", "size")
@@ -29,7 +29,7 @@ class Runs:
     @classmethod
     def between(cls, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> "Runs":
         """Returns the columns ``begins[g, i] .. ends[g, i] - 1`` of row i in each group g."""
-        counts = (ends - begins).reshape(-1)  # flat: NumPy looks up along one axis much faster
+        counts = (ends - begins).reshape(-1)  # flat: NumPy indexes one axis much faster than two
         at = (counts > 0).nonzero()[0]
         if not at.size:
             return NO_RUNS
@@ -47,12 +47,12 @@ class Runs:
 
     @classmethod
     def listed(cls, runs: Sequence[Run]) -> "Runs":
-        """Returns runs of ints, ordered by group."""
+        """Returns runs from tuples of ints, which are ordered by group."""
         return cls(None, sum([count for _, _, _, count in runs]), runs) if runs else NO_RUNS
 
     @classmethod
     def joined(cls, runs: Sequence["Runs"]) -> "Runs":
-        """Returns the runs of all, one after the other, in no order of groups."""
+        """Returns the concatenation of all runs, not ordered by group."""
         parts = zip(*(part.arrays for part in (NO_RUNS, *runs)), strict=True)
         groups, rows, begins, counts = map(np.concatenate, parts)
         return cls((groups, rows, begins, counts), sum(part.num_cells for part in runs))
@@ -97,7 +97,7 @@ class Runs:
 
     @property
     def are_few(self) -> bool:
-        """Whether the runs are cheaper one after the other than all cells at once."""
+        """Whether a loop over the runs is faster than arrays of their cells."""
         return bool(self._ints) or (self.size <= FEW and self.num_cells > self.size)
 
     @property
@@ -112,7 +112,7 @@ class Runs:
         return np.add.accumulate(counts) - counts
 
     def num_cells_of(self, which: np.ndarray) -> int:
-        """Returns the cells of some of the runs, given by a mask."""
+        """Returns the number of cells in some of the runs, given by a mask."""
         chosen = int(np.count_nonzero(which))
         if chosen in (0, self.size):
             return self.num_cells if chosen else 0
@@ -126,17 +126,17 @@ class Runs:
         return Runs((groups, rows, begins, counts), int(np.add.reduce(counts)))
 
     def moved(self, rows: np.ndarray) -> "Runs":
-        """Returns the runs in other rows, int64[K]."""
+        """Returns the same columns in other rows, int64[K]."""
         groups, _, begins, counts = self.arrays
         return Runs((groups, rows, begins, counts), self.num_cells)
 
     def by_group(self) -> tuple["Runs", np.ndarray]:
-        """Returns the runs ordered by group, and the order, int64[K]."""
+        """Returns the runs ordered by group, and their former indices, int64[K]."""
         order = self.groups.argsort(kind="stable")
         return self.chosen(order), order
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns groups, rows and columns of all cells."""
+        """Returns groups, rows and columns of all cells, int64[num_cells] each."""
         groups, rows, begins, counts = self.arrays
         if self.are_cells:
             return groups, rows, begins
@@ -159,7 +159,7 @@ class Runs:
             at += count
 
     def ends(self, num_groups: int) -> np.ndarray | Sequence[int]:
-        """Returns the cells of each group and all groups before it."""
+        """Returns, per group, the number of cells in the group and all groups before it."""
         if num_groups == 1:
             return [self.num_cells]
         if self.are_few:

@@ -24,7 +24,7 @@ class StepShape:
         manager.start("a")
         upload = manager.step(prefill, {"a": 40})
 
-    Legends use B = ``batch_size``, T = ``max_tokens`` and G = the number of groups.
+    In array shapes, B is ``batch_size``, T is ``max_tokens`` and G is the number of groups.
 
     growths, num_blocks, context_parallel: of the plan.
     max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
@@ -74,7 +74,7 @@ class StepShape:
             if self.max_tokens != self.batch_size * self.tokens_per_request:
                 raise ValueError(
                     f"max_tokens={self.max_tokens} must be batch_size * tokens_per_request = "
-                    f"{self.batch_size * self.tokens_per_request} of a rectangular batch"
+                    f"{self.batch_size * self.tokens_per_request} for a rectangular batch"
                 )
 
     @classmethod
@@ -116,9 +116,9 @@ class StepShape:
           forks: requests of a step that write for the first time since a fork, including the
             donors; a swap of rows counts as 2. Each may copy a row of the tables and, in every
             group, a block.
-          cached_tokens: tokens that all requests which start in a step find in the cache together;
-            see `BlockManager.start`. Requests that continue after a recurrent state also count as
-            ``forks``.
+          cached_tokens: tokens that the requests of a step find in the cache when they start,
+            summed over the requests; see `BlockManager.start`. Requests that continue after a
+            recurrent state also count as ``forks``.
           extra: integers of your own that travel with the upload.
 
         Returns:
@@ -176,12 +176,12 @@ class StepShape:
 
     @property
     def changed_rows(self) -> int:
-        """Table rows that a step changes: of its requests, and of forks that wait for a step."""
+        """Most table rows that a step changes: its requests, and forks that have no step yet."""
         return min(self.max_requests, self.batch_size + self.row_copies)
 
     @functools.cached_property
     def format(self) -> UploadFormat:
-        """The places of a step's integers in its upload."""
+        """Offsets of a step's integers in its upload."""
         return UploadFormat(self)
 
     def idle(self) -> "Upload":
@@ -197,7 +197,7 @@ class StepShape:
             f"{self.max_seq_len:,} tokens a request, {self.format.size:,} int32s)"
         )
 
-    def __getstate__(self) -> dict[str, object]:  # cached values stay behind
+    def __getstate__(self) -> dict[str, object]:  # without the cached properties
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
@@ -223,9 +223,10 @@ class Upload:
 
         ``number`` counts the manager's uploads. Requests: ``request_rows``,
         ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Table entries,
-        ordered by group: ``entry_rows``, ``entry_columns``, ``entry_ids`` and where each group's
-        end, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks to zero and to
-        copy, likewise, and rows to copy.
+        ordered by group: ``entry_rows``, ``entry_columns``, ``entry_ids``, and the end of each
+        group's entries, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks,
+        likewise ordered by group: ``zero_ids``, ``zero_ends``; ``copy_sources``,
+        ``copy_destinations``, ``copy_ends``. Rows to copy: ``row_sources``, ``row_destinations``.
         """
         parts = self.shape.format.split(np.asarray(self.data))
         requests = int((parts["request_rows"] >= 0).sum())
@@ -298,8 +299,8 @@ def _most_new_blocks(
 ) -> int:
     """Returns the most blocks of a group that the requests of one step take.
 
-    A request that computes n tokens takes at most ``ceil(n / b)`` blocks, and over a batch
-    that is most when every request computes one token and one of them the rest.
+    A request that computes n tokens takes at most ``ceil(n / block_size)`` blocks. Over a batch,
+    the sum is largest if all requests but one compute one token, and that one computes the rest.
     """
     each = 1 + growth.speculative_blocks
     if growth.stores == "encoder":

@@ -1,4 +1,4 @@
-"""Shared blocks that a step is about to write: who gets a block of its own. No jax."""
+"""Cells whose shared block a step is about to write, and which must replace it. No jax."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,17 +9,17 @@ from jaxkv.blocks._books import Books
 from jaxkv.blocks._pool import BlockPool
 from jaxkv.blocks._runs import Run
 
-Columns = Sequence[Sequence[int]]  # source, first and end of a row, of each group
-#: one cell, its block, and whether the request still reads what is in it, so that it is copied
+Columns = Sequence[Sequence[int]]  # source, first and end of a row, each over the groups
+#: a cell, its block, and whether the block is copied, because the request still reads it
 Shared = tuple[Run, int, bool]
 
 
 def shared_cells(books: Books, rows: Iterable[int], after: Iterable[Columns]) -> list[Shared]:
-    """Returns the cells of rows whose shared block the step writes: each gets one of its own.
+    """Returns the cells that need a block of their own, because the step writes a shared one.
 
     Args:
-      rows: of the step.
-      after: what each of them holds afterwards.
+      rows: rows of the step.
+      after: source, first and end of each row after the step.
     """
     found: list[Shared] = []
     for row, held in zip(rows, after, strict=True):
@@ -45,11 +45,12 @@ def _of_row(books: Books, row: int, after: Columns) -> list[Shared]:
 def _written(
     kind: str, next_column: int, held: Sequence[int], then: Sequence[int]
 ) -> Iterable[int]:
-    """Returns the columns of a group that a row holds and that its next tokens write over.
+    """Returns the columns of a group that a row holds and that its next tokens may overwrite.
 
     Args:
-      next_column: of the next token.
-      held, then: source, first and end before the step and after it.
+      kind: the kind of the group's `Rule`.
+      next_column: column of the next token.
+      held, then: source, first and end of the row before and after the step.
     """
     source, first, end = held
     if kind == "aligned":
@@ -58,12 +59,15 @@ def _written(
 
 
 def _keeps_content(position: int, computed: int) -> bool:
-    """Returns whether a written block that begins at a position holds what is still read."""
+    """Returns whether a block that begins at ``position`` holds tokens that are still read."""
     return position < computed
 
 
 def _without_last_holders(pool: BlockPool, shared: Sequence[Shared]) -> list[Shared]:
-    """Leaves out the last cell of each block that all others leave in the same step."""
+    """Drops the last cell of each block that all its holders are about to write in this step.
+
+    The last holder keeps the block, unless its content is kept for later prompts.
+    """
     leaving: dict[int, list[Run]] = {}
     for cell, block_id, _ in shared:
         leaving.setdefault(block_id, []).append(cell)

@@ -1,4 +1,4 @@
-"""The fields of an upload: checked against the sizes of a step, and written. NumPy only."""
+"""Checks the fields of an upload against the sizes of a step, and writes them. NumPy only."""
 
 import operator
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
 
     rows: np.ndarray  # int[N]
     counts: np.ndarray  # int[N], new tokens
-    ends: np.ndarray  # int[N], the same of each request and all before it
+    ends: np.ndarray  # int[N], cumulative sums of counts
     num_tokens: int
     longest: int  # most new tokens of one request
 
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Block ids on their way into cells of the tables, as K runs ordered by group.
+    """Block ids to write into cells of the tables, as K runs ordered by group.
 
     zeroed: runs whose blocks are fresh and must be zeroed.
     """
@@ -54,7 +54,7 @@ class Entries(NamedTuple):
         return Entries(self.runs.chosen(which), ids, self.zeroed[which])
 
     def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray | Sequence[int]]:
-        """Returns the ids to zero, ordered by group, and where each group's end."""
+        """Returns the ids to zero, ordered by group, and the end of each group's ids."""
         chosen = self if self.zeroed.all() else self.chosen(self.zeroed)
         return chosen.block_ids, chosen.runs.ends(num_groups)
 
@@ -67,12 +67,12 @@ class Copies(NamedTuple):
     destinations: np.ndarray  # int32[C]
 
     def chosen(self, destinations: np.ndarray) -> "Copies":
-        """Returns the copies into some blocks."""
+        """Returns the copies into these destinations."""
         kept = np.isin(self.destinations, destinations)
         return Copies(*(part[kept] for part in self))
 
     def without(self, destinations: np.ndarray) -> "Copies":
-        """Returns the copies into other blocks."""
+        """Returns the copies into other destinations."""
         kept = ~np.isin(self.destinations, destinations)
         return Copies(*(part[kept] for part in self))
 
@@ -141,7 +141,7 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
 
     Raises:
       TypeError: values that are not ints.
-      ValueError: a value that int32 does not hold, or an array that is not flat.
+      ValueError: a value that does not fit int32, or an array that is not flat.
     """
     array = values if isinstance(values, np.ndarray) else np.array(values)
     if not array.size:
@@ -153,7 +153,7 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
         raise TypeError(f"{name} must be ints, got {array.dtype}")
     if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
-        raise ValueError(f"{name} holds a value that int32 does not")
+        raise ValueError(f"{name} holds a value that does not fit int32")
     return array.astype(np.int32)
 
 
@@ -187,7 +187,7 @@ def write_entries(
     changed_rows: np.ndarray,
     row_lengths: np.ndarray,
 ) -> None:
-    """Writes table entries, and the lengths, [E, G], of the rows that changed."""
+    """Writes table entries, and the lengths of the rows that changed, int[E, G]."""
     starts, runs = shape.format.starts, entries.runs
     _put(data, starts["changed_rows"], changed_rows)
     _put(data, starts["row_lengths"], row_lengths.reshape(-1))
@@ -201,7 +201,7 @@ def write_entries(
 def write_zero_ids(
     shape: StepShape, data: np.ndarray, ids: np.ndarray, ends: np.ndarray | Sequence[int]
 ) -> None:
-    """Writes the fresh blocks to zero, ordered by group, and where each group's end."""
+    """Writes the ids of blocks to zero, ordered by group, and the end of each group's ids."""
     if ids.size:
         _put(data, shape.format.starts["zero_ids"], ids)
         _put(data, shape.format.starts["zero_ends"], ends)

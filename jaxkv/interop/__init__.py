@@ -1,4 +1,4 @@
-"""Plans and steps of other engines, taken over: `jaxkv.interop.vllm`. No jax."""
+"""Conversion of plans and steps of other engines: `jaxkv.interop.vllm`. No jax."""
 
 from jaxkv.interop import vllm as vllm
 

@@ -1,7 +1,7 @@
-"""Prompts that are remembered token by token, and the blocks that keep what they computed. No jax.
+"""Prefix caching: a radix tree of prompts, block keys, and events for routers. No jax.
 
-`jaxkv.BlockManager` finds and keeps prefixes; the names and events here are for those who look at
-its blocks from outside, such as routers.
+`jaxkv.BlockManager` looks up and keeps prefixes by itself. Import from here to compute block keys,
+or to publish events to routers and connectors.
 """
 
 from jaxkv.prefixes._checkpoints import Checkpoint

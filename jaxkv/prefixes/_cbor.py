@@ -1,4 +1,4 @@
-"""Canonical CBOR (RFC 8949) of what block keys are made of. NumPy only."""
+"""Canonical CBOR (RFC 8949) of the values that block keys hash. NumPy only."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ Encodable = int | bytes | str | None | tuple["Encodable", ...] | list["Encodable
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = (major << 5 for major in range(5))
 _NONE = b"\xf6"
-_SIZES = ((24, 1), (25, 2), (26, 4), (27, 8))  # how a head says the bytes of its argument
+_SIZES = ((24, 1), (25, 2), (26, 4), (27, 8))  # low bits of a head, bytes of its argument
 
 
 def head(major: int, argument: int) -> bytes:
-    """Returns the first bytes of an item, in as few bytes as the argument allows.
+    """Returns the head of an item, in as few bytes as its argument allows.
 
     Args:
       major: the item's type, in the three highest bits of a byte.
@@ -21,11 +21,11 @@ def head(major: int, argument: int) -> bytes:
     for info, size in _SIZES:
         if argument < 1 << 8 * size:
             return bytes((major | info,)) + argument.to_bytes(size, "big")
-    raise ValueError(f"{argument} has more than 64 bits, which no CBOR integer has")
+    raise ValueError(f"{argument} has more than 64 bits, the most of a CBOR integer")
 
 
 def array_head(length: int) -> bytes:
-    """Returns the first bytes of an array, which its items follow."""
+    """Returns the head of an array; the encoded items follow it."""
     return head(_ARRAY, length)
 
 
@@ -64,15 +64,15 @@ def encode_tokens(tokens: np.ndarray, block_size: int) -> list[bytes]:
       tokens: uint32[num_blocks * block_size].
       block_size: tokens per block.
     """
-    # Five columns per token, of which only some are sent: the head, and the bytes of the integer.
+    # Five columns per token, the head and four bytes of the integer; `used` marks those to keep.
     columns = np.empty((tokens.size, 5), np.uint8)
     columns[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
     one, two, four = tokens >= 24, tokens > 0xFF, tokens > 0xFFFF
     columns[:, 0] = np.where(one, 23 + one.view(np.uint8) + two + four, tokens)
-    sent = np.ones((tokens.size, 5), bool)
-    sent[:, 1] = sent[:, 2] = four
-    sent[:, 3], sent[:, 4] = two, one
-    data = columns[sent].tobytes()
+    used = np.ones((tokens.size, 5), bool)
+    used[:, 1] = used[:, 2] = four
+    used[:, 3], used[:, 4] = two, one
+    data = columns[used].tobytes()
     lengths = 1 + one.astype(np.int64) + two + 2 * four
     ends = lengths.reshape(-1, block_size).sum(1).cumsum().tolist()
     first = array_head(block_size)

@@ -1,20 +1,20 @@
-"""States that are kept in the middle of prompts, and which of them give way. NumPy only."""
+"""Checkpoints of prefixes, and the order in which they are evicted. NumPy only."""
 
 import numpy as np
 
-EVICTED = -1  # in place of a block id: it was kept once
-WANTED_PART = 0.75  # of the room for checkpoints, as long as others ask for the rest
+EVICTED = -1  # in place of the id of a block that was kept and then evicted
+WANTED_PART = 0.75  # share of the checkpoint blocks above which wanted ones are evicted first
 
 
 class Checkpoint:
-    """Blocks that hold the end of a prefix, where that is not the end of a block.
+    """A position in a prompt to continue from, and the blocks this needs besides whole ones.
 
-    position: tokens of the prefix.
-    blocks: int32[G], the state of each group that overwrites its states, and the last block of
-      each other group if the prefix ends inside it; 0 where neither is needed, `EVICTED` where
-      it is gone.
-    is_wanted: whether another prompt is known to go on from here: a boundary that was named, or
-      where two prompts parted, or that was shared.
+    position: length of the prefix, in tokens.
+    blocks: int32[G], the block with the state for a group that overwrites its states, and the
+      last block for any other group if the prefix ends inside it; 0 where a group needs neither,
+      `EVICTED` where the block is gone.
+    is_wanted: whether other prompts are expected to continue here: the caller named this boundary,
+      two prompts parted here, or a request has shared the prefix.
     """
 
     __slots__ = ("blocks", "is_wanted", "position")
@@ -34,8 +34,8 @@ class Checkpoint:
 class Checkpoints:
     """All checkpoints, the least recently used first.
 
-    Most prompts end where no other one goes on, so the checkpoints of their ends give way before
-    those that are wanted, as long as the latter leave them some room.
+    Most prompts end where no other prompt continues. Checkpoints of such ends are evicted before
+    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks.
     """
 
     def __init__(self) -> None:
@@ -44,30 +44,30 @@ class Checkpoints:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that checkpoints name."""
+        """Number of blocks of all checkpoints; a block of two of them counts twice."""
         return sum(self._num_blocks.values())
 
     def __contains__(self, checkpoint: Checkpoint) -> bool:
         return checkpoint in self._queues[checkpoint.is_wanted]
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Notes a checkpoint as the last one used."""
+        """Adds a checkpoint as the most recently used one."""
         self._queues[checkpoint.is_wanted][checkpoint] = None
         self._num_blocks[checkpoint.is_wanted] += checkpoint.num_blocks
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Forgets a checkpoint."""
+        """Removes a checkpoint."""
         del self._queues[checkpoint.is_wanted][checkpoint]
         self._num_blocks[checkpoint.is_wanted] -= checkpoint.num_blocks
 
     def touch(self, checkpoint: Checkpoint, *, is_wanted: bool) -> None:
-        """Notes that a checkpoint was used, and whether it is wanted from now on."""
+        """Marks a checkpoint as just used, and as wanted from now on if ``is_wanted``."""
         self.remove(checkpoint)
         checkpoint.is_wanted |= is_wanted
         self.add(checkpoint)
 
     def one_too_many(self, max_blocks: int) -> Checkpoint | None:
-        """Returns the checkpoint that gives way when there are more blocks than that."""
+        """Returns the checkpoint to evict if checkpoints have more than ``max_blocks`` blocks."""
         if self.num_blocks <= max_blocks:
             return None
         crowds = self._num_blocks[True] > WANTED_PART * max_blocks

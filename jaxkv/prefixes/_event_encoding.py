@@ -1,4 +1,4 @@
-"""Events as messages that the routers of vLLM read: MessagePack, and the frames around it.
+"""Encoding of events as vLLM sends them to routers: MessagePack in ZeroMQ frames.
 
 The fields are those of vLLM 0.33; the current routers of llm-d and Dynamo read both formats.
 """
@@ -17,12 +17,12 @@ from jaxkv.prefixes._events import (
 )
 from jaxkv.prefixes._extra_keys import BlockExtras
 
-#: "tagged": an event is a map with a "type", as in vLLM 0.33; "positional": an array that begins
-#: with its type, as in vLLM up to 0.23
+#: "tagged": each event is a map with a "type", as in vLLM 0.33; "positional": each event is an
+#: array that begins with its type, as in vLLM up to 0.23
 EventFormat = Literal["tagged", "positional"]
 #: "int": the last 64 bits of a key, vLLM's default; "bytes": all 256
 KeyFormat = Literal["int", "bytes"]
-#: "all", as vLLM sends; "counted": only those that a router may count
+#: "all": events of every group, as vLLM sends; "counted": of groups with `EventGroup.is_counted`
 GroupChoice = Literal["all", "counted"]
 
 _KIND_NAMES: dict[GroupKind, str] = {
@@ -40,9 +40,9 @@ _OPTIONAL = {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sli
 class EventFrames(NamedTuple):
     """The frames of one ZeroMQ message, for ``socket.send_multipart``.
 
-    topic: subscribers choose by it.
+    topic: the topic that subscribers filter by.
     sequence: number of the batch, 8 bytes, big-endian.
-    payload: what `encode_events` returned.
+    payload: the batch, from `encode_events`.
     """
 
     topic: bytes
@@ -50,7 +50,7 @@ class EventFrames(NamedTuple):
     payload: bytes
 
 
-#: what a server sends after the last batch of a replay
+#: the message that follows the last batch of a replay
 END_OF_REPLAY = EventFrames(b"", (-1).to_bytes(8, "big", signed=True), b"")
 
 
@@ -64,14 +64,14 @@ def encode_events(
 ) -> bytes:
     """Returns a batch as MessagePack: an array of timestamp, events and data-parallel rank.
 
-    Needs the extra ``events``. Every stored block carries the number and the kind of its group,
-    by which a router tells what to count; give ``groups="counted"`` to one that does not look. A
-    batch may then have no events left: send it all the same, so that the numbers have no gap.
-    Extra keys are written without their tags, as vLLM writes them, and of an adapter only the
-    name.
+    Needs the extra ``events``. Events of stored blocks carry the index and the kind of their
+    group, so that a router can count some groups only. For routers that ignore these fields, use
+    ``groups="counted"``. Send the batch even if that leaves it without events, because a router
+    takes a gap in the sequence numbers for a lost batch. As in vLLM, extra keys are written
+    without tags, and an adapter as its name.
 
     Args:
-      batch: what `EventLog.take` or `EventLog.since` returned.
+      batch: from `EventLog.take` or `EventLog.since`.
       format: "tagged", or "positional" for readers made for vLLM 0.23 or older.
       keys: "int" for the last 64 bits of each key, or "bytes" for all of it.
       groups: "all", or "counted" to leave out windows, chunks, states and encoders.
@@ -79,7 +79,7 @@ def encode_events(
 
     Raises:
       ImportError: msgpack is not installed.
-      ValueError: a choice that is none of the above.
+      ValueError: an unknown ``format``, ``keys`` or ``groups``, or a negative ``rank``.
     """
     check_choice(("tagged", "positional"), format=format)
     check_choice(("int", "bytes"), keys=keys)
@@ -100,23 +100,23 @@ def encode_events(
 def event_frames(sequence: int, payload: bytes, *, topic: str = "") -> EventFrames:
     """Returns the frames of a ZeroMQ message that carries a batch, in vLLM's layout.
 
-    Send them on a PUB socket, and again on a ROUTER socket to whoever asks for a replay, with
-    `END_OF_REPLAY` after the last::
+    Send them on a PUB socket. To replay batches, send their frames again on the ROUTER socket that
+    the request came in on, and `END_OF_REPLAY` after the last::
 
         frames = event_frames(batch.sequence, encode_events(batch), topic="kv-events")
         socket.send_multipart(frames)
 
     Args:
       sequence: number of the batch.
-      payload: what `encode_events` returned.
-      topic: subscribers choose by it.
+      payload: the batch, from `encode_events`.
+      topic: the topic that subscribers filter by.
     """
     check_count(sequence=sequence)
     return EventFrames(topic.encode(), sequence.to_bytes(8, "big"), payload)
 
 
 def _msgpack_packb() -> Callable[[Any], bytes]:
-    """Returns the function that packs a value."""
+    """Returns ``msgpack.packb``; raises ImportError with the extra to install."""
     try:
         import msgpack
     except ImportError:

@@ -1,4 +1,4 @@
-"""Events of the blocks of a cache, in order, for routers and connectors. NumPy only."""
+"""Events of stored and removed blocks, for routers and connectors. NumPy only."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv.prefixes._extra_keys import BlockExtras
 from jaxkv.prefixes._keys import DEFAULT_ROOT
 
-#: where a block is, in vLLM's words
+#: the memory that a block is in, by vLLM's names
 Medium = Literal["GPU", "CPU", "STORAGE"]
 #: kinds of layers, as `jaxkv.specs.LayerSpec.kind`
 GroupKind = Literal["full", "mla", "sliding", "sliding_mla", "chunked", "state", "cross"]
@@ -22,9 +22,9 @@ _KEEP_ALL_TOKENS = ("full", "mla")
 class EventGroup:
     """The group of layers that an event is about.
 
-    index: of the group in the plan.
-    kind: of its layers.
-    block_size: tokens that one key of the group stands for beyond the key before it.
+    index: index of the group in the plan.
+    kind: kind of its layers.
+    block_size: tokens that one key covers beyond its parent key.
     window: tokens of a sliding window; None: the layers have none.
     """
 
@@ -42,11 +42,11 @@ class EventGroup:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a router may count the blocks of the group as prefixes that are held.
+        """Whether a router may count the group's blocks as cached prefixes.
 
-        False for windows, chunks, states and encoders: such a group holds the end of a prefix
-        and not the rest. The blocks that count are an upper bound for a hit of a model that has
-        such groups too.
+        False for windows, chunks, states and encoders, because such a group holds only the end of
+        a prefix. In a model that has such groups too, the blocks of the other groups are an upper
+        bound of the hit.
         """
         return self.kind in _KEEP_ALL_TOKENS
 
@@ -55,14 +55,14 @@ class EventGroup:
 class BlocksStored:
     """Consecutive blocks of one group that a request can now share.
 
-    group: of the blocks.
+    group: group of the blocks.
     block_keys: one per block; see `block_keys`.
-    parent_key: of the block before the first; None: they begin the sequence.
-    token_ids: of all blocks together, ``len(block_keys) * group.block_size``.
-    medium: where the blocks are.
+    parent_key: key of the block before the first; None: the blocks begin the sequence.
+    token_ids: token ids of all blocks, ``len(block_keys) * group.block_size`` of them.
+    medium: the memory that holds the blocks.
     extra_keys: per block, as `extra_keys_by_block` returns them; None: no block has any.
     adapter: name of the LoRA adapter; None: none.
-    adapter_id: the number of the adapter, which old routers read in place of its name.
+    adapter_id: number of the adapter, which old routers read in place of its name.
     """
 
     group: EventGroup
@@ -94,9 +94,9 @@ class BlocksStored:
 class BlocksRemoved:
     """Blocks of one group that can no longer be shared from a medium.
 
-    group: of the blocks.
+    group: group of the blocks.
     block_keys: one per block, in any order.
-    medium: where the blocks were.
+    medium: the memory that held the blocks.
     """
 
     group: EventGroup
@@ -110,12 +110,12 @@ class BlocksRemoved:
 
 @dataclasses.dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing that was stored before can be shared any more, in any group or medium."""
+    """All blocks that were stored before are removed, in every group and medium."""
 
 
 def _check_not_empty(block_keys: tuple[bytes, ...]) -> None:
     if not block_keys:
-        raise ValueError("block_keys is empty: leave out an event about no block")
+        raise ValueError("block_keys is empty; give at least one key, or leave out the event")
 
 
 CacheEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -136,18 +136,18 @@ class EventBatch:
 
 
 class EventLog:
-    """The events of one cache in order, as numbered batches that can be sent again.
+    """A log of one cache's events, in numbered batches that can be sent again.
 
-    A router that applies all batches in the order of their numbers knows what the cache holds.
-    One that finds a gap in the numbers asks for the batches `since` the first that it missed.
-    `jaxkv.BlockManager` takes a log, and adds what happens to its blocks.
+    A router that applies all batches in order knows which blocks the cache holds. A router that
+    misses a number asks for a replay: the batches `since` that number. Pass a log to
+    `jaxkv.BlockManager`, which appends the events of its blocks.
     """
 
     def __init__(self, *, max_batches: int = 10_000, root: bytes = DEFAULT_ROOT):
-        """Starts empty, with number 0.
+        """Creates an empty log, whose first batch will have number 0.
 
         Args:
-          max_batches: batches to keep for `since`; the oldest go first.
+          max_batches: batches to keep for `since`; the oldest are dropped first.
           root: `root_key` of the seed that all readers use.
         """
         check_positive(max_batches=max_batches)
@@ -168,7 +168,7 @@ class EventLog:
         return self._next
 
     def append(self, event: CacheEvent) -> None:
-        """Adds what just happened.
+        """Appends an event to the next batch.
 
         Raises:
           TypeError: something that is not an event.
@@ -178,10 +178,10 @@ class EventLog:
         self._pending.append(event)
 
     def take(self, timestamp: float | None = None) -> EventBatch | None:
-        """Returns the events since the last call as a batch; None where there are none.
+        """Returns the events since the last call as a batch; None if there are none.
 
         Args:
-          timestamp: seconds since 1970; None: now.
+          timestamp: seconds since 1970; None: the current time.
         """
         if not self._pending:
             return None
@@ -193,19 +193,20 @@ class EventLog:
         return batch
 
     def since(self, sequence: int) -> tuple[EventBatch, ...]:
-        """Returns the batches from a number on that have been taken.
+        """Returns the taken batches, from a number on.
 
         Args:
-          sequence: number of the first batch that is wanted.
+          sequence: number of the first batch to return.
 
         Raises:
-          ValueError: a batch that is no longer kept; who asked has to forget what it knows.
+          ValueError: a batch that is no longer kept, so that a replay cannot be complete.
         """
         check_count(sequence=sequence)
         oldest = self._next - len(self._batches)
         if sequence < oldest:
             raise ValueError(
-                f"sequence={sequence} is gone: batches {oldest} to {self._next - 1} are kept; "
-                "send AllBlocksCleared and all blocks anew, or keep more with max_batches"
+                f"sequence={sequence} is not kept any more, only batches {oldest} to "
+                f"{self._next - 1} are kept; send AllBlocksCleared and all blocks again, or raise "
+                "max_batches"
             )
         return tuple(batch for batch in self._batches if batch.sequence >= sequence)

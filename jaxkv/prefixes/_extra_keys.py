@@ -1,4 +1,4 @@
-"""Content of a block besides its tokens: adapters, images, salts. NumPy only."""
+"""Extra keys: adapters, media, embeddings and salts that blocks depend on. NumPy only."""
 
 import dataclasses
 import hashlib
@@ -10,31 +10,31 @@ import numpy as np
 from jaxkv._internal.checks import check_choice, check_count, check_positive
 from jaxkv._internal.numbers import cdiv
 
-#: named as vLLM 0.33 tags them
+#: kinds of extra keys, by vLLM 0.33's tags
 ExtraKind = Literal["lora", "mm", "prompt_embeds"]
 _KINDS = ("lora", "mm", "cache_salt", "prompt_embeds")  # in the order of a block's keys
 
-#: one entry of a block's extra keys: a tag, then what tells two things of its kind apart
+#: one extra key of a block: a tag, then the values that identify the content
 Tagged = tuple[str | int | bytes, ...]
-#: the extra keys of one block; None: it has none
+#: the extra keys of one block; None: the block has none
 BlockExtras = tuple[Tagged, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class ExtraKey:
-    """Something besides token ids that the rows or states of some blocks depend on.
+    """An adapter, a medium or embeddings that blocks depend on besides their token ids.
 
-    Make one with `lora`, `mm` or `prompt_embeds`. A salt has an argument of its own.
+    Make one with `lora`, `mm` or `prompt_embeds`. Pass a salt as ``salt=`` instead.
 
     kind: "lora" (an adapter), "mm" (an image, a video or a sound) or "prompt_embeds".
     value: (name, path) of the adapter; the identifier of the medium, such as a hash of its
       content; the bytes of the embeddings.
-    start, end: the tokens ``start .. end - 1`` that it stands for; ``end`` None: to the end of
-      the sequence.
+    start, end: the key covers the tokens ``start .. end - 1``; ``end`` None: to the end of the
+      sequence.
 
-    A block depends on an adapter wherever it is, and on a medium if it shares a token with it.
-    A medium counts with its offset from the start of the block, so that one image at two places
-    gives two keys. With embeddings, a block depends on the rows of its own tokens.
+    Every block depends on the adapter, and a block that contains a token of a medium depends on
+    that medium and its offset from the start of the block, so the same image at two offsets gives
+    two block keys. Of embeddings, a block depends on the rows of its own tokens.
     """
 
     kind: ExtraKind
@@ -58,22 +58,22 @@ class ExtraKey:
             raise TypeError(f"value of an adapter must be (name, path), got {self.value!r}")
         if (self.start, self.end) != (0, None):
             raise ValueError(
-                "an adapter counts for the whole sequence; leave out start and end, and give two "
-                "sequences that share tokens but not the adapter two different keys"
+                "an adapter applies to the whole sequence, got "
+                f"start={self.start} and end={self.end}; leave them out"
             )
 
     def _check_mm(self) -> None:
         if not isinstance(self.value, str):
             raise TypeError(f"value of a medium must be a str, got {self.value!r}")
         if self.end is None:
-            raise ValueError("end is missing: the position after the last token of the medium")
+            raise ValueError("end is missing; give the position after the last token of the medium")
 
     def _check_prompt_embeds(self) -> None:
         if not isinstance(self.value, bytes):
             raise TypeError(f"value of embeddings must be bytes, got {type(self.value).__name__}")
         if self.start or not self.end or len(self.value) % self.end:
             raise ValueError(
-                "embeddings begin at start=0 and have the same number of bytes for each token "
+                "embeddings must begin at start=0 and have the same number of bytes for each token "
                 f"before end; got start={self.start}, end={self.end} and {len(self.value)} bytes"
             )
 
@@ -82,8 +82,8 @@ class ExtraKey:
         """Returns the key of a LoRA adapter.
 
         Args:
-          name: of the adapter.
-          path: of its weights, so that a name that is given to other weights misses.
+          name: name of the adapter.
+          path: path of its weights, so that other weights under the same name miss.
         """
         return cls("lora", (name, path))
 
@@ -99,7 +99,7 @@ class ExtraKey:
 
     @classmethod
     def prompt_embeds(cls, rows: np.ndarray) -> "ExtraKey":
-        """Returns the key of embeddings that a request brings in place of token ids.
+        """Returns the key of embeddings that a request passes in place of token ids.
 
         Args:
           rows: [T, ...] of any dtype, one row for each of the first T tokens.
@@ -122,14 +122,14 @@ def extra_keys_by_block(
     An entry is ``("lora", name, path)``, ``("mm", identifier, offset)`` with the offset of the
     medium from the start of the block (negative where it began earlier), ``("cache_salt", salt)``
     in the block at position 0 only, or ``("prompt_embeds", digest)`` with the SHA-256 of the
-    block's rows. Media that overlap each other count in every block that they touch; vLLM leaves
-    some of them out.
+    block's rows. Of media that overlap, each is an entry of every block that it touches; vLLM
+    leaves some of them out.
 
     Args:
-      extra_keys: of the sequence, in any order.
+      extra_keys: extra keys of the sequence, in any order.
       block_size: tokens per block.
-      num_blocks: consecutive blocks from ``start`` on.
-      salt: separates sequences that must not share; None or "": none.
+      num_blocks: number of consecutive blocks, from ``start`` on.
+      salt: a salt, because sequences with different salts must not share; None or "": none.
       start: position of the first token of the first block.
 
     Raises:
@@ -157,18 +157,21 @@ def check_content(salt: str | None, extra_keys: Iterable[ExtraKey]) -> None:
         raise TypeError(f"salt must be a str or None, got {salt!r}; use str(...)")
     for key in extra_keys:
         if not isinstance(key, ExtraKey):
-            raise TypeError(f"extra_keys must hold ExtraKey, got {key!r}; see ExtraKey.lora, .mm")
+            raise TypeError(
+                f"extra_keys must hold ExtraKey objects, got {key!r}; make one with ExtraKey.lora, "
+                "ExtraKey.mm or ExtraKey.prompt_embeds"
+            )
 
 
 def check_boundaries(boundaries: Sequence[int], num_tokens: int) -> None:
-    """Raises TypeError or ValueError unless boundaries are numbers of tokens of a prompt."""
+    """Raises TypeError or ValueError unless each boundary is a position in the prompt."""
     if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
         raise TypeError(f"boundaries must be a sequence of ints, got {boundaries!r}")
     for boundary in boundaries:
         if not 0 < boundary <= num_tokens:
             raise ValueError(
-                f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the tokens of the "
-                "prompt"
+                f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the length of the "
+                "prompt in tokens"
             )
 
 

@@ -1,7 +1,7 @@
-"""Names of blocks that other processes understand: a chain of hashes over tokens. NumPy only.
+"""Block keys: a chain of hashes over tokens, equal to vLLM's block hashes. NumPy only.
 
-jaxkv itself finds a block by comparing tokens; a key is for routers, connectors and other
-servers. It is byte for byte the block hash of vLLM 0.33 with
+jaxkv itself finds blocks by comparing tokens; keys are for routers, connectors and other
+servers. A key is byte for byte the block hash of vLLM 0.33 with
 ``--prefix-caching-hash-algo sha256_cbor``: the SHA-256 of the canonical CBOR of ``[key of the
 block before, token ids, extra keys or null]``. vLLM's default, ``sha256``, hashes pickled Python
 objects instead. With a drafter of the EAGLE family vLLM also hashes the tokens after a block,
@@ -23,14 +23,13 @@ DEFAULT_SEED = "vllm-none-hash"  # vLLM's, where PYTHONHASHSEED is not set
 
 
 def root_key(seed: str = DEFAULT_SEED) -> bytes:
-    """Returns the key that stands before the first block of every chain.
+    """Returns the parent key of the first block of every chain.
 
-    vLLM takes the environment variable PYTHONHASHSEED as its seed where it is set, and
-    "vllm-none-hash" where it is not. So two processes agree if neither sets it; if vLLM's does,
-    give ``root_key(value)`` here.
+    vLLM's seed is the environment variable PYTHONHASHSEED, or "vllm-none-hash" if that is not
+    set. If vLLM runs with PYTHONHASHSEED, pass its value here.
 
     Args:
-      seed: a text.
+      seed: the seed of the processes that compare keys.
     """
     return hashlib.sha256(encode(seed)).digest()
 
@@ -50,21 +49,21 @@ def block_keys(
 ) -> list[bytes]:
     """Returns the keys of all full blocks of a sequence, each of 32 bytes.
 
-    A key stands for all tokens up to the end of its block. The keys of a group whose blocks are
+    A key covers all tokens up to the end of its block. The keys of a group whose blocks are
     ``n`` times as long are every n-th of these, ``keys[n - 1 :: n]``, as in vLLM.
 
-    To go on where an earlier call ended, give the tokens that follow, the position of the first
+    To continue where an earlier call ended, pass the tokens that follow, the position of the first
     of them and the last key::
 
         keys = block_keys(tokens[:4096], 16)
         keys += block_keys(tokens[4096:], 16, start=4096, parent=keys[-1])
 
     Args:
-      tokens: token ids of the sequence from ``start`` on; those past the last full block do not
-        count.
+      tokens: token ids of the sequence from ``start`` on; tokens after the last full block are
+        ignored.
       block_size: tokens per block.
       salt: separates sequences that must not share; part of the first block's key.
-      extra_keys: what else the blocks depend on; their positions are those of the whole sequence.
+      extra_keys: extra keys of the sequence, with positions from its beginning.
       root: `root_key` of the seed that all sides use.
       start: position of the first token, a multiple of ``block_size``.
       parent: key of the block that ends at ``start``; None where ``start`` is 0.
@@ -91,7 +90,7 @@ def block_keys(
 
 
 def _check_place(start: int, block_size: int, root: bytes, parent: bytes | None) -> None:
-    """Raises unless a chain can go on at a position with a parent."""
+    """Raises ValueError unless a chain can continue at ``start`` with ``parent``."""
     check_count(start=start)
     for name, key in {"root": root, "parent": parent}.items():
         if key is not None and (not isinstance(key, bytes) or len(key) != KEY_BYTES):
@@ -100,6 +99,6 @@ def _check_place(start: int, block_size: int, root: bytes, parent: bytes | None)
         raise ValueError(f"start={start} must be a multiple of block_size={block_size}")
     if (parent is None) != (start == 0):
         raise ValueError(
-            f"start={start} and parent={parent!r} do not fit: a chain begins at 0 without a "
-            "parent, and goes on elsewhere with the key of the block before"
+            f"start={start} and parent={parent!r} do not fit together; begin at start=0 without a "
+            "parent, or pass the key of the block that ends at start"
         )

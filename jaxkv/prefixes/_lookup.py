@@ -1,4 +1,4 @@
-"""The longest prefix that every group still holds, and why it is not longer. NumPy only."""
+"""Lookup of the longest prefix that every group still holds. NumPy only."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -25,9 +25,9 @@ Reason = Literal[
 
 
 class SharedColumns(NamedTuple):
-    """Columns of one group that a request shares.
+    """Block-table columns of one group that a request takes from the cache.
 
-    source, first, end: as the columns of a row; see `jaxkv.specs.LiveColumns`.
+    source, first, end: as in `jaxkv.specs.LiveColumns`.
     block_ids: int32[end - first].
     """
 
@@ -43,11 +43,11 @@ NO_COLUMNS = SharedColumns(-1, 0, 0, np.zeros(0, np.int32))
 class Found(NamedTuple):
     """The longest prefix of a prompt that a request can share.
 
-    num_tokens: of the prefix; 0: none.
-    num_seen: tokens that were part of a remembered prompt, whether their blocks are there or not.
-    columns: per group.
-    reasons: per group; see `jaxkv.blocks.PrefixHit`.
-    checkpoint: that the prefix ends at, if it needs one.
+    num_tokens: tokens of the prefix; 0: none.
+    num_seen: leading tokens that a remembered prompt has too, with or without their blocks.
+    columns: the shared columns, per group.
+    reasons: why the prefix is not longer, per group; see `jaxkv.blocks.PrefixHit`.
+    checkpoint: checkpoint at the end of the prefix; None: no group needs one.
     """
 
     num_tokens: int
@@ -61,9 +61,9 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
     """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
 
     Args:
-      path: what `PrefixTree.walk` returned.
+      path: nodes from `PrefixTree.walk`.
       num_seen: tokens of the prompt that agree with the path.
-      limit: tokens of the prompt that may be shared: all but the last.
+      limit: the most tokens to share; less than the prompt, whose last token is always computed.
     """
     seen = min(num_seen, limit)
     columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
@@ -83,11 +83,11 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
 
 
 def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int) -> SharedColumns:
-    """Returns the columns that hold the first tokens for the next one.
+    """Returns the columns that the token after a prefix reads.
 
     Args:
-      columns: int32[C], the whole ones.
-      partial: the block of a checkpoint; 0: none.
+      columns: int32[C], the blocks of the group's whole columns.
+      partial: the group's block in the checkpoint; 0: none.
     """
     block = keeping.block
     end = cdiv(num_tokens, block)
@@ -136,7 +136,7 @@ def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -
     keepings, grid = tree.keepings, tree.grid
     if seen < grid:
         return 0
-    longest = seen // grid * grid  # usually held
+    longest = seen // grid * grid  # tried first: usually every group holds it
     if all(_holds_whole(*of_group, longest) for of_group in zip(keepings, columns, strict=True)):
         return longest
     positions = np.arange(grid, seen + 1, grid)
@@ -165,7 +165,7 @@ def _reasons_whole(
 
 
 def _why_not_held(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> Reason:
-    """Returns whether what the tokens at some positions read was kept once."""
+    """Returns the reason why a group holds too little for a token at any of these positions."""
     end = positions // keeping.block
     if keeping.only_last:
         first = end - 1
@@ -177,11 +177,11 @@ def _why_not_held(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) 
     return "no_checkpoint" if keeping.only_last else "left_window"
 
 
-# --- plans with them: prefixes that end at a checkpoint --------------------------------
+# --- plans with states that are overwritten: prefixes that end at a checkpoint ----------
 
 
 def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoint]:
-    """Returns the checkpoints at ``above < position <= up_to``, the longest first."""
+    """Returns the checkpoints at ``above < position <= up_to``, the last position first."""
     found = [
         checkpoint
         for node in path

@@ -1,4 +1,4 @@
-"""Token ids with what stands behind them, as numbers to compare. NumPy only."""
+"""Codes of tokens, which combine token ids with extra keys. NumPy only."""
 
 import hashlib
 from collections.abc import Hashable, Sequence
@@ -13,10 +13,10 @@ STARTS = 1 << 32 + NUMBER_BITS  # marks the first token of a medium
 
 
 class TokenCodes:
-    """Numbers for tokens, equal where the tokens are and what their extra keys name.
+    """Integer codes of tokens: two are equal if both the token ids and their extra keys are.
 
-    An image has the same placeholder tokens as any other, so its tokens also carry a number that
-    stands for the image; rows of embeddings carry one each.
+    All images have the same placeholder tokens, so the codes of such tokens also contain a number
+    for the image. With embeddings, the code of each token contains a number for its row.
     """
 
     def __init__(self) -> None:
@@ -24,15 +24,15 @@ class TokenCodes:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many extra keys that it is time to begin anew."""
+        """Whether so many extra keys have numbers that the caller should start over."""
         return len(self._numbers) >= 1 << NUMBER_BITS - 10
 
     def encode(self, tokens: Sequence[int] | np.ndarray, keys: Sequence[ExtraKey]) -> np.ndarray:
-        """Returns a new array [N], a number for each token: int32 where no token has a key.
+        """Returns the codes of tokens as a new array: int32[N] without keys, else int64[N].
 
         Args:
-          tokens: token ids.
-          keys: those of some tokens; the same token has one at most.
+          tokens: token ids, [N].
+          keys: extra keys, of which each token has at most one.
 
         Raises:
           TypeError, ValueError: as `as_tokens`, or keys that overlap or reach past the tokens.
@@ -42,8 +42,8 @@ class TokenCodes:
             part = codes[key.start : key.end]
             if key.end is None or part.size < key.end - key.start:
                 raise ValueError(
-                    f"extra_keys: {key!r} reaches past the {codes.size} tokens; give the tokens "
-                    "that it stands for"
+                    f"extra_keys: {key!r} reaches past the {codes.size} tokens; give all tokens "
+                    "that it covers"
                 )
             if (part > MAX_TOKEN).any():
                 raise ValueError(f"extra_keys: {key!r} overlaps another key; give disjoint ranges")
@@ -80,7 +80,7 @@ def as_tokens(
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be token ids, ints, got {array.dtype}")
-    # All bits of a token are those of MAX_TOKEN, so one look at the bits of all is enough.
+    # MAX_TOKEN has all lower bits set: the OR of all ids is in range only if each of them is.
     if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
         raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {array.min()}..{array.max()}")
     return array.astype(dtype)

@@ -1,7 +1,6 @@
-"""Remembered prompts as a tree of tokens, and the blocks that keep what they computed. NumPy only.
+"""A radix tree of remembered prompts, and the blocks that are kept for them. NumPy only.
 
-A block is found by the tokens themselves, which are compared one by one: there is no hash that
-could collide.
+Lookups compare token ids and not hashes, so collisions cannot occur.
 """
 
 import dataclasses
@@ -17,8 +16,8 @@ from jaxkv._internal.numbers import cdiv
 from jaxkv.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
 from jaxkv.specs import Growth
 
-WHOLE = np.iinfo(np.int64).max  # a block of which no byte may change
-PLAIN_INTS = types.SimpleNamespace(maximum=max)  # to ask a `Growth` about one position
+WHOLE = np.iinfo(np.int64).max  # `kept_until` of a block of which no byte may change
+PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 COLUMN_BITS = 32
 COLUMNS = (1 << COLUMN_BITS) - 1
 
@@ -27,8 +26,8 @@ COLUMNS = (1 << COLUMN_BITS) - 1
 class Keeping:
     """The rule by which a group keeps the blocks of a prefix.
 
-    growth: of the group.
-    block: tokens that a column of its table stands for.
+    growth: block rule of the group.
+    block: tokens per column of its block table.
     shares_rows: whether several tokens of a layer share a row.
     """
 
@@ -51,23 +50,24 @@ class Keeping:
         return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
 
     def until(self, position: int) -> int:
-        """Returns the position before which nobody may write into the block that ends a prefix."""
+        """Returns the position before which the last block of a prefix may not be written."""
         if self.only_last:
             return WHOLE
-        # The next token may write over the row of the prefix's last ones.
+        # The next token would write into the row that it shares with the prefix's last tokens.
         return cdiv(position, self.block) * self.block if self.shares_rows else position
 
 
 class Node:
-    """Tokens ``start .. end - 1`` of prompts that agree so far, and what is kept of them.
+    """Tokens ``start .. end - 1`` that one or more prompts have in common, and their blocks.
 
-    slot: index in the tree's list of nodes.
-    blocks: per group, int32[...], the blocks of the columns that end in this node: those with
-      ``start // block <= column < end // block``; 0 where none was ever kept.
+    index: index in the tree's list of nodes.
+    blocks: per group, int32[...], the blocks of the columns that end in this node,
+      ``start // block <= column < end // block``; 0 where none was kept, `EVICTED` where it is
+      gone.
     checkpoints: by position, ``start < position <= end``.
     """
 
-    __slots__ = ("blocks", "checkpoints", "children", "parent", "slot", "start", "tokens")
+    __slots__ = ("blocks", "checkpoints", "children", "index", "parent", "start", "tokens")
 
     def __init__(
         self, parent: "Node | None", start: int, tokens: np.ndarray, blocks: list[np.ndarray]
@@ -75,7 +75,7 @@ class Node:
         self.parent, self.start, self.tokens, self.blocks = parent, start, tokens, blocks
         self.children: dict[int, Node] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
-        self.slot = -1
+        self.index = -1
 
     @property
     def end(self) -> int:
@@ -83,43 +83,42 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of these tokens is kept any more."""
+        """Whether no block of these tokens is kept any more."""
         if any(checkpoint.is_kept for checkpoint in self.checkpoints.values()):
             return False
         return not any((blocks > 0).any() for blocks in self.blocks)
 
 
 class PrefixTree:
-    """Prompts by namespace, token by token.
+    """A radix tree of prompts for each namespace.
 
-    A namespace separates prompts whose equal tokens have different content: other weights, other
-    adapters, another tenant.
+    A namespace separates prompts whose blocks differ although their tokens are equal: other
+    weights, other adapters, another tenant.
 
-    state: another object after every change of what is kept, so that whoever looked something up
-      can tell whether it is still true.
-    checkpoints: all that are kept.
-    num_tokens: tokens that are remembered.
-    grid: tokens that whole blocks of all groups have in common.
+    state: a new object after every change, so that a caller can tell whether an earlier lookup
+      is still valid.
+    checkpoints: the kept checkpoints.
+    num_tokens: remembered tokens.
+    grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     """
 
     def __init__(self, keepings: Sequence[Keeping], kept_until: np.ndarray, *, max_tokens: int):
-        """Starts empty.
+        """Creates an empty tree.
 
         Args:
-          keepings: of the groups.
-          kept_until: int64[num_blocks], written here: the position before which no token of a
-            block may be written over; 0: the block is not kept.
-          max_tokens: tokens that are remembered; beyond it, those are forgotten first whose
-            blocks are gone and that were not asked for recently.
+          keepings: one per group.
+          kept_until: int64[num_blocks], which the tree writes: the position before which no token
+            of a block may be overwritten; 0: the block is not kept.
+          max_tokens: tokens to remember. Beyond it, the tree forgets tokens without kept blocks,
+            the least recently used first.
         """
         self.keepings = tuple(keepings)
         self.kept_until = kept_until
         self.grid = math.lcm(*(keeping.block for keeping in self.keepings))
         self.has_states = any(keeping.by_checkpoint for keeping in self.keepings)
         self._max_tokens = self._prune_at = max_tokens
-        # Of the whole column that a block is kept as: the place of its node and group, see
-        # `_place`, and the column; -1: none.
+        # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
         self._home_of = np.full(kept_until.size, -1, np.int64)
         self._is_in_checkpoint = np.zeros(kept_until.size, bool)
         self._clear()
@@ -128,14 +127,14 @@ class PrefixTree:
         self.state = object()
         self._roots: dict[Hashable, Node] = {}
         self._nodes: list[Node | None] = []
-        self._free_slots: list[int] = []
+        self._free_indices: list[int] = []
         self._recent: dict[Node, None] = {}  # the least recently used first
         self._of_block: dict[int, list[Checkpoint]] = {}
         self.checkpoints = Checkpoints()
         self.num_tokens = 0
 
     def clear(self) -> np.ndarray:
-        """Forgets everything. Returns the blocks that were kept."""
+        """Forgets everything, and returns the blocks that were kept."""
         kept = self.kept_until.nonzero()[0]
         self.kept_until[:] = 0
         self._home_of[:], self._is_in_checkpoint[:] = -1, False
@@ -145,8 +144,9 @@ class PrefixTree:
     # --- reading ------------------------------------------------------------------
 
     def walk(self, namespace: Hashable, tokens: np.ndarray) -> tuple[list[Node], int]:
-        """Returns the nodes along tokens, the last of which may agree in part, and how many
-        tokens agree.
+        """Returns the nodes along tokens, and the number of tokens that agree.
+
+        The last node may agree in part.
         """
         path: list[Node] = []
         node, at = self._roots.get(namespace), 0
@@ -164,7 +164,7 @@ class PrefixTree:
         return path, at
 
     def columns(self, path: Sequence[Node], group: int, num_tokens: int) -> np.ndarray:
-        """Returns the blocks of a group's whole columns of the first tokens of a path, int32."""
+        """Returns the blocks of a group's whole columns in the first tokens of a path, int32[C]."""
         count = num_tokens // self.keepings[group].block
         parts = [node.blocks[group] for node in path]
         if not parts:
@@ -176,7 +176,7 @@ class PrefixTree:
         return self._home_of[ids] >= 0
 
     def touch(self, path: Sequence[Node]) -> None:
-        """Notes that the tokens of a path were asked for."""
+        """Marks the nodes of a path as the most recently used."""
         for node in reversed(path):  # a child is forgotten before its parent
             self._recent.pop(node, None)
             self._recent[node] = None
@@ -194,13 +194,13 @@ class PrefixTree:
         """Keeps blocks of a request, where no other block is kept for the same tokens.
 
         Args:
-          tokens: int32[N] or int64[N], the request's first tokens. The tree keeps the array.
-          columns: per group, a column, and the blocks from there on; all columns are whole.
-          checkpoint: int32[G], the blocks that hold the end of the tokens; see `Checkpoint`.
-          is_wanted: of the checkpoint.
+          tokens: int32[N] or int64[N], the request's first tokens. The tree holds on to the array.
+          columns: per group, a column and the blocks from that column on, all of them whole.
+          checkpoint: int32[G], the blocks of a checkpoint at the end of the tokens.
+          is_wanted: as in `Checkpoint`.
 
         Returns:
-          The checkpoint, if it is new.
+          The checkpoint; None if none was given, or an older one at this position is kept.
         """
         self.state = object()
         path = self._grow_path(namespace, tokens)
@@ -220,7 +220,7 @@ class PrefixTree:
         return made
 
     def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
-        block, ids = self.keepings[group].block, ids.astype(np.intp)  # quicker to look up by
+        block, ids = self.keepings[group].block, ids.astype(np.intp)  # faster as an index
         for node in path:
             begin, end = node.start // block, node.end // block
             low, high = max(begin, first), min(end, first + ids.size)
@@ -230,7 +230,7 @@ class PrefixTree:
             kept, place = ids[low - first : high - first], self._place(node, group)
             homes = np.arange(place + low, place + high)
             until = np.arange((low + 1) * block, (high + 1) * block, block)
-            if np.count_nonzero(here):  # some of it is kept already, or was
+            if np.count_nonzero(here):  # some columns have a block already, or had one
                 fresh = (here <= 0).nonzero()[0]
                 if not fresh.size:
                     continue
@@ -241,8 +241,8 @@ class PrefixTree:
             self._home_of[kept], self.kept_until[kept] = homes, until
 
     def _place(self, node: Node, group: int) -> int:
-        """Returns a number for a node and a group, in the bits above those of a column."""
-        return node.slot * len(self.keepings) + group << COLUMN_BITS
+        """Returns a number for a node and a group, in the bits above the column."""
+        return node.index * len(self.keepings) + group << COLUMN_BITS
 
     def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
         position, blocks = made.position, made.blocks
@@ -261,7 +261,7 @@ class PrefixTree:
         return made
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
-        """Forgets a checkpoint. Returns its blocks that nothing keeps any more."""
+        """Drops a checkpoint, and returns those of its blocks that are no longer kept."""
         self.state = object()
         freed: list[int] = []
         for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
@@ -278,7 +278,7 @@ class PrefixTree:
         return freed
 
     def _until(self, block_id: int) -> int:
-        """Returns the position before which a block must stay as it is."""
+        """Returns the position before which no token of a block may be overwritten."""
         until, home = 0, int(self._home_of[block_id])
         if home >= 0:
             keeping = self.keepings[(home >> COLUMN_BITS) % len(self.keepings)]
@@ -289,13 +289,13 @@ class PrefixTree:
         return until
 
     def forget(self, ids: np.ndarray) -> list[int]:
-        """Forgets blocks that are about to be used again.
+        """Forgets blocks that are about to be reused.
 
         Returns:
-          Other blocks that nothing keeps any more: those of checkpoints which are not whole now.
+          Other blocks that are no longer kept, because their checkpoint has lost one of ``ids``.
         """
         self.state = object()
-        ids = ids.astype(np.intp)  # quicker to look up by
+        ids = ids.astype(np.intp)  # faster as an index
         homes = np.sort(self._home_of[ids])
         places = homes >> COLUMN_BITS
         cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
@@ -310,15 +310,15 @@ class PrefixTree:
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
     def _evict(self, place: int, columns: np.ndarray) -> None:
-        slot, group = divmod(place, len(self.keepings))
-        node = self._nodes[slot]
+        index, group = divmod(place, len(self.keepings))
+        node = self._nodes[index]
         if node is not None:
             node.blocks[group][columns - node.start // self.keepings[group].block] = EVICTED
 
     # --- the tree -----------------------------------------------------------------
 
     def _grow_path(self, namespace: Hashable, tokens: np.ndarray) -> list[Node]:
-        """Returns nodes that end exactly where the tokens do, making what is missing."""
+        """Returns the nodes of all tokens, split and added so that the last one ends there."""
         if namespace not in self._roots:
             self._roots[namespace] = Node(None, 0, np.zeros(0, np.int64), [])
         path, at = self.walk(namespace, tokens)
@@ -344,23 +344,23 @@ class PrefixTree:
         return node
 
     def _enter(self, node: Node) -> None:
-        if self._free_slots:
-            node.slot = self._free_slots.pop()
-            self._nodes[node.slot] = node
+        if self._free_indices:
+            node.index = self._free_indices.pop()
+            self._nodes[node.index] = node
         else:
-            node.slot = len(self._nodes)
+            node.index = len(self._nodes)
             self._nodes.append(node)
         self._recent[node] = None
 
     def _extend(self, leaf: Node, tokens: np.ndarray) -> None:
-        """Lets a leaf end where tokens do, which agree with all that it has."""
+        """Extends a leaf to the end of tokens that begin with all of its own."""
         more = self._no_blocks(leaf.end, tokens.size)
         leaf.blocks = [np.concatenate(pair) for pair in zip(leaf.blocks, more, strict=True)]
         self.num_tokens += tokens.size - leaf.end
         leaf.tokens = tokens[leaf.start :]
 
     def _split(self, node: Node, at: int) -> None:
-        """Ends a node at a position, and makes the rest of it its only child."""
+        """Splits a node at a position; the second part becomes its only child."""
         cuts = [at // k.block - node.start // k.block for k in self.keepings]
         rest = Node(
             node,
@@ -382,21 +382,21 @@ class PrefixTree:
             self._home_of[blocks[kept]] = kept + first + self._place(rest, group)
 
     def _prune(self) -> None:
-        """Forgets tokens of which nothing is kept, until a quarter of the room is free."""
+        """Forgets tokens without kept blocks, until a quarter of ``max_tokens`` is free."""
         for node in self._forgettable():
             if self.num_tokens <= 0.75 * self._max_tokens:
                 break
             if node.parent is not None:
                 del node.parent.children[int(node.tokens[0])]
             del self._recent[node]
-            self._nodes[node.slot] = None
-            self._free_slots.append(node.slot)
+            self._nodes[node.index] = None
+            self._free_indices.append(node.index)
             self.num_tokens -= node.tokens.size
         self._roots = {name: root for name, root in self._roots.items() if root.children}
         self._prune_at = max(self._max_tokens, self.num_tokens * 5 // 4)
 
     def _forgettable(self) -> Iterator[Node]:
-        """Returns leaves of which nothing is kept, the least recently used first."""
+        """Yields leaves without kept blocks, the least recently used first."""
         for node in list(self._recent):
             if not node.children and node.is_empty:
                 yield node

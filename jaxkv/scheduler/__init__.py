@@ -1,4 +1,4 @@
-"""A scheduler to take along: who computes how many tokens, who starts, who gives way. No jax."""
+"""A ready-made scheduler: the tokens, admissions and preemptions of each step. No jax."""
 
 from jaxkv.scheduler._scheduler import Order, Scheduler
 from jaxkv.scheduler._step import Schedule

@@ -1,4 +1,4 @@
-"""Requests that a scheduler knows, and their numbers in arrays. No jax."""
+"""The requests of a scheduler, and their token counts in arrays. No jax."""
 
 import dataclasses
 import functools
@@ -12,11 +12,12 @@ ANYWHERE = np.iinfo(np.int64).max  # a chunk may end after any token
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """A request that waits or runs.
+    """A waiting or running request.
 
-    age: its place in the order of arrival, kept when it is preempted.
-    blocks: the most that it holds while it decodes; what a prompt under way takes beyond them.
-    row: in the manager's tables, while it runs.
+    age: its place in the order of arrival, which a preemption does not change.
+    blocks: the most blocks that it holds while it decodes, and the most that computing its prompt
+      takes in addition.
+    row: its row in the block tables while it runs; -1: it waits.
     """
 
     name: Hashable
@@ -27,40 +28,40 @@ class Request:
 
 
 class Ledger:
-    """Numbers of all known requests, in arrays: what a step looks at for everyone.
+    """Token counts of all requests, in arrays that a step reads at once.
 
-    of: where in the arrays the numbers of a request lie.
-    numbers: int64[4, N], the arrays.
+    of: index of each request in the arrays.
+    numbers: int64[4, N]: `num_tokens`, `max_tokens`, `prefill_tokens` and `chunk_ends`.
     """
 
     def __init__(self) -> None:
         self.of: dict[Hashable, int] = {}
         self.numbers = np.zeros((4, 64), np.int64)
         self._free: list[int] = list(range(64))
-        self._last: tuple[list[Hashable], np.ndarray] | None = None  # that were asked for last
+        self._last: tuple[list[Hashable], np.ndarray] | None = None  # of `indices`
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Tokens that are known: prompt, sampled ones and drafts."""
+        """Known tokens of each request: prompt, sampled tokens and drafts, int64[N]."""
         return self.numbers[0]
 
     @property
     def max_tokens(self) -> np.ndarray:
-        """The most tokens that a request will have."""
+        """The most tokens that each request will have, int64[N]."""
         return self.numbers[1]
 
     @property
     def prefill_tokens(self) -> np.ndarray:
-        """Tokens that were known when a request was admitted."""
+        """Tokens of each request that were known when it was admitted, int64[N]."""
         return self.numbers[2]
 
     @property
     def chunk_ends(self) -> np.ndarray:
-        """Tokens after which the next chunk has to end."""
+        """Tokens after which the next chunk of each request has to end, int64[N]; or `ANYWHERE`."""
         return self.numbers[3]
 
     def enter(self, request: Hashable, num_tokens: int, max_tokens: int) -> int:
-        """Finds room for a request, and returns its index."""
+        """Adds a request, and returns its index in the arrays."""
         if not self._free:
             size = self.numbers.shape[1]
             self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
@@ -70,12 +71,12 @@ class Ledger:
         return index
 
     def leave(self, request: Hashable) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         self._free.append(self.of.pop(request))
         self._last = None
 
     def index(self, request: Hashable) -> int:
-        """Returns where the numbers of a request lie.
+        """Returns the index of a request in the arrays.
 
         Raises:
           ValueError: an unknown request.
@@ -85,7 +86,7 @@ class Ledger:
         return self.of[request]
 
     def indices(self, requests: Collection[Hashable]) -> np.ndarray:
-        """Returns where the numbers of requests lie, int64[N].
+        """Returns the indices of requests in the arrays, int64[N].
 
         Raises:
           ValueError: an unknown request.
@@ -100,9 +101,9 @@ class Ledger:
 
 @dataclasses.dataclass(eq=False)
 class InOrder:
-    """The requests that run, oldest first, for as long as none comes or goes.
+    """The running requests, oldest first; made anew when a request starts or stops running.
 
-    index: where their numbers lie in the ledger.
+    index: their indices in the ledger.
     """
 
     names: list[Hashable]
@@ -111,17 +112,17 @@ class InOrder:
 
     @functools.cached_property
     def one_each(self) -> dict[Hashable, int]:
-        """The work of a step in which everyone decodes."""
+        """The work of a step in which each request computes one token."""
         return dict.fromkeys(self.names, 1)
 
     @functools.cached_property
     def places(self) -> dict[Hashable, int]:
-        """The place of every request."""
+        """The index of each request in such a step."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
 
 class Running(NamedTuple):
-    """The requests that run, oldest first, and their tokens."""
+    """The running requests, oldest first, and their token counts."""
 
     in_order: InOrder
     names: list[Hashable]

@@ -1,4 +1,4 @@
-"""The token ids of a scheduler's requests, and the prefixes that they share. No jax."""
+"""The prompts of a scheduler's requests, and the lookup of their prefixes. No jax."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,11 +14,11 @@ Tokens = Mapping[Any, Sequence[int] | np.ndarray]
 
 @dataclasses.dataclass(slots=True)
 class Prompt:
-    """A prompt as its prefix is looked up: tokens, salt and extra keys.
+    """The arguments of a prompt's prefix lookup, and its latest result.
 
-    found: its prefix as it was looked up last, while it waits.
-    num_known: tokens that it was started with; None: without their ids.
-    chunk_ends: tokens after which a chunk has to end, those to come.
+    found: the latest result while the request waits; None: none yet.
+    num_known: number of token ids that the request was started with; None: it had none.
+    chunk_ends: numbers of tokens after which a later chunk has to end.
     """
 
     salt: str | None = None
@@ -30,9 +30,10 @@ class Prompt:
 
 
 class Prompts:
-    """Prompts by request, and the tokens of their prefixes that a step has room for.
+    """The prompts of all requests of a scheduler.
 
-    has_room_for_states: whether a step can copy the states that prefixes go on from.
+    has_states: whether a group overwrites its states, so that a request that starts with a prefix
+      copies the state at its end.
     """
 
     def __init__(
@@ -45,38 +46,38 @@ class Prompts:
         self._of: dict[Hashable, Prompt] = {}
 
     def add(self, request: Hashable, num_tokens: int, prompt: Prompt) -> None:
-        """Notes a new request.
+        """Adds a new request.
 
         Raises:
-          ValueError: its token ids are not there.
+          ValueError: the scheduler's ``tokens`` have fewer token ids of it than ``num_tokens``.
         """
         if self._tokens is not None:
             known = len(self._tokens[request]) if request in self._tokens else 0
             if known < num_tokens:
                 raise ValueError(
                     f"request={request!r} has num_tokens={num_tokens}, and the scheduler's tokens "
-                    f"hold {known} token ids of it; put its prompt there first"
+                    f"hold {known} token ids of it; put its prompt there before you add it"
                 )
         self._of[request] = prompt
 
     def fork(self, request: Hashable, into: Hashable) -> None:
-        """Notes a request that goes on like another one."""
+        """Adds a sample with the prompt of another request."""
         self._of[into] = dataclasses.replace(
             self._of[request], found=None, num_known=None, chunk_ends=()
         )
 
     def join(self, request: Hashable, into: Hashable) -> None:
-        """Notes that a forked request shares the prompt of another one, as the manager does."""
+        """Records that a sample shares the token ids of its donor, as in the manager."""
         self._of[into].num_known = self._of[request].num_known
 
     def forget(self, request: Hashable) -> None:
-        """Drops a request."""
+        """Removes a request."""
         self._of.pop(request, None)
 
     # --- prefixes -----------------------------------------------------------------
 
     def find(self, request: Hashable, num_tokens: int) -> tuple[int, int]:
-        """Returns the tokens of a waiting request in the cache, and its blocks that others hold."""
+        """Returns a waiting request's cached tokens, and how many of their blocks others hold."""
         found = self._look_up(request, num_tokens)
         return (0, 0) if found is None else (found.num_cached_tokens, found.num_held_blocks)
 
@@ -101,7 +102,7 @@ class Prompts:
         return hit
 
     def finish(self, request: Hashable) -> None:
-        """Ends a request in the manager, which keeps what it computed."""
+        """Ends a request in the manager, which keeps its blocks for later prompts."""
         prompt = self._of[request]
         more = None
         if self._tokens is not None and prompt.num_known is not None and request in self._tokens:
@@ -110,15 +111,15 @@ class Prompts:
         prompt.num_known, prompt.chunk_ends = None, ()
 
     def next_chunk_end(self, request: Hashable, computed: int) -> int | None:
-        """Returns the tokens after which the next chunk has to end; None: any."""
+        """Returns the number of tokens after which the next chunk has to end; None: any."""
         prompt = self._of[request]
         prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
         return prompt.chunk_ends[0] if prompt.chunk_ends else None
 
     def _look_up(self, request: Hashable, num_tokens: int) -> FoundPrefix | None:
-        """Looks a prompt up that is about to start, again if anything changed since it was.
+        """Returns the prefix of a waiting request; None if its token ids are not given.
 
-        Returns None if its token ids are not given.
+        An earlier result is used again unless the cache has changed since.
         """
         if self._tokens is None or request not in self._tokens:
             return None

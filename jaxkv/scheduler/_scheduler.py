@@ -1,4 +1,4 @@
-"""`Scheduler`: the choice of the work of every step. No jax."""
+"""`Scheduler`, which chooses the work of every step. No jax."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ class Scheduler:
     that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
     requests that arrived later. The same calls give the same schedules.
 
-    The scheduler owns the manager: call only ``step`` and methods that read of it.
+    The scheduler owns the manager: call only its ``step`` and its methods that change nothing.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Scheduler:
             by the tokens that were sampled and accepted. With it, requests share prefixes that
             the cache still holds, and their own blocks are kept for later prompts. Plans with
             states need ``forks`` for that.
-          cached_tokens: as for `StepShape.for_plan`; None: the longest request's.
+          cached_tokens: as for `StepShape.for_plan`; None: the plan's ``max_model_len``.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
-            the same chunks whichever part of it was cached; None: anywhere.
+            the same chunks however much of it was cached; None: chunks end anywhere.
         """
         check_count(forks=forks)
         if tokens is not None and not isinstance(tokens, Mapping):
@@ -86,7 +86,7 @@ class Scheduler:
         if not isinstance(manager, BlockManager):
             raise TypeError(f"manager must be a BlockManager, got {type(manager).__name__}")
         if manager.requests:
-            raise ValueError(f"manager runs {len(manager.requests)} requests; pass a new one")
+            raise ValueError(f"manager runs {len(manager.requests)} requests; pass a new manager")
         batch_size = manager.max_requests if batch_size is None else batch_size
         check_positive(max_tokens=max_tokens, batch_size=batch_size)
         self._manager, self._plan = manager, manager.plan
@@ -101,11 +101,10 @@ class Scheduler:
         self._cached_tokens = manager.plan.max_model_len if cached_tokens is None else cached_tokens
         check_count(cached_tokens=self._cached_tokens)
         check_positive(chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
-        self._in_chunks: set[Hashable] = (
-            set()
-        )  # running requests whose chunks have to end somewhere
+        # Running requests with a chunk that has to end after a given token.
+        self._in_chunks: set[Hashable] = set()
         self._num_added = 0
-        self._row_copies = 0, 0  # since the upload of that number
+        self._row_copies = 0, 0  # number of the last upload, and row copies since
 
     def __repr__(self) -> str:
         return (
@@ -154,7 +153,7 @@ class Scheduler:
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
           encoder_tokens: encoder tokens of the request, for cross attention.
-          salt, extra_keys, boundaries: as of `BlockManager.start`.
+          salt, extra_keys, boundaries: as for `BlockManager.start`.
 
         Raises:
           TypeError, ValueError: a name that is in use, more tokens than the plan admits, or
@@ -172,7 +171,7 @@ class Scheduler:
         check_boundaries(boundaries, num_tokens)
         self._check_new([request])
         if not num_tokens <= longest <= self._plan.max_model_len:
-            given = "" if max_tokens is None else f"max_tokens={max_tokens}, and that at most "
+            given = "" if max_tokens is None else f"max_tokens={max_tokens}, which must be at most "
             raise ValueError(
                 f"num_tokens={num_tokens} must be at most {given}the plan's "
                 f"max_model_len={self._plan.max_model_len}"
@@ -193,8 +192,8 @@ class Scheduler:
         """Starts more samples of a request, which share the blocks of its computed tokens.
 
         Call it after the step that computed the prompt, and `append` the first token of every
-        sample. If no row, no blocks or no ``forks`` are left for a sample, or its state is in the
-        block of a draft, it waits like a new request and computes the prompt by itself.
+        sample. If no row, no blocks or no ``forks`` are left for a sample, or the state is in the
+        block of a draft, the sample waits like a new request and computes the prompt itself.
 
         Args:
           request: the request whose computed tokens the samples start with.
@@ -263,7 +262,7 @@ class Scheduler:
             at = int(over.argmax())
             raise ValueError(
                 f"num_tokens={counts[at]} is more than the {self._ledger.num_tokens[index[at]]} "
-                f"tokens of request={list(num_tokens)[at]!r}"
+                f"tokens of request={list(num_tokens)[at]!r}; give the number of tokens that stay"
             )
         computed = [self._num_computed(self._known(name)) for name in num_tokens]
         lost = {
@@ -322,7 +321,7 @@ class Scheduler:
         return Schedule(step.work, step.samples(), tuple(preempted), hits)
 
     def _now_running(self) -> Running:
-        """Returns the numbers of running requests, the oldest first."""
+        """Returns the running requests and their token counts, oldest first."""
         if self._in_order is None:
             names, rows = list(self._running), [request.row for request in self._running.values()]
             index = self._ledger.indices(names)
@@ -335,7 +334,7 @@ class Scheduler:
         )
 
     def _move_chunk_ends(self) -> None:
-        """Looks where the next chunks of prompts have to end."""
+        """Updates the tokens after which the next chunks of prompts have to end."""
         for name in list(self._in_chunks):
             computed = self._num_computed(self._running[name])
             end = self._prompts.next_chunk_end(name, computed)
@@ -344,10 +343,10 @@ class Scheduler:
                 self._in_chunks.remove(name)
 
     def _with_work(self, step: Step, running: Running) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the running requests with tokens to compute: those that decode, and prompts.
+        """Returns the running requests with tokens to compute: decodes and prefills, as indices.
 
-        Those that share the block that they write next, or let it be kept, copy it, for which
-        the shape of a step has limited room: the younger ones of too many are left out.
+        A request copies the block that it writes next if that block is shared or kept. A step has
+        room for ``forks`` copies; the youngest requests that would need more are left out.
         """
         has_work = running.num_tokens > running.computed
         if self._forks and self._manager.block_pool.has_shared_blocks:
@@ -372,7 +371,7 @@ class Scheduler:
             copies_state = bool(cached) and self._prompts.has_states
             if copies_state and not step.forks:
                 break
-            if cached > cached_left < step.cached_tokens:  # alone, it takes what there is
+            if cached > cached_left < step.cached_tokens:  # the first one may take a part
                 break
             if not step.give(request.name, num_tokens - cached):
                 break
@@ -390,9 +389,9 @@ class Scheduler:
         counts: np.ndarray,
         entrants: list[Request],
     ) -> list[Hashable]:
-        """Takes the blocks of all running requests with work; returns those preempted for it.
+        """Takes the blocks of all running requests with work; returns the preempted requests.
 
-        If there are too few for all, nobody enters.
+        If there are too few blocks, no waiting request is admitted.
         """
         if rows.size < len(running.names):
             given = set(rows.tolist())
@@ -410,14 +409,14 @@ class Scheduler:
         return []
 
     def _take_by_age(self, step: Step, prefills: set[Hashable]) -> list[Hashable]:
-        """Takes blocks for one request after the other, the oldest first."""
+        """Takes blocks request by request, oldest first; returns the preempted requests."""
         preempted: list[Hashable] = []
         left = list(self._running)  # to preempt, the youngest last
         is_short = False
         for name in list(self._running):
             if name not in step.work:
                 continue
-            if is_short and name in prefills:  # what is free belongs to an older one
+            if is_short and name in prefills:  # an older one gets the free blocks
                 step.take_back(name)
                 self._manager.trim([name])
                 continue
@@ -440,7 +439,7 @@ class Scheduler:
         return True
 
     def _fill(self, step: Step, running: Running, decodes: np.ndarray) -> None:
-        """Gives requests that decode what those left who did not get in."""
+        """Gives decodes the tokens and blocks that requests which were not admitted left over."""
         for name in [running.names[i] for i in decodes.tolist()]:
             if name not in step.work and name in self._running:
                 request = self._running[name]
@@ -450,13 +449,13 @@ class Scheduler:
                     step.take_back(name)
 
     def _run(self, request: Request, row: int) -> None:
-        """Notes that a request has a row now."""
+        """Marks a request as running in a row of the block tables."""
         request.row = row
         self._running[request.name] = request
         self._in_order = None
 
     def _stop(self, request: Request) -> None:
-        """Notes that a request has no row any more."""
+        """Marks a request as no longer running."""
         del self._running[request.name]
         request.row, self._in_order = -1, None
         self._in_chunks.discard(request.name)
@@ -488,7 +487,7 @@ class Scheduler:
         return hits
 
     def _starts(self, step: Step, request: Request) -> PrefixHit | None:
-        """Starts a request with what the cache holds of it, if there are blocks for the rest."""
+        """Starts a request with its cached prefix, if there are blocks for the rest."""
         name, num_tokens = request.name, self.num_tokens(request.name)
         _, held = self._prompts.find(name, num_tokens)
         if not self._has_room(request, (), held):
@@ -515,7 +514,9 @@ class Scheduler:
         """Returns whether a request can start after others; see ``preemption``.
 
         Args:
-          shared: blocks of theirs that running requests hold already.
+          request: the request to start.
+          ahead: requests that start before it in the same step.
+          shared: blocks of the prefixes of all these that running requests hold already.
         """
         if not self._preempts:
             everyone = (request, *ahead, *self._running.values())
@@ -535,7 +536,7 @@ class Scheduler:
         return self._plan.admission_blocks(tokens)
 
     def _forks_now(self, request: Hashable, name: Hashable) -> bool:
-        """Forks a request, unless its newest state may lie in the block of a draft."""
+        """Forks a request; returns False if its newest state may be in the block of a draft."""
         try:
             self._manager.fork(request, [name])
         except ValueError:
@@ -566,7 +567,7 @@ class Scheduler:
         return found
 
     def _indices(self, requests: Mapping[Hashable, object]) -> np.ndarray:
-        """Returns the places of requests in the ledger, int64[N]."""
+        """Returns the indices of requests in the ledger, int64[N]."""
         if not isinstance(requests, Mapping):
             raise TypeError(
                 f"num_tokens must map requests to numbers of tokens, got {type(requests).__name__}"
@@ -579,7 +580,9 @@ class Scheduler:
     def _check_new(self, requests: Sequence[Hashable]) -> None:
         for request in requests:
             if request in self._running or request in self._waiting:
-                raise ValueError(f"request={request!r} is there already; finish it first")
+                raise ValueError(
+                    f"request={request!r} waits or runs already; finish it, or use another name"
+                )
         if len(set(requests)) < len(requests):
             raise ValueError(f"{list(requests)!r} names a request twice")
 

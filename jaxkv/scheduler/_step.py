@@ -1,4 +1,4 @@
-"""The work of one step: as it is chosen, and as it is handed out. No jax."""
+"""`Schedule`, the work of one step, and `Step`, which collects that work. No jax."""
 
 import dataclasses
 import itertools
@@ -16,11 +16,11 @@ class Schedule:
     """The work of one step.
 
     work: new tokens by request, for `BlockManager.step`.
-    samples: requests of ``work`` whose newest token the step computes, and the index of each in
-      the batch: sample the next one of each, and tell the scheduler by `Scheduler.append`.
+    samples: requests of ``work`` whose last known token the step computes, and the index of each
+      in the batch: sample the next token of each, and report it with `Scheduler.append`.
     preempted: requests that lost their blocks and wait to be computed again: from the start, or
       from where the cache still holds what they computed.
-    hits: requests that start in this step, and what each found in the cache.
+    hits: requests that start in this step, and the prefix hit of each.
     """
 
     work: dict[Any, int]
@@ -30,10 +30,10 @@ class Schedule:
 
 
 class Step:
-    """The work of a step in the making, and what is left of its sizes.
+    """The work of a step that is being chosen, and the room that is left in it.
 
-    unfinished: requests of the work that will not have computed all their tokens.
-    forks, cached_tokens: what is left of those of `StepShape.for_plan`.
+    unfinished: requests of the work that will still have tokens to compute after the step.
+    forks, cached_tokens: room for these that is left; see `StepShape.for_plan`.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Step:
         self.forks, self.cached_tokens = forks, cached_tokens
         self.unfinished: set[Hashable] = set()
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
-        self._everyone: InOrder | None = None  # all that run, if the work is a token of each
+        self._everyone: InOrder | None = None  # all that run, if the work is one token of each
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody can be given anything any more."""
+        """Whether the step has no room for another token or another request."""
         return self._tokens < 1 or self._requests < 1
 
     def give(self, name: Hashable, num_tokens: int, at_most: int | None = None) -> bool:
-        """Gives a request the tokens that it has to compute, as far as they go."""
+        """Gives a request up to ``num_tokens`` tokens. Returns whether it got any."""
         count = min(num_tokens, self._tokens, self._longest)
         count = count if at_most is None else min(count, at_most)
         if count < 1 or self.is_full:
@@ -62,7 +62,15 @@ class Step:
         return True
 
     def give_all(self, running: Running, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gives running requests their tokens, int64[K] indices. Returns rows and counts."""
+        """Gives running requests their tokens, in order.
+
+        Args:
+          running: the running requests.
+          chosen: int64[K], the indices of requests in ``running``.
+
+        Returns:
+          The rows and the token counts of the first requests, as many as there is room for.
+        """
         if not chosen.size:
             return chosen, chosen
         wanted = (running.num_tokens - running.computed)[chosen]
@@ -85,7 +93,7 @@ class Step:
         return running.rows[chosen], counts
 
     def take_back(self, name: Hashable) -> None:
-        """Takes back what a request was given."""
+        """Takes back the tokens of a request."""
         self._tokens += self.work.pop(name)
         self._requests += 1
         self.unfinished.discard(name)

@@ -127,7 +127,7 @@ class MLASpec(LayerSpec):
       None: all of the row.
     dtype: of the stored elements, as for `FullAttentionSpec`.
     bytes_per_token: bytes of a row when it is not ``head_size`` plain elements, such as 656
-      for fp8 latents with their scales and a bf16 rope part.
+      for fp8 latents with their scales and a bf16 rope part (``attend(row_packing="fp8_ds_mla")``).
     compress_ratio: tokens that share one stored row.
     """
 

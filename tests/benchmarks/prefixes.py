@@ -1,6 +1,6 @@
-"""Prefix caching: its time on the host, and the samples of an RL group that share their prompt.
+"""Prefix caching: its time on the host, and RL samples that share their prompt.
 
-A request with token ids is compared with the same request without, in turns. vLLM's side hashes the
+Requests with and without token ids are timed in turns. vLLM's side hashes the
 prompt, looks it up and allocates its blocks, with its prefix cache and without; it hashes by
 SHA-256 over pickle, its default.
 """
@@ -66,7 +66,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 
 def _prompts(report: Report, peer: VllmPeer | None, name: str, length: int) -> None:
     repeats = by_size(full=60, small=40, smallest=3)
-    plans = {  # of pools with room for the blocks of all prompts, and of two of them
+    plans = {  # with pools for the blocks of all prompts, and of two
         room: make_plan(GROUPS[name], room * length // 3000 + 2, max_model_len=length + BLOCK_SIZE)
         for room in (2 * repeats, 2)
     }
@@ -84,8 +84,8 @@ def _added(roomy: Life, tight: Life, length: int, repeats: int) -> dict[str, flo
     """Returns the microseconds that token ids add to each call.
 
     Args:
-      roomy: of a pool in which no block is evicted; its prompts are new, then known.
-      tight: of a pool in which each prompt takes the blocks of another one.
+      roomy: requests in a pool that evicts no block; prompts are new, then known.
+      tight: requests in a pool in which each prompt takes the blocks of another one.
     """
     rng = np.random.default_rng(0)
     taken: dict[str, list[Seconds]] = {case: [] for case in ("", *CASES)}

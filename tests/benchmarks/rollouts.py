@@ -1,4 +1,4 @@
-"""Groups of samples of one prompt, as RL rolls them out, with and without shared prefixes.
+"""RL rollouts: groups of samples of one prompt, with and without shared prefixes.
 
 The demo's model over one pool that just holds all samples if those of a group share their prompt.
 Without sharing, fewer samples run at once, and each computes the prompt by itself.
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass
 class Course:
-    """Steps and seconds of a run: those that compute prompts next to others, and decodes.
+    """Steps and seconds of a run, apart for steps with prompts and steps that only decode.
 
     most_running: requests that ran at once.
     """
@@ -93,7 +93,7 @@ class Rollout:
         self.course = Course()
 
     def add(self, group: int, prompt: list[int]) -> None:
-        """Queues the samples of a group; those that share begin with the first one's prompt."""
+        """Queues the samples of a group, or if they share only the first, which is forked later."""
         for number in range(1 if self.shares else self.sizes.samples):
             self.tokens[group, number] = [*prompt]
             self.scheduler.add((group, number), len(prompt), max_tokens=self.sizes.max_model_len)
@@ -142,7 +142,7 @@ class Rollout:
             self._pick(sample, token)
 
     def _pick(self, name: Sample, token: int) -> None:
-        """Appends the likeliest token, or for the first one of an answer another for each."""
+        """Appends the likeliest token; each sample of a group begins with a different one."""
         tokens = self.tokens[name]
         is_first = len(tokens) == self.sizes.prompt
         tokens.append((token + name[1]) % 256 if is_first else token)

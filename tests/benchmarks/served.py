@@ -1,4 +1,4 @@
-"""The demo served over several devices against one: the host's share of a step, and its logits."""
+"""The demo over several devices and over one: the host's time in a step, and the logits."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 from tests.hosts.demo import CONFIG, demo_engine
 
-# Eight KV heads, and as many heads of states, which the demo's config has, too.
+# Eight KV heads, and as many state heads, because the demo's config names these too.
 HEADS = {"num_key_value_heads": 8, "num_attention_heads": 16, "full_attention_interval": 1}
 HEADS |= {"linear_num_value_heads": 8, "linear_num_key_heads": 8}
 
@@ -25,7 +25,7 @@ HEADS |= {"linear_num_value_heads": 8, "linear_num_key_heads": 8}
 class Course(NamedTuple):
     """A trace that was served.
 
-    host: microseconds of the host in a step, medians: of its schedule, its books, its dispatch.
+    host: median microseconds of the host in a step: schedule, books and dispatch.
     """
 
     served: Served
@@ -92,7 +92,7 @@ def _compare(report: Report, name: str, alone: Course, others: Course, count: in
 
 
 def _difference(one: Any, other: Any) -> float:
-    """Returns the largest difference of logits up to the first token that is another."""
+    """Returns the largest difference of logits up to the first token that differs."""
     off = 0.0
     for ours, theirs in zip(one.logits, other.logits, strict=True):
         off = max(off, float(np.abs(ours - theirs).max()))

@@ -11,8 +11,8 @@ For engines that keep vLLM's planner and scheduler and compute in JAX::
 
 vLLM need not be installed. `KVCacheConfig` and `SchedulerOutput` of vLLM 0.33 are read by
 attribute, and mappings with the same fields by key; a mapping for a spec names its class as
-``"type"``. Groups and block ids keep their numbers. A field without a counterpart here is refused
-by name if it changes the bytes of a block or the tokens that attention sees.
+``"type"``. Groups and block ids keep their numbers. A field without a counterpart in jaxkv raises
+an error that names it if it changes the bytes of a block or the tokens that attention sees.
 """
 
 from jaxkv.interop.vllm._config import cache_order, layer_specs, plan_from_config

@@ -27,8 +27,8 @@ def layer_specs(
 
     Raises:
       TypeError: a missing field.
-      ValueError: a group, a spec or a field that has no counterpart here; pages with another
-        number of bytes than vLLM's.
+      ValueError: a group, a spec or a field without a counterpart in jaxkv; pages of another size
+        than vLLM's.
     """
     groups = _read_worker(kv_cache_config, kv_dtype, value_size).groups
     return {name: spec for group in groups for name, spec in group.items()}
@@ -94,7 +94,9 @@ def _lay_out(
     """Makes a layout per worker; a layer that shares a cache is on the worker of its owner."""
     names = [[name for group in worker.groups for name in group] for worker in workers]
     if unknown := set(shared.values()).difference(*names):
-        raise ValueError(f"shared names {sorted(unknown)}, which own no cache")
+        raise ValueError(
+            f"shared names {sorted(unknown)}, which own no cache; name layers of kv_cache_groups"
+        )
     owners = [{name: own for name, own in shared.items() if own in here} for here in names]
     return tuple(
         make_layout(groups, here, shared=own) for here, own in zip(names, owners, strict=True)
@@ -121,8 +123,8 @@ class _Worker(NamedTuple):
 def _read_worker(config: Any, kv_dtype: str | None, value_size: int | None) -> _Worker:
     if get(config, "hisparse_host_num_blocks", None) is not None:
         raise ValueError(
-            "hisparse_host_num_blocks puts blocks into host memory, and every block here is on the "
-            "device; plan without them"
+            "hisparse_host_num_blocks puts blocks into host memory, and jaxkv keeps all blocks on "
+            "the device; plan without it"
         )
     num_blocks = get(config, "num_blocks")
     check_positive(num_blocks=num_blocks)
@@ -149,7 +151,7 @@ def _read_worker(config: Any, kv_dtype: str | None, value_size: int | None) -> _
 def _check_tensors(
     tensors: Sequence[Any], num_blocks: int, groups: Sequence[Layers], aligned: Set[str]
 ) -> None:
-    """Raises ValueError unless vLLM's tensors hold every layer, in pages of the same bytes.
+    """Raises ValueError unless vLLM's tensors hold every layer, in pages of the same size.
 
     Args:
       tensors: vLLM's ``kv_cache_tensors``.
@@ -162,15 +164,17 @@ def _check_tensors(
         _check_pages(tensor, num_blocks, layers, aligned)
     placed = {name for tensor in tensors for name in get(tensor, "layers")}
     if placed != set(layers):
-        raise ValueError(f"kv_cache_tensors has no {sorted(set(layers) - placed)}")
+        raise ValueError(
+            f"kv_cache_tensors has no {sorted(set(layers) - placed)}, which kv_cache_groups names"
+        )
 
 
 def _given_specs(index: int, group: Any) -> dict[str, Any]:
     """Returns vLLM's spec of every layer of a group."""
     if get(group, "host_resident", False):
         raise ValueError(
-            f"kv_cache_groups[{index}] is host_resident, and every group here is on the device; "
-            "plan without them"
+            f"kv_cache_groups[{index}] is host_resident, and jaxkv keeps all groups on the device; "
+            "plan without such groups"
         )
     spec = get(group, "kv_cache_spec")
     each = get(spec, "kv_cache_specs", None)
@@ -178,7 +182,7 @@ def _given_specs(index: int, group: Any) -> dict[str, Any]:
 
 
 def _check_pages(tensor: Any, num_blocks: int, layers: Layers, aligned: Set[str]) -> None:
-    """Raises ValueError unless the pages of a tensor's layers have the same bytes as in vLLM.
+    """Raises ValueError unless the pages of a tensor's layers have the same size as in vLLM.
 
     A ``layer_stride`` spans all blocks of a layer where layers are outermost; else one page or, in
     the order BHLNC, one head of a page.

@@ -7,14 +7,14 @@ from typing import Any
 from jaxkv._internal.checks import check_count, check_positive
 
 MISSING: Any = object()
-NEUTRAL = (None, False)  # values of a field that vLLM does not use
+NEUTRAL = (None, False)  # values of an unused field
 
 
 def get(given: Any, name: str, default: Any = MISSING) -> Any:
     """Returns a field of an object or a mapping.
 
     Raises:
-      TypeError: there is neither such a field nor a default.
+      TypeError: the field is missing and has no default.
     """
     value = (
         given.get(name, MISSING) if isinstance(given, Mapping) else getattr(given, name, MISSING)
@@ -23,7 +23,7 @@ def get(given: Any, name: str, default: Any = MISSING) -> Any:
         return value
     if default is MISSING:
         raise TypeError(
-            f"{_type_name(given)} has no {name!r}; pass vLLM's own object, or a mapping"
+            f"{_type_name(given)} has no {name!r}; pass vLLM's own object, or a mapping with it"
         )
     return default
 
@@ -76,7 +76,7 @@ class SpecFields:
             raise ValueError(f"{self.what}: {name}={value!r} {why}")
 
     def check_all_read(self) -> None:
-        """Raises ValueError for a field that is used and was not read."""
+        """Raises ValueError for a field that is used but was never read."""
         for name in self._names() - self._read:
             value = get(self._given, name)
             if value not in NEUTRAL:

@@ -45,7 +45,10 @@ def read_work(output: Any, computed: Mapping[str, int]) -> list[tuple[str, int, 
     """
     work = get(output, "num_scheduled_tokens")
     if unknown := [request for request in work if request not in computed]:
-        raise ValueError(f"num_scheduled_tokens names {unknown}, which have no request data")
+        raise ValueError(
+            f"num_scheduled_tokens names {unknown}, which are neither in scheduled_new_reqs nor in "
+            "scheduled_cached_reqs"
+        )
     return [(request, computed[request], count) for request, count in work.items()]
 
 

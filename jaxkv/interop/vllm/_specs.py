@@ -27,7 +27,7 @@ QUANT_MODES = (
     "NVFP4",
 )
 PER_TOKEN_HEAD = {"INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"}
-# Fields that change no byte of a block.
+# Fields that do not change the bytes of a block.
 NO_BYTES = """
     is_draft dcp_sharded max_tp_shards block_stride_alignment topk_buffer_width alignment
     model_version is_index_group_leader non_causal_multi_token_decode
@@ -61,7 +61,7 @@ def convert_spec(
 def _full(fields: SpecFields, kv_dtype: str | None, _: int | None) -> LayerSpec:
     for name in ("sliding_window", "attention_chunk_size"):
         fields.refuse(name, f"{KEEPS_ALL}; set disable_hybrid_kv_cache_manager=False in vLLM")
-    fields.refuse("non_causal", "attends to later tokens, which attend does not")
+    fields.refuse("non_causal", "attends to later tokens, which jaxkv.attend does not")
     return FullAttentionSpec(**_keys_and_values(fields, kv_dtype))
 
 
@@ -83,7 +83,7 @@ def _cross(fields: SpecFields, kv_dtype: str | None, _: int | None) -> LayerSpec
 def _mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> LayerSpec:
     for name in ("sliding_window", "attention_chunk_size"):
         fields.refuse(name, KEEPS_ALL)
-    fields.refuse("non_causal", "attends to later tokens, which attend does not")
+    fields.refuse("non_causal", "attends to later tokens, which jaxkv.attend does not")
     return MLASpec(**_latent_rows(fields, kv_dtype, value_size))
 
 
@@ -141,7 +141,7 @@ def _keys_and_values(fields: SpecFields, kv_dtype: str | None) -> dict[str, Any]
     if fields.get("tokens_per_state", 1) != 1:
         raise ValueError(
             f"{fields.what}: tokens_per_state={fields.get('tokens_per_state')} is not 1, and every "
-            "row of keys and values here is of one token"
+            "row of keys and values in jaxkv is of one token"
         )
     mode = _quant_mode(fields)
     dtype = "nvfp4" if mode == "NVFP4" else _element_dtype(fields, mode, kv_dtype)

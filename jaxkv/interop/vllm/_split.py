@@ -1,4 +1,4 @@
-"""Table entries and blocks to zero, split to fit the uploads of a step. No jax."""
+"""Splitting of table entries and blocks to zero over the uploads of a step. No jax."""
 
 from collections.abc import Iterator, Sequence
 
@@ -51,7 +51,7 @@ def _split_ids(ids: Sequence[Sequence[int]], room: int) -> Iterator[list[list[in
 
 
 def _fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Returns the part of each size that fits into the room, which is filled in order."""
+    """Returns how much of each size fits into the room, filled in order."""
     counts = []
     for size in sizes:
         counts.append(min(size, room))

@@ -1,4 +1,4 @@
-"""Arguments of `pack_step`, and uploads, from vLLM's `SchedulerOutput`. No jax."""
+"""Uploads, and arguments of `pack_step`, from vLLM's `SchedulerOutput`. No jax."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class _Held(NamedTuple):
     ids: Ids
 
 
-class _News(NamedTuple):
+class _NewBlocks(NamedTuple):
     """New block ids of a request, and the column of the first one, per group."""
 
     request: str
@@ -48,13 +48,13 @@ class _News(NamedTuple):
 
 
 class SchedulerTables:
-    """The table rows of the requests of a vLLM scheduler.
+    """The block tables of a vLLM scheduler's requests.
 
-    vLLM's scheduler sends only new block ids, and relies on its workers to remember the others.
+    vLLM's scheduler sends only new block ids, and its workers have to remember the others.
     """
 
     def __init__(self, plan: Plan, *, max_requests: int):
-        """Starts without requests.
+        """Creates tables without requests.
 
         Args:
           plan: from `plan_from_config`.
@@ -74,9 +74,9 @@ class SchedulerTables:
         return self._held[request].ids
 
     def follow(self, scheduler_output: Any) -> StepChanges:
-        """Takes over a step and returns it, for callers who pack by themselves; else use `pack`.
+        """Applies a step to the tables and returns it, for callers who pack it themselves.
 
-        Finished and preempted requests lose their rows; requests that sit this step out keep them.
+        Finished and preempted requests lose their rows; other requests without work keep theirs.
         Fresh blocks are zeroed by ``plan.groups_to_zero``, because vLLM zeroes by another rule; of
         ``new_block_ids_to_zero`` only blocks that a request already held (a failed load) count.
         ``num_computed_tokens`` is the scheduler's; with asynchronous scheduling and drafts, vLLM's
@@ -100,7 +100,7 @@ class SchedulerTables:
         extra: Sequence[int] = (),
         encoder_lens: Sequence[int] = (),
     ) -> tuple[Upload, ...]:
-        """Packs a step into uploads, of which the last one has the requests.
+        """Applies a step to the tables and packs it into uploads, the last with the requests.
 
         A prefix hit may list more blocks than the shape has room for. Earlier uploads, without
         requests, then bring the first of them: apply all uploads in order with the same compiled
@@ -129,21 +129,23 @@ class SchedulerTables:
         for request in (*get(output, "finished_req_ids"), *preempted):
             held.pop(request, None)
         arrivals = list(read_arrivals(output))
-        news = [self._take(held, arrival) for arrival in arrivals if self._is_news(held, arrival)]
+        additions = [
+            self._take(held, arrival) for arrival in arrivals if self._changes_row(held, arrival)
+        ]
         step = read_work(output, {new.request: new.num_computed_tokens for new in arrivals})
-        copies = self._copies(output, held, news, step)
+        copies = self._copies(output, held, additions, step)
         changes = StepChanges(
-            entries=tuple(new.entry(held[new.request].row) for new in news),
+            entries=tuple(new.entry(held[new.request].row) for new in additions),
             rows=[held[request].row for request, _, _ in step],
             num_computed_tokens=[computed for _, computed, _ in step],
             num_new_tokens=[count for _, _, count in step],
-            zero_ids=self._zero_ids(output, held, news, copies),
+            zero_ids=self._zero_ids(output, held, additions, copies),
             copies=copies,
         )
         return changes, held
 
-    def _is_news(self, held: Mapping[str, _Held], arrival: Arrival) -> bool:
-        """Returns whether an arrival changes a row; raises ValueError if it cannot be."""
+    def _changes_row(self, held: Mapping[str, _Held], arrival: Arrival) -> bool:
+        """Returns whether an arrival changes a row; raises ValueError if it is invalid."""
         groups, ids = len(self._plan.groups), arrival.block_ids
         if ids is not None and len(ids) != groups:
             raise ValueError(
@@ -156,7 +158,7 @@ class SchedulerTables:
             )
         return arrival.replaces or (ids is not None and any(ids))
 
-    def _take(self, held: dict[str, _Held], arrival: Arrival) -> _News:
+    def _take(self, held: dict[str, _Held], arrival: Arrival) -> _NewBlocks:
         """Gives a request its new blocks, and a row if it has none."""
         groups, request = len(self._plan.groups), arrival.request
         new = tuple(map(tuple, arrival.block_ids or ((),) * groups))
@@ -165,7 +167,7 @@ class SchedulerTables:
         old = ((),) * groups if before is None or arrival.replaces else before.ids
         held[request] = _Held(row, tuple(a + b for a, b in zip(old, new, strict=True)))
         starts = tuple(len(of_group) for of_group in old)
-        return _News(request, arrival.num_computed_tokens, starts, new)
+        return _NewBlocks(request, arrival.num_computed_tokens, starts, new)
 
     def _free_row(self, held: Mapping[str, _Held]) -> int:
         taken = {other.row for other in held.values()}
@@ -181,18 +183,18 @@ class SchedulerTables:
         self,
         output: Any,
         held: Mapping[str, _Held],
-        news: Sequence[_News],
+        additions: Sequence[_NewBlocks],
         copies: Sequence[Sequence[tuple[int, int]]],
     ) -> list[list[int]]:
         """Returns, per group, the blocks to zero before the step."""
         zeroed: list[dict[int, None]] = [{} for _ in self._plan.groups]
         for group, needed in enumerate(self._plan.groups_to_zero):
-            for new in news if needed else ():
+            for new in additions if needed else ():
                 start = self._first_without_content(group, new.num_computed_tokens)
                 fresh = new.ids[group][max(0, start - new.starts[group]) :]
                 zeroed[group] |= dict.fromkeys(fresh)
         listed = set(get(output, "new_block_ids_to_zero", None) or ())
-        listed -= {block for new in news for of_group in new.ids for block in of_group}
+        listed -= {block for new in additions for of_group in new.ids for block in of_group}
         for request in held.values() if listed else ():  # blocks of a failed load
             for group, ids in enumerate(request.ids):
                 zeroed[group] |= dict.fromkeys(listed.intersection(ids))
@@ -211,7 +213,7 @@ class SchedulerTables:
         self,
         output: Any,
         held: Mapping[str, _Held],
-        news: Sequence[_News],
+        additions: Sequence[_NewBlocks],
         step: Sequence[tuple[str, int, int]],
     ) -> list[list[tuple[int, int]]]:
         """Returns the block copies by group: the group of the new target, or of the source.
@@ -227,7 +229,7 @@ class SchedulerTables:
             for group, ids in enumerate(held[request].ids):
                 live = self._plan.groups[group].growth.live_blocks(*local)
                 group_of |= {ids[column]: group for column in live if column < len(ids)}
-        for new in news if pairs else ():
+        for new in additions if pairs else ():
             group_of |= {block: group for group, ids in enumerate(new.ids) for block in ids}
         for source, target in pairs:
             group = group_of.get(target, group_of.get(source))
