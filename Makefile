@@ -29,7 +29,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/python -m jaxkv demo $(ARGS)
 
 test: check
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 bench: $(VENV)/.$(BENCH)
 	@$(BIN)/python -m tests.benchmarks $(ARGS)

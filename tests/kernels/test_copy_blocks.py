@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes, reference_copy_blocks
 from pallas_kernels import copy_blocks
-from tests.helpers import IMPLEMENTATIONS, as_ids, garbage, kernels_run
+from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, garbage, kernels_run
 from tests.kernels.arg_specs import BLOCKS, SMALL_BUFFERS
 
 PAIRS = 6
@@ -47,7 +47,7 @@ def check(spec, sources, destinations, num_ids, **options) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("spec", SMALL_BUFFERS, ids=str)
-@settings(max_examples=8)
+@settings(max_examples=8 if ON_GPU else 3)
 @given(sources=id_lists, destinations=id_lists, num_ids=counts)
 @example((1, 2, 3, 4, 5, 6), (2, 3, 4, 5, 6, 7), PAIRS)  # a chain
 @example((1, 2, 3, 4, 5, 0), (2, 1, 4, 5, 3, 0), PAIRS)  # a swap and a ring; block 0 stays
