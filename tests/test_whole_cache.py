@@ -72,7 +72,7 @@ def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stac
         small = {"plan": WINDOWS, "max_requests": 2}
         assert run(1 if stacked else 2, 4 if stacked else 12, **small, **options)["grown"]
         return
-    seen = run(20, **options)
+    seen = run(15, **options)
     assert seen["finished"] and seen["refused"] and seen["grown"] > 200
     with assert_no_recompilation():
         run(2, **options)
@@ -111,7 +111,7 @@ ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16
 )
 def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)
-    seen = run(30, plan=plan)
+    seen = run(20, plan=plan)
     assert seen["grown"] > 200 and seen["finished"] and seen["forked"]
 
 

@@ -372,15 +372,15 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
-PREFILL = Case(1, 1, batch=2, page_tokens=48, width=4, tokens=72, window=100, holes=True)
+PREFILL = Case(1, 1, batch=2, page_tokens=48, width=3, tokens=72, window=80, holes=True)
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
 )
 INTERPRETED = {
     "decode": (Case(batch=2, page_tokens=32, width=4, heads=2, kv_heads=1), [128, 0], None),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
-    "a decode and a prefill": (PREFILL, [150, 190], [0, 1, 70]),
-    "a prefill in int8": (INTERLEAVED, [260], [0, 70]),
+    "a decode and a prefill": (PREFILL, [90, 125], [0, 1, 70]),
+    "a prefill in int8": (INTERLEAVED, [190], [0, 70]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
