@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 
 
+def check_choice(choices: Sequence[str], **values: str | None) -> None:
+    """Raises ValueError for the first value that is neither one of the choices nor None."""
+    for name, value in values.items():
+        if value not in (None, *choices):
+            listed = ", ".join(map(repr, choices))
+            raise ValueError(f"{name}={value!r}; use one of {listed} or None")
+
+
 class PagedBuffer(NamedTuple):
     """An array as a matrix of pages: the parts of a block, one per index before the block axis.
 

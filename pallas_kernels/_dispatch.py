@@ -6,7 +6,7 @@ from typing import Any, get_args
 from jax import Array, lax
 
 from pallas_kernels import _capability
-from pallas_kernels._arguments import PagedBuffer
+from pallas_kernels._arguments import PagedBuffer, check_choice
 from pallas_kernels._capability import Implementation
 
 # Takes buffers and a tree of operand arrays, and returns the pages of the buffers.
@@ -28,6 +28,7 @@ def run(
       NotImplementedError: ``"mosaic_gpu"`` on a machine that cannot run it.
       TypeError: ``"mosaic_gpu"`` with a buffer dtype that it cannot store.
     """
+    check_choice(get_args(Implementation), implementation=implementation)
     match implementation:
         case None:
             return _run_best(buffers, operands, mosaic_gpu, xla)
@@ -36,8 +37,6 @@ def run(
         case "mosaic_gpu":
             _check_mosaic(buffers)
             return mosaic_gpu(buffers, operands)
-    choices = ", ".join(map(repr, get_args(Implementation)))
-    raise ValueError(f"implementation={implementation!r}; use one of {choices} or None")
 
 
 def _run_best(

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import _capability
+from pallas_kernels._arguments import check_choice
 from pallas_kernels._capability import Implementation
 from pallas_kernels._paged_attention_arguments import check_arguments
 from pallas_kernels._paged_attention_limits import why_not_paged_attention
@@ -132,9 +133,7 @@ def _run(
     arrays: AttentionArrays, rule: AttentionRule, implementation: Implementation | None
 ) -> tuple[Array, Array]:
     """Runs the given implementation, or with None the best one."""
-    if implementation not in (None, *get_args(Implementation)):
-        choices = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"implementation={implementation!r}; use one of {choices} or None")
+    check_choice(get_args(Implementation), implementation=implementation)
     if not arrays.queries.size or not arrays.block_tables.size or not arrays.pages.data.size:
         return _see_nothing(arrays, rule)
     unsupported = why_not_paged_attention(arrays, rule)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels._arguments import check_choice
 from pallas_kernels._paged_attention_packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention_pages import StridedPages, check_pages
 from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Interleaving
@@ -108,9 +109,7 @@ def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:
 
 
 def _check_row_packing(row_packing: RowPacking | None, pages: StridedPages) -> None:
-    if row_packing not in (None, *get_args(RowPacking)):
-        choices = ", ".join(map(repr, get_args(RowPacking)))
-        raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")
+    check_choice(get_args(RowPacking), row_packing=row_packing)
     if row_packing is not None and jnp.dtype(pages.dtype) != jnp.uint8:
         raise TypeError(f"pages must be uint8 with row_packing={row_packing!r}, got {pages.dtype}")
     if row_packing is None:

@@ -36,8 +36,7 @@ class Course(NamedTuple):
 def run(report: Report, peer: VllmPeer | None) -> None:
     del peer
     report.title("The demo, served over devices: the host's share of a step, and its logits")
-    most = by_size(full=8, small=8, smallest=2)
-    count = max(n for n in (1, 2, 4, 8) if n <= min(most, len(jax.devices())))
+    count = timing.device_counts()[-1]
     dtypes = ("f32", "bf16", "fp8_e4m3") if timing.every_case and timing.ON_GPU else ("f32",)
     axes = by_size(full=("heads", "context"), small=("heads", "context"), smallest=("context",))
     for axis, dtype in [(axis, dtype) for dtype in dtypes for axis in axes]:

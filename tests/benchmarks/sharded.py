@@ -55,8 +55,7 @@ def _written() -> int:
 
 def _compare(report: Report, name: str, times_on: Callable[[Mesh], Times], num_bytes: int) -> None:
     alone = None
-    most = by_size(full=8, small=8, smallest=2)
-    counts = [count for count in (1, 2, 4, 8) if count <= min(most, len(jax.devices()))]
+    counts = timing.device_counts()
     for count in counts if timing.every_case else sorted({1, counts[-1]}):
         times = times_on(Mesh(np.array(jax.devices()[:count]), ("heads",)))
         # The profiler adds up the time of all devices; report that of one.

@@ -12,7 +12,7 @@ from jaxkv.cache import KVCache, make_cache
 from jaxkv.planning import Plan, plan_cache
 from jaxkv.sleeping import sleep, wake_up
 from jaxkv.specs import FullAttentionSpec
-from tests.benchmarks.timing import Report, by_size
+from tests.benchmarks.timing import Report, by_size, device_counts
 from tests.benchmarks.vllm_peer import VllmPeer
 
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128)
@@ -50,7 +50,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         "8 units stacked": lambda: one_device(8 * unit, 32, True),
         "32 units in 64 buffers": lambda: one_device(32 * unit, 64, False),
     }
-    counts = [count for count in (8, 4, 2, 1) if count <= len(jax.devices())]
+    counts = reversed(device_counts())
     cases = {  # small ones first, because peaks are of the whole process
         f"2 units on each of {n}": functools.partial(on_each_of, n, 2 * unit, 32) for n in counts
     } | cases

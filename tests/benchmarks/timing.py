@@ -35,6 +35,12 @@ def by_size[T](*, full: T, small: T, smallest: T) -> T:
     return {"full": full, "small": small, "smallest": smallest}[size]
 
 
+def device_counts() -> list[int]:
+    """Returns the numbers of devices to compare, ascending: 1, 2, 4 and 8, as far as there are."""
+    most = by_size(full=8, small=8, smallest=2)
+    return [count for count in (1, 2, 4, 8) if count <= min(most, len(jax.devices()))]
+
+
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Seconds of one call. kernels: busy GPU time; None where it was not read."""
