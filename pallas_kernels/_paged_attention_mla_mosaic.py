@@ -141,11 +141,14 @@ class _Segment:
 
 
 class _Softmax(NamedTuple):
-    """A running softmax of the first warpgroup."""
+    """A running softmax of the first warpgroup.
+
+    ``total`` has a part per thread, which are added up at the end.
+    """
 
     out: Array  # [ROWS, V / 2]
     highest: Array  # [ROWS]
-    total: Array  # [ROWS]
+    total: Array  # [ROWS, 8]
 
 
 class _Decoder:
@@ -241,7 +244,7 @@ class _Decoder:
         running = _Softmax(
             self._no_output(),
             plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA),
         )
         running = lax.fori_loop(segment.begin, segment.full, step(False), running)
         running = lax.fori_loop(segment.full, segment.end, step(True), running)
@@ -249,7 +252,7 @@ class _Decoder:
         # A row that saw nothing has weights of keys that it does not see.
         known, place = running.highest > UNSEEN, (segment.number, self.rows)
         store(self.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
-        store(self.segments.total.at[place], jnp.where(known, running.total, 0.0))
+        store(self.segments.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0))
         self._store_output(segment, 0, running.out)
 
     def _score_step(
@@ -279,7 +282,8 @@ class _Decoder:
         store(self.shrink, shrink)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.weighed)
-        total = running.total * shrink + weights.sum(axis=1)
+        total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
+        total = pieces.add_columns(total, weights)
         out = self._add_values(running.out, shrink, place, 0)
         if self.widened is None:
             plgpu.barrier_arrive(self.loaded_free.at[stage])

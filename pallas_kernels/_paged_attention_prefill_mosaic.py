@@ -147,9 +147,11 @@ class _Item(NamedTuple):
 
 
 class _Softmax(NamedTuple):
+    """A running softmax. ``total`` has a part per thread, which are added up at the end."""
+
     out: Array  # [ROWS, V]
     highest: Array  # [ROWS]
-    total: Array  # [ROWS]
+    total: Array  # [ROWS, 8]
 
 
 class _Prefiller:
@@ -328,7 +330,7 @@ class _Prefiller:
         return _Softmax(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA),
         )
 
     def _swap(self) -> None:
@@ -378,7 +380,8 @@ class _Prefiller:
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(highest, scores.shape, [0]))
         out = running.out * lax.broadcast_in_dim(shrink, running.out.shape, [0])
         narrow = weights.astype(self.shape.compute)
-        total = running.total * shrink + weights.sum(axis=1)
+        total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
+        total = pieces.add_columns(total, weights)
         out, total, highest, narrow = lax.optimization_barrier((out, total, highest, narrow))
         plgpu.barrier_arrive(self.turn)  # the softmax is done
         if not masked:
@@ -431,7 +434,7 @@ class _Prefiller:
         shrink = jnp.exp2(running.highest - highest)
         # A query that saw no key has accumulated weights of unseen keys.
         shrink = jnp.where(running.highest > UNSEEN, shrink, 0.0)
-        total = running.total * shrink + jnp.exp2(sink - highest)
+        total = running.total.sum(axis=1) * shrink + jnp.exp2(sink - highest)
         weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
         lse = jnp.log(total) + highest * (1 / LOG2E)
         store(self.lse.at[item.tile.index, item.head, index], lse)
