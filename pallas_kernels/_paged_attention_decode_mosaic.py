@@ -25,10 +25,9 @@ from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
-# With 128 registers per thread; widening a step of several granules takes more than that.
-MAX_THREAD_BLOCKS_PER_SM, MAX_WITH_MANY_REGISTERS = 4, 3
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block loads ahead
+NARROW = plgpu.Layout.WGMMA_8BIT
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
 
@@ -51,15 +50,19 @@ class DecodeShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def is_small(self) -> bool:
+        """Returns whether a thread has registers for the keys and for the values of a step."""
+        return self.rows == 8
+
+    @property
     def thread_blocks_per_sm(self) -> int:
         """Returns how many thread blocks fit on an SM without more than `BYTES_AHEAD`."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
         used += STEP * rule.value_width * 2 if self.widens else 0
-        many_registers = (self.widens and self.steps.granules > 1) or self.rows > 8
-        most = MAX_WITH_MANY_REGISTERS if many_registers else MAX_THREAD_BLOCKS_PER_SM
-        return max(1, min(most, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
+        by_registers = 2 if self.rows > 16 else 3 if self.widens or not self.is_small else 4
+        return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
 
     @property
     def num_lanes(self) -> int:
@@ -229,7 +232,17 @@ class _Decoder:
         """Adds the 64 keys in a stage to a running softmax."""
         shape = (STEP, self.shape.rows)
         plgpu.barrier_wait(self.loaded_full.at[stage])
-        products = multiply(self._keys(stage), self.query.T)
+        values = self.loaded.at[stage, :, pl.ds(self.rule.key_width, self.rule.value_width)]
+        clean = values if self.widened is None else self.widened
+        keys = self._keys(stage)
+
+        def multiply_keys(products: Any) -> Array:
+            plgpu.wgmma(products, keys, self.query.T)
+            if self.shape.is_small:  # while the tensor cores work
+                self._clean_values(tile, step, holes, values, clean)
+            return products[...]
+
+        products = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
         scores, factor = pieces.cap(self.rule, products, scale)
         seen = self._seen(tile, step, holes, shape)
         scores = jnp.where(seen, scores * factor, -jnp.inf)
@@ -240,9 +253,10 @@ class _Decoder:
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
         self.weights.T[...] = weights.astype(self.shape.compute)
-        values = self._clean_values(tile, step, stage, holes)
+        if not self.shape.is_small:
+            self._clean_values(tile, step, holes, values, clean)
         plgpu.commit_smem()
-        added = multiply(values.T, self.weights.T)
+        added = multiply(clean.T, self.weights.T)
         out = running.out * lax.broadcast_in_dim(shrink, added.shape, [1]) + added
         return _Softmax(out, highest, total)
 
@@ -266,11 +280,8 @@ class _Decoder:
         seen = pieces.sees(self.rule, tile, queries, place + step * STEP)
         return seen & self.steps.held(place, holes)
 
-    def _clean_values(self, tile: Tile, step: Array, stage: Array, holes: Array) -> Any:
-        """Returns a step's values in 16 bits, with zeros where no query sees them."""
-        columns = pl.ds(self.rule.key_width, self.rule.value_width)
-        values = self.loaded.at[stage, :, columns]
-        clean = values if self.widened is None else self.widened
+    def _clean_values(self, tile: Tile, step: Array, holes: Array, values: Any, clean: Any) -> None:
+        """Writes a step's values in 16 bits, with zeros where no query sees them."""
         key = step * STEP
         partial = (key < tile.begin) | (key + STEP > tile.end) | (holes != 0)
 
@@ -282,6 +293,5 @@ class _Decoder:
 
             @pl.when(~partial)
             def _() -> None:
-                clean[...] = values[...].astype(self.shape.compute)
-
-        return clean
+                loaded = plgpu.load(values, layout=NARROW)
+                clean[...] = loaded.astype(self.shape.compute)
