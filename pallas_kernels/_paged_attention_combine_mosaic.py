@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel that combines segments of decoding into the output."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,34 @@ from pallas_kernels._paged_attention_pieces import LOG2E, store
 from pallas_kernels._paged_attention_tasks import TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
-WIDTH, ROWS = 64, 8  # of the part of the output that a thread block computes
-# Several segments are loaded together, to overlap their latencies: many segments by several
-# warpgroups, few by one; fewer together for the rest.
-MANY, WARPGROUPS, MANY_TOGETHER, MANY_LEFT_OVER = 16, 4, 16, 4
-FEW_TOGETHER, FEW_LEFT_OVER = 4, 2
+ROWS = 8  # of the output that a thread block computes
+# Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
+# columns of the output, and many by several, for 64 of the columns.
+MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
+ELEMENTS_TOGETHER = 1024  # columns of all segments that a warpgroup loads together
+
+
+class _Split(NamedTuple):
+    """Shape of the work of a thread block.
+
+    width: columns of the output.
+    together: segments that each warpgroup loads together.
+    """
+
+    warpgroups: int
+    width: int
+    together: int
+
+    @classmethod
+    def of(cls, value_width: int, num_lanes: int, num_tiles: int) -> Self:
+        """Chooses it for tiles of about the same length."""
+        segments = -(-num_lanes // num_tiles) + 1
+        warpgroups, width = 1, value_width
+        if segments > MANY:
+            warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
+        most = warpgroups * ELEMENTS_TOGETHER // width
+        rounds = -(-segments // most)
+        return cls(warpgroups, width, -(-segments // (rounds * warpgroups)))
 
 
 def combine(
@@ -38,19 +61,19 @@ def combine(
       The log-sum-exp, float32[N, kv_heads, rows]; undefined for empty tiles.
     """
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
-    grid = (rule.value_width // WIDTH, rows // ROWS, rule.kv_heads, num_tiles)
-    warpgroups = WARPGROUPS if tasks.lanes.shape[0] >= MANY * num_tiles else 1
+    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles)
+    warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, warpgroups, *refs).run(),
+        lambda *refs: _Combiner(rule, split, *refs).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
-        grid=grid,
+        grid=(rule.value_width // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((ROWS, WIDTH), out.dtype),
-            plgpu.SMEM((warpgroups, WIDTH, ROWS), jnp.float32),
+            plgpu.SMEM((ROWS, width), out.dtype),
+            plgpu.SMEM((warpgroups, width, ROWS), jnp.float32),
             plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
@@ -65,7 +88,7 @@ def combine(
 class _Sum(NamedTuple):
     """A partial softmax; or references to several, or the layouts of its parts."""
 
-    out: Any  # [WIDTH, ROWS]
+    out: Any  # [width, ROWS]
     highest: Any  # [ROWS]
     total: Any  # [ROWS]
 
@@ -88,18 +111,16 @@ def _add_up(parts: list[_Sum]) -> _Sum:
 class _Combiner:
     """The kernel's references, and the code of one thread block."""
 
-    def __init__(self, rule: AttentionRule, warpgroups: int, *refs: Any) -> None:
-        self.rule, self.warpgroups = rule, warpgroups
-        self.together, self.left_over = FEW_TOGETHER, FEW_LEFT_OVER
-        if warpgroups > 1:
-            self.together, self.left_over = MANY_TOGETHER, MANY_LEFT_OVER
+    def __init__(self, rule: AttentionRule, split: _Split, *refs: Any) -> None:
+        self.rule = rule
+        self.warpgroups, self.width, self.together = split
         self.tiles, self.used_tokens, self.segments = refs[0], refs[1], Segments(*refs[2:5])
         self.sinks, self.value_scale, self.out, self.lse, self.staged = refs[5:10]
         self.parts, self.arrived = _Sum(*refs[10:13]), refs[13]
         self.warpgroup = lax.axis_index("warpgroup")
         self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
         part, row = lax.axis_index("part"), lax.axis_index("row")
-        self.columns, self.rows = pl.ds(part * WIDTH, WIDTH), pl.ds(row * ROWS, ROWS)
+        self.columns, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
         self.first_row = row * ROWS
         self.is_first_part = part == 0
 
@@ -124,31 +145,20 @@ class _Combiner:
 
     def _sum(self, tile: Tile) -> _Sum:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
-        zeros = jnp.zeros((WIDTH, ROWS), jnp.float32)
+        zeros = jnp.zeros((self.width, ROWS), jnp.float32)
         start = _Sum(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), COLUMNS),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMNS),
         )
 
-        def add(first: Array, count: int, running: _Sum) -> _Sum:
-            return _add_up([running, *[self._load(tile, first + j) for j in range(count)]])
+        def add(i: Array, running: _Sum) -> _Sum:
+            first = (i * self.warpgroups + self.warpgroup) * self.together
+            return _add_up([running, *[self._load(tile, first + j) for j in range(self.together)]])
 
-        together = self.together
-        rounds = lax.div(tile.num_segments, together)
-        left_over = tile.num_segments - rounds * together
-        last_rounds = lax.div(left_over + (self.left_over - 1), self.left_over)
-        own_rounds = lax.div(rounds - self.warpgroup + (self.warpgroups - 1), self.warpgroups)
-
-        def add_own(i: Array, running: _Sum) -> _Sum:
-            first = (i * self.warpgroups + self.warpgroup) * together
-            return add(first, together, running)
-
-        def add_last(i: Array, running: _Sum) -> _Sum:
-            return add(rounds * together + i * self.left_over, self.left_over, running)
-
-        summed = lax.fori_loop(0, own_rounds, add_own, start)
-        return lax.fori_loop(0, jnp.where(self.warpgroup == 0, last_rounds, 0), add_last, summed)
+        each_round = self.warpgroups * self.together
+        rounds = lax.div(tile.num_segments + (each_round - 1), each_round)
+        return lax.fori_loop(0, rounds, add, start)
 
     def _hand_over(self, summed: _Sum) -> None:
         """Passes the sum of this warpgroup to the first one."""
@@ -231,7 +241,8 @@ class _Combiner:
 
         @pl.when(begin < num_tokens)
         def _() -> None:
-            zeros = plgpu.layout_cast(jnp.zeros((WIDTH, ROWS), jnp.float32), plgpu.Layout.WGMMA)
+            zeros = jnp.zeros((self.width, ROWS), jnp.float32)
+            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
             store(self.staged.T, zeros.astype(self.staged.dtype))
             plgpu.commit_smem()
 

@@ -18,6 +18,7 @@ from pallas_kernels._paged_attention_tiles import AttentionRule
 # Segments that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4
 LANES = 128  # threads of a warpgroup
+ROWS = 2  # most rows that a thread block combines, so that more loads overlap
 
 
 def combine_latents(
@@ -38,14 +39,18 @@ def combine_latents(
       The log-sum-exp, float32[N, 1, R]; undefined for empty tiles.
     """
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[0]
+    rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, *refs).run(),
+        lambda *refs: _Combiner(rule, together, rows_each, *refs).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
-        grid=(rows, num_tiles),
-        grid_names=("row", "tile"),
+        grid=(rows // rows_each, num_tiles),
+        grid_names=("rows", "tile"),
         kernel_name="paged_attention_mla_combine",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
+        ),
     )
     arrays = [tasks.tiles, tasks.used_tokens, *segments, sinks, value_scale]
     with jax.enable_x64(False):
@@ -63,75 +68,89 @@ class _Sum(NamedTuple):
 class _Combiner:
     """The kernel's references, and the code of one thread block."""
 
-    def __init__(self, rule: AttentionRule, together: int, *refs: Any) -> None:
+    def __init__(self, rule: AttentionRule, together: int, rows: int, *refs: Any) -> None:
         self.rule, self.together = rule, together
         self.tiles, self.used_tokens, self.segments = refs[0], refs[1], Segments(*refs[2:5])
         self.sinks, self.value_scale, self.out, self.lse = refs[5:9]
-        self.row, self.index = lax.axis_index("row"), lax.axis_index("tile")
+        first, self.index = lax.axis_index("rows") * rows, lax.axis_index("tile")
+        self.rows = [first + row for row in range(rows)]
         vector = math.gcd(4, rule.value_width // LANES)
         self.layout = plgpu.Layout.WG_STRIDED((rule.value_width,), vec_size=vector)
 
     def run(self) -> None:
         tile = Tile.load(self.tiles, self.index)
-        used_tokens = self.used_tokens[0]
-        token = lax.div(self.row, self.rule.group)
-        head = lax.rem(self.row, self.rule.group)
+        # Loaded early to hide the latency.
+        used_tokens, value_scale = self.used_tokens[0], self.value_scale[0]
+        sinks = [self.sinks[row] for row in self.rows]
 
-        @pl.when(token < tile.count)
+        @pl.when(lax.div(self.rows[0], self.rule.group) < tile.count)
         def _() -> None:
-            self.out.at[tile.token + token, head][...] = self._finish(self._sum(tile))
+            for row, sink, summed in zip(self.rows, sinks, self._sums(tile), strict=True):
+                self._write(tile, row, self._finish(row, sink, summed) * value_scale)
 
         self._clear_padding(used_tokens)
 
-    def _sum(self, tile: Tile) -> _Sum:
-        """Adds up the segments of the tile."""
+    def _sums(self, tile: Tile) -> list[_Sum]:
+        """Adds up the segments of the tile, for each row."""
         zeros = jnp.zeros((self.rule.value_width,), jnp.float32)
         start = _Sum(plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0))
 
-        def add(i: Array, running: _Sum) -> _Sum:
-            first = i * self.together
-            parts = [running, *[self._load(tile, first + j) for j in range(self.together)]]
-            highest = parts[0].highest
-            for part in parts[1:]:
-                highest = jnp.maximum(highest, part.highest)
-            # Nothing seen so far: -inf - -inf is NaN.
-            finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-            weights = [jnp.exp2(part.highest - finite) for part in parts]
-            out, total = jnp.zeros_like(running.out), jnp.float32(0)
-            for weight, part in zip(weights, parts, strict=True):
-                out, total = out + weight * part.out, total + weight * part.total
-            return _Sum(out, highest, total)
+        def add(i: Array, running: list[_Sum]) -> list[_Sum]:
+            segments = [i * self.together + j for j in range(self.together)]
+            loaded = [[self._load(tile, row, index) for index in segments] for row in self.rows]
+            return [_add_up([own, *parts]) for own, parts in zip(running, loaded, strict=True)]
 
         rounds = lax.div(tile.num_segments + (self.together - 1), self.together)
-        return lax.fori_loop(0, rounds, add, start)
+        return lax.fori_loop(0, rounds, add, [start] * len(self.rows))
 
-    def _load(self, tile: Tile, index: Array) -> _Sum:
-        """Loads a segment of the tile, or an empty one past the last."""
+    def _load(self, tile: Tile, row: Array, index: Array) -> _Sum:
+        """Loads a row of a segment of the tile, or an empty one past the last segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
-        out = plgpu.load(self.segments.out.at[number, self.row], layout=self.layout)
-        highest = self.segments.highest[number, self.row]
+        out = plgpu.load(self.segments.out.at[number, row], layout=self.layout)
+        highest = self.segments.highest[number, row]
         highest = jnp.where(index < tile.num_segments, highest, -jnp.inf)
-        return _Sum(out, highest, self.segments.total[number, self.row])
+        return _Sum(out, highest, self.segments.total[number, row])
 
-    def _finish(self, summed: _Sum) -> Array:
-        """Returns the output of the row, and writes its log-sum-exp."""
-        sink = self.sinks[self.row]
+    def _finish(self, row: Array, sink: Array, summed: _Sum) -> Array:
+        """Returns the output of a row without the scale, and writes its log-sum-exp."""
         highest = jnp.maximum(summed.highest, sink)
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)
         shrink = jnp.exp2(summed.highest - finite)
         total = summed.total * shrink + jnp.exp2(sink - finite)
         # Nothing seen: the output is 0, and log(0) is the -inf that the log-sum-exp has to be.
-        weight = shrink * self.value_scale[0] / jnp.where(total > 0, total, 1.0)
-        self.lse[self.index, 0, self.row] = jnp.log(total) + finite * (1 / LOG2E)
-        return (summed.out * weight).astype(self.out.dtype)
+        self.lse[self.index, 0, row] = jnp.log(total) + finite * (1 / LOG2E)
+        return summed.out * (shrink / jnp.where(total > 0, total, 1.0))
+
+    def _write(self, tile: Tile, row: Array, out: Array) -> None:
+        """Writes a row to its token and head, if the tile has such a token."""
+        token, head = lax.div(row, self.rule.group), lax.rem(row, self.rule.group)
+
+        @pl.when(token < tile.count)
+        def _() -> None:
+            self.out.at[tile.token + token, head][...] = out.astype(self.out.dtype)
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros to the tokens of padding that this thread block has to clear."""
         num_tokens, num_tiles = self.out.shape[0], self.tiles.shape[0]
-        first = jnp.where(self.row < self.rule.group, used_tokens + self.index, num_tokens)
         zeros = jnp.zeros((self.rule.value_width,), self.out.dtype)
         cleared = plgpu.layout_cast(zeros, self.layout)
+        for row in self.rows:
+            first = jnp.where(row < self.rule.group, used_tokens + self.index, num_tokens)
 
-        @pl.loop(first, num_tokens, step=num_tiles)
-        def _(token: Array) -> None:
-            self.out.at[token, self.row][...] = cleared
+            @pl.loop(first, num_tokens, step=num_tiles)
+            def _(token: Array, row: Array = row) -> None:
+                self.out.at[token, row][...] = cleared
+
+
+def _add_up(parts: list[_Sum]) -> _Sum:
+    """Returns the sum of partial softmaxes."""
+    highest = parts[0].highest
+    for part in parts[1:]:
+        highest = jnp.maximum(highest, part.highest)
+    # Nothing seen so far: -inf - -inf is NaN.
+    finite = jnp.where(highest > -jnp.inf, highest, 0.0)
+    weights = [jnp.exp2(part.highest - finite) for part in parts]
+    out, total = jnp.zeros_like(parts[0].out), jnp.float32(0)
+    for weight, part in zip(weights, parts, strict=True):
+        out, total = out + weight * part.out, total + weight * part.total
+    return _Sum(out, highest, total)
