@@ -2,9 +2,11 @@
 
 import gc
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.benchmarks import timing
+from tests.benchmarks import attention_bounds, timing
 from tests.benchmarks.__main__ import PARTS, load_peer
 
 
@@ -29,3 +31,12 @@ def test_a_part_runs_and_reports_what_it_timed(part: str, smallest, capsys) -> N
 def test_a_folder_without_vllm_is_named_and_not_timed(tmp_path, capsys) -> None:
     assert load_peer(tmp_path, timing.Report()) is None
     assert f"vLLM is not timed: {tmp_path} holds no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_the_kernel_that_only_reads_is_lowered_for_cuda(copies: int) -> None:
+    places = jnp.zeros((8, copies), jnp.int32)
+    read = attention_bounds.make_reader(places, heads=2, words=64, blocks_per_sm=2, stages=2)
+    rows = jax.ShapeDtypeStruct((512, 128), jnp.uint32)
+    lowered = jax.jit(read).trace(places, rows).lower(lowering_platforms=("cuda",))
+    assert "read_pages" in lowered.as_text()

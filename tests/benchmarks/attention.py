@@ -1,7 +1,8 @@
 """Attention over pages: the Mosaic kernels, XLA, jax's own library, and vLLM's Triton and FA3.
 
 Page ids are shuffled over a pool that is larger than the L2 cache. Times are those of the whole
-call, its task map included, which a model's layers share.
+call, its task map included, which a model's layers share. Two bounds of the same device go with
+them: the time that reading the bytes takes, and the rate of a plain product.
 """
 
 import functools
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import PackedRow, RowPacking, default_implementation, paged_attention
+from tests.benchmarks.attention_bounds import MAX_ROW_BYTES, time_product, time_reading
 from tests.benchmarks.attention_peers import Tensors, as_tensors, fa3_call, triton_call, wait
 from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
 from tests.benchmarks.vllm_peer import VllmPeer
@@ -54,6 +56,11 @@ class AttentionSpec(NamedTuple):
         """Bytes of all keys and values, read once."""
         item = 1 if self.pages == PACKED else jnp.dtype(self.pages).itemsize
         return sum(self.lens) * self.kv_heads * self.row * item
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token and KV head."""
+        return self.num_bytes // sum(self.lens) // self.kv_heads
 
     @property
     def num_operations(self) -> int:
@@ -117,6 +124,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
         if ON_GPU and (spec.queries or 1) <= LONGEST_OF_XLA:
             add("XLA", time_ours(spec, "xla"), base=ours)
+            if spec.row_bytes <= MAX_ROW_BYTES:
+                add("reading alone", time_bytes(spec), base=ours)
         others: dict[str, Callable[[], Times]] = {}
         if ON_GPU and spec.queries is None and spec.value is None and spec.pages == "bfloat16":
             others["jax's library"] = functools.partial(time_library, spec)
@@ -128,6 +137,10 @@ def run(report: Report, peer: VllmPeer | None) -> None:
                 add(name, time(), base=ours)
             except Exception as error:
                 report.note(f"{name} fails: {type(error).__name__}: {str(error)[:80]}")
+    size = by_size(full=8192, small=256, smallest=64)
+    product = report.add(f"product, bf16, {size} x {size}", "jax", time_product(size))
+    if product.kernels is not None:
+        report.note(f"{2 * size**3 / product.kernels / 1e12:.0f} TFLOP/s")
 
 
 class Arrays(NamedTuple):
@@ -176,6 +189,11 @@ def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
     arrays = make_arrays(spec)
     attend = compiled(implementation, spec.value, PACKED if spec.pages == PACKED else None)
     return measure(lambda: attend(*arrays))
+
+
+def time_bytes(spec: AttentionSpec) -> Times:
+    """Times reading the pages of all requests, and nothing else."""
+    return time_reading(sum(spec.lens), spec.page_tokens, spec.kv_heads, spec.row_bytes)
 
 
 def time_peer(
