@@ -25,7 +25,7 @@ from jaxkv.demo.model import Model, Params, forward, logits
 from jaxkv.demo.reference import Answer
 from jaxkv.demo.trace import Request
 from jaxkv.layout import AcceptedSizes, select_kernel_block_sizes
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, default_implementation
 
 MAX_REQUESTS, MAX_TOKENS, FORKS = 16, 64, 8
 REQUESTS_BETWEEN_NAPS = 8
@@ -82,7 +82,8 @@ def serve_step(
     """Runs one step on the device. Returns the cache, and f32[B, vocab] of each last token."""
     cache, batch = jaxkv.apply_step(cache, upload, implementation=implementation)
     tokens = tokens_of(batch)
-    memory = PagedMemory(cache, batch, tokens, own_attention, implementation)
+    kernels = implementation or default_implementation()
+    memory = PagedMemory(cache, batch, tokens, own_attention, kernels)
     with jax.default_matmul_precision("highest"):
         memory, x = forward(model, params, tokens, memory)
         return memory.cache, logits(model, params, x[batch.last_tokens])

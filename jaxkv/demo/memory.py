@@ -29,20 +29,28 @@ class PagedMemory:
     batch: jaxkv.StepBatch
     tokens: Tokens
     own_attention: bool
-    implementation: Implementation | None
+    implementation: Implementation
 
     def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
         given = self.cache, layer, self.batch
         if not self.own_attention:
-            # The model computes in f32, which only XLA attends in.
-            cache, out = jaxkv.attend(*given, queries, keys, values)
-            return dataclasses.replace(self, cache=cache), out
+            implementation = "xla" if self.implementation == "xla" else None
+            narrow = self._narrow(layer, queries)
+            cache, out = jaxkv.attend(*given, narrow, keys, values, implementation=implementation)
+            return dataclasses.replace(self, cache=cache), out.astype(queries.dtype)
         cache = jaxkv.write_tokens(*given, keys, values, implementation=self.implementation)
         keys, values = _read_kernel_blocks(cache, layer, self.batch)
         positions = self.tokens.to_requests(self.batch.positions)
         seen = jnp.arange(keys.shape[1])[None, None] <= positions[..., None]
         out = causal_attention(self.tokens.to_requests(queries), keys, values, seen)
         return dataclasses.replace(self, cache=cache), self.tokens.to_tokens(out)
+
+    def _narrow(self, layer: str, queries: Array) -> Array:
+        """Returns queries in 16 bits where Mosaic attends: the model computes in f32."""
+        pages = jnp.dtype(row_format(self.cache.layout.place_of(layer).spec).dtype)
+        if self.implementation != "mosaic_gpu" or pages.itemsize > 2:
+            return queries
+        return queries.astype(pages if pages.itemsize == 2 else jnp.float16)
 
     def read_state(self, layer: str) -> tuple[Array, Array]:
         conv, state = jaxkv.read_state(self.cache, layer, self.batch)

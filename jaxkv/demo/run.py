@@ -20,11 +20,12 @@ from jaxkv.planning import Plan, plan_cache
 from jaxkv.plotting import plot_block_use, plot_occupancy
 from jaxkv.specs import Limits
 from jaxkv.testing import count_compilations
-from pallas_kernels import default_implementation
+from pallas_kernels import Implementation, default_implementation
 
 CARD_BYTES = 141_000_000_000
 #: keys' and values' dtype -> the largest difference between two logits that counts as rounding
 BOUNDS = {"fp8_e4m3": 0.03, "fp8_e5m2": 0.06, "bf16": 0.003, "f16": 0.003, "f32": 1e-3}
+BF16_QUERIES = 0.02  # instead, where Mosaic attends and queries have the 8 bits of bf16, too
 DEFAULT_DTYPE = "fp8_e4m3"
 REQUESTS_WITHOUT_ZEROING = 24
 
@@ -52,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pool-bytes", type=int, default=1_500_000, help="memory of the pool (default 1500000)"
     )
-    parser.add_argument(
-        "--implementation", choices=("xla", "mosaic_gpu"), help="of the zeroing kernel"
-    )
+    parser.add_argument("--implementation", choices=("xla", "mosaic_gpu"), help="of all kernels")
     parser.add_argument(
         "--kernel-block-size",
         type=int,
@@ -147,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     own_attention = options.kernel_block_size is not None and plan.context_parallel == 1
     report = serve(plan, own_attention)
-    agree = _compare(model, params, layers, report, BOUNDS[options.kv_dtype])
+    agree = _compare(model, params, layers, report, bound_of(options.kv_dtype, implementation))
     if shares:
         figure = plot_block_use(report.uses, preemptions=report.preemptions)
     else:
@@ -159,6 +158,13 @@ def run(options: argparse.Namespace) -> int:
         _title(f"{len(trace)} of them without zeroing, by attention that masks logits only")
         _show_nans(serve(make_plan(zero_policy="never"), own_attention=True))
     return 0 if agree else 1
+
+
+def bound_of(kv_dtype: str, implementation: Implementation) -> float:
+    """Returns the largest difference between two logits that counts as rounding."""
+    if kv_dtype == "bf16" and implementation == "mosaic_gpu":
+        return BF16_QUERIES
+    return BOUNDS[kv_dtype]
 
 
 def _find_devices(ranks: int) -> None:
