@@ -18,8 +18,8 @@ from jaxkv.blocks import (
     OutOfBlocksError,
     StepShape,
     TableEntry,
-    _few_changes,
     _rows,
+    _rules,
     _runs,
 )
 from jaxkv.blocks._queue import BlockQueue
@@ -169,7 +169,7 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
 }  # fmt: skip
 
 
-FEW = {module: module.FEW for module in (_few_changes, _rows, _runs)}
+FEW = {module: module.FEW for module in (_rules, _rows, _runs)}
 
 
 class Pair:
@@ -373,6 +373,42 @@ def test_the_manager_equals_the_reference_after_every_call(model: str, monkeypat
     assert model != "windows" or (seen["too far back"] and seen["prefix gone"])
 
 
+def test_ints_and_arrays_pack_the_same_uploads(monkeypatch) -> None:
+    """Two managers get the same calls; one takes every step in arrays."""
+    plan = small_plan({"a": FULL, "b": WINDOW, "c": FULL}, 40, zero_policy="always")
+    shape, small = shape_of(plan, extra=2, forks=4), shape_of(plan, max_tokens=9, batch_size=2)
+    for seed in range(30):
+        rng, names = random.Random(seed), itertools.count()
+        managers = []
+        for few in (0, 9):
+            monkeypatch.setattr(_rules, "FEW", few)
+            managers.append(BlockManager(plan, max_requests=4))
+        for _ in range(60):
+            running = list(managers[0].requests)
+            action = rng.choice(["start", *["step"] * 6, "grow", "finish", "swap_rows"])
+            work = {name: rng.choice([1, 1, 7, 9]) for name in running if rng.random() < 0.6}
+            arguments = {
+                "start": (next(names),),
+                "step": (rng.choice([shape, shape, small]), work),
+                "grow": (work,),
+                "finish": (rng.choice(running),) if running else ("nobody",),
+                "swap_rows": (rng.randrange(4), rng.randrange(4)),
+            }[action]
+            options = {"extra": [1, 2, 3][: rng.randrange(4)]} if shape in arguments else {}
+            arrays, ints = (outcome(getattr(m, action), *arguments, **options) for m in managers)
+            assert ints == arrays, (seed, action, work)
+            assert managers[0].num_free_blocks == managers[1].num_free_blocks
+
+
+def outcome(call, *arguments, **options) -> object:
+    """Returns what a call packs, or the text of its refusal."""
+    try:
+        result = call(*arguments, **options)
+    except (ValueError, OutOfBlocksError) as error:
+        return str(error)
+    return result.data.tolist() if hasattr(result, "data") else None
+
+
 # --- admission ------------------------------------------------------------------------
 
 PLANS = strategies.plans()
@@ -437,7 +473,7 @@ class unchanged:
     def state(self) -> object:
         manager = self.manager
         parts = manager._books.__dict__, manager.block_pool.__dict__, manager._pending.__dict__
-        return pickle.dumps((parts, manager.requests, manager._num_uploads))
+        return pickle.dumps((parts, manager.requests, manager.num_uploads))
 
     def __enter__(self) -> None:
         self.before = self.state()

@@ -335,7 +335,7 @@ def test_a_fork_of_a_request_that_only_grew_has_its_tokens() -> None:
 def test_numbers_of_uploads_begin_anew_after_the_last_of_int32() -> None:
     plan, manager, shape = serving({"a": FULL})
     manager.start("r")
-    manager._num_uploads = INT32_MAX - 2
+    manager._steps.num_uploads = INT32_MAX - 2
     uploads = [manager.step(shape, {"r": 1}) for _ in range(4)]
     assert [int(upload.data[0]) for upload in uploads] == [INT32_MAX - 1, INT32_MAX, 1, 2]
     step = jax.jit(jaxkv.apply_step)

@@ -5,7 +5,7 @@ A step is applied to all of its requests and groups at once, with a few calls of
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +13,11 @@ import numpy as np
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks._pool import BlockPool
 from jaxkv.blocks._rules import Rules
-from jaxkv.blocks._runs import NO_IDS, Runs
+from jaxkv.blocks._runs import NO_IDS, Run, Runs
 from jaxkv.prefixes import SharedColumns
 from jaxkv.specs import Growth
+
+RowStep = tuple[int, int, int]  # a row, and its tokens before and after a step
 
 
 class Changes(NamedTuple):
@@ -29,7 +31,7 @@ class Changes(NamedTuple):
     dropped: cells whose blocks are released.
     held: [3, G, N] ints, source, first and end of the rows after the step, see `Books`; [3, G]
       for a single row.
-    unchanged_until: int64[N], the number of tokens up to which each row needs no further change.
+    unchanged_until: N ints, the number of tokens up to which each row needs no further change.
     shares: whether any of the rows might write to a shared block; see `Books.any_may_share`.
     given_up: blocks whose content is no longer kept for later prompts.
     """
@@ -40,9 +42,25 @@ class Changes(NamedTuple):
     replaces: bool
     dropped: Runs
     held: np.ndarray | Sequence[Sequence[int]]
-    unchanged_until: np.ndarray
+    unchanged_until: np.ndarray | Sequence[int]
     shares: bool
     given_up: np.ndarray = NO_IDS
+
+
+class FewChanges(NamedTuple):
+    """Changes that a step makes to a few rows of the books, in plain ints.
+
+    No fresh cell replaces a block.
+
+    rows, fresh, dropped, unchanged_until: as in `Changes`.
+    held: per row, source, first and end after the step, each over the groups.
+    """
+
+    rows: list[int]
+    fresh: list[Run]
+    dropped: list[Run]
+    held: list[list[list[int]]]
+    unchanged_until: list[int]
 
 
 class Books:
@@ -86,6 +104,7 @@ class Books:
         self.resumed = np.zeros(max_requests, np.int64)
         self.unchanged_until = np.zeros(max_requests, np.int64)
         self.may_share = np.zeros(max_requests, bool)
+        self._has_sharers = False  # whether `may_share` is True for any row
         self.shared_until = np.zeros(max_requests, np.int64)
         self.encoder_blocks = np.zeros(shape, np.int64)
 
@@ -103,17 +122,17 @@ class Books:
         """Returns source, first and end of one row, each a list over the groups."""
         return self._held[:, :, row].tolist()
 
-    def any_may_share(self, rows: np.ndarray) -> bool:
+    def any_may_share(self, rows: np.ndarray | list[int]) -> bool:
         """Returns whether the next tokens of any row may go to a block that is shared or kept."""
-        if not (self.pool.has_shared_blocks and np.count_nonzero(self.may_share)):
+        if not (self._has_sharers and self.pool.has_shared_blocks):
             return False
         return bool(self.may_share[rows].any())
 
     def row_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the row lengths that the device keeps, int64[N, G]: one past the last column."""
+        """Returns the row lengths that the device keeps, int64[N * G]: one past the last column."""
         if rows.size == 1:
-            return self._held[2, :, rows[0]][None]
-        return self._held[2].take(rows, axis=1).T
+            return self._held[2, :, rows[0]]
+        return self._held[2].take(rows, axis=1).T.reshape(-1)
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
@@ -139,21 +158,17 @@ class Books:
     def ids_at(self, runs: Runs) -> np.ndarray:
         """Returns the block ids in runs of cells, int32[cells]."""
         if runs.are_few:
-            return np.concatenate([self._cells[span] for span in self._slices(runs)])
+            return np.concatenate([self._cells[span] for span in self._slices(runs.ints)])
         return self._cells[self._cells_of(runs)]
 
-    def _set_ids(self, runs: Runs, ids: np.ndarray) -> None:
-        cells, width, starts = self._cells, self.table.shape[1], self._starts
-        if not runs.are_few:
-            cells[self._cells_of(runs)] = ids
-        else:
-            end = 0
-            for group, row, column, count in runs.ints:
-                at, begin, end = row * width + starts[group] + column, end, end + count
-                if count == 1:
-                    cells[at] = ids[begin]
-                else:
-                    cells[at : at + count] = ids[begin:end]
+    def _set_ids(self, runs: Sequence[Run], ids: np.ndarray) -> None:
+        cells, width, starts, end = self._cells, self.table.shape[1], self._starts, 0
+        for group, row, column, count in runs:
+            at, begin, end = row * width + starts[group] + column, end, end + count
+            if count == 1:
+                cells[at] = ids[begin]
+            else:
+                cells[at : at + count] = ids[begin:end]
 
     def _cells_of(self, runs: Runs) -> np.ndarray:
         """Returns the index of each cell of runs in the flat table, int64[cells]."""
@@ -164,12 +179,12 @@ class Books:
             cells += self.starts[groups]
         return cells
 
-    def _slices(self, runs: Runs) -> list[slice]:
+    def _slices(self, runs: Sequence[Run]) -> list[slice]:
         """Returns the slice of the flat table of each run."""
         width, starts = self.table.shape[1], self._starts
         return [
             slice(begin := row * width + starts[group] + column, begin + count)
-            for group, row, column, count in runs.ints
+            for group, row, column, count in runs
         ]
 
     # --- steps --------------------------------------------------------------------
@@ -192,12 +207,29 @@ class Books:
                 before = self.ids_at(fresh)
                 self.pool.release(before[before != NULL_BLOCK])
                 replaced = before[fresh.first_cells[changes.copied]]
-            self._set_ids(fresh, ids)
+            if fresh.are_few:
+                self._set_ids(fresh.ints, ids)
+            else:
+                self._cells[self._cells_of(fresh)] = ids
         self._hold(changes)
         if changes.shares:
             self.may_share[rows] = self._shares_source(rows) if self.rules.aligned.size else False
+            self._has_sharers = bool(self.may_share.any())
         self.unchanged_until[rows] = changes.unchanged_until
         return ids, replaced
+
+    def apply_few(self, changes: FewChanges) -> np.ndarray:
+        """Makes changes, as `apply` does. Returns the ids of the fresh cells, int32[cells]."""
+        ids, (rows, fresh, dropped, held, unchanged_until) = NO_IDS, changes
+        if dropped:
+            self._give_back(self._cells, self._slices(dropped))
+        if fresh:
+            ids = self.pool.take(sum([count for _, _, _, count in fresh]))
+            self._set_ids(fresh, ids)
+        for row, of_row, until in zip(rows, held, unchanged_until, strict=True):
+            self._held[:, :, row] = of_row
+            self.unchanged_until[row] = until
+        return ids
 
     def _hold(self, changes: Changes) -> None:
         """Sets source, first and end of the rows that change."""
@@ -224,14 +256,15 @@ class Books:
 
     def _drop(self, runs: Runs) -> None:
         if runs.are_few:
-            return self._give_back(self._cells, self._slices(runs))
+            return self._give_back(self._cells, self._slices(runs.ints))
         cells = self._cells_of(runs)
         self.pool.release(self._cells[cells])
         self._cells[cells] = NULL_BLOCK
 
     def _give_back(self, cells: np.ndarray, spans: Sequence[slice]) -> None:
         """Releases the blocks of spans of cells."""
-        self.pool.release(np.concatenate([cells[span] for span in spans]))
+        parts = [cells[span] for span in spans]
+        self.pool.release(np.concatenate(parts) if len(parts) > 1 else parts[0])
         for span in spans:
             cells[span] = NULL_BLOCK
 
@@ -240,6 +273,12 @@ class Books:
         self.resumed[rows] = computed
         self.computed[rows] = totals
         self.reached[rows] = totals
+
+    def advance_few(self, steps: Iterable[RowStep]) -> None:
+        """Records the progress of a few rows, as `advance` does."""
+        for row, computed, total in steps:
+            self.resumed[row] = computed
+            self.computed[row] = self.reached[row] = total
 
     def _shares_source(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether a step shorter than its `grow` would overwrite a shared "align" state."""
@@ -257,7 +296,10 @@ class Books:
         self._held[:, :, row] = self._nothing
         self.computed[row] = self.reached[row] = self.resumed[row] = 0
         self.unchanged_until[row] = 0
-        self.may_share[row], self.shared_until[row] = False, 0
+        self.shared_until[row] = 0
+        if self._has_sharers:
+            self.may_share[row] = False
+            self._has_sharers = bool(self.may_share.any())
         for group in self.rules.crossed:
             growth = self.rules.growths[group]
             self.encoder_blocks[group, row] = growth.live_columns(0, 1, encoder_tokens).end
@@ -326,6 +368,7 @@ class Books:
           num_tokens: first tokens of the row whose blocks are shared or kept now.
         """
         self.may_share[row], self.unchanged_until[row] = True, 0
+        self._has_sharers = True
         self.shared_until[row] = max(self.shared_until[row], num_tokens)
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:

@@ -44,7 +44,7 @@ def _changes_now(
     books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes | None:
     """Returns the changes as `plan_changes` does, even if too few blocks are free."""
-    if are_few(books, rows):
+    if are_few(books, rows.size):
         return changes_of_few(books, rows, computed, totals)
     changing, aligned = totals > books.unchanged_until[rows], books.rules.aligned
     if aligned.size:  # a step shorter than its `grow` needs earlier states

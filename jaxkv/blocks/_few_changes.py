@@ -5,22 +5,41 @@ of the time of NumPy arrays.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxkv._internal.numbers import INT32_MAX
-from jaxkv.blocks._books import Books, Changes
+from jaxkv.blocks._books import Books, Changes, FewChanges, RowStep
 from jaxkv.blocks._runs import Run, Runs
 from jaxkv.blocks._sharing import shared_cells
 
-FEW = 8  # rows times groups up to which ints are faster than arrays
 _group = operator.itemgetter(0)
 
 
-def are_few(books: Books, rows: np.ndarray) -> bool:
-    """Returns whether `changes_of_few` supports these rows and is faster than arrays."""
-    return rows.size * len(books.rules.growths) <= FEW and not books.rules.aligned.size
+def are_few(books: Books, num_rows: int) -> bool:
+    """Returns whether ints are faster than arrays for a number of rows, and supported."""
+    return num_rows <= books.rules.few_rows
+
+
+def grow_rows(books: Books, steps: Iterable[RowStep]) -> FewChanges:
+    """Returns the changes that let a few rows grow, as if no block was shared.
+
+    Groups of "align" states are not supported.
+    """
+    changes = FewChanges([], [], [], [], [])
+    rows, fresh, dropped, held, unchanged_until = changes
+    limit = books.unchanged_until.item
+    for row, computed, total in steps:
+        if total > limit(row):
+            of_row = books.held_of(row)
+            unchanged_until.append(_grow(books, row, computed, total, of_row, fresh, dropped))
+            rows.append(row)
+            held.append(of_row)
+    if len(rows) > 1:
+        fresh.sort(key=_group)
+        dropped.sort(key=_group)
+    return changes
 
 
 def changes_of_few(
@@ -31,33 +50,23 @@ def changes_of_few(
     The arguments are those of `jaxkv.blocks._changes.plan_changes`. Groups of "align" states are
     not supported.
     """
-    limit, numbers = books.unchanged_until.item, (rows.tolist(), computed.tolist(), totals.tolist())
-    asked = [each for each in zip(*numbers, strict=True) if each[2] > limit(each[0])]
-    if not asked:
+    steps = zip(rows.tolist(), computed.tolist(), totals.tolist(), strict=True)
+    changing, fresh, dropped, held, until = grow_rows(books, steps)
+    if not changing:
         return None
-    if len(asked) < rows.size:
-        rows = np.array([row for row, _, _ in asked])
+    if len(changing) < rows.size:
+        rows = np.array(changing)
     shares = books.any_may_share(rows)
-    fresh: list[Run] = []
-    dropped: list[Run] = []
-    held: list[list[list[int]]] = []
-    unchanged_until: list[int] = []
-    for row, done, total in asked:
-        of_row = books.held_of(row)
-        unchanged_until.append(_grow(books, row, done, total, of_row, fresh, dropped))
-        held.append(of_row)
-    shared = shared_cells(books, [each[0] for each in asked], held) if shares else []
-    if shared or len(asked) > 1:
-        fresh += [cell for cell, _, _ in shared]
-        fresh.sort(key=_group)
-        dropped.sort(key=_group)
+    shared = shared_cells(books, changing, held) if shares else []
+    if shared:
+        fresh = sorted([*fresh, *(cell for cell, _, _ in shared)], key=_group)
     copied = np.zeros(len(fresh), bool)
     if shared:
         copies = {cell for cell, _, is_read in shared if is_read}
         copied[:] = [run in copies for run in fresh]
     after = held[0] if len(held) == 1 else np.array(held).transpose(1, 2, 0)
-    until, given_back = np.array(unchanged_until), Runs.listed(dropped)
-    return Changes(rows, Runs.listed(fresh), copied, bool(shared), given_back, after, until, shares)
+    taken, given_back = Runs.listed(fresh), Runs.listed(dropped)
+    return Changes(rows, taken, copied, bool(shared), given_back, after, until, shares)
 
 
 def _grow(
@@ -86,21 +95,23 @@ def _grow(
             end, until = int(books.encoder_blocks[group, row]), INT32_MAX
         else:
             needed = -(-total // block) + drafts
-            end = needed if needed > before else before
+            if needed > before:
+                end = needed
             until = (end - drafts) * block
-        if kind == "sliding" or kind == "chunked":
-            if kind == "sliding":
-                seen = (computed + 1 - window) // block
-                seen = seen if seen > first else first
-                left = (seen + 1) * block + window - 1
-            else:
-                left = computed - computed % chunk + chunk
-                seen = max(first, (left - chunk) // block)
-            until = left if left < until else until
+        if kind == "sliding":
+            seen = (computed + 1 - window) // block
             if seen > first:
-                if before > first:
-                    dropped.append((group, row, first, min(seen, before) - first))
-                firsts[group] = begin = seen
+                begin = seen
+            left = (begin + 1) * block + window - 1
+            until = left if left < until else until
+        elif kind == "chunked":
+            left = computed - computed % chunk + chunk
+            begin = max(first, (left - chunk) // block)
+            until = min(left, until)
+        if begin > first:
+            firsts[group] = begin
+            if before > first:
+                dropped.append((group, row, first, min(begin, before) - first))
         if until < unchanged_until:
             unchanged_until = until
         if before > begin:

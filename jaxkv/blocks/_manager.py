@@ -2,15 +2,13 @@
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxkv._internal.checks import check_count, check_positive
 from jaxkv._internal.html import html_table
-from jaxkv._internal.numbers import INT32_MAX
-from jaxkv.blocks._books import Books, Changes
-from jaxkv.blocks._changes import plan_changes
+from jaxkv.blocks._books import Books
 from jaxkv.blocks._pending import Pending
 from jaxkv.blocks._pool import BlockPool, BlockUse
 from jaxkv.blocks._prefix_events import PrefixEvents
@@ -18,33 +16,13 @@ from jaxkv.blocks._prefixes import Prefixes
 from jaxkv.blocks._prompts import FoundPrefix, PrefixHit, PrefixStats
 from jaxkv.blocks._resuming import check_rewind, columns_to_share
 from jaxkv.blocks._rows import Rows, Work
-from jaxkv.blocks._runs import NO_IDS
 from jaxkv.blocks._shape import StepShape, Upload
-from jaxkv.blocks._write import (
-    Batch,
-    Ints,
-    as_int32,
-    check_batch,
-    check_room,
-    write_batch,
-)
+from jaxkv.blocks._steps import Ring, Steps
+from jaxkv.blocks._write import Ints
 from jaxkv.planning import Plan
 from jaxkv.prefixes import EventLog, ExtraKey
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
-NOTHING_ZEROED = np.zeros(0, bool)
-
-
-class Ring(Protocol):
-    """A source of upload buffers, such as `jaxkv.UploadRing`."""
-
-    def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns int32[shape.format.size] to write a step into."""
-        ...
-
-    def seal(self) -> Any:
-        """Returns the buffer that was handed out last, as the array that a step reads."""
-        ...
 
 
 class BlockManager:
@@ -112,8 +90,9 @@ class BlockManager:
             events=None if events is None else PrefixEvents(events, plan),
         )
         self._pending = Pending(plan.groups_to_zero)
-        self._num_uploads = 0
-        self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
+        self._steps = Steps(
+            plan, self._books, self._rows, self._pending, self._prefixes, self._encoder_tokens
+        )
 
     def __repr__(self) -> str:
         pool = self.block_pool
@@ -147,7 +126,7 @@ class BlockManager:
     @property
     def num_uploads(self) -> int:
         """Number of uploads so far. Each upload carries its number, which wraps past int32."""
-        return self._num_uploads
+        return self._steps.num_uploads
 
     @property
     def requests(self) -> Mapping[Any, int]:
@@ -179,7 +158,7 @@ class BlockManager:
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
         """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
         row, books = self._rows.row(request), self._books
-        ends = books.row_lengths(np.array([row]))[0].tolist()
+        ends = books.row_lengths(np.array([row])).tolist()
         return tuple(
             tuple(books.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
         )
@@ -472,28 +451,7 @@ class BlockManager:
           TypeError, ValueError: a request is not running or computes more tokens than the plan
             admits, or the step does not fit the shape; nothing is changed.
         """
-        if not isinstance(shape, StepShape) or shape not in self._shapes:
-            self._check_shape(shape)
-        batch = self._rows.batch(work)
-        computed = self._books.computed[batch.rows]
-        totals = computed + batch.counts
-        check_batch(shape, batch, self._check_totals(batch, totals))
-        own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
-        changes = plan_changes(self._books, batch.rows, computed, totals)
-        zeroed = NOTHING_ZEROED if changes is None else self._pending.to_zero(changes)
-        check_room(shape, self._pending.sizes(own.size, changes, zeroed))
-        data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
-        if changes is not None:
-            self._apply(changes, zeroed)
-        encoder_lens = self._encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
-        write_batch(shape, data, batch, computed, encoder_lens, own)
-        if not self._pending.is_empty:
-            self._pending.write(shape, data, self._books)
-        self._num_uploads += 1
-        data[0] = (self._num_uploads - 1) % INT32_MAX + 1
-        self._books.advance(batch.rows, computed, totals)
-        self._prefixes.after_step(batch.rows)
-        return Upload(data=data if ring is None else ring.seal(), shape=shape)
+        return self._steps.step(shape, work, extra, ring)
 
     def grow(self, work: Work) -> None:
         """Gives requests the blocks for their next tokens: all of the requests, or none.
@@ -509,50 +467,4 @@ class BlockManager:
           TypeError, ValueError: a request is not running, or computes more tokens than the plan
             admits; nothing is changed.
         """
-        batch = self._rows.batch(work)
-        computed = self._books.computed[batch.rows]
-        totals = computed + batch.counts
-        self._check_totals(batch, totals)
-        changes = plan_changes(self._books, batch.rows, computed, totals)
-        if changes is not None:
-            self._apply(changes, self._pending.to_zero(changes))
-
-    def _apply(self, changes: Changes, zeroed: np.ndarray) -> None:
-        ids, replaced = self._books.apply(changes)
-        self._pending.add(changes, ids, zeroed, replaced)
-
-    # --- checks -------------------------------------------------------------------
-
-    def _check_totals(self, batch: Batch, totals: np.ndarray) -> int:
-        """Raises ValueError for a request that grows too long; returns the longest total."""
-        if totals.size == 1:
-            longest = totals.item()
-        else:
-            longest = int(np.maximum.reduce(totals)) if totals.size else 0
-        if longest > self._plan.max_model_len:
-            name = self._rows.name(int(batch.rows[totals.argmax()]))
-            raise ValueError(
-                f"work: request {name!r} would have {longest} tokens, more than the plan's "
-                f"max_model_len={self._plan.max_model_len}; finish the request, or plan for longer "
-                "ones"
-            )
-        return longest
-
-    def _check_shape(self, shape: StepShape) -> None:
-        """Raises unless the shape belongs to this manager's plan."""
-        if not isinstance(shape, StepShape):
-            raise TypeError(f"shape must be a StepShape, got {type(shape).__name__}")
-        wanted = {
-            "growths": self._growths,
-            "num_blocks": self._plan.num_blocks,
-            "context_parallel": self._plan.context_parallel,
-            "max_requests": self._max_requests,
-        }
-        for name, value in wanted.items():
-            if getattr(shape, name) != value:
-                raise ValueError(
-                    f"shape was made for another plan or manager: its {name} is "
-                    f"{getattr(shape, name)!r} and this manager's {value!r}; use "
-                    "StepShape.for_plan with the same plan and max_requests"
-                )
-        self._shapes.add(shape)
+        self._steps.grow(work)

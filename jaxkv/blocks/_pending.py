@@ -1,12 +1,11 @@
 """Changes to the books that no upload has carried to the device yet. No jax."""
 
 import itertools
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv.blocks._books import Books, Changes
+from jaxkv.blocks._books import Books, Changes, FewChanges
 from jaxkv.blocks._joins import joined_entries
 from jaxkv.blocks._runs import NO_IDS, Runs
 from jaxkv.blocks._shape import StepShape
@@ -21,14 +20,21 @@ from jaxkv.blocks._write import (
 )
 from jaxkv.prefixes import SharedColumns
 
+NO_ROWS = np.zeros(0, np.int64)
+NO_ROW_COPIES = np.zeros((0, 2), np.int64)
+
 
 class Pending:
-    """Table entries, copies and changed rows since the last upload."""
+    """Table entries, copies and changed rows since the last upload.
+
+    zeroes: whether the fresh blocks of any group are zeroed.
+    zeroes_all: whether those of all groups are.
+    """
 
     def __init__(self, groups_to_zero: Sequence[bool]):
         """Starts empty. ``groups_to_zero`` tells whether the fresh blocks of a group are zeroed."""
         self._zeroed = np.array(groups_to_zero, bool)
-        self._zeroes, self._zeroes_all = any(groups_to_zero), all(groups_to_zero)
+        self.zeroes, self.zeroes_all = any(groups_to_zero), all(groups_to_zero)
         self._forget()
 
     def _forget(self) -> None:
@@ -43,8 +49,8 @@ class Pending:
 
     def to_zero(self, changes: Changes) -> np.ndarray:
         """Returns which fresh runs have blocks to zero, bool[K]: not those that are copied."""
-        if not changes.replaces and self._zeroes == self._zeroes_all:
-            return ~changes.copied if self._zeroes else changes.copied
+        if not changes.replaces and self.zeroes == self.zeroes_all:
+            return ~changes.copied if self.zeroes else changes.copied
         return self._zeroed[changes.fresh.groups] & ~changes.copied
 
     # --- noting -------------------------------------------------------------------
@@ -69,6 +75,14 @@ class Pending:
             sources = self._origins(replaced)
             self._copies = [copies.without(new) for copies in self._copies]
             self._copies.append(Copies(groups, sources, new))
+
+    def add_few(self, changes: FewChanges, ids: np.ndarray) -> None:
+        """Records changes as `add` does; the plan zeroes the blocks of all groups, or of none."""
+        if changes.fresh:
+            zeroed = np.full(len(changes.fresh), self.zeroes)
+            self._entries.append(Entries(Runs.listed(changes.fresh), ids, zeroed))
+        if changes.rows:
+            self._rows.append(np.array(changes.rows))
 
     def add_shared(self, row: int, columns: Sequence[SharedColumns]) -> None:
         """Records that a row starts with the blocks of a cached prefix."""
@@ -144,21 +158,27 @@ class Pending:
           zeroed: bool[K], the result of `to_zero` for ``changes``.
         """
         if changes is None:
-            return Sizes(extra=extra) if self.is_empty else self._sizes(extra, self._rows)
+            return self._sizes(extra, NO_ROWS)
         fresh = changes.fresh
         copied = int(np.count_nonzero(changes.copied)) if changes.replaces else 0
-        to_come = fresh.num_cells, fresh.num_cells_of(zeroed), copied
-        if self.is_empty:
-            return Sizes(changes.rows.size, *to_come, 0, extra)
-        rows, *sizes = self._sizes(extra, [*self._rows, changes.rows])
-        return Sizes(rows, *map(operator.add, sizes, (*to_come, 0, 0)))
+        zeros = fresh.num_cells_of(zeroed)
+        return self._sizes(extra, changes.rows, fresh.num_cells, zeros, copied)
 
-    def _sizes(self, extra: int, rows: Sequence[np.ndarray]) -> Sizes:
+    def sizes_with_few(self, extra: int, changes: FewChanges, num_fresh: int) -> Sizes:
+        """As `sizes`, for changes that take ``num_fresh`` blocks; see `add_few`."""
+        rows = np.array(changes.rows) if changes.rows else NO_ROWS
+        return self._sizes(extra, rows, num_fresh, num_fresh if self.zeroes else 0)
+
+    def _sizes(
+        self, extra: int, rows: np.ndarray, fresh: int = 0, zeroed: int = 0, copied: int = 0
+    ) -> Sizes:
+        if self.is_empty:
+            return Sizes(rows.size, fresh, zeroed, copied, 0, extra)
         return Sizes(
-            changed_rows=_distinct(rows).size,
-            block_ids=sum(entries.runs.num_cells for entries in self._entries),
-            zero_ids=sum(entries.num_zeroed for entries in self._entries),
-            block_copies=sum(copies.groups.size for copies in self._copies),
+            changed_rows=_distinct([*self._rows, rows] if rows.size else self._rows).size,
+            block_ids=fresh + sum([entries.runs.num_cells for entries in self._entries]),
+            zero_ids=zeroed + sum([entries.num_zeroed for entries in self._entries]),
+            block_copies=copied + sum([copies.groups.size for copies in self._copies]),
             row_copies=len(self._row_copies()),
             extra=extra,
         )
@@ -167,7 +187,7 @@ class Pending:
         """Writes all pending changes into an upload, and clears them."""
         entries, changed = joined_entries(self._entries), _distinct(self._rows)
         write_entries(shape, data, entries, changed, books.row_lengths(changed))
-        if self._zeroes:
+        if self.zeroes:
             write_zero_ids(shape, data, *entries.zero_ids(len(shape.growths)))
         if self._copies or self._device_rows:
             write_copies(shape, data, self._block_copies(), self._row_copies())
@@ -189,16 +209,13 @@ class Pending:
         return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-NO_ROW_COPIES = np.zeros((0, 2), np.int64)
-
-
 def _distinct(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns each row once; the rows of one change are distinct already."""
     if len(parts) == 1:
         return parts[0]
     if all([part.size == 1 for part in parts]):
-        return np.array(sorted({int(part[0]) for part in parts}), np.int64)
-    return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+        return np.array(sorted({part.item() for part in parts}))
+    return np.unique(np.concatenate([NO_ROWS, *parts]))
 
 
 def _swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:

@@ -76,7 +76,7 @@ class BlockPool:
         self._num_shared = 0  # sum of `_more_holders`
         self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
         self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
-        self.kept_until = np.zeros(num_blocks, np.int64)
+        self.kept_until = np.full(num_blocks, 0, np.int64)  # filled now, as in `BlockQueue`
         self.has_kept = False
         self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
 
@@ -180,13 +180,13 @@ class BlockPool:
             ids = self._left_by_all(ids)
         if self.has_kept:
             ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
-            is_kept = self.kept_until[ids] > 0
-            num_kept = int(np.count_nonzero(is_kept))
+            kept_until = self.kept_until[ids]
+            num_kept = np.count_nonzero(kept_until)
             if num_kept == ids.size:
                 return self._warm.push(ids)
             if num_kept:
-                self._warm.push(ids[is_kept])
-                ids = ids[~is_kept]
+                self._warm.push(ids[kept_until > 0])
+                ids = ids[kept_until == 0]
         self._cold.push(ids)
 
     def _left_by_all(self, ids: np.ndarray) -> np.ndarray:

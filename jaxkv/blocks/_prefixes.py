@@ -1,15 +1,14 @@
 """Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from jaxkv._internal.checks import check_count
 from jaxkv.blocks._books import Books
 from jaxkv.blocks._prefix_events import KeyChain, PrefixEvents
-from jaxkv.blocks._prompts import FoundPrefix, Namespace, PrefixStats, Prompt
+from jaxkv.blocks._prompts import Counts, FoundPrefix, Namespace, PrefixStats, Prompt
 from jaxkv.blocks._resuming import columns_to_share
 from jaxkv.blocks._runs import NO_IDS
 from jaxkv.blocks._write import Ints
@@ -26,6 +25,8 @@ from jaxkv.prefixes import (
     check_content,
     find,
 )
+
+NO_KEYS: frozenset[ExtraKey] = frozenset()
 
 
 class Prefixes:
@@ -50,6 +51,8 @@ class Prefixes:
             Keeping(*of_group)
             for of_group in zip(growths, rules.block[:, 0].tolist(), shares_rows, strict=True)
         ]
+        # tokens of a column in each group that keeps whole columns
+        self._whole = tuple(keeping.block for keeping in keepings if not keeping.by_checkpoint)
         self._smallest = min((keeping.block for keeping in keepings), default=1)
         self._tree = PrefixTree(
             keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
@@ -60,8 +63,7 @@ class Prefixes:
         self._epoch = 0
         self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
         self._codes = TokenCodes()
-        self._counts: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
+        self._counts = Counts()
         pool.on_evict = self._evicted
 
     # --- requests -----------------------------------------------------------------
@@ -117,16 +119,19 @@ class Prefixes:
         )
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
-        if found.num_seen < self._smallest:
-            reasons = self._elsewhere(namespace, encoded, found.reasons)
+        first_block = b""
+        if found.num_seen < self._smallest <= encoded.size:
+            first_block = self._first_block(encoded)
+            reasons = self._elsewhere(namespace, first_block, found.reasons)
             if reasons is not found.reasons:
                 found = found._replace(reasons=reasons)
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
         ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
-        self._count(encoded.size, found)
+        self._counts.add(encoded.size, found)
         used = [] if found.checkpoint is None else [found.checkpoint]
         prompt = Prompt(namespace, encoded, ends, wanted, found.num_tokens, used)
+        prompt.first_block = first_block
         if self._events is not None:
             prompt.chain = KeyChain(prefix.salt, prefix.extra_keys)
         return prompt, found
@@ -156,10 +161,10 @@ class Prefixes:
         return tuple(ends), frozenset(wanted)
 
     def _elsewhere(
-        self, namespace: Namespace, tokens: np.ndarray, reasons: tuple[Reason, ...]
+        self, namespace: Namespace, first_block: bytes, reasons: tuple[Reason, ...]
     ) -> tuple[Reason, ...]:
         """Returns the reasons, corrected if the first block is known in another namespace."""
-        known = self._first_blocks.get(self._first_block(tokens), ())
+        known = self._first_blocks.get(first_block, ())
         others = [other for other in known if other != namespace]
         if not others or "complete" in reasons:
             return reasons
@@ -168,16 +173,6 @@ class Prefixes:
         if any(other.keys == namespace.keys for other in now):
             reason = "other_salt"
         return (reason,) * len(reasons)
-
-    def _count(self, num_tokens: int, found: Found) -> None:
-        counts = self._counts
-        counts["requests"] += 1
-        counts["hits"] += found.num_tokens > 0
-        counts["prompt_tokens"] += num_tokens
-        counts["cached_tokens"] += found.num_tokens
-        for reason in set(found.reasons):
-            if reason not in ("complete", "other_groups"):
-                self._reasons[reason] += 1
 
     def fork(self, donor: int, row: int, num_tokens: int) -> None:
         """Gives a forked row the first tokens of its donor's prompt."""
@@ -213,17 +208,21 @@ class Prefixes:
 
     # --- keeping ------------------------------------------------------------------
 
-    def after_step(self, rows: np.ndarray) -> None:
+    @property
+    def is_computing(self) -> bool:
+        """Whether any row has computed only a part of its prompt."""
+        return bool(self._computing)
+
+    def after_step(self, rows: Iterable[int]) -> None:
         """Keeps the prompt tokens that the last step of ``rows`` computed."""
-        if not self._computing:
-            return
-        for row in [row for row in rows.tolist() if row in self._computing]:
-            prompt, computed = self._prompts[row], int(self._books.computed[row])
-            count = min(computed, prompt.tokens.size)
+        for row in [row for row in rows if row in self._computing]:
+            prompt, computed = self._prompts[row], self._books.computed.item(row)
+            size = prompt.tokens.size
+            count = min(computed, size)
             # `rewind` shortens the prompt, so the row may have computed more tokens than that.
             is_end = count == computed and count in prompt.chunk_ends
             self._keep(row, prompt, count, is_end=is_end)
-            if count == prompt.tokens.size:
+            if count == size:
                 self._computing.remove(row)
 
     def finish(self, row: int, tokens: Ints | None) -> None:
@@ -260,11 +259,9 @@ class Prefixes:
         """
         if prompt.namespace.epoch != self._epoch:
             return
-        keepings = self._tree.keepings
         ends = self._ends(row, count) if is_end and self._tree.has_states else None
         if ends is None:
-            whole = [count // k.block * k.block for k in keepings if not k.by_checkpoint]
-            count = max(whole, default=0)
+            count = max([count // block * block for block in self._whole], default=0)
             if count <= prompt.num_kept:
                 return
         columns = self._whole_columns(row, prompt.num_kept, count)
@@ -272,9 +269,9 @@ class Prefixes:
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
         prompt.num_kept = max(prompt.num_kept, count)
-        self._books.shared_until[row] = max(self._books.shared_until[row], count)
+        self._books.shared_until[row] = max(self._books.shared_until.item(row), count)
         self._books.pool.has_kept = True
-        self._remember_first(prompt.namespace, prompt.tokens)
+        self._remember_first(prompt)
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
                 kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
@@ -287,14 +284,14 @@ class Prefixes:
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
-        _, firsts, ends = self._books.held_of(row)
+        books, (_, firsts, ends) = self._books, self._books.held_of(row)
         for group, keeping in enumerate(self._tree.keepings):
             if keeping.by_checkpoint:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // keeping.block)
             end = min(ends[group], count // keeping.block)
-            found.append((first, self._books.columns_of(row, group)[first:end]))
+            found.append((first, books.columns_of(row, group)[first:end]))
         return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
@@ -321,16 +318,17 @@ class Prefixes:
     def _first_block(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._smallest].astype(np.int64).tobytes()
 
-    def _remember_first(self, namespace: Namespace, tokens: np.ndarray) -> None:
-        if tokens.size >= self._smallest:
-            known = self._first_blocks.setdefault(self._first_block(tokens), {})
-            known[namespace] = None
+    def _remember_first(self, prompt: Prompt) -> None:
+        if prompt.tokens.size >= self._smallest:
+            prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
+            known = self._first_blocks.setdefault(prompt.first_block, {})
+            known[prompt.namespace] = None
             if len(self._first_blocks) > self._books.pool.num_blocks:
                 del self._first_blocks[next(iter(self._first_blocks))]
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
-        self._counts["evicted"] += ids.size
+        self._counts.evicted_blocks += ids.size
         if self._events is not None:
             self._events.removed(ids.tolist())
         return np.array(self._tree.forget(ids), np.int32)
@@ -356,14 +354,14 @@ class Prefixes:
         """Returns the counts so far."""
         counts, tree = self._counts, self._tree
         return PrefixStats(
-            requests=counts["requests"],
-            hits=counts["hits"],
-            prompt_tokens=counts["prompt_tokens"],
-            cached_tokens=counts["cached_tokens"],
-            evicted_blocks=counts["evicted"],
+            requests=counts.requests,
+            hits=counts.hits,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            evicted_blocks=counts.evicted_blocks,
             kept_blocks=int(np.count_nonzero(tree.kept_until)),
             checkpoint_blocks=tree.checkpoints.num_blocks,
-            reasons=dict(self._reasons),
+            reasons=dict(counts.reasons),
         )
 
     # --- tokens -------------------------------------------------------------------
@@ -378,7 +376,9 @@ class Prefixes:
         codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])
         if not codes.size:
             raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
-        adapters = frozenset([key for key in extra_keys if key.end is None])
+        adapters = (
+            frozenset([key for key in extra_keys if key.end is None]) if extra_keys else NO_KEYS
+        )
         return Namespace(self._epoch, salt, adapters), codes
 
 

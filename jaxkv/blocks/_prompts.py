@@ -114,6 +114,7 @@ class Prompt:
     checkpoints: the one that the request resumed from, and those that were made of its states.
     may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
     chain: the keys of its blocks; None without an event log.
+    first_block: the tokens of its first block, as `Prefixes` looks them up; empty before that.
     """
 
     namespace: Namespace
@@ -124,6 +125,32 @@ class Prompt:
     checkpoints: list[Checkpoint]
     may_go_on: bool = True
     chain: KeyChain | None = None
+    first_block: bytes = b""
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Counts of lookups, hits and evictions, as `PrefixStats` gives them.
+
+    reasons: like those of `PrefixStats`.
+    """
+
+    requests: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evicted_blocks: int = 0
+    reasons: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, num_tokens: int, found: Found) -> None:
+        """Counts the lookup of a prompt of ``num_tokens``."""
+        self.requests += 1
+        self.hits += found.num_tokens > 0
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += found.num_tokens
+        for reason in set(found.reasons):
+            if reason not in ("complete", "other_groups"):
+                self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

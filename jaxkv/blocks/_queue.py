@@ -16,8 +16,9 @@ class BlockQueue:
     def __init__(self, num_blocks: int):
         # 0: a hole, or past the end. Filled now, so that no step waits for page faults.
         self._ids = np.full(2 * num_blocks, 0, np.int32)
-        # The index of each id before `_noted`; an old index of all other ids.
-        self._index_of = np.full(num_blocks, -1, np.int32)
+        # The index of each id before `_noted`; an old index of all other ids. intp, because NumPy
+        # indexes with it several times as fast as with int32.
+        self._index_of = np.full(num_blocks, 0, np.intp)
         self._head = self._tail = self._noted = self.size = 0
 
     def push(self, ids: np.ndarray) -> None:
@@ -54,14 +55,14 @@ class BlockQueue:
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """Returns which ids are in the queue, bool of the ids' shape."""
-        ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
+        ids = ids.astype(np.intp, copy=False)
         if self._noted < self._tail:
             begin = max(self._noted, self._head)
             new = self._ids[begin : self._tail].astype(np.intp)
-            self._index_of[new] = np.arange(begin, self._tail, dtype=np.int32)
+            self._index_of[new] = np.arange(begin, self._tail)
             self._noted = self._tail
         at = self._index_of[ids]
-        return (at >= self._head) & (self._ids.take(at, mode="clip") == ids)
+        return (at >= self._head) & (self._ids[at] == ids)
 
     def _make_space(self) -> None:
         """Moves all ids to the beginning of the array; their noted indices become invalid."""

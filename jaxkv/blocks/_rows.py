@@ -16,10 +16,11 @@ class Rows:
     """The table rows of running requests, and the free rows.
 
     of: row of each running request.
+    max_in_flight_tokens: most tokens that a request computes in one step.
     """
 
     def __init__(self, max_requests: int, max_in_flight_tokens: int):
-        self._max_requests, self._max_in_flight_tokens = max_requests, max_in_flight_tokens
+        self._max_requests, self.max_in_flight_tokens = max_requests, max_in_flight_tokens
         self.of: dict[Hashable, int] = {}
         self._free = deque(range(max_requests))
         self._taken = np.zeros(max_requests, bool)
@@ -103,14 +104,14 @@ class Rows:
 
     def _few(self, rows: np.ndarray, values: Sequence[Any]) -> Batch | None:
         """Returns the batch of a few plain ints, without NumPy's overhead; None for others."""
-        if not 0 < len(values) <= FEW or any([type(value) is not int for value in values]):
+        if not 0 < len(values) <= FEW:
             return None
-        longest = max(values)
-        if min(values) < 1 or longest > self._max_in_flight_tokens:
-            return None  # `_check_counts` raises the error
-        counts = np.array(values, np.int64)
+        for value in values:
+            if type(value) is not int or not 0 < value <= self.max_in_flight_tokens:
+                return None  # `_as_counts` or `_check_counts` raises the error
+        counts = np.array(values)
         ends = counts if len(values) == 1 else np.add.accumulate(counts)
-        return Batch(rows, counts, ends, sum(values), longest)
+        return Batch(rows, counts, ends, sum(values), max(values))
 
     def _rows_of(self, names: Sequence[Hashable]) -> np.ndarray:
         try:
@@ -152,11 +153,11 @@ class Rows:
                 f"work: request {name!r} computes {batch.counts.min()} tokens; give at least 1, or "
                 "leave it out"
             )
-        if batch.longest > self._max_in_flight_tokens:
+        if batch.longest > self.max_in_flight_tokens:
             name = self.name(int(batch.rows[batch.counts.argmax()]))
             raise ValueError(
                 f"work: request {name!r} computes {batch.longest} tokens in a step; the plan "
-                f"counts on limits.max_in_flight_tokens={self._max_in_flight_tokens}; split "
+                f"counts on limits.max_in_flight_tokens={self.max_in_flight_tokens}; split "
                 "them, or plan with larger limits"
             )
 

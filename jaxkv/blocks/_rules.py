@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.specs import Growth, first_visible_token
 
+FEW = 4  # rows up to which ints are faster than arrays
 RuleKind = Literal["sliding", "chunked", "aligned", "cross", "other"]
 
 
@@ -51,6 +52,8 @@ class Rules:
         #: whether rows give blocks back that no later token reads
         self.has_windows = "sliding" in modes or "chunked" in modes
         numbers = np.concatenate([self.block, self.drafts, self._window, chunk], axis=1).tolist()
+        #: rows up to which changes are computed in ints; never for "align" states
+        self.few_rows = 0 if self.aligned.size else FEW
         self.of_groups = tuple(
             Rule(block, drafts, window, longest, _kind_of_rule(growth))
             for growth, (block, drafts, window, longest) in zip(growths, numbers, strict=True)

@@ -18,13 +18,16 @@ class Runs:
     A run is a group, a row, a first column (in the group's table) and a number of cells (at least
     1). Runs are kept as four arrays, int64[K] each, or as a tuple of ints per run, which is faster
     for a few. Each form is made from the other on first use.
+
+    are_few: whether a loop over the runs is faster than arrays of their cells.
     """
 
-    __slots__ = ("_arrays", "_ints", "num_cells", "size")
+    __slots__ = ("_arrays", "_ints", "are_few", "num_cells", "size")
 
     def __init__(self, arrays: Arrays | None, num_cells: int, ints: Sequence[Run] = ()):
         self._arrays, self._ints, self.num_cells = arrays, ints, num_cells
         self.size = len(ints) if arrays is None else arrays[0].size
+        self.are_few = bool(ints) or (self.size <= FEW and num_cells > self.size)
 
     @classmethod
     def between(cls, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> "Runs":
@@ -96,11 +99,6 @@ class Runs:
         return self._part(3)
 
     @property
-    def are_few(self) -> bool:
-        """Whether a loop over the runs is faster than arrays of their cells."""
-        return bool(self._ints) or (self.size <= FEW and self.num_cells > self.size)
-
-    @property
     def are_cells(self) -> bool:
         """Whether each run is one cell."""
         return self.num_cells == self.size
@@ -148,15 +146,15 @@ class Runs:
         """Writes the rows and columns of all cells, into int32[num_cells] each."""
         if not self.are_few:
             _, rows[:], columns[:] = self.cells()
-            return
-        at = 0
-        for _, row, begin, count in self.ints:
-            if count == 1:
-                rows[at], columns[at] = row, begin
-            else:
+        elif self.are_cells:
+            for at, (_, row, column, _) in enumerate(self.ints):
+                rows[at], columns[at] = row, column
+        else:
+            at = 0
+            for _, row, begin, count in self.ints:
                 rows[at : at + count] = row
-                columns[at : at + count] = np.arange(begin, begin + count)
-            at += count
+                columns[at : at + count] = np.arange(begin, begin + count, dtype=np.int32)
+                at += count
 
     def ends(self, num_groups: int) -> np.ndarray | Sequence[int]:
         """Returns, per group, the number of cells in the group and all groups before it."""

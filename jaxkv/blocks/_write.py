@@ -167,17 +167,23 @@ def write_batch(
 ) -> None:
     """Fills an upload with padding and the requests of a step."""
     starts, size = shape.format.starts, batch.rows.size
+    rows, positions = starts["request_rows"], starts["num_computed_tokens"]
     data[:] = shape.format.padding
-    _put(data, starts["request_rows"], batch.rows)
-    _put(data, starts["num_computed_tokens"], computed)
+    data[rows : rows + size] = batch.rows
+    data[positions : positions + size] = computed
     if size:
         first = starts["query_start_loc"] + 1
-        _put(data, first, batch.ends)
+        data[first : first + size] = batch.ends
         data[first + size : first + shape.batch_size] = batch.num_tokens
     if encoder_lens.size and shape.format.has_encoder:
         _put(data, starts["encoder_lens"], encoder_lens)
     if extra.size:
-        _put(data, starts["extra"], extra)
+        write_extra(shape, data, extra)
+
+
+def write_extra(shape: StepShape, data: np.ndarray, extra: np.ndarray) -> None:
+    """Writes the caller's own integers, int32[N]."""
+    _put(data, shape.format.starts["extra"], extra)
 
 
 def write_entries(
@@ -187,14 +193,14 @@ def write_entries(
     changed_rows: np.ndarray,
     row_lengths: np.ndarray,
 ) -> None:
-    """Writes table entries, and the lengths of the rows that changed, int[E, G]."""
-    starts, runs = shape.format.starts, entries.runs
+    """Writes table entries, and the lengths of the rows that changed, int[E * G]."""
+    starts, runs, count = shape.format.starts, entries.runs, entries.runs.num_cells
     _put(data, starts["changed_rows"], changed_rows)
-    _put(data, starts["row_lengths"], row_lengths.reshape(-1))
-    if runs.num_cells:
-        rows, columns = data[starts["entry_rows"] :], data[starts["entry_columns"] :]
-        runs.write_cells(rows[: runs.num_cells], columns[: runs.num_cells])
-        _put(data, starts["entry_ids"], entries.block_ids)
+    _put(data, starts["row_lengths"], row_lengths)
+    if count:
+        rows, columns, ids = starts["entry_rows"], starts["entry_columns"], starts["entry_ids"]
+        runs.write_cells(data[rows : rows + count], data[columns : columns + count])
+        data[ids : ids + count] = entries.block_ids
         _put(data, starts["entry_ends"], runs.ends(len(shape.growths)))
 
 

@@ -66,6 +66,8 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
       limit: the most tokens to share; less than the prompt, whose last token is always computed.
     """
     seen = min(num_seen, limit)
+    if not seen:
+        return _nothing_seen(tree, num_seen, limit)
     columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
     checkpoint: Checkpoint | None = None
     if tree.has_states:
@@ -80,6 +82,13 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
         each = zip(tree.keepings, columns, partial, strict=True)
         shared = tuple([_shared(keeping, ids, num_tokens, last) for keeping, ids, last in each])
     return Found(num_tokens, num_seen, shared, reasons, checkpoint)
+
+
+def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> Found:
+    """Returns the result for a prompt of which nothing is remembered, or nothing may be shared."""
+    num_groups, shortest = len(tree.keepings), 1 if tree.has_states else tree.grid
+    reason: Reason = "complete" if limit < shortest else "never_seen"
+    return Found(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
 
 
 def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int) -> SharedColumns:

@@ -72,10 +72,7 @@ def as_tokens(
       TypeError: values that are not ints.
       ValueError: an array that is not flat, or an id below 0 or past int32.
     """
-    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
-        kind = type(tokens).__name__
-        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
-    array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
+    array = tokens if isinstance(tokens, np.ndarray) and tokens.size else _as_array(name, tokens)
     if array.ndim != 1:
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
     if array.dtype.kind not in "iu":
@@ -84,3 +81,10 @@ def as_tokens(
     if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
         raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {array.min()}..{array.max()}")
     return array.astype(dtype)
+
+
+def _as_array(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
+        kind = type(tokens).__name__
+        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
+    return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)

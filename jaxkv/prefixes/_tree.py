@@ -333,8 +333,7 @@ class PrefixTree:
         return path
 
     def _no_blocks(self, start: int, end: int) -> list[np.ndarray]:
-        blocks = (keeping.block for keeping in self.keepings)
-        return [np.zeros(end // block - start // block, np.int32) for block in blocks]
+        return [np.zeros(end // k.block - start // k.block, np.int32) for k in self.keepings]
 
     def _add(self, parent: Node, start: int, tokens: np.ndarray) -> Node:
         node = Node(parent, start, tokens, self._no_blocks(start, start + tokens.size))

@@ -91,7 +91,7 @@ def _added(roomy: Life, tight: Life, length: int, repeats: int) -> dict[str, flo
     taken: dict[str, list[Seconds]] = {case: [] for case in ("", *CASES)}
     settle()
     for _ in range(repeats):
-        prompt = rng.integers(0, 150_000, length)
+        prompt = rng.integers(0, 150_000, length, np.int32)  # as tokenized prompts are kept
         taken[""].append(roomy(None))
         taken["new"].append(roomy(prompt))
         taken["known"].append(roomy(prompt))
