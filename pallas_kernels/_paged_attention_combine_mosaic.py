@@ -18,6 +18,7 @@ ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
+LEAST_TOGETHER = 4  # because some tiles are longer than the others
 ELEMENTS_TOGETHER = 1024  # columns of all segments that a warpgroup loads together
 
 
@@ -39,9 +40,9 @@ class _Split(NamedTuple):
         warpgroups, width = 1, value_width
         if segments > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
-        most = warpgroups * ELEMENTS_TOGETHER // width
-        rounds = -(-segments // most)
-        return cls(warpgroups, width, -(-segments // (rounds * warpgroups)))
+        rounds = -(-segments // (warpgroups * ELEMENTS_TOGETHER // width))
+        together = -(-segments // (rounds * warpgroups))
+        return cls(warpgroups, width, max(LEAST_TOGETHER, together))
 
 
 def combine(
