@@ -230,8 +230,8 @@ class Step(NamedTuple):
             encoder_lens=self.encoder,
         )
         data = jnp.asarray(upload.data[shape.format.batch_fields])
-        tables = tuple(map(jnp.asarray, self.tables))
-        return StepBatch(tables=tables, data=data, shape=shape, layout=cache.layout)
+        columns = jnp.asarray(np.concatenate(self.tables, axis=1))
+        return StepBatch(columns=columns, data=data, shape=shape, layout=cache.layout)
 
     @property
     def token_shape(self) -> tuple[int, ...]:

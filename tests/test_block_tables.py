@@ -1,6 +1,7 @@
 """Block tables on the device against lists, and the batch of a step against its definition."""
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from typing import ClassVar
@@ -20,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxkv._internal.indexing import gather_bits
 from jaxkv.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
 from jaxkv.blocks import BlockManager, StepShape, TableEntry, pack_step
 from jaxkv.cache import (
@@ -102,7 +104,12 @@ REQUEST = st.tuples(
 
 append = jax.jit(append_block_ids, donate_argnums=0)
 copy = jax.jit(copy_rows, donate_argnums=0)
-gather = jax.jit(gather_batch, static_argnames="shape")
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def gather(cache, data, shape):
+    batch, flags = gather_batch(cache, data, shape)
+    return batch, gather_bits(flags)
 
 
 @jax.jit
@@ -390,6 +397,7 @@ def full_rows(**options):
         ({"request_rows": (1, ROWS)}, BAD_ROW),
         ({"num_computed_tokens": (0, -1)}, BAD_BATCH),
         ({"num_computed_tokens": (0, 22)}, TOO_LONG),
+        ({"encoder_lens": (0, ENCODER + 2)}, TOO_LONG),
         ({"query_start_loc": (1, 8)}, BAD_BATCH),  # then the second request computes -1 tokens
         ({"query_start_loc": (3, TOKENS + 1)}, BAD_BATCH),
         ({"query_start_loc": (1, -1)}, BAD_BATCH),

@@ -273,11 +273,65 @@ def test_a_ring_carries_what_a_fresh_upload_carries() -> None:
         assert ringed.shape == SHAPE
 
 
-def test_uploads_under_way_are_not_written_over() -> None:
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_upload_outlives_as_many_others_as_the_ring_is_deep(depth: int, jitted: bool) -> None:
     manager, _ = numbered(0)
-    ring = UploadRing(depth=2)
-    sent = [manager.step(SHAPE, {"a": 1}, ring=ring) for _ in range(9)]
-    assert [int(one.data[0]) for one in sent] == list(range(1, 10))
+    ring, sent = UploadRing(depth=depth), []
+    for number in range(1, 16):
+        with jax.disable_jit(not jitted):
+            sent.append(manager.step(SHAPE, {"a": 1}, ring=ring))
+        alive = sent[-depth - 1 :]
+        first = number - len(alive) + 1
+        assert [int(one.data[0]) for one in alive] == list(range(first, number + 1))
+        assert all(one.data.is_deleted() for one in sent[: -2 * depth])
+
+
+def test_a_step_refuses_an_upload_whose_buffer_was_taken_back() -> None:
+    """It would read a later upload, which has the same memory."""
+    manager, _ = numbered(0)
+    ring, cache = UploadRing(depth=1), make_cache(PLAN, max_requests=4)
+    stale, *_, last = [manager.step(SHAPE, {"a": 1}, ring=ring) for _ in range(5)]
+    run = jax.jit(apply_step)
+    run(cache, last)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        run(cache, stale)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        apply_step(cache, stale)
+
+
+def test_a_device_that_lags_behind_reads_every_upload_as_it_was_packed() -> None:
+    manager, _ = numbered(0)
+    ring, cache = UploadRing(depth=2), make_cache(PLAN, max_requests=4)
+    matrix = jnp.full((256, 256), 1e-3)
+
+    @jax.jit
+    def slow(matrix):
+        return jax.lax.fori_loop(0, 10, lambda _, a: jnp.tanh(a @ a), matrix)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(cache, upload, matrix):  # cannot begin before the matrix is there
+        cache, batch = apply_step(cache, upload)
+        return cache, batch.positions[0] + 0 * matrix[0, 0].astype(jnp.int32)
+
+    positions = []
+    for _ in range(20):
+        matrix = slow(matrix)
+        cache, position = run(cache, manager.step(SHAPE, {"a": 1}, ring=ring), matrix)
+        positions.append(position)
+    assert [int(position) for position in positions] == list(range(20))
+    check_errors(cache)
+
+
+def test_a_ring_packs_the_same_memory_again_and_again() -> None:
+    manager, _ = numbered(0)
+    ring, places = UploadRing(depth=2), []
+    for _ in range(18):
+        places.append(ring.buffer(SHAPE).ctypes.data)
+        assert ring.buffer(SHAPE).ctypes.data == places[-1], "an upload that came to nothing"
+        step(make_cache(PLAN, max_requests=4), manager.step(SHAPE, {"a": 1}, ring=ring))
+    assert len(set(places)) == 6
+    assert places == places[:6] * 3
 
 
 def test_a_ring_serves_many_shapes_and_compiles_each_step_once() -> None:
@@ -290,7 +344,7 @@ def test_a_ring_serves_many_shapes_and_compiles_each_step_once() -> None:
     with assert_no_recompilation():
         for shape in shapes * 3:
             cache, _ = run(cache, manager.step(shape, {"a": 1}, ring=ring))
-    assert "2 shapes, 2 uploads each" in repr(ring)
+    assert "2 shapes, depth 2" in repr(ring)
     check_errors(cache)
 
 
@@ -298,11 +352,21 @@ def test_a_ring_notices_that_a_step_took_its_upload() -> None:
     manager, _ = numbered(0)
     ring = UploadRing(depth=1)
     manager.step(SHAPE, {"a": 1}, ring=ring).data.delete()
-    with pytest.raises(RuntimeError, match="donate only the cache"):
-        manager.step(SHAPE, {"a": 1}, ring=ring)
-    assert manager.num_computed_tokens("a") == 1, "the step did not happen"
+    manager.step(SHAPE, {"a": 1}, ring=ring)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="donate only the cache"):
+            manager.step(SHAPE, {"a": 1}, ring=ring)
+    assert manager.num_computed_tokens("a") == 2, "the step did not happen"
+
+
+def test_a_ring_seals_a_buffer_once() -> None:
+    ring = UploadRing(depth=2)
     with pytest.raises(RuntimeError, match="seal was called before buffer"):
-        UploadRing().seal()
+        ring.seal()
+    ring.buffer(SHAPE)[:] = SHAPE.idle().data
+    ring.seal()
+    with pytest.raises(RuntimeError, match="seal was called before buffer"):
+        ring.seal()
 
 
 def test_a_failed_step_leaves_the_ring_usable() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._internal.checks import check_same_shape
-from jaxkv._internal.indexing import bit, gather_bits, group_of, take, within
+from jaxkv._internal.indexing import bit, gather_bits, group_of, lay_over, take, within
 from jaxkv._internal.jit_int32 import jit_int32
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks import TableEntry, list_entries
@@ -96,7 +96,7 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
 
 
 def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array]:
-    """Does the work of `append_block_ids`, and returns the error flags, int32[]."""
+    """Does the work of `append_block_ids`, and returns error flags, int32[max(K, E * G)]."""
     layout = cache.layout
     _check_shapes(entries, len(layout.growths))
     index = jnp.arange(entries.rows.shape[0], dtype=jnp.int32)
@@ -121,16 +121,16 @@ def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array
     )
     row_lengths, bad_rows = _set_lengths(cache, entries)
     changed = dataclasses.replace(cache, block_tables=block_tables, row_lengths=row_lengths)
-    return changed, gather_bits(problems, bad_rows)
+    return changed, lay_over(problems, bad_rows)
 
 
 def _set_lengths(cache: KVCache, entries: TableEntries) -> tuple[Array, Array]:
     layout = cache.layout
     known = within(entries.changed_rows, layout.max_requests)
-    problems = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW))
+    bad_rows = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW))
     rooms = jnp.array(layout.row_blocks, jnp.int32)
     fits = (entries.row_lengths >= 0) & (entries.row_lengths <= rooms[None])
-    problems |= bit(BAD_COLUMN, known & ~fits.all(axis=1))
+    problems = bad_rows[:, None] | bit(BAD_COLUMN, known[:, None] & ~fits)
     index = jnp.arange(entries.changed_rows.shape[0], dtype=jnp.int32)
     row_lengths = cache.row_lengths.at[
         jnp.where(known, entries.changed_rows, layout.max_requests + index)

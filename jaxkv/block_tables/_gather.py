@@ -1,9 +1,12 @@
 """The columns of the block tables that a step reads."""
 
-import jax.numpy as jnp
-from jax import Array
+import dataclasses
+from typing import NamedTuple
 
-from jaxkv._internal.indexing import bit, gather_bits, within
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxkv._internal.indexing import bit, take_cells, within
 from jaxkv._internal.numbers import NULL_BLOCK, cdiv
 from jaxkv.blocks import StepShape
 from jaxkv.cache import (
@@ -18,9 +21,11 @@ from jaxkv.cache import (
     first_columns,
 )
 
+MISSING, UNREAD = -1, -2  # in place of a column of the block tables
+
 
 def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBatch, Array]:
-    """Returns the batch of a step, and the error flags, int32[].
+    """Returns the batch of a step, and the error flags of its requests, int32[B].
 
     Columns that no new token reads are null: their blocks may belong to other requests by now.
 
@@ -30,57 +35,81 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
       shape: of the step.
     """
     check_layout(cache.layout, shape)
-    batch = StepBatch(tables=(), data=data, shape=shape, layout=cache.layout)
+    nothing = jnp.zeros((shape.batch_size, 0), jnp.int32)
+    batch = StepBatch(columns=nothing, data=data, shape=shape, layout=cache.layout)
     rows, lens = batch.request_rows, batch.query_lens
     known = within(rows, cache.max_requests)
-    problems = bit(BAD_ROW, (rows != PAD_ROW) & ~known)
     bad = (lens < 0) | (batch.num_computed_tokens < 0) | (lens > shape.max_query_len)
     bad |= batch.query_start_loc[1:] > shape.max_tokens
-    problems |= bit(BAD_BATCH, bad) | bit(TOO_LONG, batch.seq_lens > shape.max_seq_len)
+    problems = bit(BAD_ROW, (rows != PAD_ROW) & ~known) | bit(BAD_BATCH, bad)
+    problems |= bit(TOO_LONG, batch.seq_lens > shape.max_seq_len)
     live = known & (lens > 0) & ~bad
-    tables = []
-    for group in range(len(shape.growths)):
-        table, flags = _gather_group(cache, batch, group, live)
-        tables.append(table)
-        problems |= flags
-    batch = StepBatch(tables=tuple(tables), data=data, shape=shape, layout=cache.layout)
-    return batch, gather_bits(problems)
+    runs = [run for group in range(len(shape.growths)) for run in _runs(batch, group)]
+    for run in runs:
+        too_long = run.end > run.start + run.width
+        problems |= bit(TOO_LONG, live & too_long)
+    columns, missing = _gather_runs(cache, jnp.where(live, rows, 0), live, runs)
+    problems |= lax.reduce(bit(NO_BLOCK, missing), jnp.int32(0), lax.bitwise_or, (1,))
+    return dataclasses.replace(batch, columns=columns), problems
 
 
-def _gather_group(cache: KVCache, batch: StepBatch, group: int, live: Array) -> tuple[Array, Array]:
-    """Returns int32[B, W], the columns of a group that a step reads, and int32[B], error flags."""
-    growth, width = cache.layout.growths[group], batch.shape.widths[group]
-    ranks = cache.layout.context_parallel
-    source, first, end = growth.live_columns(
-        cdiv(batch.num_computed_tokens, ranks),
-        cdiv(batch.seq_lens, ranks),
-        batch.encoder_lens,
-        jnp,
+class _Run(NamedTuple):
+    """Columns of a group, ``start .. start + width - 1``, of which ``first .. end - 1`` are read.
+
+    start, end: int32[B].
+    first: int32[B], not negative.
+    """
+
+    group: int
+    width: int
+    start: Array
+    first: Array
+    end: Array
+
+
+def _runs(batch: StepBatch, group: int) -> list[_Run]:
+    """Returns the columns of a group that the table of a step lists."""
+    growth, width = batch.layout.growths[group], batch.shape.widths[group]
+    ranks = batch.layout.context_parallel
+    source, first, end = (
+        _per_request(columns, batch)
+        for columns in growth.live_columns(
+            cdiv(batch.num_computed_tokens, ranks),
+            cdiv(batch.seq_lens, ranks),
+            batch.encoder_lens,
+            jnp,
+        )
     )
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    first, end = _per_request(first, batch), _per_request(end, batch)
-    columns = first_columns(batch, group)[:, None] + index
-    wanted = (columns >= first) & (columns < end)
-    if growth.stores == "state":  # the source goes in front
-        columns = jnp.where(index == 0, _per_request(source, batch), columns - 1)
-        wanted = jnp.where(index == 0, columns >= 0, (columns >= first) & (columns < end))
-    wanted &= live[:, None]
-    start, room = cache.layout.column_starts[group], cache.layout.row_blocks[group]
-    rows = batch.request_rows
-    lengths = cache.row_lengths.at[rows, group].get(
-        mode="fill", fill_value=0, wrap_negative_indices=False
-    )
-    ids = cache.block_tables.at[rows[:, None], jnp.where(columns < room, columns + start, -1)].get(
-        mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False
-    )
-    held = wanted & (columns < lengths[:, None]) & (ids != NULL_BLOCK)
-    problems = bit(NO_BLOCK, (wanted & ~held).any(axis=1))
+    start = first_columns(batch, group)
     if growth.stores != "state":
-        problems |= bit(TOO_LONG, live & (end[:, 0] > first_columns(batch, group) + width))
-    return jnp.where(held, ids, NULL_BLOCK), problems
+        return [_Run(group, width, start, first, end)]
+    return [  # the source goes in front
+        _Run(group, 1, source, jnp.zeros_like(source), source + 1),
+        _Run(group, width - 1, start, first, end),
+    ]
+
+
+def _gather_runs(cache: KVCache, rows: Array, live: Array, runs: list[_Run]) -> tuple[Array, Array]:
+    """Returns the ids of runs side by side, and whether a request lacks them, [B, W] both.
+
+    All runs take one gather.
+    """
+    lengths = cache.row_lengths.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    parts = []
+    for run in runs:
+        columns = run.start[:, None] + jnp.arange(run.width, dtype=jnp.int32)[None]
+        wanted = live[:, None] & (columns >= run.first[:, None]) & (columns < run.end[:, None])
+        held = wanted & (columns < lengths[:, run.group, None])
+        cells = columns + cache.layout.column_starts[run.group]
+        parts.append(jnp.where(held, cells, jnp.where(wanted, MISSING, UNREAD)))
+    cells = parts[0]
+    if len(parts) > 1:  # the barrier keeps XLA from computing them once per use
+        cells = lax.optimization_barrier(jnp.concatenate(parts, axis=1))
+    ids = take_cells(cache.block_tables, rows[:, None], cells, NULL_BLOCK)
+    return ids, (cells != UNREAD) & (ids == NULL_BLOCK)
 
 
 def _per_request(columns: Array | int, batch: StepBatch) -> Array:
-    """Returns int32[B, 1] of what may be the same number for every request."""
+    """Returns int32[B] of what may be the same number for every request."""
     columns = jnp.asarray(columns, jnp.int32)
-    return jnp.broadcast_to(columns, (batch.shape.batch_size,))[:, None]
+    return jnp.broadcast_to(columns, (batch.shape.batch_size,))

@@ -1,6 +1,7 @@
 """The requests of a step as the model sees them: positions, block tables and slots."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +37,19 @@ class StepBatch:
     Properties compute their arrays on access; inside ``jit`` XLA merges repeated computations.
     """
 
-    tables: tuple[Array, ...]  # per group int32[B, W_g], logical ids from `first_columns` on
+    columns: Array  # int32[B, W], the `tables` of all groups side by side
     data: Array  # int32[...], `UploadFormat.batch_fields` of the upload
     shape: StepShape = dataclasses.field(metadata={"static": True})
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
         return f"StepBatch({self.shape!r})"
+
+    @property
+    def tables(self) -> tuple[Array, ...]:
+        """Per group int32[B, W_g], logical ids from `first_columns` on."""
+        ends = itertools.accumulate(self.shape.widths, initial=0)
+        return tuple(self.columns[:, start:end] for start, end in itertools.pairwise(ends))
 
     # --- requests -----------------------------------------------------------------
 

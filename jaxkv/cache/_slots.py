@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._internal.indexing import take, within
+from jaxkv._internal.indexing import take, take_cells, within
 from jaxkv._internal.numbers import NULL_BLOCK, cdiv
 
 if TYPE_CHECKING:
@@ -38,11 +38,7 @@ def token_slots(batch: "StepBatch", group: int) -> Array:
     mine = turn % layout.context_parallel == layout.context_rank()
     offset = turn // layout.context_parallel * layout.interleave_tokens + within_turn
     column = column - take(first_columns(batch, group), requests)
-    ids = (
-        batch.tables[group]
-        .at[requests, column]
-        .get(mode="fill", fill_value=NULL_BLOCK, wrap_negative_indices=False)
-    )
+    ids = take_cells(batch.tables[group], jnp.maximum(requests, 0), column, NULL_BLOCK)
     held = (ids != NULL_BLOCK) & (positions >= 0) & mine
     return jnp.where(held, ids * growth.block_size + offset, PAD_SLOT)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxkv._internal.checks import check_int32
 from jaxkv._internal.indexing import bit, gather_bits
 from jaxkv._internal.numbers import INT32_MAX
-from jaxkv.block_tables import TableEntries, copy_rows, gather_batch, report, write_entries
+from jaxkv.block_tables import TableEntries, copy_rows, gather_batch, write_entries
 from jaxkv.blocks import Upload
 from jaxkv.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv.pool import copy_blocks, on_devices, zero_blocks
@@ -85,14 +85,15 @@ def _apply(
 ) -> tuple[KVCache, StepBatch]:
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))
-    cache = _count_upload(cache, parts["number"][0])
+    number = parts["number"][0]
     if shape.row_copies:
         cache = copy_rows(cache, parts["row_sources"], parts["row_destinations"])
     cache, bad_entries = write_entries(cache, _entries(parts))
     batch, bad_batch = gather_batch(
         cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
     )
-    cache = report(cache, gather_bits(bad_entries, bad_batch))
+    problems = gather_bits(_check_number(cache, number), bad_entries, bad_batch)
+    cache = dataclasses.replace(cache, status=_next_status(cache.status, number, problems))
     if shape.block_copies:  # before zeroing: a source may be free, and fresh, by now
         pairs = parts["copy_sources"], parts["copy_destinations"]
         cache = copy_blocks(cache, *pairs, parts["copy_ends"], implementation=implementation)
@@ -114,14 +115,17 @@ def _entries(parts: dict[str, Array]) -> TableEntries:
     )
 
 
-def _count_upload(cache: KVCache, number: Array) -> KVCache:
-    """Records an upload's number, and flags lost and repeated uploads; ignores number 0.
+def _check_number(cache: KVCache, number: Array) -> Array:
+    """Returns the flags, int32[], of lost and of repeated uploads; ignores number 0.
 
     Numbers wrap from the largest int32 to 1.
     """
     last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
     problems = bit(LOST_UPLOAD, number > last + 1)
-    problems |= bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
-    last = jnp.where(number > 0, number, cache.status[1])
-    cache = dataclasses.replace(cache, status=cache.status.at[1].set(last))
-    return report(cache, problems)
+    return problems | bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
+
+
+def _next_status(status: Array, number: Array, problems: Array) -> Array:
+    """Returns the status after an upload: elementwise, so that XLA need not copy it."""
+    is_flags = jnp.arange(2, dtype=jnp.int32) == 0
+    return jnp.where(is_flags, status | problems, jnp.where(number > 0, number, status))

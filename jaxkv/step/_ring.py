@@ -1,6 +1,7 @@
 """A ring of page-locked host buffers for uploads."""
 
 import ctypes
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,14 @@ class UploadRing:
 
         ring = jaxkv.UploadRing()
         upload = manager.step(shape, work, ring=ring)
+        cache, out = step(params, cache, upload)
 
     A NumPy upload is copied by a thread of the runtime, which has to be woken up first; the device
-    copies page-locked memory by itself. A buffer is reused only after its copy has finished.
+    copies page-locked memory by itself, as part of the step. A buffer is packed again only after
+    the steps that took it have finished.
+
+    jax compiles a step anew for uploads of a ring; ``manager.step(shape, {}, ring=ring)`` returns
+    one without requests, to compile with before serving. Donate the cache and not the upload.
 
     For steps on one device. Not thread-safe; one scheduler owns it.
     """
@@ -31,9 +37,9 @@ class UploadRing:
         """Creates an empty ring; each step shape gets its buffers when it is first used.
 
         Args:
-          depth: uploads of one shape that may be in flight before `buffer` waits for the oldest.
-            The host learns late that a copy has finished, so use more than the steps that the
-            device has queued.
+          depth: uploads of one shape that may be packed between an upload and the call of a step
+            that takes it. After more, jax refuses the upload as deleted. Packing waits for a device
+            that is more than ``depth`` steps behind. A shape has three times as many buffers.
           device: the device that runs the steps; None: the default device.
 
         Raises:
@@ -47,65 +53,89 @@ class UploadRing:
             )
         self._depth, self._device = depth, device
         self._buffers: dict[StepShape, _Buffers] = {}
-        self._last: _Buffers | None = None
+        self._open: _Buffers | None = None  # whose buffer was handed out and not sealed yet
 
     def __repr__(self) -> str:
-        return f"UploadRing({len(self._buffers)} shapes, {self._depth} uploads each)"
+        return f"UploadRing({len(self._buffers)} shapes, depth {self._depth})"
 
     def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns the next buffer of a shape, int32[shape.format.size], once it is free."""
-        if shape not in self._buffers:
-            self._buffers[shape] = _Buffers(shape.format.size, self._depth, self._device)
-        self._last = self._buffers[shape]
-        return self._last.next()
+        """Returns the next buffer of a shape, int32[shape.format.size], once it is free.
+
+        A buffer that is not sealed is the next one again.
+        """
+        buffers = self._buffers.get(shape)
+        if buffers is None:
+            buffers = _Buffers(shape.format.size, self._depth, self._device)
+            self._buffers[shape] = buffers
+        view = buffers.next()
+        self._open = buffers
+        return view
 
     def seal(self) -> Array:
-        """Starts copying the last buffer to the device, and returns the array there."""
-        if self._last is None:
+        """Returns the last buffer as an array in host memory, which `apply_step` copies."""
+        if self._open is None:
             raise RuntimeError("seal was called before buffer; call buffer(shape) first")
-        return self._last.send()
+        buffers, self._open = self._open, None
+        return buffers.send()
 
 
 class _Buffers:
-    """Buffers of one size; each is free again once its copy on the device is ready."""
+    """Buffers of one size, in three parts: one is packed, one is read, one is taken back.
+
+    A part is taken back by a program to which its arrays are donated. jax deletes them, so that
+    no later step can read them. What the program returns is ready once all steps that were
+    dispatched before have read the part, whose memory it has.
+    """
+
+    PARTS = 3
 
     def __init__(self, size: int, depth: int, device: jax.Device):
         host = jax.sharding.SingleDeviceSharding(device, memory_kind=MEMORY_KIND)
         # Not from NumPy arrays: some backends share their memory instead of copying it.
-        self._uploads = [jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)]
-        self._views = [_view(upload) for upload in self._uploads]
-        if len({view.ctypes.data for view in self._views}) < depth:
+        self._parts = [
+            _take_back([jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)])
+            for _ in range(self.PARTS)
+        ]
+        self._views = list(map(_view, self._parts[0]))
+        self._part, self._turn = 0, 0
+        places = {array.unsafe_buffer_pointer() for part in self._parts for array in part}
+        if len(places) < self.PARTS * depth:
             raise NotImplementedError(
                 f"device={device} gives two buffers the same memory; call step without a ring"
             )
-        self._copies: list[Array | None] = [None] * depth
-        self._turn = -1
 
     def next(self) -> np.ndarray:
-        self._turn = (self._turn + 1) % len(self._views)
-        copy = self._copies[self._turn]
-        if copy is not None:
-            if copy.is_deleted():
-                raise RuntimeError(
-                    "a step donated its upload, so the ring cannot tell when its buffer is free: "
-                    "donate only the cache"
-                )
-            copy.block_until_ready()
+        if self._turn == len(self._views):
+            before, after = (self._part - 1) % self.PARTS, (self._part + 1) % self.PARTS
+            self._parts[before] = _take_back(self._parts[before])
+            self._views = list(map(_view, self._parts[after]))
+            self._part, self._turn = after, 0
         return self._views[self._turn]
 
     def send(self) -> Array:
-        copy = self._copies[self._turn] = _copy(self._uploads[self._turn])
-        return copy
+        upload = self._parts[self._part][self._turn]
+        self._turn += 1
+        return upload
 
 
-@jax.jit
-def _copy(upload: Array) -> Array:
-    """Copies an upload to the device; jitted, because that costs less than `jax.device_put`."""
-    return jax.device_put(upload, jax.memory.Space.Device)
+def _take_back(uploads: list[Array]) -> list[Array]:
+    """Deletes arrays and returns others, which are ready once no dispatched step reads them."""
+    if any(upload.is_deleted() for upload in uploads):
+        raise RuntimeError(
+            "a step donated its upload, so the ring cannot tell when its buffer is free: "
+            "donate only the cache"
+        )
+    with jax.disable_jit(False):  # without jit nothing would be donated
+        return _same(uploads)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _same(uploads: list[Array]) -> list[Array]:
+    return uploads
 
 
 def _view(upload: Array) -> np.ndarray:
-    """Returns the memory of a host array, to write into."""
+    """Returns the memory of a host array, to write into, once no program reads it."""
     upload.block_until_ready()
     memory = (ctypes.c_int32 * upload.size).from_address(upload.unsafe_buffer_pointer())
     return np.frombuffer(memory, np.int32)

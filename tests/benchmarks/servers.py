@@ -1,11 +1,13 @@
-"""Steps of jaxkv and of vLLM over the same requests, from the books to gathered tables."""
+"""Steps of jaxkv and of vLLM over the same requests, from the books to what the model reads."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
@@ -27,7 +29,36 @@ from tests.benchmarks.workload import (
 
 PARTS = ("schedule and grow", "books and packing", "dispatch", "append", "wait")
 PROMPT = 7680  # tokens of the prompts that are computed in chunks
-apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+
+
+class Inputs(NamedTuple):
+    """Arrays that a model reads in a step of B requests and T tokens, of G groups of layers.
+
+    first_positions: of each table; vLLM's tables begin at position 0 and need none.
+    """
+
+    block_tables: tuple[jax.Array, ...]  # per group int32[B, W]
+    first_positions: jax.Array  # int32[G, B]
+    slot_mappings: jax.Array  # int32[G, T]
+    positions: jax.Array  # int32[T]
+    seq_lens: jax.Array  # int32[B]
+    query_start_loc: jax.Array  # int32[B + 1]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def apply_step(cache: jaxkv.KVCache, upload: Upload) -> tuple[jaxkv.KVCache, Inputs]:
+    """Applies a step, and computes what the first layer of each group reads."""
+    cache, batch = jaxkv.apply_step(cache, upload)
+    layers = [f"layers.{group}" for group in range(len(batch.tables))]
+    inputs = Inputs(
+        block_tables=tuple(batch.block_tables(layer) for layer in layers),
+        first_positions=jnp.stack([batch.first_positions(layer) for layer in layers]),
+        slot_mappings=jnp.stack([batch.slot_mapping(layer) for layer in layers]),
+        positions=batch.positions,
+        seq_lens=batch.seq_lens,
+        query_start_loc=batch.query_start_loc,
+    )
+    return cache, inputs
 
 
 class Case(NamedTuple):
@@ -94,16 +125,16 @@ class Server:
             self.apply(self.manager.step(prefill, self.scheduler.schedule().work))
         settle()
 
-    def apply(self, upload: Upload) -> Any:
-        self.cache, batch = apply_step(self.cache, upload)
-        return batch
+    def apply(self, upload: Upload) -> Inputs:
+        self.cache, inputs = apply_step(self.cache, upload)
+        return inputs
 
     def decode(self) -> None:
         """Gives every request a first token to decode: the scheduler has work from now on."""
         self.scheduler.append(dict.fromkeys(self.case.prompts, 1))
 
-    def scheduled_step(self, clocks: list[float] | None = None) -> Any:
-        """Runs a step from the scheduler to the tables; notes the time after each part."""
+    def scheduled_step(self, clocks: list[float] | None = None) -> Inputs:
+        """Runs a step from the scheduler to the model's inputs; notes the time after each part."""
         scheduler, prompt = self.scheduler, self.case.requests
         clocks = [] if clocks is None else clocks
         if self.case.chunk and not self.has_prompt:
@@ -114,14 +145,14 @@ class Server:
         clocks.append(time.perf_counter())
         upload = self.manager.step(self.shape, schedule.work, ring=self.ring)
         clocks.append(time.perf_counter())
-        batch = self.apply(upload)
+        inputs = self.apply(upload)
         clocks.append(time.perf_counter())
         scheduler.append(dict.fromkeys(schedule.samples, 1))
         clocks.append(time.perf_counter())
         if prompt in schedule.samples:
             scheduler.finish(prompt)
             self.has_prompt = False
-        return batch
+        return inputs
 
     def parts_of_step(self) -> dict[str, float]:
         """Runs a step of the scheduler. Returns the seconds of its parts."""
@@ -131,7 +162,7 @@ class Server:
         seconds = (later - sooner for sooner, later in itertools.pairwise(clocks))
         return dict(zip(PARTS, seconds, strict=True))
 
-    def step(self) -> Any:
+    def step(self) -> Inputs:
         """Runs a step without the scheduler, whose work vLLM's side does not do either."""
         prompt, manager = self.case.requests, self.manager
         if self.case.chunk and manager.num_computed_tokens(prompt) == PROMPT:
@@ -141,10 +172,10 @@ class Server:
 
     def until_blocks_begin(self, step: Callable[[], Any]) -> Any:
         """Runs steps until all requests begin a block in the next one."""
-        batch = step()
+        inputs = step()
         while self.manager.num_computed_tokens(0) % BLOCK_SIZE:
-            batch = step()
-        return batch
+            inputs = step()
+        return inputs
 
 
 class VllmServer:
