@@ -18,6 +18,7 @@ from jaxkv.testing import count_compilations
 Step = Callable[..., tuple[jaxkv.KVCache, Any]]
 CONFIG = {"num_hidden_layers": 1, "full_attention_interval": 1, "hidden_size": 64}
 CONFIG |= {"intermediate_size": 64, "max_position_embeddings": 64}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2}  # to divide by head
 
 
 def demo_engine(
