@@ -377,6 +377,7 @@ def test_ints_and_arrays_pack_the_same_uploads(monkeypatch) -> None:
     """Two managers get the same calls; one takes every step in arrays."""
     plan = small_plan({"a": FULL, "b": WINDOW, "c": FULL}, 40, zero_policy="always")
     shape, small = shape_of(plan, extra=2, forks=4), shape_of(plan, max_tokens=9, batch_size=2)
+    shapes = shape, shape, small, dataclasses.replace(shape, zero_ids=1)
     for seed in range(30):
         rng, names = random.Random(seed), itertools.count()
         managers = []
@@ -389,7 +390,7 @@ def test_ints_and_arrays_pack_the_same_uploads(monkeypatch) -> None:
             work = {name: rng.choice([1, 1, 7, 9]) for name in running if rng.random() < 0.6}
             arguments = {
                 "start": (next(names),),
-                "step": (rng.choice([shape, shape, small]), work),
+                "step": (rng.choice(shapes), work),
                 "grow": (work,),
                 "finish": (rng.choice(running),) if running else ("nobody",),
                 "swap_rows": (rng.randrange(4), rng.randrange(4)),
@@ -534,6 +535,21 @@ def test_a_shape_without_room_for_the_changes_is_refused_by_name(room: str) -> N
     with unchanged(manager), pytest.raises(ValueError, match=f"{room}="):
         manager.step(dataclasses.replace(roomy, **{room: 0}), {"r": 5, "s": 1})
     manager.step(roomy, {"r": 5, "s": 1})
+
+
+@pytest.mark.parametrize("work", [{"r": 5}, (np.array([0]), np.array([5]))])
+def test_a_ring_without_a_buffer_of_the_right_size_changes_nothing(work) -> None:
+    class ShortRing:
+        def buffer(self, shape: StepShape) -> np.ndarray:
+            return np.zeros(shape.format.size - 1, np.int32)
+
+        def seal(self) -> np.ndarray:
+            raise AssertionError("nothing was packed")
+
+    manager, shape = running(small_plan({"a": FULL}, 12))
+    with unchanged(manager), pytest.raises(ValueError, match="broadcast"):
+        manager.step(shape, work, ring=ShortRing())
+    manager.step(shape, work)
 
 
 @given(st.data())

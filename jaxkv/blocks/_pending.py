@@ -136,7 +136,8 @@ class Pending:
         self._zero_for_others(gone)
         if self._copies:
             written = np.concatenate([NO_IDS, *(entries.block_ids for entries in self._entries)])
-            self._copies = [copies.chosen(written) for copies in self._copies]
+            left = [copies.chosen(written) for copies in self._copies]
+            self._copies = [copies for copies in left if copies.groups.size]
 
     def _zero_for_others(self, gone: Sequence[Entries]) -> None:
         """Lets other rows zero the blocks that they share with dropped entries."""
@@ -165,7 +166,7 @@ class Pending:
         return self._sizes(extra, changes.rows, fresh.num_cells, zeros, copied)
 
     def sizes_with_few(self, extra: int, changes: FewChanges, num_fresh: int) -> Sizes:
-        """As `sizes`, for changes that take ``num_fresh`` blocks; see `add_few`."""
+        """Returns what `sizes` does, for changes that take ``num_fresh`` blocks; see `add_few`."""
         rows = np.array(changes.rows) if changes.rows else NO_ROWS
         return self._sizes(extra, rows, num_fresh, num_fresh if self.zeroes else 0)
 

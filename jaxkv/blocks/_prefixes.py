@@ -352,16 +352,10 @@ class Prefixes:
 
     def stats(self) -> PrefixStats:
         """Returns the counts so far."""
-        counts, tree = self._counts, self._tree
         return PrefixStats(
-            requests=counts.requests,
-            hits=counts.hits,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            evicted_blocks=counts.evicted_blocks,
-            kept_blocks=int(np.count_nonzero(tree.kept_until)),
-            checkpoint_blocks=tree.checkpoints.num_blocks,
-            reasons=dict(counts.reasons),
+            **dataclasses.asdict(self._counts),
+            kept_blocks=int(np.count_nonzero(self._tree.kept_until)),
+            checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
 
     # --- tokens -------------------------------------------------------------------

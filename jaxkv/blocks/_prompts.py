@@ -130,10 +130,7 @@ class Prompt:
 
 @dataclasses.dataclass(slots=True)
 class Counts:
-    """Counts of lookups, hits and evictions, as `PrefixStats` gives them.
-
-    reasons: like those of `PrefixStats`.
-    """
+    """Counts of lookups, hits and evictions, by the names of `PrefixStats`."""
 
     requests: int = 0
     hits: int = 0

@@ -111,10 +111,10 @@ class Steps:
         zeroed = NOTHING_ZEROED if changes is None else pending.to_zero(changes)
         check_room(shape, pending.sizes(own.size, changes, zeroed))
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
-        if changes is not None:
-            self._apply(changes, zeroed)
         encoder_lens = self._encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
+        if changes is not None:
+            self._apply(changes, zeroed)
         if not pending.is_empty:
             pending.write(shape, data, books)
         books.advance(batch.rows, computed, totals)
@@ -127,7 +127,7 @@ class Steps:
         self._pending.add(changes, ids, zeroed, replaced)
 
     def _numbered(self, shape: StepShape, data: np.ndarray, ring: Ring | None) -> Upload:
-        """Counts an upload, and writes its number."""
+        """Counts an upload, writes its number, and returns it."""
         self.num_uploads += 1
         data[0] = (self.num_uploads - 1) % INT32_MAX + 1
         return Upload(data=data if ring is None else ring.seal(), shape=shape)

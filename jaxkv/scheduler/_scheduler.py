@@ -135,7 +135,7 @@ class Scheduler:
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return int(self._ledger.num_tokens[self._ledger.index(request)])
+        return self._queues.num_tokens(request)
 
     def add(
         self,
