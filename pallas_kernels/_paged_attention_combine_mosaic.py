@@ -19,14 +19,15 @@ ROWS = 8  # of the output that a thread block computes
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
 LEAST_TOGETHER = 4  # because some tiles are longer than the others
-ELEMENTS_TOGETHER = 1024  # columns of all segments that a warpgroup loads together
+ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
 
 class _Split(NamedTuple):
-    """Shape of the work of a thread block.
+    """Division of the work among thread blocks, and within one.
 
-    width: columns of the output.
-    together: segments that each warpgroup loads together.
+    warpgroups: of a thread block; each adds up a share of the segments.
+    width: columns of the output that a thread block computes.
+    together: segments that a warpgroup loads together.
     """
 
     warpgroups: int
@@ -35,7 +36,7 @@ class _Split(NamedTuple):
 
     @classmethod
     def of(cls, value_width: int, num_lanes: int, num_tiles: int) -> Self:
-        """Chooses it for tiles of about the same length."""
+        """Returns a division for tiles of about the same length."""
         segments = -(-num_lanes // num_tiles) + 1
         warpgroups, width = 1, value_width
         if segments > MANY:

@@ -51,12 +51,12 @@ class DecodeShape(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Returns whether a thread has registers for the keys and for the values of a step."""
+        """Returns whether a thread has registers for the keys and the values of a step at once."""
         return self.rows == 8
 
     @property
     def thread_blocks_per_sm(self) -> int:
-        """Returns how many thread blocks fit on an SM without more than `BYTES_AHEAD`."""
+        """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096

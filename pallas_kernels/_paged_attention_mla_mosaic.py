@@ -143,7 +143,7 @@ class _Segment:
 class _Softmax(NamedTuple):
     """A running softmax of the first warpgroup.
 
-    ``total`` has a part per thread, which are added up at the end.
+    Each thread adds up a part of ``total``; the sum of the parts is taken at the end.
     """
 
     out: Array  # [ROWS, V / 2]

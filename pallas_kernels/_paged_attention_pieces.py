@@ -50,7 +50,7 @@ def multiply(left: Any, right: Any) -> Array:
 def add_columns(total: Array, weights: Array) -> Array:
     """Returns [rows, 8] plus the columns of [rows, n], column i to column i % 8.
 
-    No thread needs numbers of another one for it, as it would for the sums of rows.
+    Each thread adds its own numbers, while sums of rows would need those of other threads.
     """
     for column in range(0, weights.shape[1], 8):
         total += lax.slice(weights, (0, column), (weights.shape[0], column + 8))

@@ -147,7 +147,10 @@ class _Item(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """A running softmax. ``total`` has a part per thread, which are added up at the end."""
+    """A running softmax.
+
+    Each thread adds up a part of ``total``; the sum of the parts is taken at the end.
+    """
 
     out: Array  # [ROWS, V]
     highest: Array  # [ROWS]

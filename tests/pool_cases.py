@@ -230,8 +230,8 @@ class Step(NamedTuple):
             encoder_lens=self.encoder,
         )
         data = jnp.asarray(upload.data[shape.format.batch_fields])
-        columns = jnp.asarray(np.concatenate(self.tables, axis=1))
-        return StepBatch(columns=columns, data=data, shape=shape, layout=cache.layout)
+        block_ids = jnp.asarray(np.concatenate(self.tables, axis=1))
+        return StepBatch(block_ids=block_ids, data=data, shape=shape, layout=cache.layout)
 
     @property
     def token_shape(self) -> tuple[int, ...]:

@@ -21,7 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv._internal.indexing import gather_bits
+from jaxkv._internal import indexing
+from jaxkv._internal.indexing import FEW_ENDS, gather_bits, group_of, take_cells
+from jaxkv._internal.numbers import INT32_MAX
 from jaxkv.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
 from jaxkv.blocks import BlockManager, StepShape, TableEntry, pack_step
 from jaxkv.cache import (
@@ -366,6 +368,26 @@ def test_rows_are_copied_at_once() -> None:
     bad = copy_rows(cache, as_ids([0, ROWS, 1]), as_ids([-1, 2, 2**31 - 1]))
     assert int(bad.error_flags) == BAD_ROW
     np.testing.assert_array_equal(bad.block_tables, cache.block_tables)
+
+
+@pytest.mark.parametrize("largest", [INT32_MAX, 5], ids=["one index", "pairs of indices"])
+def test_cells_out_of_range_are_filled(largest: int, monkeypatch) -> None:
+    """Tables with more cells than int32 counts are indexed by pairs."""
+    monkeypatch.setattr(indexing, "INT32_MAX", largest)
+    table = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
+    columns = as_ids([-(2**31), -1, 0, 3, 4, 2**31 - 1])[None]
+    cells = take_cells(table, as_ids([2, 0])[:, None], columns, -7)
+    assert cells.tolist() == [[-7, -7, 8, 11, -7, -7], [-7, -7, 0, 3, -7, -7]]
+
+
+@pytest.mark.parametrize("count", [0, 3, FEW_ENDS, FEW_ENDS + 1])
+def test_an_index_is_in_the_first_group_that_ends_after_it(count: int) -> None:
+    ends = np.sort(np.random.default_rng(0).integers(0, 50, count, np.int32))
+    index = np.arange(60, dtype=np.int32).reshape(6, 10)
+    wanted = np.searchsorted(ends, index, side="right")
+    groups = group_of(jnp.asarray(index), jnp.asarray(ends))
+    np.testing.assert_array_equal(groups, wanted)
+    assert groups.dtype == jnp.int32
 
 
 # --- the batch of a step --------------------------------------------------------------

@@ -24,7 +24,8 @@ from jaxkv.hf_config import layers_from_config, load_config, model_len
 from jaxkv.planning import ZeroPolicy, plan_cache
 from jaxkv.specs import Limits
 from jaxkv.testing import count_compilations
-from pallas_kernels import default_implementation
+from pallas_kernels import _capability, default_implementation
+from tests.helpers import needs_mosaic
 
 DEMO = load_config("qwen3-next-demo")
 # One layer of states and one of attention, smaller: that compiles and runs faster.
@@ -209,6 +210,22 @@ def test_the_demo_s_own_model_fits_its_cache() -> None:
             x.shape for x in jax.tree.leaves(engine.cache)
         ]
         assert logits.shape == (MAX_REQUESTS, DEMO["vocab_size"])
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("kv_dtype", "is_used"), [("fp8_e4m3", True), ("bf16", True), ("f32", False)]
+)
+def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, monkeypatch) -> None:
+    """The kernel takes 16-bit queries only, and those of pages of 16 bits in their dtype."""
+    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    model, params, layers = make_model(kv_dtype, is_all_attention=False)
+    plan = plan_cache(layers, 2**20, max_model_len=192)
+    engine = Engine(model, params, plan)
+    traced = engine.step.trace(engine.params, engine.cache, engine.shapes[0].idle())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("paged_attention_decode" in text) == is_used
+    assert "custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(

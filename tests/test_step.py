@@ -256,9 +256,15 @@ def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
         cache, batch = apply_step(cache, Upload(data=data, shape=SHAPE))
         return cache, batch.positions[0]
 
-    cache, positions = jax.lax.scan(body, make_cache(PLAN, max_requests=4), data)
+    empty = make_cache(PLAN, max_requests=4)
+    cache, positions = jax.lax.scan(body, empty, data)
     assert positions.tolist() == [0, 1, 2]
     check_errors(cache)
+    replicas = jax.tree.map(lambda array: jnp.stack([array, array]), empty)
+    replicas, _ = jax.vmap(body)(replicas, data[:2])
+    assert replicas.status.tolist() == [[0, 1], [LOST_UPLOAD | NO_BLOCK, 2]]
+    np.testing.assert_array_equal(replicas.block_tables[0], cache.block_tables)
+    np.testing.assert_array_equal(replicas.block_tables[1], empty.block_tables)
 
 
 # --- a ring of uploads ----------------------------------------------------------------
@@ -364,7 +370,9 @@ def test_a_ring_seals_a_buffer_once() -> None:
     with pytest.raises(RuntimeError, match="seal was called before buffer"):
         ring.seal()
     ring.buffer(SHAPE)[:] = SHAPE.idle().data
-    ring.seal()
+    small = StepShape.for_plan(PLAN, max_requests=4, max_tokens=4)
+    ring.buffer(small)
+    assert ring.seal().size == small.format.size, "the last buffer that was asked for"
     with pytest.raises(RuntimeError, match="seal was called before buffer"):
         ring.seal()
 

@@ -25,7 +25,7 @@ def take_cells(table: Array, rows: Array, columns: Array, fill: int = 0) -> Arra
     """Returns ``table[rows, columns]``, with ``fill`` where the column is out of range.
 
     Args:
-      table: int32[R, W].
+      table: int32[R, W], not empty.
       rows, columns: int32 of shapes that broadcast; rows must be in range.
     """
     width = table.shape[1]

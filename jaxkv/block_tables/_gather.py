@@ -21,7 +21,7 @@ from jaxkv.cache import (
     first_columns,
 )
 
-MISSING, UNREAD = -1, -2  # in place of a column of the block tables
+MISSING, UNREAD = -1, -2  # instead of a column, where a block should be and where none is read
 
 
 def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBatch, Array]:
@@ -36,7 +36,7 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
     """
     check_layout(cache.layout, shape)
     nothing = jnp.zeros((shape.batch_size, 0), jnp.int32)
-    batch = StepBatch(columns=nothing, data=data, shape=shape, layout=cache.layout)
+    batch = StepBatch(block_ids=nothing, data=data, shape=shape, layout=cache.layout)
     rows, lens = batch.request_rows, batch.query_lens
     known = within(rows, cache.max_requests)
     bad = (lens < 0) | (batch.num_computed_tokens < 0) | (lens > shape.max_query_len)
@@ -46,11 +46,10 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
     live = known & (lens > 0) & ~bad
     runs = [run for group in range(len(shape.growths)) for run in _runs(batch, group)]
     for run in runs:
-        too_long = run.end > run.start + run.width
-        problems |= bit(TOO_LONG, live & too_long)
-    columns, missing = _gather_runs(cache, jnp.where(live, rows, 0), live, runs)
+        problems |= bit(TOO_LONG, live & (run.end > run.start + run.width))
+    block_ids, missing = _gather_runs(cache, jnp.where(live, rows, 0), live, runs)
     problems |= lax.reduce(bit(NO_BLOCK, missing), jnp.int32(0), lax.bitwise_or, (1,))
-    return dataclasses.replace(batch, columns=columns), problems
+    return dataclasses.replace(batch, block_ids=block_ids), problems
 
 
 class _Run(NamedTuple):
@@ -90,7 +89,7 @@ def _runs(batch: StepBatch, group: int) -> list[_Run]:
 
 
 def _gather_runs(cache: KVCache, rows: Array, live: Array, runs: list[_Run]) -> tuple[Array, Array]:
-    """Returns the ids of runs side by side, and whether a request lacks them, [B, W] both.
+    """Returns the block ids of runs side by side, and whether each is missing, [B, ...] both.
 
     All runs take one gather.
     """

@@ -37,7 +37,7 @@ class StepBatch:
     Properties compute their arrays on access; inside ``jit`` XLA merges repeated computations.
     """
 
-    columns: Array  # int32[B, W], the `tables` of all groups side by side
+    block_ids: Array  # int32[B, ...], the `tables` of all groups side by side
     data: Array  # int32[...], `UploadFormat.batch_fields` of the upload
     shape: StepShape = dataclasses.field(metadata={"static": True})
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
@@ -49,7 +49,7 @@ class StepBatch:
     def tables(self) -> tuple[Array, ...]:
         """Per group int32[B, W_g], logical ids from `first_columns` on."""
         ends = itertools.accumulate(self.shape.widths, initial=0)
-        return tuple(self.columns[:, start:end] for start, end in itertools.pairwise(ends))
+        return tuple(self.block_ids[:, start:end] for start, end in itertools.pairwise(ends))
 
     # --- requests -----------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class PagedMemory:
         return dataclasses.replace(self, cache=cache), self.tokens.to_tokens(out)
 
     def _narrow(self, layer: str, queries: Array) -> Array:
-        """Returns queries in 16 bits where Mosaic attends: the model computes in f32."""
+        """Returns queries in 16 bits where Mosaic attends, because the model computes in f32."""
         pages = jnp.dtype(row_format(self.cache.layout.place_of(layer).spec).dtype)
         if self.implementation != "mosaic_gpu" or pages.itemsize > 2:
             return queries

@@ -25,7 +25,7 @@ from pallas_kernels import Implementation, default_implementation
 CARD_BYTES = 141_000_000_000
 #: keys' and values' dtype -> the largest difference between two logits that counts as rounding
 BOUNDS = {"fp8_e4m3": 0.03, "fp8_e5m2": 0.06, "bf16": 0.003, "f16": 0.003, "f32": 1e-3}
-BF16_QUERIES = 0.02  # instead, where Mosaic attends and queries have the 8 bits of bf16, too
+BF16_QUERIES = 0.02  # instead of that for bf16 where Mosaic attends, which rounds queries as well
 DEFAULT_DTYPE = "fp8_e4m3"
 REQUESTS_WITHOUT_ZEROING = 24
 
@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def bound_of(kv_dtype: str, implementation: Implementation) -> float:
-    """Returns the largest difference between two logits that counts as rounding."""
+    """Returns the bound for a dtype and the kernels that serve it; see `BOUNDS`."""
     if kv_dtype == "bf16" and implementation == "mosaic_gpu":
         return BF16_QUERIES
     return BOUNDS[kv_dtype]

@@ -38,8 +38,9 @@ class UploadRing:
 
         Args:
           depth: uploads of one shape that may be packed between an upload and the call of a step
-            that takes it. After more, jax refuses the upload as deleted. Packing waits for a device
-            that is more than ``depth`` steps behind. A shape has three times as many buffers.
+            that takes it. After twice as many at the latest, jax refuses the upload as deleted.
+            Packing waits for a device that is more than ``depth`` steps behind. A shape has three
+            times as many buffers.
           device: the device that runs the steps; None: the default device.
 
         Raises:
@@ -83,8 +84,8 @@ class _Buffers:
     """Buffers of one size, in three parts: one is packed, one is read, one is taken back.
 
     A part is taken back by a program to which its arrays are donated. jax deletes them, so that
-    no later step can read them. What the program returns is ready once all steps that were
-    dispatched before have read the part, whose memory it has.
+    no later step can read them. The arrays that the program returns have the same memory, and are
+    ready once all steps that were dispatched before have read it.
     """
 
     PARTS = 3

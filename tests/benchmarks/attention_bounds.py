@@ -10,14 +10,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _capability
 from tests.benchmarks.timing import Times, measure
 
 STEP = 64  # tokens that are waited for together, as in decoding
 IN_FLIGHT = (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4)  # thread blocks per SM, steps of each
 SMEM_PER_SM = 200 * 1024
 ELEMENT = 4  # bytes; what they mean makes no difference
-MAX_ROW_BYTES = 256 * ELEMENT  # of one copy
-SMS = getattr(jax.devices()[0], "core_count", 132)
+MAX_ROW_BYTES = SMEM_PER_SM // (4 * STEP)  # with 4 steps in flight
 
 
 def time_reading(tokens: int, page_tokens: int, heads: int, row_bytes: int) -> Times:
@@ -49,7 +49,7 @@ def make_reader(
     """Returns a function of places int32[steps, copies] and rows uint32[tokens, heads * words]."""
     steps, copies = places.shape
     granule = STEP // copies
-    lanes = max(1, SMS * blocks_per_sm // heads)
+    lanes = max(1, _capability.max_thread_blocks(blocks_per_sm) // heads)
 
     def read(places, rows, done, buffer, full):
         head, lane = lax.axis_index("head"), lax.axis_index("lane")

@@ -4,6 +4,7 @@ On a machine without a GPU the Mosaic kernels run in interpret mode, and are low
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -422,6 +423,19 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     case, lens, loc = INTERPRETED[name]
     for seed in range(2):
         check(case, make(case, lens, loc, seed), "mosaic_gpu")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("value_width", [64, 128, 192, 256])
+def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(value_width) -> None:
+    """Of a row, over all segments: more do not fit into the registers of a warpgroup."""
+    from pallas_kernels._paged_attention_combine_mosaic import _Split
+
+    for lanes, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
+        split = _Split.of(value_width, lanes, tiles)
+        assert value_width % split.width == 0
+        assert split.together > 1 and split.together * split.width <= 1024
+        assert split.warpgroups == (4 if lanes > 15 * tiles else 1)
 
 
 class Shape(NamedTuple):
