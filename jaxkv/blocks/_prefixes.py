@@ -26,8 +26,6 @@ from jaxkv.prefixes import (
     find,
 )
 
-NO_KEYS: frozenset[ExtraKey] = frozenset()
-
 
 class Prefixes:
     """The prompts that the manager remembers, and the blocks that it keeps of them.
@@ -370,9 +368,7 @@ class Prefixes:
         codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])
         if not codes.size:
             raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
-        adapters = (
-            frozenset([key for key in extra_keys if key.end is None]) if extra_keys else NO_KEYS
-        )
+        adapters = frozenset([key for key in extra_keys if key.end is None])
         return Namespace(self._epoch, salt, adapters), codes
 
 

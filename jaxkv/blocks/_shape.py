@@ -188,6 +188,30 @@ class StepShape:
         """Returns the upload of a step without requests, to compile a step before serving."""
         return Upload(data=self.format.padding.copy(), shape=self)
 
+    def first_difference(
+        self,
+        *,
+        growths: tuple[Growth, ...],
+        num_blocks: int,
+        context_parallel: int,
+        max_requests: int,
+    ) -> tuple[str, object, object] | None:
+        """Returns the first size that differs from those of a plan and its tables.
+
+        Returns:
+          Its name, its value here and the value given; None if all agree.
+        """
+        given = {
+            "growths": growths,
+            "num_blocks": num_blocks,
+            "context_parallel": context_parallel,
+            "max_requests": max_requests,
+        }
+        for name, value in given.items():
+            if getattr(self, name) != value:
+                return name, getattr(self, name), value
+        return None
+
     def __repr__(self) -> str:
         form = f"{self.max_tokens} tokens"
         if self.tokens_per_request is not None:

@@ -110,7 +110,7 @@ class Steps:
         changes = plan_changes(books, batch.rows, computed, totals)
         zeroed = NOTHING_ZEROED if changes is None else pending.to_zero(changes)
         check_room(shape, pending.sizes(own.size, changes, zeroed))
-        data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
+        data = _buffer(shape, ring)
         encoder_lens = self._encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         if changes is not None:
@@ -146,7 +146,7 @@ class Steps:
         books, pending, own = self._books, self._pending, _as_extra(extra)
         if own.size or not pending.is_empty:
             check_room(shape, pending.sizes_with_few(own.size, step.changes, step.num_fresh))
-        data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
+        data = _buffer(shape, ring)
         write_small_batch(shape, data, step)
         if own.size:
             write_extra(shape, data, own)
@@ -182,20 +182,23 @@ class Steps:
         """Raises unless the shape belongs to this manager's plan."""
         if not isinstance(shape, StepShape):
             raise TypeError(f"shape must be a StepShape, got {type(shape).__name__}")
-        wanted = {
-            "growths": self._books.rules.growths,
-            "num_blocks": self._plan.num_blocks,
-            "context_parallel": self._plan.context_parallel,
-            "max_requests": self._encoder_tokens.size,
-        }
-        for name, value in wanted.items():
-            if getattr(shape, name) != value:
-                raise ValueError(
-                    f"shape was made for another plan or manager: its {name} is "
-                    f"{getattr(shape, name)!r} and this manager's {value!r}; use "
-                    "StepShape.for_plan with the same plan and max_requests"
-                )
+        difference = shape.first_difference(
+            growths=self._books.rules.growths,
+            num_blocks=self._plan.num_blocks,
+            context_parallel=self._plan.context_parallel,
+            max_requests=self._encoder_tokens.size,
+        )
+        if difference is not None:
+            name, given, wanted = difference
+            raise ValueError(
+                f"shape was made for another plan or manager: its {name} is {given!r} and this "
+                f"manager's {wanted!r}; use StepShape.for_plan with the same plan and max_requests"
+            )
         self._shapes.add(shape)
+
+
+def _buffer(shape: StepShape, ring: Ring | None) -> np.ndarray:
+    return np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
 
 
 def _as_extra(extra: Ints) -> np.ndarray:

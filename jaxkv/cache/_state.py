@@ -1,7 +1,7 @@
 """The state of a cache on the device: block tables, pool and scales in one pytree."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -170,16 +170,16 @@ jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["sha
 
 def check_layout(layout: CacheLayout, shape: StepShape) -> None:
     """Raises ValueError unless a step's shape belongs to the plan of the cache."""
-    wanted: dict[str, Any] = {
-        "growths": layout.growths,
-        "num_blocks": layout.num_blocks,
-        "context_parallel": layout.context_parallel,
-        "max_requests": layout.max_requests,
-    }
-    for name, value in wanted.items():
-        if getattr(shape, name) != value:
-            raise ValueError(
-                f"the upload was made for another plan than the cache: its {name} is "
-                f"{getattr(shape, name)!r} and the cache's {value!r}; make cache, manager and "
-                "shapes from one plan, with one max_requests"
-            )
+    difference = shape.first_difference(
+        growths=layout.growths,
+        num_blocks=layout.num_blocks,
+        context_parallel=layout.context_parallel,
+        max_requests=layout.max_requests,
+    )
+    if difference is not None:
+        name, given, wanted = difference
+        raise ValueError(
+            f"the upload was made for another plan than the cache: its {name} is {given!r} and "
+            f"the cache's {wanted!r}; make cache, manager and shapes from one plan, with one "
+            "max_requests"
+        )
