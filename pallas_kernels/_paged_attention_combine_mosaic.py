@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention_decode_mosaic import COLUMNS, Segments
-from pallas_kernels._paged_attention_pieces import LOG2E, store
+from pallas_kernels._paged_attention_pieces import LOG2E, PartialSoftmax, add_up, store
 from pallas_kernels._paged_attention_tasks import TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
@@ -87,29 +87,6 @@ def combine(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Sum(NamedTuple):
-    """A partial softmax; or references to several, or the layouts of its parts."""
-
-    out: Any  # [width, ROWS]
-    highest: Any  # [ROWS]
-    total: Any  # [ROWS]
-
-
-def _add_up(parts: list[_Sum]) -> _Sum:
-    """Returns the sum of partial softmaxes."""
-    highest = parts[0].highest
-    for part in parts[1:]:
-        highest = jnp.maximum(highest, part.highest)
-    # Without a seen key, highest is -inf, and -inf - -inf is NaN.
-    finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-    out, total = jnp.zeros_like(parts[0].out), jnp.zeros_like(parts[0].total)
-    for part in parts:
-        weight = jnp.exp2(part.highest - finite)
-        total += part.total * weight
-        out += part.out * lax.broadcast_in_dim(weight, out.shape, [1])
-    return _Sum(out, highest, total)
-
-
 class _Combiner:
     """The kernel's references, and the code of one thread block."""
 
@@ -118,7 +95,7 @@ class _Combiner:
         self.warpgroups, self.width, self.together = split
         self.tiles, self.used_tokens, self.segments = refs[0], refs[1], Segments(*refs[2:5])
         self.sinks, self.value_scale, self.out, self.lse, self.staged = refs[5:10]
-        self.parts, self.arrived = _Sum(*refs[10:13]), refs[13]
+        self.parts, self.arrived = PartialSoftmax(*refs[10:13]), refs[13]
         self.warpgroup = lax.axis_index("warpgroup")
         self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
         part, row = lax.axis_index("part"), lax.axis_index("row")
@@ -145,36 +122,36 @@ class _Combiner:
 
         pl.when(self.warpgroup == 0)(lambda: self._clear_padding(used_tokens))
 
-    def _sum(self, tile: Tile) -> _Sum:
+    def _sum(self, tile: Tile) -> PartialSoftmax:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
         zeros = jnp.zeros((self.width, ROWS), jnp.float32)
-        start = _Sum(
+        start = PartialSoftmax(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), COLUMNS),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMNS),
         )
 
-        def add(i: Array, running: _Sum) -> _Sum:
+        def add(i: Array, running: PartialSoftmax) -> PartialSoftmax:
             first = (i * self.warpgroups + self.warpgroup) * self.together
-            return _add_up([running, *[self._load(tile, first + j) for j in range(self.together)]])
+            return add_up([running, *[self._load(tile, first + j) for j in range(self.together)]])
 
         each_round = self.warpgroups * self.together
         rounds = lax.div(tile.num_segments + (each_round - 1), each_round)
         return lax.fori_loop(0, rounds, add, start)
 
-    def _hand_over(self, summed: _Sum) -> None:
+    def _hand_over(self, summed: PartialSoftmax) -> None:
         """Passes the sum of this warpgroup to the first one."""
         for ref, value in zip(self.parts, summed, strict=True):
             store(ref.at[self.warpgroup], value)
         plgpu.barrier_arrive(self.arrived)
 
-    def _sum_of_all(self) -> _Sum:
+    def _sum_of_all(self) -> PartialSoftmax:
         """Waits for the sums of all warpgroups, and returns their sum."""
         plgpu.barrier_wait(self.arrived)
-        layouts = _Sum(plgpu.Layout.WGMMA, COLUMNS, COLUMNS)
-        return _add_up(
+        layouts = PartialSoftmax(plgpu.Layout.WGMMA, COLUMNS, COLUMNS)
+        return add_up(
             [
-                _Sum(
+                PartialSoftmax(
                     *[
                         plgpu.load(ref.at[index], layout=layout, optimized=False)
                         for ref, layout in zip(self.parts, layouts, strict=True)
@@ -192,7 +169,7 @@ class _Combiner:
             self._write_row(row, tile.token, tile.count)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _load(self, tile: Tile, index: Array) -> _Sum:
+    def _load(self, tile: Tile, index: Array) -> PartialSoftmax:
         """Loads a segment of the tile; past the last one, an empty segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
         penalty = jnp.where(index < tile.num_segments, 0.0, -jnp.inf)
@@ -203,12 +180,12 @@ class _Combiner:
         )
         highest = self._load_rows(self.segments.highest.at[number, self.head])
         total = self._load_rows(self.segments.total.at[number, self.head])
-        return _Sum(out, highest + penalty, total)
+        return PartialSoftmax(out, highest + penalty, total)
 
     def _load_rows(self, ref: Any) -> Array:
         return plgpu.load(ref.at[self.rows], layout=COLUMNS, optimized=False)
 
-    def _finish(self, summed: _Sum, sinks: Array, value_scale: Array) -> Array:
+    def _finish(self, summed: PartialSoftmax, sinks: Array, value_scale: Array) -> Array:
         """Returns the output of all rows, and writes the log-sum-exp of each."""
         highest = jnp.maximum(summed.highest, sinks)
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that combines the segments of latent attention into the output."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention_mla_mosaic import Segments
-from pallas_kernels._paged_attention_pieces import LOG2E
+from pallas_kernels._paged_attention_pieces import LOG2E, PartialSoftmax, add_up
 from pallas_kernels._paged_attention_tasks import TaskMap, Tile
 from pallas_kernels._paged_attention_tiles import AttentionRule
 
@@ -57,14 +57,6 @@ def combine_latents(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Sum(NamedTuple):
-    """A partial softmax of one row."""
-
-    out: Array  # [V]
-    highest: Array
-    total: Array
-
-
 class _Combiner:
     """The kernel's references, and the code of one thread block."""
 
@@ -90,28 +82,30 @@ class _Combiner:
 
         self._clear_padding(used_tokens)
 
-    def _sums(self, tile: Tile) -> list[_Sum]:
+    def _sums(self, tile: Tile) -> list[PartialSoftmax]:
         """Adds up the segments of the tile, for each row."""
         zeros = jnp.zeros((self.rule.value_width,), jnp.float32)
-        start = _Sum(plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0))
+        start = PartialSoftmax(
+            plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0)
+        )
 
-        def add(i: Array, running: list[_Sum]) -> list[_Sum]:
+        def add(i: Array, running: list[PartialSoftmax]) -> list[PartialSoftmax]:
             segments = [i * self.together + j for j in range(self.together)]
             loaded = [[self._load(tile, row, index) for index in segments] for row in self.rows]
-            return [_add_up([own, *parts]) for own, parts in zip(running, loaded, strict=True)]
+            return [add_up([own, *parts]) for own, parts in zip(running, loaded, strict=True)]
 
         rounds = lax.div(tile.num_segments + (self.together - 1), self.together)
         return lax.fori_loop(0, rounds, add, [start] * len(self.rows))
 
-    def _load(self, tile: Tile, row: Array, index: Array) -> _Sum:
+    def _load(self, tile: Tile, row: Array, index: Array) -> PartialSoftmax:
         """Loads a row of a segment of the tile, or an empty one past the last segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
         out = plgpu.load(self.segments.out.at[number, row], layout=self.layout)
         highest = self.segments.highest[number, row]
         highest = jnp.where(index < tile.num_segments, highest, -jnp.inf)
-        return _Sum(out, highest, self.segments.total[number, row])
+        return PartialSoftmax(out, highest, self.segments.total[number, row])
 
-    def _finish(self, row: Array, sink: Array, summed: _Sum) -> Array:
+    def _finish(self, row: Array, sink: Array, summed: PartialSoftmax) -> Array:
         """Returns the output of a row without the scale, and writes its log-sum-exp."""
         highest = jnp.maximum(summed.highest, sink)
         finite = jnp.where(highest > -jnp.inf, highest, 0.0)
@@ -140,17 +134,3 @@ class _Combiner:
             @pl.loop(first, num_tokens, step=num_tiles)
             def _(token: Array, row: Array = row) -> None:
                 self.out.at[token, row][...] = cleared
-
-
-def _add_up(parts: list[_Sum]) -> _Sum:
-    """Returns the sum of partial softmaxes."""
-    highest = parts[0].highest
-    for part in parts[1:]:
-        highest = jnp.maximum(highest, part.highest)
-    # Nothing seen so far: -inf - -inf is NaN.
-    finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-    weights = [jnp.exp2(part.highest - finite) for part in parts]
-    out, total = jnp.zeros_like(parts[0].out), jnp.float32(0)
-    for weight, part in zip(weights, parts, strict=True):
-        out, total = out + weight * part.out, total + weight * part.total
-    return _Sum(out, highest, total)

@@ -1,6 +1,7 @@
 """Code that the Mosaic kernels of `paged_attention` share: operands, pages and masks."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -45,6 +46,35 @@ def multiply(left: Any, right: Any) -> Array:
         return product[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+
+class PartialSoftmax(NamedTuple):
+    """The softmax of some of the keys; or references to several, or the layouts of its parts.
+
+    out: float32, weighted sums of values.
+    highest: float32, highest scores in base 2, of the last axes of ``out``.
+    total: as ``highest``, sums of weights.
+    """
+
+    out: Any
+    highest: Any
+    total: Any
+
+
+def add_up(parts: Sequence[PartialSoftmax]) -> PartialSoftmax:
+    """Returns the softmax of the keys of all parts."""
+    highest = parts[0].highest
+    for part in parts[1:]:
+        highest = jnp.maximum(highest, part.highest)
+    # Without a seen key, highest is -inf, and -inf - -inf is NaN.
+    finite = jnp.where(highest > -jnp.inf, highest, 0.0)
+    out, total = jnp.zeros_like(parts[0].out), jnp.zeros_like(parts[0].total)
+    last_axes = range(out.ndim - highest.ndim, out.ndim)
+    for part in parts:
+        weight = jnp.exp2(part.highest - finite)
+        total += part.total * weight
+        out += part.out * lax.broadcast_in_dim(weight, out.shape, last_axes)
+    return PartialSoftmax(out, highest, total)
 
 
 def add_columns(total: Array, weights: Array) -> Array:
