@@ -407,3 +407,19 @@ def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) ->
     data[SHAPE.format.fields[field].start] = value
     cache, _ = step(make_cache(PLAN, max_requests=4), Upload(data=data, shape=SHAPE))
     assert int(cache.error_flags) & flag
+
+
+def test_a_decode_step_reports_a_request_that_is_not_at_its_token() -> None:
+    """Where every request has one token, token i is that of request i."""
+    (manager, _), cache = numbered(0), make_cache(PLAN, max_requests=4)
+    manager.start("b")
+    shape = StepShape.for_plan(PLAN, max_requests=4, max_tokens=4, max_query_len=1)
+    cache, batch = step(cache, manager.step(shape, {"a": 1, "b": 1}))
+    assert not int(cache.error_flags)
+    assert batch.token_requests.tolist() == [0, 1, -1, -1]
+    data = manager.step(shape, {"a": 1, "b": 1}).data
+    starts = shape.format.fields["query_start_loc"].start
+    data[starts : starts + 4] = [0, 0, 1, 2]
+    cache, batch = step(cache, Upload(data=data, shape=shape))
+    assert int(cache.error_flags) == BAD_BATCH
+    assert (batch.slot_mapping("full.0") == -1).all()

@@ -41,6 +41,9 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
     known = within(rows, cache.max_requests)
     bad = (lens < 0) | (batch.num_computed_tokens < 0) | (lens > shape.max_query_len)
     bad |= batch.query_start_loc[1:] > shape.max_tokens
+    if shape.max_query_len == 1:  # then token i is that of request i
+        index = jnp.arange(shape.batch_size, dtype=jnp.int32)
+        bad |= (lens > 0) & (batch.query_start_loc[:-1] != index)
     problems = bit(BAD_ROW, (rows != PAD_ROW) & ~known) | bit(BAD_BATCH, bad)
     problems |= bit(TOO_LONG, batch.seq_lens > shape.max_seq_len)
     live = known & (lens > 0) & ~bad

@@ -119,6 +119,9 @@ class StepBatch:
         if self.is_rectangular:
             requests = jnp.arange(self.shape.batch_size, dtype=jnp.int32)[:, None]
             inside = self._token_offsets < self.query_lens[:, None]
+        elif self.shape.max_query_len == 1:  # token i is that of request i, see `gather_batch`
+            requests = jnp.arange(self.shape.max_tokens, dtype=jnp.int32)
+            inside = take(self.query_start_loc, requests + 1) == requests + 1
         else:
             ends = self.query_start_loc[1:]
             requests = group_of(jnp.arange(self.shape.max_tokens, dtype=jnp.int32), ends)

@@ -33,7 +33,7 @@ class UploadRing:
     For steps on one device. Not thread-safe; one scheduler owns it.
     """
 
-    def __init__(self, *, depth: int = 8, device: jax.Device | None = None):
+    def __init__(self, *, depth: int = 16, device: jax.Device | None = None):
         """Creates an empty ring; each step shape gets its buffers when it is first used.
 
         Args:
@@ -97,7 +97,7 @@ class _Buffers:
             _take_back([jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)])
             for _ in range(self.PARTS)
         ]
-        self._views = list(map(_view, self._parts[0]))
+        self._views = _views(self._parts[0])
         self._part, self._turn = 0, 0
         places = {array.unsafe_buffer_pointer() for part in self._parts for array in part}
         if len(places) < self.PARTS * depth:
@@ -109,7 +109,7 @@ class _Buffers:
         if self._turn == len(self._views):
             before, after = (self._part - 1) % self.PARTS, (self._part + 1) % self.PARTS
             self._parts[before] = _take_back(self._parts[before])
-            self._views = list(map(_view, self._parts[after]))
+            self._views = _views(self._parts[after])
             self._part, self._turn = after, 0
         return self._views[self._turn]
 
@@ -135,8 +135,12 @@ def _same(uploads: list[Array]) -> list[Array]:
     return uploads
 
 
-def _view(upload: Array) -> np.ndarray:
-    """Returns the memory of a host array, to write into, once no program reads it."""
-    upload.block_until_ready()
-    memory = (ctypes.c_int32 * upload.size).from_address(upload.unsafe_buffer_pointer())
-    return np.frombuffer(memory, np.int32)
+def _views(uploads: list[Array]) -> list[np.ndarray]:
+    """Returns the memory of host arrays, to write into, once no program reads them."""
+    jax.block_until_ready(uploads)
+    return [_memory(upload.unsafe_buffer_pointer(), upload.size) for upload in uploads]
+
+
+@functools.lru_cache(maxsize=4096)  # a part that was taken back has the memory that it had before
+def _memory(address: int, size: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_int32 * size).from_address(address), np.int32)

@@ -26,11 +26,13 @@ from tests.benchmarks.servers import PARTS, Case, Server, VllmServer, apply_step
 from tests.benchmarks.timing import (
     ON_GPU,
     Report,
+    Subject,
     Times,
     added,
     by_size,
     make_matrix,
     measure,
+    measure_in_turns,
     medians,
     work,
 )
@@ -58,9 +60,10 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         _note_parts(report, server)
         scheduled = time_steps(server, server.scheduled_step)
         report.add(case.name, "jaxkv with its scheduler", scheduled)
-        ours = report.add(case.name, "jaxkv", time_steps(server, server.step))
-        if peer is not None and peer.has_tables:
-            report.add(case.name, "vLLM", time_vllm(case, peer), base=ours)
+        ours, *theirs = time_with_vllm(server, peer)
+        report.add(case.name, "jaxkv", ours)
+        for times in theirs:
+            report.add(case.name, "vLLM", times, base=ours)
     requests = by_size(full=256, small=64, smallest=4)
     _time_jax(report, requests)
     if not timing.every_case:
@@ -107,15 +110,37 @@ def _note_parts(report: Report, server: Server) -> None:
 
 def time_steps(server: Server, step: Callable[[], Any]) -> Times:
     """Times steps with or without the scheduler, which has no work any more after the latter."""
+    (times,) = measure_in_turns(_subject(server, step))
+    jaxkv.check_errors(server.cache)
+    return times
+
+
+def time_with_vllm(server: Server, peer: VllmPeer | None) -> list[Times]:
+    """Times steps without the scheduler and, if vLLM's code is there, its on the same requests."""
+    subjects = [_subject(server, server.step)]
+    if peer is not None and peer.has_tables:
+        subjects.append(_vllm_subject(server.case, peer))
+    found = measure_in_turns(*subjects)
+    jaxkv.check_errors(server.cache)
+    return found
+
+
+def _subject(server: Server, step: Callable[[], Any]) -> Subject:
     case, manager = server.case, server.manager
     if case.chunk and step == server.step:
         if case.requests in manager.requests:
             manager.finish(case.requests)
         manager.start(case.requests)
     until = functools.partial(server.until_blocks_begin, step)
-    times = measure(step, prepare=until if case.in_phase else None)
-    jaxkv.check_errors(server.cache)
-    return times
+    return Subject(step, prepare=until if case.in_phase else None)
+
+
+def _vllm_subject(case: Case, peer: VllmPeer) -> Subject:
+    import torch
+
+    server = VllmServer(case, peer)
+    prepare = server.quiet_steps if case.in_phase else None
+    return Subject(server.step, lambda _: torch.cuda.synchronize(), prepare)
 
 
 def _time_jax(report: Report, requests: int) -> None:
@@ -148,18 +173,6 @@ def time_nothing(server: Server) -> Times:
         return out
 
     return measure(call)
-
-
-def time_vllm(case: Case, peer: VllmPeer) -> Times:
-    """Times vLLM's manager and tables on the same requests."""
-    import torch
-
-    server = VllmServer(case, peer)
-    return measure(
-        server.step,
-        lambda _: torch.cuda.synchronize(),
-        server.quiet_steps if case.in_phase else None,
-    )
 
 
 # --- what else a step costs -----------------------------------------------------------------

@@ -14,13 +14,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 ON_GPU = jax.default_backend() == "gpu"
-REPEATS, CHAIN = 20, 50
+REPEATS, CHAIN, ROUNDS = 20, 50, 5
 Size = Literal["smallest", "small", "full"]
 
 # "host" or "GPU". A process that was profiled once dispatches more slowly ever after, so a
@@ -62,51 +62,84 @@ def poll(arrays: Any) -> None:
         pass
 
 
-def measure(
-    call: Callable[[], Any],
-    wait: Callable[[Any], Any] = poll,
-    prepare: Callable[[], Any] | None = None,
-) -> Times:
-    """Times one call, after warming it up, by the clock that `clock` names.
+class Subject(NamedTuple):
+    """A call to time.
 
-    Args:
-      call: runs once and returns what ``wait`` waits for.
-      wait: blocks until a call is done.
-      prepare: runs before each call, untimed, and returns what ``wait`` waits for.
+    call: runs once and returns what ``wait`` waits for.
+    wait: blocks until a call is done.
+    prepare: runs before each call, untimed, and returns what ``wait`` waits for.
     """
-    for _ in range(2 if size == "smallest" else 3):
-        _prepared(prepare, wait)
-        started = time.perf_counter()
-        wait(call())
-        last = time.perf_counter() - started
+
+    call: Callable[[], Any]
+    wait: Callable[[Any], Any] = poll
+    prepare: Callable[[], Any] | None = None
+
+
+def measure(call: Callable[[], Any], wait: Callable[[Any], Any] = poll) -> Times:
+    """Times one call, after warming it up, by the clock that `clock` names."""
+    (times,) = measure_in_turns(Subject(call, wait))
+    return times
+
+
+def measure_in_turns(*subjects: Subject) -> list[Times]:
+    """Times calls that are compared, by the clock that `clock` names.
+
+    They take turns, because a host that others use too may run at half its speed for seconds.
+    """
+    counts = [_warm_up(subject) for subject in subjects]
     if clock == "GPU":
-        return Times(*_kernel_seconds(call, wait, prepare))
-    calls = _affordable_calls(last, 1 if prepare is None else 4)
-    synced: list[float] = []
-    for _ in range(calls):
-        _prepared(prepare, wait)
-        started = time.perf_counter()
-        wait(call())
-        synced.append(time.perf_counter() - started)
-    if prepare is None:
-        chains = [_dispatch_seconds(call, wait, calls) for _ in range(5)]
-        return Times(synced=statistics.median(synced), dispatched=statistics.median(chains))
-    dispatched: list[float] = []
-    for _ in range(calls):
-        _prepared(prepare, wait)
-        dispatched.append(_dispatch_seconds(call, wait, 1))
-    return Times(synced=statistics.median(synced), dispatched=statistics.median(dispatched))
+        return [Times(*_kernel_seconds(*subject)) for subject in subjects]
+    synced: list[list[float]] = [[] for _ in subjects]
+    dispatched: list[list[float]] = [[] for _ in subjects]
+    for _ in range(ROUNDS):
+        for i, (subject, count) in enumerate(zip(subjects, counts, strict=True)):
+            synced[i] += [_synced_seconds(subject) for _ in range(max(1, count // ROUNDS))]
+            dispatched[i] += _dispatch_seconds(subject, count)
+    return [
+        Times(synced=statistics.median(waited), dispatched=statistics.median(chains))
+        for waited, chains in zip(synced, dispatched, strict=True)
+    ]
 
 
-def _affordable_calls(seconds: float, share: int) -> int:
+def _warm_up(subject: Subject) -> int:
     """Returns how often to repeat a call: ``CHAIN`` times, less often if it takes long."""
+    for _ in range(2 if size == "smallest" else 3):
+        last = _synced_seconds(subject)
+    share = 1 if subject.prepare is None else 4
     most = 2 if size == "smallest" else CHAIN // share
-    return max(2, min(most, int(1 / max(seconds, 1e-6))))
+    return max(2, min(most, int(1 / max(last, 1e-6))))
 
 
-def _prepared(prepare: Callable[[], Any] | None, wait: Callable[[Any], Any]) -> None:
-    if prepare is not None:
-        wait(prepare())
+def _synced_seconds(subject: Subject) -> float:
+    _prepare(subject)
+    started = time.perf_counter()
+    subject.wait(subject.call())
+    return time.perf_counter() - started
+
+
+def _dispatch_seconds(subject: Subject, count: int) -> list[float]:
+    """Returns the seconds of calls that are not waited for: of a chain each, or of each call."""
+    if subject.prepare is None:
+        return [_chain_seconds(subject, count) / count]
+    found = []
+    for _ in range(max(1, count // ROUNDS)):
+        _prepare(subject)
+        found.append(_chain_seconds(subject, 1))
+    return found
+
+
+def _chain_seconds(subject: Subject, count: int) -> float:
+    started = time.perf_counter()
+    for _ in range(count):
+        last = subject.call()
+    seconds = time.perf_counter() - started
+    subject.wait(last)
+    return seconds
+
+
+def _prepare(subject: Subject) -> None:
+    if subject.prepare is not None:
+        subject.wait(subject.prepare())
 
 
 def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
@@ -137,15 +170,6 @@ def added(more: Times, less: Times) -> str:
     return ", ".join(texts)
 
 
-def _dispatch_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        last = call()
-    seconds = time.perf_counter() - start
-    wait(last)
-    return seconds / calls
-
-
 def _kernel_seconds(
     call: Callable[[], Any], wait: Callable[[Any], Any], prepare: Callable[[], Any] | None
 ) -> tuple[float, float]:
@@ -157,7 +181,7 @@ def _kernel_seconds(
         return 1e-9 * statistics.median(per_call), len(events) / REPEATS
     traces: list[list[float]] = []
     for _ in range(REPEATS // 4):
-        _prepared(prepare, wait)
+        wait(prepare())
         traces.append(_gpu_events(call, wait, 1))
     launches = statistics.median(len(events) for events in traces)
     return 1e-9 * statistics.median(map(sum, traces)), launches
