@@ -116,7 +116,7 @@ def test_partition_specs_are_those_of_the_arrays(order) -> None:
     assert cache.num_bytes == 2 * cache_of().num_bytes, "the plan is that of one rank"
     assert (
         "on each device" in repr(cache)
-        and jax.tree.leaves(cache_of().partition_specs()) == [PartitionSpec()] * 4
+        and jax.tree.leaves(cache_of().partition_specs()) == [PartitionSpec()] * 3
     )
 
 
@@ -299,10 +299,7 @@ def test_a_cache_shows_its_sizes_and_its_first_rows() -> None:
     assert (
         repr(cache) == "KVCache(12 rows of (2, 2) blocks, 8 blocks, 1,024 bytes in 1 buffer, LBNHC)"
     )
-    tables = cache.block_tables.at[1].set(as_ids([5, 6, 7, 3]))
-    cache = dataclasses.replace(
-        cache, block_tables=tables, row_lengths=cache.row_lengths.at[1].set(as_ids([2, 1]))
-    )
+    cache = dataclasses.replace(cache, rows=cache.rows.at[1].set(as_ids([5, 6, 7, 3, 2, 1])))
     shown = cache._repr_html_()
     assert shown.count("<tr>") == 9 and ">5, 6<" in shown and ">7<" in shown and "group 1" in shown
     jax.jit(lambda cache: [cache, str(cache._repr_html_())][0])(cache)

@@ -40,7 +40,7 @@ HEADS = jaxkv.plan_cache(  # layers whose heads can be divided in any order
     num_blocks_override=24,
 )
 SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=4, max_tokens=8)
-CONTENT = ("buffers", "block_tables", "row_lengths", "status")
+CONTENT = ("buffers", "rows", "status")
 SCALES = (0.02, 3.0)
 
 two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
@@ -488,7 +488,7 @@ def test_closed_over_arrays_are_found() -> None:
     awake = wake_up(sleep(later))
     assert awake.block_tables[0, 0] == first_id + 1 and broken(rows)[0, 0] == first_id
     for state in (cache, awake):  # the very arrays, and a later state of them
-        with pytest.raises(ClosedOverError, match=r"broken closes .* \(as cache.block_tables\)"):
+        with pytest.raises(ClosedOverError, match=r"broken closes .* \(as cache.rows\)"):
             check_not_closed_over(state, broken, rows)
 
     @jax.jit

@@ -242,7 +242,7 @@ def test_a_donating_step_keeps_everything_where_it_is() -> None:
     manager = BlockManager(plan, max_requests=4)
     manager.start("a")
     cache = make_cache(plan, max_requests=4)
-    assert len(jax.tree.leaves(cache)) == 4
+    assert len(jax.tree.leaves(cache)) == 3
     sent = jax.tree.map(jnp.asarray, manager.step(shape, {"a": 9}))
     with kernels_run():
         assert_in_place(apply_step, cache, sent)
@@ -263,8 +263,8 @@ def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
     replicas = jax.tree.map(lambda array: jnp.stack([array, array]), empty)
     replicas, _ = jax.vmap(body)(replicas, data[:2])
     assert replicas.status.tolist() == [[0, 1], [LOST_UPLOAD | NO_BLOCK, 2]]
-    np.testing.assert_array_equal(replicas.block_tables[0], cache.block_tables)
-    np.testing.assert_array_equal(replicas.block_tables[1], empty.block_tables)
+    np.testing.assert_array_equal(replicas.rows[0], cache.rows)
+    np.testing.assert_array_equal(replicas.rows[1], empty.rows)
 
 
 # --- a ring of uploads ----------------------------------------------------------------
@@ -410,7 +410,7 @@ def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) ->
 
 
 def test_a_decode_step_reports_a_request_that_is_not_at_its_token() -> None:
-    """Where every request has one token, token i is that of request i."""
+    """In such a step token i belongs to request i, or to none."""
     (manager, _), cache = numbered(0), make_cache(PLAN, max_requests=4)
     manager.start("b")
     shape = StepShape.for_plan(PLAN, max_requests=4, max_tokens=4, max_query_len=1)

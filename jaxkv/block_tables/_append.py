@@ -1,8 +1,8 @@
 """Operations that change rows of the block tables."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxkv._internal.indexing import bit, gather_bits, group_of, lay_over, take,
 from jaxkv._internal.jit_int32 import jit_int32
 from jaxkv._internal.numbers import NULL_BLOCK
 from jaxkv.blocks import TableEntry, list_entries
-from jaxkv.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, KVCache
+from jaxkv.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
 
 
 @jax.tree_util.register_dataclass
@@ -109,33 +109,52 @@ def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array
     problems = bit(BAD_ROW, is_entry & ~known_row)
     problems |= bit(BAD_COLUMN, is_entry & known_row & ~known_column)
     problems |= bit(BAD_BLOCK_ID, is_entry & ~known_id)
-    # What goes nowhere gets distinct rows beyond the table, so that all are unique.
-    written = is_entry & known_row & known_column
-    row = jnp.where(written, entries.rows, layout.max_requests + index)
     starts = jnp.array(layout.column_starts[:-1], jnp.int32)
-    block_tables = cache.block_tables.at[row, entries.columns + take(starts, group)].set(
+    ids = _Cells(
+        entries.rows,
+        entries.columns + take(starts, group),
         jnp.where(known_id, entries.block_ids, NULL_BLOCK),
-        mode="drop",
-        unique_indices=True,
-        wrap_negative_indices=False,
+        is_entry & known_row & known_column,
     )
-    row_lengths, bad_rows = _set_lengths(cache, entries)
-    changed = dataclasses.replace(cache, block_tables=block_tables, row_lengths=row_lengths)
-    return changed, lay_over(problems, bad_rows)
+    lengths, bad_rows = _length_cells(entries, layout)
+    return _set_cells(cache, [ids, lengths]), lay_over(problems, bad_rows)
 
 
-def _set_lengths(cache: KVCache, entries: TableEntries) -> tuple[Array, Array]:
-    layout = cache.layout
-    known = within(entries.changed_rows, layout.max_requests)
-    bad_rows = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW))
+class _Cells(NamedTuple):
+    """Values of cells of ``cache.rows``, int32 arrays of one shape; written: which count."""
+
+    rows: Array
+    columns: Array
+    values: Array
+    written: Array
+
+
+def _length_cells(entries: TableEntries, layout: CacheLayout) -> tuple[_Cells, Array]:
+    """Returns the cells that hold the lengths of rows, [E, G], and error flags, int32[E, G]."""
+    known = within(entries.changed_rows, layout.max_requests)[:, None]
     rooms = jnp.array(layout.row_blocks, jnp.int32)
     fits = (entries.row_lengths >= 0) & (entries.row_lengths <= rooms[None])
-    problems = bad_rows[:, None] | bit(BAD_COLUMN, known[:, None] & ~fits)
-    index = jnp.arange(entries.changed_rows.shape[0], dtype=jnp.int32)
-    row_lengths = cache.row_lengths.at[
-        jnp.where(known, entries.changed_rows, layout.max_requests + index)
-    ].set(jnp.where(fits, entries.row_lengths, 0), mode="drop", wrap_negative_indices=False)
-    return row_lengths, problems
+    problems = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW)[:, None])
+    problems |= bit(BAD_COLUMN, known & ~fits)
+    shape = entries.row_lengths.shape
+    columns = layout.column_starts[-1] + jnp.arange(shape[1], dtype=jnp.int32)
+    values = jnp.where(fits, entries.row_lengths, 0)
+    rows = jnp.broadcast_to(entries.changed_rows[:, None], shape)
+    cells = _Cells(rows, jnp.broadcast_to(columns, shape), values, jnp.broadcast_to(known, shape))
+    return cells, problems
+
+
+def _set_cells(cache: KVCache, cells: Sequence[_Cells]) -> KVCache:
+    """Writes cells, all of them distinct, in one scatter."""
+    rows, columns, values, written = (
+        jnp.concatenate([part.reshape(-1) for part in parts]) for parts in zip(*cells, strict=True)
+    )
+    # What goes nowhere gets distinct rows beyond the table, so that all are unique.
+    index = cache.max_requests + jnp.arange(rows.size, dtype=jnp.int32)
+    changed = cache.rows.at[jnp.where(written, rows, index), columns].set(
+        values, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+    return dataclasses.replace(cache, rows=changed)
 
 
 @jit_int32("sources", "destinations")
@@ -155,13 +174,9 @@ def copy_rows(cache: KVCache, sources: Array, destinations: Array) -> KVCache:
     source = jnp.where(known, sources, cache.max_requests)
     target = jnp.where(known, destinations, cache.max_requests + index)
 
-    def copied(table: Array) -> Array:
-        rows = table.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-        return table.at[target].set(rows, mode="drop", wrap_negative_indices=False)
-
-    cache = dataclasses.replace(
-        cache, block_tables=copied(cache.block_tables), row_lengths=copied(cache.row_lengths)
-    )
+    rows = cache.rows.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    rows = cache.rows.at[target].set(rows, mode="drop", wrap_negative_indices=False)
+    cache = dataclasses.replace(cache, rows=rows)
     return report(cache, bit(BAD_ROW, is_pair & ~known))
 
 

@@ -96,18 +96,19 @@ def _gather_runs(cache: KVCache, rows: Array, live: Array, runs: list[_Run]) -> 
 
     All runs take one gather.
     """
-    lengths = cache.row_lengths.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    first_length = cache.layout.column_starts[-1]
     parts = []
     for run in runs:
         columns = run.start[:, None] + jnp.arange(run.width, dtype=jnp.int32)[None]
         wanted = live[:, None] & (columns >= run.first[:, None]) & (columns < run.end[:, None])
-        held = wanted & (columns < lengths[:, run.group, None])
+        lengths = take_cells(cache.rows, rows, first_length + run.group)
+        held = wanted & (columns < lengths[:, None])
         cells = columns + cache.layout.column_starts[run.group]
         parts.append(jnp.where(held, cells, jnp.where(wanted, MISSING, UNREAD)))
     cells = parts[0]
     if len(parts) > 1:  # the barrier keeps XLA from computing them once per use
         cells = lax.optimization_barrier(jnp.concatenate(parts, axis=1))
-    ids = take_cells(cache.block_tables, rows[:, None], cells, NULL_BLOCK)
+    ids = take_cells(cache.rows, rows[:, None], cells, NULL_BLOCK)
     return ids, (cells != UNREAD) & (ids == NULL_BLOCK)
 
 

@@ -100,14 +100,13 @@ def make_cache(
     )
     same = device if mesh is None else NamedSharding(mesh, PartitionSpec())
     split = device if mesh is None else NamedSharding(mesh, layout.buffer_spec)
-    shapes = ((max_requests, layout.column_starts[-1]), (max_requests, len(plan.groups)), (2,))
-    block_tables, row_lengths, status = zeros(shapes, jnp.int32, same)
+    shapes = ((max_requests, layout.column_starts[-1] + len(plan.groups)), (2,))
+    rows, status = zeros(shapes, jnp.int32, same)
     buffers: tuple[Array, ...] = ()
     if layout.has_buffers and layout.buffers.shapes:
         buffers = zeros(_global_shapes(layout), jnp.uint8, split)
     return KVCache(
-        block_tables=block_tables,
-        row_lengths=row_lengths,
+        rows=rows,
         status=status,
         buffers=buffers,
         scales=_make_scales(layout, scales, same),

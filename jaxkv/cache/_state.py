@@ -67,9 +67,8 @@ class KVCache:
     Functions take a cache and return the next one. The old one stays valid unless you donate it.
     With R rows (one per request), W columns and G groups of layers:
 
-    block_tables: int32[R, W], logical block ids, the columns of all groups side by side. Columns
-      past a row's length hold stale ids, which no function returns.
-    row_lengths: int32[R, G], columns in use.
+    rows: int32[R, W + G], of each request its `block_tables` and then its `row_lengths`, so that
+      a step writes both at once.
     status: int32[2], the error flags and the number of the last upload.
     buffers: the pool, uint8 arrays; see `jaxkv.layout.PoolBuffers`.
     scales: f32[layers, 2], factors that reads multiply the stored K and V of each layer by, in the
@@ -77,13 +76,25 @@ class KVCache:
     layout: the static description of all of these.
     """
 
-    block_tables: Array
-    row_lengths: Array
+    rows: Array
     status: Array
     buffers: tuple[Array, ...]
     scales: Array | None = None
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
     error: ClassVar[type[FlagsError]] = CacheError
+
+    @property
+    def block_tables(self) -> Array:
+        """int32[R, W], logical block ids, the columns of all groups side by side.
+
+        Columns past a row's length hold stale ids, which no function returns.
+        """
+        return self.rows[:, : self.layout.column_starts[-1]]
+
+    @property
+    def row_lengths(self) -> Array:
+        """int32[R, G], columns of each group in use."""
+        return self.rows[:, self.layout.column_starts[-1] :]
 
     @property
     def error_flags(self) -> Array:
@@ -118,8 +129,7 @@ class KVCache:
         same = jax.sharding.PartitionSpec()
         return dataclasses.replace(
             self,
-            block_tables=same,
-            row_lengths=same,
+            rows=same,
             status=same,
             buffers=(self.layout.buffer_spec,) * len(self.buffers),
             scales=None if self.scales is None else same,
@@ -141,11 +151,11 @@ class KVCache:
     def _repr_html_(self) -> str | None:
         """Shows the first rows; None, for the plain repr, in ``jit`` or once donated."""
         try:
-            used = np.asarray(self.row_lengths[:MAX_SHOWN])
-            ids = np.asarray(self.block_tables[:MAX_SHOWN])
+            shown = np.asarray(self.rows[:MAX_SHOWN])
         except (jax.errors.TracerArrayConversionError, RuntimeError, TypeError):
             return None
         starts = self.layout.column_starts
+        ids, used = shown[:, : starts[-1]], shown[:, starts[-1] :]
         rows = [
             (
                 row,

@@ -15,8 +15,9 @@ Part = Literal["kv_cache", "block_tables"]
 PARTS: tuple[Part, ...] = get_args(Part)
 _FIELDS: Mapping[Part, tuple[str, ...]] = {
     "kv_cache": ("buffers",),
-    "block_tables": ("block_tables", "row_lengths", "status"),
+    "block_tables": ("rows", "status"),
 }
+_ARRAYS = ("buffers", "rows", "block_tables", "row_lengths", "status", "error_flags", "scales")
 
 
 class SleepError(RuntimeError):
@@ -73,7 +74,7 @@ class SleepingCache:
         return sum(asleep.host_bytes for asleep in self._asleep.values())
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("buffers", "block_tables", "row_lengths", "status", "error_flags", "scales"):
+        if name in _ARRAYS:
             raise SleepError(f"{name} of a sleeping cache ({self._state()}): call wake_up first")
         raise AttributeError(f"SleepingCache has no attribute {name!r}")
 

@@ -34,14 +34,17 @@ PROMPT = 7680  # tokens of the prompts that are computed in chunks
 class Inputs(NamedTuple):
     """Arrays that a model reads in a step of B requests and T tokens, of G groups of layers.
 
-    first_positions: of each table; vLLM's tables begin at position 0 and need none.
+    There are few, because a jitted call takes about 3 us for each array that it returns.
+
+    block_tables: of the groups whose tables are W wide, K of them.
+    of_tokens: positions, and then the slots in each group.
+    of_requests: seq_lens, and then the position at which the table of each group begins; vLLM's
+      begin at 0.
     """
 
-    block_tables: tuple[jax.Array, ...]  # per group int32[B, W]
-    first_positions: jax.Array  # int32[G, B]
-    slot_mappings: jax.Array  # int32[G, T]
-    positions: jax.Array  # int32[T]
-    seq_lens: jax.Array  # int32[B]
+    block_tables: tuple[jax.Array, ...]  # per width int32[K, B, W]
+    of_tokens: jax.Array  # int32[1 + G, T]
+    of_requests: jax.Array  # int32[1 + G, B]
     query_start_loc: jax.Array  # int32[B + 1]
 
 
@@ -50,12 +53,12 @@ def apply_step(cache: jaxkv.KVCache, upload: Upload) -> tuple[jaxkv.KVCache, Inp
     """Applies a step, and computes what the first layer of each group reads."""
     cache, batch = jaxkv.apply_step(cache, upload)
     layers = [f"layers.{group}" for group in range(len(batch.tables))]
+    tables = [batch.block_tables(layer) for layer in layers]
+    same_width = [list(group) for _, group in itertools.groupby(tables, key=lambda t: t.shape)]
     inputs = Inputs(
-        block_tables=tuple(batch.block_tables(layer) for layer in layers),
-        first_positions=jnp.stack([batch.first_positions(layer) for layer in layers]),
-        slot_mappings=jnp.stack([batch.slot_mapping(layer) for layer in layers]),
-        positions=batch.positions,
-        seq_lens=batch.seq_lens,
+        block_tables=tuple(jnp.stack(group) for group in same_width),
+        of_tokens=jnp.stack([batch.positions, *map(batch.slot_mapping, layers)]),
+        of_requests=jnp.stack([batch.seq_lens, *map(batch.first_positions, layers)]),
         query_start_loc=batch.query_start_loc,
     )
     return cache, inputs
