@@ -96,13 +96,13 @@ def _gather_runs(cache: KVCache, rows: Array, live: Array, runs: list[_Run]) -> 
 
     All runs take one gather.
     """
-    first_length = cache.layout.column_starts[-1]
+    of_groups = jnp.arange(len(cache.layout.growths), dtype=jnp.int32)[None]
+    lengths = take_cells(cache.rows, rows[:, None], cache.layout.column_starts[-1] + of_groups)
     parts = []
     for run in runs:
         columns = run.start[:, None] + jnp.arange(run.width, dtype=jnp.int32)[None]
         wanted = live[:, None] & (columns >= run.first[:, None]) & (columns < run.end[:, None])
-        lengths = take_cells(cache.rows, rows, first_length + run.group)
-        held = wanted & (columns < lengths[:, None])
+        held = wanted & (columns < lengths[:, run.group, None])
         cells = columns + cache.layout.column_starts[run.group]
         parts.append(jnp.where(held, cells, jnp.where(wanted, MISSING, UNREAD)))
     cells = parts[0]
