@@ -3,7 +3,7 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,11 +99,10 @@ class Case(NamedTuple):
     def plan(self) -> Plan:
         return make_plan((FULL, *[WINDOW] * (self.groups - 1)), self.rows)
 
-    def works(self) -> Iterator[dict[int, int]]:
-        """Yields the work of one step after the other; request ``requests`` is the prompt."""
-        decodes = dict.fromkeys(range(self.requests), 1)
-        while True:
-            yield {**decodes, **({self.requests: self.chunk} if self.chunk else {})}
+    def work(self) -> dict[int, int]:
+        """Returns the new tokens of each request in every step; request ``requests`` is the prompt."""
+        work = dict.fromkeys(range(self.requests), 1)
+        return {**work, self.requests: self.chunk} if self.chunk else work
 
 
 class Server:
@@ -115,7 +114,7 @@ class Server:
         self.cache = jaxkv.make_cache(plan, max_requests=case.rows)
         self.ring: jaxkv.UploadRing | None = None
         self.has_prompt = False
-        self.works = case.works()
+        self.work = case.work()
         max_tokens = case.max_tokens if case.chunk else LONGEST_CHUNK
         self.scheduler = jaxkv.Scheduler(self.manager, max_tokens=max_tokens)
         sizes = {"max_requests": case.rows, "batch_size": case.rows}
@@ -171,7 +170,7 @@ class Server:
         if self.case.chunk and manager.num_computed_tokens(prompt) == PROMPT:
             manager.finish(prompt)
             manager.start(prompt)
-        return self.apply(manager.step(self.shape, next(self.works), ring=self.ring))
+        return self.apply(manager.step(self.shape, self.work, ring=self.ring))
 
     def until_blocks_begin(self, step: Callable[[], Any]) -> Any:
         """Runs steps until all requests begin a block in the next one."""
@@ -188,7 +187,7 @@ class VllmServer:
         import torch
 
         device = torch.device("cuda")
-        self.case, self.vllm, self.works = case, peer.tables, case.works()
+        self.case, self.vllm, self.work = case, peer.tables, case.work()
         self.books = VllmBooks(peer, case.plan())
         self.tables = peer.tables.BlockTables(
             [BLOCK_SIZE] * case.groups,
@@ -222,7 +221,7 @@ class VllmServer:
             books.finish(prompt)
             books.start(prompt, PROMPT)
         is_new = bool(case.chunk) and not books.requests[prompt].num_computed_tokens
-        for row, ids in enumerate(books.step(next(self.works))):
+        for row, ids in enumerate(books.step(self.work)):
             if ids is not None:
                 tables.append_block_ids(row, ids, overwrite=is_new and row == prompt)
         tables.apply_staged_writes()
