@@ -153,8 +153,9 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
     steps = itertools.count()
 
     def exchange_rows(cache: KVCache) -> KVCache:
-        tables, rows = cache.block_tables, np.array([*engine.manager.requests.values()])
-        return dataclasses.replace(cache, block_tables=tables.at[rows].set(tables[rows[::-1]]))
+        rows = np.array([*engine.manager.requests.values()])
+        exchanged = cache.rows.at[rows].set(cache.rows[rows[::-1]])
+        return dataclasses.replace(cache, rows=exchanged)
 
     def step(params, cache, upload):
         if next(steps) != 3:

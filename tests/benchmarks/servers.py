@@ -100,7 +100,7 @@ class Case(NamedTuple):
         return make_plan((FULL, *[WINDOW] * (self.groups - 1)), self.rows)
 
     def work(self) -> dict[int, int]:
-        """Returns the new tokens of each request in every step; request ``requests`` is the prompt."""
+        """Returns the new tokens of each request in a step; request ``requests`` is the prompt."""
         work = dict.fromkeys(range(self.requests), 1)
         return {**work, self.requests: self.chunk} if self.chunk else work
 

@@ -86,13 +86,14 @@ def measure_in_turns(*subjects: Subject) -> list[Times]:
 
     They take turns, because a host that others use too may run at half its speed for seconds.
     """
-    counts = [_warm_up(subject) for subject in subjects]
+    counts = [_affordable_calls(subject) for subject in subjects]
     if clock == "GPU":
         return [Times(*_kernel_seconds(*subject)) for subject in subjects]
     synced: list[list[float]] = [[] for _ in subjects]
     dispatched: list[list[float]] = [[] for _ in subjects]
     for _ in range(ROUNDS):
         for i, (subject, count) in enumerate(zip(subjects, counts, strict=True)):
+            _warm_up(subject)  # the others' data lie in the caches
             synced[i] += [_synced_seconds(subject) for _ in range(max(1, count // ROUNDS))]
             dispatched[i] += _dispatch_seconds(subject, count)
     return [
@@ -101,13 +102,18 @@ def measure_in_turns(*subjects: Subject) -> list[Times]:
     ]
 
 
-def _warm_up(subject: Subject) -> int:
-    """Returns how often to repeat a call: ``CHAIN`` times, less often if it takes long."""
+def _warm_up(subject: Subject) -> float:
+    """Makes some calls, and returns the seconds of the last one."""
     for _ in range(2 if size == "smallest" else 3):
         last = _synced_seconds(subject)
+    return last
+
+
+def _affordable_calls(subject: Subject) -> int:
+    """Returns how often to repeat a call: ``CHAIN`` times, less often if it takes long."""
     share = 1 if subject.prepare is None else 4
     most = 2 if size == "smallest" else CHAIN // share
-    return max(2, min(most, int(1 / max(last, 1e-6))))
+    return max(2, min(most, int(1 / max(_warm_up(subject), 1e-6))))
 
 
 def _synced_seconds(subject: Subject) -> float:
