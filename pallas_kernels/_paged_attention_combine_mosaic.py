@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention_decode_mosaic import COLUMNS, Segments
 from pallas_kernels._paged_attention_pieces import LOG2E, PartialSoftmax, add_up, store
@@ -18,7 +19,9 @@ ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
-LEAST_TOGETHER = 4  # because some tiles are longer than the others
+# Some tiles are longer than the others, so that more are loaded together. But this takes registers:
+# only as long as all thread blocks fit into the GPU at once.
+LEAST_TOGETHER, BLOCKS_PER_SM = 4, 5
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
 
@@ -35,15 +38,20 @@ class _Split(NamedTuple):
     together: int
 
     @classmethod
-    def of(cls, value_width: int, num_lanes: int, num_tiles: int) -> Self:
-        """Returns a division for tiles of about the same length."""
+    def of(cls, value_width: int, num_lanes: int, num_tiles: int, num_blocks: int) -> Self:
+        """Returns a division for tiles of about the same length.
+
+        Args:
+          num_blocks: thread blocks, if each computes all columns of its rows.
+        """
         segments = -(-num_lanes // num_tiles) + 1
         warpgroups, width = 1, value_width
         if segments > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
         rounds = -(-segments // (warpgroups * ELEMENTS_TOGETHER // width))
         together = -(-segments // (rounds * warpgroups))
-        return cls(warpgroups, width, max(LEAST_TOGETHER, together))
+        fits = num_blocks <= _capability.max_thread_blocks(BLOCKS_PER_SM)
+        return cls(warpgroups, width, max(LEAST_TOGETHER, together) if fits else together)
 
 
 def combine(
@@ -63,7 +71,8 @@ def combine(
       The log-sum-exp, float32[N, kv_heads, rows]; undefined for empty tiles.
     """
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
-    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles)
+    num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
+    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
     warpgroups, width, _ = split
     call = plgpu.kernel(
         lambda *refs: _Combiner(rule, split, *refs).run(),

@@ -126,7 +126,7 @@ class Steps(NamedTuple):
         Args:
           first_row: first row of the head in the first page.
         """
-        per_page = self.page_tokens // self.granule
+        per_page, first_octet = self.page_tokens // self.granule, lax.div(first_row, GRANULE)
         places: list[Array] = []
         holes = jnp.int32(0)
         for j in range(self.granules):
@@ -134,9 +134,9 @@ class Steps(NamedTuple):
             column = jnp.minimum(lax.div(index, per_page), self.width - 1)
             page = tables[request, column]
             held = (page >= 0) & (page < self.num_pages)
-            inner = lax.rem(index, per_page) * self.granule
-            place = first_row + jnp.where(held, page, 0) * self.page_rows + inner
-            places.append(pl.multiple_of(place, GRANULE))
+            inner = lax.rem(index, per_page) * (self.granule // GRANULE)
+            octet = first_octet + jnp.where(held, page, 0) * (self.page_rows // GRANULE) + inner
+            places.append(octet * GRANULE)  # which proves that it is a multiple
             holes |= jnp.where(held, 0, 1 << j)
         return places, holes
 

@@ -427,14 +427,18 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
 
 @needs_mosaic
 @pytest.mark.parametrize("value_width", [64, 128, 192, 256])
-def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(value_width) -> None:
+def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(
+    value_width, monkeypatch
+) -> None:
     """Of a row, over all segments: more do not fit into the registers of a warpgroup."""
     from pallas_kernels._paged_attention_combine_mosaic import _Split
 
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 132 * per_sm)
     for lanes, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):
-        split = _Split.of(value_width, lanes, tiles)
+        split = _Split.of(value_width, lanes, tiles, num_blocks=8 * tiles)
         assert value_width % split.width == 0
-        assert split.together > 1 and split.together * split.width <= 1024
+        assert split.together * split.width <= 1024
+        assert split.together >= (4 if tiles <= 64 else 2), "as many as fit into the GPU at once"
         assert split.warpgroups == (4 if lanes > 15 * tiles else 1)
 
 
