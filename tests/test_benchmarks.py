@@ -1,6 +1,9 @@
 """The benchmarks run at all, in their smallest sizes; their figures are not looked at."""
 
+import functools
 import gc
+import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,28 @@ def test_a_part_runs_and_reports_what_it_timed(part: str, smallest, capsys) -> N
     PARTS[part](report, None)
     assert report.rows
     assert len(capsys.readouterr().out.splitlines()) > len(report.rows)
+
+
+def test_compared_calls_take_turns_and_keep_their_own_times(smallest) -> None:
+    made: list[str] = []
+
+    def subject(name: str, seconds: float, **options) -> timing.Subject:
+        def call() -> None:
+            made.append(name)
+            time.sleep(seconds)
+
+        return timing.Subject(call, lambda _: None, **options)
+
+    prepare = functools.partial(made.append, "prepare")
+    fast, slow = timing.measure_in_turns(
+        subject("fast", 0.001), subject("slow", 0.02, prepare=prepare)
+    )
+    for times, least, most in ((fast, 0.001, 0.02), (slow, 0.02, 1.0)):
+        assert least <= min(times.synced, times.dispatched)
+        assert max(times.synced, times.dispatched) < most
+    turns = [name for name, _ in itertools.groupby(n for n in made if n != "prepare")]
+    assert turns == ["fast", "slow"] * (timing.ROUNDS + 1)  # the first of them warms up
+    assert made.count("prepare") == made.count("slow")
 
 
 def test_a_folder_without_vllm_is_named_and_not_timed(tmp_path, capsys) -> None:
