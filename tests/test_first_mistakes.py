@@ -351,7 +351,7 @@ MISTAKES = {
             s.cache, jax.jit(lambda u: jaxkv.apply_step(s.cache, u)), s.upload
         ),
         ClosedOverError,
-        r"closes over int32\[2, 20\] \(as cache.block_tables\), .*: pass the cache as an argument",
+        r"closes over int32\[2, 25\] \(as cache.rows\), .*: pass the cache as an argument",
     ),
     "entries that were not packed": (
         lambda s: jaxkv.append_block_ids(s.cache, [TableEntry(0, [[1]] * 5)]),
