@@ -19,8 +19,8 @@ ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
-# Some tiles are longer than the others, so that more are loaded together. But this takes registers:
-# only as long as all thread blocks fit into the GPU at once.
+# Some tiles are longer than the others. Loading more takes registers, and is done only while all
+# thread blocks fit into the GPU at once.
 LEAST_TOGETHER, BLOCKS_PER_SM = 4, 5
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 

@@ -124,7 +124,7 @@ class Steps(NamedTuple):
         from another page and must be masked.
 
         Args:
-          first_row: first row of the head in the first page.
+          first_row: first row of the head in the first page, a multiple of `GRANULE`.
         """
         per_page, first_octet = self.page_tokens // self.granule, lax.div(first_row, GRANULE)
         places: list[Array] = []
@@ -136,7 +136,7 @@ class Steps(NamedTuple):
             held = (page >= 0) & (page < self.num_pages)
             inner = lax.rem(index, per_page) * (self.granule // GRANULE)
             octet = first_octet + jnp.where(held, page, 0) * (self.page_rows // GRANULE) + inner
-            places.append(octet * GRANULE)  # which proves that it is a multiple
+            places.append(octet * GRANULE)  # Mosaic must see that it is a multiple
             holes |= jnp.where(held, 0, 1 << j)
         return places, holes
 

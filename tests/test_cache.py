@@ -232,7 +232,7 @@ WORDS = {
     "BAD_COLUMN": "more blocks for a row than it has columns",
     "NO_BLOCK": "a request lacks a block",
     "TOO_LONG": "a request with more tokens than the step's shape allows",
-    "BAD_BATCH": "new tokens that are negative, or more than",
+    "BAD_BATCH": "new tokens that are negative, more than the step's shape allows, or not where",
     "LOST_UPLOAD": "an upload was lost: the numbers of two uploads in a row have a gap",
     "REPEATED_UPLOAD": "an upload was applied twice, or to another cache",
     "BAD_PERIOD": "a period beyond the layers of its group",

@@ -263,8 +263,11 @@ def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
     replicas = jax.tree.map(lambda array: jnp.stack([array, array]), empty)
     replicas, _ = jax.vmap(body)(replicas, data[:2])
     assert replicas.status.tolist() == [[0, 1], [LOST_UPLOAD | NO_BLOCK, 2]]
-    np.testing.assert_array_equal(replicas.rows[0], cache.rows)
-    np.testing.assert_array_equal(replicas.rows[1], empty.rows)
+    for name in ("block_tables", "row_lengths"):
+        of_each = getattr(replicas, name)
+        np.testing.assert_array_equal(of_each[0], getattr(cache, name))
+        np.testing.assert_array_equal(of_each[1], getattr(empty, name))
+    assert replicas._repr_html_() is None and cache.partition_specs()._repr_html_() is None
 
 
 # --- a ring of uploads ----------------------------------------------------------------
@@ -397,6 +400,7 @@ def test_step_and_cache_are_what_the_front_door_gives() -> None:
         ("entry_columns", 99, BAD_COLUMN),
         ("request_rows", 4, BAD_ROW),
         ("num_computed_tokens", -1, BAD_BATCH),
+        ("query_start_loc", 1, BAD_BATCH),
         ("row_destinations", 4, BAD_ROW),
     ],
 )
@@ -423,3 +427,17 @@ def test_a_decode_step_reports_a_request_that_is_not_at_its_token() -> None:
     cache, batch = step(cache, Upload(data=data, shape=shape))
     assert int(cache.error_flags) == BAD_BATCH
     assert (batch.slot_mapping("full.0") == -1).all()
+
+
+def test_a_rectangular_decode_step_may_hold_requests_without_a_token() -> None:
+    shape = StepShape.for_plan(PLAN, max_requests=4, tokens_per_request=1)
+    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
+    manager.start("a")
+    data = manager.step(shape, {"a": 1}).data
+    fields = shape.format.fields
+    data[fields["request_rows"]] = [-1, data[fields["request_rows"].start], -1, -1]
+    data[fields["query_start_loc"]] = [0, 0, 1, 1, 1]
+    cache, batch = step(cache, Upload(data=data, shape=shape))
+    check_errors(cache)
+    assert batch.token_requests.tolist() == [[-1], [1], [-1], [-1]]
+    assert (batch.slot_mapping("full.0") >= 0).tolist() == [[False], [True], [False], [False]]

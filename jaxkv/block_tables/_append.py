@@ -30,7 +30,7 @@ class TableEntries:
     columns: Array  # int32[K], in the table of the group
     block_ids: Array  # int32[K], ordered by group
     ends: Array  # int32[G]
-    changed_rows: Array  # int32[E], PAD_ROW for padding
+    changed_rows: Array  # int32[E], distinct; PAD_ROW for padding
     row_lengths: Array  # int32[E, G], columns in use of each changed row afterwards
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
 
     Nothing clamps and nothing wraps: an entry whose row or column is out of range is dropped,
     and an id that the pool does not have becomes the null block; `check_errors` reports both.
-    Entries must name distinct cells.
+    Entries must name distinct cells, and distinct changed rows.
 
     Args:
       cache: before the step.
@@ -121,7 +121,10 @@ def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array
 
 
 class _Cells(NamedTuple):
-    """Values of cells of ``cache.rows``, int32 arrays of one shape; written: which count."""
+    """Values of cells of ``cache.rows``, int32 arrays of one shape.
+
+    written: whether each is written, bool.
+    """
 
     rows: Array
     columns: Array

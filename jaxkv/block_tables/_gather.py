@@ -41,7 +41,8 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
     known = within(rows, cache.max_requests)
     bad = (lens < 0) | (batch.num_computed_tokens < 0) | (lens > shape.max_query_len)
     bad |= batch.query_start_loc[1:] > shape.max_tokens
-    if shape.max_query_len == 1:  # then token i is that of request i
+    bad |= batch.query_start_loc[0] != 0
+    if shape.max_query_len == 1 and not batch.is_rectangular:  # token i is that of request i
         index = jnp.arange(shape.batch_size, dtype=jnp.int32)
         bad |= (lens > 0) & (batch.query_start_loc[:-1] != index)
     problems = bit(BAD_ROW, (rows != PAD_ROW) & ~known) | bit(BAD_BATCH, bad)

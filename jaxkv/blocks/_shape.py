@@ -32,7 +32,8 @@ class StepShape:
     max_tokens: tokens of a step, over all its requests.
     tokens_per_request: columns of a rectangular ``[B, tokens_per_request]`` batch; None: the
       tokens of a batch lie end to end.
-    max_query_len: tokens of one request in a step.
+    max_query_len: tokens of one request in a step. If it is 1, token i of a flat batch is that of
+      request i.
     max_seq_len: tokens of one request after a step.
     max_encoder_tokens: encoder tokens of one request.
     block_ids: table entries that a step writes, over all groups.

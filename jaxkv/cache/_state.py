@@ -38,7 +38,8 @@ _REASONS = {
     BAD_COLUMN: "more blocks for a row than it has columns",
     NO_BLOCK: "a request lacks a block: the manager did not grow it, or an upload was lost",
     TOO_LONG: "a request with more tokens than the step's shape allows",
-    BAD_BATCH: "new tokens that are negative, or more than the step's shape allows",
+    BAD_BATCH: "new tokens that are negative, more than the step's shape allows, or not where "
+    "the step looks for them",
     LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap",
     REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
     BAD_PERIOD: "a period beyond the layers of its group",
@@ -89,12 +90,12 @@ class KVCache:
 
         Columns past a row's length hold stale ids, which no function returns.
         """
-        return self.rows[:, : self.layout.column_starts[-1]]
+        return self.rows[..., : self.layout.column_starts[-1]]
 
     @property
     def row_lengths(self) -> Array:
         """int32[R, G], columns of each group in use."""
-        return self.rows[:, self.layout.column_starts[-1] :]
+        return self.rows[..., self.layout.column_starts[-1] :]
 
     @property
     def error_flags(self) -> Array:
@@ -153,6 +154,8 @@ class KVCache:
         try:
             shown = np.asarray(self.rows[:MAX_SHOWN])
         except (jax.errors.TracerArrayConversionError, RuntimeError, TypeError):
+            return None
+        if shown.ndim != 2:  # caches of several replicas, or of PartitionSpecs
             return None
         starts = self.layout.column_starts
         ids, used = shown[:, : starts[-1]], shown[:, starts[-1] :]

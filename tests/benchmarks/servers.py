@@ -36,13 +36,13 @@ class Inputs(NamedTuple):
 
     There are few, because a jitted call takes about 3 us for each array that it returns.
 
-    block_tables: of the groups whose tables are W wide, K of them.
+    block_tables: of neighboring groups with tables of one width.
     of_tokens: positions, and then the slots in each group.
     of_requests: seq_lens, and then the position at which the table of each group begins; vLLM's
       begin at 0.
     """
 
-    block_tables: tuple[jax.Array, ...]  # per width int32[K, B, W]
+    block_tables: tuple[jax.Array, ...]  # int32[groups of this width, B, W]
     of_tokens: jax.Array  # int32[1 + G, T]
     of_requests: jax.Array  # int32[1 + G, B]
     query_start_loc: jax.Array  # int32[B + 1]

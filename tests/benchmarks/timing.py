@@ -93,7 +93,8 @@ def measure_in_turns(*subjects: Subject) -> list[Times]:
     dispatched: list[list[float]] = [[] for _ in subjects]
     for _ in range(ROUNDS):
         for i, (subject, count) in enumerate(zip(subjects, counts, strict=True)):
-            _warm_up(subject)  # the others' data lie in the caches
+            if len(subjects) > 1 and subject.prepare is None:
+                _warm_up(subject)  # the others' data lie in the caches
             synced[i] += [_synced_seconds(subject) for _ in range(max(1, count // ROUNDS))]
             dispatched[i] += _dispatch_seconds(subject, count)
     return [
@@ -110,7 +111,7 @@ def _warm_up(subject: Subject) -> float:
 
 
 def _affordable_calls(subject: Subject) -> int:
-    """Returns how often to repeat a call: ``CHAIN`` times, less often if it takes long."""
+    """Warms a call up. Returns how often to repeat it: ``CHAIN`` times, or for about a second."""
     share = 1 if subject.prepare is None else 4
     most = 2 if size == "smallest" else CHAIN // share
     return max(2, min(most, int(1 / max(_warm_up(subject), 1e-6))))
