@@ -97,8 +97,7 @@ def _gather_runs(cache: KVCache, rows: Array, live: Array, runs: list[_Run]) -> 
 
     All runs take one gather.
     """
-    of_groups = jnp.arange(len(cache.layout.growths), dtype=jnp.int32)[None]
-    lengths = take_cells(cache.rows, rows[:, None], cache.layout.column_starts[-1] + of_groups)
+    lengths = cache.row_lengths.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
     parts = []
     for run in runs:
         columns = run.start[:, None] + jnp.arange(run.width, dtype=jnp.int32)[None]

@@ -152,13 +152,13 @@ class KVCache:
     def _repr_html_(self) -> str | None:
         """Shows the first rows; None, for the plain repr, in ``jit`` or once donated."""
         try:
-            shown = np.asarray(self.rows[:MAX_SHOWN])
+            used = np.asarray(self.row_lengths[:MAX_SHOWN])
+            ids = np.asarray(self.block_tables[:MAX_SHOWN])
         except (jax.errors.TracerArrayConversionError, RuntimeError, TypeError):
             return None
-        if shown.ndim != 2:  # caches of several replicas, or of PartitionSpecs
+        if ids.ndim != 2:  # a cache of several replicas
             return None
         starts = self.layout.column_starts
-        ids, used = shown[:, : starts[-1]], shown[:, starts[-1] :]
         rows = [
             (
                 row,

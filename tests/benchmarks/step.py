@@ -58,9 +58,11 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     for case in cases():
         server = _server(case)
         _note_parts(report, server)
-        scheduled = time_steps(server, server.scheduled_step)
+        (scheduled,) = time_steps(server, server.scheduled_step)
         report.add(case.name, "jaxkv with its scheduler", scheduled)
-        ours, *theirs = time_with_vllm(server, peer)
+        has_tables = peer is not None and peer.has_tables
+        others = [_vllm_subject(case, peer)] if has_tables else []
+        ours, *theirs = time_steps(server, server.step, *others)
         report.add(case.name, "jaxkv", ours)
         for times in theirs:
             report.add(case.name, "vLLM", times, base=ours)
@@ -108,21 +110,14 @@ def _note_parts(report: Report, server: Server) -> None:
     report.note(f"{case.name:<40} {', '.join(texts)}", **_parts[case])
 
 
-def time_steps(server: Server, step: Callable[[], Any]) -> Times:
-    """Times steps with or without the scheduler, which has no work any more after the latter."""
-    (times,) = measure_in_turns(_subject(server, step))
+def time_steps(server: Server, step: Callable[[], Any], *others: Subject) -> list[Times]:
+    """Times steps with or without the scheduler, and others in turns with them.
+
+    The scheduler has no work any more after steps without it.
+    """
+    times = measure_in_turns(_subject(server, step), *others)
     jaxkv.check_errors(server.cache)
     return times
-
-
-def time_with_vllm(server: Server, peer: VllmPeer | None) -> list[Times]:
-    """Times steps without the scheduler and, if vLLM's code is there, its on the same requests."""
-    subjects = [_subject(server, server.step)]
-    if peer is not None and peer.has_tables:
-        subjects.append(_vllm_subject(server.case, peer))
-    found = measure_in_turns(*subjects)
-    jaxkv.check_errors(server.cache)
-    return found
 
 
 def _subject(server: Server, step: Callable[[], Any]) -> Subject:
@@ -147,10 +142,11 @@ def _time_jax(report: Report, requests: int) -> None:
     """Times what jax itself costs."""
     server = Server(Case(requests, 1))
     report.title("The same without the scheduler, and what jax itself costs")
-    ours = report.add(server.case.name, "NumPy upload", time_steps(server, server.step))
+    (times,) = time_steps(server, server.step)
+    ours = report.add(server.case.name, "NumPy upload", times)
     if ON_GPU:
         server.ring = jaxkv.UploadRing()
-        times = time_steps(server, server.step)
+        (times,) = time_steps(server, server.step)
         report.add(server.case.name, "page-locked ring", times, base=ours)
     report.add(server.case.name, "no work at all", time_nothing(server), base=ours)
 
