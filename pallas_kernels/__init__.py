@@ -14,11 +14,11 @@ ids that are out of range, and treats all other blocks alike, including block 0.
 from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
+from pallas_kernels._paged_attention import Interleaving as Interleaving
+from pallas_kernels._paged_attention import PackedRow as PackedRow
+from pallas_kernels._paged_attention import RowPacking as RowPacking
+from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
-from pallas_kernels._paged_attention_packed import PackedRow as PackedRow
-from pallas_kernels._paged_attention_packed import RowPacking as RowPacking
-from pallas_kernels._paged_attention_pages import StridedPages as StridedPages
-from pallas_kernels._paged_attention_tiles import Interleaving as Interleaving
 from pallas_kernels._write_rows import write_rows as write_rows
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 

@@ -416,9 +416,9 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypatch) -> None:
     """All but the operands that a GPU takes from registers."""
-    from pallas_kernels import _paged_attention_pieces
+    from pallas_kernels._paged_attention import pieces
 
-    monkeypatch.setattr(_paged_attention_pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     case, lens, loc = INTERPRETED[name]
     for seed in range(2):
@@ -431,7 +431,7 @@ def test_thread_blocks_that_combine_cover_all_columns_and_load_at_most_1024(
     value_width, monkeypatch
 ) -> None:
     """Of a row, over all segments: more do not fit into the registers of a warpgroup."""
-    from pallas_kernels._paged_attention_combine_mosaic import _Split
+    from pallas_kernels._paged_attention.combine import _Split
 
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 132 * per_sm)
     for lanes, tiles in itertools.product((1, 8, 15, 66, 132, 528), (1, 2, 7, 64, 4096)):

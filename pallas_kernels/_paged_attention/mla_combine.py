@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention_mla_mosaic import Segments
-from pallas_kernels._paged_attention_pieces import LOG2E, PartialSoftmax, add_up
-from pallas_kernels._paged_attention_tasks import TaskMap, Tile
-from pallas_kernels._paged_attention_tiles import AttentionRule
+from pallas_kernels._paged_attention.mla_decode import Segments
+from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
+from pallas_kernels._paged_attention.tasks import TaskMap, Tile
+from pallas_kernels._paged_attention.tiles import AttentionRule
 
 # Segments that are loaded at once, because each load waits long for memory.
 FEW, MANY, MANY_PER_TILE = 2, 8, 4

@@ -9,8 +9,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._paged_attention_limits import GRANULE
-from pallas_kernels._paged_attention_tiles import AttentionRule
+from pallas_kernels._paged_attention.limits import GRANULE
+from pallas_kernels._paged_attention.tiles import AttentionRule
 
 LOG2E = math.log2(math.e)
 # Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, QueryTiles
+from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, QueryTiles
 
 QUERIES, KEYS = 128, 128  # of a tile, and of a step
 

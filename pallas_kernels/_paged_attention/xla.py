@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._paged_attention_tiles import (
+from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,

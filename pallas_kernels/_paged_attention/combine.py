@@ -10,10 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention_decode_mosaic import COLUMNS, Segments
-from pallas_kernels._paged_attention_pieces import LOG2E, PartialSoftmax, add_up, store
-from pallas_kernels._paged_attention_tasks import TaskMap, Tile
-from pallas_kernels._paged_attention_tiles import AttentionRule
+from pallas_kernels._paged_attention.decode import COLUMNS, Segments
+from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up, store
+from pallas_kernels._paged_attention.tasks import TaskMap, Tile
+from pallas_kernels._paged_attention.tiles import AttentionRule
 
 ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all

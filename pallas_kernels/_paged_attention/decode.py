@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels import _paged_attention_pieces as pieces
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention_pages import StridedPages
-from pallas_kernels._paged_attention_pieces import Steps, multiply, store, tiled
-from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
-from pallas_kernels._paged_attention_tiles import AttentionRule
+from pallas_kernels._paged_attention import pieces
+from pallas_kernels._paged_attention.pages import StridedPages
+from pallas_kernels._paged_attention.pieces import Steps, multiply, store, tiled
+from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
+from pallas_kernels._paged_attention.tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention_decode_mosaic import DecodeShape
-from pallas_kernels._paged_attention_mla_combine_mosaic import combine_latents
-from pallas_kernels._paged_attention_mla_mosaic import ROWS, decode_latents, num_lanes
-from pallas_kernels._paged_attention_mosaic import (
+from pallas_kernels._paged_attention.decode import DecodeShape
+from pallas_kernels._paged_attention.mla_combine import combine_latents
+from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_lanes
+from pallas_kernels._paged_attention.mosaic import (
     lse_of_tokens,
     page_and_compute_dtype,
     step_sizes,
@@ -15,9 +15,9 @@ from pallas_kernels._paged_attention_mosaic import (
     tile_sinks,
     used_tokens,
 )
-from pallas_kernels._paged_attention_prefill_tasks import has_holes
-from pallas_kernels._paged_attention_tasks import STEP, share_out
-from pallas_kernels._paged_attention_tiles import (
+from pallas_kernels._paged_attention.prefill_tasks import has_holes
+from pallas_kernels._paged_attention.tasks import STEP, share_out
+from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,

@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 from pallas_kernels import _capability
 from pallas_kernels._arguments import check_choice
 from pallas_kernels._capability import Implementation
-from pallas_kernels._paged_attention_arguments import check_arguments
-from pallas_kernels._paged_attention_limits import why_not_paged_attention
-from pallas_kernels._paged_attention_packed import RowPacking
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Interleaving
-from pallas_kernels._paged_attention_xla import attend_xla
+from pallas_kernels._paged_attention.arguments import check_arguments
+from pallas_kernels._paged_attention.limits import why_not_paged_attention
+from pallas_kernels._paged_attention.packed import RowPacking
+from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, Interleaving
+from pallas_kernels._paged_attention.xla import attend_xla
 
 
 def paged_attention(
@@ -160,8 +160,8 @@ def _see_nothing(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, A
 
 def _attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
     if rule.values_in_keys:
-        from pallas_kernels._paged_attention_mla import attend_latents as attend
+        from pallas_kernels._paged_attention.mla import attend_latents as attend
     else:
-        from pallas_kernels._paged_attention_mosaic import attend_mosaic as attend
+        from pallas_kernels._paged_attention.mosaic import attend_mosaic as attend
     out, lse = attend(arrays, rule._replace(out_dtype=arrays.queries.dtype))
     return out.astype(rule.out_dtype), lse

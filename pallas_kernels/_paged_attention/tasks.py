@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention_tiles import QueryTiles
+from pallas_kernels._paged_attention.tiles import QueryTiles
 
 STEP = 64  # keys of a step
 

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention_combine_mosaic import combine
-from pallas_kernels._paged_attention_decode_mosaic import DecodeShape, decode
-from pallas_kernels._paged_attention_pieces import LOG2E, Steps
-from pallas_kernels._paged_attention_prefill_mosaic import (
+from pallas_kernels._paged_attention.combine import combine
+from pallas_kernels._paged_attention.decode import DecodeShape, decode
+from pallas_kernels._paged_attention.pieces import LOG2E, Steps
+from pallas_kernels._paged_attention.prefill import (
     ROWS,
     PrefillArrays,
     PrefillShape,
     prefill,
 )
-from pallas_kernels._paged_attention_prefill_tasks import KEYS, QUERIES, prefill_tiles
-from pallas_kernels._paged_attention_tasks import STEP, share_out
-from pallas_kernels._paged_attention_tiles import (
+from pallas_kernels._paged_attention.prefill_tasks import KEYS, QUERIES, prefill_tiles
+from pallas_kernels._paged_attention.tasks import STEP, share_out
+from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._paged_attention_packed import PackedRow, RowPacking
-from pallas_kernels._paged_attention_pages import StridedPages
+from pallas_kernels._paged_attention.packed import PackedRow, RowPacking
+from pallas_kernels._paged_attention.pages import StridedPages
 
 
 class AttentionRule(NamedTuple):

@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels import _paged_attention_pieces as pieces
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention_decode_mosaic import DecodeShape, Segments
-from pallas_kernels._paged_attention_mla_rows_mosaic import (
+from pallas_kernels._paged_attention import pieces
+from pallas_kernels._paged_attention.decode import DecodeShape, Segments
+from pallas_kernels._paged_attention.mla_rows import (
     COLUMNS,
     HALVES,
     NARROW,
@@ -28,9 +28,9 @@ from pallas_kernels._paged_attention_mla_rows_mosaic import (
     WidenedRows,
     opaque_zero,
 )
-from pallas_kernels._paged_attention_pages import StridedPages
-from pallas_kernels._paged_attention_pieces import multiply, store, tiled
-from pallas_kernels._paged_attention_tasks import STEP, Lane, TaskMap, Tile
+from pallas_kernels._paged_attention.pages import StridedPages
+from pallas_kernels._paged_attention.pieces import multiply, store, tiled
+from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
 
 ROWS = 64  # of queries, in a thread block
 UNSEEN = -1e30  # a score below all others; -inf would need care in every step

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule
+from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule
 
 MAX_WIDTH = 256  # of keys and of values
 MAX_GROUP = 64  # rows of the queries of one token

@@ -9,9 +9,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels._arguments import check_choice
-from pallas_kernels._paged_attention_packed import GROUP, PackedRow, RowPacking
-from pallas_kernels._paged_attention_pages import StridedPages, check_pages
-from pallas_kernels._paged_attention_tiles import AttentionArrays, AttentionRule, Interleaving
+from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
+from pallas_kernels._paged_attention.pages import StridedPages, check_pages
+from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, Interleaving
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
