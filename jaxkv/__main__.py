@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NoReturn, override
 
 COMMANDS = {
-    "plan": ("jaxkv.cli.plan", "say which requests fit into the memory, and what to change"),
-    "demo": ("jaxkv.demo.run", "serve a small hybrid model from one paged pool, and check it"),
+    "plan": ("jaxkv._src.cli.plan", "say which requests fit into the memory, and what to change"),
+    "demo": ("jaxkv._src.demo.run", "serve a small hybrid model from one paged pool, and check it"),
 }
 
 

@@ -61,7 +61,7 @@ plotting.plot_page(spec, block_id=3, kernel_block_size=sizes[0])
 
 # %%
 config = jaxkv.load_config("qwen3-next-80b-a3b")
-options = {"max_model_len": jaxkv.model_len(config)}
+options = {"max_model_len": jaxkv.hf_config.model_len(config)}
 qwen = jaxkv.plan_cache(jaxkv.layers_from_config(config), 40 * 2**30, **options)
 plotting.plot_layout(qwen.layout)
 
@@ -78,7 +78,7 @@ plotting.plot_page(qwen.groups[0].specs[0])
 
 # %%
 config = jaxkv.load_config("gemma-3-27b")
-options = {"max_model_len": jaxkv.model_len(config)}
+options = {"max_model_len": jaxkv.hf_config.model_len(config)}
 gemma = jaxkv.plan_cache(jaxkv.layers_from_config(config), 40 * 2**30, **options)
 plotting.plot_layout(gemma.layout)
 
@@ -107,7 +107,7 @@ for order in ORDERS:
         cache = jaxkv.make_cache(
             plan, max_requests=1, order=order, kernel_block_sizes=[size], tables_only=True
         )
-        view = jaxkv.describe_layer(cache, "layers.1")
+        view = jaxkv.pool.describe_layer(cache, "layers.1")
         tiles = cache.layout.buffers.tiles[0]
         print(f"{order:6} {view.axes:5} {view.shape!s:18} {view.strides_bytes!s:23} {tiles}")
 

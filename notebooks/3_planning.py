@@ -29,7 +29,7 @@ def plan_model(name, memory_gib, *, kv_dtype=None, max_in_flight_tokens=8192, **
     config = jaxkv.load_config(name)  # a preset by name, or the path of your own config.json
     layers = jaxkv.layers_from_config(config, kv_dtype=kv_dtype)
     limits = jaxkv.Limits(max_in_flight_tokens=max_in_flight_tokens)
-    options = {"max_model_len": jaxkv.model_len(config), "limits": limits} | options
+    options = {"max_model_len": jaxkv.hf_config.model_len(config), "limits": limits} | options
     return jaxkv.plan_cache(layers, int(memory_gib * GIB), **options)
 
 

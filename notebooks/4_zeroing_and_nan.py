@@ -149,7 +149,7 @@ for name in preset_names():
     preset = jaxkv.plan_cache(
         jaxkv.layers_from_config(config),
         80 * 2**30,
-        max_model_len=jaxkv.model_len(config),
+        max_model_len=jaxkv.hf_config.model_len(config),
         fit_max_model_len=True,
         limits=jaxkv.Limits(max_encoder_tokens=encoder_len(config)),
     )
@@ -169,7 +169,7 @@ config = jaxkv.load_config("qwen3-next-demo")
 small = jaxkv.plan_cache(
     jaxkv.layers_from_config(config),
     1_000_000,
-    max_model_len=jaxkv.model_len(config),
+    max_model_len=jaxkv.hf_config.model_len(config),
     limits=jaxkv.Limits(max_in_flight_tokens=64),
 )
 manager = jaxkv.BlockManager(small, max_requests=6)

@@ -225,7 +225,7 @@ print("differs from attend by", f"{np.abs(out - expected).max():.1g}")
 # the ids of `block_tables` count.
 
 # %%
-described = jaxkv.describe_layer(cache, "layers.1")
+described = jaxkv.pool.describe_layer(cache, "layers.1")
 print(described)
 memory = np.asarray(view)
 buffer = memory.reshape(-1)

@@ -105,8 +105,8 @@ plotting.plot_block_use(uses)
 #
 # ## Why there is no longer hit
 #
-# There is one reason for each group of layers; `help(jaxkv.PrefixHit)` has all of them. Here are
-# those of a model with one group:
+# There is one reason for each group of layers; `help(jaxkv.blocks.PrefixHit)` has all of them. Here
+# are those of a model with one group:
 
 
 # %%

@@ -107,7 +107,7 @@ sleeping = jaxkv.sleep(cache, level=2)
 for use in (lambda: sleeping.buffers, lambda: step(sleeping, shape.idle())):
     try:
         use()
-    except jaxkv.SleepError as error:
+    except jaxkv.sleeping.SleepError as error:
         print(f"SleepError: {error}")
 
 # %% [markdown]
@@ -147,7 +147,8 @@ plotting.plot_block_use(uses)  # before reset_prefixes, after it, and with the p
 #
 # `sleep(cache, parts=["kv_cache"])` leaves the small tables on the device. For other *processes* to
 # get the memory, jax's allocator must not keep it: see `help(jaxkv.sleeping)`.
-# `jaxkv.check_not_closed_over(cache, step, cache, upload)` finds caches that a step closes over.
+# `jaxkv.sleeping.check_not_closed_over(cache, step, cache, upload)` finds caches that a step closes
+# over.
 #
 # ## Page lists
 #

@@ -67,12 +67,12 @@ def serve(share):
 
 
 def compared(upload):
-    jaxkv.check_same_upload(upload, mesh)
+    jaxkv.step.check_same_upload(upload, mesh)
     return upload
 
 
 def broadcast(upload):
-    return jaxkv.broadcast_upload(upload, [shape], mesh)
+    return jaxkv.step.broadcast_upload(upload, [shape], mesh)
 
 
 def receive():

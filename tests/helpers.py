@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import (
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
     LayerSpec,

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxkv.planning import Group, Plan, plan_cache, unify_pages
-from jaxkv.specs import (
+from jaxkv._src.planning import Group, Plan, plan_cache, unify_pages
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.cache import KVCache, StepBatch
-from jaxkv.layout import ORDERS
-from jaxkv.planning import Plan
-from jaxkv.specs import (
+from jaxkv._src.cache import KVCache, StepBatch
+from jaxkv._src.layout import ORDERS
+from jaxkv._src.planning import Plan
+from jaxkv._src.specs import (
     CrossAttentionSpec,
     FullAttentionSpec,
     LayerSpec,

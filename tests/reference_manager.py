@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxkv.planning import Plan
-from jaxkv.specs import (
+from jaxkv._src.planning import Plan
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     LayerSpec,

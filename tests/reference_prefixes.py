@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv.blocks import BlockManager, PrefixHit, Upload
-from jaxkv.specs import Growth
+from jaxkv._src.blocks import BlockManager, PrefixHit, Upload
+from jaxkv._src.specs import Growth
 
 GONE = -1  # in place of the id of a block that was kept and then evicted
 

@@ -24,7 +24,7 @@ PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pa
 # From the top: a module imports only what stands in a lower row. Those on the left never
 # import jax; what stands on the right only inside a function that was given one of its own.
 ROWS: list[tuple[list[str], list[str]]] = [
-    (["__main__"], []),
+    (["__main__"], ["public"]),
     (["cli"], ["demo"]),
     (["plotting"], ["testing"]),
     ([], ["attention", "step", "sleeping"]),
@@ -33,8 +33,8 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["scheduler", "interop"], ["cache"]),
     (["blocks", "layout"], []),
     (["planning", "hf_config", "prefixes"], []),
-    (["specs"], ["_internal (jax)"]),
-    (["_internal"], ["pallas_kernels"]),
+    (["specs"], ["internal (jax)"]),
+    (["internal"], ["pallas_kernels"]),
 ]
 ROW_OF = {name: row for row, sides in enumerate(ROWS) for name in itertools.chain(*sides)}
 WITHOUT_JAX = {name for left, _ in ROWS for name in left}
@@ -52,12 +52,22 @@ INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh"}
 REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
 
 
+SRC = "jaxkv._src."
+
+
 def part_of(module: str) -> str:
-    """``jaxkv.pool._tokens`` -> ``pool``; another package's name for its modules."""
+    """``jaxkv._src.pool._tokens`` -> ``pool``; another package's name for its modules.
+
+    The modules that list public names are ``public``.
+    """
     package, *rest = module.split(".")
-    if rest[:1] == ["_internal"] and set(rest[1:2]) & INTERNAL_WITH_JAX:
-        return "_internal (jax)"
-    return (rest or [""])[0] if package == "jaxkv" else package
+    if package != "jaxkv":
+        return package
+    if rest[:1] != ["_src"]:
+        return "__main__" if rest == ["__main__"] else "public"
+    if rest[1:2] == ["internal"] and set(rest[2:3]) & INTERNAL_WITH_JAX:
+        return "internal (jax)"
+    return (rest[1:] or [""])[0]
 
 
 def imports(source: str) -> Iterator[tuple[str, str]]:
@@ -74,7 +84,7 @@ def imports(source: str) -> Iterator[tuple[str, str]]:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module in ("jaxkv", "jaxkv._internal"):
+        elif isinstance(node, ast.ImportFrom) and node.module in ("jaxkv._src", f"{SRC}internal"):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
@@ -96,9 +106,8 @@ def complaints(module: str, source: str) -> list[str]:
         if other in ROW_OF:
             if ROW_OF[other] <= ROW_OF[part]:
                 found.append(f"{module} imports {other}, which is not below {part}")
-            if any(
-                piece.startswith("_") for piece in name.removeprefix("jaxkv._internal").split(".")
-            ):
+            pieces = name.removeprefix(SRC).removeprefix("internal").split(".")
+            if any(piece.startswith("_") for piece in pieces):
                 found.append(f"{module} imports {name}, which is private to {other}")
         elif other in OPTIONAL:
             if part not in OPTIONAL[other]:
@@ -152,24 +161,40 @@ def test_every_part_of_the_table_exists() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "text"),
     [
-        ("jaxkv.specs._base", "import jaxkv.planning", "planning, which is not below specs"),
-        ("jaxkv.layout", "from jaxkv.blocks import BlockManager", "imports blocks"),
-        ("jaxkv.layout", "from jaxkv import blocks", "imports blocks"),
-        ("jaxkv.pool", "def f():\n    from jaxkv.step import apply_step", "imports step"),
-        ("jaxkv.pool", "if TYPE_CHECKING:\n    import jaxkv.step", "imports step"),
-        ("pallas_kernels._tiling", "import jaxkv._internal.checks", "is not below pallas_kernels"),
-        ("jaxkv.specs", "import jaxkv", "imports jaxkv, which no rule allows"),
-        ("jaxkv.step", "from jaxkv.pool._tokens import write", "private to pool"),
-        ("jaxkv.pool", "from pallas_kernels._mosaic import call", "private to pallas_kernels"),
-        ("jaxkv.blocks", "import jax.numpy as jnp", "imports jax and has to do without jax"),
-        ("jaxkv.blocks", "from jaxkv._internal import mesh", "(jax) and has to do without jax"),
-        ("jaxkv.plotting", "def f():\n    import jax", "imports jax and has to do without jax"),
-        ("jaxkv.plotting", "from jaxkv.cache import KVCache", "has to do without jax"),
-        ("jaxkv.blocks", "import pallas_kernels", "has to do without jax"),
-        ("jaxkv.step", "import matplotlib.pyplot", "which users need not have"),
-        ("jaxkv.step", "import torch", "imports torch, which no rule allows"),
-        ("jaxkv.step", "from . import _pack", "no rule allows"),
-        ("jaxkv.extra", "", "extra has no place in ROWS"),
+        (
+            "jaxkv._src.specs._base",
+            "import jaxkv._src.planning",
+            "planning, which is not below specs",
+        ),
+        ("jaxkv._src.layout", "from jaxkv._src.blocks import BlockManager", "imports blocks"),
+        ("jaxkv._src.layout", "from jaxkv._src import blocks", "imports blocks"),
+        ("jaxkv._src.pool", "def f():\n    from jaxkv._src.step import apply_step", "imports step"),
+        ("jaxkv._src.pool", "if TYPE_CHECKING:\n    import jaxkv._src.step", "imports step"),
+        (
+            "pallas_kernels._tiling",
+            "import jaxkv._src.internal.checks",
+            "is not below pallas_kernels",
+        ),
+        ("jaxkv._src.specs", "import jaxkv", "imports public, which is not below specs"),
+        ("jaxkv._src.step", "from jaxkv._src.pool._tokens import write", "private to pool"),
+        ("jaxkv._src.pool", "from pallas_kernels._mosaic import call", "private to pallas_kernels"),
+        ("jaxkv._src.blocks", "import jax.numpy as jnp", "imports jax and has to do without jax"),
+        (
+            "jaxkv._src.blocks",
+            "from jaxkv._src.internal import mesh",
+            "(jax) and has to do without jax",
+        ),
+        (
+            "jaxkv._src.plotting",
+            "def f():\n    import jax",
+            "imports jax and has to do without jax",
+        ),
+        ("jaxkv._src.plotting", "from jaxkv._src.cache import KVCache", "has to do without jax"),
+        ("jaxkv._src.blocks", "import pallas_kernels", "has to do without jax"),
+        ("jaxkv._src.step", "import matplotlib.pyplot", "which users need not have"),
+        ("jaxkv._src.step", "import torch", "imports torch, which no rule allows"),
+        ("jaxkv._src.step", "from . import _pack", "no rule allows"),
+        ("jaxkv._src.extra", "", "extra has no place in ROWS"),
     ],
 )
 def test_the_checker_finds_a_planted_violation(module: str, source: str, text: str) -> None:
@@ -179,12 +204,15 @@ def test_the_checker_finds_a_planted_violation(module: str, source: str, text: s
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("jaxkv.planning", "import dataclasses, numpy, jaxkv.specs, jaxkv._internal.checks"),
-        ("jaxkv.planning", "from jaxkv.planning._plan import Plan"),
-        ("jaxkv.planning", "if TYPE_CHECKING:\n    from jax import Array"),
-        ("jaxkv.plotting", "def f():\n    from jaxkv.cache import KVCache"),
-        ("jaxkv.demo.engine", "import jaxkv"),
-        ("jaxkv.plotting", "import matplotlib.figure"),
+        (
+            "jaxkv._src.planning",
+            "import dataclasses, numpy, jaxkv._src.specs, jaxkv._src.internal.checks",
+        ),
+        ("jaxkv._src.planning", "from jaxkv._src.planning._plan import Plan"),
+        ("jaxkv._src.planning", "if TYPE_CHECKING:\n    from jax import Array"),
+        ("jaxkv._src.plotting", "def f():\n    from jaxkv._src.cache import KVCache"),
+        ("jaxkv._src.demo.engine", "import jaxkv"),
+        ("jaxkv._src.plotting", "import matplotlib.figure"),
     ],
 )
 def test_the_checker_lets_pass_what_is_right(module: str, source: str) -> None:
@@ -198,14 +226,16 @@ def test_contributors_are_shown_the_table() -> None:
 
 
 def test_what_does_without_jax_loads_none() -> None:
-    names = [name for name, _ in modules() if part_of(name) in WITHOUT_JAX - {"plotting"}]
+    parts = WITHOUT_JAX - {"plotting"}
+    names = [name for name, _ in modules() if part_of(name) in parts]
+    names += [f"jaxkv.{part}" for part in parts if (PACKAGES[0] / f"{part}.py").exists()]
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     loaded = set(run(code))
     assert set(names) <= loaded
     assert not {"jax", "jaxlib", *OPTIONAL} & {name.partition(".")[0] for name in loaded}
 
 
-ROOMS = set(ROW_OF) - {"__main__", "demo", "_internal (jax)"}
+ROOMS = set(ROW_OF) - {"__main__", "public", "demo", "internal (jax)"}
 
 
 @pytest.mark.parametrize("part", sorted(ROOMS))
@@ -219,7 +249,7 @@ def test_an_import_is_quick_and_silent_and_loads_nothing_optional(part: str) -> 
         start = time.process_time()
         import jax.numpy, numpy
         jax_took, before, start = time.process_time() - start, set(sys.modules), time.process_time()
-        import {part if part == "pallas_kernels" else f"jaxkv.{part}"}
+        import {part if part == "pallas_kernels" else f"jaxkv._src.{part}"}
         took = time.process_time() - start
         print(1e3 * took, 1e3 * jax_took, *set(sys.modules) - before)
     """

@@ -21,12 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv._internal import indexing
-from jaxkv._internal.indexing import FEW_ENDS, gather_bits, group_of, take_cells
-from jaxkv._internal.numbers import INT32_MAX
-from jaxkv.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
-from jaxkv.blocks import BlockManager, StepShape, TableEntry, pack_step
-from jaxkv.cache import (
+from jaxkv._src.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
+from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, pack_step
+from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
     BAD_COLUMN,
@@ -40,8 +37,11 @@ from jaxkv.cache import (
     make_cache,
     state_blocks,
 )
-from jaxkv.planning import plan_cache
-from jaxkv.specs import (
+from jaxkv._src.internal import indexing
+from jaxkv._src.internal.indexing import FEW_ENDS, gather_bits, group_of, take_cells
+from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -51,7 +51,7 @@ from jaxkv.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
-from jaxkv.step import apply_step
+from jaxkv._src.step import apply_step
 from jaxkv.testing import (
     ReferenceTables,
     assert_in_place,

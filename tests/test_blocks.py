@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.blocks import (
+from jaxkv._src.blocks import (
     BlockManager,
     BlockPool,
     OutOfBlocksError,
@@ -22,9 +22,9 @@ from jaxkv.blocks import (
     _rules,
     _runs,
 )
-from jaxkv.blocks._queue import BlockQueue
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import (
+from jaxkv._src.blocks._queue import BlockQueue
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

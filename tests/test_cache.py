@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv import cache as flags
-from jaxkv.cache import CacheError, check_errors, expand_blocks, make_cache, set_scales
-from jaxkv.hf_config import layers_from_config, load_config, preset_names
-from jaxkv.layout import ORDERS
-from jaxkv.specs import FullAttentionSpec, Limits, SharedKVSpec, SlidingWindowSpec
+from jaxkv._src.cache import CacheError, check_errors, expand_blocks, make_cache, set_scales
+from jaxkv._src.hf_config import layers_from_config, load_config, preset_names
+from jaxkv._src.layout import ORDERS
+from jaxkv._src.specs import FullAttentionSpec, Limits, SharedKVSpec, SlidingWindowSpec
 from jaxkv.testing import assert_no_recompilation
 from tests import pool_cases as cases
 from tests.helpers import as_ids, hybrid_plan

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxkv.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
-from jaxkv.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
+from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
     LIMITS,
     MODELS,

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from jaxkv.__main__ import main
-from jaxkv.cli.amounts import gib, parse_bytes, parse_length, parse_share, round_up_gib
-from jaxkv.cli.gpus import GPUS, gpu_bytes
-from jaxkv.cli.question import split_stages
-from jaxkv.cli.tries import MAX_TRIES, is_worth_it
-from jaxkv.cli.words import in_flags
-from jaxkv.hf_config import count_weights, load_config
+from jaxkv._src.cli.amounts import gib, parse_bytes, parse_length, parse_share, round_up_gib
+from jaxkv._src.cli.gpus import GPUS, gpu_bytes
+from jaxkv._src.cli.question import split_stages
+from jaxkv._src.cli.tries import MAX_TRIES, is_worth_it
+from jaxkv._src.cli.words import in_flags
+from jaxkv._src.hf_config import count_weights, load_config
 
 
 def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxkv
-from jaxkv.cache import NO_BLOCK
+from jaxkv._src.cache import NO_BLOCK
 from jaxkv.testing import ReferenceTables
 
 REQUESTS, LENGTH, HEADS, SIZE = 2, 48, 2, 4

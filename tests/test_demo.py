@@ -14,15 +14,15 @@ import pytest
 
 from jaxkv import KVCache
 from jaxkv.__main__ import main
-from jaxkv.demo import run
-from jaxkv.demo.engine import MAX_REQUESTS, Engine, Report
-from jaxkv.demo.model import Model, Params, init_params
-from jaxkv.demo.reference import Comparison, compare
-from jaxkv.demo.run import BOUNDS, bound_of
-from jaxkv.demo.trace import Request, make_trace
-from jaxkv.hf_config import layers_from_config, load_config, model_len
-from jaxkv.planning import ZeroPolicy, plan_cache
-from jaxkv.specs import Limits
+from jaxkv._src.demo import run
+from jaxkv._src.demo.engine import MAX_REQUESTS, Engine, Report
+from jaxkv._src.demo.model import Model, Params, init_params
+from jaxkv._src.demo.reference import Comparison, compare
+from jaxkv._src.demo.run import BOUNDS, bound_of
+from jaxkv._src.demo.trace import Request, make_trace
+from jaxkv._src.hf_config import layers_from_config, load_config, model_len
+from jaxkv._src.planning import ZeroPolicy, plan_cache
+from jaxkv._src.specs import Limits
 from jaxkv.testing import count_compilations
 from pallas_kernels import _capability, default_implementation
 from tests.helpers import needs_mosaic

@@ -18,8 +18,8 @@ import pytest
 
 import jaxkv
 import pallas_kernels
-from jaxkv.block_tables import pack_entries
-from jaxkv.interop import vllm
+from jaxkv._src.block_tables import pack_entries
+from jaxkv._src.interop import vllm
 
 TESTS = pathlib.Path(__file__).parent
 PACKAGES = [pathlib.Path(str(package.__file__)).parent for package in (jaxkv, pallas_kernels)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from jaxkv.planning import plan_cache
-from jaxkv.specs import FullAttentionSpec, Limits
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.specs import FullAttentionSpec, Limits
 from jaxkv.testing import CacheStateMachine
 from tests import toy_cache
 from tests.toy_cache import ToyCache

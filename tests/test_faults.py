@@ -22,8 +22,8 @@ from jaxkv import (
     StepShape,
     TableEntry,
 )
-from jaxkv.cache import LOST_UPLOAD, REPEATED_UPLOAD
-from jaxkv.planning import Plan
+from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD
+from jaxkv._src.planning import Plan
 from tests.helpers import as_ids, hybrid_plan
 from tests.layer_examples import plan_of
 

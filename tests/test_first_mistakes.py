@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape, TableEntry, pack_step
-from jaxkv.cache import make_cache
-from jaxkv.planning import KVCacheCapacityError, plan_cache
-from jaxkv.sleeping import ClosedOverError
-from jaxkv.specs import FullAttentionSpec, StateSpec
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape, TableEntry, pack_step
+from jaxkv._src.cache import make_cache
+from jaxkv._src.planning import KVCacheCapacityError, plan_cache
+from jaxkv._src.sleeping import ClosedOverError
+from jaxkv._src.specs import FullAttentionSpec, StateSpec
 from jaxkv.testing import CacheStateMachine, ReferenceCache, assert_same_bytes, strategies
 from tests.helpers import hybrid_plan
 
@@ -347,7 +347,7 @@ MISTAKES = {
         "an upload was lost: the numbers of two uploads in a row have a gap",
     ),
     "a cache from outside of the step": (
-        lambda s: jaxkv.check_not_closed_over(
+        lambda s: jaxkv.sleeping.check_not_closed_over(
             s.cache, jax.jit(lambda u: jaxkv.apply_step(s.cache, u)), s.upload
         ),
         ClosedOverError,

@@ -93,7 +93,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_rooms_are_modules_of_the_package() -> None:
-    for room in ("layout", "attention", "block_tables", "planning", "testing"):
+    for room in ("layout", "attention", "planning", "testing"):
         assert isinstance(getattr(jaxkv, room), types.ModuleType)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxkv.planning import KVCacheCapacityError, plan_cache
-from jaxkv.specs import (
+from jaxkv._src.planning import KVCacheCapacityError, plan_cache
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

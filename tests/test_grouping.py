@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.hf_config import layers_from_config, load_config
-from jaxkv.planning import (
+from jaxkv._src.hf_config import layers_from_config, load_config
+from jaxkv._src.planning import (
     Group,
     Plan,
     PoolLayout,
@@ -20,7 +20,7 @@ from jaxkv.planning import (
     plan_cache,
     unify_pages,
 )
-from jaxkv.specs import (
+from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
     MLASpec,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxkv.hf_config import (
+from jaxkv._src.hf_config import (
     encoder_len,
     layers_from_config,
     load_config,
@@ -17,8 +17,8 @@ from jaxkv.hf_config import (
     preset_names,
     shipped_dtype,
 )
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import (
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import (
     CrossAttentionSpec,
     EncoderOnlySpec,
     FullAttentionSpec,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jaxkv.hf_config import (
+from jaxkv._src.hf_config import (
     encoder_len,
     layers_from_config,
     load_config,
@@ -25,10 +25,10 @@ from jaxkv.hf_config import (
     preset_names,
     shipped_dtype,
 )
-from jaxkv.hf_config._families import FAMILIES
-from jaxkv.hf_config._refused import REFUSED
-from jaxkv.hf_config._wrappers import WRAPPERS
-from jaxkv.specs import (
+from jaxkv._src.hf_config._families import FAMILIES
+from jaxkv._src.hf_config._refused import REFUSED
+from jaxkv._src.hf_config._wrappers import WRAPPERS
+from jaxkv._src.specs import (
     EncoderOnlySpec,
     FullAttentionSpec,
     MLASpec,

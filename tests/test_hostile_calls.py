@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv.blocks import (
+from jaxkv._src.blocks import (
     BlockManager,
     OutOfBlocksError,
     PrefixHit,
@@ -24,8 +24,8 @@ from jaxkv.blocks import (
     Upload,
     pack_step,
 )
-from jaxkv.planning import plan_cache
-from jaxkv.specs import (
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.specs import (
     CacheMode,
     ChunkedAttentionSpec,
     CrossAttentionSpec,

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.interop.vllm import SchedulerTables, cache_order, layer_specs, plan_from_config
-from jaxkv.planning import KVCacheCapacityError, Plan
-from jaxkv.specs import LayerSpec, Limits, MLASpec, StateSpec
+from jaxkv._src.interop.vllm import SchedulerTables, cache_order, layer_specs, plan_from_config
+from jaxkv._src.planning import KVCacheCapacityError, Plan
+from jaxkv._src.specs import LayerSpec, Limits, MLASpec, StateSpec
 
 RECORDED = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_0_33.json").read_text())
 CASES = {case["name"]: case for case in RECORDED["cases"]}

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxkv.cache import make_cache
-from jaxkv.layout import (
+from jaxkv._src.cache import make_cache
+from jaxkv._src.layout import (
     ORDERS,
     AcceptedSizes,
     LayerView,
@@ -34,9 +34,9 @@ from jaxkv.layout import (
     select_kernel_block_size,
     select_kernel_block_sizes,
 )
-from jaxkv.planning import Group, PoolLayout, make_groups, make_layout, plan_cache
-from jaxkv.pool import layer_view
-from jaxkv.specs import (
+from jaxkv._src.planning import Group, PoolLayout, make_groups, make_layout, plan_cache
+from jaxkv._src.pool import layer_view
+from jaxkv._src.specs import (
     EncoderOnlySpec,
     FullAttentionSpec,
     LayerSpec,

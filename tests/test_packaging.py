@@ -52,10 +52,10 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert held == files_under(*PACKAGES, suffixes=(".py", ".json", ".typed"))
+    assert held == files_under(*PACKAGES, suffixes=(".py", ".pyi", ".json", ".typed"))
     assert {"jaxkv/py.typed", "pallas_kernels/py.typed"} <= held
     assert {
-        f"jaxkv/hf_config/presets/{name}.json" for name in ("llama-3.1-8b", "gpt-oss-20b")
+        f"jaxkv/_src/hf_config/presets/{name}.json" for name in ("llama-3.1-8b", "gpt-oss-20b")
     } <= held
 
 
@@ -72,7 +72,7 @@ def test_the_sdist_holds_what_tests_and_readers_need_and_nothing_private(
         *("PKG-INFO", ".gitignore"),  # hatchling's own choice
     }
     held = {name for name in names if "/" in name}
-    suffixes = (".py", ".json", ".typed", ".ipynb", ".md")
+    suffixes = (".py", ".pyi", ".json", ".typed", ".ipynb", ".md")
     assert held == files_under(*folders, suffixes=suffixes)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.attention import (
+from jaxkv._src.attention import (
     BAD_PAGE_ID,
     MISSING_PAGE,
     TOO_MANY_PAGES,
@@ -24,11 +24,11 @@ from jaxkv.attention import (
     _segments,
     block_mask_indices,
 )
-from jaxkv.attention._block_mask import map_pages
-from jaxkv.attention._page_lists import make_csr, make_lists
-from jaxkv.attention._segments import PageTables
-from jaxkv.cache import BAD_BATCH
-from jaxkv.layout import PageListSizes, max_num_query_groups, page_list_bytes
+from jaxkv._src.attention._block_mask import map_pages
+from jaxkv._src.attention._page_lists import make_csr, make_lists
+from jaxkv._src.attention._segments import PageTables
+from jaxkv._src.cache import BAD_BATCH
+from jaxkv._src.layout import PageListSizes, max_num_query_groups, page_list_bytes
 
 # Nothing divides anything: the last page, group and batch are all partly filled.
 SIZES = PageListSizes(

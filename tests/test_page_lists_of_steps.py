@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxkv
-from jaxkv.attention import (
+from jaxkv._src.attention import (
     MISSING_PAGE,
     PageListError,
     PageLists,
@@ -21,8 +21,8 @@ from jaxkv.attention import (
     page_list_sizes,
     physical_to_logical,
 )
-from jaxkv.cache import BAD_PERIOD
-from jaxkv.layout import PageListSizes, page_list_bytes
+from jaxkv._src.cache import BAD_PERIOD
+from jaxkv._src.layout import PageListSizes, page_list_bytes
 
 BLOCK, WINDOW, CHUNK, HEADS, SIZE = 8, 7, 12, 2, 4
 REQUESTS, TOKENS, LENGTH, BLOCKS, GROUP_TOKENS = 3, 16, 48, 50, 5

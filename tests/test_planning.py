@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
-from jaxkv.planning import KVCacheCapacityError, Plan, make_groups, make_layout, plan_cache
-from jaxkv.specs import EncoderOnlySpec, Limits, SharedKVSpec
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv._src.planning import KVCacheCapacityError, Plan, make_groups, make_layout, plan_cache
+from jaxkv._src.specs import EncoderOnlySpec, Limits, SharedKVSpec
 from tests.layer_examples import (
     LIMITS,
     MAX_LEN,

@@ -20,14 +20,14 @@ from matplotlib.text import Text
 
 import jaxkv
 from jaxkv import plotting
-from jaxkv._internal.html import GROUP_COLOURS, html_table, text_colour
-from jaxkv._internal.text import describe_unused, readable
-from jaxkv.block_tables import append_block_ids, pack_entries
-from jaxkv.blocks import BlockPool
-from jaxkv.hf_config import encoder_len
-from jaxkv.layout import ORDERS, PhysicalOrder
-from jaxkv.plotting import Holder
-from jaxkv.plotting._style import spread
+from jaxkv._src.block_tables import append_block_ids, pack_entries
+from jaxkv._src.blocks import BlockPool
+from jaxkv._src.hf_config import encoder_len
+from jaxkv._src.internal.html import GROUP_COLOURS, html_table, text_colour
+from jaxkv._src.internal.text import describe_unused, readable
+from jaxkv._src.layout import ORDERS, PhysicalOrder
+from jaxkv._src.plotting import Holder
+from jaxkv._src.plotting._style import spread
 from tests.helpers import hybrid_layers, hybrid_plan
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +45,10 @@ MODELS = (
 def plan_model(name: str, memory_bytes: int = 40 * 2**30, **options) -> jaxkv.Plan:
     config = jaxkv.load_config(name)
     limits = jaxkv.Limits(max_encoder_tokens=encoder_len(config))
-    options = {"max_model_len": jaxkv.model_len(config), "fit_max_model_len": True} | options
+    options = {
+        "max_model_len": jaxkv.hf_config.model_len(config),
+        "fit_max_model_len": True,
+    } | options
     return jaxkv.plan_cache(
         jaxkv.layers_from_config(config), memory_bytes, limits=limits, **options
     )

@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv.cache import BAD_PERIOD, CacheError
-from jaxkv.pool import copy_blocks, zero_blocks
-from jaxkv.specs import MLASpec, SharedKVSpec, StateSpec
+from jaxkv._src.cache import BAD_PERIOD, CacheError
+from jaxkv._src.pool import copy_blocks, zero_blocks
+from jaxkv._src.specs import MLASpec, SharedKVSpec, StateSpec
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests import pool_cases as cases
 from tests.helpers import as_ids, hybrid_plan
@@ -158,15 +158,17 @@ def test_what_is_too_large_saturates(dtype: str) -> None:
     """Conversion alone makes NaN of it (fp8) or Inf, and 0 * Inf is NaN again."""
     dtype = cases.attention(dtype=dtype).dtype
     values = jnp.array([jnp.inf, -jnp.inf, 3e38, 2.5, -3.5], jnp.float32)
-    got = jaxkv.quantize(values, dtype, 0.5).astype(jnp.float32)
+    got = jaxkv.pool.quantize(values, dtype, 0.5).astype(jnp.float32)
     info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)
     np.testing.assert_array_equal(got, [float(info.max), float(info.min), float(info.max), 5, -7])
     if dtype != "int8":  # a NaN is the caller's to find, not ours to hide
-        assert np.isnan(jaxkv.quantize(jnp.array([jnp.nan]), dtype, 1.0).astype(jnp.float32)).all()
+        assert np.isnan(
+            jaxkv.pool.quantize(jnp.array([jnp.nan]), dtype, 1.0).astype(jnp.float32)
+        ).all()
 
 
 def test_int8_rounds_to_even() -> None:
-    got = jaxkv.quantize(jnp.array([2.6, -2.6, 2.5, 3.5, -0.5]), "int8", 1.0)
+    got = jaxkv.pool.quantize(jnp.array([2.6, -2.6, 2.5, 3.5, -0.5]), "int8", 1.0)
     np.testing.assert_array_equal(got, [3, -3, 2, 4, 0])
 
 
@@ -252,7 +254,8 @@ CALLS = [
          "block_ids must be an array of int32, got int64"),
         (windows, lambda c, b: copy_blocks(c, as_ids([1]), as_ids([]), as_ids([1, 1])), ValueError,
          "these must have one shape: sources"),
-        (windows, lambda c, b: jaxkv.quantize(KEYS, "uint8", 1.0), TypeError, "use write_rows"),
+        (windows, lambda c, b: jaxkv.pool.quantize(KEYS, "uint8", 1.0), TypeError,
+         "use write_rows"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_by_name(plan, call, error, message) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv.pool import copy_blocks, zero_blocks
+from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv.testing import assert_in_place, assert_unchanged
 from tests import pool_cases as cases
 from tests.helpers import as_ids, kernels_run, needs_mosaic

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.layout import row_format, rows_per_block
-from jaxkv.pool import describe_bytes, describe_layer
-from jaxkv.specs import StateSpec
+from jaxkv._src.layout import row_format, rows_per_block
+from jaxkv._src.pool import describe_bytes, describe_layer
+from jaxkv._src.specs import StateSpec
 from tests import pool_cases as cases
 from tests.helpers import ON_GPU, pointers
 from tests.pool_cases import BLOCKS, CASES, REQUESTS, TOKENS, WINDOWS, Case, hybrid, latent, windows

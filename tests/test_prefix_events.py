@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from jaxkv.blocks import BlockManager, StepShape
-from jaxkv.prefixes import (
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.prefixes import (
     END_OF_REPLAY,
     AllBlocksCleared,
     BlocksRemoved,

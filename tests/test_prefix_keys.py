@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv.prefixes import ExtraKey, block_keys, root_key
-from jaxkv.prefixes._cbor import array_head, encode, encode_tokens
-from jaxkv.prefixes._extra_keys import extra_keys_by_block
+from jaxkv._src.prefixes import ExtraKey, block_keys, root_key
+from jaxkv._src.prefixes._cbor import array_head, encode, encode_tokens
+from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["keys"]

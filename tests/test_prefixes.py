@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv.blocks import BlockManager, OutOfBlocksError, StepShape
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.prefixes import PrefixTree
-from jaxkv.specs import (
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.prefixes import PrefixTree
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
     Limits,

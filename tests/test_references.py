@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hst
 
-from jaxkv.blocks import TableEntry
-from jaxkv.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
-from jaxkv.layout import ORDERS
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import (
+from jaxkv._src.blocks import TableEntry
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv._src.layout import ORDERS
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlySpec,

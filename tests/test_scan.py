@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv.cache import BAD_PERIOD
+from jaxkv._src.cache import BAD_PERIOD
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests.test_attend import poisoned
 

@@ -6,11 +6,11 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from jaxkv.blocks import BlockManager, StepShape
-from jaxkv.hf_config import layers_from_config, load_config
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.prefixes import PrefixTree
-from jaxkv.scheduler import Schedule, Scheduler
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.hf_config import layers_from_config, load_config
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.prefixes import PrefixTree
+from jaxkv._src.scheduler import Schedule, Scheduler
 from tests.reference_prefixes import Content, Story
 from tests.test_prefixes import LAYERS, plan_of
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv.pool import copy_blocks, zero_blocks
+from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv.testing import assert_no_recompilation
 from tests.helpers import IMPLEMENTATIONS, as_ids, kernels_run, pointers
 

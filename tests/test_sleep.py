@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jax.sharding import AxisType
 
 import jaxkv
-from jaxkv.sleeping import (
+from jaxkv._src.sleeping import (
     PARTS,
     ClosedOverError,
     SleepError,

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.specs import (
+from jaxkv._src.specs import (
     Growth,
     LayerSpec,
     Limits,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.blocks import BlockManager, StepShape, Upload, pack_step
-from jaxkv.cache import (
+from jaxkv._src.blocks import BlockManager, StepShape, Upload, pack_step
+from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
     BAD_COLUMN,
@@ -22,10 +22,10 @@ from jaxkv.cache import (
     check_errors,
     make_cache,
 )
-from jaxkv.planning import plan_cache
-from jaxkv.pool import read_rows, write_tokens
-from jaxkv.specs import FullAttentionSpec, StateSpec
-from jaxkv.step import UploadRing, apply_step
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.pool import read_rows, write_tokens
+from jaxkv._src.specs import FullAttentionSpec, StateSpec
+from jaxkv._src.step import UploadRing, apply_step
 from jaxkv.testing import assert_in_place, assert_no_recompilation, assert_unchanged
 from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, pointers
 

@@ -36,7 +36,7 @@ def run_streams(process: int) -> None:
             upload = packed(shape, own_ids(process, stream, number))
             if ring is not None:
                 ring.buffer(shape)[:] = upload.data
-                upload = jaxkv.Upload(data=ring.seal(), shape=shape)
+                upload = jaxkv.blocks.Upload(data=ring.seal(), shape=shape)
             caches[stream], *arrays = step(caches[stream], upload)
             seen.append((own_ids(process, stream, number), *arrays))
     for expected, ids, slots in seen:
@@ -51,7 +51,7 @@ def ids_and_slots(cache, upload):
     return cache, batch.block_tables("layer")[:, 0], batch.slot_mapping("layer")
 
 
-def packed(shape: jaxkv.StepShape, ids: np.ndarray) -> jaxkv.Upload:
+def packed(shape: jaxkv.StepShape, ids: np.ndarray) -> jaxkv.blocks.Upload:
     """An upload that replaces the only block of every request."""
     return jaxkv.pack_step(
         shape,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.hf_config import count_weights, load_config
+from jaxkv._src.hf_config import count_weights, load_config
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
 INDEX = "total_size of its model.safetensors.index.json"

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from jaxkv.planning import plan_cache
-from jaxkv.specs import (
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.specs import (
     FullAttentionSpec,
     Limits,
     MLASpec,

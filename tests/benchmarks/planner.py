@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from jaxkv.planning import plan_cache
-from jaxkv.specs import FullAttentionSpec, LayerSpec, StateSpec
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, StateSpec
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 

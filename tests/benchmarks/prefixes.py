@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.blocks import BlockManager, StepShape
-from jaxkv.planning import Plan
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.planning import Plan
 from tests.benchmarks import rollouts
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer

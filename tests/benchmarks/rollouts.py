@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.demo.engine import serve_step
-from jaxkv.demo.model import Model, Params, init_params
+from jaxkv._src.demo.engine import serve_step
+from jaxkv._src.demo.model import Model, Params, init_params
 from tests.benchmarks.timing import Report, by_size
 
 Sample = tuple[int, int]  # group, and number in it
@@ -58,7 +58,7 @@ class Course:
         return self.prompt_seconds + self.decode_seconds
 
 
-Step = Callable[[Params, jaxkv.KVCache, jaxkv.Upload], tuple[jaxkv.KVCache, jax.Array]]
+Step = Callable[[Params, jaxkv.KVCache, jaxkv.blocks.Upload], tuple[jaxkv.KVCache, jax.Array]]
 
 
 class Rollout:

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.demo.engine import Report as Served
-from jaxkv.demo.trace import make_trace
+from jaxkv._src.demo.engine import Report as Served
+from jaxkv._src.demo.trace import make_trace
 from jaxkv.testing import count_compilations
 from tests.benchmarks import timing
 from tests.benchmarks.timing import Report, by_size

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxkv.cache import KVCache, make_cache
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.sleeping import sleep, wake_up
-from jaxkv.specs import FullAttentionSpec
+from jaxkv._src.cache import KVCache, make_cache
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.sleeping import sleep, wake_up
+from jaxkv._src.specs import FullAttentionSpec
 from tests.benchmarks.timing import Report, by_size, device_counts
 from tests.benchmarks.vllm_peer import VllmPeer
 

@@ -8,9 +8,9 @@ import types
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from jaxkv.blocks import BlockManager, StepShape
-from jaxkv.planning import Plan, plan_cache
-from jaxkv.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
 from tests.benchmarks.vllm_peer import VllmPeer
 
 BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_CHUNK = 16, 8192, 8192

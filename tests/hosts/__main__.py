@@ -30,10 +30,10 @@ def one(index: int) -> dict[str, Any]:
     if index == 0:
         broadcast = functools.partial(broadcasting, engine.shapes, heads)
         result: dict[str, Any] = {"served": serve_demo(engine, 1, broadcast)}
-        assert jaxkv.broadcast_upload(None, engine.shapes, heads) is None
+        assert jaxkv.step.broadcast_upload(None, engine.shapes, heads) is None
         return result
     try:
-        jaxkv.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
+        jaxkv.step.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
     except ValueError as error:
         result = {"refused": str(error)}
     return result | {"served": receive(engine, heads)}
@@ -58,8 +58,8 @@ def refusals(mesh: Mesh) -> list[str]:
     upload = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=TOKENS).idle()
     for call in (
         lambda: jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads"),
-        lambda: jaxkv.check_same_upload(upload, mesh),
-        lambda: jaxkv.broadcast_upload(None, [upload.shape], mesh),
+        lambda: jaxkv.step.check_same_upload(upload, mesh),
+        lambda: jaxkv.step.broadcast_upload(None, [upload.shape], mesh),
     ):
         try:
             call()
@@ -87,7 +87,7 @@ def death(index: int, victim: int, save: Callable[[Any], None]) -> None:
         cache, out = run(cache, manager.step(shape, {"a": 3}))
         np.asarray(out)
     upload = manager.step(shape, {"a": 3})
-    jaxkv.check_same_upload(upload, mesh)
+    jaxkv.step.check_same_upload(upload, mesh)
     if index == victim:
         print("killed at", time.strftime("%H:%M:%S"), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -108,7 +108,7 @@ def death(index: int, victim: int, save: Callable[[Any], None]) -> None:
         cache, out = run(cache, upload)
         np.asarray(out)
 
-    attempt("check_same_upload", lambda: jaxkv.check_same_upload(upload, mesh))
+    attempt("check_same_upload", lambda: jaxkv.step.check_same_upload(upload, mesh))
     attempt("step", step)
     attempt("check_errors", lambda: jaxkv.check_errors(cache))
     attempt("sleep", lambda: jaxkv.sleep(cache))

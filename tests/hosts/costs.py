@@ -32,20 +32,20 @@ def costs(index: int) -> dict[str, float]:
         manager.start(name)
     work = dict.fromkeys(range(requests), 1)
 
-    def step(share: Callable[[jaxkv.Upload], jaxkv.Upload | None]) -> None:
+    def step(share: Callable[[jaxkv.blocks.Upload], jaxkv.blocks.Upload | None]) -> None:
         nonlocal cache
         upload = share(manager.step(shape, work))
         cache, batch = run(cache, upload)
         jax.block_until_ready(batch)
 
-    def compared(mesh: Mesh, upload: jaxkv.Upload) -> jaxkv.Upload:
-        jaxkv.check_same_upload(upload, mesh)
+    def compared(mesh: Mesh, upload: jaxkv.blocks.Upload) -> jaxkv.blocks.Upload:
+        jaxkv.step.check_same_upload(upload, mesh)
         return upload
 
-    def packed_by_one(mesh: Mesh, upload: jaxkv.Upload) -> jaxkv.Upload | None:
-        return jaxkv.broadcast_upload(upload if index == 0 else None, [shape], mesh)
+    def packed_by_one(mesh: Mesh, upload: jaxkv.blocks.Upload) -> jaxkv.blocks.Upload | None:
+        return jaxkv.step.broadcast_upload(upload if index == 0 else None, [shape], mesh)
 
-    def by_jax(upload: jaxkv.Upload) -> jaxkv.Upload:
+    def by_jax(upload: jaxkv.blocks.Upload) -> jaxkv.blocks.Upload:
         data = multihost_utils.broadcast_one_to_all(upload.data)
         return dataclasses.replace(upload, data=data)
 

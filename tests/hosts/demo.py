@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv.demo.engine import MAX_REQUESTS, MAX_TOKENS, Engine, serve_step
-from jaxkv.demo.model import Model, init_params
-from jaxkv.demo.trace import make_trace
+from jaxkv._src.demo.engine import MAX_REQUESTS, MAX_TOKENS, Engine, serve_step
+from jaxkv._src.demo.model import Model, init_params
+from jaxkv._src.demo.trace import make_trace
 from jaxkv.testing import count_compilations
 
 Step = Callable[..., tuple[jaxkv.KVCache, Any]]
@@ -42,7 +42,7 @@ def demo_engine(
     plan = jaxkv.plan_cache(
         layers,
         pool_bytes,
-        max_model_len=jaxkv.model_len(config),
+        max_model_len=jaxkv.hf_config.model_len(config),
         limits=jaxkv.Limits(max_in_flight_tokens=MAX_TOKENS),
         context_parallel=1 if by_head else ranks,
         zero_policy="always",
@@ -91,13 +91,13 @@ def tokens_of(result: dict[str, Any]) -> dict[int, list[int]]:
 def receive(engine: Engine, mesh: Mesh) -> dict[str, Any]:
     """Runs the steps that another process packs."""
     for shape in engine.shapes:  # as `Engine.warm_up` does
-        upload = jaxkv.broadcast_upload(None, engine.shapes, mesh)
+        upload = jaxkv.step.broadcast_upload(None, engine.shapes, mesh)
         assert upload is not None and upload.shape == shape
         engine.cache, _ = engine.step(engine.params, engine.cache, upload)
     jaxkv.check_errors(engine.cache)
     steps = 0
     with count_compilations() as compiled:
-        while (upload := jaxkv.broadcast_upload(None, engine.shapes, mesh)) is not None:
+        while (upload := jaxkv.step.broadcast_upload(None, engine.shapes, mesh)) is not None:
             engine.cache, _ = engine.step(engine.params, engine.cache, upload)
             steps += 1
         jaxkv.check_errors(engine.cache)
@@ -113,10 +113,10 @@ def checked(mesh: Mesh, is_wrong: bool, planted: list[tuple[int, str]], run: Ste
         if number in (4, 7):
             numbers.append(number)
             try:
-                jaxkv.check_same_upload(altered(upload, number) if is_wrong else upload, mesh)
+                jaxkv.step.check_same_upload(altered(upload, number) if is_wrong else upload, mesh)
             except RuntimeError as error:
                 planted.append((number, str(error)))
-        jaxkv.check_same_upload(upload, mesh)
+        jaxkv.step.check_same_upload(upload, mesh)
         if number in (0, 9):
             cache = jaxkv.wake_up(jaxkv.sleep(cache))
         return run(params, cache, upload)
@@ -124,17 +124,17 @@ def checked(mesh: Mesh, is_wrong: bool, planted: list[tuple[int, str]], run: Ste
     return step
 
 
-def altered(upload: jaxkv.Upload, number: int) -> jaxkv.Upload:
+def altered(upload: jaxkv.blocks.Upload, number: int) -> jaxkv.blocks.Upload:
     """Another token id; or a step of another shape."""
     if number == 7:
         return dataclasses.replace(upload.shape, extra=upload.shape.extra + 1).idle()
     data = upload.data.copy()
     data[upload.shape.format.fields["extra"].start] += 1
-    return jaxkv.Upload(data=data, shape=upload.shape)
+    return jaxkv.blocks.Upload(data=data, shape=upload.shape)
 
 
 def broadcasting(shapes: tuple[jaxkv.StepShape, ...], mesh: Mesh, run: Step) -> Step:
     def step(params, cache, upload):
-        return run(params, cache, jaxkv.broadcast_upload(upload, shapes, mesh))
+        return run(params, cache, jaxkv.step.broadcast_upload(upload, shapes, mesh))
 
     return step

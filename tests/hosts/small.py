@@ -52,7 +52,7 @@ def serve_small(mesh: Mesh, seed: int = 0, nap: bool = True) -> dict[str, Any]:
         nonlocal cache
         queries, keys = (rng.normal(size=(TOKENS, n, SIZE)) for n in (2 * HEADS, HEADS))
         upload = manager.step(shape, work)
-        jaxkv.check_same_upload(upload, mesh)
+        jaxkv.step.check_same_upload(upload, mesh)
         cache, out = small_step(cache, upload, queries.astype(np.float32), keys.astype(np.float32))
         outs.append(parts_of(out, mesh))
 

@@ -1,0 +1,1 @@
+"""Implementation of jaxkv. Private: import names from `jaxkv` and its public modules."""

@@ -1,0 +1,275 @@
+"""Attention over the pages of a cache: writes a step's tokens, then attends."""
+
+from typing import get_args
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
+from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.layout import row_format
+from jaxkv._src.pool import (
+    SAME,
+    check_batch,
+    flag_period,
+    layer_scales,
+    on_devices,
+    quantize,
+    ranks_of_heads,
+    token_spec,
+    write_rows,
+    write_tokens,
+)
+from jaxkv._src.specs import FullAttentionSpec, MLASpec
+from pallas_kernels import Implementation, PackedRow, RowPacking
+
+
+def attend(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    queries: Array,
+    keys: Array | None = None,
+    values: Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    row_packing: RowPacking | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Writes a step's keys and values into a layer, then attends by the layer's own rule.
+
+    Example::
+
+        cache, batch = jaxkv.apply_step(cache, upload)
+        for layer in layers:
+            ...
+            cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
+
+    Each token attends to the tokens of its own request up to itself: to all of them (full attention
+    and latent rows), or to those of its window or chunk; in cross attention, to the encoder's
+    tokens. Bytes that its request did not write never reach the output, whatever they hold, because
+    values are masked as well as scores. Padding gets zeros.
+
+    Call it inside ``jit``: outside, every operation is compiled by itself for every new shape. No
+    temporary grows with the pool or with the square of the longest request, provided that the keys
+    of each layer depend on the output of the layer before it. Otherwise XLA may write a later layer
+    first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
+    ``jax.lax.optimization_barrier((keys, values, out_before))``.
+
+    With context parallelism each rank attends to the positions that it holds, and the results are
+    combined by their log-sum-exp.
+
+    Args:
+      cache, batch: from `apply_step`.
+      layer: name of a layer. One that shares another layer's cache gets no keys and values.
+      queries: [T, heads, K], or [B, T / B, heads, K] for a rectangular batch. The query heads of
+        one KV head are adjacent.
+      keys: [T, kv_heads, K], or [B, T / B, kv_heads, K]. For latent rows [T, K], which are divided
+        by the K scale; for cross attention the encoder's, [B, E, kv_heads, K]. None: nothing is
+        written.
+      values: [T, kv_heads, V], or with the leading axes of ``keys``; None for latent rows, or if
+        ``keys`` is None.
+      scale: factor of the scores; None: ``K ** -0.5``.
+      soft_cap: caps scores at ``soft_cap * tanh(score / soft_cap)``; None: no cap.
+      sinks: float[heads], logit of each head's attention sink, a key without a value; None: none.
+      row_packing: ``"fp8_ds_mla"`` for a layer whose latent rows are packed into its
+        ``bytes_per_token``: 656 for 512 + 64 elements; see `pallas_kernels.PackedRow`. ``attend``
+        packs ``keys``, and does not use the K scale. None: rows are elements of the layer's dtype.
+      period: int32[], may be traced: attends to layer ``cache.period_layers(layer)[period]``
+        instead of ``layer``; see `write_tokens`.
+      implementation: as for `pallas_kernels.paged_attention`. None: Mosaic on GPUs that support
+        it, if it supports the layer and the queries (16-bit queries, heads of 64 to 256, pages
+        whose padding is whole rows), else XLA.
+
+    Returns:
+      The cache with the tokens written, and the output in the queries' dtype: [T, heads, V], or
+      [B, T / B, heads, V].
+
+    Raises:
+      TypeError: the layer keeps no rows of tokens, or rows that only your own kernel can read
+        (packed scales, ``bytes_per_token`` without ``row_packing``, ``compress_ratio``,
+        ``sink_tokens``); queries that are not floats of 16 bits or more.
+      NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support; the message says why.
+      ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
+        rows have another size; context parallelism without a mesh axis.
+    """
+    rule = _rule(cache, layer, batch, queries, scale, soft_cap, row_packing)
+    if sinks is not None and sinks.shape != queries.shape[-2:-1]:
+        raise ValueError(
+            f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
+        )
+    if keys is not None:
+        cache = _write(cache, layer, batch, keys, values, rule, period, implementation)
+    elif values is not None:
+        raise ValueError("values without keys: pass both, or neither to attend without writing")
+
+    def run(
+        cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
+    ) -> Array:
+        given = cache, layer, batch, queries, rule, sinks, period
+        return attend_to_layer(*given, implementation=implementation)
+
+    axis, heads_dim = cache.layout.heads_axis, queries.ndim - 2
+    by_head = PartitionSpec(*[None] * heads_dim, axis) if axis else SAME
+    of_sinks = PartitionSpec(axis) if axis else SAME
+    out = on_devices(
+        run,
+        cache,
+        *(batch, queries, sinks, period),
+        in_specs=(SAME, by_head, of_sinks, SAME),
+        out_specs=by_head,
+    )
+    return flag_period(cache, layer, period), out
+
+
+def _write(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    keys: Array,
+    values: Array | None,
+    rule: AttentionRule,
+    period: Period,
+    implementation: Implementation | None,
+) -> KVCache:
+    spec, options = token_spec(cache, layer), {"period": period, "implementation": implementation}
+    if isinstance(spec, FullAttentionSpec):
+        if values is None:
+            raise ValueError(
+                f"values is None; layer {layer!r} stores keys and values: pass both, or neither to "
+                "attend without writing"
+            )
+        return write_tokens(cache, layer, batch, keys, values, **options)
+    if values is not None:
+        raise ValueError(
+            f"values were given, but layer={layer!r} stores latent rows: pass the rows as keys, "
+            "and None as values"
+        )
+    if rule.row_packing is None:
+        rows = _stored_latents(cache, layer, keys, period)
+    else:
+        _check_latents(keys, spec)
+        rows = _packed_row(spec).pack(keys)
+    return write_rows(cache, layer, batch, rows, **options)
+
+
+def _stored_latents(cache: KVCache, layer: str, rows: Array, period: Period) -> Array:
+    """Returns latent rows in the dtype of their layer, divided by its K scale."""
+    dtype = row_format(token_spec(cache, layer)).dtype
+
+    def run(cache: KVCache, rows: Array, period: Period) -> Array:
+        return quantize(rows, dtype, layer_scales(cache, layer, period)[0])
+
+    return on_devices(run, cache, rows, period, in_specs=(SAME, SAME), out_specs=SAME)
+
+
+def _rule(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    queries: Array,
+    scale: float | None,
+    soft_cap: float | None,
+    row_packing: RowPacking | None,
+) -> AttentionRule:
+    """Checks that attention can read the rows of a layer, and returns its rule."""
+    check_batch(cache, batch)
+    spec = token_spec(cache, layer)
+    if cache.layout.context_parallel > 1 and cache.layout.axis is None:
+        raise ValueError(
+            f"cache has context_parallel={cache.layout.context_parallel} and no mesh axis over "
+            "which attend could combine the ranks; pass mesh= and axis= to make_cache"
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
+    growth = cache.layout.growths[cache.layout.place_of(layer).group]
+    if row_packing is not None:
+        _check_packing(layer, spec, row_packing)
+    else:
+        _check_readable(layer, spec)
+    if isinstance(spec, MLASpec):
+        kv_heads, value_size = 1, spec.value_size or spec.head_size
+    else:
+        kv_heads, value_size = spec.num_kv_heads, spec.value_size
+    if not jnp.issubdtype(queries.dtype, jnp.floating) or queries.dtype.itemsize < 2:
+        raise TypeError(
+            f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "
+            "bfloat16, float16 or float32"
+        )
+    shape = batch.token_shape
+    ranks = 1 if isinstance(spec, MLASpec) else ranks_of_heads(cache)
+    heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
+    wanted = (*shape, heads, spec.head_size)
+    if queries.shape != wanted or not heads or heads % (kv_heads * ranks):
+        raise ValueError(
+            f"queries has shape {queries.shape}; layer {layer!r} and this batch want "
+            f"{(*shape, 'heads', spec.head_size)}, heads a multiple of {kv_heads * ranks}"
+            + (f" ({kv_heads} KV heads on each of {ranks} devices)" if ranks > 1 else "")
+        )
+    return AttentionRule(
+        kv_heads=kv_heads,
+        value_size=value_size,
+        is_latent=isinstance(spec, MLASpec),
+        row_packing=row_packing,
+        scale=spec.head_size**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        window=growth.window,
+        chunk=growth.chunk,
+        causal=growth.stores == "tokens",
+    )
+
+
+def _packed_row(spec: MLASpec) -> PackedRow:
+    values = spec.value_size or spec.head_size
+    return PackedRow(values, spec.head_size - values)
+
+
+def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
+    """Raises ValueError unless the rows of a layer have the size of packed rows."""
+    if row_packing not in get_args(RowPacking):
+        choices = ", ".join(map(repr, get_args(RowPacking)))
+        raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")
+    if not isinstance(spec, MLASpec):
+        raise ValueError(f"row_packing={row_packing!r}, but layer={layer!r} stores no latent rows")
+    wanted = _packed_row(spec).row_bytes
+    if spec.bytes_per_token != wanted or spec.compress_ratio > 1:
+        raise ValueError(
+            f"row_packing={row_packing!r} packs rows of layer={layer!r} into {wanted} bytes; the "
+            f"layer has bytes_per_token={spec.bytes_per_token} and compress_ratio="
+            f"{spec.compress_ratio}; wants {wanted} and 1"
+        )
+
+
+def _check_latents(rows: Array, spec: MLASpec) -> None:
+    if rows.shape[-1:] != (spec.head_size,):
+        raise ValueError(f"keys has shape {rows.shape}; latent rows are {spec.head_size} wide")
+
+
+def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:
+    """Raises TypeError if attention cannot read the rows of a layer without ``row_packing``."""
+    unread, remedy = _unreadable(spec), ""
+    if unread and isinstance(spec, MLASpec) and spec.bytes_per_token == _packed_row(spec).row_bytes:
+        remedy = "pass row_packing='fp8_ds_mla' if its rows are packed like that, or "
+    if unread:
+        raise TypeError(
+            f"layer={layer!r} has {unread}, which attend cannot read; {remedy}write its rows with "
+            "write_rows and attend with your own kernel over layer_view"
+        )
+
+
+def _unreadable(spec: FullAttentionSpec | MLASpec) -> str:
+    """Returns the field of a spec because of which attention cannot read its rows, or ""."""
+    if isinstance(spec, MLASpec):
+        if spec.bytes_per_token is not None:
+            return f"bytes_per_token={spec.bytes_per_token}"
+        if spec.compress_ratio > 1:
+            return f"compress_ratio={spec.compress_ratio}"
+    elif spec.scale_bytes:
+        return f"scale_bytes={spec.scale_bytes}"
+    elif spec.sink_tokens:
+        return f"sink_tokens={spec.sink_tokens}"
+    return f"dtype={spec.dtype!r}" if spec.dtype in ("nvfp4", "uint8") else ""

@@ -1,0 +1,136 @@
+"""The call of `pallas_kernels.paged_attention` for a layer: its pages, tables and lengths."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxkv._src.cache import KVCache, Period, StepBatch, expand_blocks
+from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.layout import row_format
+from jaxkv._src.pool import layer_scales, locate
+from pallas_kernels import Implementation, Interleaving, RowPacking, StridedPages, paged_attention
+
+
+class AttentionRule(NamedTuple):
+    """The keys that a token sees in a layer, and the shape of its rows."""
+
+    kv_heads: int
+    value_size: int
+    is_latent: bool  # the value is a prefix of the key
+    row_packing: RowPacking | None  # rows hold their scales
+    scale: float
+    soft_cap: float | None
+    window: int
+    chunk: int
+    causal: bool  # False: each token sees all tokens of the encoder
+
+
+def attend_to_layer(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    queries: Array,
+    rule: AttentionRule,
+    sinks: Array | None,
+    period: Period,
+    implementation: Implementation | None,
+) -> Array:
+    """Attends from queries, [..., heads, K], to a layer's pages: [..., heads, V], 0 for padding.
+
+    With context parallelism over a mesh axis, combines the results of all ranks.
+    """
+    layout, shape = cache.layout, queries.shape[:-1]
+    one_each = queries[..., 0, 0].size == batch.shape.batch_size and batch.shape.max_query_len == 1
+    flat = queries.reshape(-1, *queries.shape[-2:])
+    if not one_each and batch.is_rectangular:
+        flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
+    lens = batch.seq_lens if rule.causal else batch.encoder_lens
+    key_scale, value_scale = layer_scales(cache, layer, period)
+    if rule.row_packing is not None:
+        key_scale = 1.0
+    rank, is_interleaved = layout.context_rank(), layout.context_parallel > 1
+    if sinks is not None and is_interleaved:  # only one rank counts the sinks
+        sinks = jnp.where(jnp.equal(rank, 0), sinks, -jnp.inf)
+    limited = min(rule.window, rule.chunk) < INT32_MAX
+    out, lse = paged_attention(
+        flat,
+        _pages(cache, layer, period),
+        _tables(cache, layer, batch, period),
+        jnp.where(batch.query_lens > 0, lens, 0),
+        None if one_each else batch.query_start_loc,
+        scale=rule.scale,
+        sliding_window=None if rule.window == INT32_MAX else rule.window,
+        chunk_size=None if rule.chunk == INT32_MAX else rule.chunk,
+        soft_cap=rule.soft_cap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=key_scale if rule.is_latent else value_scale,
+        value_width=rule.value_size,
+        row_packing=rule.row_packing,
+        causal=rule.causal,
+        first_positions=batch.first_positions(layer) if limited else None,
+        interleaving=Interleaving(rank, layout.context_parallel, layout.interleave_tokens)
+        if is_interleaved
+        else None,
+        out_dtype=jnp.float32 if is_interleaved else None,
+        return_lse=True,
+        implementation=implementation,
+    )
+    if is_interleaved and layout.axis is not None:
+        out = _combine(out, lse, layout.axis).astype(queries.dtype)
+    if not one_each and batch.is_rectangular:
+        places = _rectangular_places(batch)
+        out = out.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return out.reshape(*shape, rule.value_size)
+
+
+def _pages(cache: KVCache, layer: str, period: Period) -> StridedPages:
+    buffer, extents, first = locate(cache, layer, period)
+    row = row_format(cache.layout.place_of(layer).spec)
+    return StridedPages(
+        cache.buffers[buffer].reshape(-1, extents.extent_bytes),
+        row.dtype,
+        num_pages=cache.num_blocks * extents.tiles,
+        tokens=extents.rows,
+        kv_heads=extents.heads,
+        width=row.width,
+        first=first,
+        page_step=extents.tile_step,
+        head_step=extents.head_step,
+        start=extents.start_bytes,
+        heads_first=not extents.rows_are_whole,
+    )
+
+
+def _tables(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+    """Returns the pages of each request, int32[B, W]; -1 for pages that it does not hold."""
+    _, extents, first = locate(cache, layer, period)
+    ids = batch.tables[cache.layout.place_of(layer).group]
+    ids = jnp.where((ids == NULL_BLOCK) | (jnp.asarray(first) < 0), -1, ids)
+    return expand_blocks(ids, extents.tiles) if extents.tiles > 1 else ids
+
+
+def _flat_places(batch: StepBatch) -> Array:
+    """Returns int32[T], the index in a rectangular batch of each token of a flat one."""
+    num_requests, columns = batch.token_shape
+    index = jnp.arange(num_requests * columns, dtype=jnp.int32)
+    ends = batch.query_start_loc[1:]
+    request = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    return request * columns + index - take(batch.query_start_loc, request)
+
+
+def _rectangular_places(batch: StepBatch) -> Array:
+    """Returns int32[B, T / B], the index of each token in a flat batch; -1 for padding."""
+    columns = jnp.arange(batch.token_shape[1], dtype=jnp.int32)[None]
+    places = batch.query_start_loc[:-1, None] + columns
+    return jnp.where(columns < batch.query_lens[:, None], places, -1)
+
+
+def _combine(out: Array, lse: Array, axis: str) -> Array:
+    """Combines the outputs of all ranks, each over its own keys."""
+    highest = lax.pmax(lse, axis)
+    weight = jnp.exp(lse - jnp.where(highest > -jnp.inf, highest, 0))[..., None]
+    total, out = lax.psum((weight, out * weight), axis)
+    return out / jnp.where(total > 0, total, 1)

@@ -1,0 +1,202 @@
+"""Operations that change rows of the block tables."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv._src.blocks import TableEntry, list_entries
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
+from jaxkv._src.internal.checks import check_same_shape
+from jaxkv._src.internal.indexing import bit, gather_bits, group_of, lay_over, take, within
+from jaxkv._src.internal.jit_int32 import jit_int32
+from jaxkv._src.internal.numbers import NULL_BLOCK
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TableEntries:
+    """Block ids on their way into the tables: K ids of G groups, E rows that change.
+
+    ``block_ids[k]`` goes to ``rows[k]``, ``columns[k]`` of its group. The ids of group g end
+    before ``ends[g]``; those at and past ``ends[-1]``, and those of row `PAD_ROW`, are padding.
+    """
+
+    rows: Array  # int32[K]
+    columns: Array  # int32[K], in the table of the group
+    block_ids: Array  # int32[K], ordered by group
+    ends: Array  # int32[G]
+    changed_rows: Array  # int32[E], distinct; PAD_ROW for padding
+    row_lengths: Array  # int32[E, G], columns in use of each changed row afterwards
+
+    def __repr__(self) -> str:
+        rows, groups = self.row_lengths.shape
+        return f"TableEntries({self.rows.shape[0]} ids of {groups} groups, {rows} rows)"
+
+
+def pack_entries(
+    entries: Iterable[TableEntry],
+    *,
+    num_groups: int,
+    max_requests: int,
+    max_block_ids: int,
+    max_rows: int,
+) -> TableEntries:
+    """Packs entries into padded NumPy arrays, for `append_block_ids` on its own.
+
+    Args:
+      entries: of two for one cell the later one counts.
+      num_groups, max_requests: groups and rows of the tables.
+      max_block_ids, max_rows: ids and rows to pad to.
+
+    Raises:
+      ValueError: more ids or rows than the arrays hold, or ids for another number of groups.
+    """
+    (groups, *cells, ids), lengths = list_entries(entries, num_groups, max_requests)
+    for name, count, room in (
+        ("max_block_ids", ids.size, max_block_ids),
+        ("max_rows", len(lengths), max_rows),
+    ):
+        if count > room:
+            raise ValueError(f"the entries need {name}={count}, got {room}")
+    packed: dict[str, Any] = {}
+    for name, values in zip(("rows", "columns", "block_ids"), (*cells, ids), strict=True):
+        packed[name] = np.full(max_block_ids, PAD_ROW, np.int32)
+        packed[name][: ids.size] = values
+    packed["changed_rows"] = np.full(max_rows, PAD_ROW, np.int32)
+    packed["changed_rows"][: len(lengths)] = list(lengths)
+    packed["row_lengths"] = np.zeros((max_rows, num_groups), np.int32)
+    packed["row_lengths"][: len(lengths)] = np.array(list(lengths.values())).reshape(-1, num_groups)
+    packed["ends"] = np.bincount(groups, minlength=num_groups).cumsum().astype(np.int32)
+    return TableEntries(**packed)
+
+
+@jit_int32("entries")
+def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
+    """Writes block ids that requests were given into their rows; all groups at once.
+
+    Nothing clamps and nothing wraps: an entry whose row or column is out of range is dropped,
+    and an id that the pool does not have becomes the null block; `check_errors` reports both.
+    Entries must name distinct cells, and distinct changed rows.
+
+    Args:
+      cache: before the step.
+      entries: of `pack_entries`, or the parts of an `Upload`.
+
+    Raises:
+      TypeError: entries that are not int32.
+      ValueError: shapes that do not fit each other or the tables.
+    """
+    cache, problems = write_entries(cache, entries)
+    return report(cache, problems)
+
+
+def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array]:
+    """Does the work of `append_block_ids`, and returns error flags, int32[max(K, E * G)]."""
+    layout = cache.layout
+    _check_shapes(entries, len(layout.growths))
+    index = jnp.arange(entries.rows.shape[0], dtype=jnp.int32)
+    group = group_of(index, entries.ends)
+    is_entry = (entries.rows != PAD_ROW) & (group < len(layout.growths))
+    known_row = within(entries.rows, layout.max_requests)
+    rooms = jnp.array(layout.row_blocks, jnp.int32)
+    known_column = within(entries.columns, take(rooms, group))
+    known_id = within(entries.block_ids, layout.num_blocks)
+    problems = bit(BAD_ROW, is_entry & ~known_row)
+    problems |= bit(BAD_COLUMN, is_entry & known_row & ~known_column)
+    problems |= bit(BAD_BLOCK_ID, is_entry & ~known_id)
+    starts = jnp.array(layout.column_starts[:-1], jnp.int32)
+    ids = _Cells(
+        entries.rows,
+        entries.columns + take(starts, group),
+        jnp.where(known_id, entries.block_ids, NULL_BLOCK),
+        is_entry & known_row & known_column,
+    )
+    lengths, bad_rows = _length_cells(entries, layout)
+    return _set_cells(cache, [ids, lengths]), lay_over(problems, bad_rows)
+
+
+class _Cells(NamedTuple):
+    """Values of cells of ``cache.rows``, int32 arrays of one shape.
+
+    written: whether each is written, bool.
+    """
+
+    rows: Array
+    columns: Array
+    values: Array
+    written: Array
+
+
+def _length_cells(entries: TableEntries, layout: CacheLayout) -> tuple[_Cells, Array]:
+    """Returns the cells that hold the lengths of rows, [E, G], and error flags, int32[E, G]."""
+    known = within(entries.changed_rows, layout.max_requests)[:, None]
+    rooms = jnp.array(layout.row_blocks, jnp.int32)
+    fits = (entries.row_lengths >= 0) & (entries.row_lengths <= rooms[None])
+    problems = bit(BAD_ROW, ~known & (entries.changed_rows != PAD_ROW)[:, None])
+    problems |= bit(BAD_COLUMN, known & ~fits)
+    shape = entries.row_lengths.shape
+    columns = layout.column_starts[-1] + jnp.arange(shape[1], dtype=jnp.int32)
+    values = jnp.where(fits, entries.row_lengths, 0)
+    rows = jnp.broadcast_to(entries.changed_rows[:, None], shape)
+    cells = _Cells(rows, jnp.broadcast_to(columns, shape), values, jnp.broadcast_to(known, shape))
+    return cells, problems
+
+
+def _set_cells(cache: KVCache, cells: Sequence[_Cells]) -> KVCache:
+    """Writes cells, all of them distinct, in one scatter."""
+    rows, columns, values, written = (
+        jnp.concatenate([part.reshape(-1) for part in parts]) for parts in zip(*cells, strict=True)
+    )
+    # What goes nowhere gets distinct rows beyond the table, so that all are unique.
+    index = cache.max_requests + jnp.arange(rows.size, dtype=jnp.int32)
+    changed = cache.rows.at[jnp.where(written, rows, index), columns].set(
+        values, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+    return dataclasses.replace(cache, rows=changed)
+
+
+@jit_int32("sources", "destinations")
+def copy_rows(cache: KVCache, sources: Array, destinations: Array) -> KVCache:
+    """Copies rows of the tables, all at once: ``destinations[i]`` becomes ``sources[i]``.
+
+    A swap is the two copies ``[a, b]`` to ``[b, a]``. A pair is dropped and reported when a row
+    is out of range; a pair of `PAD_ROW` is padding.
+
+    Args:
+      sources, destinations: int32[M]; destinations are distinct.
+    """
+    check_same_shape(sources=sources, destinations=destinations)
+    is_pair = (sources != PAD_ROW) | (destinations != PAD_ROW)
+    known = within(sources, cache.max_requests) & within(destinations, cache.max_requests)
+    index = jnp.arange(sources.shape[0], dtype=jnp.int32)
+    source = jnp.where(known, sources, cache.max_requests)
+    target = jnp.where(known, destinations, cache.max_requests + index)
+
+    rows = cache.rows.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    rows = cache.rows.at[target].set(rows, mode="drop", wrap_negative_indices=False)
+    cache = dataclasses.replace(cache, rows=rows)
+    return report(cache, bit(BAD_ROW, is_pair & ~known))
+
+
+def report(cache: KVCache, problems: Array) -> KVCache:
+    """Adds error flags, an int32 array of any shape, to those that the cache remembers."""
+    flags = cache.status[0] | gather_bits(problems)
+    return dataclasses.replace(cache, status=cache.status.at[0].set(flags))
+
+
+def _check_shapes(entries: TableEntries, num_groups: int) -> None:
+    check_same_shape(rows=entries.rows, columns=entries.columns, block_ids=entries.block_ids)
+    wanted = {
+        "ends": (entries.ends, (num_groups,)),
+        "row_lengths": (entries.row_lengths, (*entries.changed_rows.shape, num_groups)),
+    }
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"{name} has shape {array.shape}; tables with {num_groups} groups want {shape}"
+            )

@@ -1,0 +1,470 @@
+"""`BlockManager`: the blocks and the progress of every running request. No jax."""
+
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.blocks._books import Books
+from jaxkv._src.blocks._pending import Pending
+from jaxkv._src.blocks._pool import BlockPool, BlockUse
+from jaxkv._src.blocks._prefix_events import PrefixEvents
+from jaxkv._src.blocks._prefixes import Prefixes
+from jaxkv._src.blocks._prompts import FoundPrefix, PrefixHit, PrefixStats
+from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
+from jaxkv._src.blocks._rows import Rows, Work
+from jaxkv._src.blocks._shape import StepShape, Upload
+from jaxkv._src.blocks._steps import Ring, Steps
+from jaxkv._src.blocks._write import Ints
+from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.html import html_table
+from jaxkv._src.planning import Plan
+from jaxkv._src.prefixes import EventLog, ExtraKey
+
+MAX_SHOWN = 8  # requests in the table that Jupyter shows
+
+
+class BlockManager:
+    """Keeps track of the blocks and the progress of every running request, on the host.
+
+    Example::
+
+        manager = jaxkv.BlockManager(plan, max_requests=256)
+        manager.start("a")
+        upload = manager.step(shape, {"a": 40})   # the first 40 tokens of request "a"
+        ...                                       # run the step on the device
+        upload = manager.step(shape, {"a": 1})    # its next token
+        manager.finish("a")
+
+    A call that raises changes nothing. Not thread-safe; one scheduler owns it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_requests: int,
+        checkpoint_share: float = 0.1,
+        events: EventLog | None = None,
+    ):
+        """Creates a manager whose blocks are all free.
+
+        Args:
+          plan: from `plan_cache`.
+          max_requests: rows of the block tables, as given to `make_cache`.
+          checkpoint_share: largest share of all blocks that may keep recurrent states for later
+            prompts, 0.0 to 1.0; the least recently used states are dropped first.
+          events: log to which the manager writes the whole blocks that it keeps for later prompts,
+            evicts and clears; None: their keys are not computed. See `jaxkv.prefixes`.
+        """
+        check_positive(max_requests=max_requests)
+        if not 0 <= checkpoint_share <= 1:
+            raise ValueError(f"checkpoint_share={checkpoint_share} must be from 0.0 to 1.0")
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        self._plan, self._max_requests = plan, max_requests
+        self.block_pool = BlockPool(plan.num_blocks)
+        #: per group, the blocks of attention sinks, which all requests share
+        self.sink_block_ids = tuple(
+            tuple(self.block_pool.allocate(g.reserved_blocks).tolist()) for g in plan.groups
+        )
+        self._growths = tuple(group.growth for group in plan.groups)
+        self._books = Books(
+            self.block_pool,
+            self._growths,
+            plan.row_blocks,
+            max_requests=max_requests,
+            context_parallel=plan.context_parallel,
+        )
+        self._rows = Rows(max_requests, plan.limits.max_in_flight_tokens)
+        self._encoder_tokens = np.zeros(max_requests, np.int64)
+        self._prefixes = Prefixes(
+            self._books,
+            max_requests=max_requests,
+            checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
+            shares_rows=[
+                any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs)
+                for group in plan.groups
+            ],
+            events=None if events is None else PrefixEvents(events, plan),
+        )
+        self._pending = Pending(plan.groups_to_zero)
+        self._steps = Steps(
+            plan, self._books, self._rows, self._pending, self._prefixes, self._encoder_tokens
+        )
+
+    def __repr__(self) -> str:
+        pool = self.block_pool
+        return (
+            f"BlockManager({len(self._rows.of)} of {self._max_requests} rows taken, "
+            f"{pool.num_free_blocks:,} of {pool.num_blocks:,} blocks free)"
+        )
+
+    def _repr_html_(self) -> str:
+        held = [
+            (request, row, self._books.computed[row], *self._books.num_blocks_of(np.array([row])))
+            for request, row in itertools.islice(self._rows.of.items(), MAX_SHOWN)
+        ]
+        groups = [f"blocks of group {index}" for index in range(len(self._plan.groups))]
+        more = f"; {MAX_SHOWN} of them shown" if len(self._rows.of) > MAX_SHOWN else ""
+        header = ["request", "row", "computed tokens", *groups]
+        return html_table(held, caption=f"{self!r}{more}", header=header)
+
+    # --- reading ------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the manager was made for."""
+        return self._plan
+
+    @property
+    def max_requests(self) -> int:
+        """Rows of the block tables."""
+        return self._max_requests
+
+    @property
+    def num_uploads(self) -> int:
+        """Number of uploads so far. Each upload carries its number, which wraps past int32."""
+        return self._steps.num_uploads
+
+    @property
+    def requests(self) -> Mapping[Any, int]:
+        """Running requests and the table row of each."""
+        return dict(self._rows.of)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that requests can still take, including warm ones."""
+        return self.block_pool.num_free_blocks
+
+    @property
+    def computed_tokens(self) -> Mapping[Any, int]:
+        """Running requests and the tokens of each that are in the cache, after all uploads."""
+        rows = np.fromiter(self._rows.of.values(), np.int64, len(self._rows.of))
+        return dict(zip(self._rows.of, self._books.computed[rows].tolist(), strict=True))
+
+    @property
+    def computed_by_row(self) -> np.ndarray:
+        """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
+        tokens = self._books.computed[:]
+        tokens.flags.writeable = False
+        return tokens
+
+    def num_computed_tokens(self, request: Hashable) -> int:
+        """Returns the tokens of a request that are in the cache, after all uploads so far."""
+        return int(self._books.computed[self._rows.row(request)])
+
+    def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
+        """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
+        row, books = self._rows.row(request), self._books
+        ends = books.row_lengths(np.array([row])).tolist()
+        return tuple(
+            tuple(books.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
+        )
+
+    def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
+        """Returns, per group, how many blocks requests hold; a shared block counts once for each.
+
+        Args:
+          requests: running requests; all of them if none is given.
+        """
+        rows = [self._rows.row(name) for name in requests] if requests else self._rows.of.values()
+        rows = np.fromiter(rows, np.int64, len(rows))
+        return tuple(self._books.num_blocks_of(rows).tolist())
+
+    # --- requests -----------------------------------------------------------------
+
+    def start(
+        self,
+        request: Hashable,
+        tokens: Ints | FoundPrefix | None = None,
+        *,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+        boundaries: Sequence[int] = (),
+        max_cached_tokens: int | None = None,
+        encoder_tokens: int = 0,
+    ) -> PrefixHit:
+        """Gives a request a table row, and the blocks that already hold a prefix of its prompt.
+
+        Without ``tokens`` the request starts with no blocks, and none of its blocks are kept for
+        later prompts. With ``tokens`` its first step continues after ``num_cached_tokens`` of the
+        returned hit, and whole blocks of its prompt are kept for later prompts from the step that
+        computes them on, until other requests need the memory. With recurrent states, a request
+        continues after a kept state, which may lie after any token. A request that is about to
+        write into a shared or kept block gets a copy of it in the same step, whose shape needs room
+        for the copy: see ``forks`` and ``cached_tokens`` of `StepShape.for_plan`.
+
+        Args:
+          request: any hashable name.
+          tokens: token ids of the prompt, int[N], fastest as a NumPy array; or the result of
+            `find_prefix` for them, which includes the salt and the extra keys.
+          salt: requests share blocks only with requests of the same salt.
+          extra_keys: other inputs that the cached content depends on, such as adapters and images.
+          boundaries: numbers of tokens after which later prompts may differ, such as the end of a
+            system prompt; recurrent states are kept there. See `PrefixHit.chunk_ends`.
+          max_cached_tokens: the longest prefix to share; None: all but the last token.
+          encoder_tokens: encoder tokens of the request, for cross attention.
+
+        Raises:
+          TypeError: tokens that are not ints.
+          ValueError: the request is already running, no row is free, the plan does not admit that
+            many tokens or encoder tokens, a boundary is not in the prompt, or a salt or extra keys
+            are given together with a `FoundPrefix`.
+        """
+        check_count(encoder_tokens=encoder_tokens)
+        if encoder_tokens > self._plan.limits.max_encoder_tokens:
+            raise ValueError(
+                f"encoder_tokens={encoder_tokens} is more than the plan admits: "
+                f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
+            )
+        length = 0
+        if tokens is not None:
+            length = tokens.num_tokens if isinstance(tokens, FoundPrefix) else len(tokens)
+        if length > self._plan.max_model_len:
+            raise ValueError(
+                f"tokens holds {length} token ids, more than the plan's "
+                f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
+            )
+        self._rows.check_new([request])
+        prompt = found = None
+        if tokens is not None and not self._prefixes.has_encoder:
+            prompt, found = self._prefixes.look_up(
+                tokens,
+                salt=salt,
+                extra_keys=extra_keys,
+                boundaries=boundaries,
+                max_cached_tokens=max_cached_tokens,
+            )
+        row = self._rows.take(request)
+        self._books.start(row, encoder_tokens)
+        self._encoder_tokens[row] = encoder_tokens
+        if prompt is None or found is None:
+            return PrefixHit.nothing(row, len(self._growths))
+        self._prefixes.begin(row, prompt, found)
+        if found.num_tokens:
+            self._pending.add_shared(row, found.columns)
+        return PrefixHit.of(row, prompt, found)
+
+    def fork(
+        self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
+    ) -> None:
+        """Starts requests that share the blocks of a running request's first tokens.
+
+        A request that is about to write into a shared block gets a copy of it in the same step,
+        whose shape needs room for the copy: see ``forks`` of `StepShape.for_plan`.
+
+        Args:
+          donor: a running request.
+          into: names of the new requests.
+          num_tokens: tokens of the prefix; None: all that the donor has computed.
+
+        Raises:
+          TypeError: ``into`` is not a sequence of names.
+          ValueError: a new request is already running, too few rows are free, or the donor no
+            longer holds the blocks of the prefix.
+        """
+        if isinstance(into, str) or not isinstance(into, Sequence):
+            raise TypeError(f"into must be a sequence of names, got {into!r}; pass a list of names")
+        row = self._rows.row(donor)
+        computed = int(self._books.computed[row])
+        num_tokens = computed if num_tokens is None else num_tokens
+        check_count(num_tokens=num_tokens)
+        if num_tokens > computed:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than the {computed} tokens that {donor!r} has "
+                "computed"
+            )
+        self._rows.check_new(into)
+        columns = columns_to_share(self._books, row, num_tokens)
+        for name in into:
+            new = self._rows.take(name)
+            self._books.fork(row, new, num_tokens, columns)
+            self._encoder_tokens[new] = self._encoder_tokens[row]
+            self._prefixes.fork(row, new, num_tokens)
+            self._pending.copy_row(row, new)
+
+    def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
+        """Releases the row and the blocks of a request that ended or is preempted.
+
+        Args:
+          request: a running request.
+          tokens: token ids that the request generated, if it was started with ``tokens``. The
+            whole blocks of those that it computed are kept, for later prompts that begin with
+            them. Leave out rejected drafts.
+
+        Raises:
+          TypeError, ValueError: the request is not running, or tokens are not token ids.
+        """
+        row = self._rows.row(request)
+        self._prefixes.finish(row, tokens)
+        self._books.finish(row)
+        self._prefixes.used(row)
+        self._pending.forget_row(row)
+        self._rows.give_back(request)
+
+    def trim(self, requests: Iterable[Hashable]) -> None:
+        """Releases the blocks that the next token of each request no longer attends to.
+
+        These are blocks that left a sliding window or a chunk in the request's last step. Its next
+        step would release them as well; call `trim` for requests that skip steps, to make room for
+        others. `rewind` then refuses to go back to tokens that need these blocks.
+
+        Raises:
+          ValueError: a request is not running; nothing is released.
+        """
+        rows = [self._rows.row(name) for name in dict.fromkeys(requests)]
+        self._books.trim(np.array(rows, np.int64))
+
+    def rewind(self, request: Hashable | Mapping[Any, int], num_tokens: int | None = None) -> None:
+        """Reduces the computed tokens of a request after its drafts were rejected.
+
+        The request keeps its blocks, and its next step overwrites the rejected tokens. A recurrent
+        state cannot be undone, so a layer with states needs a block for each draft
+        (``speculative_blocks``), and then reads the state after the accepted drafts (`read_state`).
+
+        Args:
+          request: a running request, or a mapping from requests to their ``num_tokens``.
+          num_tokens: tokens that stay in the cache; at most those that were computed.
+
+        Raises:
+          TypeError: ``num_tokens`` is missing or not an int.
+          ValueError: more tokens than were computed, or so few that no block holds what the
+            next token reads; nothing is changed.
+        """
+        wanted = request if num_tokens is None else {request: num_tokens}
+        if not isinstance(wanted, Mapping):
+            raise TypeError(
+                "num_tokens is missing; pass the number of tokens that stay in the cache"
+            )
+        for count in wanted.values():
+            check_count(num_tokens=count)
+        rows = np.array([self._rows.row(name) for name in wanted], np.int64)
+        computed = self._books.computed[rows].tolist()
+        for (name, count), most in zip(wanted.items(), computed, strict=True):
+            if count > most:
+                raise ValueError(
+                    f"num_tokens={count} is more than the {most} tokens that {name!r} has computed"
+                )
+        counts = np.array(list(wanted.values()), np.int64)
+        check_rewind(self._books, list(wanted), rows, counts)
+        self._books.rewind(rows, counts)
+        self._prefixes.rewind(rows, counts)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows of the block tables, free or not.
+
+        The next upload exchanges them on the device; its shape needs ``forks`` of at least 2.
+
+        Raises:
+          TypeError, ValueError: a row that the tables do not have.
+        """
+        check_count(first=first, second=second)
+        for row in (first, second):
+            if row >= self._max_requests:
+                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}, the table rows")
+        if first == second:
+            return
+        self._books.swap(first, second)
+        self._rows.swap(first, second)
+        self._prefixes.swap(first, second)
+        self._encoder_tokens[[first, second]] = self._encoder_tokens[[second, first]]
+        self._pending.swap_rows(first, second)
+
+    # --- prefixes -----------------------------------------------------------------
+
+    @property
+    def block_use(self) -> BlockUse:
+        """Number of blocks by use: own, shared, warm or cold."""
+        return self.block_pool.use
+
+    @property
+    def may_copy_by_row(self) -> np.ndarray:
+        """Whether the next step of a row may copy a block or a state first, bool[max_requests].
+
+        Each such request counts as one of the ``forks`` of a step.
+        """
+        return self._books.may_share & (self._books.shared_until >= self._books.computed)
+
+    def find_prefix(
+        self,
+        tokens: Ints | FoundPrefix,
+        *,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+    ) -> FoundPrefix:
+        """Looks up the cached prefix of a prompt, without starting a request.
+
+        Args:
+          tokens: token ids of the prompt; or the result of an earlier call, which is looked up
+            again if the cache has changed since.
+          salt, extra_keys: as for `start`.
+
+        Raises:
+          TypeError, ValueError: as for `start`.
+        """
+        return self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
+
+    def prefix_stats(self) -> PrefixStats:
+        """Returns counts of lookups, hits and evictions since the manager was made."""
+        return self._prefixes.stats()
+
+    def new_epoch(self) -> None:
+        """Starts a new epoch, whose requests share no blocks with those of earlier epochs.
+
+        Call it when the weights of the model change. Running requests continue, and none of their
+        blocks are kept for later prompts.
+        """
+        self._prefixes.new_epoch()
+
+    def reset_prefixes(self) -> None:
+        """Forgets all prefixes, including the record of those that were evicted.
+
+        Call it when the pool has lost its content, as after `jaxkv.wake_up` from level 2.
+        """
+        self._prefixes.reset()
+
+    # --- steps --------------------------------------------------------------------
+
+    def step(
+        self, shape: StepShape, work: Work, *, extra: Ints = (), ring: Ring | None = None
+    ) -> Upload:
+        """Gives all requests of a step the blocks for their new tokens, and packs the upload.
+
+        Either all requests get their blocks or none does. Afterwards the manager counts the new
+        tokens as computed, so run each step on the device before the next one.
+
+        Args:
+          shape: the sizes that the upload is padded to.
+          work: mapping from requests to the number of tokens that each computes in this step, in
+            the order of the batch; or a pair of integer arrays [N], the requests' table rows and
+            numbers of tokens.
+          extra: integers of your own that travel with the upload, at most ``shape.extra``.
+          ring: an `UploadRing`, to pack into page-locked memory; None: a new NumPy array.
+
+        Returns:
+          The upload, for `apply_step`.
+
+        Raises:
+          OutOfBlocksError: too few blocks are free; nothing is changed.
+          TypeError, ValueError: a request is not running or computes more tokens than the plan
+            admits, or the step does not fit the shape; nothing is changed.
+        """
+        return self._steps.step(shape, work, extra, ring)
+
+    def grow(self, work: Work) -> None:
+        """Gives requests the blocks for their next tokens: all of the requests, or none.
+
+        For schedulers that decide on one request at a time; `step` then uses these blocks. A
+        repeated call is harmless, and so is a step of fewer tokens.
+
+        Args:
+          work: as for `step`.
+
+        Raises:
+          OutOfBlocksError: too few blocks are free; nothing is changed.
+          TypeError, ValueError: a request is not running, or computes more tokens than the plan
+            admits; nothing is changed.
+        """
+        self._steps.grow(work)

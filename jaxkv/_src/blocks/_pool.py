@@ -1,0 +1,245 @@
+"""Free list and reference counts of block ids, as arrays. No jax."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.blocks._queue import BlockQueue
+from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.numbers import NULL_BLOCK
+
+# An eviction makes a few more blocks cold than a step needs, so that most steps evict none.
+MAX_SPARE_BLOCKS, BLOCKS_PER_SPARE = 64, 256
+Ids = Sequence[int] | np.ndarray
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pool has fewer free blocks than a call needs. The call changed nothing.
+
+    needed_blocks: free blocks that the call needs.
+    free_blocks: free blocks that the pool has.
+    """
+
+    def __init__(self, needed_blocks: int, free_blocks: int):
+        super().__init__(
+            f"{needed_blocks} blocks needed and {free_blocks} free; finish a request, or "
+            "preempt one (finish it, and compute it again later)"
+        )
+        self.needed_blocks = needed_blocks
+        self.free_blocks = free_blocks
+
+    def __reduce__(self):  # errors travel between the processes of a serving stack
+        return type(self), (self.needed_blocks, self.free_blocks)
+
+
+class BlockUse(NamedTuple):
+    """Number of blocks by use, without the null block.
+
+    own: blocks with one holder.
+    shared: blocks with several holders.
+    warm: free blocks whose content is kept for later requests.
+    cold: free blocks whose content is not kept.
+    """
+
+    own: int
+    shared: int
+    warm: int
+    cold: int
+
+
+class BlockPool:
+    """Free list and reference counts of block ids 1 .. num_blocks - 1.
+
+    Blocks are taken in the order in which they were freed, so a freed block stays untouched for
+    as long as the pool allows. A free block whose content is kept is warm, and may get holders
+    again. Warm blocks are taken when no other block is free, the least recently freed first.
+    Every operation is a few NumPy calls, whatever the number of ids. A block with one holder,
+    the most frequent case, has no count of its own.
+
+    kept_until: int64[num_blocks], the position before which no token of a block may be
+      overwritten; 0: its content is not kept. `Prefixes` writes it.
+    has_kept: whether the content of any block may be kept.
+    on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
+      content is useless without theirs.
+    """
+
+    def __init__(self, num_blocks: int):
+        check_positive(num_blocks=num_blocks)
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks={num_blocks} must be at least 2: the null block and one to hand out"
+            )
+        self.num_blocks = num_blocks
+        self._more_holders = np.zeros(num_blocks, np.int32)  # references beyond the first
+        self._num_shared = 0  # sum of `_more_holders`
+        self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
+        self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
+        self.kept_until = np.full(num_blocks, 0, np.int64)  # filled now, as in `BlockQueue`
+        self.has_kept = False
+        self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
+
+    def __repr__(self) -> str:
+        return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without holders, warm ones included."""
+        return self._cold.size + self._warm.size
+
+    @property
+    def use(self) -> BlockUse:
+        """Number of blocks by use."""
+        held = self.num_blocks - 1 - self.num_free_blocks
+        shared = int(np.count_nonzero(self._more_holders))
+        return BlockUse(held - shared, shared, self._warm.size, self._cold.size)
+
+    @property
+    def has_shared_blocks(self) -> bool:
+        """Whether a holder may have to copy a block before it writes there."""
+        return self._num_shared > 0 or self.has_kept
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Takes ``count`` free blocks, int32[count], each with one reference.
+
+        Raises:
+          OutOfBlocksError: fewer blocks are free; none is taken.
+        """
+        check_count(count=count)
+        if count > self.num_free_blocks:
+            raise OutOfBlocksError(count, self.num_free_blocks)
+        return self.take(count)
+
+    def take(self, count: int) -> np.ndarray:
+        """Takes ``count`` blocks, int32[count]; the caller has checked that as many are free."""
+        if count > self._cold.size:
+            spare = min(MAX_SPARE_BLOCKS, self.num_blocks // BLOCKS_PER_SPARE)
+            self._evict(count - self._cold.size + spare)
+        return self._cold.pop(count)
+
+    def _evict(self, count: int) -> None:
+        """Makes warm blocks cold, at most ``count`` of them."""
+        ids = self._warm.pop(min(count, self._warm.size))
+        others = self.on_evict(ids)
+        self._cold.push(ids)
+        if others.size:
+            self.cool(others)
+
+    def give_up(self, ids: np.ndarray) -> None:
+        """Forgets the kept content of blocks with one holder, which may then overwrite it."""
+        self.cool(self.on_evict(ids))
+
+    @contextlib.contextmanager
+    def ignoring(self, ids: np.ndarray) -> Iterator[None]:
+        """Treats the content of blocks as not kept, inside a ``with`` statement."""
+        kept_until = self.kept_until[ids]
+        self.kept_until[ids] = 0
+        try:
+            yield
+        finally:
+            self.kept_until[ids] = kept_until
+
+    def cool(self, ids: np.ndarray) -> None:
+        """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""
+        self._cold.push(ids[self._warm.remove(ids)])
+
+    def warm_again(self, ids: np.ndarray) -> None:
+        """Moves the warm blocks of ``ids`` to the end of their queue, to be taken last."""
+        self._warm.push(ids[self._warm.remove(ids)])
+
+    def hold(self, ids: np.ndarray) -> None:
+        """Adds one reference to each of ``ids``: distinct blocks that are held or warm."""
+        held = ids[~self._warm.remove(ids)]
+        if held.size:
+            self._more_holders[held] += 1
+            self._num_shared += held.size
+
+    def share(self, block_ids: Ids) -> None:
+        """Adds one reference per id to blocks that are held already.
+
+        Raises:
+          ValueError: an id that is not held. Nothing is shared then.
+        """
+        ids = self._held(block_ids, each_at_least=1)
+        np.add.at(self._more_holders, ids, 1)
+        self._num_shared += ids.size
+
+    def free(self, block_ids: Ids) -> None:
+        """Drops one reference per id; a block without references becomes free.
+
+        Raises:
+          ValueError: an id that is not held, the null block, or one id more often than
+            it has references. Nothing is freed then.
+        """
+        self.release(self._held(block_ids))
+
+    def release(self, ids: np.ndarray) -> None:
+        """Drops one reference per id; the caller knows that the blocks are held."""
+        if self._num_shared:
+            ids = self._left_by_all(ids)
+        if self.has_kept:
+            ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
+            kept_until = self.kept_until[ids]
+            num_kept = np.count_nonzero(kept_until)
+            if num_kept == ids.size:
+                return self._warm.push(ids)
+            if num_kept:
+                self._warm.push(ids[kept_until > 0])
+                ids = ids[kept_until == 0]
+        self._cold.push(ids)
+
+    def _left_by_all(self, ids: np.ndarray) -> np.ndarray:
+        """Drops one reference per id. Returns blocks without any, in order of last mention."""
+        np.subtract.at(self._more_holders, ids, 1)
+        gone = ids[self._more_holders[ids] < 0]
+        self._more_holders[gone] = 0
+        if gone.size > 1:
+            last = gone.size - 1 - np.unique(gone[::-1], return_index=True)[1]
+            gone = gone[np.sort(last)]
+        self._num_shared -= ids.size - gone.size
+        return gone
+
+    def references(self, block_id: int) -> int:
+        """Returns the number of holders of a block; 0: it is free."""
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block_id={block_id} is not in 0..{self.num_blocks - 1}")
+        return int(self.references_of(np.array([block_id]))[0])
+
+    def references_of(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the number of holders of each block, int64 of the ids' shape."""
+        is_held = (ids != NULL_BLOCK) & ~(self._cold.contains(ids) | self._warm.contains(ids))
+        return np.where(is_held, 1 + self._more_holders[ids], 0)
+
+    def num_held(self, ids: np.ndarray) -> int:
+        """Returns how many of ``ids`` are held; the others must be warm."""
+        return ids.size - int(np.count_nonzero(self._warm.contains(ids)))
+
+    def others_of(self, ids: np.ndarray) -> np.ndarray:
+        """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
+        return self._more_holders[ids]
+
+    def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
+        """Returns whether a holder must copy a block before it writes from a position on."""
+        return (self._more_holders[ids] > 0) | (self.kept_until[ids] > position)
+
+    def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
+        ids = np.asarray(block_ids)
+        if not ids.size:
+            return np.zeros(0, np.int32)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"block_ids must be a flat sequence of ints, got {block_ids!r}")
+        named, counts = np.unique(ids, return_counts=True)
+        in_pool = (named > NULL_BLOCK) & (named < self.num_blocks)
+        held = np.where(in_pool, self.references_of(np.where(in_pool, named, 0)), 0)
+        bad = np.flatnonzero(held < (counts if each_at_least is None else each_at_least))
+        if bad.size:
+            raise ValueError(
+                f"block_ids names block {named[bad[0]]} {counts[bad[0]]} time(s), but it has "
+                f"{held[bad[0]]} references; pass ids in 1..{self.num_blocks - 1} that are held"
+            )
+        return ids.astype(np.int32)
+
+
+def _nothing_more(ids: np.ndarray) -> np.ndarray:
+    return ids[:0]

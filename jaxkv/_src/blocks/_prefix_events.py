@@ -1,0 +1,158 @@
+"""Events for the whole blocks that prefix caching keeps, named by block keys. No jax."""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+
+from jaxkv._src.planning import Plan
+from jaxkv._src.prefixes import (
+    MAX_TOKEN,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventGroup,
+    EventLog,
+    ExtraKey,
+    GroupKind,
+    block_keys,
+    extra_keys_by_block,
+)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KeyChain:
+    """Block keys of a prompt's first tokens, extended as more tokens are computed.
+
+    salt, extra_keys: of the prompt.
+    keys: one key for every `PrefixEvents.grain` tokens.
+    """
+
+    salt: str | None
+    extra_keys: tuple[ExtraKey, ...]
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+
+    def copy(self) -> "KeyChain":
+        """Returns an independent copy, for a request that continues differently."""
+        return dataclasses.replace(self, keys=[*self.keys])
+
+    def extend(self, tokens: np.ndarray, grain: int, root: bytes) -> None:
+        """Appends the keys of the tokens that have none yet.
+
+        Args:
+          tokens: the prompt from its first token on.
+          grain: tokens of one key.
+          root: parent of the first key.
+        """
+        done = len(self.keys) * grain
+        if tokens.size - done >= grain:
+            self.keys += block_keys(
+                tokens[done:],
+                grain,
+                salt=self.salt,
+                extra_keys=self.extra_keys,
+                root=root,
+                start=done,
+                parent=self.keys[-1] if self.keys else None,
+            )
+
+
+class PrefixEvents:
+    """Writes into a log which whole blocks are kept.
+
+    Keys leave out what no model depends on, such as the length of an image that they identify
+    otherwise, so several blocks may have the same key. The log gets an event when the first block
+    of a key is kept, and another when the last one is gone.
+
+    grain: tokens per key, the greatest common divisor of the groups' block sizes.
+    """
+
+    def __init__(self, log: EventLog, plan: Plan):
+        """Creates the events of a plan's groups, for ``log``."""
+        self._log = log
+        self._groups = [
+            EventGroup(
+                index=index,
+                kind=cast(GroupKind, group.specs[0].kind),
+                block_size=group.block_size * plan.context_parallel,
+                window=group.growth.window if group.growth.kind == "sliding" else None,
+            )
+            for index, group in enumerate(plan.groups)
+        ]
+        self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
+        self._names: dict[int, tuple[int, bytes]] = {}  # block id -> group and key
+        self._counts: collections.Counter[tuple[int, bytes]] = collections.Counter()
+
+    def stored(
+        self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
+    ) -> None:
+        """Records that blocks are kept; skips blocks that are recorded already.
+
+        Args:
+          chain: the keys of the prompt.
+          tokens: int64[N], codes of the prompt's tokens, up to the last block or further.
+          group: index of the group.
+          first: column of the first block.
+          ids: block ids of consecutive columns; 0: that column is not kept.
+        """
+        size = self._groups[group].block_size
+        tokens = tokens[: (first + len(ids)) * size] & MAX_TOKEN
+        chain.extend(tokens, self.grain, self._log.root)
+        step = size // self.grain
+        fresh: list[int] = []
+        for column, block_id in enumerate(ids, first):
+            if block_id and block_id not in self._names:
+                name = self._names[block_id] = group, chain.keys[(column + 1) * step - 1]
+                self._counts[name] += 1
+                if self._counts[name] == 1:
+                    fresh.append(column)
+        for start, end in _runs(fresh):
+            self._log.append(self._event(chain, tokens, self._groups[group], start, end))
+
+    def _event(
+        self, chain: KeyChain, tokens: np.ndarray, group: EventGroup, start: int, end: int
+    ) -> BlocksStored:
+        size, step = group.block_size, group.block_size // self.grain
+        extras = extra_keys_by_block(
+            chain.extra_keys, size, end - start, salt=chain.salt, start=start * size
+        )
+        adapters = [key.value[0] for key in chain.extra_keys if isinstance(key.value, tuple)]
+        return BlocksStored(
+            group,
+            block_keys=tuple(chain.keys[(start + 1) * step - 1 : end * step : step]),
+            parent_key=chain.keys[start * step - 1] if start else None,
+            token_ids=tuple(tokens[start * size : end * size].tolist()),
+            extra_keys=tuple(extras) if any(extras) else None,
+            adapter=adapters[0] if adapters else None,
+        )
+
+    def removed(self, ids: Sequence[int]) -> None:
+        """Records that blocks are no longer kept."""
+        gone: dict[int, list[bytes]] = {}
+        for block_id in ids:
+            name = self._names.pop(block_id, None)
+            if name is None:  # the block kept the end of a prefix, which is not a whole block
+                continue
+            self._counts[name] -= 1
+            if not self._counts[name]:
+                del self._counts[name]
+                gone.setdefault(name[0], []).append(name[1])
+        for group, keys in gone.items():
+            self._log.append(BlocksRemoved(self._groups[group], tuple(keys)))
+
+    def cleared(self) -> None:
+        """Records that no block is kept any more."""
+        self._names.clear()
+        self._counts.clear()
+        self._log.append(AllBlocksCleared())
+
+
+def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields first and end of each run of consecutive ascending columns."""
+    for _, run in itertools.groupby(enumerate(columns), lambda pair: pair[1] - pair[0]):
+        found = [column for _, column in run]
+        yield found[0], found[-1] + 1

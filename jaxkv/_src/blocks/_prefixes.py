@@ -1,0 +1,380 @@
+"""Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxkv._src.blocks._books import Books
+from jaxkv._src.blocks._prefix_events import KeyChain, PrefixEvents
+from jaxkv._src.blocks._prompts import Counts, FoundPrefix, Namespace, PrefixStats, Prompt
+from jaxkv._src.blocks._resuming import columns_to_share
+from jaxkv._src.blocks._runs import NO_IDS
+from jaxkv._src.blocks._write import Ints
+from jaxkv._src.internal.checks import check_count
+from jaxkv._src.prefixes import (
+    MAX_TOKEN,
+    ExtraKey,
+    Found,
+    Keeping,
+    PrefixTree,
+    Reason,
+    TokenCodes,
+    as_tokens,
+    check_boundaries,
+    check_content,
+    find,
+)
+
+
+class Prefixes:
+    """The prompts that the manager remembers, and the blocks that it keeps of them.
+
+    has_encoder: whether a group stores encoder tokens; nothing is shared then.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        *,
+        max_requests: int,
+        checkpoint_blocks: int,
+        shares_rows: Sequence[bool],
+        events: PrefixEvents | None = None,
+    ):
+        growths, rules, pool = books.rules.growths, books.rules, books.pool
+        self._events = events
+        self._books, self._max_checkpoint_blocks = books, checkpoint_blocks
+        keepings = [
+            Keeping(*of_group)
+            for of_group in zip(growths, rules.block[:, 0].tolist(), shares_rows, strict=True)
+        ]
+        # tokens of a column in each group that keeps whole columns
+        self._whole = tuple(keeping.block for keeping in keepings if not keeping.by_checkpoint)
+        self._smallest = min((keeping.block for keeping in keepings), default=1)
+        self._tree = PrefixTree(
+            keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
+        )
+        self.has_encoder = bool(rules.crossed.size)
+        self._prompts: dict[int, Prompt] = {}  # by row
+        self._computing: set[int] = set()  # rows whose prompt is not computed yet
+        self._epoch = 0
+        self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
+        self._codes = TokenCodes()
+        self._counts = Counts()
+        pool.on_evict = self._evicted
+
+    # --- requests -----------------------------------------------------------------
+
+    def find(
+        self,
+        tokens: Ints | FoundPrefix,
+        *,
+        salt: str | None,
+        extra_keys: Sequence[ExtraKey],
+        max_cached_tokens: int | None = None,
+    ) -> FoundPrefix:
+        """Finds the longest cached prefix of a prompt; reuses a `FoundPrefix` that is valid."""
+        if isinstance(tokens, FoundPrefix):
+            if salt is not None or extra_keys:
+                raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
+            return self._renewed(tokens, max_cached_tokens)
+        namespace, encoded = self._encode(tokens, salt, extra_keys)
+        limit = _limit(encoded, max_cached_tokens)
+        path, seen = self._tree.walk(namespace, encoded)
+        self._tree.touch(path)
+        keys, pool, found = tuple(extra_keys), self._books.pool, find(self._tree, path, seen, limit)
+        state = self._tree.state
+        return FoundPrefix(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
+
+    def _renewed(self, known: FoundPrefix, max_cached_tokens: int | None) -> FoundPrefix:
+        if known.state is not self._tree.state:
+            return self.find(
+                known.tokens & MAX_TOKEN,
+                salt=known.salt,
+                extra_keys=known.extra_keys,
+                max_cached_tokens=max_cached_tokens,
+            )
+        self._tree.touch(known.path)
+        limit = _limit(known.tokens, max_cached_tokens)
+        if limit == known.limit:
+            return known
+        found = find(self._tree, known.path, known.num_seen, limit)
+        return known._replace(limit=limit, found=found)
+
+    def look_up(
+        self,
+        tokens: Ints | FoundPrefix,
+        *,
+        salt: str | None,
+        extra_keys: Sequence[ExtraKey],
+        boundaries: Sequence[int],
+        max_cached_tokens: int | None,
+    ) -> tuple[Prompt, Found]:
+        """Finds the longest prefix of a prompt, for the arguments of `BlockManager.start`."""
+        prefix = self.find(
+            tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
+        )
+        namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
+        check_boundaries(boundaries, encoded.size)
+        first_block = b""
+        if found.num_seen < self._smallest <= encoded.size:
+            first_block = self._first_block(encoded)
+            reasons = self._elsewhere(namespace, first_block, found.reasons)
+            if reasons is not found.reasons:
+                found = found._replace(reasons=reasons)
+        if found.checkpoint is not None:
+            self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
+        ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
+        self._counts.add(encoded.size, found)
+        used = [] if found.checkpoint is None else [found.checkpoint]
+        prompt = Prompt(namespace, encoded, ends, wanted, found.num_tokens, used)
+        prompt.first_block = first_block
+        if self._events is not None:
+            prompt.chain = KeyChain(prefix.salt, prefix.extra_keys)
+        return prompt, found
+
+    def begin(self, row: int, prompt: Prompt, found: Found) -> None:
+        """Gives a row that was just started its prompt, and the blocks of its prefix."""
+        self._prompts[row] = prompt
+        self._computing.add(row)
+        if found.num_tokens:
+            self._books.share(row, found.num_tokens, found.columns)
+
+    def _chunk_ends(
+        self, num_tokens: int, found: Found, boundaries: Sequence[int]
+    ) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Returns the numbers of tokens after which the states of a prompt are to be kept.
+
+        Returns:
+          The ``chunk_ends`` and ``wanted`` of a `Prompt`.
+        """
+        if not self._tree.has_states:
+            return (), frozenset()
+        limit = num_tokens - 1
+        wanted = set(boundaries)
+        if found.num_seen - found.num_tokens >= self._smallest:
+            wanted.add(min(found.num_seen, limit))
+        ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
+        return tuple(ends), frozenset(wanted)
+
+    def _elsewhere(
+        self, namespace: Namespace, first_block: bytes, reasons: tuple[Reason, ...]
+    ) -> tuple[Reason, ...]:
+        """Returns the reasons, corrected if the first block is known in another namespace."""
+        known = self._first_blocks.get(first_block, ())
+        others = [other for other in known if other != namespace]
+        if not others or "complete" in reasons:
+            return reasons
+        now = [other for other in others if other.epoch == namespace.epoch]
+        reason: Reason = "other_keys" if now else "other_epoch"
+        if any(other.keys == namespace.keys for other in now):
+            reason = "other_salt"
+        return (reason,) * len(reasons)
+
+    def fork(self, donor: int, row: int, num_tokens: int) -> None:
+        """Gives a forked row the first tokens of its donor's prompt."""
+        prompt = self._prompts.get(donor)
+        if prompt is not None:
+            tokens, kept = prompt.tokens[:num_tokens], min(prompt.num_kept, num_tokens)
+            may_go_on = prompt.may_go_on and num_tokens >= prompt.tokens.size
+            self._prompts[row] = dataclasses.replace(
+                prompt,
+                tokens=tokens,
+                chunk_ends=(),
+                num_kept=kept,
+                may_go_on=may_go_on,
+                checkpoints=[*prompt.checkpoints],
+                chain=None if prompt.chain is None else prompt.chain.copy(),
+            )
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        prompts = self._prompts
+        moved = {first: prompts.pop(second, None), second: prompts.pop(first, None)}
+        prompts.update({row: prompt for row, prompt in moved.items() if prompt is not None})
+        others = {first: second, second: first}
+        self._computing = {others.get(row, row) for row in self._computing}
+
+    def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Forgets the tokens after ``num_tokens``, which the requests may replace by others."""
+        for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+            prompt = self._prompts.get(row)
+            if prompt is not None and count < prompt.tokens.size:
+                prompt.tokens, prompt.may_go_on = prompt.tokens[:count], False
+                prompt.num_kept = min(prompt.num_kept, count)
+
+    # --- keeping ------------------------------------------------------------------
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether any row has computed only a part of its prompt."""
+        return bool(self._computing)
+
+    def after_step(self, rows: Iterable[int]) -> None:
+        """Keeps the prompt tokens that the last step of ``rows`` computed."""
+        for row in [row for row in rows if row in self._computing]:
+            prompt, computed = self._prompts[row], self._books.computed.item(row)
+            size = prompt.tokens.size
+            count = min(computed, size)
+            # `rewind` shortens the prompt, so the row may have computed more tokens than that.
+            is_end = count == computed and count in prompt.chunk_ends
+            self._keep(row, prompt, count, is_end=is_end)
+            if count == size:
+                self._computing.remove(row)
+
+    def finish(self, row: int, tokens: Ints | None) -> None:
+        """Keeps what a request computed, before it releases its blocks.
+
+        Args:
+          tokens: the token ids after its prompt.
+        """
+        prompt = self._prompts.get(row)
+        more = NO_IDS if tokens is None else as_tokens("tokens", tokens)
+        if prompt is None:
+            return
+        if prompt.may_go_on and more.size:
+            prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
+        computed = int(self._books.computed[row])
+        count = min(computed, prompt.tokens.size)
+        self._keep(row, prompt, count, is_end=0 < count == computed)
+
+    def used(self, row: int) -> None:
+        """Forgets a row that has released its blocks; the states that it used are taken last."""
+        prompt = self._prompts.pop(row, None)
+        self._computing.discard(row)
+        for checkpoint in () if prompt is None else prompt.checkpoints:
+            if checkpoint in self._tree.checkpoints:
+                self._tree.checkpoints.touch(checkpoint, is_wanted=False)
+                self._books.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
+
+    def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
+        """Keeps the whole blocks of a row's first ``count`` tokens.
+
+        Args:
+          is_end: whether to keep the blocks that hold the end of these tokens, too, if a group
+            has states.
+        """
+        if prompt.namespace.epoch != self._epoch:
+            return
+        ends = self._ends(row, count) if is_end and self._tree.has_states else None
+        if ends is None:
+            count = max([count // block * block for block in self._whole], default=0)
+            if count <= prompt.num_kept:
+                return
+        columns = self._whole_columns(row, prompt.num_kept, count)
+        made = self._tree.keep(
+            prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
+        )
+        prompt.num_kept = max(prompt.num_kept, count)
+        self._books.shared_until[row] = max(self._books.shared_until.item(row), count)
+        self._books.pool.has_kept = True
+        self._remember_first(prompt)
+        if self._events is not None and prompt.chain is not None:
+            for group, (first, ids) in enumerate(columns):
+                kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
+                self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
+        if made is not None:
+            prompt.checkpoints.append(made)
+            self._books.note_shared(row)
+            self._bound_checkpoints()
+
+    def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
+        """Returns, per group, the first whole column between two positions, and all block ids."""
+        found: list[tuple[int, np.ndarray]] = []
+        books, (_, firsts, ends) = self._books, self._books.held_of(row)
+        for group, keeping in enumerate(self._tree.keepings):
+            if keeping.by_checkpoint:
+                found.append((0, NO_IDS))
+                continue
+            first = max(firsts[group], kept // keeping.block)
+            end = min(ends[group], count // keeping.block)
+            found.append((first, books.columns_of(row, group)[first:end]))
+        return found
+
+    def _ends(self, row: int, count: int) -> np.ndarray | None:
+        """Returns the blocks that hold the end of a row's tokens, int32[G]; None if one is lost.
+
+        0: the tokens end with a whole block.
+        """
+        try:
+            columns = columns_to_share(self._books, row, count)
+        except ValueError:
+            return None
+        ends = np.zeros(len(columns), np.int32)
+        for group, (_, _, end) in enumerate(columns):
+            keeping = self._tree.keepings[group]
+            if keeping.by_checkpoint or count % keeping.block:
+                ends[group] = self._books.columns_of(row, group)[end - 1]
+        return ends
+
+    def _bound_checkpoints(self) -> None:
+        tree = self._tree
+        while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
+            self._books.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+
+    def _first_block(self, tokens: np.ndarray) -> bytes:
+        return tokens[: self._smallest].astype(np.int64).tobytes()
+
+    def _remember_first(self, prompt: Prompt) -> None:
+        if prompt.tokens.size >= self._smallest:
+            prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
+            known = self._first_blocks.setdefault(prompt.first_block, {})
+            known[prompt.namespace] = None
+            if len(self._first_blocks) > self._books.pool.num_blocks:
+                del self._first_blocks[next(iter(self._first_blocks))]
+
+    def _evicted(self, ids: np.ndarray) -> np.ndarray:
+        """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
+        self._counts.evicted_blocks += ids.size
+        if self._events is not None:
+            self._events.removed(ids.tolist())
+        return np.array(self._tree.forget(ids), np.int32)
+
+    # --- resetting and counting ---------------------------------------------------
+
+    def new_epoch(self) -> None:
+        """Forgets all kept blocks, but remembers that their prompts were cached."""
+        self._epoch += 1
+        pool = self._books.pool
+        pool.cool(self._tree.clear())
+        pool.has_kept = False
+        if self._events is not None:
+            self._events.cleared()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.new_epoch()
+        self._first_blocks.clear()
+        self._codes = TokenCodes()
+
+    def stats(self) -> PrefixStats:
+        """Returns the counts so far."""
+        return PrefixStats(
+            **dataclasses.asdict(self._counts),
+            kept_blocks=int(np.count_nonzero(self._tree.kept_until)),
+            checkpoint_blocks=self._tree.checkpoints.num_blocks,
+        )
+
+    # --- tokens -------------------------------------------------------------------
+
+    def _encode(
+        self, tokens: Ints, salt: str | None, extra_keys: Sequence[ExtraKey]
+    ) -> tuple[Namespace, np.ndarray]:
+        """Returns the namespace of a prompt, and the codes of its tokens, int[N]."""
+        check_content(salt, extra_keys)
+        if self._codes.is_full:
+            self.reset()
+        codes = self._codes.encode(tokens, [key for key in extra_keys if key.end is not None])
+        if not codes.size:
+            raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
+        adapters = frozenset([key for key in extra_keys if key.end is None])
+        return Namespace(self._epoch, salt, adapters), codes
+
+
+def _limit(tokens: np.ndarray, max_cached_tokens: int | None) -> int:
+    """Returns the most tokens of a prompt that may be shared."""
+    if max_cached_tokens is None:
+        return tokens.size - 1
+    check_count(max_cached_tokens=max_cached_tokens)
+    return min(tokens.size - 1, max_cached_tokens)

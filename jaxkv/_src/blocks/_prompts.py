@@ -1,0 +1,180 @@
+"""Prompts of running requests, and the results of prefix lookups. No jax."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.blocks._pool import BlockPool
+from jaxkv._src.blocks._prefix_events import KeyChain
+from jaxkv._src.prefixes import Checkpoint, ExtraKey, Found, Node, Reason
+
+
+class Namespace(NamedTuple):
+    """Everything besides tokens that cached content depends on; only equal namespaces share it."""
+
+    epoch: int
+    salt: str | None
+    keys: frozenset[ExtraKey]  # those of the whole sequence, such as adapters
+
+
+class FoundPrefix(NamedTuple):
+    """The prefix of a prompt that the cache holds, before a request is started with it.
+
+    The result is valid until the cache changes. `BlockManager.start` takes it in place of the
+    prompt, and looks the prompt up again only if the cache has changed.
+
+    namespace, tokens, salt, extra_keys: of the prompt; see `TokenCodes`.
+    path, num_seen: see `PrefixTree.walk`.
+    limit: the most tokens that may be shared.
+    found: the prefix, of at most ``limit`` tokens.
+    state: of the tree during the lookup; ``found`` is valid until the tree has another one.
+    pool: the pool of the blocks.
+    """
+
+    namespace: Namespace
+    tokens: np.ndarray
+    salt: str | None
+    extra_keys: tuple[ExtraKey, ...]
+    path: Sequence[Node]
+    num_seen: int
+    limit: int
+    found: Found
+    state: object
+    pool: BlockPool
+
+    def __repr__(self) -> str:
+        return f"FoundPrefix({self.num_cached_tokens} of {self.num_tokens} tokens)"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.tokens.size
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.found.num_tokens
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
+        ids = np.concatenate([columns.block_ids for columns in self.found.columns])
+        return self.pool.num_held(ids)
+
+
+class PrefixHit(NamedTuple):
+    """The prefix that a request found in the cache, and why it is not longer.
+
+    row: of the block tables.
+    num_cached_tokens: tokens of the prefix; the request's first step continues after them.
+    shared_blocks: per group, the number of blocks that the request shares.
+    reasons: per group, why the prefix is not longer. "complete": nothing more can be shared; of a
+      prompt that is not longer than a block, nothing at all. "other_groups": this group holds
+      more, but other groups do not. "never_seen": no remembered prompt continues like this one.
+      "shorter_than_a_block": one does, but for less than a block. "evicted": the blocks were
+      taken for other requests. "no_checkpoint": no state was kept there. "left_window": the
+      blocks left the window before they could be kept. "other_salt", "other_keys",
+      "other_epoch": the same tokens are cached under another salt, with other extra keys, or
+      from before `BlockManager.new_epoch`. "not_looked_up": the request was started without
+      tokens, or the plan stores encoder tokens.
+    chunk_ends: numbers of tokens after which a chunk of the prompt should end, ascending, so that
+      states can be kept there: the given boundaries, the point where this prompt parts from a
+      remembered one, and all tokens but the last. Empty for plans that need no such chunks.
+    """
+
+    row: int
+    num_cached_tokens: int
+    shared_blocks: tuple[int, ...]
+    reasons: tuple[Reason, ...]
+    chunk_ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: int, prompt: "Prompt", found: Found) -> "PrefixHit":
+        shared = tuple([columns.block_ids.size for columns in found.columns])
+        return cls(row, found.num_tokens, shared, found.reasons, prompt.chunk_ends)
+
+    @classmethod
+    def nothing(cls, row: int, num_groups: int) -> "PrefixHit":
+        """Returns the hit of a request whose prompt was not looked up."""
+        none: tuple[Reason, ...] = ("not_looked_up",) * num_groups
+        return cls(row, 0, (0,) * num_groups, none, ())
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prompt:
+    """The tokens of a running request, as far as they are known.
+
+    namespace: see `Namespace`.
+    tokens: [N], codes of the tokens and their extra keys; see `TokenCodes`.
+    chunk_ends: numbers of tokens after which states are to be kept.
+    wanted: numbers of tokens after which other prompts are expected to continue.
+    num_kept: first tokens whose blocks are kept already.
+    checkpoints: the one that the request resumed from, and those that were made of its states.
+    may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
+    chain: the keys of its blocks; None without an event log.
+    first_block: the tokens of its first block, as `Prefixes` looks them up; empty before that.
+    """
+
+    namespace: Namespace
+    tokens: np.ndarray
+    chunk_ends: tuple[int, ...]
+    wanted: frozenset[int]
+    num_kept: int
+    checkpoints: list[Checkpoint]
+    may_go_on: bool = True
+    chain: KeyChain | None = None
+    first_block: bytes = b""
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Counts of lookups, hits and evictions, by the names of `PrefixStats`."""
+
+    requests: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evicted_blocks: int = 0
+    reasons: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, num_tokens: int, found: Found) -> None:
+        """Counts the lookup of a prompt of ``num_tokens``."""
+        self.requests += 1
+        self.hits += found.num_tokens > 0
+        self.prompt_tokens += num_tokens
+        self.cached_tokens += found.num_tokens
+        for reason in set(found.reasons):
+            if reason not in ("complete", "other_groups"):
+                self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixStats:
+    """Counts since the manager was made.
+
+    requests: requests whose prompt was looked up.
+    hits: requests that found a prefix.
+    prompt_tokens: tokens of all prompts that were looked up.
+    cached_tokens: tokens of all prefixes that were found.
+    evicted_blocks: kept blocks that were taken for other requests.
+    kept_blocks: blocks that are kept now.
+    checkpoint_blocks: kept blocks that belong to checkpoints of states.
+    reasons: number of requests by the reason why their prefix was not longer, as given by the
+      groups that ended it.
+    """
+
+    requests: int
+    hits: int
+    prompt_tokens: int
+    cached_tokens: int
+    evicted_blocks: int
+    kept_blocks: int
+    checkpoint_blocks: int
+    reasons: dict[str, int]
+
+    @property
+    def hit_rate(self) -> float:
+        """Fraction of the prompt tokens that were found in the cache; 0.0 before any lookup."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,130 @@
+"""Numbers of tokens at which requests can resume, for forks and rewinds. NumPy only."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jaxkv._src.blocks._books import Books, holds
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.prefixes import PLAIN_INTS
+
+
+def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
+    """Returns, per group, source, first and end of the columns that a prefix is read from.
+
+    Raises:
+      ValueError: the row no longer holds a block that the next token reads.
+    """
+    found: list[tuple[int, int, int]] = []
+    held = zip(*books.held_of(row), strict=True)
+    for group, (growth, of_group) in enumerate(zip(books.rules.growths, held, strict=True)):
+        if growth.stores == "state":
+            source, first, end = _state_to_share(books, row, group, of_group[1], num_tokens)
+        elif growth.stores == "encoder":
+            source, first, end = -1, 0, of_group[2]
+        else:
+            block = books.rules.of_groups[group].block
+            source, first = -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block
+            end = cdiv(num_tokens, block)
+        if not _holds_all(of_group, first, end):
+            raise ValueError(
+                f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
+                f"{group} that the next token reads; they left its window, or hold a newer "
+                "state. Pass the number of tokens that the request has computed"
+            )
+        found.append((source, first, end))
+    return found
+
+
+def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
+    """Returns whether held columns (source, first, end) include ``first .. end - 1``."""
+    source, held_first, held_end = held
+    return end <= first or (held_first <= first and end <= held_end) or first == source == end - 1
+
+
+def _state_to_share(
+    books: Books, row: int, group: int, held_first: int, num_tokens: int
+) -> tuple[int, int, int]:
+    if num_tokens == 0:
+        return -1, 0, 0
+    mode, rule = books.rules.growths[group].cache_mode, books.rules.of_groups[group]
+    column, drafts = cdiv(num_tokens, rule.block) - 1, rule.drafts
+    newest = num_tokens == books.computed[row]
+    in_step = int(num_tokens - books.resumed[row])
+    if newest and 1 < in_step <= 1 + drafts:
+        raise ValueError(
+            f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
+            f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
+            "fork after a step of one token"
+        )
+    if not newest and not _is_kept(books, group, np.array([row]), np.array([num_tokens]))[0]:
+        return -1, 0, books.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
+    if mode == "none":
+        return -1, 0, 1
+    if mode == "align":
+        return column, column, column + 1
+    # A row that shares a cached prefix holds only the last column of it.
+    return -1, min(held_first, column), column + 1
+
+
+def check_rewind(
+    books: Books, names: Sequence[Hashable], rows: np.ndarray, num_tokens: np.ndarray
+) -> None:
+    """Raises ValueError if a request no longer holds a block that its next token reads."""
+    lost = np.zeros((len(books.rules.growths), rows.size), bool)
+    if books.rules.has_windows:
+        lost = books.rules.firsts_visible(num_tokens) < books.held(rows)[1]
+    for group, growth in enumerate(books.rules.growths):
+        if growth.stores == "state":
+            lost[group] = _lost_states(books, group, rows, num_tokens)
+    if lost.any():
+        group, bad = (int(index[0]) for index in np.nonzero(lost))
+        raise ValueError(
+            f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
+            f"group {group} that its next token reads ({_why_lost(books, group)}); finish the "
+            "request and compute it again"
+        )
+
+
+def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
+
+    Blocks hold the newest state, the states of the last step's tokens that at most
+    ``speculative_blocks`` tokens follow, and the states that are kept at the ends of blocks.
+    """
+    drafted = books.reached[rows] - num_tokens <= books.rules.drafts[group, 0]
+    drafted &= num_tokens > books.resumed[rows]  # the step wrote over the state that it began with
+    drafted |= num_tokens == books.computed[rows]
+    if books.rules.growths[group].cache_mode == "none":
+        return ~drafted & (num_tokens > 0)
+    block = books.rules.block[group, 0]
+    column = cdiv(num_tokens, block) - 1
+    held = holds(books.held(rows)[:, group], column) | (num_tokens == 0)
+    return ~(held & (drafted | _is_kept(books, group, rows, num_tokens)))
+
+
+def _is_kept(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """Returns whether the state after ``num_tokens`` tokens is held next to newer ones, bool[N].
+
+    With ``cache_mode="align"`` only the state that the last step resumed from is kept: a step
+    that crosses the end of a block does not write the state there. With drafts, not even that one
+    is certain, because the step may have resumed from the block of a draft.
+    """
+    mode = books.rules.growths[group].cache_mode
+    if mode == "none":
+        return np.zeros(rows.size, bool)
+    at_end = num_tokens % books.rules.block[group, 0] == 0
+    if mode == "all":
+        return at_end
+    resumed = (num_tokens == books.resumed[rows]) & (books.rules.drafts[group, 0] == 0)
+    return at_end & (resumed | (num_tokens == 0))
+
+
+def _why_lost(books: Books, group: int) -> str:
+    growth = books.rules.growths[group]
+    if growth.stores != "state":
+        return "it left the window when more tokens were computed"
+    return (
+        f"speculative_blocks={growth.speculative_blocks} of the layer's StateSpec is the "
+        "number of drafts whose states are kept"
+    )

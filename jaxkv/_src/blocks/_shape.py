@@ -1,0 +1,338 @@
+"""The sizes of a step, and the upload that carries its integers. No jax."""
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import numpy as np
+
+from jaxkv._src.blocks._format import UploadFormat
+from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.planning import Plan
+from jaxkv._src.specs import Growth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The static sizes of a step; each distinct shape is compiled once.
+
+    Make one per bucket with `for_plan`, which derives the other sizes from the plan::
+
+        decode = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=256, max_query_len=1)
+        prefill = jaxkv.StepShape.for_plan(plan, max_requests=256, max_tokens=8192)
+        manager.start("a")
+        upload = manager.step(prefill, {"a": 40})
+
+    In array shapes, B is ``batch_size``, T is ``max_tokens`` and G is the number of groups.
+
+    growths, num_blocks, context_parallel: of the plan.
+    max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
+    batch_size: requests of a step.
+    max_tokens: tokens of a step, over all its requests.
+    tokens_per_request: columns of a rectangular ``[B, tokens_per_request]`` batch; None: the
+      tokens of a batch lie end to end.
+    max_query_len: tokens of one request in a step. If it is 1, token i of a flat batch is that of
+      request i.
+    max_seq_len: tokens of one request after a step.
+    max_encoder_tokens: encoder tokens of one request.
+    block_ids: table entries that a step writes, over all groups.
+    zero_ids: fresh blocks that a step zeroes, over all groups.
+    block_copies: blocks that a step copies, over all groups.
+    row_copies: table rows that a step copies.
+    extra: int32s of your own that travel with the step (token ids, say).
+    """
+
+    growths: tuple[Growth, ...]
+    num_blocks: int
+    context_parallel: int = 1
+    max_requests: int
+    batch_size: int
+    max_tokens: int
+    tokens_per_request: int | None = None
+    max_query_len: int
+    max_seq_len: int
+    max_encoder_tokens: int = 0
+    block_ids: int
+    zero_ids: int = 0
+    block_copies: int = 0
+    row_copies: int = 0
+    extra: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
+        positive += ("max_query_len", "max_seq_len")
+        counts = ("max_encoder_tokens", "block_ids", "zero_ids", "block_copies", "row_copies")
+        check_positive(**{name: getattr(self, name) for name in positive})
+        check_count(**{name: getattr(self, name) for name in (*counts, "extra")})
+        if self.batch_size > self.max_requests:
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than max_requests={self.max_requests}, the "
+                "rows of the tables; a request is in a batch once"
+            )
+        if self.tokens_per_request is not None:
+            check_positive(tokens_per_request=self.tokens_per_request)
+            if self.max_tokens != self.batch_size * self.tokens_per_request:
+                raise ValueError(
+                    f"max_tokens={self.max_tokens} must be batch_size * tokens_per_request = "
+                    f"{self.batch_size * self.tokens_per_request} for a rectangular batch"
+                )
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: Plan,
+        *,
+        max_requests: int,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        tokens_per_request: int | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        forks: int = 0,
+        cached_tokens: int = 0,
+        extra: int = 0,
+    ) -> Self:
+        """Derives every size of a step from the plan.
+
+        Example::
+
+            decode = jaxkv.StepShape.for_plan(plan, max_requests=256, batch_size=64, max_tokens=64)
+            square = jaxkv.StepShape.for_plan(plan, max_requests=256, tokens_per_request=4)
+
+        Every step within ``batch_size``, ``max_tokens``, ``max_query_len`` and ``max_seq_len``
+        fits, because the sizes bound the blocks that its requests can take in one step.
+
+        Args:
+          plan: the plan of the cache.
+          max_requests: rows of the block tables, as given to `make_cache` and `BlockManager`.
+          max_tokens: tokens of a step; omitted for a rectangular batch.
+          batch_size: requests of a step; None: ``max_requests``, or ``max_tokens`` if less.
+          tokens_per_request: for a rectangular ``[batch_size, tokens_per_request]`` batch.
+          max_query_len: tokens of one request in a step; None: as many as the step and
+            ``limits.max_in_flight_tokens`` allow. Tables of sliding windows and chunks are
+            as wide as this needs.
+          max_seq_len: tokens of one request after a step; None: ``plan.max_model_len``. A
+            bucket for shorter requests gathers narrower tables.
+          forks: requests of a step that write for the first time since a fork, including the
+            donors; a swap of rows counts as 2. Each may copy a row of the tables and, in every
+            group, a block.
+          cached_tokens: tokens that the requests of a step find in the cache when they start,
+            summed over the requests; see `BlockManager.start`. Requests that continue after a
+            recurrent state also count as ``forks``.
+          extra: integers of your own that travel with the upload.
+
+        Returns:
+          The shape.
+
+        Raises:
+          TypeError, ValueError: sizes that are not positive ints or contradict each other.
+        """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        check_positive(max_requests=max_requests)
+        check_count(forks=forks, cached_tokens=cached_tokens)
+        tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
+        longest = plan.max_model_len if max_seq_len is None else max_seq_len
+        check_positive(max_seq_len=longest)
+        query = min(tokens, plan.limits.max_in_flight_tokens, longest)
+        query = min(query, tokens_per_request or query)
+        if max_query_len is not None:
+            check_positive(max_query_len=max_query_len)
+            query = min(query, max_query_len)
+        encoder = plan.limits.max_encoder_tokens
+        most = [
+            _most_new_blocks(group.growth, batch, tokens, query, encoder, plan.context_parallel)
+            for group in plan.groups
+        ]
+        zeroed = sum(n for n, zero in zip(most, plan.groups_to_zero, strict=True) if zero)
+        copies = min(forks * len(plan.groups), plan.num_blocks - 1)
+        return cls(
+            growths=tuple(group.growth for group in plan.groups),
+            num_blocks=plan.num_blocks,
+            context_parallel=plan.context_parallel,
+            max_requests=max_requests,
+            batch_size=batch,
+            max_tokens=tokens,
+            tokens_per_request=tokens_per_request,
+            max_query_len=query,
+            max_seq_len=min(longest, plan.max_model_len),
+            max_encoder_tokens=encoder,
+            block_ids=min(sum(most) + copies, plan.num_blocks - 1)
+            + _most_shared_blocks(plan, batch, cached_tokens),
+            zero_ids=min(zeroed, plan.num_blocks - 1),
+            block_copies=copies,
+            row_copies=forks,
+            extra=extra,
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of a step's table, per group; see `StepBatch.block_tables`."""
+        longest = cdiv(self.max_seq_len, self.context_parallel)
+        query = self.max_query_len
+        return tuple(
+            growth.step_columns(query, longest, self.max_encoder_tokens) for growth in self.growths
+        )
+
+    @property
+    def changed_rows(self) -> int:
+        """Most table rows that a step changes: its requests, and forks that have no step yet."""
+        return min(self.max_requests, self.batch_size + self.row_copies)
+
+    @functools.cached_property
+    def format(self) -> UploadFormat:
+        """Offsets of a step's integers in its upload."""
+        return UploadFormat(self)
+
+    def idle(self) -> "Upload":
+        """Returns the upload of a step without requests, to compile a step before serving."""
+        return Upload(data=self.format.padding.copy(), shape=self)
+
+    def first_difference(
+        self,
+        *,
+        growths: tuple[Growth, ...],
+        num_blocks: int,
+        context_parallel: int,
+        max_requests: int,
+    ) -> tuple[str, object, object] | None:
+        """Returns the first size that differs from those of a plan and its tables.
+
+        Returns:
+          Its name, its value here and the value given; None if all agree.
+        """
+        given = {
+            "growths": growths,
+            "num_blocks": num_blocks,
+            "context_parallel": context_parallel,
+            "max_requests": max_requests,
+        }
+        for name, value in given.items():
+            if getattr(self, name) != value:
+                return name, getattr(self, name), value
+        return None
+
+    def __repr__(self) -> str:
+        form = f"{self.max_tokens} tokens"
+        if self.tokens_per_request is not None:
+            form = f"{self.tokens_per_request} tokens each"
+        return (
+            f"StepShape({self.batch_size} of {self.max_requests} requests, {form}, up to "
+            f"{self.max_seq_len:,} tokens a request, {self.format.size:,} int32s)"
+        )
+
+    def __getstate__(self) -> dict[str, object]:  # without the cached properties
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:  # cached: jit hashes the shape at every dispatch
+        return self._hash
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Upload:
+    """All integers of one step, for `apply_step`: a pytree that carries its shape as static data.
+
+    data: int32[shape.format.size], NumPy or jax.
+    """
+
+    data: Any  # int32[shape.format.size]
+    shape: StepShape
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """Returns the integers of the upload by name, without padding. Waits for the device.
+
+        ``number`` counts the manager's uploads. Requests: ``request_rows``,
+        ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Table entries,
+        ordered by group: ``entry_rows``, ``entry_columns``, ``entry_ids``, and the end of each
+        group's entries, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks,
+        likewise ordered by group: ``zero_ids``, ``zero_ends``; ``copy_sources``,
+        ``copy_destinations``, ``copy_ends``. Rows to copy: ``row_sources``, ``row_destinations``.
+        """
+        parts = self.shape.format.split(np.asarray(self.data))
+        requests = int((parts["request_rows"] >= 0).sum())
+        for name in ("request_rows", "num_computed_tokens", "encoder_lens"):
+            parts[name] = parts[name][:requests]
+        parts["query_start_loc"] = parts["query_start_loc"][: requests + 1]
+        for names, ends in (
+            (("entry_rows", "entry_columns", "entry_ids"), "entry_ends"),
+            (("zero_ids",), "zero_ends"),
+            (("copy_sources", "copy_destinations"), "copy_ends"),
+        ):
+            last = int(parts[ends][-1]) if parts[ends].size else 0
+            parts |= {name: parts[name][:last] for name in names}
+        rows = parts["changed_rows"] >= 0
+        parts["changed_rows"], parts["row_lengths"] = (
+            parts[name][rows] for name in ("changed_rows", "row_lengths")
+        )
+        for name in ("row_sources", "row_destinations"):
+            parts[name] = parts[name][parts[name] >= 0]
+        return parts
+
+    def __repr__(self) -> str:
+        if not isinstance(self.data, np.ndarray):
+            return f"Upload({self.shape!r})"
+        parts = self.parts()
+        counts = {
+            "requests": parts["request_rows"].size,
+            "tokens": int(parts["query_start_loc"][-1]),
+            "table entries": parts["entry_ids"].size,
+            "blocks to zero": parts["zero_ids"].size,
+            "to copy": parts["copy_sources"].size,
+        }
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+        number = f"number {parts['number'][0]}" if parts["number"][0] else "not numbered"
+        return f"Upload({number}: {listed})"
+
+
+def _token_sizes(
+    max_requests: int,
+    max_tokens: int | None,
+    batch_size: int | None,
+    tokens_per_request: int | None,
+) -> tuple[int, int]:
+    """Returns the tokens and the requests of a step."""
+    if tokens_per_request is not None:
+        check_positive(tokens_per_request=tokens_per_request)
+        batch = max_requests if batch_size is None else batch_size
+        check_positive(batch_size=batch)
+        tokens = batch * tokens_per_request if max_tokens is None else max_tokens
+    elif max_tokens is None:
+        raise TypeError("max_tokens is missing: pass the tokens of a step over all its requests")
+    else:
+        tokens = max_tokens
+        check_positive(max_tokens=tokens)
+        batch = min(max_requests, tokens) if batch_size is None else batch_size
+    check_positive(max_tokens=tokens, batch_size=batch)
+    return tokens, batch
+
+
+def _most_shared_blocks(plan: Plan, batch: int, cached_tokens: int) -> int:
+    """Returns the most table entries of requests that find tokens in the cache."""
+    if not cached_tokens:
+        return 0
+    sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
+    return sum(min(batch, cached_tokens) + cached_tokens // size for size in sizes)
+
+
+def _most_new_blocks(
+    growth: Growth, batch: int, tokens: int, query: int, encoder: int, context_parallel: int
+) -> int:
+    """Returns the most blocks of a group that the requests of one step take.
+
+    A request that computes n tokens takes at most ``ceil(n / block_size)`` blocks. Over a batch,
+    the sum is largest if all requests but one compute one token, and that one computes the rest.
+    """
+    each = 1 + growth.speculative_blocks
+    if growth.stores == "encoder":
+        return batch * cdiv(encoder, growth.block_size)
+    if growth.stores == "state" and growth.cache_mode != "all":
+        return batch * each
+    block = growth.block_size * context_parallel
+    requests = min(batch, tokens)
+    most = requests + (tokens - requests) // block
+    return min(most, batch * cdiv(query, block)) + batch * growth.speculative_blocks

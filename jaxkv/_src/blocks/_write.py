@@ -1,0 +1,232 @@
+"""Checks the fields of an upload against the sizes of a step, and writes them. NumPy only."""
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.blocks._runs import NO_IDS, Runs
+from jaxkv._src.blocks._shape import StepShape
+from jaxkv._src.internal.numbers import INT32_MAX
+
+Ints = Sequence[int] | np.ndarray
+
+
+class Batch(NamedTuple):
+    """The requests of a step: distinct rows, and at least one new token for each."""
+
+    rows: np.ndarray  # int[N]
+    counts: np.ndarray  # int[N], new tokens
+    ends: np.ndarray  # int[N], cumulative sums of counts
+    num_tokens: int
+    longest: int  # most new tokens of one request
+
+    @classmethod
+    def of(cls, rows: np.ndarray, counts: np.ndarray) -> "Batch":
+        if not rows.size:
+            return cls(rows, counts, counts, 0, 0)
+        ends = np.add.accumulate(counts)
+        return cls(rows, counts, ends, int(ends[-1]), int(np.maximum.reduce(counts)))
+
+
+class Entries(NamedTuple):
+    """Block ids to write into cells of the tables, as K runs ordered by group.
+
+    zeroed: runs whose blocks are fresh and must be zeroed.
+    """
+
+    runs: Runs
+    block_ids: np.ndarray  # int32[cells]
+    zeroed: np.ndarray  # bool[K]
+
+    @property
+    def num_zeroed(self) -> int:
+        return self.runs.num_cells_of(self.zeroed)
+
+    def of_cells(self, of_runs: np.ndarray) -> np.ndarray:
+        """Returns values of runs as values of their cells."""
+        return of_runs if self.runs.are_cells else of_runs.repeat(self.runs.counts)
+
+    def chosen(self, which: np.ndarray) -> "Entries":
+        """Returns some of the runs, given by a mask, and their ids."""
+        ids = self.block_ids[self.of_cells(which)]
+        return Entries(self.runs.chosen(which), ids, self.zeroed[which])
+
+    def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray | Sequence[int]]:
+        """Returns the ids to zero, ordered by group, and the end of each group's ids."""
+        chosen = self if self.zeroed.all() else self.chosen(self.zeroed)
+        return chosen.block_ids, chosen.runs.ends(num_groups)
+
+
+class Copies(NamedTuple):
+    """C copies of blocks, ordered by group."""
+
+    groups: np.ndarray  # int64[C], ascending
+    sources: np.ndarray  # int32[C]
+    destinations: np.ndarray  # int32[C]
+
+    def chosen(self, destinations: np.ndarray) -> "Copies":
+        """Returns the copies into these destinations."""
+        kept = np.isin(self.destinations, destinations)
+        return Copies(*(part[kept] for part in self))
+
+    def without(self, destinations: np.ndarray) -> "Copies":
+        """Returns the copies into other destinations."""
+        kept = ~np.isin(self.destinations, destinations)
+        return Copies(*(part[kept] for part in self))
+
+
+NO_COPIES = Copies(np.zeros(0, np.int64), NO_IDS, NO_IDS)
+
+
+class Sizes(NamedTuple):
+    """Sizes of what a step changes, by the names of a `StepShape`."""
+
+    changed_rows: int = 0
+    block_ids: int = 0
+    zero_ids: int = 0
+    block_copies: int = 0
+    row_copies: int = 0
+    extra: int = 0
+
+
+def check_batch(shape: StepShape, batch: Batch, longest: int) -> None:
+    """Raises ValueError unless the requests of a step fit its shape.
+
+    Args:
+      longest: most tokens of one request after the step.
+    """
+    if (
+        batch.rows.size <= shape.batch_size
+        and batch.num_tokens <= shape.max_tokens
+        and batch.longest <= shape.max_query_len
+        and longest <= shape.max_seq_len
+    ):
+        return
+    _refuse(
+        shape,
+        batch_size=batch.rows.size,
+        max_tokens=batch.num_tokens,
+        max_query_len=batch.longest,
+        max_seq_len=longest,
+    )
+
+
+def check_room(shape: StepShape, sizes: Sizes) -> None:
+    """Raises ValueError unless the changes of a step fit its shape."""
+    if any(map(operator.gt, sizes, shape.format.room)):
+        _refuse(shape, **sizes._asdict())
+
+
+_REMEDIES = {
+    "block_ids": "more cached_tokens=, for prompts whose beginning is in the cache, or forks=",
+    "block_copies": "more forks=",
+    "row_copies": "more forks=",
+}
+
+
+def _refuse(shape: StepShape, **sizes: int) -> None:
+    for name, size in sizes.items():
+        room = getattr(shape, name)
+        if size > room:
+            raise ValueError(
+                f"the step needs {name}={size} and its shape has {room}; use "
+                f"{_REMEDIES.get(name, 'a larger shape')} (see StepShape.for_plan)"
+            )
+
+
+def as_int32(name: str, values: Ints) -> np.ndarray:
+    """Returns flat ints as int32[N].
+
+    Raises:
+      TypeError: values that are not ints.
+      ValueError: a value that does not fit int32, or an array that is not flat.
+    """
+    array = values if isinstance(values, np.ndarray) else np.array(values)
+    if not array.size:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
+    if array.dtype == np.int32:
+        return array
+    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+        raise TypeError(f"{name} must be ints, got {array.dtype}")
+    if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
+        raise ValueError(f"{name} holds a value that does not fit int32")
+    return array.astype(np.int32)
+
+
+def write_batch(
+    shape: StepShape,
+    data: np.ndarray,
+    batch: Batch,
+    computed: np.ndarray,
+    encoder_lens: np.ndarray,
+    extra: np.ndarray,
+) -> None:
+    """Fills an upload with padding and the requests of a step."""
+    starts, size = shape.format.starts, batch.rows.size
+    rows, positions = starts["request_rows"], starts["num_computed_tokens"]
+    data[:] = shape.format.padding
+    data[rows : rows + size] = batch.rows
+    data[positions : positions + size] = computed
+    if size:
+        first = starts["query_start_loc"] + 1
+        data[first : first + size] = batch.ends
+        data[first + size : first + shape.batch_size] = batch.num_tokens
+    if encoder_lens.size and shape.format.has_encoder:
+        _put(data, starts["encoder_lens"], encoder_lens)
+    if extra.size:
+        write_extra(shape, data, extra)
+
+
+def write_extra(shape: StepShape, data: np.ndarray, extra: np.ndarray) -> None:
+    """Writes the caller's own integers, int32[N]."""
+    _put(data, shape.format.starts["extra"], extra)
+
+
+def write_entries(
+    shape: StepShape,
+    data: np.ndarray,
+    entries: Entries,
+    changed_rows: np.ndarray,
+    row_lengths: np.ndarray,
+) -> None:
+    """Writes table entries, and the lengths of the rows that changed, int[E * G]."""
+    starts, runs, count = shape.format.starts, entries.runs, entries.runs.num_cells
+    _put(data, starts["changed_rows"], changed_rows)
+    _put(data, starts["row_lengths"], row_lengths)
+    if count:
+        rows, columns, ids = starts["entry_rows"], starts["entry_columns"], starts["entry_ids"]
+        runs.write_cells(data[rows : rows + count], data[columns : columns + count])
+        data[ids : ids + count] = entries.block_ids
+        _put(data, starts["entry_ends"], runs.ends(len(shape.growths)))
+
+
+def write_zero_ids(
+    shape: StepShape, data: np.ndarray, ids: np.ndarray, ends: np.ndarray | Sequence[int]
+) -> None:
+    """Writes the ids of blocks to zero, ordered by group, and the end of each group's ids."""
+    if ids.size:
+        _put(data, shape.format.starts["zero_ids"], ids)
+        _put(data, shape.format.starts["zero_ends"], ends)
+
+
+def write_copies(
+    shape: StepShape, data: np.ndarray, copies: Copies, row_copies: np.ndarray
+) -> None:
+    """Writes copies of blocks, and of table rows, int[M, 2]."""
+    starts = shape.format.starts
+    if copies.groups.size:
+        _put(data, starts["copy_sources"], copies.sources)
+        _put(data, starts["copy_destinations"], copies.destinations)
+        ends = copies.groups.searchsorted(np.arange(len(shape.growths)), "right")
+        _put(data, starts["copy_ends"], ends)
+    if len(row_copies):
+        _put(data, starts["row_sources"], row_copies[:, 0])
+        _put(data, starts["row_destinations"], row_copies[:, 1])
+
+
+def _put(data: np.ndarray, start: int, values: np.ndarray | Sequence[int]) -> None:
+    data[start : start + len(values)] = values

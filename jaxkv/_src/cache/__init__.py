@@ -1,0 +1,56 @@
+"""The cache: block tables and pool as one pytree, and the batch of a step."""
+
+from jaxkv._src.cache._batch import PAD_ROW, StepBatch
+from jaxkv._src.cache._errors import check_errors
+from jaxkv._src.cache._expand import expand_blocks
+from jaxkv._src.cache._layout import CacheLayout, Period
+from jaxkv._src.cache._make import make_cache, set_scales
+from jaxkv._src.cache._slots import (
+    PAD_SLOT,
+    encoder_slots,
+    first_columns,
+    state_blocks,
+    token_slots,
+)
+from jaxkv._src.cache._state import (
+    BAD_BATCH,
+    BAD_BLOCK_ID,
+    BAD_COLUMN,
+    BAD_PERIOD,
+    BAD_ROW,
+    LOST_UPLOAD,
+    NO_BLOCK,
+    REPEATED_UPLOAD,
+    TOO_LONG,
+    CacheError,
+    KVCache,
+    check_layout,
+)
+
+__all__ = [
+    "BAD_BATCH",
+    "BAD_BLOCK_ID",
+    "BAD_COLUMN",
+    "BAD_PERIOD",
+    "BAD_ROW",
+    "LOST_UPLOAD",
+    "NO_BLOCK",
+    "PAD_ROW",
+    "PAD_SLOT",
+    "REPEATED_UPLOAD",
+    "TOO_LONG",
+    "CacheError",
+    "CacheLayout",
+    "KVCache",
+    "Period",
+    "StepBatch",
+    "check_errors",
+    "check_layout",
+    "encoder_slots",
+    "expand_blocks",
+    "first_columns",
+    "make_cache",
+    "set_scales",
+    "state_blocks",
+    "token_slots",
+]

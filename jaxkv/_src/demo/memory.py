@@ -1,0 +1,116 @@
+"""Two memories for the model: the paged cache, and none at all, to compare with."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jaxkv
+from jaxkv._src.demo.model import Tokens, causal_attention
+from jaxkv._src.layout import row_format
+from jaxkv._src.specs import FullAttentionSpec, StateSpec
+from pallas_kernels import Implementation
+
+KEY_SCALE, VALUE_SCALE = 0.02, 0.02  # per tensor; keys are normalised, values about 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedMemory:
+    """A cache in the middle of a step.
+
+    own_attention: reads kernel blocks of the cache by itself, as an engine's kernel does, and
+      masks logits only; otherwise attention is `jaxkv.attend`.
+    """
+
+    cache: jaxkv.KVCache
+    batch: jaxkv.StepBatch
+    tokens: Tokens
+    own_attention: bool
+    implementation: Implementation
+
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
+        given = self.cache, layer, self.batch
+        if not self.own_attention:
+            implementation = "xla" if self.implementation == "xla" else None
+            narrow = self._narrow(layer, queries)
+            cache, out = jaxkv.attend(*given, narrow, keys, values, implementation=implementation)
+            return dataclasses.replace(self, cache=cache), out.astype(queries.dtype)
+        cache = jaxkv.write_tokens(*given, keys, values, implementation=self.implementation)
+        keys, values = _read_kernel_blocks(cache, layer, self.batch)
+        positions = self.tokens.to_requests(self.batch.positions)
+        seen = jnp.arange(keys.shape[1])[None, None] <= positions[..., None]
+        out = causal_attention(self.tokens.to_requests(queries), keys, values, seen)
+        return dataclasses.replace(self, cache=cache), self.tokens.to_tokens(out)
+
+    def _narrow(self, layer: str, queries: Array) -> Array:
+        """Returns queries in 16 bits where Mosaic attends, because the model computes in f32."""
+        pages = jnp.dtype(row_format(self.cache.layout.place_of(layer).spec).dtype)
+        if self.implementation != "mosaic_gpu" or pages.itemsize > 2:
+            return queries
+        return queries.astype(pages if pages.itemsize == 2 else jnp.float16)
+
+    def read_state(self, layer: str) -> tuple[Array, Array]:
+        conv, state = jaxkv.read_state(self.cache, layer, self.batch)
+        return conv, state
+
+    def write_state(self, layer: str, conv: Array, state: Array) -> Self:
+        cache = jaxkv.write_state(self.cache, layer, self.batch, (conv, state))
+        return dataclasses.replace(self, cache=cache)
+
+
+def tokens_of(batch: jaxkv.StepBatch) -> Tokens:
+    """Returns the tokens of a step whose ids are the upload's ``extra``."""
+    offsets = jnp.arange(batch.shape.max_query_len, dtype=jnp.int32)[None]
+    index = batch.query_start_loc[:-1, None] + offsets
+    beyond = batch.shape.max_tokens
+    index = jnp.where(offsets < batch.query_lens[:, None], index, beyond)
+    return Tokens(batch.extra, batch.positions, index)
+
+
+def _read_kernel_blocks(
+    cache: jaxkv.KVCache, layer: str, batch: jaxkv.StepBatch
+) -> tuple[Array, Array]:
+    """Reads kernel blocks of the layer's typed view by their ids."""
+    rows = jaxkv.layer_view(cache, layer)[batch.block_tables(layer)]
+    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:]).astype(jnp.float32)
+    width = row_format(cache.layout.place_of(layer).spec).key_elements
+    return rows[..., :width] * KEY_SCALE, rows[..., width:] * VALUE_SCALE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NoMemory:
+    """Whole requests at once: nothing is kept, paged or shared. Keys and values are rounded."""
+
+    layers: Mapping[str, object]
+    tokens: Tokens
+
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
+        spec = self.layers[layer]
+        if not isinstance(spec, FullAttentionSpec):
+            raise TypeError(f"layer={layer!r} is not attention")
+        # The barrier keeps XLA from taking the conversion there and back for none.
+        rounded = [
+            jax.lax.optimization_barrier(jaxkv.pool.quantize(x, spec.dtype, scale)).astype(x.dtype)
+            * scale
+            for x, scale in ((keys, KEY_SCALE), (values, VALUE_SCALE))
+        ]
+        queries, keys, values = map(self.tokens.to_requests, (queries, *rounded))
+        index = jnp.arange(keys.shape[1])
+        seen = (index[None] <= index[:, None])[None]
+        return self, self.tokens.to_tokens(causal_attention(queries, keys, values, seen))
+
+    def read_state(self, layer: str) -> tuple[Array, Array]:
+        spec, batch = self.layers[layer], self.tokens.by_request.shape[0]
+        if not isinstance(spec, StateSpec):
+            raise TypeError(f"layer={layer!r} is not recurrent")
+        conv, state = (
+            jnp.zeros((batch, *shape), dtype)
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
+        return conv, state
+
+    def write_state(self, layer: str, conv: Array, state: Array) -> Self:
+        return self

@@ -1,0 +1,124 @@
+"""Shared by model families: options, specs from the usual fields, names of layers. No jax."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxkv._src.hf_config._reader import ConfigReader
+from jaxkv._src.specs import (
+    CacheMode,
+    ChunkedAttentionSpec,
+    EncoderOnlySpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MLASpec,
+    SharedKVSpec,
+    SlidingWindowSpec,
+    StateSpec,
+    heads_per_rank,
+)
+
+ImportedSpec = LayerSpec | SharedKVSpec | EncoderOnlySpec
+Layers = dict[str, ImportedSpec]
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+MAMBA, LINEAR, MLA = "mamba", "linear_attention", "mla"
+ATTENTION_BLOCK, MLA_BLOCK = 16, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `layers_from_config`."""
+
+    kv_dtype: str | None = None
+    block_size: int | None = None
+    tensor_parallel: int = 1
+    state_cache_mode: CacheMode = "none"
+    speculative_tokens: int = 0
+
+
+def name_layers(layers: Sequence[Sequence[str]], specs: Mapping[str, LayerSpec]) -> Layers:
+    """Names the caches of every layer: ``layers.3.full_attention`` and so on."""
+    return {f"layers.{i}.{kind}": specs[kind] for i, kinds in enumerate(layers) for kind in kinds}
+
+
+def head_size(reader: ConfigReader) -> int:
+    """Returns ``head_dim``, or hidden size over heads where a file leaves it out."""
+    if reader.value("head_dim") is not None:
+        return reader.number("head_dim")
+    return reader.per_head("hidden_size", "num_attention_heads")
+
+
+def full_attention(
+    reader: ConfigReader,
+    options: Options,
+    *,
+    heads: int | None = None,
+    width: int | None = None,
+    value_width: int | None = None,
+) -> FullAttentionSpec:
+    """Returns the spec of full attention, by default from the usual fields.
+
+    Args:
+      reader: the configuration.
+      options: the arguments of `layers_from_config`.
+      heads: KV heads, summed over all ranks; None: ``num_key_value_heads``.
+      width: elements of a key; None: ``head_dim``.
+      value_width: elements of a value; None: ``width``.
+    """
+    heads = heads or reader.number("num_key_value_heads")
+    width = width or reader.number("head_dim")
+    return FullAttentionSpec(
+        block_size=options.block_size or ATTENTION_BLOCK,
+        num_kv_heads=heads_per_rank(heads, options.tensor_parallel),
+        head_size=width,
+        head_size_v=None if value_width == width else value_width,
+        dtype=reader.kv_dtype(options.kv_dtype),
+    )
+
+
+def sliding(full: FullAttentionSpec, window: int) -> SlidingWindowSpec:
+    """Returns the spec of the same keys and values within a window of tokens."""
+    return SlidingWindowSpec(**_fields(full), sliding_window=window)
+
+
+def chunked(full: FullAttentionSpec, chunk_size: int) -> ChunkedAttentionSpec:
+    """Returns the spec of the same keys and values within chunks of tokens."""
+    return ChunkedAttentionSpec(**_fields(full), chunk_size=chunk_size)
+
+
+def _fields(spec: FullAttentionSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+
+
+def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
+    """Returns the spec of MLA: ``kv_lora_rank + qk_rope_head_dim`` per token, on every rank.
+
+    DeepSeek-V2, arXiv 2405.04434, section 2.1. Heads are made from the row when it is
+    read, so their own widths do not matter.
+    """
+    reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim")
+    reader.ignore("qk_head_dim")
+    return MLASpec(
+        block_size=options.block_size or MLA_BLOCK,
+        head_size=reader.number("kv_lora_rank") + reader.number("qk_rope_head_dim"),
+        value_size=reader.number("kv_lora_rank"),
+        dtype=reader.kv_dtype(options.kv_dtype),
+    )
+
+
+def state(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[str, ...],
+    options: Options,
+    *,
+    block_size: int = ATTENTION_BLOCK,
+) -> StateSpec:
+    """Returns the spec of a state of these arrays; planning fits its block to attention's."""
+    return StateSpec(
+        block_size=options.block_size or block_size,
+        shapes=shapes,
+        dtypes=dtypes,
+        cache_mode=options.state_cache_mode,
+        speculative_blocks=options.speculative_tokens,
+    )

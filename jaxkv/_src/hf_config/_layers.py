@@ -1,0 +1,96 @@
+"""The spec of every layer, read from a configuration. No jax."""
+
+import difflib
+
+from jaxkv._src.hf_config._build import Options
+from jaxkv._src.hf_config._families import FAMILIES, open_config
+from jaxkv._src.hf_config._fields import Config, check_config
+from jaxkv._src.hf_config._refused import REFUSED
+from jaxkv._src.hf_config._wrappers import WRAPPERS
+from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
+
+
+def layers_from_config(
+    config: Config,
+    *,
+    kv_dtype: str | None = None,
+    block_size: int | None = None,
+    tensor_parallel: int = 1,
+    state_cache_mode: CacheMode = "none",
+    speculative_tokens: int = 0,
+) -> dict[str, LayerSpec | SharedKVSpec | EncoderOnlySpec]:
+    """Returns the spec of every layer on one rank, by name and in the order of the model.
+
+    A layer with several caches has a name for each: ``layers.3.full_attention`` and
+    ``layers.3.mamba``.
+
+    Args:
+      config: the content of a ``config.json``. A multimodal model is read by its language model:
+        ``text_config``, ``llm_config``, ``language_config`` or ``thinker_config``.
+      kv_dtype: dtype of keys and values; None: the one that the file names, else the one that
+        the family ships (`shipped_dtype`).
+      block_size: tokens per block; None: the family's usual, 16, or 64 for latent attention.
+        `plan_cache` takes a multiple of it where a block must hold a recurrent state.
+      tensor_parallel: ranks among which KV heads and states are divided.
+      state_cache_mode: ``cache_mode`` of a `StateSpec`; other layers ignore it.
+      speculative_tokens: draft tokens per step, for each of which a recurrent state keeps a
+        block; other layers ignore it.
+
+    Raises:
+      TypeError: a configuration or a field of the wrong type.
+      ValueError: an architecture or a field that is not understood, fields that contradict each
+        other, or a missing field.
+    """
+    if block_size is not None:
+        check_positive(block_size=block_size)
+    check_positive(tensor_parallel=tensor_parallel)
+    check_count(speculative_tokens=speculative_tokens)
+    check_config(config)
+    if str(outer := config.get("model_type")) in REFUSED:
+        raise _not_understood(config, str(outer))
+    reader, family = open_config(config, kv_dtype)
+    if family is None:
+        raise _not_understood(config, reader.model_type)
+    options = Options(
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        tensor_parallel=tensor_parallel,
+        state_cache_mode=state_cache_mode,
+        speculative_tokens=speculative_tokens,
+    )
+    layers = family.read(reader, options)
+    reader.check_all_read()
+    return layers
+
+
+def _not_understood(config: Config, model_type: str) -> ValueError:
+    by_hand = (
+        "Write its layer specs by hand and pass them to plan_cache: {'layers.0': "
+        "FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128), ...}"
+    )
+    if model_type in REFUSED:
+        return ValueError(f"model_type={model_type!r} is refused: {REFUSED[model_type]}. {by_hand}")
+    if config.get("model_type") is None and not config.get("architectures"):
+        given = ", ".join(sorted(map(str, config))[:8]) or "nothing"
+        return ValueError(
+            f"config has no model_type, as every config.json of Hugging Face has; it has {given}. "
+            f"{by_hand}"
+        )
+    known = [*FAMILIES, *WRAPPERS]
+    nearest = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5) or known[:1]
+    return ValueError(
+        f"model_type={config.get('model_type')!r} (architectures="
+        f"{config.get('architectures')}) is not understood; the nearest of {len(known)} that are: "
+        f"{', '.join(nearest)}. {by_hand}"
+    )
+
+
+def shipped_dtype(config: Config) -> str | None:
+    """Returns the dtype that the family ships; None if it is not known, or if the file names one.
+
+    Args:
+      config: the content of a ``config.json``.
+    """
+    reader, family = open_config(config)
+    return family.dtype if family and reader.named_dtype() is None else None

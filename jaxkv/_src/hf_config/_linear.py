@@ -1,0 +1,141 @@
+"""Families with gated delta nets, Kimi delta attention or linear attention. No jax."""
+
+from jaxkv._src.hf_config._build import (
+    FULL,
+    LINEAR,
+    MLA,
+    MLA_BLOCK,
+    Layers,
+    Options,
+    full_attention,
+    head_size,
+    latent_attention,
+    name_layers,
+    state,
+)
+from jaxkv._src.hf_config._reader import ConfigReader
+from jaxkv._src.specs import StateSpec, gated_delta_net_state, kda_state, linear_attention_state
+
+CONV = "linear_conv_kernel_dim"
+
+
+def qwen3_next(reader: ConfigReader, options: Options) -> Layers:
+    """Qwen3-Next, Qwen3.5 and OLMo hybrid: gated delta nets, and some layers of full attention.
+
+    Every ``full_attention_interval``-th layer is full, unless ``layer_types`` lists the kinds.
+    The state of a gated delta net (arXiv 2412.06464) is the last ``conv - 1`` inputs of its
+    convolution over queries, keys and values, and a (value x key) matrix for each value head.
+    ``mamba_ssm_dtype`` is the dtype of the matrices. Without that field, Qwen3-Next keeps them
+    in the model's dtype; Qwen3.5 must name it.
+    """
+    shapes = gated_delta_net_state(
+        num_key_heads=reader.number("linear_num_key_heads"),
+        num_value_heads=reader.number("linear_num_value_heads"),
+        key_size=reader.number("linear_key_head_dim"),
+        value_size=reader.number("linear_value_head_dim"),
+        conv_kernel=reader.number("linear_conv_kernel_dim"),
+        speculative_tokens=options.speculative_tokens,
+        tensor_parallel=options.tensor_parallel,
+    )
+    default = None if reader.model_type.startswith("qwen3_5") else reader.dtype()
+    matrix_dtype = reader.state_dtype("mamba_ssm_dtype", default)
+    delta_net = state(shapes, (reader.dtype(), matrix_dtype), options)
+    width = head_size(reader) if reader.model_type == "olmo_hybrid" else None
+    attention = full_attention(reader, options, width=width)
+    layers = [(kind,) for kind in _qwen3_next_kinds(reader)]
+    return name_layers(layers, {FULL: attention, LINEAR: delta_net})
+
+
+def _qwen3_next_kinds(reader: ConfigReader) -> list[str]:
+    known = {FULL: FULL, LINEAR: LINEAR}
+    if reader.value("layer_types") is not None:
+        kinds = reader.layer_kinds(known)
+        if reader.value("full_attention_interval") is not None and kinds != _by_interval(reader):
+            raise reader.refusal("full_attention_interval", "it contradicts layer_types")
+        return kinds
+    return _by_interval(reader)
+
+
+def _by_interval(reader: ConfigReader) -> list[str]:
+    interval, count = reader.number("full_attention_interval"), reader.layer_count()
+    return [LINEAR if (i + 1) % interval else FULL for i in range(count)]
+
+
+def kimi_linear(reader: ConfigReader, options: Options) -> Layers:
+    """Kimi-Linear (arXiv 2510.26692): Kimi delta attention, and some layers of latent attention.
+
+    The matrix state is float32. ``full_attn_layers`` in ``linear_attn_config`` numbers the latent
+    layers from 1; files of transformers 5 have ``layer_types`` instead.
+    """
+    if reader.value("linear_attn_config") is None:
+        if reader.value("layer_types") is None:
+            raise reader.lacks("linear_attn_config")
+        kinds = reader.layer_kinds({FULL: MLA, LINEAR: LINEAR})
+        delta = _delta(reader, options, "linear_num_heads", "linear_head_dim", CONV)
+    else:
+        linear = reader.inner("linear_attn_config")
+        delta = _delta(linear, options, "num_heads", "head_dim", "short_conv_kernel_size", reader)
+        kinds = _listed_kinds(reader, linear)
+        linear.check_all_read()
+    specs = {MLA: latent_attention(reader, options), LINEAR: delta}
+    return name_layers([(kind,) for kind in kinds], specs)
+
+
+def _listed_kinds(reader: ConfigReader, linear: ConfigReader) -> list[str]:
+    """Returns the kind of every layer from two lists of layer numbers, which begin at 1."""
+    full, rest = linear.listed("full_attn_layers"), linear.listed("kda_layers")
+    layers = range(1, reader.layer_count() + 1)
+    if len(full) + len(rest) != len(layers) or any(i not in full + rest for i in layers):
+        raise reader.refusal(
+            "linear_attn_config", "its two lists must name every layer once, from 1"
+        )
+    return [MLA if i in full else LINEAR for i in layers]
+
+
+def _delta(
+    reader: ConfigReader,
+    options: Options,
+    heads: str,
+    width: str,
+    conv: str,
+    outer: ConfigReader | None = None,
+) -> StateSpec:
+    """Returns the spec of Kimi delta attention from the fields of these names."""
+    shapes = kda_state(
+        num_heads=reader.number(heads),
+        head_size=reader.number(width),
+        conv_kernel=reader.number(conv),
+        speculative_tokens=options.speculative_tokens,
+        tensor_parallel=options.tensor_parallel,
+    )
+    dtypes = (outer or reader).dtype(), "float32"
+    return state(shapes, dtypes, options, block_size=MLA_BLOCK)
+
+
+def bailing_hybrid(reader: ConfigReader, options: Options) -> Layers:
+    """Ling 2.5: Kimi delta attention, and latent attention in the last layer of every group."""
+    group = reader.number("layer_group_size")
+    count = reader.layer_count()
+    reader.default(layer_types=[LINEAR if (i + 1) % group else FULL for i in range(count)])
+    reader.expect("short_conv_kernel_size", reader.value(CONV))
+    return kimi_linear(reader, options)
+
+
+def minimax(reader: ConfigReader, options: Options) -> Layers:
+    """MiniMax-Text-01 and M1: linear attention, and full attention in some layers.
+
+    ``attn_type_list`` has 0 for a linear layer, which keeps a float32 matrix for each head, and 1
+    for a full one.
+    """
+    shapes = linear_attention_state(
+        num_heads=reader.number("num_attention_heads"),
+        head_size=head_size(reader),
+        tensor_parallel=options.tensor_parallel,
+    )
+    matrices = state(shapes, ("float32",), options)
+    if reader.has("attn_type_list"):
+        kinds = reader.layer_kinds({"0": LINEAR, "1": FULL}, field="attn_type_list")
+    else:
+        kinds = reader.layer_kinds({FULL: FULL, LINEAR: LINEAR})
+    attention = full_attention(reader, options, width=head_size(reader))
+    return name_layers([(kind,) for kind in kinds], {FULL: attention, LINEAR: matrices})

@@ -1,0 +1,145 @@
+"""The bytes of a model's weights, from the shapes that its configuration implies. No jax.
+
+Norms and biases are left out: they are less than a thousandth. An architecture that is not
+understood is refused by name.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxkv._src.hf_config._families import open_config
+from jaxkv._src.hf_config._layers import layers_from_config
+from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.hf_config._weights._mixers import mixers
+from jaxkv._src.hf_config._weights._quantization import read_scheme
+from jaxkv._src.hf_config._weights._towers import towers
+from jaxkv._src.hf_config._weights._traits import (
+    ENCODER_DECODERS,
+    WITHOUT_FEED_FORWARD,
+    Traits,
+    nemotron_kinds,
+    per_layer_embeddings,
+    traits_of,
+    zamba2_blocks,
+)
+from jaxkv._src.specs import SharedKVSpec, canonical_dtype, packed_bytes
+
+LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of a model.
+
+    parameters: number of weights.
+    num_bytes: bytes of the checkpoint.
+    stored: dtype of the checkpoint, after the quantisation that it has, if any.
+    """
+
+    parameters: int
+    num_bytes: int
+    stored: str
+
+
+def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights:
+    """Counts the weights of a model, as its checkpoint stores them.
+
+    Args:
+      config: the content of a ``config.json``. If it names no dtype, bfloat16 counts.
+      drafts: whether to count layers that draft tokens (``num_nextn_predict_layers``).
+
+    Raises:
+      ValueError: an architecture, a quantisation or a field that is not understood.
+    """
+    reader, _ = open_config(config)
+    inner = reader.fields.get("ffn_config")  # DBRX
+    nested = inner if isinstance(inner, Mapping) else {}
+    fields = Fields(reader.model_type, {**reader.fields, **nested})
+    dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
+    scheme = read_scheme(fields.first("quantization_config"), fields.first("expert_dtype"))
+    parameters = num_bytes = 0
+    for matrix in _matrices(config, fields, drafts=drafts):
+        parameters += matrix.parameters
+        if scheme is not None and scheme.stores(matrix):
+            num_bytes += scheme.num_bytes(matrix)
+        else:
+            num_bytes += packed_bytes(matrix.parameters, dtype)
+    return Weights(parameters, num_bytes, dtype if scheme is None else f"{scheme.name}, {dtype}")
+
+
+def _matrices(config: Mapping[str, Any], fields: Fields, *, drafts: bool) -> Iterable[Matrix]:
+    if fields.model_type in ENCODER_DECODERS:
+        yield from ENCODER_DECODERS[fields.model_type](fields)
+        return
+    traits = traits_of(fields.model_type)
+    yield from _vocabulary(fields, traits, config)
+    yield from per_layer_embeddings(fields)
+    if fields.model_type == "zamba2":
+        yield from zamba2_blocks(fields)
+    caches, with_experts = _caches(config, fields), expert_layers(fields)
+    for layer in range(fields.num_layers):
+        yield from _layer(fields, traits, layer, caches.get(layer, {}), with_experts)
+    if drafts:
+        last, hidden = fields.num_layers - 1, fields.hidden
+        for _ in range(fields.number("num_nextn_predict_layers", default=0)):
+            yield Matrix("eh_proj", hidden, 2 * hidden, "other")
+            yield from _layer(fields, traits, last, caches.get(last, {}), with_experts)
+            yield Matrix(
+                "embed_tokens and lm_head", fields.number("vocab_size"), hidden, "other", 2
+            )
+    yield from towers(config, fields.hidden)
+
+
+def _vocabulary(fields: Fields, traits: Traits, config: Mapping[str, Any]) -> Iterable[Matrix]:
+    tokens = fields.number("vocab_size", "padded_vocab_size")
+    width = fields.number("word_embed_proj_dim", default=fields.hidden)
+    yield Matrix("embed_tokens", tokens, width, "other")
+    if width != fields.hidden:
+        yield Matrix("project", width, fields.hidden, count=2)
+    if traits.positions:
+        yield Matrix("positions", fields.number(traits.positions), fields.hidden, "other")
+    tied = config.get("tie_word_embeddings")
+    tied = fields.first("tie_word_embeddings") if tied is None else tied
+    if not (traits.tied if tied is None else tied):
+        yield Matrix("lm_head", tokens, fields.hidden, "head")
+
+
+def _layer(
+    fields: Fields,
+    traits: Traits,
+    layer: int,
+    caches: dict[str, tuple[Any, bool]],
+    with_experts: frozenset[int],
+) -> Iterable[Matrix]:
+    if fields.model_type == "zamba2":  # its attention is shared by all layers
+        caches = {kind: cache for kind, cache in caches.items() if kind == "mamba"}
+    yield from mixers(fields, layer, caches, states=traits.states, gate=traits.query_gate)
+    if fields.model_type in WITHOUT_FEED_FORWARD | {"zamba2"}:
+        return
+    if fields.model_type == "nemotron_h":
+        kind = nemotron_kinds(fields)[layer]
+        if kind in ("mlp", "moe"):
+            yield from {"mlp": dense, "moe": experts}[kind](fields, layer, gated=traits.gated)
+        return
+    if layer in with_experts:
+        yield from experts(fields, layer, gated=traits.gated)
+    if layer not in with_experts or traits.both:
+        yield from dense(fields, layer, gated=traits.gated)
+
+
+def _caches(config: Mapping[str, Any], fields: Fields) -> dict[int, dict[str, tuple[Any, bool]]]:
+    """Returns layer -> kind of cache -> its spec, and whether it is the layer's own."""
+    known = {"quantization_config": None}  # it changes no shape
+    if fields.first("torch_dtype", "dtype") is None:
+        known |= {"torch_dtype": "bfloat16"}
+    specs = layers_from_config({**config, **known})
+    caches: dict[int, dict[str, tuple[Any, bool]]] = {}
+    for name, spec in specs.items():
+        if match := LAYER.search(name):
+            own = not isinstance(spec, SharedKVSpec)
+            owner = spec if own else specs[spec.layer]
+            caches.setdefault(int(match[1]), {})[match[2]] = owner, own
+    return caches

@@ -1,0 +1,100 @@
+"""The matrices of feed-forward layers: dense, experts, shared experts. No jax."""
+
+from collections.abc import Iterable
+
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.internal.numbers import cdiv
+
+EXPERTS = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
+EXPERT_WIDTH = "moe_intermediate_size", "intermediate_size", "ffn_hidden_size"
+SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
+SHARED_WIDTH = tuple(
+    """
+    shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size
+    share_expert_dim
+    """.split()
+)
+DENSE_WIDTH = tuple(
+    """
+    intermediate_size_mlp intermediate_size ffn_dim n_inner ffn_hidden_size decoder_ffn_dim d_ff
+    block_ff_dim
+    """.split()
+)
+FIRST = "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"
+STEP = "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
+
+
+def dense(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
+    """Yields the matrices of a dense feed-forward layer, by default four hidden sizes wide."""
+    width = fields.number(*DENSE_WIDTH, default=4 * fields.hidden, layer=layer)
+    if fields.first("use_double_wide_mlp"):  # Gemma 4, in layers that read another's cache
+        shared = fields.number("num_kv_shared_layers", default=0)
+        width *= 1 + (layer >= fields.num_layers - shared)
+    if fields.first("block_auto_adjust_ff_dim"):  # LFM2
+        step = fields.number("block_multiple_of", default=256)
+        factor = fields.first("block_ffn_dim_multiplier") or 1
+        width = cdiv(int(2 * width / 3 * factor), step) * step
+    return feed_forward(f"layers.{layer}.mlp", fields.hidden, width, gated=gated)
+
+
+def experts(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
+    """Yields the router, the routed and the shared experts of a layer."""
+    name, hidden = f"layers.{layer}.mlp", fields.hidden
+    count = fields.number(*EXPERTS, layer=layer)
+    width = fields.number(*EXPERT_WIDTH, layer=layer)
+    yield Matrix(f"{name}.gate", count, hidden, "other")
+    latent = fields.number("moe_latent_size", default=0)  # Nemotron 3: experts behind a projection
+    if latent:
+        yield Matrix(f"{name}.fc1_latent_proj", latent, hidden)
+        yield Matrix(f"{name}.fc2_latent_proj", hidden, latent)
+    routed = f"{name}.experts.0"
+    yield from feed_forward(
+        routed, latent or hidden, width, gated=gated, role="expert", count=count
+    )
+    if shared := _shared_width(fields, layer, width):
+        yield from feed_forward(f"{name}.shared_experts", hidden, shared, gated=gated)
+
+
+def _shared_width(fields: Fields, layer: int, width: int) -> int:
+    """Returns the width of all shared experts of a layer together; 0: there are none."""
+    if fields.model_type == "llama4_text":
+        return width
+    count = fields.number(*SHARED, default=-1, layer=layer)
+    one = fields.number(*SHARED_WIDTH, default=width if count > 0 else 0)
+    return one * (count if count >= 0 else 1)
+
+
+def expert_layers(fields: Fields) -> frozenset[int]:
+    """Returns the layers that have experts, by a list of them or by a rule."""
+    if not fields.first(*EXPERTS):
+        return frozenset()
+    listed = _listed_expert_layers(fields)
+    return _regular_expert_layers(fields) if listed is None else listed
+
+
+def _listed_expert_layers(fields: Fields) -> frozenset[int] | None:
+    if (kinds := fields.listed("mlp_layer_types")) is not None:
+        return frozenset(i for i, kind in enumerate(kinds) if kind != "dense")
+    for name in ("moe_layer_freq", "is_moe_layer"):
+        if (flags := fields.listed(name)) is not None:
+            return frozenset(i for i, flag in enumerate(flags) if flag)
+    if listed := fields.listed("moe_layers"):
+        return frozenset(listed)
+    return None
+
+
+def _regular_expert_layers(fields: Fields) -> frozenset[int]:
+    layers = range(fields.num_layers)
+    if period := fields.number("expert_layer_period", default=0):
+        offset = fields.number("expert_layer_offset", default=0)
+        return frozenset(i for i in layers if i % period == offset)
+    first = fields.number(*FIRST, default=0)
+    last = fields.first("moe_layer_end_index")
+    end = last + 1 if isinstance(last, int) and last >= 0 else len(layers)
+    # Qwen, Llama 4 and ERNIE count from 1; DeepSeek's frequency counts from 0.
+    step, period = fields.number(*STEP, default=1), fields.number("moe_layer_freq", default=1)
+    if not step or not period:  # Qwen: no layer has experts
+        return frozenset()
+    regular = (i for i in layers[first:end] if (i + 1) % step == 0 and i % period == 0)
+    without = fields.listed("mlp_only_layers") or ()
+    return frozenset(i for i in regular if i not in without)

@@ -1,0 +1,176 @@
+"""The matrices of attention layers and of layers with a recurrent state. No jax."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.specs import FullAttentionSpec, StateSpec
+
+HEADS = "num_attention_heads", "n_head", "n_heads", "num_heads"
+
+
+def attention(
+    fields: Fields, name: str, spec: FullAttentionSpec, *, layer: int, gate: bool, stores: bool
+) -> Iterable[Matrix]:
+    """Yields the query, key, value and output matrices of an attention layer.
+
+    Args:
+      fields: fields of the configuration.
+      name: name of the layer.
+      spec: spec of the layer's cache, or of the cache that it reads.
+      layer: index of the layer.
+      gate: whether the layer has a gate as large as its queries.
+      stores: whether the layer computes keys and values; else it reads another layer's.
+    """
+    hidden, heads = fields.hidden, fields.number(*HEADS, layer=layer)
+    yield Matrix(f"{name}.q_proj", heads * spec.head_size * (1 + gate), hidden)
+    if stores:
+        yield Matrix(f"{name}.k_proj", spec.num_kv_heads * spec.head_size, hidden)
+    shares_values = fields.first("attention_k_eq_v") and spec.kind == "full"
+    if stores and not shares_values:
+        yield Matrix(f"{name}.v_proj", spec.num_kv_heads * spec.value_size, hidden)
+    yield Matrix(f"{name}.o_proj", hidden, heads * spec.value_size)
+
+
+def latent_attention(fields: Fields, name: str) -> Iterable[Matrix]:
+    """Yields the matrices of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    hidden, heads = fields.hidden, fields.number(*HEADS)
+    latent, rotary = fields.number("kv_lora_rank"), fields.number("qk_rope_head_dim")
+    plain, value = fields.number("qk_nope_head_dim"), fields.number("v_head_dim")
+    if rank := fields.number("q_lora_rank", default=0):
+        yield Matrix(f"{name}.q_a_proj", rank, hidden)
+        yield Matrix(f"{name}.q_b_proj", heads * (plain + rotary), rank)
+    else:
+        yield Matrix(f"{name}.q_proj", heads * (plain + rotary), hidden)
+    yield Matrix(f"{name}.kv_a_proj_with_mqa", latent + rotary, hidden)
+    yield Matrix(f"{name}.kv_b_proj", heads * (plain + value), latent)
+    yield Matrix(f"{name}.o_proj", hidden, heads * value)
+
+
+def indexer(fields: Fields, name: str) -> Iterable[Matrix]:
+    """Yields the matrices that pick tokens for latent attention (DeepSeek-V3.2)."""
+    heads, width = fields.number("index_n_heads"), fields.number("index_head_dim")
+    yield Matrix(f"{name}.indexer.wq_b", heads * width, fields.number("q_lora_rank"))
+    yield Matrix(f"{name}.indexer.wk", width, fields.hidden)
+    yield Matrix(f"{name}.indexer.weights_proj", heads, fields.hidden, "other")
+
+
+def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
+    """Yields the attention matrices of a DeepSeek-V4 layer with ``ratio`` tokens per row."""
+    hidden, heads = fields.hidden, fields.number(*HEADS)
+    width, rank = fields.number("head_dim"), fields.number("q_lora_rank")
+    groups, low = fields.number("o_groups"), fields.number("o_lora_rank")
+    yield Matrix(f"{name}.q_a_proj", rank, hidden)
+    yield Matrix(f"{name}.q_b_proj", heads * width, rank)
+    yield Matrix(f"{name}.kv_proj", width, hidden)
+    yield Matrix(f"{name}.o_a_proj", groups * low, heads * width // groups)
+    yield Matrix(f"{name}.o_b_proj", hidden, groups * low)
+    if not ratio:
+        return
+    overlap = 2 if ratio == 4 else 1
+    yield Matrix(f"{name}.compressor", 2 * overlap * width, hidden, "other")
+    if ratio == 4:
+        key, index_heads = fields.number("index_head_dim"), fields.number("index_n_heads")
+        yield Matrix(f"{name}.indexer.compressor", 2 * overlap * key, hidden, "other")
+        yield Matrix(f"{name}.indexer.wq_b", index_heads * key, rank)
+        yield Matrix(f"{name}.indexer.weights_proj", index_heads, hidden, "other")
+
+
+def mamba1(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of a mamba1 layer (arXiv 2312.00752)."""
+    (rows, inner), (_, size) = spec.shapes
+    rank = fields.first("mamba_dt_rank", "time_step_rank")
+    rank = rank if isinstance(rank, int) else -(-fields.hidden // 16)
+    yield Matrix(f"{name}.in_proj", 2 * inner, fields.hidden)
+    yield Matrix(f"{name}.x_proj", rank + 2 * size, inner)
+    yield Matrix(f"{name}.dt_proj", inner, rank)
+    yield Matrix(f"{name}.out_proj", fields.hidden, inner)
+    yield Matrix(f"{name}.conv1d", inner, rows + 1, "other")
+    yield Matrix(f"{name}.A_log", inner, size, "other")
+
+
+def mamba2(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of a mamba2 layer (arXiv 2405.21060)."""
+    (rows, channels), (heads, width, _) = spec.shapes
+    yield Matrix(f"{name}.in_proj", heads * width + channels + heads, fields.hidden)
+    yield Matrix(f"{name}.out_proj", fields.hidden, heads * width)
+    yield Matrix(f"{name}.conv1d", channels, rows + 1, "other")
+
+
+def gated_delta_net(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of a gated delta net (arXiv 2412.06464), output gate included."""
+    (rows, channels), (heads, width, _) = spec.shapes
+    yield Matrix(f"{name}.in_proj_qkvz", channels + heads * width, fields.hidden)
+    yield Matrix(f"{name}.in_proj_ba", 2 * heads, fields.hidden)
+    yield Matrix(f"{name}.out_proj", fields.hidden, heads * width)
+    yield Matrix(f"{name}.conv1d", channels, rows + 1, "other")
+
+
+def kimi_delta(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of Kimi delta attention (arXiv 2510.26692)."""
+    (_, channels), (heads, width, _) = spec.shapes
+    yield Matrix(f"{name}.qkv_proj", channels, fields.hidden)
+    yield Matrix(f"{name}.b_proj", heads, fields.hidden)
+    for gate in ("f", "g"):  # each of low rank
+        yield Matrix(f"{name}.{gate}_a_proj", width, fields.hidden)
+        yield Matrix(f"{name}.{gate}_b_proj", heads * width, width)
+    yield Matrix(f"{name}.o_proj", fields.hidden, heads * width)
+
+
+def lightning(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of MiniMax's linear attention, output gate included."""
+    ((heads, width, _),) = spec.shapes
+    for matrix in ("q_proj", "k_proj", "v_proj", "output_gate"):
+        yield Matrix(f"{name}.{matrix}", heads * width, fields.hidden)
+    yield Matrix(f"{name}.out_proj", fields.hidden, heads * width)
+
+
+def short_convolution(fields: Fields, name: str, spec: StateSpec) -> Iterable[Matrix]:
+    """Yields the matrices of an LFM2 convolution."""
+    yield Matrix(f"{name}.in_proj", 3 * fields.hidden, fields.hidden)
+    yield Matrix(f"{name}.out_proj", fields.hidden, fields.hidden)
+    yield Matrix(f"{name}.conv", fields.hidden, spec.shapes[0][0] + 1, "other")
+
+
+States = Callable[[Fields, str, StateSpec], Iterable[Matrix]]
+
+
+def mixers(
+    fields: Fields,
+    layer: int,
+    caches: dict[str, tuple[Any, bool]],
+    *,
+    states: States | None,
+    gate: bool,
+) -> Iterable[Matrix]:
+    """Yields the matrices of a layer's attention or recurrence, by the caches that it has.
+
+    Args:
+      fields: fields of the configuration.
+      layer: index of the layer.
+      caches: kind -> the spec of the cache, and whether it is the layer's own.
+      states: yields the matrices of a layer with a recurrent state.
+      gate: as for `attention`.
+
+    Raises:
+      ValueError: a cache whose layer has matrices that are not understood.
+    """
+    name = f"layers.{layer}.self_attn"
+    if "sliding_mla" in caches:  # every layer of DeepSeek-V4 has one, next to its other caches
+        ratio = caches["mla"][0].compress_ratio if "mla" in caches else 0
+        yield from deepseek_v4(fields, name, ratio)
+        return
+    for kind, (spec, own) in caches.items():
+        if kind == "mla":
+            yield from latent_attention(fields, name)
+        elif kind == "indexer":
+            yield from indexer(fields, name)
+        elif isinstance(spec, FullAttentionSpec):
+            yield from attention(fields, name, spec, layer=layer, gate=gate, stores=own)
+        elif isinstance(spec, StateSpec) and states:
+            yield from states(fields, f"layers.{layer}.mixer", spec)
+        else:
+            raise ValueError(
+                f"the weights of a {kind} layer of model_type={fields.model_type!r} are not "
+                "understood"
+            )

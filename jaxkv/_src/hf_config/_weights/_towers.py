@@ -1,0 +1,121 @@
+"""The matrices of encoders of images and sounds next to a language model. No jax."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxkv._src.hf_config._fields import nested
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._wrappers import WRAPPERS
+
+QWEN = frozenset("qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe".split())
+GLM = frozenset("glm4v glm4v_moe glm46v".split())
+GATED = GLM | frozenset("qwen2_5_vl mistral3 gemma4 lighton_ocr".split())
+ONE_PROJECTION = frozenset("gemma3 shieldgemma2 paligemma gemma4 idefics3 smolvlm".split())
+TWO_PROJECTIONS = frozenset(
+    """
+    llava llava_next llava_next_video llava_onevision vipllava internvl llama4 mistral3
+    lighton_ocr kimi_k25 kimi_vl
+    """.split()
+)
+ALIGNED = frozenset("aya_vision cohere2_vision".split())
+UNDERSTOOD = QWEN | GLM | ONE_PROJECTION | TWO_PROJECTIONS | ALIGNED | {"mllama"}
+TOWERS = "vision_config", "audio_config"
+
+
+def towers(config: Mapping[str, Any], hidden: int) -> Iterable[Matrix]:
+    """Yields the matrices of the towers of a multimodal wrapper, projectors included.
+
+    Args:
+      config: configuration of the wrapper, or of a plain language model.
+      hidden: width of the language model.
+
+    Raises:
+      ValueError: a wrapper with towers that are not understood.
+    """
+    for level in nested(config):
+        outer = str(level.get("model_type"))
+        if outer in WRAPPERS and outer not in UNDERSTOOD:
+            raise ValueError(f"the sizes of the towers of model_type={outer!r} are not known")
+        for name in TOWERS:
+            values = level.get(name)
+            if not isinstance(values, Mapping) or not values:
+                continue
+            if outer not in UNDERSTOOD:
+                raise ValueError(f"the sizes of the {name} of model_type={outer!r} are not known")
+            fields = Fields(outer, {**_sizes(level), **values})
+            conformer = values.get("model_type") == "gemma4_audio"
+            yield from _conformer(fields, hidden) if conformer else _tower(fields, hidden)
+
+
+def _sizes(level: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a wrapper that size its projector."""
+    names = "alignment_intermediate_size", "downsample_factor"
+    return {name: level[name] for name in names if name in level}
+
+
+def _conformer(fields: Fields, text_width: int) -> Iterable[Matrix]:
+    """Yields the matrices of Gemma's encoder of sounds.
+
+    A layer has two feed-forward parts that are four times as wide, attention with relative
+    positions, and a gated convolution.
+    """
+    width, depth = fields.number("hidden_size"), fields.number("num_hidden_layers")
+    yield Matrix("audio.layer", 2 * 8 * width + 5 * width + 3 * width, width, "tower", depth)
+    yield Matrix("audio.project", text_width, width, "tower")
+
+
+def _tower(fields: Fields, text_width: int) -> Iterable[Matrix]:
+    """Yields the matrices of an encoder of images, and of the projector behind it."""
+    width = fields.number("hidden_size")
+    if fields.model_type == "qwen2_vl":  # its hidden_size is that of the language model
+        width = fields.number("embed_dim", default=width)
+    depth = fields.number("depth", "num_hidden_layers", "vt_num_hidden_layers")
+    ratio = fields.first("mlp_ratio")
+    default = int(width * ratio) if isinstance(ratio, int | float) else 4 * width
+    inner = fields.number("intermediate_size", default=default)
+    if fields.model_type in GLM:
+        inner = fields.number("out_hidden_size")
+    gated = fields.model_type in GATED
+    depth += fields.number("num_global_layers", default=0)
+    yield Matrix("visual.qkv", 3 * width, width, "tower", depth)
+    yield Matrix("visual.proj", width, width, "tower", depth)
+    yield from feed_forward("visual", width, inner, gated=gated, role="tower", count=depth)
+    patch = fields.first("patch_size")
+    if isinstance(patch, int):
+        pixels = 3 * patch**2 * fields.number("temporal_patch_size", default=1)
+        yield Matrix("visual.patch_embed", width, pixels, "other")
+    projector = _tiles if fields.number("max_num_tiles", default=0) else _projector
+    yield from projector(fields, width, text_width)
+
+
+def _tiles(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
+    """Yields the embeddings of tiles and the projector of Llama 3.2 Vision."""
+    tiles = fields.number("max_num_tiles")
+    ratios = len(fields.listed("supported_aspect_ratios") or ()) + 1
+    patches = (fields.number("image_size") // fields.number("patch_size")) ** 2 + 1
+    yield Matrix("visual.tiles", ratios, tiles * (patches + 2) * width, "other")
+    yield Matrix("visual.projector", text_width, fields.number("vision_output_dim"), "tower")
+
+
+def _projector(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
+    """Yields the matrices between a tower and the language model."""
+    name = "visual.merger"
+    merged = width * fields.number("spatial_merge_size", default=1) ** 2
+    if fields.model_type in ONE_PROJECTION:
+        yield Matrix(name, text_width, width, "tower")
+    elif fields.model_type in QWEN:
+        times = 1 + len(fields.listed("deepstack_visual_indexes") or ())
+        yield Matrix(f"{name}.fc1", merged, merged, "tower", times)
+        yield Matrix(f"{name}.fc2", text_width, merged, "tower", times)
+    elif fields.model_type in GLM:
+        inner = fields.number("intermediate_size")
+        yield Matrix(f"{name}.downsample", text_width, 4 * width, "tower")
+        yield from feed_forward(name, text_width, inner, gated=True, role="tower")
+    elif fields.model_type in ALIGNED:
+        inner = fields.number("alignment_intermediate_size", default=2 * text_width)
+        merged = width * fields.number("downsample_factor", default=2) ** 2
+        yield Matrix(f"{name}.fc1", inner, merged, "tower")
+        yield Matrix(f"{name}.fc2", text_width, inner // 2, "tower")
+    else:
+        yield Matrix(f"{name}.fc1", text_width, merged, "tower")
+        yield Matrix(f"{name}.fc2", text_width, text_width, "tower")

@@ -1,0 +1,167 @@
+"""Traits of model types, and the matrices that only single families have. No jax."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix, feed_forward
+from jaxkv._src.hf_config._weights._mixers import (
+    HEADS,
+    States,
+    gated_delta_net,
+    kimi_delta,
+    lightning,
+    mamba1,
+    mamba2,
+    short_convolution,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """The traits of a model type that decide which matrices it has.
+
+    gated: whether feed-forward layers have a gate.
+    tied: whether the head is the embedding where the configuration does not say.
+    query_gate: whether attention has a gate as large as its queries.
+    both: whether layers with experts also have a dense feed-forward layer.
+    positions: name of the field with the number of learnt positions; None: there are none.
+    states: yields the matrices of a layer with a recurrent state; None: there are none.
+    """
+
+    gated: bool = True
+    tied: bool = False
+    query_gate: bool = False
+    both: bool = False
+    positions: str | None = None
+    states: States | None = None
+
+
+PLAIN = """
+    llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text
+    qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text qwen2_5_omni_text phi3
+    phimoe glm glm4 glm4_moe glm4_moe_lite glm4v_text glm4v_moe_text glm_moe_dsa gpt_oss
+    deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 granite granitemoe
+    granitemoeshared minimax_m2 olmo olmo2 olmo3 olmoe seed_oss internlm2 internlm3 exaone4
+    exaone_moe dots1 bailing_moe bailing_moe_v2 mimo mimo_v2_flash llama4_text stablelm cwm
+    hyperclovax hy_v3 dbrx chatglm mllama_text_model solar solar_open axk1 exaone baichuan internlm
+    helium diffllama bitnet iquestcoder flex_olmo laguna mistral4 pangu_ultra_moe
+"""
+TIED = """
+    gemma gemma2 gemma3_text cohere cohere2 cohere2_moe smollm3 ernie4_5 ernie4_5_moe minicpm3
+    hunyuan_v1_dense hunyuan_v1_moe youtu vaultgemma gemma4_unified_text
+"""
+TRAITS = {
+    **dict.fromkeys(PLAIN.split(), Traits()),
+    **dict.fromkeys(TIED.split(), Traits(tied=True)),
+    **dict.fromkeys(
+        ("phi", "gpt_neox", "gptj", "codegen", "nemotron", "persimmon", "jais2"),
+        Traits(gated=False),
+    ),
+    **dict.fromkeys(("starcoder2", "falcon", "bloom", "mpt"), Traits(gated=False, tied=True)),
+    **dict.fromkeys(
+        ("gpt2", "gpt_bigcode"), Traits(gated=False, tied=True, positions="n_positions")
+    ),
+    "gpt_neo": Traits(gated=False, tied=True, positions="max_position_embeddings"),
+    "opt": Traits(gated=False, tied=True, positions="max_position_embeddings"),
+    "apertus": Traits(gated=False),
+    "arcee": Traits(gated=False),
+    "gemma4_text": Traits(tied=True, both=True),
+    "qwen3_next": Traits(query_gate=True, states=gated_delta_net),
+    "qwen3_5_text": Traits(query_gate=True, states=gated_delta_net),
+    "qwen3_5_moe_text": Traits(query_gate=True, states=gated_delta_net),
+    "olmo_hybrid": Traits(states=gated_delta_net),
+    "kimi_linear": Traits(states=kimi_delta),
+    **dict.fromkeys(("minimax", "minimax_text_01", "minimax_m1"), Traits(states=lightning)),
+    "jamba": Traits(states=mamba1),
+    "mamba": Traits(tied=True, states=mamba1),
+    "falcon_mamba": Traits(tied=True, states=mamba1),
+    "mamba2": Traits(states=mamba2),
+    "bamba": Traits(states=mamba2),
+    "falcon_h1": Traits(states=mamba2),
+    "granitemoehybrid": Traits(states=mamba2),
+    "nemotron_h": Traits(gated=False, states=mamba2),
+    "zamba2": Traits(tied=True, states=mamba2),
+    "afmoe": Traits(query_gate=True),
+    "lfm2": Traits(tied=True, states=short_convolution),
+    "lfm2_moe": Traits(tied=True, states=short_convolution),
+}
+WITHOUT_FEED_FORWARD = {"mamba", "mamba2", "falcon_mamba"}
+
+
+def traits_of(model_type: str) -> Traits:
+    """Returns the traits of a model type.
+
+    Raises:
+      ValueError: the model type is not in the table.
+    """
+    if model_type not in TRAITS:
+        raise ValueError(f"the sizes of the weights of model_type={model_type!r} are not known")
+    return TRAITS[model_type]
+
+
+def nemotron_kinds(fields: Fields) -> list[str]:
+    """Returns the kind of every Nemotron-H layer: "mlp", "moe", or a kind that mixes tokens."""
+    letters = fields.first("hybrid_override_pattern")
+    if isinstance(letters, str):
+        return [{"-": "mlp", "E": "moe"}.get(letter, "mixer") for letter in letters]
+    return list(fields.first("layers_block_type") or ())
+
+
+def per_layer_embeddings(fields: Fields) -> Iterable[Matrix]:
+    """Yields the embeddings that every layer of Gemma 3n and 4 has, and their projections."""
+    width = fields.number("hidden_size_per_layer_input", default=0)
+    if not width:
+        return
+    layers, hidden = fields.num_layers, fields.hidden
+    tokens = fields.number("vocab_size_per_layer_input", "vocab_size")
+    yield Matrix("embed_tokens_per_layer", tokens, layers * width, "other")
+    yield Matrix("per_layer_model_projection", layers * width, hidden)
+    yield Matrix("per_layer_input_gate", width, hidden, count=layers)
+    yield Matrix("per_layer_projection", hidden, width, count=layers)
+
+
+def whisper(fields: Fields) -> Iterable[Matrix]:
+    """Yields the matrices of Whisper."""
+    hidden, tokens = fields.number("d_model"), fields.number("vocab_size")
+    for part, blocks in (("encoder", 1), ("decoder", 2)):
+        count, width = fields.number(f"{part}_layers"), fields.number(f"{part}_ffn_dim")
+        yield Matrix(f"{part}.attn", hidden, hidden, count=4 * blocks * count)
+        yield from feed_forward(part, hidden, width, gated=False, count=count)
+    positions = fields.number("max_source_positions") + fields.number("max_target_positions")
+    yield Matrix("positions", positions, hidden, "other")
+    yield Matrix("embed_tokens", tokens, hidden, "other")
+    yield Matrix("conv", hidden, 3 * (hidden + fields.number("num_mel_bins")), "other")
+
+
+def t5(fields: Fields) -> Iterable[Matrix]:
+    """Yields the matrices of T5 and its relatives; newer ones have gates and an untied head."""
+    hidden, inner = fields.number("d_model"), fields.number("num_heads") * fields.number("d_kv")
+    width, gated = fields.number("d_ff"), str(fields.first("feed_forward_proj")).startswith("gated")
+    layers = fields.number("num_layers")
+    for blocks, count in ((1, layers), (2, fields.number("num_decoder_layers", default=layers))):
+        yield Matrix("attn", inner, hidden, count=4 * blocks * count)
+        yield from feed_forward("mlp", hidden, width, gated=gated, count=count)
+    tables = 1 if fields.first("tie_word_embeddings") in (None, True) else 2
+    yield Matrix("embed_tokens", fields.number("vocab_size"), hidden, "other", tables)
+
+
+ENCODER_DECODERS = {"whisper": whisper, "t5": t5, "mt5": t5, "umt5": t5}
+
+
+def zamba2_blocks(fields: Fields) -> Iterable[Matrix]:
+    """Yields Zamba2's attention blocks, which its hybrid layers share, and what each adds."""
+    kinds = fields.first("layers_block_type", "layer_types") or ()
+    uses = sum(kind == "hybrid" for kind in kinds)
+    hidden, width = fields.hidden, fields.number("intermediate_size", default=4 * fields.hidden)
+    blocks, rank = fields.number("num_mem_blocks", default=1), fields.number("adapter_rank")
+    heads = fields.number(*HEADS)
+    size = fields.number("attention_head_dim", default=2 * hidden // heads)
+    yield Matrix("shared.qkv_proj", 3 * heads * size, 2 * hidden, count=blocks)
+    yield Matrix("shared.o_proj", hidden, heads * size, count=blocks)
+    yield from feed_forward("shared.mlp", hidden, width, gated=True, count=blocks)
+    yield Matrix("linear", hidden, hidden, count=uses)
+    yield Matrix("shared.adapter_in", rank, hidden, count=uses)
+    yield Matrix("shared.adapter_out", 2 * width, rank, count=uses)
+    if fields.first("use_shared_attention_adapter"):
+        yield Matrix("shared.attention_adapter_in", 3 * rank, 2 * hidden, count=uses)
+        yield Matrix("shared.attention_adapter_out", 3 * heads * size, rank, count=uses)

@@ -1,0 +1,64 @@
+"""``jax.jit`` that refuses integers which are not int32 instead of truncating them.
+
+jit turns NumPy's int64 into int32 before the function sees it, and 2**32 + 7 into 7. Silently
+truncated ids are exactly the bug that this package exists to prevent.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv._src.internal.checks import check_int32
+
+
+class JittedInt32[**P, R]:
+    """A jitted function that first checks that named arguments are int32.
+
+    ``lower``, ``trace`` and the like are those of `jax.jit`. They are not attributes of a plain
+    function, because a ``jit`` around it would copy them and lose its own.
+    """
+
+    def __init__(self, function: Callable[P, R], names: tuple[str, ...], options: dict[str, Any]):
+        functools.update_wrapper(self, function)
+        self._jitted = jax.jit(function, **options)
+        parameters = inspect.signature(function).parameters
+        self._places = [
+            (name, list(parameters).index(name), parameters[name].annotation) for name in names
+        ]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        for name, place, wanted in self._places:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if dataclasses.is_dataclass(value):
+                fields = dataclasses.fields(value)
+                check_int32(**{f"{name}.{f.name}": getattr(value, f.name) for f in fields})
+            elif dataclasses.is_dataclass(wanted):
+                raise TypeError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
+            else:
+                check_int32(**{name: value})
+        return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds like a function; `help` therefore shows it as one."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
+def jit_int32[**P, R](
+    *names: str, **jit_options: Any
+) -> Callable[[Callable[P, R]], JittedInt32[P, R]]:
+    """Returns a decorator: `jax.jit` with options, and int32 checks on the named arguments."""
+
+    def decorate(function: Callable[P, R]) -> JittedInt32[P, R]:
+        return JittedInt32(function, names, jit_options)
+
+    return decorate

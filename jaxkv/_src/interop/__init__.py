@@ -1,0 +1,1 @@
+"""Conversion of plans and steps of other engines. No jax."""

@@ -1,0 +1,28 @@
+"""Plans: groups of layers, the layout of a block, and the blocks of a pool. No jax."""
+
+from jaxkv._src.planning._admission import KVCacheCapacityError, admit
+from jaxkv._src.planning._grouping import Grouping, GroupingFigures, make_groups
+from jaxkv._src.planning._layout import Group, LayerPlacement, PoolLayout, PoolTensor, make_layout
+from jaxkv._src.planning._pages import hybrid_block_size, unify_pages
+from jaxkv._src.planning._plan import Plan, ZeroPolicy
+from jaxkv._src.planning._plan_cache import plan_cache
+from jaxkv._src.planning._workers import WorkerLayers
+
+__all__ = [
+    "Group",
+    "Grouping",
+    "GroupingFigures",
+    "KVCacheCapacityError",
+    "LayerPlacement",
+    "Plan",
+    "PoolLayout",
+    "PoolTensor",
+    "WorkerLayers",
+    "ZeroPolicy",
+    "admit",
+    "hybrid_block_size",
+    "make_groups",
+    "make_layout",
+    "plan_cache",
+    "unify_pages",
+]

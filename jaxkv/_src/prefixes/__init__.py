@@ -1,0 +1,74 @@
+"""Prefix caching: a radix tree of prompts, block keys, and events for routers. No jax."""
+
+from jaxkv._src.prefixes._checkpoints import Checkpoint
+from jaxkv._src.prefixes._event_encoding import (
+    END_OF_REPLAY,
+    EventFormat,
+    EventFrames,
+    GroupChoice,
+    KeyFormat,
+    encode_events,
+    event_frames,
+)
+from jaxkv._src.prefixes._events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    EventBatch,
+    EventGroup,
+    EventLog,
+    GroupKind,
+    Medium,
+)
+from jaxkv._src.prefixes._extra_keys import (
+    BlockExtras,
+    ExtraKey,
+    ExtraKind,
+    check_boundaries,
+    check_content,
+    extra_keys_by_block,
+)
+from jaxkv._src.prefixes._keys import block_keys, root_key
+from jaxkv._src.prefixes._lookup import Found, Reason, SharedColumns, find
+from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
+from jaxkv._src.prefixes._tree import PLAIN_INTS, Keeping, Node, PrefixTree
+
+__all__ = [
+    "END_OF_REPLAY",
+    "MAX_TOKEN",
+    "PLAIN_INTS",
+    "AllBlocksCleared",
+    "BlockExtras",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
+    "Checkpoint",
+    "EventBatch",
+    "EventFormat",
+    "EventFrames",
+    "EventGroup",
+    "EventLog",
+    "ExtraKey",
+    "ExtraKind",
+    "Found",
+    "GroupChoice",
+    "GroupKind",
+    "Keeping",
+    "KeyFormat",
+    "Medium",
+    "Node",
+    "PrefixTree",
+    "Reason",
+    "SharedColumns",
+    "TokenCodes",
+    "as_tokens",
+    "block_keys",
+    "check_boundaries",
+    "check_content",
+    "encode_events",
+    "event_frames",
+    "extra_keys_by_block",
+    "find",
+    "root_key",
+]

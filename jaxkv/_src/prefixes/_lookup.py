@@ -1,0 +1,248 @@
+"""Lookup of the longest prefix that every group still holds. NumPy only."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint
+from jaxkv._src.prefixes._tree import Keeping, Node, PrefixTree
+
+Reason = Literal[
+    "complete",
+    "other_groups",
+    "never_seen",
+    "shorter_than_a_block",
+    "evicted",
+    "no_checkpoint",
+    "left_window",
+    "other_salt",
+    "other_keys",
+    "other_epoch",
+    "not_looked_up",
+]
+
+
+class SharedColumns(NamedTuple):
+    """Block-table columns of one group that a request takes from the cache.
+
+    source, first, end: as in `jaxkv.specs.LiveColumns`.
+    block_ids: int32[end - first].
+    """
+
+    source: int
+    first: int
+    end: int
+    block_ids: np.ndarray
+
+
+NO_COLUMNS = SharedColumns(-1, 0, 0, np.zeros(0, np.int32))
+
+
+class Found(NamedTuple):
+    """The longest prefix of a prompt that a request can share.
+
+    num_tokens: tokens of the prefix; 0: none.
+    num_seen: leading tokens that a remembered prompt has too, with or without their blocks.
+    columns: the shared columns, per group.
+    reasons: why the prefix is not longer, per group; see `jaxkv.blocks.PrefixHit`.
+    checkpoint: checkpoint at the end of the prefix; None: no group needs one.
+    """
+
+    num_tokens: int
+    num_seen: int
+    columns: tuple[SharedColumns, ...]
+    reasons: tuple[Reason, ...]
+    checkpoint: Checkpoint | None
+
+
+def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> Found:
+    """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
+
+    Args:
+      path: nodes from `PrefixTree.walk`.
+      num_seen: tokens of the prompt that agree with the path.
+      limit: the most tokens to share; less than the prompt, whose last token is always computed.
+    """
+    seen = min(num_seen, limit)
+    if not seen:
+        return _nothing_seen(tree, num_seen, limit)
+    columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
+    checkpoint: Checkpoint | None = None
+    if tree.has_states:
+        num_tokens, checkpoint = _longest_checkpoint(tree.keepings, path, columns, seen)
+        reasons = _reasons_by_checkpoint(tree.keepings, path, columns, num_tokens, seen, limit)
+    else:
+        num_tokens = _longest_whole(tree, columns, seen)
+        reasons = _reasons_whole(tree, columns, num_tokens, seen, limit)
+    shared = (NO_COLUMNS,) * len(columns)
+    if num_tokens:
+        partial = [0] * len(columns) if checkpoint is None else checkpoint.blocks.tolist()
+        each = zip(tree.keepings, columns, partial, strict=True)
+        shared = tuple([_shared(keeping, ids, num_tokens, last) for keeping, ids, last in each])
+    return Found(num_tokens, num_seen, shared, reasons, checkpoint)
+
+
+def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> Found:
+    """Returns the result for a prompt of which nothing is remembered, or nothing may be shared."""
+    num_groups, shortest = len(tree.keepings), 1 if tree.has_states else tree.grid
+    reason: Reason = "complete" if limit < shortest else "never_seen"
+    return Found(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
+
+
+def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int) -> SharedColumns:
+    """Returns the columns that the token after a prefix reads.
+
+    Args:
+      columns: int32[C], the blocks of the group's whole columns.
+      partial: the group's block in the checkpoint; 0: none.
+    """
+    block = keeping.block
+    end = cdiv(num_tokens, block)
+    if keeping.by_checkpoint:
+        ids = np.array([partial], np.int32)
+        if keeping.growth.cache_mode == "none":
+            return SharedColumns(-1, 0, 1, ids)
+        return SharedColumns(end - 1, end - 1, end, ids)
+    first = end - 1 if keeping.only_last else keeping.first_column(num_tokens)
+    ids = columns[first : num_tokens // block]
+    if num_tokens % block:
+        ids = np.concatenate([ids, np.array([partial], np.int32)])
+    return SharedColumns(-1, first, end, ids)
+
+
+# --- plans without states that are overwritten: prefixes of whole blocks ---------------
+
+
+def _held_at(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Returns whether a group holds what the token at each position reads, bool[P].
+
+    Args:
+      positions: ends of whole blocks, at least one block each.
+    """
+    last = positions // keeping.block - 1
+    if keeping.only_last:
+        return columns[last] > 0
+    if (columns > 0).all():
+        return np.ones(positions.size, bool)
+    index = np.arange(columns.size)
+    newest_hole = np.maximum.accumulate(np.where(columns > 0, -1, index))
+    first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+    return newest_hole[last] < first
+
+
+def _holds_whole(keeping: Keeping, columns: np.ndarray, position: int) -> bool:
+    """As `_held_at`, for one position."""
+    end = position // keeping.block
+    if keeping.only_last:
+        return bool(columns[end - 1] > 0)
+    first = keeping.first_column(position)
+    return bool((columns[first:end] > 0).all())
+
+
+def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -> int:
+    keepings, grid = tree.keepings, tree.grid
+    if seen < grid:
+        return 0
+    longest = seen // grid * grid  # tried first: usually every group holds it
+    if all(_holds_whole(*of_group, longest) for of_group in zip(keepings, columns, strict=True)):
+        return longest
+    positions = np.arange(grid, seen + 1, grid)
+    held = np.ones(positions.size, bool)
+    for keeping, ids in zip(keepings, columns, strict=True):
+        held &= _held_at(keeping, ids, positions)
+    return int(positions[held][-1]) if held.any() else 0
+
+
+def _reasons_whole(
+    tree: PrefixTree, columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
+) -> tuple[Reason, ...]:
+    keepings, grid = tree.keepings, tree.grid
+    if hit + grid > limit:
+        return ("complete",) * len(keepings)
+    if hit + grid > seen:
+        return ("never_seen" if seen <= hit else "shorter_than_a_block",) * len(keepings)
+    positions = np.arange(hit + grid, seen + 1, grid)
+    reasons: list[Reason] = []
+    for keeping, ids in zip(keepings, columns, strict=True):
+        if _held_at(keeping, ids, positions).any():
+            reasons.append("other_groups")
+        else:
+            reasons.append(_why_not_held(keeping, ids, positions))
+    return tuple(reasons)
+
+
+def _why_not_held(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> Reason:
+    """Returns the reason why a group holds too little for a token at any of these positions."""
+    end = positions // keeping.block
+    if keeping.only_last:
+        first = end - 1
+    else:
+        first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+    evicted = np.cumsum(np.concatenate([[0], columns == EVICTED]))
+    if (evicted[end] > evicted[first]).any():
+        return "evicted"
+    return "no_checkpoint" if keeping.only_last else "left_window"
+
+
+# --- plans with states that are overwritten: prefixes that end at a checkpoint ----------
+
+
+def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoint]:
+    """Returns the checkpoints at ``above < position <= up_to``, the last position first."""
+    found = [
+        checkpoint
+        for node in path
+        for position, checkpoint in node.checkpoints.items()
+        if above < position <= up_to
+    ]
+    return sorted(found, key=lambda checkpoint: -checkpoint.position)
+
+
+def _holds(keeping: Keeping, columns: np.ndarray, checkpoint: Checkpoint, group: int) -> bool:
+    """Returns whether a group holds what the token after a checkpoint reads."""
+    position, block_id = checkpoint.position, int(checkpoint.blocks[group])
+    if keeping.by_checkpoint:
+        return block_id > 0
+    if position % keeping.block and block_id <= 0:
+        return False
+    if keeping.only_last and position % keeping.block:
+        return True
+    return _holds_whole(keeping, columns, position)
+
+
+def _longest_checkpoint(
+    keepings: Sequence[Keeping], path: Sequence[Node], columns: Sequence[np.ndarray], seen: int
+) -> tuple[int, Checkpoint | None]:
+    for checkpoint in _checkpoints(path, 0, seen):
+        if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(keepings)):
+            return checkpoint.position, checkpoint
+    return 0, None
+
+
+def _reasons_by_checkpoint(
+    keepings: Sequence[Keeping],
+    path: Sequence[Node],
+    columns: Sequence[np.ndarray],
+    hit: int,
+    seen: int,
+    limit: int,
+) -> tuple[Reason, ...]:
+    if hit == limit:
+        return ("complete",) * len(keepings)
+    if seen <= hit:
+        return ("never_seen",) * len(keepings)
+    longer = _checkpoints(path, hit, seen)
+    kept = [checkpoint for checkpoint in longer if checkpoint.is_kept]
+    gone: Reason = "evicted" if longer else "no_checkpoint"
+    reasons: list[Reason] = []
+    for group, keeping in enumerate(keepings):
+        if keeping.by_checkpoint:
+            reasons.append("other_groups" if kept else gone)
+        elif not kept or any(_holds(keeping, columns[group], at, group) for at in kept):
+            reasons.append("other_groups")
+        else:
+            positions = np.array([at.position for at in kept])
+            reasons.append(_why_not_held(keeping, columns[group], positions))
+    return tuple(reasons)

@@ -1,0 +1,90 @@
+"""Codes of tokens, which combine token ids with extra keys. NumPy only."""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from jaxkv._src.prefixes._extra_keys import ExtraKey
+
+MAX_TOKEN = 2**31 - 1
+NUMBER_BITS = 30
+STARTS = 1 << 32 + NUMBER_BITS  # marks the first token of a medium
+
+
+class TokenCodes:
+    """Integer codes of tokens: two are equal if both the token ids and their extra keys are.
+
+    All images have the same placeholder tokens, so the codes of such tokens also contain a number
+    for the image. With embeddings, the code of each token contains a number for its row.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many extra keys have numbers that the caller should start over."""
+        return len(self._numbers) >= 1 << NUMBER_BITS - 10
+
+    def encode(self, tokens: Sequence[int] | np.ndarray, keys: Sequence[ExtraKey]) -> np.ndarray:
+        """Returns the codes of tokens as a new array: int32[N] without keys, else int64[N].
+
+        Args:
+          tokens: token ids, [N].
+          keys: extra keys, of which each token has at most one.
+
+        Raises:
+          TypeError, ValueError: as `as_tokens`, or keys that overlap or reach past the tokens.
+        """
+        codes = as_tokens("tokens", tokens, np.int64 if keys else np.int32)
+        for key in keys:
+            part = codes[key.start : key.end]
+            if key.end is None or part.size < key.end - key.start:
+                raise ValueError(
+                    f"extra_keys: {key!r} reaches past the {codes.size} tokens; give all tokens "
+                    "that it covers"
+                )
+            if (part > MAX_TOKEN).any():
+                raise ValueError(f"extra_keys: {key!r} overlaps another key; give disjoint ranges")
+            if isinstance(key.value, bytes):
+                part += np.array(self._numbers_of_rows(key.value, part.size)) << 32
+            else:
+                part += self._number((key.kind, key.value)) << 32
+                part[0] += STARTS
+        return codes
+
+    def _number(self, content: Hashable) -> int:
+        return self._numbers.setdefault(content, len(self._numbers) + 1)
+
+    def _numbers_of_rows(self, rows: bytes, count: int) -> list[int]:
+        size = len(rows) // count
+        parts = (rows[at : at + size] for at in range(0, len(rows), size))
+        return [self._number(hashlib.sha256(part).digest()) for part in parts]
+
+
+def as_tokens(
+    name: str, tokens: Sequence[int] | np.ndarray, dtype: type[np.signedinteger] = np.int64
+) -> np.ndarray:
+    """Returns token ids as a new array [N].
+
+    Raises:
+      TypeError: values that are not ints.
+      ValueError: an array that is not flat, or an id below 0 or past int32.
+    """
+    array = tokens if isinstance(tokens, np.ndarray) and tokens.size else _as_array(name, tokens)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be token ids, ints, got {array.dtype}")
+    # MAX_TOKEN has all lower bits set: the OR of all ids is in range only if each of them is.
+    if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
+        raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {array.min()}..{array.max()}")
+    return array.astype(dtype)
+
+
+def _as_array(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
+        kind = type(tokens).__name__
+        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
+    return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)

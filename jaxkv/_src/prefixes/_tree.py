@@ -1,0 +1,401 @@
+"""A radix tree of remembered prompts, and the blocks that are kept for them. NumPy only.
+
+Lookups compare token ids and not hashes, so collisions cannot occur.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import types
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
+from jaxkv._src.specs import Growth
+
+WHOLE = np.iinfo(np.int64).max  # `kept_until` of a block of which no byte may change
+PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
+COLUMN_BITS = 32
+COLUMNS = (1 << COLUMN_BITS) - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Keeping:
+    """The rule by which a group keeps the blocks of a prefix.
+
+    growth: block rule of the group.
+    block: tokens per column of its block table.
+    shares_rows: whether several tokens of a layer share a row.
+    """
+
+    growth: Growth
+    block: int
+    shares_rows: bool = False
+
+    @functools.cached_property
+    def by_checkpoint(self) -> bool:
+        """Whether a block holds a state that later tokens overwrite."""
+        return self.growth.stores == "state" and self.growth.cache_mode != "all"
+
+    @functools.cached_property
+    def only_last(self) -> bool:
+        """Whether the next token reads only the block at the end of the prefix."""
+        return self.growth.stores == "state"
+
+    def first_column(self, position: int) -> int:
+        """Returns the column of the oldest token that the one at a position reads."""
+        return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
+
+    def until(self, position: int) -> int:
+        """Returns the position before which the last block of a prefix may not be written."""
+        if self.only_last:
+            return WHOLE
+        # The next token would write into the row that it shares with the prefix's last tokens.
+        return cdiv(position, self.block) * self.block if self.shares_rows else position
+
+
+class Node:
+    """Tokens ``start .. end - 1`` that one or more prompts have in common, and their blocks.
+
+    index: index in the tree's list of nodes.
+    blocks: per group, int32[...], the blocks of the columns that end in this node,
+      ``start // block <= column < end // block``; 0 where none was kept, `EVICTED` where it is
+      gone.
+    checkpoints: by position, ``start < position <= end``.
+    """
+
+    __slots__ = ("blocks", "checkpoints", "children", "index", "parent", "start", "tokens")
+
+    def __init__(
+        self, parent: "Node | None", start: int, tokens: np.ndarray, blocks: list[np.ndarray]
+    ):
+        self.parent, self.start, self.tokens, self.blocks = parent, start, tokens, blocks
+        self.children: dict[int, Node] = {}
+        self.checkpoints: dict[int, Checkpoint] = {}
+        self.index = -1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens.size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block of these tokens is kept any more."""
+        if any(checkpoint.is_kept for checkpoint in self.checkpoints.values()):
+            return False
+        return not any((blocks > 0).any() for blocks in self.blocks)
+
+
+class PrefixTree:
+    """A radix tree of prompts for each namespace.
+
+    A namespace separates prompts whose blocks differ although their tokens are equal: other
+    weights, other adapters, another tenant.
+
+    state: a new object after every change, so that a caller can tell whether an earlier lookup
+      is still valid.
+    checkpoints: the kept checkpoints.
+    num_tokens: remembered tokens.
+    grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
+    has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
+    """
+
+    def __init__(self, keepings: Sequence[Keeping], kept_until: np.ndarray, *, max_tokens: int):
+        """Creates an empty tree.
+
+        Args:
+          keepings: one per group.
+          kept_until: int64[num_blocks], which the tree writes: the position before which no token
+            of a block may be overwritten; 0: the block is not kept.
+          max_tokens: tokens to remember. Beyond it, the tree forgets tokens without kept blocks,
+            the least recently used first.
+        """
+        self.keepings = tuple(keepings)
+        self.kept_until = kept_until
+        self.grid = math.lcm(*(keeping.block for keeping in self.keepings))
+        self.has_states = any(keeping.by_checkpoint for keeping in self.keepings)
+        self._max_tokens = self._prune_at = max_tokens
+        # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
+        self._home_of = np.full(kept_until.size, -1, np.int64)
+        self._is_in_checkpoint = np.zeros(kept_until.size, bool)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.state = object()
+        self._roots: dict[Hashable, Node] = {}
+        self._nodes: list[Node | None] = []
+        self._free_indices: list[int] = []
+        self._recent: dict[Node, None] = {}  # the least recently used first
+        self._of_block: dict[int, list[Checkpoint]] = {}
+        self.checkpoints = Checkpoints()
+        self.num_tokens = 0
+
+    def clear(self) -> np.ndarray:
+        """Forgets everything, and returns the blocks that were kept."""
+        kept = self.kept_until.nonzero()[0]
+        self.kept_until[:] = 0
+        self._home_of[:], self._is_in_checkpoint[:] = -1, False
+        self._clear()
+        return kept
+
+    # --- reading ------------------------------------------------------------------
+
+    def walk(self, namespace: Hashable, tokens: np.ndarray) -> tuple[list[Node], int]:
+        """Returns the nodes along tokens, and the number of tokens that agree.
+
+        The last node may agree in part.
+        """
+        path: list[Node] = []
+        node, at = self._roots.get(namespace), 0
+        while node is not None and at < tokens.size:
+            node = node.children.get(int(tokens[at]))
+            if node is None:
+                break
+            path.append(node)
+            count = min(node.tokens.size, tokens.size - at)
+            same = node.tokens[:count] == tokens[at : at + count]
+            count = count if same.all() else int(same.argmin())
+            at += count
+            if count < node.tokens.size:
+                break
+        return path, at
+
+    def columns(self, path: Sequence[Node], group: int, num_tokens: int) -> np.ndarray:
+        """Returns the blocks of a group's whole columns in the first tokens of a path, int32[C]."""
+        count = num_tokens // self.keepings[group].block
+        parts = [node.blocks[group] for node in path]
+        if not parts:
+            return np.zeros(0, np.int32)
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:count]
+
+    def keeps(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which blocks are kept as whole columns, bool of the ids' shape."""
+        return self._home_of[ids] >= 0
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Marks the nodes of a path as the most recently used."""
+        for node in reversed(path):  # a child is forgotten before its parent
+            self._recent.pop(node, None)
+            self._recent[node] = None
+
+    # --- keeping ------------------------------------------------------------------
+
+    def keep(
+        self,
+        namespace: Hashable,
+        tokens: np.ndarray,
+        columns: Sequence[tuple[int, np.ndarray]],
+        checkpoint: np.ndarray | None = None,
+        is_wanted: bool = False,
+    ) -> Checkpoint | None:
+        """Keeps blocks of a request, where no other block is kept for the same tokens.
+
+        Args:
+          tokens: int32[N] or int64[N], the request's first tokens. The tree holds on to the array.
+          columns: per group, a column and the blocks from that column on, all of them whole.
+          checkpoint: int32[G], the blocks of a checkpoint at the end of the tokens.
+          is_wanted: as in `Checkpoint`.
+
+        Returns:
+          The checkpoint; None if none was given, or an older one at this position is kept.
+        """
+        self.state = object()
+        path = self._grow_path(namespace, tokens)
+        for group, (first, ids) in enumerate(columns):
+            if ids.size:
+                self._keep_columns(path, group, first, ids)
+        self.touch(path)
+        made = (
+            None
+            if checkpoint is None
+            else self._add_checkpoint(
+                path[-1], Checkpoint(tokens.size, checkpoint, is_wanted=is_wanted)
+            )
+        )
+        if self.num_tokens > self._prune_at:
+            self._prune()
+        return made
+
+    def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
+        block, ids = self.keepings[group].block, ids.astype(np.intp)  # faster as an index
+        for node in path:
+            begin, end = node.start // block, node.end // block
+            low, high = max(begin, first), min(end, first + ids.size)
+            if low >= high:
+                continue
+            here = node.blocks[group][low - begin : high - begin]
+            kept, place = ids[low - first : high - first], self._place(node, group)
+            homes = np.arange(place + low, place + high)
+            until = np.arange((low + 1) * block, (high + 1) * block, block)
+            if np.count_nonzero(here):  # some columns have a block already, or had one
+                fresh = (here <= 0).nonzero()[0]
+                if not fresh.size:
+                    continue
+                kept, homes, until = kept[fresh], homes[fresh], until[fresh]
+                here[fresh] = kept
+            else:
+                here[:] = kept
+            self._home_of[kept], self.kept_until[kept] = homes, until
+
+    def _place(self, node: Node, group: int) -> int:
+        """Returns a number for a node and a group, in the bits above the column."""
+        return node.index * len(self.keepings) + group << COLUMN_BITS
+
+    def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
+        position, blocks = made.position, made.blocks
+        known = node.checkpoints.get(position)
+        if known is not None and known.is_kept:
+            self.checkpoints.touch(known, is_wanted=made.is_wanted)
+            return None
+        node.checkpoints[position] = made
+        for group, block_id in enumerate(blocks.tolist()):
+            if block_id > 0:
+                until = self.keepings[group].until(position)
+                self.kept_until[block_id] = max(int(self.kept_until[block_id]), until)
+                self._of_block.setdefault(block_id, []).append(made)
+                self._is_in_checkpoint[block_id] = True
+        self.checkpoints.add(made)
+        return made
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
+        """Drops a checkpoint, and returns those of its blocks that are no longer kept."""
+        self.state = object()
+        freed: list[int] = []
+        for block_id in checkpoint.blocks[checkpoint.blocks > 0].tolist():
+            others = self._of_block[block_id]
+            others.remove(checkpoint)
+            if not others:
+                del self._of_block[block_id]
+                self._is_in_checkpoint[block_id] = False
+            self.kept_until[block_id] = self._until(block_id)
+            if not self.kept_until[block_id]:
+                freed.append(block_id)
+        self.checkpoints.remove(checkpoint)
+        checkpoint.blocks = np.where(checkpoint.blocks, EVICTED, 0).astype(np.int32)
+        return freed
+
+    def _until(self, block_id: int) -> int:
+        """Returns the position before which no token of a block may be overwritten."""
+        until, home = 0, int(self._home_of[block_id])
+        if home >= 0:
+            keeping = self.keepings[(home >> COLUMN_BITS) % len(self.keepings)]
+            until = ((home & COLUMNS) + 1) * keeping.block
+        for checkpoint in self._of_block.get(block_id, ()):
+            group = int((checkpoint.blocks == block_id).argmax())
+            until = max(until, self.keepings[group].until(checkpoint.position))
+        return until
+
+    def forget(self, ids: np.ndarray) -> list[int]:
+        """Forgets blocks that are about to be reused.
+
+        Returns:
+          Other blocks that are no longer kept, because their checkpoint has lost one of ``ids``.
+        """
+        self.state = object()
+        ids = ids.astype(np.intp)  # faster as an index
+        homes = np.sort(self._home_of[ids])
+        places = homes >> COLUMN_BITS
+        cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), homes.size]):
+            if begin < end and places[begin] >= 0:
+                self._evict(int(places[begin]), homes[begin:end] & COLUMNS)
+        freed: list[int] = []
+        for block_id in ids[self._is_in_checkpoint[ids]].tolist():
+            for checkpoint in list(self._of_block.get(block_id, ())):
+                freed += self.drop_checkpoint(checkpoint)
+        self._home_of[ids], self.kept_until[ids] = -1, 0
+        return [block_id for block_id in freed if not (ids == block_id).any()]
+
+    def _evict(self, place: int, columns: np.ndarray) -> None:
+        index, group = divmod(place, len(self.keepings))
+        node = self._nodes[index]
+        if node is not None:
+            node.blocks[group][columns - node.start // self.keepings[group].block] = EVICTED
+
+    # --- the tree -----------------------------------------------------------------
+
+    def _grow_path(self, namespace: Hashable, tokens: np.ndarray) -> list[Node]:
+        """Returns the nodes of all tokens, split and added so that the last one ends there."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Node(None, 0, np.zeros(0, np.int64), [])
+        path, at = self.walk(namespace, tokens)
+        if path and at < path[-1].end:
+            self._split(path[-1], at)
+        if at < tokens.size:
+            last = path[-1] if path else self._roots[namespace]
+            if path and not last.children:
+                self._extend(last, tokens)
+            else:
+                path.append(self._add(last, at, tokens[at:]))
+        return path
+
+    def _no_blocks(self, start: int, end: int) -> list[np.ndarray]:
+        return [np.zeros(end // k.block - start // k.block, np.int32) for k in self.keepings]
+
+    def _add(self, parent: Node, start: int, tokens: np.ndarray) -> Node:
+        node = Node(parent, start, tokens, self._no_blocks(start, start + tokens.size))
+        parent.children[int(tokens[0])] = node
+        self._enter(node)
+        self.num_tokens += tokens.size
+        return node
+
+    def _enter(self, node: Node) -> None:
+        if self._free_indices:
+            node.index = self._free_indices.pop()
+            self._nodes[node.index] = node
+        else:
+            node.index = len(self._nodes)
+            self._nodes.append(node)
+        self._recent[node] = None
+
+    def _extend(self, leaf: Node, tokens: np.ndarray) -> None:
+        """Extends a leaf to the end of tokens that begin with all of its own."""
+        more = self._no_blocks(leaf.end, tokens.size)
+        leaf.blocks = [np.concatenate(pair) for pair in zip(leaf.blocks, more, strict=True)]
+        self.num_tokens += tokens.size - leaf.end
+        leaf.tokens = tokens[leaf.start :]
+
+    def _split(self, node: Node, at: int) -> None:
+        """Splits a node at a position; the second part becomes its only child."""
+        cuts = [at // k.block - node.start // k.block for k in self.keepings]
+        rest = Node(
+            node,
+            at,
+            node.tokens[at - node.start :],
+            [blocks[cut:] for blocks, cut in zip(node.blocks, cuts, strict=True)],
+        )
+        rest.children, node.children = node.children, {int(rest.tokens[0]): rest}
+        for child in rest.children.values():
+            child.parent = rest
+        rest.checkpoints = {n: c for n, c in node.checkpoints.items() if n > at}
+        node.checkpoints = {n: c for n, c in node.checkpoints.items() if n <= at}
+        node.tokens = node.tokens[: at - node.start]
+        node.blocks = [blocks[:cut] for blocks, cut in zip(node.blocks, cuts, strict=True)]
+        self._enter(rest)
+        for group, blocks in enumerate(rest.blocks):
+            kept = (blocks > 0).nonzero()[0]
+            first = at // self.keepings[group].block
+            self._home_of[blocks[kept]] = kept + first + self._place(rest, group)
+
+    def _prune(self) -> None:
+        """Forgets tokens without kept blocks, until a quarter of ``max_tokens`` is free."""
+        for node in self._forgettable():
+            if self.num_tokens <= 0.75 * self._max_tokens:
+                break
+            if node.parent is not None:
+                del node.parent.children[int(node.tokens[0])]
+            del self._recent[node]
+            self._nodes[node.index] = None
+            self._free_indices.append(node.index)
+            self.num_tokens -= node.tokens.size
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
+        self._prune_at = max(self._max_tokens, self.num_tokens * 5 // 4)
+
+    def _forgettable(self) -> Iterator[Node]:
+        """Yields leaves without kept blocks, the least recently used first."""
+        for node in list(self._recent):
+            if not node.children and node.is_empty:
+                yield node

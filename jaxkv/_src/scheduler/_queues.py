@@ -1,0 +1,103 @@
+"""The waiting and the running requests of a scheduler. No jax."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from jaxkv._src.blocks import BlockManager
+from jaxkv._src.scheduler._ledger import ANYWHERE, InOrder, Ledger, Request, Running
+
+
+class Queues:
+    """All requests of a scheduler, in two queues.
+
+    waiting, running: requests by name, the oldest first.
+    ledger: token counts of all requests.
+    in_chunks: running requests with a chunk that has to end after a given token.
+    """
+
+    def __init__(self, manager: BlockManager):
+        self._manager = manager
+        self.waiting: dict[Hashable, Request] = {}
+        self.running: dict[Hashable, Request] = {}
+        self.ledger = Ledger()
+        self.in_chunks: set[Hashable] = set()
+        self._in_order: InOrder | None = None
+        self._num_added = 0
+
+    # --- reading --------------------------------------------------------------------
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether another request can run."""
+        return len(self.running) < self._manager.max_requests
+
+    def known(self, request: Hashable) -> Request:
+        """Returns a request; raises ValueError if it is unknown."""
+        found = self.running.get(request) or self.waiting.get(request)
+        if found is None:
+            raise ValueError(f"request={request!r} is unknown; add it first")
+        return found
+
+    def num_tokens(self, request: Hashable) -> int:
+        """Returns the known tokens of a request: prompt, sampled ones and drafts."""
+        return int(self.ledger.num_tokens[self.ledger.index(request)])
+
+    def num_computed(self, request: Request) -> int:
+        """Returns the tokens of a request that are in the cache."""
+        return int(self._manager.computed_by_row[request.row]) if request.row >= 0 else 0
+
+    def check_new(self, requests: Sequence[Hashable]) -> None:
+        """Raises ValueError unless all names are new."""
+        for request in requests:
+            if request in self.running or request in self.waiting:
+                raise ValueError(
+                    f"request={request!r} waits or runs already; finish it, or use another name"
+                )
+        if len(set(requests)) < len(requests):
+            raise ValueError(f"{list(requests)!r} names a request twice")
+
+    def now_running(self) -> Running:
+        """Returns the running requests and their token counts, oldest first."""
+        if self._in_order is None:
+            names, rows = list(self.running), [request.row for request in self.running.values()]
+            index = self.ledger.indices(names)
+            self._in_order = InOrder(names, index, np.array(rows, np.int64))
+        order = self._in_order
+        tokens, _, prefill_tokens, ends = self.ledger.numbers.take(order.index, axis=1)
+        computed, in_chunks = self._manager.computed_by_row[order.rows], bool(self.in_chunks)
+        return Running(
+            order, order.names, order.rows, computed, tokens, prefill_tokens, ends, in_chunks
+        )
+
+    # --- changes --------------------------------------------------------------------
+
+    def next_age(self, donor: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the age of a new request; that of a fork follows its donor's."""
+        self._num_added += 1
+        return (*donor, self._num_added)
+
+    def run(self, request: Request, row: int) -> None:
+        """Marks a request as running in a row of the block tables."""
+        request.row = row
+        self.running[request.name] = request
+        self._in_order = None
+
+    def stop(self, request: Request) -> None:
+        """Marks a request as no longer running."""
+        del self.running[request.name]
+        request.row, self._in_order = -1, None
+        self.in_chunks.discard(request.name)
+        self.ledger.chunk_ends[self.ledger.of[request.name]] = ANYWHERE
+
+    def wait(self, request: Request) -> None:
+        """Puts a request ahead of all that wait and are younger."""
+        self.waiting = _by_age({**self.waiting, request.name: request})
+
+    def sort_running(self) -> None:
+        """Restores the order of the running requests, after some were added."""
+        self.running, self._in_order = _by_age(self.running), None
+
+
+def _by_age(requests: Mapping[Hashable, Request]) -> dict[Hashable, Request]:
+    return {request.name: request for request in sorted(requests.values(), key=lambda r: r.age)}

@@ -1,0 +1,193 @@
+"""The blocks that a request must hold as it grows: one rule per kind of layer. No jax.
+
+The planner, the host's books and the device's tables all call it, with ints, NumPy arrays or
+jax arrays.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jaxkv._src.internal.numbers import INT32_MAX, cdiv
+
+GrowthKind = Literal["full", "sliding", "chunked", "state", "cross"]
+CacheMode = Literal["none", "align", "all"]
+Stores = Literal["tokens", "state", "encoder"]
+
+
+def _numpy() -> Any:
+    """Returns NumPy, which planning never needs: it is half of the time to start the command."""
+    import numpy as np
+
+    return np
+
+
+def first_visible_token(position: Any, window: Any, chunk: Any, xp: Any = None) -> Any:
+    """Returns the oldest position that the token at ``position`` attends to.
+
+    Args:
+      position: int or integer array, at least 0.
+      window: tokens of a sliding window, the token itself included; `INT32_MAX`: no window.
+      chunk: tokens of an attention chunk; `INT32_MAX` or None: no chunks.
+      xp: `jax.numpy`, or None for NumPy.
+    """
+    xp = xp or _numpy()
+    in_window = xp.maximum(position - (window - 1), 0)
+    if chunk is None:
+        return in_window
+    return xp.maximum(in_window, position // chunk * chunk)
+
+
+class LiveColumns(NamedTuple):
+    """Columns of a block-table row that a request must hold: ``first .. end - 1`` and ``source``.
+
+    source: column of the recurrent state that the next token resumes from; -1 for none. It
+      may lie inside the range. Always -1 for groups that store tokens.
+    """
+
+    source: Any
+    first: Any
+    end: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growth:
+    """The rule by which a request takes and drops blocks.
+
+    Layers of equal growth may share a block table. A *column* is an index into a row of that
+    table: the block of position ``p`` stands in column ``p // block_size`` for as long as the
+    request holds it.
+
+    kind: "full" (latent rows included), "sliding", "chunked", "state" or "cross".
+    block_size: tokens per block.
+    window, chunk: tokens, for "sliding" and "chunked"; `INT32_MAX` for the other kinds.
+    cache_mode, speculative_blocks: as for `StateSpec`.
+    sink_tokens: as for `FullAttentionSpec`; all requests share the blocks of sinks.
+    """
+
+    kind: GrowthKind
+    block_size: int
+    window: int = INT32_MAX
+    chunk: int = INT32_MAX
+    cache_mode: CacheMode = "none"
+    speculative_blocks: int = 0
+    sink_tokens: int = 0
+
+    @property
+    def stores(self) -> Stores:
+        """The content of a block: tokens' rows, a recurrent state, or the encoder's rows."""
+        if self.kind == "state":
+            return "state"
+        return "encoder" if self.kind == "cross" else "tokens"
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Whether a request holds the blocks of all its tokens until it ends."""
+        return self.kind == "full"
+
+    def first_visible(self, position: Any, xp: Any = None) -> Any:
+        """Returns the oldest position that a token attends to; see `first_visible_token`."""
+        return first_visible_token(position, self.window, self.chunk, xp)
+
+    def live_columns(
+        self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = None
+    ) -> LiveColumns:
+        """Returns the columns that a request must hold to compute its next tokens.
+
+        Args:
+          num_computed_tokens: tokens of the request that are in the cache.
+          num_tokens: tokens in the cache after the step.
+          encoder_tokens: encoder tokens of the request, for "cross".
+          xp: `jax.numpy`, or None for NumPy; all arguments are ints or integer arrays.
+        """
+        if self.stores == "state":
+            return self._state_columns(num_computed_tokens, num_tokens, xp)
+        if self.stores == "encoder":
+            return LiveColumns(-1, 0, cdiv(encoder_tokens, self.block_size))
+        first = self.first_visible(num_computed_tokens, xp) // self.block_size
+        return LiveColumns(-1, first, cdiv(num_tokens, self.block_size))
+
+    def _state_columns(self, num_computed_tokens: Any, num_tokens: Any, xp: Any) -> LiveColumns:
+        xp = xp or _numpy()
+        source = cdiv(num_computed_tokens, self.block_size) - 1
+        if self.cache_mode == "none":
+            return LiveColumns(xp.minimum(source, 0), 0, 1 + self.speculative_blocks)
+        end = xp.maximum(cdiv(num_tokens, self.block_size), 1) + self.speculative_blocks
+        first = 0 if self.cache_mode == "all" else end - 1 - self.speculative_blocks
+        return LiveColumns(source, first, end)
+
+    def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
+        """Returns the first column that a step's table lists; see `StepBatch.block_tables`.
+
+        For tokens, the block of the first visible token. For a state, the block that the
+        state after the next token belongs to.
+        """
+        if self.kind == "state" and self.cache_mode == "all":
+            return num_computed_tokens // self.block_size
+        return self.live_columns(num_computed_tokens, num_tokens, 0, xp).first
+
+    def step_columns(self, query_len: int, seq_len: int, encoder_tokens: int) -> int:
+        """Returns the most columns that a step's table lists for requests of these sizes.
+
+        Args:
+          query_len: most tokens of one request that the step computes.
+          seq_len: most tokens of one request after the step.
+          encoder_tokens: longest encoder input.
+        """
+        if self.kind != "state":
+            return self.max_blocks(seq_len, query_len, encoder_tokens)
+        new = 1
+        if self.cache_mode == "all":  # a chunk that starts mid-block touches one block more
+            new = min(cdiv(query_len - 1, self.block_size) + 1, cdiv(seq_len, self.block_size))
+        return 1 + new + self.speculative_blocks  # the first entry is the source
+
+    def live_blocks(
+        self, num_computed_tokens: int, num_tokens: int, *, encoder_tokens: int = 0
+    ) -> Sequence[int]:
+        """Returns the columns of `live_columns`, ascending and without repeats."""
+        source, first, end = map(
+            int, self.live_columns(num_computed_tokens, num_tokens, encoder_tokens)
+        )
+        live = range(first, end)
+        return live if source < 0 or source in live else (source, *live)
+
+    def max_blocks(self, num_tokens: int, in_flight_tokens: int, encoder_tokens: int) -> int:
+        """Returns the most blocks that a request growing to ``num_tokens`` tokens ever holds.
+
+        Args:
+          num_tokens: the request's length at its end.
+          in_flight_tokens: most of its tokens that one step computes.
+          encoder_tokens: longest encoder input.
+        """
+        b, whole = self.block_size, cdiv(num_tokens, self.block_size)
+        match self.kind:
+            case "full":
+                return whole
+            case "sliding":
+                # A window that starts mid-block touches one block more than it fills, up to
+                # all blocks of the request. vLLM 0.33 omits that cap and so rejects requests
+                # about as long as the window.
+                held = min(self.window - 1 + in_flight_tokens, num_tokens)
+                return min(cdiv(held, b) + 1, whole)
+            case "chunked":
+                held = min(self.chunk + in_flight_tokens, num_tokens)
+                straddle = self.chunk % b != 0  # the chunk starts mid-block
+                return min(cdiv(held, b) + straddle, whole)
+            case "state":
+                running = {"none": 1, "align": 2, "all": whole}
+                return running[self.cache_mode] + self.speculative_blocks
+            case "cross":
+                return cdiv(encoder_tokens, b)
+
+    def row_blocks(self, num_tokens: int, encoder_tokens: int) -> int:
+        """Returns the columns of a block-table row that a request of this length needs.
+
+        Args:
+          num_tokens: the request's length at its end.
+          encoder_tokens: longest encoder input.
+        """
+        if self.kind == "cross":
+            return cdiv(encoder_tokens, self.block_size)
+        if self.kind == "state" and self.cache_mode == "none":
+            return 1 + self.speculative_blocks
+        return cdiv(num_tokens, self.block_size) + self.speculative_blocks

@@ -1,0 +1,179 @@
+"""Layers that keep a recurrent state, and the state shapes of common architectures. No jax."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable
+from typing import ClassVar, get_args
+
+from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.specs._base import LayerSpec
+from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
+from jaxkv._src.specs._growth import CacheMode, Growth
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSpec(LayerSpec):
+    """A recurrent state (mamba, gated delta net, linear attention): one page at any length.
+
+    A request never reads a state that it did not write: `jaxkv.read_state` returns zeros for
+    a request that has computed nothing, whatever its block held before.
+
+    The columns of a request's row, with ``last`` the block of its newest token:
+
+    - ``"none"``: column 0 holds the running state, whatever the length; drafts follow it.
+    - ``"align"``: column ``last`` holds the running state, drafts follow it, and the column
+      of the newest computed token keeps the state that the step resumes from.
+    - ``"all"``: every column keeps the state at the end of its block.
+
+    shapes, dtypes: the arrays of one state, stored back to back in one page.
+    cache_mode: ``"none"``, ``"align"`` or ``"all"``, as above. The latter two keep states at
+      block boundaries, so that a prefix can be resumed.
+    speculative_blocks: extra states for speculative tokens, in the blocks that follow the
+      running state's. With ``"align"`` they move with it: a step that begins another block drops
+      them, so write the accepted state with ``at=0`` in the step that accepts it.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    cache_mode: CacheMode = "none"
+    speculative_blocks: int = 0
+    kind: ClassVar[str] = "state"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtypes, str):
+            raise TypeError(f"dtypes={self.dtypes!r} must be a tuple of names; add a comma")
+        object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))
+        if any(isinstance(shape, int) for shape in self.shapes):
+            raise TypeError(f"shapes must be a tuple of shapes, got {self.shapes!r}")
+        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        if len(self.shapes) != len(self.dtypes) or not self.shapes:
+            raise ValueError(
+                f"shapes and dtypes must name the same arrays, at least one; got "
+                f"{len(self.shapes)} shapes and {len(self.dtypes)} dtypes"
+            )
+        if "nvfp4" in self.dtypes:
+            raise ValueError("dtypes: nvfp4 packs heads of keys and values, not states")
+        for shape in self.shapes:
+            check_positive(**{f"shapes[{i}]": size for i, size in enumerate(shape)})
+        check_choice(get_args(CacheMode), cache_mode=self.cache_mode)
+        check_count(speculative_blocks=self.speculative_blocks)
+        super().__post_init__()
+
+    @property
+    def array_bytes(self) -> tuple[int, ...]:
+        """Bytes of each array of one state, in the order of the page."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(packed_bytes(math.prod(shape), dtype) for shape, dtype in pairs)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(self.array_bytes)
+
+    @functools.cached_property
+    def growth(self) -> Growth:
+        return Growth(
+            kind="state",
+            block_size=self.block_size,
+            cache_mode=self.cache_mode,
+            speculative_blocks=self.speculative_blocks,
+        )
+
+    @property
+    def interpretation(self) -> Hashable:
+        return ("state", self.shapes, self.dtypes)
+
+
+def divide(name: str, size: int, ranks: int) -> int:
+    """Returns ``size / ranks``, or raises ValueError that names what does not divide."""
+    check_positive(**{name: size}, tensor_parallel=ranks)
+    if size % ranks:
+        raise ValueError(f"{name}={size} does not divide among tensor_parallel={ranks} ranks")
+    return size // ranks
+
+
+def heads_per_rank(num_kv_heads: int, ranks: int) -> int:
+    """Returns the KV heads of one rank: divided, or replicated where ranks outnumber heads.
+
+    Raises:
+      ValueError: neither number divides the other.
+    """
+    check_positive(num_kv_heads=num_kv_heads, tensor_parallel=ranks)
+    if ranks > num_kv_heads and ranks % num_kv_heads == 0:
+        return 1
+    return divide("num_kv_heads", num_kv_heads, ranks)
+
+
+def mamba1_state(
+    *, inner_size: int, state_size: int, conv_kernel: int, tensor_parallel: int = 1
+) -> Shapes:
+    """Returns the shapes of one mamba1 state on one rank: convolution inputs, state per channel."""
+    inner = divide("inner_size", inner_size, tensor_parallel)
+    return (conv_kernel - 1, inner), (inner, state_size)
+
+
+def mamba2_state(
+    *,
+    num_heads: int,
+    head_size: int,
+    state_size: int,
+    num_groups: int,
+    conv_kernel: int,
+    speculative_tokens: int = 0,
+    tensor_parallel: int = 1,
+) -> Shapes:
+    """Returns the shapes of one mamba2 state on one rank.
+
+    The convolution runs over inputs and two group projections; groups that do not
+    divide among the ranks are repeated until each rank has at least one.
+    """
+    check_positive(tensor_parallel=tensor_parallel)
+    if num_groups % tensor_parallel:
+        num_groups = tensor_parallel
+    channels = num_heads * head_size + 2 * num_groups * state_size
+    heads = divide("num_heads", num_heads, tensor_parallel)
+    rows = conv_kernel - 1 + speculative_tokens
+    return (rows, divide("channels", channels, tensor_parallel)), (heads, head_size, state_size)
+
+
+def gated_delta_net_state(
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_size: int,
+    value_size: int,
+    conv_kernel: int,
+    speculative_tokens: int = 0,
+    tensor_parallel: int = 1,
+) -> Shapes:
+    """Returns the shapes of one gated delta net state on one rank (Qwen3-Next).
+
+    The arrays are the convolution inputs over queries, keys and values, and a (value x key)
+    matrix for each value head.
+    """
+    channels = 2 * num_key_heads * key_size + num_value_heads * value_size
+    heads = divide("num_value_heads", num_value_heads, tensor_parallel)
+    rows = conv_kernel - 1 + speculative_tokens
+    return (rows, divide("channels", channels, tensor_parallel)), (heads, value_size, key_size)
+
+
+def kda_state(
+    *,
+    num_heads: int,
+    head_size: int,
+    conv_kernel: int,
+    speculative_tokens: int = 0,
+    tensor_parallel: int = 1,
+) -> Shapes:
+    """Returns the shapes of one Kimi delta attention state on one rank: q, k and v have heads."""
+    channels = divide("num_heads * head_size", num_heads * head_size, tensor_parallel)
+    heads = divide("num_heads", num_heads, tensor_parallel)
+    rows = conv_kernel - 1 + speculative_tokens
+    return (rows, 3 * channels), (heads, head_size, head_size)
+
+
+def linear_attention_state(*, num_heads: int, head_size: int, tensor_parallel: int = 1) -> Shapes:
+    """Returns the shape of one linear attention state on one rank (MiniMax): a matrix per head."""
+    return ((divide("num_heads", num_heads, tensor_parallel), head_size, head_size),)

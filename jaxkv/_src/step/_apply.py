@@ -1,0 +1,131 @@
+"""The device side of a step: block tables, copies and zeroing, in one dispatch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxkv._src.block_tables import TableEntries, copy_rows, gather_batch, write_entries
+from jaxkv._src.blocks import Upload
+from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
+from jaxkv._src.internal.checks import check_int32
+from jaxkv._src.internal.indexing import bit, gather_bits
+from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.pool import copy_blocks, on_devices, zero_blocks
+from pallas_kernels import Implementation
+
+
+def apply_step(
+    cache: KVCache, upload: Upload, *, implementation: Implementation | None = None
+) -> tuple[KVCache, StepBatch]:
+    """Brings a cache up to date with a step, before the model runs.
+
+    Copies rows and blocks, zeroes fresh blocks, writes new block ids into the tables, and gathers
+    the tables of the step's requests::
+
+        @jax.jit(donate_argnums=1)
+        def step(params, cache, upload):
+            cache, batch = jaxkv.apply_step(cache, upload)
+            ...
+
+    Call it inside your own jitted step, where it costs least. Pass ``cache`` and ``upload`` to that
+    step as arguments; never close over them.
+
+    Args:
+      cache: as the previous step returned it.
+      upload: from `BlockManager.step` or `pack_step`.
+      implementation: of the kernels, as for `pallas_kernels.zero_blocks`.
+
+    Returns:
+      The cache, and the `StepBatch` of this step, for `attend` and for the model.
+
+    Raises:
+      TypeError: an upload that is not int32, or arguments of other types.
+      ValueError: an upload of another plan than the cache's.
+    """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    if not isinstance(upload, Upload):
+        raise TypeError(
+            f"upload must be what BlockManager.step returned, got {type(upload).__name__}"
+        )
+    shape = upload.shape
+    check_layout(cache.layout, shape)
+    check_int32(upload=upload.data)
+    if upload.data.shape != (shape.format.size,):
+        raise ValueError(
+            f"upload has shape {upload.data.shape}; its step shape wants {(shape.format.size,)}"
+        )
+    same = PartitionSpec()
+
+    def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
+        return _apply(cache, Upload(data=data, shape=shape), implementation)
+
+    return on_devices(
+        apply,
+        cache,
+        _on_device(upload.data),
+        in_specs=(same,),
+        out_specs=(cache.partition_specs(), same),
+    )
+
+
+def _on_device(data: Array | np.ndarray) -> Array | np.ndarray:
+    """Returns an upload in device memory; one of a ring is in page-locked host memory."""
+    if jax.typeof(data).memory_space == jax.memory.Space.Host:
+        return jax.device_put(data, jax.memory.Space.Device)
+    return data
+
+
+def _apply(
+    cache: KVCache, upload: Upload, implementation: Implementation | None
+) -> tuple[KVCache, StepBatch]:
+    shape = upload.shape
+    parts = shape.format.split(jnp.asarray(upload.data))
+    number = parts["number"][0]
+    if shape.row_copies:
+        cache = copy_rows(cache, parts["row_sources"], parts["row_destinations"])
+    cache, bad_entries = write_entries(cache, _entries(parts))
+    batch, bad_batch = gather_batch(
+        cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
+    )
+    problems = gather_bits(_check_number(cache, number), bad_entries, bad_batch)
+    cache = dataclasses.replace(cache, status=_next_status(cache.status, number, problems))
+    if shape.block_copies:  # before zeroing: a source may be free, and fresh, by now
+        pairs = parts["copy_sources"], parts["copy_destinations"]
+        cache = copy_blocks(cache, *pairs, parts["copy_ends"], implementation=implementation)
+    if shape.zero_ids:
+        cache = zero_blocks(
+            cache, parts["zero_ids"], parts["zero_ends"], implementation=implementation
+        )
+    return cache, batch
+
+
+def _entries(parts: dict[str, Array]) -> TableEntries:
+    return TableEntries(
+        rows=parts["entry_rows"],
+        columns=parts["entry_columns"],
+        block_ids=parts["entry_ids"],
+        ends=parts["entry_ends"],
+        changed_rows=parts["changed_rows"],
+        row_lengths=parts["row_lengths"],
+    )
+
+
+def _check_number(cache: KVCache, number: Array) -> Array:
+    """Returns the flags, int32[], of lost and of repeated uploads; ignores number 0.
+
+    Numbers wrap from the largest int32 to 1.
+    """
+    last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
+    problems = bit(LOST_UPLOAD, number > last + 1)
+    return problems | bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
+
+
+def _next_status(status: Array, number: Array, problems: Array) -> Array:
+    """Returns the status after an upload: elementwise, so that XLA need not copy it."""
+    is_flags = jnp.arange(2, dtype=jnp.int32) == 0
+    return jnp.where(is_flags, status | problems, jnp.where(number > 0, number, status))

@@ -1,0 +1,1 @@
+"""Tests for caches: see `jaxkv.testing`, which lists what is public."""

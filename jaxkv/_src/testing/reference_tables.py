@@ -1,0 +1,154 @@
+"""Block tables, from the definitions: lists and loops."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxkv._src.blocks import TableEntry
+from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv._src.planning import Plan
+from jaxkv._src.specs import (
+    ChunkedAttentionSpec,
+    CrossAttentionSpec,
+    LayerSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+
+
+class ReferenceTables:
+    """The rows of every group, as lists of cells that keep what was last written into them.
+
+    cells: per group and row, block ids by column.
+    lengths: per group and row, columns in use; those past them are leftovers.
+    flags: error flags of everything that was dropped, as `jaxkv.cache` names them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        max_requests: int,
+        kernel_block_sizes: Sequence[int] | None = None,
+        interleave_tokens: int = 1,
+        rank: int = 0,
+    ):
+        self.plan, self.max_requests, self.rank = plan, max_requests, rank
+        self.specs = [group.specs[0] for group in plan.groups]
+        self.kernel_block_sizes = kernel_block_sizes or [spec.block_size for spec in self.specs]
+        self.interleave_tokens = interleave_tokens
+        self.cells = [[[0] * width for _ in range(max_requests)] for width in plan.row_blocks]
+        self.lengths = [[0] * max_requests for _ in plan.row_blocks]
+        self.flags = 0
+
+    def append(self, entries: Iterable[TableEntry]) -> None:
+        """Writes entries; of two for one cell the later counts, and of two lengths of a row.
+
+        Ids that the pool does not have become null.
+        """
+        cells: dict[tuple[int, int, int], int] = {}
+        lengths: dict[tuple[int, int], int] = {}
+        for row, block_ids, starts in entries:
+            starts = [0] * len(block_ids) if starts is None else starts
+            for group, (start, ids) in enumerate(zip(starts, block_ids, strict=True)):
+                lengths[group, row] = start + len(ids)
+                cells |= {(group, row, start + i): block_id for i, block_id in enumerate(ids)}
+        for (group, row, column), block_id in cells.items():
+            known = 0 <= block_id < self.plan.num_blocks
+            inside = column < len(self.cells[group][row])
+            self.flags |= (0 if known else BAD_BLOCK_ID) | (0 if inside else BAD_COLUMN)
+            if inside:
+                self.cells[group][row][column] = block_id if known else 0
+        for (group, row), length in lengths.items():
+            fits = length <= len(self.cells[group][row])
+            self.flags |= 0 if fits else BAD_COLUMN
+            self.lengths[group][row] = length if fits else 0
+
+    def copy_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies rows, all at once."""
+        for group, (cells, lengths) in enumerate(zip(self.cells, self.lengths, strict=True)):
+            before = [list(cells[row]) for row in sources]
+            sizes = [lengths[row] for row in sources]
+            for row, ids, size in zip(destinations, before, sizes, strict=True):
+                self.cells[group][row], self.lengths[group][row] = list(ids), size
+
+    def row(self, group: int, row: int) -> list[int]:
+        """Returns the columns of a row that are in use."""
+        return self.cells[group][row][: self.lengths[group][row]]
+
+    def columns(
+        self, group: int, computed: int, total: int, encoder_tokens: int = 0
+    ) -> list[int | None]:
+        """Returns the columns that a step of one request lists, in order; None: no column."""
+        spec = self.specs[group]
+        size = spec.block_size * self.plan.context_parallel
+        if isinstance(spec, CrossAttentionSpec):
+            return list(range(-(-encoder_tokens // size)))
+        if not isinstance(spec, StateSpec):
+            oldest = min(p for p in range(computed + 1) if _sees(spec, computed, p))
+            return [*sorted({p // size for p in range(oldest, total)})]
+        newest = (total - 1) // size
+        source = (computed - 1) // size if computed else None
+        match spec.cache_mode:
+            case "none":
+                source, first, newest = None if source is None else 0, 0, 0
+            case "align":
+                first = newest
+            case _:
+                first = computed // size
+        return [source, *range(first, newest + 1 + spec.speculative_blocks)]
+
+    def table(
+        self, group: int, row: int, computed: int, total: int, encoder_tokens: int = 0
+    ) -> list[int]:
+        """Returns the kernel blocks that a step of one request lists; null where none is held."""
+        parts = self.specs[group].block_size // self.kernel_block_sizes[group]
+        ids = self.row(group, row)
+        listed: list[int] = []
+        for column in self.columns(group, computed, total, encoder_tokens):
+            block_id = ids[column] if column is not None and column < len(ids) else 0
+            if column is not None and not block_id:
+                self.flags |= NO_BLOCK
+            listed += [block_id * parts + part if block_id else 0 for part in range(parts)]
+        return listed
+
+    def slot(self, group: int, row: int, position: int) -> int:
+        """Returns the slot of a token, found through its kernel block; -1 for none."""
+        spec = self.specs[group]
+        place = self._own_place(position)
+        if isinstance(spec, StateSpec | CrossAttentionSpec) or place is None:
+            return -1
+        ids = self.row(group, row)
+        column, offset = divmod(place, spec.block_size)
+        if column >= len(ids) or not ids[column]:
+            return -1
+        kernel = self.kernel_block_sizes[group]
+        part, offset = divmod(offset, kernel)
+        return (ids[column] * (spec.block_size // kernel) + part) * kernel + offset
+
+    def _own_place(self, position: int) -> int | None:
+        """Returns how many earlier positions went to this rank; None: this one went elsewhere.
+
+        Ranks take turns, of ``interleave_tokens`` positions each.
+        """
+        turn, within = divmod(position, self.interleave_tokens)
+        round_, rank = divmod(turn, self.plan.context_parallel)
+        return round_ * self.interleave_tokens + within if rank == self.rank else None
+
+
+def _sees(spec: LayerSpec, query: int, key: int) -> bool:
+    """Returns whether the token at one position attends to the token at another."""
+    if isinstance(spec, SlidingWindowSpec | SlidingWindowMLASpec):
+        return key <= query and query - key < spec.sliding_window
+    if isinstance(spec, ChunkedAttentionSpec):
+        return key <= query and key // spec.chunk_size == query // spec.chunk_size
+    return key <= query
+
+
+def pad_tables(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Returns rows of ids as int32[rows, width], padded with the null block."""
+    padded = np.zeros((len(tables), width), np.int32)
+    for row, ids in enumerate(tables):
+        padded[row, : len(ids)] = ids
+    return padded

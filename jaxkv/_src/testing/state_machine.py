@@ -1,0 +1,483 @@
+"""A state machine that drives a cache of your own against a reference, request by request.
+
+It checks the promises of a plan: the blocks that a request must hold, who may share them, and
+the content that it must read. The cache under test is reached through the methods that a
+subclass writes; `JaxkvStateMachine` is such a subclass.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.internal.numbers import NULL_BLOCK
+from jaxkv._src.planning import Plan
+from jaxkv._src.specs import Growth
+from jaxkv._src.testing._cache_under_test import CacheUnderTest, overrides
+from jaxkv._src.testing._extra import extra
+from jaxkv._src.testing._texts import ALPHABET, Text, Texts
+from jaxkv._src.testing.reference_cache import ReferenceCache, Write
+
+with extra():
+    from hypothesis import strategies as st
+    from hypothesis.stateful import (
+        Bundle,
+        RuleBasedStateMachine,
+        consumes,
+        initialize,
+        invariant,
+        multiple,
+        precondition,
+        rule,
+    )
+
+
+PROMPTS = st.tuples(  # which text, the part of it that a prompt begins with, more tokens, salt
+    st.integers(0, 7),
+    st.integers(0, 15),
+    st.lists(st.integers(0, ALPHABET - 1), max_size=2),
+    st.sampled_from([None, None, None, "salt"]),
+)
+Prompt = tuple[int, int, Sequence[int], str | None]
+
+
+class CacheStateMachine(CacheUnderTest, RuleBasedStateMachine):
+    """Serves random requests from your cache, and checks it after every step.
+
+    Requests are numbered from 1: ``requests_0`` of a printed story starts request 1. To shrink a
+    failure may take minutes; for a quick answer leave `hypothesis.Phase.shrink` out.
+
+    Set `plan` and write the methods from `make_cache` to `read_null_block`; `fork`, `rewind`,
+    `swap`, `start_prompt` and `new_epoch` are driven when they are written. Then
+    ``TestMyCache = MyMachine.TestCase`` for unittest and pytest. Add rules of your own over the
+    bundle `requests`.
+
+    Checked, whenever the cache is at rest and between the growth and the writes of a step:
+
+    - *leaks*: free and held blocks are as many as were free at the start, which is at least
+      what the plan counts on and leaves out the null block;
+    - *null block*: no request holds id 0, or an id out of range, where it needs a block,
+      and the null block keeps its bytes;
+    - *aliasing*: two requests hold one block only in the same column, after a fork or with
+      equal prompts, and until one of them writes something else into it;
+    - *content*: every request reads, in all that its next token may read, what it wrote, and
+      no NaN next to it; a prompt reads what the same tokens wrote under the same salt, in the
+      same epoch;
+    - *all or nothing*: a request that is refused blocks leaves everything as it was, and the
+      only one that holds any is never refused.
+
+    plan: of one worker, for the cache under test.
+    max_requests: that run at once.
+    unwritten_reads_zero: bytes of a block that its holder has not written must be zeros, as
+      when tenants are kept apart. Otherwise anything but NaN passes.
+    copies_on_write: forks are drawn of all tokens that the donor computed, too, and of plans
+      with states: partial blocks and states then have to be copied before they are written.
+    out_of_blocks: the error that `grow` raises when blocks run out.
+    """
+
+    requests = Bundle("requests")
+
+    # --- rules --------------------------------------------------------------------
+
+    @initialize(target=requests, count=st.integers(0, 7), prompts=st.booleans())
+    def begin(self, count: int, prompts: bool = False) -> Any:
+        """An empty cache and up to ``1 + count`` requests, with prompts or without."""
+        if not isinstance(getattr(self, "plan", None), Plan):
+            raise TypeError(f"set plan in {type(self).__name__}, to what plan_cache returned")
+        self.computed: dict[int, int] = {}  # tokens in the cache, of every running request
+        self._names = itertools.count(1)
+        self.reference = ReferenceCache(self.plan)
+        self.texts = Texts(max(1, self.plan.max_model_len - 1))
+        self.make_cache()
+        self._usable_blocks = self.num_free_blocks()
+        self._null_block = [np.array(part) for part in self.read_null_block()]
+        if not sum(part.size for part in self._null_block) and self.plan.layout.tensors:
+            raise ValueError("read_null_block gave no bytes; wanted those of block 0")
+        if not self.plan.usable_blocks <= self._usable_blocks < self.plan.num_blocks:
+            raise AssertionError(
+                f"{self._usable_blocks} blocks are free at the start; the plan counts on "
+                f"{self.plan.usable_blocks} and has {self.plan.num_blocks} with the null block"
+            )
+        new = range(min(1 + count, self.max_requests))
+        if prompts and self._has_prompts():
+            return multiple(*(self._start_cut(i, 15 - 2 * i, (), None) for i in new))
+        return multiple(*(self._start() for _ in new))
+
+    @precondition(lambda self: len(self.computed) < self.max_requests)
+    @rule(target=requests)
+    def start_request(self) -> int:
+        return self._start()
+
+    @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
+    @rule(target=requests, prompt=PROMPTS)
+    def start_request_with_prompt(self, prompt: Prompt) -> int:
+        """A prompt that begins like a fixed one, or like that of a request that ended."""
+        return self._start_cut(*prompt)
+
+    @precondition(lambda self: self._has_prompts() and len(self.computed) < self.max_requests)
+    @rule(prompt=PROMPTS, length=st.integers(0, 15))
+    def serve_request_with_prompt(self, prompt: Prompt, length: int) -> None:
+        """A prompt that is computed in steps of one length, and gone."""
+        request = self._start_cut(*prompt)
+        wanted, before = len(self.texts.running[request].tokens), -1
+        while before < self.computed[request] < wanted:
+            before = self.computed[request]
+            self.step({request: length})
+        self._finish(request)
+
+    @rule(
+        batch=st.dictionaries(requests, st.integers(0, 15), min_size=1),
+        preempt=st.booleans(),
+        look=st.booleans(),
+    )
+    def step(self, batch: dict[int, int], preempt: bool = False, look: bool = True) -> None:
+        """Prefill and decode: from one token each, for 0, to all that a step may take, for 15.
+
+        preempt: requests outside of the batch give way to those that are refused blocks.
+        look: requests also read between the growth and the writes.
+        """
+        most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
+        wanted = {request: 1 + part * (most - 1) // 15 for request, part in batch.items()}
+        self._step(wanted, preempt, look)
+
+    @precondition(lambda self: self.computed)
+    @rule(preempt=st.booleans(), look=st.booleans())
+    def decode(self, preempt: bool = False, look: bool = True) -> None:
+        """One token for every request; ``preempt``: the last ones give way to the first."""
+        self._step(dict.fromkeys(self.computed, 1), preempt, look)
+
+    # Events after which nothing is different are not offered: Hypothesis disables some rules in
+    # every story, and a story without steps is worth nothing.
+
+    @precondition(lambda self: any(self.computed.values()))
+    @rule(target=requests, request=consumes(requests), again=st.booleans())
+    def finish_request(self, request: int, again: bool) -> Any:
+        """It gives its blocks back; ``again``: it was preempted, and computes its tokens anew."""
+        if again:
+            return self._restart(request)
+        self._finish(request)
+        return multiple()
+
+    @precondition(lambda self: self._prefixes())
+    @rule(target=requests, which=st.integers(0, 15))
+    def fork_request(self, which: int) -> Any:
+        """A request starts with the tokens of another one."""
+        prefixes = self._prefixes()
+        donor, length = prefixes[which % len(prefixes)]
+        request = next(self._names)
+        if not self.fork(request, donor, length):
+            return multiple()
+        self.reference.fork(request, donor, length)
+        self.texts.fork(request, donor, length)
+        self.computed[request] = length
+        return request
+
+    @precondition(lambda self: overrides("rewind")(self) and self._drafted())
+    @rule(which=st.integers(0, 7), count=st.integers(1, 3))
+    def reject_drafts(self, which: int, count: int) -> None:
+        """Sets a request back by a few tokens."""
+        drafted = self._drafted()
+        request = drafted[which % len(drafted)]
+        kept = max(1, self.computed[request] - count)
+        if self.rewind(request, kept):
+            self.reference.rewind(request, kept)
+            self.texts.rewind(request, kept)
+            self.computed[request] = kept
+
+    @precondition(lambda self: overrides("swap")(self) and any(self.computed.values()))
+    @rule(first=requests, second=requests)
+    def swap_requests(self, first: int, second: int) -> None:
+        self.swap(first, second)
+
+    @precondition(lambda self: overrides("new_epoch")(self) and self.texts.num_ended >= 3)
+    @rule()
+    def begin_new_epoch(self) -> None:
+        """The weights change: later prompts find nothing of what was computed before."""
+        self.new_epoch()
+        self.texts.begin_epoch()
+
+    # --- invariants ---------------------------------------------------------------
+
+    @invariant()
+    def blocks_are_free_or_held_once(self) -> None:
+        holders: dict[int, tuple[int, int, int]] = {}  # block -> request, group, column
+        for request in self.computed:
+            for group, ids in enumerate(self._rows(request)):
+                for column, block_id in enumerate(ids):
+                    if block_id != NULL_BLOCK:
+                        self._check_holder(block_id, (request, group, column), holders)
+        free = self.num_free_blocks()
+        if free + len(holders) != self._usable_blocks:
+            raise AssertionError(
+                f"{free} blocks are free and {len(holders)} held, of {self._usable_blocks}: "
+                + ("some leaked" if free + len(holders) < self._usable_blocks else "freed twice")
+            )
+
+    @invariant()
+    def requests_read_what_they_wrote(self) -> None:
+        if not self.is_at_rest():
+            return
+        for request, computed in self.computed.items():
+            if computed:
+                self._check_content(request, self._check_held(request, computed, computed))
+        for before, after in zip(self._null_block, self.read_null_block(), strict=True):
+            if not np.array_equal(_raw(before), _raw(after)):
+                raise AssertionError("the null block was written; drop what goes to block 0")
+
+    # --- how ----------------------------------------------------------------------
+
+    def _start(self, request: int | None = None) -> int:
+        request = next(self._names) if request is None else request
+        self.start(request)
+        self.reference.start(request)
+        self.computed[request] = 0
+        return request
+
+    def _start_cut(self, which: int, part: int, more: Sequence[int], salt: str | None) -> int:
+        return self._start_prompt(next(self._names), self.texts.cut(which, part, more), salt)
+
+    def _start_prompt(self, request: int, prompt: Sequence[int], salt: str | None) -> int:
+        found = self.start_prompt(request, prompt, salt)
+        if not 0 <= found < len(prompt):
+            raise AssertionError(
+                f"start_prompt found {found} tokens of a prompt of {len(prompt)}; the last one has "
+                "to be computed, for what follows it"
+            )
+        text = self.texts.start(request, prompt, salt)
+        self.reference.start(request, text.namespace, prompt[:found])
+        self.computed[request] = found
+        return request
+
+    def _finish(self, request: int) -> Text | None:
+        """Ends a request. Returns its text, if it has one."""
+        text = None
+        if request in self.texts.running:
+            self.texts.first(request, self.computed[request] + 1)  # one is not computed yet
+            text = self.texts.finish(request)
+            self.finish_prompt(request, text.tokens[text.num_prompt_tokens :])
+        else:
+            self.finish(request)
+        self.reference.finish(request)
+        del self.computed[request]
+        return text
+
+    def _step(self, wanted: Mapping[int, int], preempt: bool, look: bool) -> None:
+        totals: dict[int, int] = {}
+        self._waiting: dict[int, Text | None] = {}
+        for request, length in wanted.items():
+            if request in self._waiting:
+                continue
+            computed = self.computed[request]
+            total = min(computed + length, self.plan.max_model_len)
+            if total == computed:  # as long as it may be: it begins anew
+                self._restart(request)
+                continue
+            total = self.chunk_end(request, computed, total)
+            if self._grow(request, total) or (preempt and self._make_way(request, total, totals)):
+                totals[request] = total
+        self.blocks_are_free_or_held_once()
+        for request, total in totals.items():
+            live = self._check_held(request, self.computed[request], total)
+            if look:
+                self._check_content(request, live)
+        writes: list[Write] = []
+        for request, total in totals.items():
+            tokens = self.texts.first(request, total)
+            writes += self.reference.write(request, self.computed[request], total, tokens)
+            self.computed[request] = total
+        if totals:
+            self.write(writes)
+        for request, text in self._waiting.items():
+            self._resume(request, text)
+
+    def _restart(self, request: int) -> int:
+        return self._resume(request, self._finish(request))
+
+    def _resume(self, request: int, text: Text | None) -> int:
+        """Starts a request that was finished: all its text is now its prompt, if it fits."""
+        if text is None:
+            return self._start(request)
+        most = len(text.tokens) if len(text.tokens) < self.plan.max_model_len else 1
+        prompt = text.tokens[: max(most, text.num_prompt_tokens // 2)]
+        return self._start_prompt(request, prompt, text.namespace[1])
+
+    def _make_way(self, request: int, total: int, batch: Collection[int]) -> bool:
+        """Preempts requests outside of the batch until one of them is given its blocks."""
+        for other in list(self.computed)[::-1]:
+            if other not in (request, *batch) and any(map(any, self._rows(other))):
+                self._waiting[other] = self._finish(other)
+                if self._grow(request, total):
+                    return True
+        return False
+
+    def _grow(self, request: int, total: int) -> bool:
+        before = {name: self._rows(name) for name in self.computed}
+        free = self.num_free_blocks()
+        try:
+            self.grow(request, self.computed[request], total)
+            return True
+        except self.out_of_blocks:
+            pass
+        after = {name: self._rows(name) for name in self.computed}
+        if (after, self.num_free_blocks()) != (before, free):
+            changes = [f"free blocks: {free} -> {self.num_free_blocks()}"]
+            changes += [f"request {n}: {before[n]} -> {after[n]}" for n in before]
+            raise AssertionError(
+                f"request {request} was refused blocks, and something changed: {'; '.join(changes)}"
+            )
+        enough = self.plan.admission_blocks(total)
+        if free >= enough:
+            raise AssertionError(
+                f"request {request} was refused blocks with {free} free; it never holds more than "
+                f"{enough}"
+            )
+        if not any(any(ids) for name in before if name != request for ids in before[name]):
+            raise AssertionError(f"request {request} was refused blocks, and no other holds any")
+        return False
+
+    def _rows(self, request: int) -> list[list[int]]:
+        rows = [np.asarray(ids, np.int64) for ids in self.block_ids(request)]
+        if len(rows) != len(self.plan.groups) or any(ids.ndim != 1 for ids in rows):
+            raise TypeError(
+                f"block_ids gave {self.block_ids(request)!r}; wanted a list of block ids for each "
+                f"of the plan's {len(self.plan.groups)} groups"
+            )
+        return [ids.tolist() for ids in rows]
+
+    def _check_holder(
+        self,
+        block_id: int,
+        holder: tuple[int, int, int],
+        holders: dict[int, tuple[int, int, int]],
+    ) -> None:
+        if not 0 < block_id < self.plan.num_blocks:
+            raise AssertionError(
+                f"{_name(holder)} holds block {block_id}, which is not in the pool"
+            )
+        other = holders.setdefault(block_id, holder)
+        if other is holder:
+            return
+        alike = other[0] != holder[0] and other[1:] == holder[1:]
+        if not (alike and self.reference.share(*holder[1:], other[0], holder[0])):
+            raise AssertionError(
+                f"block {block_id} is held by {_name(other)} and by {_name(holder)}; two may hold "
+                "what a fork shares until one of them writes into it, and what equal prompts wrote"
+            )
+
+    def _check_held(self, request: int, computed: int, total: int) -> list[Sequence[int]]:
+        """Checks that a request holds the blocks to compute its tokens up to ``total``.
+
+        Returns:
+          Their columns, per group.
+        """
+        rows = self._rows(request)
+        live: list[Sequence[int]] = [_needed(g.growth, computed, total) for g in self.plan.groups]
+        if request in self.texts.running:  # of a shared prefix, a request holds no earlier states
+            firsts = [_first_held(g.growth, computed) for g in self.plan.groups]
+            live = [
+                [column for column in needed if column >= first]
+                for first, needed in zip(firsts, live, strict=True)
+            ]
+        for group, (ids, needed) in enumerate(zip(rows, live, strict=True)):
+            missing = [i for i in needed if i >= len(ids) or ids[i] == NULL_BLOCK]
+            if missing:
+                raise AssertionError(
+                    f"{_name((request, group, missing[0]))} holds no block, and computing "
+                    f"tokens {computed} to {total} needs one"
+                )
+        return live
+
+    def _check_content(self, request: int, live: Sequence[Sequence[int]]) -> None:
+        """Checks what a request reads from its live columns, given per group."""
+        for layer, place in self.reference.layers.items():
+            pages = np.asarray(self.read_pages(request, layer))
+            wanted = max(live[place.group], default=-1) + 1, place.spec.data_bytes
+            fits = pages.ndim == 2 and len(pages) >= wanted[0] and pages.shape[1] == wanted[1]
+            if pages.dtype != np.uint8 or not fits:
+                raise ValueError(
+                    f"read_pages gave {pages.dtype}{list(pages.shape)} for layer {layer!r}; "
+                    f"wanted uint8{list(wanted)}, or more columns"
+                )
+            problem = self.reference.find_problem(
+                request,
+                layer,
+                live[place.group],
+                pages,
+                unwritten_reads_zero=self.unwritten_reads_zero,
+            )
+            if problem:
+                raise AssertionError(
+                    f"request {request}, layer {layer!r}: {problem}; its blocks are "
+                    f"{self._rows(request)[place.group]}"
+                )
+
+    def _has_prompts(self) -> bool:
+        return overrides("start_prompt")(self)
+
+    def _drafted(self) -> list[int]:
+        """Returns the requests that can be set back.
+
+        The reference has one state for all tokens of a step, so it cannot tell which state a
+        prompt keeps whose step was one of drafts.
+        """
+        has_states = any(group.growth.speculative_blocks for group in self.plan.groups)
+        left_out = self.texts.running if has_states else {}
+        return [name for name, done in self.computed.items() if done > 1 and name not in left_out]
+
+    def _prefixes(self) -> list[tuple[int, int]]:
+        """Returns what a request can start with now: pairs of a donor and a number of tokens."""
+        stored = {group.growth.stores for group in self.plan.groups}
+        tokens_only = stored <= ({"tokens", "state"} if self.copies_on_write else {"tokens"})
+        if not (overrides("fork")(self) and tokens_only):
+            return []
+        if len(self.computed) == self.max_requests:
+            return []
+        return [(donor, length) for donor in self.computed for length in self._shareable(donor)]
+
+    def _shareable(self, donor: int) -> list[int]:
+        """Returns the prefixes of a donor that can be shared: their live blocks are held."""
+        size = math.lcm(*(group.block_size for group in self.plan.groups))
+        most = min(self.computed[donor], self.plan.max_model_len - 1)
+        lengths = list(range(size, most + 1, size))
+        modes = {g.growth.cache_mode for g in self.plan.groups if g.growth.stores == "state"}
+        if modes - {"all"}:
+            lengths.clear()  # a state is at hand after the newest token only
+        if self.copies_on_write and most == self.computed[donor] > 0:
+            lengths.append(most)
+        rows = self._rows(donor)
+        return [
+            length
+            for length in lengths
+            if all(
+                ids[column] != NULL_BLOCK
+                for group, ids in zip(self.plan.groups, rows, strict=True)
+                for column in _needed(group.growth, length, length)
+            )
+        ]
+
+
+def _needed(growth: Growth, computed: int, total: int) -> Sequence[int]:
+    """Returns the columns that a request needs for its tokens up to ``total``.
+
+    At rest that is the state to resume from, without blocks for drafts.
+    """
+    if growth.stores != "state" or total > computed:
+        return growth.live_blocks(computed, total)
+    source = int(growth.live_columns(computed, total).source)
+    return range(source, source + 1) if computed else ()
+
+
+def _first_held(growth: Growth, computed: int) -> int:
+    """Returns the first column that a request holds after a prefix that it found."""
+    is_state = growth.stores == "state" and computed > 0
+    return int(growth.live_columns(computed, computed + 1).source) if is_state else 0
+
+
+def _name(holder: tuple[int, int, int]) -> str:
+    return "request {} (group {}, column {})".format(*holder)
+
+
+def _raw(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(np.asarray(array).tobytes(), np.uint8)

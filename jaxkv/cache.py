@@ -1,0 +1,34 @@
+"""The cache: block tables and pool as one pytree, and the batch of a step.
+
+A `KVCache` carries the layout of its plan, its kernel block sizes and its mesh, so functions that
+take a cache need none of them as arguments: they look up a layer's group by its name, and find the
+blocks to use in the step's batch.
+"""
+
+from jaxkv._src.cache import (
+    BAD_BATCH,
+    BAD_BLOCK_ID,
+    BAD_COLUMN,
+    BAD_PERIOD,
+    BAD_ROW,
+    LOST_UPLOAD,
+    NO_BLOCK,
+    PAD_ROW,
+    PAD_SLOT,
+    REPEATED_UPLOAD,
+    TOO_LONG,
+)
+
+__all__ = [
+    "BAD_BATCH",
+    "BAD_BLOCK_ID",
+    "BAD_COLUMN",
+    "BAD_PERIOD",
+    "BAD_ROW",
+    "LOST_UPLOAD",
+    "NO_BLOCK",
+    "PAD_ROW",
+    "PAD_SLOT",
+    "REPEATED_UPLOAD",
+    "TOO_LONG",
+]

@@ -1,0 +1,24 @@
+"""The bytes of a cache: typed reads and writes of one layer, views, zeroing, copies.
+
+The pool is ``uint8``, so that layers of different groups can use the same bytes: fp8 keys and
+values of one group, fp32 recurrent states of another. Writes scatter the bytes of new rows, and
+reads bitcast what they gathered, so neither makes a typed copy of the pool on any backend.
+
+Functions take the cache, a layer's name and the step's batch, and look up the layer's group, block
+size and scales. They work inside ``jit`` and return a new cache; where the old one is donated, they
+work in place. Padding and places outside the pool are never written, and read as zeros.
+"""
+
+from jaxkv._src.pool import (
+    copy_blocks,
+    describe_layer,
+    quantize,
+    zero_blocks,
+)
+
+__all__ = [
+    "copy_blocks",
+    "describe_layer",
+    "quantize",
+    "zero_blocks",
+]

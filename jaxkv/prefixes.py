@@ -1,0 +1,39 @@
+"""Prefix caching: a radix tree of prompts, block keys, and events for routers. No jax.
+
+`jaxkv.BlockManager` looks up and keeps prefixes by itself. Import from here to compute block keys,
+or to publish events to routers and connectors.
+"""
+
+from jaxkv._src.prefixes import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    EventBatch,
+    EventFormat,
+    EventFrames,
+    EventGroup,
+    EventLog,
+    block_keys,
+    encode_events,
+    event_frames,
+    root_key,
+)
+
+__all__ = [
+    "END_OF_REPLAY",
+    "AllBlocksCleared",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
+    "EventBatch",
+    "EventFormat",
+    "EventFrames",
+    "EventGroup",
+    "EventLog",
+    "block_keys",
+    "encode_events",
+    "event_frames",
+    "root_key",
+]

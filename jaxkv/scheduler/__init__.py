@@ -1,6 +1,0 @@
-"""A ready-made scheduler: the tokens, admissions and preemptions of each step. No jax."""
-
-from jaxkv.scheduler._scheduler import Order, Scheduler
-from jaxkv.scheduler._step import Schedule
-
-__all__ = ["Order", "Schedule", "Scheduler"]

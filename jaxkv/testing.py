@@ -1,0 +1,83 @@
+"""Tests for caches: references in NumPy and lists, strategies, a state machine, assertions.
+
+Slow and plain on purpose. The references are written from the definitions and need jax alone;
+the rest needs the extra, ``pip install "jaxkv[testing]"``, and is imported when it is first
+used.
+
+  ReferenceTables, ReferencePool, reference_*   tables, bytes and kernels, as lists and loops:
+                                                to compare an implementation with, step by step
+  ReferenceCache                                the content that every request must read: to
+                                                check a whole cache, however it is made
+  count_compilations, assert_no_recompilation   a steady state compiles nothing
+  strategies                                    Hypothesis: specs, models, plans, traffic, ...
+  CacheStateMachine                             drives a cache of your own; subclass it
+  JaxkvStateMachine                             the same over jaxkv itself
+  assert_in_place, assert_same_bytes,           pointers, temporary memory, every byte
+  assert_unchanged
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxkv._src.testing.compilations import Compilation as Compilation
+from jaxkv._src.testing.compilations import assert_no_recompilation as assert_no_recompilation
+from jaxkv._src.testing.compilations import count_compilations as count_compilations
+from jaxkv._src.testing.reference_cache import ReferenceCache as ReferenceCache
+from jaxkv._src.testing.reference_cache import Write as Write
+from jaxkv._src.testing.reference_cache import place_in_row as place_in_row
+from jaxkv._src.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
+from jaxkv._src.testing.reference_kernels import reference_write_rows as reference_write_rows
+from jaxkv._src.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
+from jaxkv._src.testing.reference_pool import ReferencePool as ReferencePool
+from jaxkv._src.testing.reference_tables import ReferenceTables as ReferenceTables
+from jaxkv._src.testing.reference_tables import pad_tables as pad_tables
+
+if TYPE_CHECKING:
+    from jaxkv._src.testing import strategies as strategies
+    from jaxkv._src.testing.assertions import assert_in_place as assert_in_place
+    from jaxkv._src.testing.assertions import assert_same_bytes as assert_same_bytes
+    from jaxkv._src.testing.assertions import assert_unchanged as assert_unchanged
+    from jaxkv._src.testing.jaxkv_state_machine import JaxkvStateMachine as JaxkvStateMachine
+    from jaxkv._src.testing.state_machine import CacheStateMachine as CacheStateMachine
+
+_NEED_THE_EXTRA = {
+    "assert_in_place": "assertions",
+    "assert_same_bytes": "assertions",
+    "assert_unchanged": "assertions",
+    "CacheStateMachine": "state_machine",
+    "JaxkvStateMachine": "jaxkv_state_machine",
+}
+
+__all__ = [
+    "CacheStateMachine",
+    "Compilation",
+    "JaxkvStateMachine",
+    "ReferenceCache",
+    "ReferencePool",
+    "ReferenceTables",
+    "Write",
+    "assert_in_place",
+    "assert_no_recompilation",
+    "assert_same_bytes",
+    "assert_unchanged",
+    "count_compilations",
+    "pad_tables",
+    "place_in_row",
+    "reference_copy_blocks",
+    "reference_write_rows",
+    "reference_zero_blocks",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name that needs the extra when it is first used."""
+    if name == "strategies":
+        return importlib.import_module("jaxkv._src.testing.strategies")
+    if name in _NEED_THE_EXTRA:
+        return getattr(importlib.import_module(f"jaxkv._src.testing.{_NEED_THE_EXTRA[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
