@@ -27,6 +27,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["__main__"], ["public"]),
     (["cli"], ["demo"]),
     (["plotting"], ["testing"]),
+    ([], ["engine"]),
     ([], ["attention", "step", "sleeping"]),
     ([], ["pool"]),
     ([], ["block_tables"]),

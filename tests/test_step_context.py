@@ -1,0 +1,212 @@
+"""`StepContext`: the same bytes as by hand, and every slip of a model said while it is traced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.testing import assert_same_bytes
+
+LAYERS = ("layers.0", "layers.1")
+SPEC = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="f32")
+STATE = jaxkv.StateSpec(block_size=4, shapes=((4,),), dtypes=("f32",))
+PLAN = jaxkv.plan_cache(dict.fromkeys(LAYERS, SPEC), 2**20, max_model_len=32)
+HYBRID = jaxkv.plan_cache({"full": SPEC, "state": STATE}, 2**20, max_model_len=32)
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+EMBED = jax.random.normal(jax.random.key(0), (16, 2, 8))
+Step = jaxkv.StepContext
+
+
+def keys_of(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return x, jnp.roll(x, 1, axis=-1), x * 0.5
+
+
+@functools.cache
+def made(tokens_per_request: int | None = None, plan: jaxkv.Plan = PLAN):
+    """A cache, and the upload of a step of two requests, 5 and 3 tokens of them."""
+    manager = jaxkv.BlockManager(plan, max_requests=2)
+    sizes: dict[str, Any] = {"max_tokens": 8}
+    if tokens_per_request:
+        sizes = {"tokens_per_request": tokens_per_request}
+    ids = IDS if not tokens_per_request else [*IDS[:5], 0, 0, 0, *IDS[5:], *[0] * 5]
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, extra=len(ids), **sizes)
+    for name in "ab":
+        manager.start(name)
+    return jaxkv.make_cache(plan, max_requests=2), manager.step(shape, {"a": 5, "b": 3}, extra=ids)
+
+
+def by_hand(cache: jaxkv.KVCache, upload: Any) -> tuple[jaxkv.KVCache, jax.Array]:
+    cache, batch = jaxkv.apply_step(cache, upload)
+    x = EMBED[batch.extra.reshape(batch.token_shape)]
+    for layer in LAYERS:
+        cache, out = jaxkv.attend(cache, layer, batch, *keys_of(x))
+        x = x + out
+    return cache, x
+
+
+def by_name(step: Step) -> tuple[Step, jax.Array]:
+    x = EMBED[step.token_ids]
+    for layer in LAYERS:
+        x = x + step.attend(layer, *keys_of(x))
+    return step, x
+
+
+def with_a_batch_axis(step: Step) -> tuple[Step, jax.Array]:
+    x = EMBED[step.token_ids[None]]
+    for layer in LAYERS:
+        x = x + step.attend(layer, *keys_of(x))
+    return step, x[0]
+
+
+def in_a_scan(step: Step) -> tuple[Step, jax.Array]:
+    def body(carry, i):
+        step, x = carry
+        return (step, x + step.attend(LAYERS[0], *keys_of(x), period=i)), None
+
+    return jax.lax.scan(body, (step, EMBED[step.token_ids]), jnp.arange(2))[0]
+
+
+def in_a_jit(step: Step) -> tuple[Step, jax.Array]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def layer(name, step, x):
+        return step, x + step.attend(name, *keys_of(x))
+
+    x = EMBED[step.token_ids]
+    for name in LAYERS:
+        step, x = layer(name, step, x)
+    return step, x
+
+
+def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
+    @jax.jit
+    def step(cache, upload):
+        step, out = model(Step(cache, upload))
+        return step.done(), out
+
+    return step(*made(*made_of))
+
+
+@pytest.mark.parametrize("model", [by_name, with_a_batch_axis, in_a_scan, in_a_jit])
+def test_a_model_writes_and_reads_as_by_hand(model: Callable[[Step], Any]) -> None:
+    assert_same_bytes(run(model), jax.jit(by_hand)(*made()))
+
+
+def test_a_rectangular_batch() -> None:
+    cache, x = run(by_name, 8)
+    wanted, rows = jax.jit(by_hand)(*made(8))
+    assert_same_bytes((cache, x[0, :5], x[1, :3]), (wanted, rows[0, :5], rows[1, :3]))
+
+
+def test_tokens_and_places_are_those_of_the_batch() -> None:
+    @jax.jit
+    def places(cache, upload):
+        step = Step(cache, upload)
+        assert repr(step).endswith("int32s), 0 layers written)")
+        assert Step(cache, upload, token_ids=EMBED[:8, 0, 0]).token_ids.dtype == EMBED.dtype
+        return step.token_ids, step.positions, step.last_tokens, step.batch.query_lens
+
+    wanted = IDS, [0, 1, 2, 3, 4, 0, 1, 2], [4, 7], [5, 3]
+    for got, want in zip(places(*made()), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_states_and_calls_of_others() -> None:
+    def model(step: Step) -> tuple[Step, Any]:
+        (state,) = step.read_state("state")
+        step.write_state("state", [state + 1])
+        (again,) = step.read_state("state", at=jnp.zeros(2, jnp.int32))
+        keys = jnp.ones((8, 2, 8))
+        assert step.call(jaxkv.write_tokens, "full", keys, keys) is None
+        return step, (state, again, step.call(jaxkv.read_tokens, "full"))
+
+    _, (state, again, (keys, _)) = run(model, None, HYBRID)
+    assert (state.shape, float(state.sum())) == ((2, 4), 0)
+    assert again.shape == (2, 4)  # a fresh request reads zeros
+    np.testing.assert_array_equal(keys[0, :5], 1)
+
+
+# --- slips ----------------------------------------------------------------------------
+
+
+def a_layer_twice(step: Step) -> Any:
+    x = EMBED[step.token_ids]
+    return step, [step.attend(LAYERS[0], *keys_of(x)) for _ in range(2)]
+
+
+def a_layer_left_out(step: Step) -> Any:
+    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]))
+
+
+def keys_forgotten(step: Step) -> Any:
+    return step, step.attend(LAYERS[0], EMBED[step.token_ids])
+
+
+def after_its_end(step: Step) -> Any:
+    by_name(step)
+    step.done()
+    return step, step.attend(LAYERS[0], EMBED[step.token_ids])
+
+
+def lost_in_a_scan(step: Step) -> Any:
+    def body(x, i):
+        return x + step.attend(LAYERS[0], *keys_of(x), period=i), None
+
+    return step, jax.lax.scan(body, EMBED[step.token_ids], jnp.arange(2))
+
+
+def lost_in_a_jit(step: Step) -> Any:
+    jax.jit(lambda step: by_name(step)[1])(step)
+    return step, None
+
+
+def stale_copy(step: Step) -> Any:
+    in_a_scan(step)
+    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]))
+
+
+def another_period(step: Step) -> Any:
+    x = EMBED[step.token_ids]
+    step.attend(LAYERS[0], *keys_of(x), period=1)
+    return step, step.attend(LAYERS[1], *keys_of(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (a_layer_twice, "layer='layers.0' is written twice in one step"),
+        (a_layer_left_out, "it never wrote 'layers.1': "),
+        (keys_forgotten, "layer='layers.0' is read and this step has not written it"),
+        (after_its_end, "this step has ended; make a StepContext of the next upload"),
+        (lost_in_a_scan, r"a scan or a jit that it was not passed to; carry .* jax.lax.scan"),
+        (lost_in_a_jit, r"a copy of this step has written since.* returns \(logits, step\)"),
+        (stale_copy, "layer='layers.0': a copy of this step has written since"),
+        (another_period, "layer='layers.1' is written twice in one step"),
+    ],
+)
+def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(model)
+
+
+def test_earlier_tokens_alone_are_read_if_asked() -> None:
+    def model(step: Step) -> Any:
+        before = step.attend(LAYERS[0], EMBED[step.token_ids], write=False)
+        return by_name(step)[0], before
+
+    jax.eval_shape(lambda *given: model(Step(*given))[0].done(), *made())
+
+
+def test_a_shape_without_token_ids() -> None:
+    cache, upload = made()
+    manager = jaxkv.BlockManager(PLAN, max_requests=2)
+    manager.start("a")
+    shape = jaxkv.StepShape.for_plan(PLAN, max_requests=2, max_tokens=8)
+    with pytest.raises(ValueError, match=r"extra=0 and 8 tokens: send their ids"):
+        Step(cache, manager.step(shape, {"a": 1}))
+    with pytest.raises(ValueError, match=r"token_ids has shape \(3,\); this step wants \(8,\)"):
+        Step(cache, upload, token_ids=jnp.zeros(3, jnp.int32))
