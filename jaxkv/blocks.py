@@ -5,15 +5,11 @@ loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requ
 """
 
 from jaxkv._src.blocks import (
-    BlockUse,
     PrefixHit,
-    PrefixStats,
     Upload,
 )
 
 __all__ = [
-    "BlockUse",
     "PrefixHit",
-    "PrefixStats",
     "Upload",
 ]

@@ -14,8 +14,10 @@ from jaxkv._src.planning import (
     PoolLayout,
     ZeroPolicy,
     hybrid_block_size,
+    longest_model_len,
     make_groups,
     make_layout,
+    pool_bytes,
 )
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "PoolLayout",
     "ZeroPolicy",
     "hybrid_block_size",
+    "longest_model_len",
     "make_groups",
     "make_layout",
+    "pool_bytes",
 ]

@@ -19,7 +19,6 @@ used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxkv._src.testing.compilations import Compilation as Compilation
 from jaxkv._src.testing.compilations import assert_no_recompilation as assert_no_recompilation
 from jaxkv._src.testing.compilations import count_compilations as count_compilations
 from jaxkv._src.testing.reference_cache import ReferenceCache as ReferenceCache
@@ -50,7 +49,6 @@ _NEED_THE_EXTRA = {
 
 __all__ = [
     "CacheStateMachine",
-    "Compilation",
     "JaxkvStateMachine",
     "ReferenceCache",
     "ReferencePool",

@@ -44,7 +44,7 @@ cache_of = functools.partial(make_cache, PLAN, max_requests=2)
 def test_a_cache_is_zero_and_its_pool_has_the_planned_bytes(order) -> None:
     plan = cases.windows()
     cache = make_cache(plan, max_requests=3, order=order)
-    assert cache.num_bytes == plan.num_blocks * plan.bytes_per_block[0]
+    assert (cache.num_bytes,) == jaxkv.planning.pool_bytes(plan)
     assert all(array.committed and not np.asarray(array).any() for array in jax.tree.leaves(cache))
     assert cache.layout.buffers.order in ORDERS and cache.num_blocks == plan.num_blocks
 

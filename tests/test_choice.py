@@ -197,12 +197,13 @@ def test_a_grouping_given_by_name_is_not_compared(grouping) -> None:
     assert str(plan).splitlines()[-1].startswith("usual requests   20 tokens: ")
 
 
-def test_no_request_runs_whose_length_no_longer_fits() -> None:
+def test_a_usual_request_must_fit_as_well() -> None:
     layers = {"a": full(block_size=4)}
     options: dict[str, Any] = {"max_model_len": 1000, "fit_max_model_len": True}
-    plan = plan_cache(layers, 101 * layers["a"].page_bytes, request_len=900, **options)
-    assert plan.max_model_len == 400
-    assert "900 tokens: 0 run at once" in str(plan)
+    memory = 101 * layers["a"].page_bytes
+    with pytest.raises(KVCacheCapacityError, match="set request_len to at most 400 or raise"):
+        plan_cache(layers, memory, request_len=401, **options)
+    assert plan_cache(layers, memory, request_len=400, **options).max_model_len == 400
 
 
 # --- blocks next to states ----------------------------------------------------------

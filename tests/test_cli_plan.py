@@ -1,6 +1,7 @@
 """``python -m jaxkv plan``: figures, planned changes to try, and refusals that name flags."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -331,7 +332,7 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         ((*LLAMA, "--num-blocks-override", "600"), "or pass --override-beyond-memory\n"),
         (
             (*LLAMA, "--tensor-parallel", "3"),
-            "num_kv_heads=8 does not divide among --tensor-parallel=3",
+            "--tensor-parallel=3 does not divide num_attention_heads=32: give a divisor",
         ),
         ((*LLAMA, "--pipeline-parallel", "0"), "--pipeline-parallel=0 must lie in 1..32"),
         (("gemma-3-4b", "--memory", "9GiB", "--context-parallel", "2"), "--context-parallel=2"),
@@ -339,12 +340,24 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         ((*LLAMA, "--state-cache-mode", "some"), "--state-cache-mode='some'; use one of 'none', "),
         ((*LLAMA, "--block-sizes", "16"), "unrecognized arguments: --block-sizes 16"),
         ((*LLAMA, "--kv-dtype"), "--kv-dtype: expected one argument"),
+        (("Qwen/Qwen3-9B", "--memory", "9GiB"), "did you mean qwen3-8b or "),
+        ((*LLAMA, "--request-len", "9k"), "set --request-len to at most 8,176"),
+        (("x" * 5000, "--memory", "9GiB"), "(File name too long)"),
+        (("\x1b[31mred\n", "--memory", "9GiB"), r"CONFIG='\x1b[31mred\n' is neither"),
+        (("/dev/zero", "--memory", "9GiB"), "(not a regular file)"),
+        (("--specs", "/dev/zero", "--memory", "9GiB"), "(not a regular file)"),
+        (("llama-3.1-8b", "--memory", "9" * 5000), "--memory='999"),
+        ((*LLAMA, "--max-model-len", "9" * 5000), "--max-model-len='999"),
+        ((*LLAMA, "--block-size", "9" * 5000), "--block-size='999"),
+        ((*LLAMA, "--utilization", "0." + "9" * 5000), "--utilization needs --gpu"),
+        ((*LLAMA, "--tensor-parallel", str(10**14)), "does not divide num_attention_heads=32"),
     ],
 )
 def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, message) -> None:
     status, out, err = run(capsys, *arguments)
     assert status == 2 and not out
-    assert message in err
+    assert message in err and len(err) < 2000
+    assert "\x1b" not in err
     data = figures(capsys, *arguments)
     assert message.strip() in data["error"]
 
@@ -402,6 +415,26 @@ def test_wrong_types_in_a_configuration_are_a_refusal(capsys, tmp_path) -> None:
     path.write_text(json.dumps({**config, "rope_scaling": scaling}))
     status, _, err = run(capsys, str(path), "--memory", "9GiB")
     assert status == 2 and "rope_scaling.factor=inf" in err
+
+
+def test_a_pipe_that_nobody_writes_is_refused_at_once(capsys, tmp_path) -> None:
+    os.mkfifo(pipe := tmp_path / "config.json")
+    for arguments in ((str(pipe),), (str(tmp_path),), ("--specs", str(pipe))):
+        status, _, err = run(capsys, *arguments, "--memory", "9GiB")
+        assert status == 2 and "(not a regular file)" in err
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "QWEN3-8B"])
+def test_a_preset_has_its_name_on_the_hub_too(capsys, name) -> None:
+    of_hub = figures(capsys, name, "--memory", "9GiB")
+    assert of_hub == figures(capsys, "qwen3-8b", "--memory", "9GiB")
+
+
+def test_query_heads_divide_among_kv_heads(capsys, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**load_config("qwen3-8b"), "num_key_value_heads": 7}))
+    status, _, err = run(capsys, str(path), "--memory", "9GiB")
+    assert status == 2 and "num_attention_heads=32 must be a multiple of" in err
 
 
 def test_a_configuration_may_be_given_by_its_directory(capsys, tmp_path) -> None:

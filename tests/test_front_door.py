@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import pathlib
 import pydoc
 import re
 import subprocess
@@ -92,9 +93,33 @@ def test_an_unknown_name_is_refused() -> None:
         from jaxkv import make_pool  # noqa: F401
 
 
-def test_rooms_are_modules_of_the_package() -> None:
-    for room in ("layout", "attention", "planning", "testing"):
-        assert isinstance(getattr(jaxkv, room), types.ModuleType)
+MODULES = [name for name in dir(jaxkv) if isinstance(getattr(jaxkv, name), types.ModuleType)]
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in [getattr(jaxkv, name) for name in MODULES if name != "interop"]
+    + [jaxkv.interop.vllm]
+    for name in module.__all__
+}
+TEXTS = [
+    path.read_text()
+    for folder in ("tests", "notebooks")
+    for path in (pathlib.Path(__file__).parents[1] / folder).rglob("*.py")
+    if path != pathlib.Path(__file__)
+]
+
+
+def test_modules_list_what_is_public_beside_the_front_door() -> None:
+    assert {"layout", "attention", "planning", "testing"} <= set(MODULES)
+    assert len(PUBLIC) + len(NAMES) <= 170
+    assert not {name.rpartition(".")[2] for name in PUBLIC} & set(NAMES), "one place for each name"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_documented_and_used(name: str) -> None:
+    value, word = PUBLIC[name], name.rpartition(".")[2]
+    if callable(value) and hasattr(value, "__module__") and value.__module__.startswith("jaxkv"):
+        assert (value.__doc__ or "").strip(), "no docstring"
+    assert any(re.search(rf"\b{word}\b", text) for text in TEXTS), "no test has it"
 
 
 @pytest.mark.parametrize("name", ["append_block_ids", "expand_blocks"])

@@ -14,7 +14,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape
-from jaxkv._src.planning import KVCacheCapacityError, Plan, make_groups, make_layout, plan_cache
+from jaxkv._src.planning import (
+    KVCacheCapacityError,
+    Plan,
+    longest_model_len,
+    make_groups,
+    make_layout,
+    plan_cache,
+)
 from jaxkv._src.specs import EncoderOnlySpec, Limits, SharedKVSpec
 from tests.layer_examples import (
     LIMITS,
@@ -160,6 +167,8 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     limits = Limits(max_in_flight_tokens=1, max_encoder_tokens=1)
     assume(need(groups, 1, limits) <= expected - 1)
     plan = plan_cache(workers, memory, max_model_len=10**6, fit_max_model_len=True, limits=limits)
+    longest = longest_model_len(plan.groups, plan.usable_blocks, 10**6, limits)
+    assert plan.max_model_len == longest
     assert plan.num_blocks == expected
     assert plan.bytes_per_block == tuple(sizes)
     assert plan.groups == groups

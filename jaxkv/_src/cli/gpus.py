@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from jaxkv._src.cli.amounts import gib
 from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.text import shown
 
 # GiB that CUDA gives a process: the total of `cudaMemGetInfo`, of which engines take a share. These
 # are the smallest totals seen in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of
@@ -40,8 +41,8 @@ def gpu_bytes(name: str) -> int:
         key = key[:-1]
     if key not in GPUS:
         raise ValueError(
-            f"--gpu={name!r} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, give "
-            "the bytes that are left for the cache, such as --memory 71.3GiB"
+            f"--gpu={shown(name)} is not in the table: {', '.join(sorted(GPUS))}. For another GPU, "
+            "give the bytes that are left for the cache, such as --memory 71.3GiB"
         )
     return int(Fraction(GPUS[key]) * GIB)
 

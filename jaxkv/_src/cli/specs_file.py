@@ -10,12 +10,13 @@ repeats them: ``{"count": 8, "layers": [...]}``. Layers are called ``layers.0``,
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.files import read_json
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
@@ -79,15 +80,15 @@ def load_specs(path: str) -> SpecsFile:
 
 def _load(path: str) -> SpecsFile:
     try:
-        data = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_json(pathlib.Path(path))
+    except ValueError as error:
         raise ValueError(
-            f"--specs={path!r} is not a readable JSON file ({error}); {SEE_HELP}"
+            f"--specs={shown(path)} is not a readable JSON file ({error}); {SEE_HELP}"
         ) from error
     known = {"max_model_len", "max_encoder_tokens", "layers"}
     if not isinstance(data, Mapping) or not known >= set(data) >= {"max_model_len", "layers"}:
         raise ValueError(
-            f"--specs={path!r} must hold an object with max_model_len, layers and, for cross "
+            f"--specs={shown(path)} must hold an object with max_model_len, layers and, for cross "
             f"attention, max_encoder_tokens, got {_told(data)}; {SEE_HELP}"
         )
     encoder = data.get("max_encoder_tokens", 0)
@@ -100,11 +101,11 @@ def _load(path: str) -> SpecsFile:
 
 def _specs(entries: Any, place: str) -> Iterator[Spec]:
     if not isinstance(entries, list):
-        raise TypeError(f"{place} of --specs must be a list of objects, got {entries!r}")
+        raise TypeError(f"{place} of --specs must be a list of objects, got {shown(entries)}")
     for i, entry in enumerate(entries):
         here = f"{place}[{i}]"
         if not isinstance(entry, Mapping):
-            raise TypeError(f"{here} of --specs must be an object, got {entry!r}")
+            raise TypeError(f"{here} of --specs must be an object, got {shown(entry)}")
         count = entry.get("count", 1)
         check_positive(**{f"{here}.count of --specs": count})
         inner = [*_specs(entry["layers"], f"{here}.layers")] if "layers" in entry else None
@@ -117,7 +118,7 @@ def _specs(entries: Any, place: str) -> Iterator[Spec]:
 def _spec(entry: Mapping[str, Any], here: str) -> Spec:
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"{here}.kind={kind!r} of --specs; use one of {', '.join(KINDS)}")
+        raise ValueError(f"{here}.kind={shown(kind)} of --specs; use one of {', '.join(KINDS)}")
     fields = {name: _frozen(v) for name, v in entry.items() if name not in ("kind", "count")}
     if issubclass(KINDS[kind], LayerSpec):
         fields = {"block_size": BLOCK_SIZE, **fields}

@@ -68,6 +68,7 @@ def full_attention(
     """
     heads = heads or reader.number("num_key_value_heads")
     width = width or reader.number("head_dim")
+    _check_query_heads(reader, options, kv_heads=heads)
     return FullAttentionSpec(
         block_size=options.block_size or ATTENTION_BLOCK,
         num_kv_heads=heads_per_rank(heads, options.tensor_parallel),
@@ -75,6 +76,19 @@ def full_attention(
         head_size_v=None if value_width == width else value_width,
         dtype=reader.kv_dtype(options.kv_dtype),
     )
+
+
+def _check_query_heads(reader: ConfigReader, options: Options, kv_heads: int) -> None:
+    """Raises ValueError unless query heads divide among KV heads, and among ranks."""
+    heads, ranks = reader.number("num_attention_heads", default=kv_heads), options.tensor_parallel
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads={heads} must be a multiple of the number of KV heads, {kv_heads}"
+        )
+    if heads % ranks:
+        raise ValueError(
+            f"tensor_parallel={ranks} does not divide num_attention_heads={heads}: give a divisor"
+        )
 
 
 def sliding(full: FullAttentionSpec, window: int) -> SlidingWindowSpec:
@@ -99,6 +113,7 @@ def latent_attention(reader: ConfigReader, options: Options) -> MLASpec:
     """
     reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim")
     reader.ignore("qk_head_dim")
+    _check_query_heads(reader, options, kv_heads=1)
     return MLASpec(
         block_size=options.block_size or MLA_BLOCK,
         head_size=reader.number("kv_lora_rank") + reader.number("qk_rope_head_dim"),

@@ -1,8 +1,11 @@
 """Configurations from files: a ``config.json``, or a preset of this package. No jax."""
 
-import json
+import difflib
 import pathlib
 from typing import Any
+
+from jaxkv._src.internal.files import read_json
+from jaxkv._src.internal.text import shown
 
 PRESETS = pathlib.Path(__file__).parent / "presets"
 
@@ -16,31 +19,39 @@ def load_config(name: str) -> dict[str, Any]:
     """Reads the configuration of a model.
 
     Args:
-      name: a preset, or the path of a ``config.json`` or of the directory that holds one.
+      name: a preset, whatever its case and with or without its organization, such as
+        ``"qwen3-8b"`` or ``"Qwen/Qwen3-8B"``; or the path of a ``config.json`` or of the directory
+        that holds one. A path that exists goes before a preset.
 
     Raises:
       TypeError: a name that is neither text nor a path.
-      ValueError: neither a preset nor a readable JSON object.
+      ValueError: neither a preset nor a readable JSON object; the message names presets like it.
     """
     if not isinstance(name, str | pathlib.PurePath):
         raise TypeError(
             f"config must be the name of a preset or a path, got {type(name).__name__}; what is "
             "read already goes to layers_from_config as it is"
         )
-    preset, path = PRESETS / f"{name}.json", pathlib.Path(name)
-    if preset.is_file():
-        path = preset
-    elif path.is_dir():
-        path /= "config.json"
+    key = str(name).rpartition("/")[2].lower()
+    path = pathlib.Path(name)
     try:
-        config = json.loads(path.read_text())
-    except OSError as error:
+        if key in preset_names() and not path.exists():
+            path = PRESETS / f"{key}.json"
+        config = read_json(path / "config.json" if path.is_dir() else path)
+    except (OSError, ValueError) as error:  # an OSError: a name that no path can have
         raise ValueError(
-            f"config={name!r} is neither a readable JSON file ({path}: {error.strerror or error}) "
-            f"nor a preset; presets: {', '.join(preset_names())}"
+            f"config={shown(str(name))} is neither a preset nor a readable JSON file "
+            f"({getattr(error, 'strerror', None) or error}){_alike(key)}"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config={name!r} is a file that is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"config={name!r} holds a {type(config).__name__}, not an object")
+        raise ValueError(
+            f"config={shown(str(name))} holds a {type(config).__name__}, not an object"
+        )
     return config
+
+
+def _alike(key: str) -> str:
+    """Returns a hint at the presets with a name like this one, or at all of them."""
+    if near := difflib.get_close_matches(key[:100], preset_names(), n=3, cutoff=0.5):
+        return f"; did you mean {' or '.join(near)}?"
+    return "" if "." in key else f"; presets: {', '.join(preset_names())}"

@@ -19,18 +19,13 @@ from jaxkv._src.hf_config._fields import (
     unread,
 )
 from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import canonical_dtype
 
-MAX_LAYERS, MAX_SHOWN = 1_000, 80  # layers of a model, characters of a value in an error
+MAX_LAYERS = 1_000
 QUANTIZATION = "quantization_config", "compression_config"  # the latter in older files
 KV_QUANTIZATION = ("kv_cache_scheme", "kv_cache_quant_algo")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
-
-
-def shown(value: Any) -> str:
-    """Returns the text of a value for an error; only the beginning of a long one."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class ConfigReader:

@@ -1,6 +1,15 @@
-"""Byte counts as text, for printed plans and pictures. No jax."""
+"""Values as text: byte counts for plans and pictures, what was given for errors. No jax."""
 
 from collections.abc import Sequence
+from typing import Any
+
+MAX_SHOWN = 80  # characters
+
+
+def shown(value: Any) -> str:
+    """Returns the text of a value for an error, on one line; only the beginning of a long one."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def readable(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning._layout import Group
-from jaxkv._src.planning._longest import longest_admitted
+from jaxkv._src.planning._longest import longest_model_len
 from jaxkv._src.planning._plan import Plan
 from jaxkv._src.planning._text import describe_groups
 from jaxkv._src.specs import Limits
@@ -50,8 +50,8 @@ def admit(
       remedy: one more thing to change; ends the message of a refusal.
 
     Raises:
-      KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
-        needs more blocks than there are.
+      KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token, or of
+        ``request_len``) needs more blocks than there are.
       ValueError: no encoder tokens for cross attention; context parallelism for groups that do
         not keep all tokens; a pool whose slots pass int32.
     """
@@ -59,7 +59,9 @@ def admit(
     _check_slots(plan.groups, plan.num_blocks)
     longest = longest_fit(plan)
     if longest < (1 if fit_max_model_len else plan.max_model_len):
-        raise _capacity_error(plan, longest, blocks_argument, remedy)
+        raise _capacity_error(plan, longest, "max_model_len", blocks_argument, remedy)
+    if plan.request_len is not None and longest < plan.request_len:
+        raise _capacity_error(plan, longest, "request_len", blocks_argument, remedy)
     if longest > INT32_MAX:
         raise ValueError(
             f"max_model_len={longest:,} has positions beyond int32; set it to at most {INT32_MAX:,}"
@@ -73,7 +75,7 @@ def longest_fit(plan: Plan) -> int:
     """Returns the longest request, up to ``max_model_len``, that the pool of a plan holds."""
     if plan.num_blocks <= NULL_BLOCK + 1:
         return 0
-    return longest_admitted(
+    return longest_model_len(
         plan.groups,
         plan.usable_blocks,
         plan.max_model_len,
@@ -107,19 +109,20 @@ def _check_slots(groups: Sequence[Group], num_blocks: int) -> None:
 
 
 def _capacity_error(
-    plan: Plan, longest: int, blocks_argument: str | None, remedy: str
+    plan: Plan, longest: int, length_argument: str, blocks_argument: str | None, remedy: str
 ) -> KVCacheCapacityError:
-    needed = plan.admission_blocks(plan.max_model_len)
+    length = getattr(plan, length_argument)
+    needed = plan.admission_blocks(length)
     total = needed + plan.reserved_blocks
     bytes_wanted = total * max(plan.bytes_per_block)
-    shorter = f"set max_model_len to at most {longest:,} or " if longest else ""
+    shorter = f"set {length_argument} to at most {longest:,} or " if longest else ""
     more = (
         f"{blocks_argument} to at least {total:,}"
         if blocks_argument
         else f"memory_bytes to at least {bytes_wanted:,} ({total:,} blocks)"
     )
     return KVCacheCapacityError(
-        f"max_model_len={plan.max_model_len:,} needs {needed:,} blocks and the pool has "
+        f"{length_argument}={length:,} needs {needed:,} blocks and the pool has "
         f"{plan.usable_blocks:,} usable ones; {shorter}raise {more}{remedy}",
         needed_blocks=needed,
         usable_blocks=plan.usable_blocks,

@@ -8,7 +8,7 @@ from jaxkv._src.planning._layout import Group
 from jaxkv._src.specs import Limits
 
 
-def longest_admitted(
+def longest_model_len(
     groups: Sequence[Group],
     usable_blocks: int,
     max_model_len: int,
@@ -16,10 +16,21 @@ def longest_admitted(
     *,
     context_parallel: int = 1,
 ) -> int:
-    """Returns the largest length in ``[0, max_model_len]`` that needs at most ``usable_blocks``.
+    """Returns the longest request, in tokens, that a number of blocks is enough for.
 
-    0 means that not even one token fits. Bisection is exact, because the need of a group never
-    falls as the length grows.
+    It is what `plan_cache` fits ``max_model_len`` to: the largest length in ``[0,
+    max_model_len]`` at which the groups together need at most ``usable_blocks``. Bisection is
+    exact, because the need of a group never falls as the length grows.
+
+    Args:
+      groups: groups of layers, such as ``plan.groups``.
+      usable_blocks: blocks that requests can get, without the null block.
+      max_model_len: tokens of the longest request that is asked for.
+      limits: the most that the scheduler asks of one step.
+      context_parallel: ranks among which the tokens of a request are divided.
+
+    Returns:
+      Tokens; 0 if not even one fits.
     """
     growths = Counter(group.growth for group in groups).items()
     sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens

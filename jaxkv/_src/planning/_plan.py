@@ -8,7 +8,7 @@ from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning._grouping import GroupingFigures
 from jaxkv._src.planning._layout import Group, PoolLayout
-from jaxkv._src.planning._longest import longest_admitted
+from jaxkv._src.planning._longest import longest_model_len
 from jaxkv._src.planning._text import plan_html, plan_text
 from jaxkv._src.specs import Limits
 
@@ -165,7 +165,7 @@ class Plan:
 
     def _longest(self, usable_blocks: int, max_model_len: int) -> int:
         ranks = self.context_parallel
-        return longest_admitted(
+        return longest_model_len(
             self.groups, usable_blocks, max_model_len, self.limits, context_parallel=ranks
         )
 
@@ -181,3 +181,12 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return plan_html(self)
+
+
+def pool_bytes(plan: Plan) -> tuple[int, ...]:
+    """Returns the bytes of the pool on each worker: its blocks times the bytes of one.
+
+    The null block counts as any other. These are the bytes that `jaxkv.make_cache` allocates for
+    keys, values and states (``cache.num_bytes``); the block tables come on top.
+    """
+    return tuple(plan.num_blocks * block for block in plan.bytes_per_block)

@@ -77,8 +77,8 @@ def plan_cache(
       A plan that holds at least one request of its ``max_model_len``.
 
     Raises:
-      KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token)
-        needs more blocks than the pool has.
+      KVCacheCapacityError: a request of ``max_model_len`` (with fitting: of one token, or of
+        ``request_len``) needs more blocks than the pool has.
       TypeError: an argument of the wrong type.
       ValueError: memory, lengths or an override out of range; pages that cannot share a pool; a
         pool with more slots than int32 counts; context parallelism for groups that drop tokens.

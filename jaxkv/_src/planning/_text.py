@@ -17,7 +17,7 @@ def plan_text(plan: "Plan") -> str:
     length = plan.max_model_len
     need, steady = plan.admission_blocks(length), plan.steady_blocks(length)
     fit, given = plan.requests_that_fit(length), sum(plan.memory_bytes)
-    used = sum(plan.num_blocks * size for size in plan.bytes_per_block)
+    used = plan.num_blocks * sum(plan.bytes_per_block)
     tensors = max(len(layout.tensors) for layout in plan.layouts)
     rows = {
         "layers": f"{sum(len(group.layers) for group in plan.groups)} with a cache",
