@@ -1,0 +1,37 @@
+"""Random servings, checked against what every block must hold; `tests.test_servings` runs some.
+
+``python -m tests.servings 20000`` runs as many, from a new seed, and counts the faults that they
+find; ``python -m tests.servings 1 --first 345`` runs the one of a seed, and prints its calls.
+"""
+
+import random
+from collections import Counter
+
+from tests.servings.of_manager import ManagerServing
+from tests.servings.of_scheduler import SchedulerServing
+
+NUM_CALLS = 60  # of a manager
+
+
+def run_serving(seed: int, kind: str | None = None) -> Counter[str]:
+    """Runs a serving; every third is one of a manager alone.
+
+    Args:
+      seed: of all that it draws.
+      kind: of the plan, one of `KINDS`; None: any.
+
+    Returns:
+      Counts of what it did.
+
+    Raises:
+      AssertionError: a fault, with the calls that led to it.
+    """
+    history: list[str] = []
+    try:
+        if seed % 3:
+            serving = SchedulerServing(seed, kind, history)
+            return serving.run(random.Random(seed).randint(3, 12))
+        return ManagerServing(seed, kind, history).run(NUM_CALLS)
+    except Exception as error:
+        calls, fault = "\n".join(history), f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{calls}\n\nserving {seed} of {kind}: {fault}") from error

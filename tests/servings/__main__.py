@@ -1,0 +1,38 @@
+"""Runs servings, and counts the faults that they find."""
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+
+from tests.servings import run_serving
+from tests.servings.plans import KINDS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.servings", description=__doc__)
+    parser.add_argument("servings", type=int)
+    parser.add_argument("--first", type=int, default=time.time_ns() // 10**6 % 10**10)
+    parser.add_argument("--kind", choices=list(KINDS))
+    asked = parser.parse_args()
+    seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
+    began = time.perf_counter()
+    for seed in range(asked.first, asked.first + asked.servings):
+        try:
+            seen += run_serving(seed, asked.kind)
+        except AssertionError as error:
+            if asked.servings == 1:
+                print(error)
+            fault = re.sub(r"\d+", "N", str(error).rpartition("\n")[2].partition(": ")[2])[:110]
+            faults[fault] += 1
+            seeds.setdefault(fault, seed)
+    seconds = time.perf_counter() - began
+    print(f"{asked.servings} servings from seed {asked.first} in {seconds:.0f} s: {dict(seen)}")
+    for fault, count in faults.most_common():
+        print(f"{count:6} x {fault} (seed {seeds[fault]})")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

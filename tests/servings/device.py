@@ -1,0 +1,151 @@
+"""A device of dictionaries: it knows only uploads, and what requests write.
+
+Contents are numbers. `Stories` numbers the sequences of tokens that contents are computed from, and
+a group adds its own index, so that equal numbers mean equal groups, namespaces and tokens.
+"""
+
+from collections.abc import Hashable, Iterable
+
+import numpy as np
+
+from jaxkv import Plan
+from jaxkv.blocks import Upload
+
+NO_WINDOW = 2**31 - 1
+
+
+class Stories:
+    """Numbers sequences: two sequences have one number only if they are equal."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self.namespaces: list[int] = []  # by story, the story of its namespace
+
+    def begin(self, namespace: Hashable) -> int:
+        return self._number((None, namespace), None)
+
+    def go_on(self, story: int, code: Hashable) -> int:
+        return self._number((story, code), story)
+
+    def _number(self, key: Hashable, before: int | None) -> int:
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self.namespaces):
+            self.namespaces.append(number if before is None else self.namespaces[before])
+        return number
+
+
+class Group:
+    """The rule of one group, written from the definitions and not from `jaxkv.specs.Growth`."""
+
+    def __init__(self, index: int, group, context_parallel: int):
+        growth = group.growth
+        self.index, self.kind, self.mode = index, growth.kind, growth.cache_mode
+        self.block, self.drafts = growth.block_size * context_parallel, growth.speculative_blocks
+        self.window, self.chunk = growth.window, growth.chunk
+        self.ratio = max(getattr(spec, "compress_ratio", 1) for spec in group.specs)
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind == "state"
+
+    def oldest_visible(self, position: int) -> int:
+        """Returns the oldest position that the token at ``position`` attends to."""
+        if self.window < NO_WINDOW:
+            return max(position - self.window + 1, 0)
+        return position // self.chunk * self.chunk if self.chunk < NO_WINDOW else 0
+
+    def newest_column(self, num_tokens: int) -> int:
+        """Returns the column of the state after ``num_tokens`` tokens."""
+        return 0 if self.mode == "none" else max(-(-num_tokens // self.block) - 1, 0)
+
+    def state_columns(self, before: int, total: int) -> set[int]:
+        """Returns the columns of states that a step can read and write."""
+        if self.mode == "none":
+            return set(range(1 + self.drafts))
+        last = self.newest_column(total)
+        first = before // self.block if self.mode == "all" else last
+        columns = set(range(first, last + 1 + self.drafts))
+        return columns | ({self.newest_column(before)} if before else set())
+
+
+class Device:
+    """Tables and blocks, changed by uploads in the order of `jaxkv.apply_step`.
+
+    rows: by group and row, block ids by column. Old cells stay, as on the device.
+    blocks: by block, contents by place.
+    """
+
+    def __init__(self, plan: Plan, max_requests: int):
+        self.groups = [Group(i, g, plan.context_parallel) for i, g in enumerate(plan.groups)]
+        self.rows: list[list[dict[int, int]]] = [
+            [{} for _ in range(max_requests)] for _ in plan.groups
+        ]
+        self.lengths = [[0] * len(plan.groups) for _ in range(max_requests)]
+        self.blocks: dict[int, dict[int, int]] = {}
+        self.number = 0
+
+    def apply(self, upload: Upload) -> dict[str, np.ndarray]:
+        """Applies the changes of an upload; returns its parts."""
+        parts = upload.parts()
+        assert parts["number"][0] == self.number + 1, "an upload was lost or repeated"
+        self.number += 1
+        self._copy_rows(parts)
+        self._write_entries(parts)
+        self._copy_blocks(parts)
+        zeroed = parts["zero_ids"].tolist()
+        assert len(set(zeroed)) == len(zeroed), "a block is zeroed twice"
+        copied = set(parts["copy_destinations"].tolist())
+        assert not copied & set(zeroed), f"copies are zeroed: {copied & set(zeroed)}"
+        for block in zeroed:
+            self.blocks[block] = {}
+        return parts
+
+    def _copy_rows(self, parts) -> None:
+        if "row_sources" not in parts:
+            return
+        pairs = list(
+            zip(parts["row_sources"].tolist(), parts["row_destinations"].tolist(), strict=True)
+        )
+        for rows in self.rows:
+            copies = [dict(rows[source]) for source, _ in pairs]
+            for (_, row), copied in zip(pairs, copies, strict=True):
+                rows[row] = copied
+        lengths = [list(self.lengths[source]) for source, _ in pairs]
+        for (_, row), length in zip(pairs, lengths, strict=True):
+            self.lengths[row] = length
+
+    def _write_entries(self, parts) -> None:
+        cells = list(
+            zip(*(parts[f"entry_{x}"].tolist() for x in ("rows", "columns", "ids")), strict=True)
+        )
+        begin, seen = 0, set()
+        for group, end in enumerate(parts["entry_ends"].tolist()):
+            for row, column, block in cells[begin:end]:
+                assert (group, row, column) not in seen, "a cell is written twice"
+                seen.add((group, row, column))
+                self.rows[group][row][column] = block
+            begin = end
+        for row, lengths in zip(
+            parts["changed_rows"].tolist(), parts["row_lengths"].tolist(), strict=True
+        ):
+            self.lengths[row] = lengths
+
+    def _copy_blocks(self, parts) -> None:
+        pairs = list(
+            zip(parts["copy_sources"].tolist(), parts["copy_destinations"].tolist(), strict=True)
+        )
+        assert len({into for _, into in pairs}) == len(pairs), "two copies into one block"
+        assert all(into for _, into in pairs), "a copy into the null block"
+        copies = [dict(self.blocks.get(source, {})) for source, _ in pairs]
+        self.blocks.update(zip((into for _, into in pairs), copies, strict=True))
+
+    def block(self, row: int, group: int, column: int) -> int:
+        """Returns the block in a cell; 0 for none, and for cells past the row's length."""
+        if column >= self.lengths[row][group]:
+            return 0
+        return self.rows[group][row].get(column, 0)
+
+    def lose_all(self, blocks: Iterable[int]) -> None:
+        """Empties blocks, as a sleep of level 2 does."""
+        for block in blocks:
+            self.blocks[block] = {}

@@ -1,0 +1,29 @@
+"""A router's mirror of a manager's blocks, built from events alone."""
+
+from jaxkv import BlockManager
+from jaxkv.prefixes import AllBlocksCleared, BlocksStored, EventLog
+
+
+class Mirror:
+    """The blocks that a router believes the cache to hold."""
+
+    def __init__(self, manager: BlockManager, log: EventLog):
+        self.manager, self.log = manager, log
+        self.stored: set[tuple[int, bytes]] = set()
+        self.keys: dict[tuple, bytes] = {}
+
+    def follow(self) -> None:
+        """Applies the events since the last call, and checks that they make sense."""
+        batch = self.log.take()
+        for event in () if batch is None else batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.stored.clear()
+                continue
+            keys = {(event.group.index, key) for key in event.block_keys}
+            assert len(keys) == len(event.block_keys), "an event names a block twice"
+            if isinstance(event, BlocksStored):
+                assert not keys & self.stored, "a block is stored twice"
+                self.stored |= keys
+            else:
+                assert keys <= self.stored, "a block that was not stored is removed"
+                self.stored -= keys

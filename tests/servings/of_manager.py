@@ -1,0 +1,161 @@
+"""Random servings of a manager alone."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from jaxkv import OutOfBlocksError, StepShape
+from jaxkv.blocks import Upload
+from tests.servings.oracle import Known
+from tests.servings.plans import most_drafts
+from tests.servings.traffic import NAMES, Serving
+
+
+class ManagerServing(Serving):
+    """Every call of a manager, in any order."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        super().__init__(seed, kind, history)
+        most = self.manager.max_requests
+        self.shape = StepShape.for_plan(
+            self.plan,
+            max_requests=most,
+            max_tokens=4 * self.plan.max_model_len,
+            forks=most,
+            cached_tokens=most * self.plan.max_model_len,
+        )
+        self.drafts = most_drafts(self.plan)
+        self.prompts: dict[Hashable, int] = {}  # tokens that the manager knows
+
+    def run(self, num_calls: int) -> Counter[str]:
+        """Makes random calls, then finishes all requests."""
+        for _ in range(num_calls):
+            calls: list[Callable[[], object]] = []
+            if len(self.requests) < self.manager.max_requests:
+                calls += [self.start] * 4
+            if self.requests:
+                calls += [self.step] * 10 + [self.grow, self.grow, self.fork, self.fork]
+                calls += [self.rewind, self.rewind, self.trim, self.finish, self.finish]
+            elif self.chance(0.1):
+                calls += [self.lose_content]
+            if self.chance(0.03):
+                calls += [self.new_epoch]
+            self.draw.choice(calls)()
+            self.check()
+        for name in list(self.requests):
+            self.end(name)
+        assert not self.manager.requests
+        self.check()
+        return self.oracle.seen
+
+    def start(self) -> None:
+        request, options = self.new_request(), {}
+        name, tokens = request.name, list(request.tokens)
+        keys, boundaries = self.keys(request), self.boundaries(request)
+        if self.chance(0.2):
+            options["max_cached_tokens"] = self.draw.randint(0, len(tokens))
+        self.say(f"start({name!r}, {tokens}, boundaries={boundaries}, {keys}, {options})")
+        if self.chance(0.2):  # nothing of it is kept
+            hit = self.manager.start(name, encoder_tokens=request.encoder_tokens)
+            self.prompts[name] = -1
+        else:
+            given: Any = tokens
+            if self.chance(0.3):
+                given, keys = self.manager.find_prefix(tokens, **keys), {}
+            hit = self.manager.start(
+                *(name, given),
+                boundaries=boundaries,
+                encoder_tokens=request.encoder_tokens,
+                **keys,
+                **options,
+            )
+            self.prompts[name] = len(tokens)
+        self.say(f"    hit {hit.num_cached_tokens}")
+        self.requests[name] = request
+        self.oracle.begin(request, hit.num_cached_tokens)
+
+    def finish(self) -> None:
+        self.end(self.draw.choice(list(self.requests)))
+
+    def end(self, name: Hashable) -> None:
+        request, known = self.requests[name], self.prompts.pop(name)
+        more = None
+        if known >= 0 and self.chance(0.7):
+            more = request.tokens[known : self.draw.choice([len(request.tokens), request.computed])]
+        self.say(f"finish({name!r}, {more})")
+        self.manager.finish(name, more)
+        self.forget(name)
+
+    def fork(self) -> None:
+        donor = self.requests[self.draw.choice(list(self.requests))]
+        count = max(0, donor.computed - self.draw.choice([0, 0, 0, 1, 4, 99]))
+        room = self.manager.max_requests - len(self.requests)
+        names = [name for name in NAMES if name not in self.requests]
+        into = self.draw.sample(names, min(room, self.draw.randint(1, 3)))
+        self.say(f"fork({donor.name!r}, {into}, num_tokens={count})")
+        if self.refused(lambda: self.manager.fork(donor.name, into, num_tokens=count)):
+            self.say("    refused")
+            return
+        for name in into:
+            tokens = donor.tokens[:count]
+            tokens += [self._id() for _ in range(self.draw.randint(0, 4))]
+            tokens = tokens[: self.plan.max_model_len]
+            request = Known(name, tokens, donor.salt, donor.adapter, donor.media)
+            request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
+            self.oracle.fork(donor, request, count)
+            self.requests[name], self.prompts[name] = request, min(count, self.prompts[donor.name])
+
+    def rewind(self) -> None:
+        request = self.requests[self.draw.choice(list(self.requests))]
+        name = request.name
+        count = max(0, request.computed - self.draw.choice([0, 1, 1, 2, 4, 99]))
+        known = [columns.keys() for columns in request.states.values()]
+        if count and count < request.computed and not all(count in of for of in known):
+            return  # an engine knows which states it wrote
+        self.say(f"rewind({{{name!r}: {count}}})")
+        if self.refused(lambda: self.manager.rewind({name: count})):
+            self.say("    refused")
+            return
+        self.oracle.rewind(request, count)
+        request.tokens[count:] = [self._id() for _ in request.tokens[count:]]
+        request.verified = len(request.tokens)
+        self.prompts[name] = min(self.prompts[name], count)
+
+    def trim(self) -> None:
+        names = self.draw.choices(list(self.requests), k=2)
+        self.say(f"trim({names})")
+        self.manager.trim(names)
+
+    def work(self) -> dict[Hashable, int]:
+        work: dict[Hashable, int] = {}
+        most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
+        for name in self.draw.sample(list(self.requests), self.draw.randint(1, len(self.requests))):
+            room = min(most, self.plan.max_model_len - self.requests[name].computed)
+            if room:
+                work[name] = self.draw.choice([1, 1, self.draw.randint(1, room)])
+        return work
+
+    def grow(self) -> None:
+        work = self.work()
+        self.say(f"grow({work})")
+        if self.refused(lambda: self.manager.grow(work), OutOfBlocksError):
+            self.say("    refused")
+
+    def step(self) -> None:
+        work = self.work()
+        self.say(f"step({work})")
+        for name, count in work.items():
+            request = self.requests[name]
+            missing = request.computed + count - len(request.tokens)
+            request.tokens += [self._id() for _ in range(missing)]
+            drafts = self.draw.randint(0, min(self.drafts, count - 1))
+            request.verified = request.computed + count - drafts
+        uploads: list[Upload] = []
+        if self.refused(
+            lambda: uploads.append(self.manager.step(self.shape, work)), OutOfBlocksError
+        ):
+            self.say("    refused")
+            if self.chance(0.5):
+                self.finish()
+            return
+        self.oracle.step(uploads[0], self.requests, work)

@@ -1,0 +1,348 @@
+"""What every block must hold while a manager serves, written from the definitions.
+
+The content of a token is its group, the salt and the adapter of its request, and all token ids,
+media and epochs up to it. The content of a state is that of the last token that it has seen.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+from jaxkv import BlockManager
+from jaxkv.blocks import Upload
+from tests.servings.device import Device, Group, Stories
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """A request as its engine knows it.
+
+    tokens: its token ids, those that the host does not know yet and drafts included.
+    media: identifier, start and end of each medium.
+    story: the stories of its computed tokens; the first is that of its namespace.
+    states: by group, the column of the state after each number of tokens that can be resumed.
+    partial: by group, the content of the last row of a compressed layer.
+    verified: first tokens that are no drafts.
+    """
+
+    name: Hashable
+    tokens: list[int]
+    salt: str | None = None
+    adapter: str | None = None
+    media: Sequence[tuple[str, int, int]] = ()
+    encoder_tokens: int = 0
+    story: list[int] = dataclasses.field(default_factory=list)
+    states: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    partial: dict[int, int] = dataclasses.field(default_factory=dict)
+    verified: int = 0
+
+    @property
+    def computed(self) -> int:
+        return len(self.story) - 1
+
+
+class Oracle:
+    """Follows a manager's requests, and checks each upload against what they must read."""
+
+    def __init__(self, manager: BlockManager):
+        self.manager, plan = manager, manager.plan
+        self.device = Device(plan, manager.max_requests)
+        self.groups, self.zeroed = self.device.groups, plan.groups_to_zero
+        self.stories = Stories()
+        self.sinks = sum(map(len, manager.sink_block_ids))
+        self.epoch = 0
+        self.seen: Counter[str] = Counter()
+
+    # --- requests ---------------------------------------------------------------------
+
+    def begin(self, request: Known, cached: int) -> None:
+        """Starts a request whose first tokens were found in the cache."""
+        request.story = [self.stories.begin((request.salt, request.adapter))]
+        self._compute(request, cached)
+        request.states = {g.index: {} for g in self.groups if g.is_state}
+        for group in self.groups:
+            if group.is_state and cached:
+                request.states[group.index][cached] = group.newest_column(cached)
+        request.partial = {g.index: self._content(g, request.story[-1]) for g in self.groups}
+        self.seen["hits"] += cached > 0
+        self.seen["cached tokens"] += cached
+
+    def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
+        """Starts a request with the first tokens of another."""
+        request.story = donor.story[: num_tokens + 1]
+        request.partial = {
+            g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
+        }
+        request.states = {g.index: {} for g in self.groups if g.is_state}
+        for group in self.groups:
+            if group.is_state and num_tokens:
+                columns = donor.states[group.index]
+                column = group.newest_column(num_tokens)
+                assert columns.get(num_tokens) == column, (
+                    f"group {group.index}: a fork shares the state after {num_tokens} tokens, "
+                    f"and the donor's states are in columns {columns}"
+                )
+                request.states[group.index][num_tokens] = column
+        self.seen["forks"] += 1
+
+    def rewind(self, request: Known, num_tokens: int) -> None:
+        """Takes back computed tokens."""
+        if num_tokens >= request.computed:
+            return
+        for group in self.groups:
+            if group.ratio > 1:
+                request.partial[group.index] = self._partial(group, request, num_tokens)
+            if group.is_state and num_tokens:
+                self._rewind_state(request, group, num_tokens)
+        del request.story[num_tokens + 1 :]
+        self.seen["rewinds"] += 1
+
+    def _rewind_state(self, request: Known, group: Group, num_tokens: int) -> None:
+        columns = request.states[group.index]
+        assert num_tokens in columns, (
+            f"group {group.index}: no block holds the state after {num_tokens} tokens, only after "
+            f"{sorted(columns)}"
+        )
+        if group.mode == "align" and columns[num_tokens] == max(columns.values()):
+            # The step that accepted the tokens wrote their state into the running block.
+            row = self.manager.requests[request.name]
+            block = self.device.block(row, group.index, columns[num_tokens])
+            self.device.blocks[block] = {0: self._content(group, request.story[num_tokens])}
+
+    def _partial(self, group: Group, request: Known, num_tokens: int) -> int:
+        """Returns the content of the row that ``num_tokens`` tokens end in."""
+        end = -(-num_tokens // group.ratio) * group.ratio
+        if end > request.computed:
+            return request.partial.get(group.index, 0)
+        return self._content(group, request.story[end])
+
+    def _compute(self, request: Known, total: int) -> None:
+        for position in range(request.computed, total):
+            inside = [
+                (m, position - start) for m, start, end in request.media if start <= position < end
+            ]
+            code = request.tokens[position], tuple(inside), self.epoch
+            request.story.append(self.stories.go_on(request.story[-1], code))
+
+    def _content(self, group: Group, story: int) -> int:
+        return story * len(self.groups) + group.index
+
+    # --- steps ------------------------------------------------------------------------
+
+    def step(self, upload: Upload, requests: Mapping[Hashable, Known], work: Mapping) -> None:
+        """Applies an upload, checks all that the step reads, and writes its tokens."""
+        parts = self.device.apply(upload)
+        rows, named = self.manager.requests, [requests[name] for name in work]
+        assert parts["request_rows"].tolist() == [rows[name] for name in work], "rows"
+        computed = [request.computed for request in named]
+        assert parts["num_computed_tokens"].tolist() == computed, "computed tokens"
+        lens = [
+            b - a
+            for a, b in zip(parts["query_start_loc"], parts["query_start_loc"][1:], strict=False)
+        ]
+        assert lens == list(work.values()), "query lengths"
+        if any(group.kind == "cross" for group in self.groups):
+            assert parts["encoder_lens"].tolist() == [r.encoder_tokens for r in named], "encoder"
+        held = {name: self.manager.block_ids(name) for name in rows}
+        holders = Counter(i for of in held.values() for ids in of for i in set(ids) if i)
+        for request, count in zip(named, work.values(), strict=True):
+            _Step(self, request, request.computed + count, rows[request.name], held).read()
+        written: dict[int, Hashable] = {}
+        for request, count in zip(named, work.values(), strict=True):
+            before = request.computed
+            self._compute(request, before + count)
+            step = _Step(self, request, before + count, rows[request.name], held, before)
+            for block in step.write():
+                assert written.setdefault(block, request.name) == request.name, "two writers"
+                assert holders[block] == 1, f"block {block} is written and held by several"
+            assert self.manager.num_computed_tokens(request.name) == request.computed
+        self.seen["steps"] += 1
+        self.seen["copies"] += parts["copy_sources"].size
+
+    def check_pool(self) -> None:
+        """Checks that each block is free or held, and counted so."""
+        manager, use = self.manager, self.manager.block_use
+        holders: Counter[int] = Counter()
+        for name in manager.requests:
+            ids = [i for group in manager.block_ids(name) for i in group if i]
+            assert len(set(ids)) == len(ids), f"{name!r} holds a block twice"
+            holders.update(ids)
+        total = manager.plan.num_blocks - 1
+        free = manager.num_free_blocks
+        assert free + len(holders) + self.sinks == total, (free, len(holders), total)
+        shared = sum(count > 1 for count in holders.values())
+        assert (use.own, use.shared) == (len(holders) + self.sinks - shared, shared), use
+        assert use.warm + use.cold == free and use.warm <= manager.prefix_stats().kept_blocks, use
+
+
+class _Step:
+    """What one request reads and writes in a step."""
+
+    def __init__(self, oracle: Oracle, request: Known, total: int, row: int, held, before=None):
+        self.oracle, self.request, self.row = oracle, request, row
+        self.before = request.computed if before is None else before
+        self.total, self.held = total, held[request.name]
+
+    def read(self) -> None:
+        for group in self.oracle.groups:
+            if group.kind == "cross":
+                if self.before:
+                    self._read_encoder(group)
+            elif group.is_state:
+                if self.before:
+                    self._read_state(group)
+            else:
+                self._read_tokens(group)
+
+    def write(self) -> set[int]:
+        """Writes the tokens of the step; returns the blocks that it wrote."""
+        written: set[int] = set()
+        for group in self.oracle.groups:
+            if group.kind == "cross":
+                if not self.before:
+                    self._write_encoder(group)
+            elif group.is_state:
+                written |= self._write_states(group)
+            else:
+                written |= self._write_tokens(group)
+        return written
+
+    # --- tokens -----------------------------------------------------------------------
+
+    def _read_tokens(self, group: Group) -> None:
+        oldest, ratio = group.oldest_visible(self.before), group.ratio
+        self.oracle.seen["cells"] += self.before - oldest
+        story = self.request.story
+        for row in range(oldest // ratio, -(-self.before // ratio)):
+            end = (row + 1) * ratio
+            if end <= self.before:
+                content = self.oracle._content(group, story[end])
+            else:
+                content = self.request.partial[group.index]
+            column, place = divmod(row * ratio, group.block)
+            self._check(group, column, place // ratio, content, f"token {end - 1}")
+        for column in range(oldest // group.block, -(-self.total // group.block)):
+            self._check_stale(group, column)
+
+    def _write_tokens(self, group: Group) -> set[int]:
+        ratio, story, written = group.ratio, self.request.story, set()
+        for row in range(self.before // ratio, -(-self.total // ratio)):
+            content = self.oracle._content(group, story[min((row + 1) * ratio, self.total)])
+            column, place = divmod(row * ratio, group.block)
+            block = self._block(group, column)
+            self.oracle.device.blocks.setdefault(block, {})[place // ratio] = content
+            written.add(block)
+            self.request.partial[group.index] = content
+        return written
+
+    # --- the encoder ------------------------------------------------------------------
+
+    def _encoder_contents(self, group: Group) -> list[tuple[int, int, int]]:
+        """Returns column, place and content of the encoder's tokens."""
+        story = self.oracle.stories.begin(("encoder", self.request.encoder_tokens))
+        content = self.oracle._content(group, story)
+        places = [divmod(i, group.block) for i in range(self.request.encoder_tokens)]
+        return [(column, place, content) for column, place in places]
+
+    def _read_encoder(self, group: Group) -> None:
+        for column, place, content in self._encoder_contents(group):
+            self._check(group, column, place, content, "the encoder")
+
+    def _write_encoder(self, group: Group) -> None:
+        for column, place, content in self._encoder_contents(group):
+            block = self._block(group, column)
+            self.oracle.device.blocks.setdefault(block, {})[place] = content
+
+    # --- states -----------------------------------------------------------------------
+
+    def _read_state(self, group: Group) -> None:
+        columns = self.request.states[group.index]
+        assert self.before in columns, f"group {group.index}: no state after {self.before} tokens"
+        column = columns[self.before]
+        assert column in group.state_columns(self.before, self.total), (
+            f"group {group.index}: a step cannot read column {column}"
+        )
+        content = self.oracle._content(group, self.request.story[self.before])
+        self._check(group, column, 0, content, f"the state after {self.before} tokens")
+
+    def _write_states(self, group: Group) -> set[int]:
+        known, written = self.request.states[group.index], set()
+        places = self._places(group)
+        for num_tokens, column in places.items():
+            block = self._block(group, column)
+            content = self.oracle._content(group, self.request.story[num_tokens])
+            self.oracle.device.blocks[block] = {0: content}
+            written.add(block)
+        kept = {}
+        if group.mode == "all":
+            kept = {n: c for n, c in known.items() if n % group.block == 0 and n <= self.before}
+            kept = {n: c for n, c in kept.items() if c == group.newest_column(n)}
+        elif group.mode == "align" and self.before % group.block == 0 and not group.drafts:
+            kept = {n: c for n, c in known.items() if n == self.before}
+            kept = {n: c for n, c in kept.items() if c not in places.values()}
+        known.clear()
+        known.update(kept | places)
+        if group.mode == "align":  # `Oracle.rewind` writes the accepted one there
+            last = group.newest_column(self.total)
+            known.update(dict.fromkeys(self._to_verify(), last))
+        return written
+
+    def _to_verify(self) -> list[int]:
+        """Returns the numbers of tokens that may turn out to be accepted."""
+        return list(range(max(self.before + 1, self.request.verified), self.total + 1))
+
+    def _places(self, group: Group) -> dict[int, int]:
+        """Returns the columns into which a step writes states, by numbers of tokens."""
+        before, total, last = self.before, self.total, group.newest_column(self.total)
+        counts = self._to_verify() or [total]
+        if group.mode == "align" or (group.mode == "none" and len(counts) == 1):
+            return {total: last}
+        is_short = total - before <= 1 + group.drafts
+        if group.mode == "none":
+            return {n: n - before - 1 if is_short else total - n for n in counts}
+        ends = range((before // group.block + 1) * group.block, total + 1, group.block)
+        places = {end: end // group.block - 1 for end in ends}
+        if len(counts) == 1:
+            return places | {total: last}
+        return places | self._draft_places(group, [n for n in counts if n not in places], is_short)
+
+    def _draft_places(self, group: Group, counts: list[int], is_short: bool) -> dict[int, int]:
+        """Returns columns for states within blocks that drafts may end in, for "all"."""
+        end = self.total // group.block * group.block
+        if is_short:
+            start = self.before // group.block
+            if end <= self.before:
+                return {n: start + n - self.before - 1 for n in counts}
+            after = self.total - end
+            return {
+                n: start + n - end if n > end else start + after + n - self.before for n in counts
+            }
+        last = group.newest_column(self.total)
+        return {n: last + self.total - n - (n < end < self.total) for n in counts}
+
+    # --- blocks -----------------------------------------------------------------------
+
+    def _block(self, group: Group, column: int) -> int:
+        block = self.oracle.device.block(self.row, group.index, column)
+        ids = self.held[group.index]
+        host = ids[column] if column < len(ids) else 0
+        assert block and block == host, (
+            f"group {group.index}, column {column}: the device has block {block}, the host {host}"
+        )
+        return block
+
+    def _check(self, group: Group, column: int, place: int, content: int, what: str) -> None:
+        block = self._block(group, column)
+        found = self.oracle.device.blocks.get(block, {}).get(place)
+        assert found == content, f"group {group.index}, block {block}: WRONG BYTES of {what}"
+
+    def _check_stale(self, group: Group, column: int) -> None:
+        """Checks that a block to zero holds bytes of its group, and of its tenant, alone."""
+        oracle = self.oracle
+        if not oracle.zeroed[group.index]:
+            return
+        space, size = oracle.stories.namespaces, len(oracle.groups)
+        for content in oracle.device.blocks.get(self._block(group, column), {}).values():
+            story, index = divmod(content, size)
+            assert index == group.index, "stale bytes of another group"
+            assert space[story] == space[self.request.story[0]], "stale bytes of another tenant"

@@ -1,0 +1,118 @@
+"""What the random servings of a scheduler and of a manager have in common."""
+
+import random
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from jaxkv import BlockManager, ExtraKey
+from jaxkv.prefixes import EventLog
+from tests.servings.events import Mirror
+from tests.servings.oracle import Known, Oracle
+from tests.servings.plans import KINDS, random_plan
+
+ALPHABET = (0, 1, 2**31 - 1)
+NAMES = [*range(6), "a", "b", ("a", 0), (0, 1), 2.5, None]
+
+
+class Serving:
+    """What the traffic of a scheduler and that of a manager have in common."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        self.draw = random.Random(seed)
+        self.kind = self.draw.choice(list(KINDS)) if kind is None else kind
+        self.plan = random_plan(self.draw, self.kind)
+        self.log = EventLog()
+        self.manager = BlockManager(
+            self.plan,
+            max_requests=self.draw.randint(1, 5),
+            checkpoint_share=self.draw.choice([0.1, 0.5, 1.0]),
+            events=self.log,
+        )
+        self.oracle, self.mirror = Oracle(self.manager), Mirror(self.manager, self.log)
+        self.history = history
+        self.requests: dict[Hashable, Known] = {}
+        self.forgotten: list[list[int]] = []  # tokens of requests that ended
+        self.roots = [[self._id() for _ in range(48)] for _ in range(2)]
+        self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
+        self.has_states = any(g.growth.kind == "state" for g in self.plan.groups)
+
+    def _id(self) -> int:
+        return self.draw.choice(ALPHABET)
+
+    def say(self, text: str) -> None:
+        self.history.append(text)
+
+    def chance(self, probability: float) -> bool:
+        return self.draw.random() < probability
+
+    def new_name(self) -> Hashable:
+        return self.draw.choice([name for name in NAMES if name not in self.requests])
+
+    def prompt(self) -> list[int]:
+        """Returns a prompt that often begins like an earlier one."""
+        known = [*self.roots, *self.forgotten[-4:]]
+        root = self.draw.choice(known)
+        tokens = root[: self.draw.randint(0, len(root))]
+        tokens += [self._id() for _ in range(self.draw.randint(0, 6))]
+        return (tokens or [self._id()])[: self.plan.max_model_len - self.draw.randint(0, 3)]
+
+    def new_request(self) -> Known:
+        tokens = self.prompt()
+        request = Known(self.new_name(), tokens, verified=len(tokens))
+        if self.chance(0.2):
+            request.salt = self.draw.choice(["x", "y"])
+        if self.chance(0.15):
+            request.adapter = self.draw.choice(["v", "w"])
+        if self.chance(0.15) and len(tokens) > 1:
+            start = self.draw.randrange(len(tokens) - 1)
+            end = self.draw.randint(start + 1, len(tokens))
+            request.media = [(self.draw.choice("ij"), start, end)]
+        if self.has_encoder:
+            request.encoder_tokens = self.draw.randint(0, 6)
+        return request
+
+    def keys(self, request: Known) -> dict[str, Any]:
+        """Returns the namespace of a request, as `BlockManager.start` takes it."""
+        keys = [ExtraKey.mm(*medium) for medium in request.media]
+        if request.adapter is not None:
+            keys.append(ExtraKey.lora(request.adapter, "/" + request.adapter))
+        return {"salt": request.salt, "extra_keys": keys}
+
+    def boundaries(self, request: Known) -> list[int]:
+        chosen = self.draw.choices(range(1, len(request.tokens) + 1), k=self.draw.randint(0, 2))
+        return sorted(set(chosen)) if self.chance(0.4) else []
+
+    def forget(self, name: Hashable) -> None:
+        self.forgotten.append(self.requests.pop(name).tokens)
+
+    def new_epoch(self) -> None:
+        self.say("new_epoch()")
+        self.manager.new_epoch()
+        self.oracle.epoch += 1
+
+    def lose_content(self) -> None:
+        """Sleeps at level 2, which no running request survives."""
+        self.say("reset_prefixes()")
+        self.manager.reset_prefixes()
+        self.oracle.epoch += 1
+        self.oracle.device.lose_all(range(self.plan.num_blocks))
+
+    def check(self) -> None:
+        self.oracle.check_pool()
+        self.mirror.follow()
+
+    def refused(self, call: Callable[[], object], error: type[Exception] = ValueError) -> bool:
+        """Makes a call that may be refused. Returns whether it was; it then changed nothing."""
+        before = self._visible()
+        try:
+            call()
+        except (error, TypeError):
+            assert self._visible() == before, "a refused call changed something"
+            return True
+        return False
+
+    def _visible(self) -> object:
+        manager = self.manager
+        names = manager.requests
+        ids = {name: manager.block_ids(name) for name in names}
+        return names, manager.computed_tokens, ids, manager.num_free_blocks
