@@ -200,8 +200,13 @@ def test_a_cache_that_cannot_be_is_refused_by_name(options, error, message) -> N
         make_cache(**{"plan": PLAN, "max_requests": 2} | options)
 
 
-def test_a_cache_of_tables_only_has_no_bytes_to_read() -> None:
-    cache = cache_of(tables_only=True)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"mesh": MESH, "axis": "heads"}, marks=two_devices)],
+    ids=["one device", "a mesh"],
+)
+def test_a_cache_of_tables_only_has_no_bytes_to_read(options) -> None:
+    cache = cache_of(tables_only=True, **options)
     batch = cases.fixed_step(PLAN)
     assert cache.buffers == () and cache.num_bytes == 0 and "no pool" in repr(cache)
     shape = jaxkv.StepShape.for_plan(PLAN, max_requests=2, max_tokens=4)
@@ -217,11 +222,6 @@ def test_a_cache_of_tables_only_has_no_bytes_to_read() -> None:
     ):
         with pytest.raises(ValueError, match="no pool: make it without tables_only=True"):
             call()
-
-
-@two_devices
-def test_sharded_tables_only_have_no_bytes_to_write() -> None:
-    pass
 
 
 # --- errors ---------------------------------------------------------------------------
