@@ -4,16 +4,15 @@ Slow and plain on purpose. The references are written from the definitions and n
 the rest needs the extra, ``pip install "jaxkv[testing]"``, and is imported when it is first
 used.
 
-  ReferenceTables, ReferencePool, reference_*   tables, bytes and kernels, as lists and loops:
-                                                to compare an implementation with, step by step
-  ReferenceCache                                the content that every request must read: to
-                                                check a whole cache, however it is made
-  count_compilations, assert_no_recompilation   a steady state compiles nothing
-  strategies                                    Hypothesis: specs, models, plans, traffic, ...
-  CacheStateMachine                             drives a cache of your own; subclass it
-  JaxkvStateMachine                             the same over jaxkv itself
-  assert_in_place, assert_same_bytes,           pointers, temporary memory, every byte
-  assert_unchanged
+- `ReferenceTables`, `ReferencePool`, ``reference_*``: tables, bytes and kernels, as lists and
+  loops, to compare an implementation with, step by step.
+- `ReferenceCache`: the content that every request must read, to check a whole cache, however it is
+  made.
+- `count_compilations`, `assert_no_recompilation`: a steady state compiles nothing.
+- ``strategies``: specs, models, plans, traffic and more, for Hypothesis.
+- `CacheStateMachine`: drives a cache of your own; subclass it.
+- `JaxkvStateMachine`: the same over jaxkv itself.
+- `assert_in_place`, `assert_same_bytes`, `assert_unchanged`: pointers, temporary memory, bytes.
 """
 
 import importlib

@@ -39,15 +39,10 @@ def count_compilations() -> Generator[list[Compilation]]:
 def assert_no_recompilation() -> Generator[None]:
     """Wraps a steady state, after a warm-up, and fails when anything compiles in it.
 
-    ```
-    with assert_no_recompilation():
-        for upload in uploads:
-            cache = step(cache, upload)
-    ```
-
-    Also a decorator: ``@assert_no_recompilation()``. Operations of jax outside of any
-    ``jit`` (``x + 1``, ``jnp.zeros(3)``) compile too, once for each shape. To bound how often
-    one function is traced, use ``chex.assert_max_traces``.
+    For example ``with assert_no_recompilation(): serve(uploads)``, or as a decorator,
+    ``@assert_no_recompilation()``. Operations of jax outside of any ``jit`` (``x + 1``,
+    ``jnp.zeros(3)``) compile too, once for each shape. To bound how often one function is traced,
+    use ``chex.assert_max_traces``.
 
     Raises:
       AssertionError: something was compiled; names each function and how long it took.
