@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import pytest
 from hypothesis import event, given, settings
@@ -214,6 +214,74 @@ def test_the_youngest_is_preempted_and_returns_before_later_arrivals() -> None:
     assert list(seen[-1].work) == ["a"]
     assert server.scheduler.waiting == ("b", "c")
     server.serve(most_steps=100)
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Returns the number of calls of Python and C functions that a function makes."""
+    count = 0
+
+    def note(frame, event: str, argument) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def admit_at_once(prompts: int, *, preemption: bool, tokens: bool) -> int:
+    """Returns the calls of a schedule that admits new prompts."""
+    manager = BlockManager(small_plan(40 * prompts, LAYERS["windows"]), max_requests=prompts)
+    ids = {name: [name] * 12 for name in range(prompts)} if tokens else None
+    scheduler = Scheduler(manager, max_tokens=12 * prompts, preemption=preemption, tokens=ids)
+    for name in range(prompts):
+        scheduler.add(name, 12)
+    calls = calls_of(scheduler.schedule)
+    assert len(scheduler.running) == prompts
+    return calls
+
+
+@pytest.mark.parametrize("preemption", [True, False])
+@pytest.mark.parametrize("tokens", [True, False])
+def test_admission_is_linear_in_the_prompts(preemption: bool, tokens: bool) -> None:
+    few, many = (admit_at_once(n, preemption=preemption, tokens=tokens) for n in (32, 128))
+    assert many < 4.5 * few
+
+
+def test_requests_that_wait_cost_a_steady_step_nothing() -> None:
+    def calls(waiting: int) -> int:
+        server = Server(small_plan(40), max_requests=4, max_tokens=16)
+        for name in range(4 + waiting):
+            server.add(name, 4, 30)
+        server.sample(server.step())
+        return calls_of(server.scheduler.schedule)
+
+    assert calls(1000) <= calls(1) + 10
+
+
+@pytest.mark.parametrize("reason", ["forks", "preemptions"])
+def test_requests_return_to_a_long_queue_at_no_cost(reason: str) -> None:
+    def calls(waiting: int) -> int:
+        server = Server(small_plan(9, max_model_len=24), max_requests=3, max_tokens=8, forks=1)
+        for name in "ab":
+            server.add(name, 8, 24)
+        server.step()
+        server.step()
+        for name in range(waiting):
+            server.add(name, 8, 24)
+        if reason == "forks":
+            return calls_of(lambda: server.scheduler.fork("a", [("a", i) for i in range(20)]))
+        count = 0
+        while not server.preemptions:
+            server.scheduler.append({"a": 1, "b": 1})
+            count = calls_of(server.step)
+        return count
+
+    assert calls(1000) <= 1.2 * calls(10)
 
 
 def test_a_prompt_is_computed_in_chunks_next_to_decodes() -> None:

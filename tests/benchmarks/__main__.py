@@ -6,6 +6,7 @@ import pathlib
 from typing import get_args
 
 from tests.benchmarks import (
+    admission,
     attention,
     copies,
     host,
@@ -23,6 +24,7 @@ from tests.benchmarks.vllm_peer import VllmPeer
 
 PARTS = {
     "host": host.run,
+    "admission": admission.run,
     "prefixes": prefixes.run,
     "step": step.run,
     "zero": zero.run,

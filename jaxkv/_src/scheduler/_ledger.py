@@ -104,11 +104,14 @@ class InOrder:
     """The running requests, oldest first; made anew when a request starts or stops running.
 
     index: their indices in the ledger.
+    blocks: the most blocks that all of them hold while they decode, and the most that computing
+      the prompt of one of them takes in addition.
     """
 
     names: list[Hashable]
     index: np.ndarray  # int64[N]
     rows: np.ndarray  # int64[N]
+    blocks: tuple[int, int]
 
     @functools.cached_property
     def one_each(self) -> dict[Hashable, int]:
@@ -124,9 +127,7 @@ class InOrder:
 class Running(NamedTuple):
     """The running requests, oldest first, and their token counts."""
 
-    in_order: InOrder
-    names: list[Hashable]
-    rows: np.ndarray  # int64[N]
+    order: InOrder
     computed: np.ndarray  # int64[N]
     num_tokens: np.ndarray  # int64[N]
     prefill_tokens: np.ndarray  # int64[N]

@@ -79,7 +79,9 @@ class Prompts:
     def find(self, request: Hashable, num_tokens: int) -> tuple[int, int]:
         """Returns a waiting request's cached tokens, and how many of their blocks others hold."""
         found = self._look_up(request, num_tokens)
-        return (0, 0) if found is None else (found.num_cached_tokens, found.num_held_blocks)
+        if found is None or not found.num_cached_tokens:
+            return 0, 0
+        return found.num_cached_tokens, found.num_held_blocks
 
     def start(
         self, request: Hashable, num_tokens: int, *, encoder_tokens: int, max_cached_tokens: int

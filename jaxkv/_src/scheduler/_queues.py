@@ -1,6 +1,8 @@
 """The waiting and the running requests of a scheduler. No jax."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import bisect
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -8,17 +10,59 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.scheduler._ledger import ANYWHERE, InOrder, Ledger, Request, Running
 
 
+class Waiting:
+    """The waiting requests. Iterates over them, the oldest first.
+
+    Requests that arrive are the youngest, and join the end. Forks and preempted requests are
+    older than these; they are few, and kept apart, so that none of them costs a look at all.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: dict[Hashable, Request] = {}
+        self._older: list[Request] = []  # by age
+        self._of: dict[Hashable, Request] = {}
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._of
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain(self._older, self._arrived.values())
+
+    def get(self, name: Hashable) -> Request | None:
+        """Returns a request; None if it does not wait."""
+        return self._of.get(name)
+
+    def arrive(self, request: Request) -> None:
+        """Adds the youngest of all requests."""
+        self._of[request.name] = self._arrived[request.name] = request
+
+    def insert(self, request: Request) -> None:
+        """Adds a request ahead of all that are younger."""
+        self._of[request.name] = request
+        bisect.insort(self._older, request, key=_age)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request."""
+        del self._of[request.name]
+        if self._arrived.pop(request.name, None) is None:
+            del self._older[bisect.bisect_left(self._older, request.age, key=_age)]
+
+
 class Queues:
     """All requests of a scheduler, in two queues.
 
-    waiting, running: requests by name, the oldest first.
+    waiting: see `Waiting`.
+    running: requests by name, the oldest first.
     ledger: token counts of all requests.
     in_chunks: running requests with a chunk that has to end after a given token.
     """
 
     def __init__(self, manager: BlockManager):
         self._manager = manager
-        self.waiting: dict[Hashable, Request] = {}
+        self.waiting = Waiting()
         self.running: dict[Hashable, Request] = {}
         self.ledger = Ledger()
         self.in_chunks: set[Hashable] = set()
@@ -60,15 +104,17 @@ class Queues:
     def now_running(self) -> Running:
         """Returns the running requests and their token counts, oldest first."""
         if self._in_order is None:
-            names, rows = list(self.running), [request.row for request in self.running.values()]
-            index = self.ledger.indices(names)
-            self._in_order = InOrder(names, index, np.array(rows, np.int64))
+            names, requests = list(self.running), self.running.values()
+            rows = np.array([request.row for request in requests], np.int64)
+            blocks = (
+                sum([request.blocks[0] for request in requests]),
+                max([request.blocks[1] for request in requests], default=0),
+            )
+            self._in_order = InOrder(names, self.ledger.indices(names), rows, blocks)
         order = self._in_order
         tokens, _, prefill_tokens, ends = self.ledger.numbers.take(order.index, axis=1)
         computed, in_chunks = self._manager.computed_by_row[order.rows], bool(self.in_chunks)
-        return Running(
-            order, order.names, order.rows, computed, tokens, prefill_tokens, ends, in_chunks
-        )
+        return Running(order, computed, tokens, prefill_tokens, ends, in_chunks)
 
     # --- changes --------------------------------------------------------------------
 
@@ -90,14 +136,11 @@ class Queues:
         self.in_chunks.discard(request.name)
         self.ledger.chunk_ends[self.ledger.of[request.name]] = ANYWHERE
 
-    def wait(self, request: Request) -> None:
-        """Puts a request ahead of all that wait and are younger."""
-        self.waiting = _by_age({**self.waiting, request.name: request})
-
     def sort_running(self) -> None:
         """Restores the order of the running requests, after some were added."""
-        self.running, self._in_order = _by_age(self.running), None
+        by_age = sorted(self.running.values(), key=_age)
+        self.running, self._in_order = {request.name: request for request in by_age}, None
 
 
-def _by_age(requests: Mapping[Hashable, Request]) -> dict[Hashable, Request]:
-    return {request.name: request for request in sorted(requests.values(), key=lambda r: r.age)}
+def _age(request: Request) -> tuple[int, ...]:
+    return request.age

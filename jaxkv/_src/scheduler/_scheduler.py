@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content
+from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
 from jaxkv._src.scheduler._ledger import Request
 from jaxkv._src.scheduler._prompts import Prompt, Prompts, Tokens
@@ -97,10 +98,14 @@ class Scheduler:
         self._queues = Queues(manager)
         self._ledger = self._queues.ledger
         self._prompts = Prompts(manager, tokens, chunk_tokens=chunk_tokens, forks=forks)
+        self._admission = Admission(
+            manager, self._queues, self._prompts, preempts=preemption, forks=forks
+        )
         self._chooser = Chooser(
             manager,
             self._queues,
             self._prompts,
+            self._admission,
             max_tokens=max_tokens,
             batch_size=batch_size,
             decode_first=order == "decode_first",
@@ -125,13 +130,15 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[Any, ...]:
         """Requests that have no row, in the order in which they will be admitted."""
-        return tuple(self._queues.waiting)
+        return tuple([request.name for request in self._queues.waiting])
 
     @property
     def has_work(self) -> bool:
         """Whether any request has tokens to compute."""
         running = self._queues.now_running()
-        return bool(self._queues.waiting) or bool((running.num_tokens > running.computed).any())
+        return bool(len(self._queues.waiting)) or bool(
+            (running.num_tokens > running.computed).any()
+        )
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
@@ -189,9 +196,8 @@ class Scheduler:
         steady = self._plan.steady_blocks(longest)
         blocks = steady, self._plan.admission_blocks(longest) - steady
         self._ledger.enter(request, num_tokens, longest)
-        self._queues.waiting[request] = Request(
-            request, self._queues.next_age(()), encoder_tokens, blocks
-        )
+        age = self._queues.next_age(())
+        self._queues.waiting.arrive(Request(request, age, encoder_tokens, blocks))
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
         """Starts more samples of a request, which share the blocks of its computed tokens.
@@ -223,10 +229,10 @@ class Scheduler:
             index = ledger.enter(name, computed, int(ledger.max_tokens[at]))
             sample = dataclasses.replace(donor, name=name, age=queues.next_age(donor.age), row=-1)
             self._prompts.fork(request, name)
-            if self._chooser.fork(request, sample):
+            if self._admission.fork(request, sample):
                 ledger.prefill_tokens[index] = computed
             else:
-                queues.wait(sample)
+                queues.waiting.insert(sample)
         queues.sort_running()
 
     def append(self, num_tokens: Mapping[Any, int]) -> None:
@@ -289,7 +295,7 @@ class Scheduler:
             self._prompts.finish(request)
             self._queues.stop(known)
         else:
-            del self._queues.waiting[request]
+            self._queues.waiting.remove(known)
         self._ledger.leave(request)
         self._prompts.forget(request)
 

@@ -34,6 +34,7 @@ class Step:
 
     unfinished: requests of the work that will still have tokens to compute after the step.
     forks, cached_tokens: room for these that is left; see `StepShape.for_plan`.
+    has_shared: whether a request that starts in the step has a cached prefix.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Step:
         self.work: dict[Hashable, int] = {}
         self.forks, self.cached_tokens = forks, cached_tokens
         self.unfinished: set[Hashable] = set()
+        self.has_shared = False
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
         self._everyone: InOrder | None = None  # all that run, if the work is one token of each
 
@@ -61,18 +63,15 @@ class Step:
             self.unfinished.add(name)
         return True
 
-    def give_all(self, running: Running, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def give_all(self, running: Running, chosen: np.ndarray) -> None:
         """Gives running requests their tokens, in order.
 
         Args:
           running: the running requests.
           chosen: int64[K], the indices of requests in ``running``.
-
-        Returns:
-          The rows and the token counts of the first requests, as many as there is room for.
         """
         if not chosen.size:
-            return chosen, chosen
+            return
         wanted = (running.num_tokens - running.computed)[chosen]
         counts = np.minimum(wanted, self._longest)
         if running.has_chunk_ends:
@@ -80,17 +79,16 @@ class Step:
         counts = np.minimum(counts, self._tokens - (np.add.accumulate(counts) - counts))
         fit = min(int(np.count_nonzero(counts > 0)), self._requests)
         chosen, counts, wanted = chosen[:fit], counts[:fit], wanted[:fit]
-        names, num_tokens = running.names, int(np.add.reduce(counts))
+        names, num_tokens = running.order.names, int(np.add.reduce(counts))
         if num_tokens == fit == len(names) and not self.work:
-            self._add(running.in_order.one_each, num_tokens)
-            self._everyone = running.in_order
+            self._add(running.order.one_each, num_tokens)
+            self._everyone = running.order
         else:
             names = [names[i] for i in chosen.tolist()]
             self._add(dict(zip(names, counts.tolist(), strict=True)), num_tokens)
         unfinished = (counts < wanted).tolist()
         if True in unfinished:
             self.unfinished.update(itertools.compress(names, unfinished))
-        return running.rows[chosen], counts
 
     def take_back(self, name: Hashable) -> None:
         """Takes back the tokens of a request."""
