@@ -1,0 +1,213 @@
+"""Decoders of published sizes in plain JAX over a step of jaxkv, with random weights.
+
+The arithmetic per token is that of the published models; what costs no time next to it (norm
+offsets, scaled embeddings, soft caps) is left out.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import jaxkv
+
+Params = dict[str, Any]
+
+
+class Step(Protocol):
+    """The part of `jaxkv.StepContext` that a decoder calls; a step without a cache has it, too."""
+
+    token_ids: Array
+    positions: Array
+    last_tokens: Array
+
+    def attend(self, layer: str, queries: Array, *arrays: Array, **options: Any) -> Array: ...
+
+    def gated_delta(self, layer: str, *arrays: Array, **options: Any) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The widths of a decoder.
+
+    layers: name -> spec, as `jaxkv.layers_from_config` returns them.
+    key_heads: heads of the keys of recurrent layers.
+    gated: whether attention layers gate their outputs (Qwen3.5).
+    norms_heads: whether queries and keys are normed by head.
+    latent: (rank, rotary, plain, value) widths of latent attention.
+    """
+
+    layers: Mapping[str, Any]
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    theta: float = 500_000.0
+    key_heads: int = 0
+    gated: bool = False
+    norms_heads: bool = False
+    latent: tuple[int, int, int, int] = (0, 0, 0, 0)
+    tied: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, kv_dtype: str | None = None) -> Self:
+        """Reads the widths of a preset, or of a smaller model of the same type."""
+        text = {**config, **config.get("text_config", {})}
+        kind = text["model_type"]
+        latent = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        tied = text.get("tie_word_embeddings")
+        return cls(
+            layers=jaxkv.layers_from_config(config, kv_dtype=kv_dtype),
+            hidden=text["hidden_size"],
+            heads=text["num_attention_heads"],
+            ffn=text["intermediate_size"],
+            vocab=text["vocab_size"],
+            key_heads=text.get("linear_num_key_heads", 0),
+            gated=kind.startswith("qwen3_5"),
+            norms_heads=kind.startswith(("qwen3", "gemma3")),
+            latent=tuple(text.get(name, 0) for name in latent),
+            tied=kind.startswith("gemma3") if tied is None else tied,
+        )
+
+    # --- weights ----------------------------------------------------------------------
+
+    def init_params(self, key: Array, dtype: Any = jnp.bfloat16) -> Params:
+        """Returns random weights; each matrix keeps the size of what it multiplies."""
+        keys = jax.random.split(key, len(self.layers) + 2)
+        make = jax.jit(self._init_layer, static_argnums=(1, 2))
+        layers = [make(k, name, dtype) for k, name in zip(keys[2:], self.layers, strict=True)]
+        embed = jax.random.normal(keys[0], (self.vocab, self.hidden), dtype)
+        params = {"embed": embed, "layers": layers, "norm": jnp.ones(self.hidden, dtype)}
+        if not self.tied:
+            params["head"] = _matrix(keys[1], self.hidden, self.vocab, dtype)
+        return params
+
+    def _init_layer(self, key: Array, name: str, dtype: Any) -> Params:
+        keys, hidden, spec = jax.random.split(key, 8), self.hidden, self.layers[name]
+        p = {
+            "norms": jnp.ones((2, hidden), dtype),
+            "up": _matrix(keys[0], hidden, 2 * self.ffn, dtype),
+            "down": _matrix(keys[1], self.ffn, hidden, dtype),
+        }
+        if isinstance(spec, jaxkv.StateSpec):
+            (rows, channels), (heads, width, _) = spec.shapes
+            return p | {
+                "qkvz": _matrix(keys[2], hidden, channels + heads * width, dtype),
+                "ba": _matrix(keys[3], hidden, 2 * heads, dtype),
+                "conv": _matrix(keys[4], rows + 1, channels, dtype),
+                "decay": jax.random.normal(keys[5], (2, heads), jnp.float32),
+                "gate_norm": jnp.ones(width, dtype),
+                "out": _matrix(keys[6], heads * width, hidden, dtype),
+            }
+        if isinstance(spec, jaxkv.MLASpec):
+            rank, rotary, plain, value = self.latent
+            return p | {
+                "q": _matrix(keys[2], hidden, self.heads * (plain + rotary), dtype),
+                "latent": _matrix(keys[3], hidden, rank + rotary, dtype),
+                "latent_norm": jnp.ones(rank, dtype),
+                "keys": _matrix(keys[4], self.heads, plain, rank, dtype),
+                "values": _matrix(keys[5], self.heads, rank, value, dtype),
+                "out": _matrix(keys[6], self.heads * value, hidden, dtype),
+            }
+        rows = self.heads * (1 + self.gated) + 2 * spec.num_kv_heads
+        return p | {
+            "qkv": _matrix(keys[2], hidden, rows * spec.head_size, dtype),
+            "head_norms": jnp.ones((2, spec.head_size), dtype),
+            "out": _matrix(keys[3], self.heads * spec.head_size, hidden, dtype),
+        }
+
+    # --- the model --------------------------------------------------------------------
+
+    def forward(self, params: Params, step: Step) -> Array:
+        """Returns the logits of each request's last token, f32[B, vocab]."""
+        x = params["embed"][step.token_ids]
+        for name, p in zip(self.layers, params["layers"], strict=True):
+            x = x + self._mix(p, step, name, _norm(x, p["norms"][0]))
+            gate, up = jnp.split(_norm(x, p["norms"][1]) @ p["up"], 2, axis=-1)
+            x = x + (jax.nn.silu(gate) * up) @ p["down"]
+        x = _norm(x[step.last_tokens], params["norm"])
+        head = params["embed"].T if self.tied else params["head"]
+        return jnp.matmul(x, head, preferred_element_type=jnp.float32)
+
+    def _mix(self, p: Params, step: Step, name: str, x: Array) -> Array:
+        spec = self.layers[name]
+        if isinstance(spec, jaxkv.StateSpec):
+            return self._gated_delta(p, step, name, x)
+        if isinstance(spec, jaxkv.MLASpec):
+            return self._latent(p, step, name, x)
+        return self._attention(p, step, name, x)
+
+    def _attention(self, p: Params, step: Step, name: str, x: Array) -> Array:
+        spec, heads = self.layers[name], self.heads
+        rows = (x @ p["qkv"]).reshape(len(x), -1, spec.head_size)
+        q, gate, k, v = jnp.split(
+            rows,
+            [heads, heads * (1 + self.gated), heads * (1 + self.gated) + spec.num_kv_heads],
+            axis=1,
+        )
+        if self.norms_heads:
+            q, k = _norm(q, p["head_norms"][0]), _norm(k, p["head_norms"][1])
+        q, k = (_rotate(rows, step.positions, self.theta) for rows in (q, k))
+        out = step.attend(name, q, k, v)
+        if self.gated:
+            out = out * jax.nn.sigmoid(gate)
+        return out.reshape(len(x), -1) @ p["out"]
+
+    def _latent(self, p: Params, step: Step, name: str, x: Array) -> Array:
+        """DeepSeek-V2 (arXiv 2405.04434), with the keys' matrix absorbed into the queries."""
+        rank, rotary, plain, _ = self.latent
+        q = (x @ p["q"]).reshape(len(x), self.heads, plain + rotary)
+        row = x @ p["latent"]
+        shared = _rotate(row[:, None, rank:], step.positions, self.theta)[:, 0]
+        row = jnp.concatenate([_norm(row[:, :rank], p["latent_norm"]), shared], axis=-1)
+        q = jnp.concatenate(
+            [
+                jnp.einsum("thd,hdr->thr", q[..., :plain], p["keys"]),
+                _rotate(q[..., plain:], step.positions, self.theta),
+            ],
+            axis=-1,
+        )
+        out = step.attend(name, q, row, scale=(plain + rotary) ** -0.5)
+        return jnp.einsum("thr,hrv->thv", out, p["values"]).reshape(len(x), -1) @ p["out"]
+
+    def _gated_delta(self, p: Params, step: Step, name: str, x: Array) -> Array:
+        """Gated delta net (arXiv 2412.06464), with a gate on its normed outputs."""
+        (_, channels), (heads, width, _) = self.layers[name].shapes
+        qkv, z = jnp.split(x @ p["qkvz"], [channels], axis=-1)
+        b, a = jnp.split(x @ p["ba"], 2, axis=-1)
+        log_decay = -jnp.exp(p["decay"][0]) * jax.nn.softplus(a.astype(jnp.float32) + p["decay"][1])
+        out = step.gated_delta(
+            name,
+            qkv,
+            log_decay,
+            jax.nn.sigmoid(b.astype(jnp.float32)),
+            conv_weights=p["conv"],
+            num_key_heads=self.key_heads,
+        )
+        out = _norm(out, p["gate_norm"]) * jax.nn.silu(z.reshape(out.shape))
+        return out.astype(x.dtype).reshape(len(x), heads * width) @ p["out"]
+
+
+def _matrix(key: Array, *shape: Any) -> Array:
+    *shape, dtype = shape
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-2] ** -0.5, dtype)
+
+
+def _norm(x: Array, weights: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype) * weights
+
+
+def _rotate(x: Array, positions: Array, theta: float) -> Array:
+    """Rotates the halves of each head of [T, heads, width] by its position."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.maximum(positions, 0)[:, None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,147 @@
+"""vLLM's engine over the workloads, in a process of its own: no jax, and no network.
+
+    python -m tests.benchmarks.served.vllm_engine FOLDER CONFIG.json RESULTS.json
+
+FOLDER holds vLLM and what it needs beside torch, as ``pip install --target`` leaves them. The
+configuration is that of the model; its weights are random. The results are a mapping from names of
+workloads to figures.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+from tests.benchmarks.served import workloads
+from tests.benchmarks.served.workloads import Decode, Figures, Prefill, Trace, Workload
+
+# The engine core in this process, nothing fetched, and no kernels that a small install lacks.
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Engine:
+    """vLLM's engine, driven one step at a time."""
+
+    def __init__(self, config: dict[str, Any], options: dict[str, Any]):
+        from vllm import LLM
+
+        folder = tempfile.mkdtemp()
+        pathlib.Path(folder, "config.json").write_text(json.dumps(config))
+        self.vocab = config.get("text_config", config)["vocab_size"]
+        self.engine = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            max_num_seqs=256,
+            **options,
+        ).llm_engine
+        self._count = 0
+
+    def add(self, prompt: Any, tokens: int) -> str:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._count += 1
+        name = str(self._count)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt.tolist()), sampling)
+        return name
+
+    def step(self) -> dict[str, int]:
+        """Runs a step. Returns the number of new tokens of each request."""
+        return {
+            output.request_id: len(output.outputs[0].token_ids) for output in self.engine.step()
+        }
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_unfinished_requests()
+
+
+def run(engine: Engine, workload: Workload) -> Figures:
+    """Runs a workload once."""
+    if isinstance(workload, Decode):
+        return _decode(engine, workload)
+    return _prefill(engine, workload) if isinstance(workload, Prefill) else _trace(engine, workload)
+
+
+def _decode(engine: Engine, workload: Decode) -> Figures:
+    for prompt in workloads.prompts(workload, engine.vocab):
+        engine.add(prompt, workload.steps)
+    seconds, last, was_full = [], 0.0, False
+    while engine.has_work:
+        is_full = sum(engine.step().values()) == workload.requests
+        now = time.perf_counter()
+        if is_full and was_full:
+            seconds.append(now - last)
+        last, was_full = now, is_full
+    return Figures(statistics.median(seconds), workload.requests)
+
+
+def _prefill(engine: Engine, workload: Prefill) -> Figures:
+    seconds = []
+    for repeat in range(workload.repeats + 1):
+        for prompt in workloads.prompts(workload, engine.vocab, seed=repeat):
+            engine.add(prompt, 1)
+        started = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        seconds.append(time.perf_counter() - started)
+    return Figures(statistics.median(seconds[1:]), workload.requests * workload.length)
+
+
+def _trace(engine: Engine, workload: Trace) -> Figures:
+    waiting = workloads.requests(workload, engine.vocab)[::-1]
+    arrivals: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
+    started = time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and waiting[-1].arrival <= time.perf_counter() - started:
+            request = waiting.pop()
+            arrivals[engine.add(request.prompt, request.answer_tokens)] = request.arrival
+        made = engine.step() if engine.has_work else {}
+        now = time.perf_counter() - started
+        for name, count in made.items():
+            times.setdefault(name, []).extend([now] * count)
+    return workloads.trace_figures(time.perf_counter() - started, arrivals, times)
+
+
+def main(folder: str, config: str, results: str, options: str = "{}") -> None:
+    """Serves the workloads, and writes the figures after each."""
+    sys.path.insert(0, folder)
+    os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+    started = time.perf_counter()
+    engine = Engine(json.loads(pathlib.Path(config).read_text()), json.loads(options))
+    run(engine, Prefill(1, 64, repeats=1))
+    found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
+    for workload in workloads.FULL:
+        found[workloads.name_of(workload)] = run(engine, workload)._asdict()
+        pathlib.Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads may outlive the work

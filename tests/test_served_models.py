@@ -1,0 +1,104 @@
+"""The decoders of the served benchmark: in f32, logits over a cache equal those without one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from tests.benchmarks.served.decoders import Decoder
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
+SMALL |= {"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dense": {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
+    "windows": {
+        **SMALL,
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+    },
+    "latent": {
+        **SMALL,
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 16,
+        "q_lora_rank": None,
+    },
+}
+LENGTHS = (7, 25, 17)
+
+
+class WholeStep:
+    """All tokens of one request, without a cache: attention by its definition.
+
+    Each token counts as a last one, so that one pass gives the logits of all.
+    """
+
+    def __init__(self, layers: dict[str, Any], token_ids: Any):
+        self.layers, self.token_ids = layers, jnp.asarray(token_ids)
+        self.positions = jnp.arange(len(token_ids))
+        self.last_tokens = self.positions
+
+    def attend(self, layer, queries, keys, values=None, *, scale=None):
+        spec, at = self.layers[layer], self.positions
+        seen = at[None, :] <= at[:, None]
+        if isinstance(spec, jaxkv.SlidingWindowSpec):
+            seen &= at[None, :] > at[:, None] - spec.sliding_window
+        if values is None:  # latent rows
+            keys, values = keys[:, None], keys[:, None, : spec.value_size]
+        repeats = queries.shape[1] // keys.shape[1]
+        keys, values = (jnp.repeat(rows, repeats, axis=1) for rows in (keys, values))
+        scores = jnp.einsum("qhd,khd->hqk", queries, keys)
+        scores *= scale or queries.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hqk,khd->qhd", weights, values)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@jax.default_matmul_precision("highest")
+@jax.numpy_rank_promotion("allow")  # a model is written as its readers write theirs
+def test_logits_over_a_cache_equal_those_without_one(name: str) -> None:
+    decoder = Decoder.from_config(CONFIGS[name])
+    params = decoder.init_params(jax.random.key(0), jnp.float32)
+    plan = jaxkv.plan_cache(decoder.layers, 2**20, max_model_len=64)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=16, extra=16)
+    manager, cache = (
+        jaxkv.BlockManager(plan, max_requests=4),
+        jaxkv.make_cache(plan, max_requests=4),
+    )
+
+    @jax.jit(donate_argnums=1)
+    def run(params, cache, upload):
+        step = jaxkv.StepContext(cache, upload)
+        logits = decoder.forward(params, step)
+        return step.done(), logits
+
+    @jax.jit
+    def run_whole(params, token_ids):
+        return decoder.forward(params, WholeStep(decoder.layers, token_ids))
+
+    ids = np.random.default_rng(0).integers(0, decoder.vocab, (len(LENGTHS), max(LENGTHS)))
+    wanted = [run_whole(params, row) for row in ids]
+    tokens = {r: ids[r, :length] for r, length in enumerate(LENGTHS)}
+    for request in tokens:
+        manager.start(request)
+    done, compared = dict.fromkeys(tokens, 0), 0
+    while any(done[r] < len(tokens[r]) for r in tokens):  # uneven pieces, three to a step
+        work = {r: min(1 + r + done[r] % 3, len(tokens[r]) - done[r]) for r in tokens}
+        work = {r: count for r, count in work.items() if count}
+        ids = np.concatenate([tokens[r][done[r] :][:count] for r, count in work.items()])
+        cache, logits = run(params, cache, manager.step(shape, work, extra=ids))
+        for row, (r, count) in enumerate(work.items()):
+            done[r] += count
+            np.testing.assert_allclose(logits[row], wanted[r][done[r] - 1], atol=2e-5)
+            compared += 1
+    jaxkv.check_errors(cache)
+    assert compared > 15
