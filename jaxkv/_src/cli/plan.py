@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import textwrap
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -14,7 +15,13 @@ from jaxkv._src.cli.specs_file import SpecsFile, SpecsFileError, load_specs
 from jaxkv._src.cli.table import cells, table
 from jaxkv._src.cli.tries import tries
 from jaxkv._src.cli.words import in_flags
-from jaxkv._src.hf_config import Weights, count_weights, layers_from_config, load_config
+from jaxkv._src.hf_config import (
+    Weights,
+    count_weights,
+    layers_from_config,
+    load_config,
+    preset_names,
+)
 from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.planning import Grouping, KVCacheCapacityError
 from jaxkv._src.specs import CacheMode
@@ -30,6 +37,7 @@ COUNTS = {
     "speculative_tokens": "draft tokens of a request in a step",
 }
 EPILOG = """\
+Presets: {presets}
 Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048,576.
 --specs reads, for example:
   {"max_model_len": 131072,
@@ -37,12 +45,14 @@ Units: KB, MB, GB, TB; KiB, MiB, GiB, TiB. Lengths: 8k is 8,192 tokens, 1m 1,048
      {"count": 5, "kind": "sliding", "sliding_window": 1024, "num_kv_heads": 8, "head_size": 128},
      {"kind": "full", "num_kv_heads": 8, "head_size": 128, "dtype": "bf16"}]}]}
 """
+LEAST_MEMORY = 2**10  # less than a block of any model; a unit is missing
 REMEDY = "; give the bytes of the weights, such as --weights 14.2GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command; `run` reads their values."""
-    parser.epilog = EPILOG
+    presets = textwrap.fill(", ".join(preset_names()), 90, subsequent_indent="  ")
+    parser.epilog = EPILOG.replace("{presets}", presets)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG", help="a config.json, its directory, or a preset")
@@ -158,8 +168,11 @@ def _read_budget(
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name} needs --gpu, because --memory is for the cache alone")
         memory_bytes = parse_bytes(options.memory)
-        if not memory_bytes:
-            raise ValueError(f"--memory={options.memory!r} must be at least 1 byte")
+        if memory_bytes < LEAST_MEMORY:
+            raise ValueError(
+                f"--memory={options.memory!r} is {memory_bytes:,} bytes, which holds no cache; "
+                f"give a unit, such as --memory {memory_bytes or 10}GiB"
+            )
         return Budget(memory_bytes=memory_bytes), None
     gpu_bytes(options.gpu)  # raises if it is not in the table
     share = parse_share(options.utilization or "0.9", "--utilization")

@@ -41,7 +41,10 @@ def _cell(question: Question, dtype: str, block_size: int, length: int) -> dict[
 
 
 def table(question: Question) -> str:
-    """Returns the cells as text: requests at once and, in brackets, the GiB of each."""
+    """Returns the cells as text: requests at once and, in brackets, the GiB of each.
+
+    Block sizes that make no difference share a column.
+    """
     found = cells(question)
     rows: dict[str, list[str]] = {}
     for cell in found:
@@ -51,6 +54,10 @@ def table(question: Question) -> str:
         rows.setdefault(cell["kv_dtype"], []).append(text)
     sizes = list(dict.fromkeys(str(cell["block_size"]) for cell in found))
     room = gib(question.memory_bytes)
+    columns = zip(sizes, zip(*rows.values(), strict=True), strict=True)
+    alike = [(list(group), texts) for texts, group in groupby(columns, key=lambda pair: pair[1])]
+    sizes = [same[0][0] + (f" to {same[-1][0]}" if same[1:] else "") for same, _ in alike]
+    rows = {name: [texts[i] for _, texts in alike] for i, name in enumerate(rows)}
     head = f"requests of {found[0]['request_len']:,} tokens at once in {room} (GiB of one)"
     lines = [head, _line("block size", sizes), *(_line(name, row) for name, row in rows.items())]
     return "\n".join(lines)
