@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from jaxkv._src.cli.amounts import gib
