@@ -492,6 +492,14 @@ def test_a_rectangular_batch_has_a_row_of_tokens_per_request() -> None:
     assert slots.tolist() == [[8, 9, 10, -1, -1], [4, 5, 6, 7, 8], [-1] * 5]
 
 
+def test_padding_of_a_flat_batch_has_its_last_token_at_0() -> None:
+    shape = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=3, max_tokens=9)
+    data = upload_of([2, 0], [4, 0], [3, 5], shape).data[shape.format.batch_fields]
+    batch, flags = gather(full_rows(), data, shape=shape)
+    assert int(flags) == 0
+    assert batch.last_tokens.tolist() == [2, 7, 0]
+
+
 def test_states_have_no_slots() -> None:
     batch, _ = gather(
         full_rows(), upload_of([0], [4], [3]).data[SHAPE.format.batch_fields], shape=SHAPE

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
+from jaxkv._src.planning._choice import warning
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
     LIMITS,
@@ -220,6 +221,16 @@ def promised(text: str) -> tuple[int, int, int]:
     assert match, text
     now, length, then = (int(figure.replace(",", "")) for figure in match.groups())
     return now, length, then
+
+
+@pytest.mark.parametrize(("then", "warns"), [(8, False), (9, True)])
+def test_twice_the_requests_are_no_warning_yet(then: int, warns: bool, monkeypatch) -> None:
+    plan, small = (plan_cache(hybrid(), 80 * GIB, max_model_len=length) for length in (64, 128))
+    monkeypatch.setattr(
+        "jaxkv._src.planning._choice.requests_at_once",
+        lambda asked, length: 4 if asked is plan else then,
+    )
+    assert bool(warning(plan, small)) == warns
 
 
 @pytest.mark.parametrize("request_len", [None, 1000])

@@ -614,6 +614,9 @@ def test_a_pattern_of_specs_is_repeated_and_kinds_have_fields_of_their_own(
         {"layers": 4, "kind": "full", "span": None, "num_bytes": 4 * 4096},
     ]
     assert data["bytes_of_states"] == 2 * 3 * 64 + 4 * 8 * 16 * 16
+    path = specs_file(tmp_path, [{**state, "speculative_blocks": 2, "count": 5}, FULL])
+    drafted = figures(capsys, "--specs", path, "--memory", "9GiB")
+    assert drafted["bytes_of_states"] == 5 * (1 + 2) * data["bytes_of_states"]
 
 
 @pytest.mark.parametrize(

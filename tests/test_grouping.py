@@ -148,6 +148,14 @@ def test_blocks_that_hold_a_state_let_many_more_requests_run() -> None:
 # --- pages of one size ------------------------------------------------------------
 
 
+def test_a_padded_page_is_padded_further_and_gets_no_more_tokens() -> None:
+    padded, large = full(page_bytes_padded=2048), full(num_kv_heads=8)
+    assert (padded.page_bytes, large.page_bytes) == (2048, 4096)
+    unified = unify_pages({"padded": padded, "large": large})
+    assert {spec.page_bytes for spec in unified.values()} == {4096}
+    assert unified["padded"].block_size == padded.block_size
+
+
 @given(st.dictionaries(st.text("abc", max_size=2), SPECS, min_size=1, max_size=6))
 def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -> None:
     ready = held(layers)

@@ -445,6 +445,8 @@ REFUSALS = {
     "sliding_window_size=2048": preset("gemma-2-9b", sliding_window_size=2048),
     "attention_sink=4": llama(attention_sink=4),
     "num_sink_tokens=4": llama(num_sink_tokens=4),
+    "sliding_window": preset("gemma-2-9b", sliding_window=None),
+    "sliding_window'": preset("gpt-oss-20b", sliding_window=None),
     "sliding_window must": llama(model_type="mistral", sliding_window=0),
     "torch_dtype=": llama(torch_dtype=["bfloat16"]),
     "model_type=['llama']": llama(model_type=["llama"]),
@@ -507,6 +509,12 @@ REFUSALS = {
         "kimi-linear-48b-a3b",
         linear_attn_config=load_config("kimi-linear-48b-a3b")["linear_attn_config"]
         | {"kda_layers": [1]},
+    ),
+    "its two lists must name every layer once": preset(
+        "kimi-linear-48b-a3b",
+        num_hidden_layers=2,
+        linear_attn_config=load_config("kimi-linear-48b-a3b")["linear_attn_config"]
+        | {"full_attn_layers": [1], "kda_layers": [1]},
     ),
     "index_topk=2048": llama(index_topk=2048),
     "num_hidden_layers=1000000000000": llama(num_hidden_layers=10**12),
@@ -600,6 +608,13 @@ SCALINGS = {  # (RoPE scaling, length of a model of 4,096 tokens), as in vLLM 0.
     "no factor": ({"type": "linear", "factor": None}, 4096),
     "by layer type": (
         {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}},
+        32768,
+    ),
+    "the largest of several": (
+        {
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+        },
         32768,
     ),
 }

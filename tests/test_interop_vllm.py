@@ -551,6 +551,32 @@ def test_content_that_was_loaded_or_is_copied_is_not_zeroed() -> None:
     assert changes.copies == [[], [], [], [(4, 10)]]
 
 
+def test_blocks_ahead_of_the_computed_tokens_are_zeroed_from_the_first_on() -> None:
+    _, _, tables, _ = setting("states without checkpoints")
+    first = new("a", [1], [2], [3], [4, 5, 6])  # of 16 tokens each, for 5 tokens
+    tables.follow(output(scheduled_new_reqs=[first], num_scheduled_tokens={"a": 5}))
+    more = tables.follow(output(**running("a", ([], [], [], [7, 8, 9]), 5)))
+    assert more.zero_ids == [[], [], [], [7, 8, 9]]
+
+
+def test_blocks_to_zero_without_room_for_any_are_refused() -> None:
+    _, _, tables, shape = setting("states without checkpoints", zero_ids=0)
+    step = output(scheduled_new_reqs=[new("a", [1], [2], [3], [4])], num_scheduled_tokens={"a": 5})
+    with pytest.raises(ValueError, match="zero_ids"):
+        tables.pack(shape, step)
+
+
+def test_a_copy_belongs_to_the_group_of_its_target() -> None:
+    """Its source may stand in a live column of another group, whose block it was before."""
+    _, _, tables, _ = setting("states without checkpoints")
+    step = output(
+        scheduled_new_reqs=[new("a", [1], [2], [3], [4]), new("b", [5], [6], [7], [8])],
+        num_scheduled_tokens={"a": 5, "b": 5},
+        kv_cache_block_copies=[(4, 5)],
+    )
+    assert tables.follow(step).copies == [[(4, 5)], [], [], []]
+
+
 def test_blocks_of_a_load_that_failed_are_zeroed_again() -> None:
     _, plan, tables, _ = setting(STATES)
     assert all(plan.groups_to_zero)

@@ -21,7 +21,7 @@ from matplotlib.text import Text
 import jaxkv
 from jaxkv import plotting
 from jaxkv._src.block_tables import append_block_ids, pack_entries
-from jaxkv._src.blocks import BlockPool
+from jaxkv._src.blocks import BlockPool, BlockUse
 from jaxkv._src.hf_config import encoder_len
 from jaxkv._src.internal.html import GROUP_COLOURS, html_table, text_colour
 from jaxkv._src.internal.text import describe_unused, readable
@@ -414,6 +414,11 @@ def test_occupancy_stacks_what_each_group_holds() -> None:
     for group, step in enumerate(steps):
         counts = np.array(held)[:, group]
         np.testing.assert_array_equal(step.values - np.asarray(step.baseline), counts)
+
+
+def test_the_title_of_block_use_counts_the_blocks_that_several_hold() -> None:
+    uses = [BlockUse(own=3, shared=0, warm=0, cold=5), BlockUse(own=1, shared=1, warm=2, cold=4)]
+    assert title_of(plotting.plot_block_use(uses)).startswith("Up to 50 % of the blocks")
 
 
 def test_tables_show_ids_null_entries_and_the_errors_that_the_device_found() -> None:

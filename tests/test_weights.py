@@ -178,7 +178,35 @@ def by_hand(linear: float, other: float) -> int:
             0.5 + 2 / 128,
             2,
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "ignore": ["lm_head"],
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {
+                            "num_bits": 4,
+                            "type": "int",
+                            "group_size": 128,
+                            "symmetric": False,  # a 4-bit zero for each 128
+                        },
+                    }
+                },
+            },
+            0.5 + 2.5 / 128,
+            2,
+        ),
         ({"quant_method": "fp8", "modules_to_not_convert": ["layers"]}, 2, 2),
+        (
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["model.layers.0"],  # one of two
+            },
+            (3 + 4 / 128**2) / 2,
+            2,
+        ),
     ],
 )
 def test_quantised_layers_take_the_bytes_of_their_elements_and_scales(

@@ -1,0 +1,80 @@
+"""Plants each slip into a copy of the code, and says which of them no test finds."""
+
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.mutants import ROOT, Slip
+from tests.mutants.slips import SLIPS
+
+COPIED = ("jaxkv", "pallas_kernels", "tests", "notebooks", "README.md", "CONTRIBUTING.md")
+COPIED += ("pyproject.toml", "Makefile", "CHANGELOG.md")
+FAILED, PASSED = 1, 0  # exit statuses of pytest; others say that it could not run its tests
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("part", nargs="*", help="only slips whose file or text has one of these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=int, default=600, help="of one slip; then it is found")
+    asked = parser.parse_args()
+    chosen = [s for s in SLIPS if not asked.part or any(p in f"{s.file} {s.new}" for p in asked.part)]
+    began, survivors = time.perf_counter(), []
+    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as threads:
+        found = threads.map(lambda slip: fate(slip, asked.seconds), chosen)
+        for slip, (is_found, text) in zip(chosen, found, strict=True):
+            survivors += [] if is_found else [slip]
+            where = f"{slip.file}: {_line(slip.old)} -> {_line(slip.new)}"
+            print(f"{'found' if is_found else 'SURVIVES'}: {where} ({text})", flush=True)
+    seconds = time.perf_counter() - began
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} slips are found, in {seconds:.0f} s")
+    return 1 if survivors else 0
+
+
+def fate(slip: Slip, seconds: int) -> tuple[bool, str]:
+    """Returns whether the tests of a slip find it, and which of them or why."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        (copy / slip.file).write_text(slip.planted())
+        for tests in slip.tests.split():
+            found, text = _run(copy, tests, seconds)
+            if found:
+                return found, text
+    return False, f"by {slip.tests}"
+
+
+def _run(copy: pathlib.Path, tests: str, seconds: int) -> tuple[bool, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return True, f"{tests} takes over {seconds} s"
+    if done.returncode == PASSED:
+        return False, ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == FAILED or lines:
+        return True, lines[0] if lines else tests
+    raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
