@@ -382,6 +382,7 @@ INTERPRETED = {
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     "a decode and a prefill": (PREFILL, [90, 125], [0, 1, 70]),
     "a prefill in int8": (INTERLEAVED, [190], [0, 70]),
+    "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
@@ -423,6 +424,20 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     case, lens, loc = INTERPRETED[name]
     for seed in range(2):
         check(case, make(case, lens, loc, seed), "mosaic_gpu")
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+def test_many_segments_are_added_up_by_several_warpgroups_in_several_rounds(monkeypatch) -> None:
+    from pallas_kernels._paged_attention import combine, pieces
+
+    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(combine, "MANY", 2)
+    few = {combine.BLOCKS_PER_SM: 1}  # so that a warpgroup loads one segment at a time
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: few.get(per_sm, 6))
+    case = Case(batch=2, page_tokens=32, width=16, heads=1, kv_heads=1, sinks=True)
+    given = make(case, [512, 0], None)
+    check(case, given._replace(sinks=np.full(1, -math.inf, np.float32)), "mosaic_gpu")
 
 
 @needs_mosaic
@@ -555,6 +570,18 @@ def test_no_queries_and_no_keys_are_no_error(tokens, batch, width, blocks) -> No
     )
     np.testing.assert_array_equal(out, np.zeros((tokens, 4, 4)))
     np.testing.assert_array_equal(lse, np.full((tokens, 4), -np.inf))
+
+
+def test_what_sees_no_key_has_the_log_sum_exp_of_its_sinks() -> None:
+    case = Case(batch=2, queries="float32", pages="float32", sinks=True)
+    sinks = np.array([-math.inf, 1.5, -math.inf, -2], np.float32)
+    given = make(case, [0, 5], None)
+    holes = np.full_like(given.block_tables, -1)
+    out, lse = paged_attention(
+        *(given.queries, given.pages, holes, given.seq_lens), sinks=sinks, return_lse=True
+    )
+    np.testing.assert_array_equal(out, np.zeros((2, 4, 64)))
+    np.testing.assert_allclose(lse[1], sinks)
 
 
 def test_more_queries_than_tokens_see_what_there_is() -> None:

@@ -24,7 +24,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=int, default=600, help="of one slip; then it is found")
     asked = parser.parse_args()
-    chosen = [s for s in SLIPS if not asked.part or any(p in f"{s.file} {s.new}" for p in asked.part)]
+    chosen = [
+        s for s in SLIPS if not asked.part or any(p in f"{s.file} {s.new}" for p in asked.part)
+    ]
     began, survivors = time.perf_counter(), []
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as threads:
         found = threads.map(lambda slip: fate(slip, asked.seconds), chosen)

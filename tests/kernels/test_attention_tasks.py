@@ -1,0 +1,221 @@
+"""Tiles of queries, and the steps of keys that kernels take for them, against the definition."""
+
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._paged_attention.prefill_tasks import KEYS, PrefillTile, prefill_tiles
+from pallas_kernels._paged_attention.tasks import STEP, Lane, Tile, share_out
+from pallas_kernels._paged_attention.tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Cut,
+    QueryTiles,
+    cut_queries,
+    one_query_each,
+)
+from tests.helpers import as_ids
+
+BATCH, TOKENS, COLUMNS, PAGES = 4, 90, 12, 60
+RULES: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "a window": {"window": 300},
+    "a window of few": {"window": 3},
+    "chunks": {"chunk": 256},
+    "not causal": {"causal": False},
+    "interleaved": {"ranks": 2, "interleave_tokens": 16},
+}
+
+
+def rule_of(name: str) -> AttentionRule:
+    nothing = {"window": None, "chunk": None, "causal": True, "ranks": 1, "interleave_tokens": 1}
+    return AttentionRule(
+        *(1, 1, 64, 64),
+        page_tokens=64,
+        scale=1.0,
+        soft_cap=None,
+        values_in_keys=False,
+        row_packing=None,
+        out_dtype=jnp.dtype("float32"),
+        **nothing | RULES[name],
+    )
+
+
+def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionArrays]:
+    """Requests of any lengths, some without queries or keys, and queries before the first key."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        counts = rng.multinomial(rng.integers(0, TOKENS + 1), rng.dirichlet([0.7] * BATCH))
+        counts[rng.integers(BATCH)] *= rng.integers(2)
+        most = COLUMNS * rule.page_tokens * rule.ranks
+        lens = np.minimum(rng.integers(0, most, BATCH) * rng.integers(0, 2, BATCH) + counts, most)
+        lens[0] = max(0, lens[0] - rng.choice([0, 2]))
+        tables = rng.integers(0, PAGES, (BATCH, COLUMNS))
+        if seed % 2:
+            tables[rng.random(tables.shape) < 0.05] = rng.choice([-1, PAGES])
+        yield AttentionArrays(
+            queries=np.zeros((BATCH if each_one else TOKENS, 1, 64)),
+            pages=types.SimpleNamespace(num_pages=PAGES),
+            block_tables=as_ids(tables),
+            seq_lens=as_ids(lens),
+            query_start_loc=None if each_one else as_ids(np.cumsum([0, *counts])),
+            chunk_offsets=as_ids(rng.integers(0, 200, BATCH)),
+            rank=np.int32(rng.integers(rule.ranks)),
+            sinks=None,
+            key_scale=np.ones(1),
+            value_scale=np.ones(1),
+        )
+
+
+def seen_keys(arrays: AttentionArrays, rule: AttentionRule, request: int, position: int) -> set:
+    """The keys of the pages, by index, that a query at a position sees, one by one."""
+    keys = np.arange(max(int(arrays.seq_lens[request]), 0))
+    keys = keys[keys // rule.interleave_tokens % rule.ranks == int(arrays.rank)]
+    keys = keys[: COLUMNS * rule.page_tokens]
+    seen = np.ones(keys.shape, bool)
+    if rule.causal:
+        seen &= keys <= position
+        if rule.window:
+            seen &= keys > position - rule.window
+        if rule.chunk:
+            offset = int(arrays.chunk_offsets[request])
+            seen &= (keys + offset) // rule.chunk == (position + offset) // rule.chunk
+    return set(np.flatnonzero(seen).tolist())
+
+
+def queries_of(arrays: AttentionArrays, cut: Cut) -> dict[int, tuple[int, int]]:
+    """Request and position of each token that a cut counts."""
+    found = {}
+    loc = np.asarray(arrays.query_start_loc).tolist()
+    for request, (begin, end) in enumerate(itertools.pairwise(loc)):
+        if cut.least <= end - begin <= (cut.most or TOKENS):
+            length = max(int(arrays.seq_lens[request]), 0)
+            found |= {token: (request, length - end + token) for token in range(begin, end)}
+    return found
+
+
+def check_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, queries) -> None:
+    """Checks that each query is in one tile, and that the tile's keys are those that are seen."""
+    tiles = QueryTiles(*(np.asarray(field) for field in tiles))
+    size, taken = int(tiles.size), {}
+    for tile, (skip, count) in enumerate(zip(tiles.skips, tiles.counts, strict=True)):
+        seen = set()
+        for row in range(skip, count):
+            token = int(tiles.tokens[tile]) + row
+            assert token not in taken, "a query is in two tiles"
+            taken[token] = tile
+            assert (tiles.of_token[token], tiles.rows[token]) == (tile, row)
+            assert queries[token] == (tiles.requests[tile], tiles.positions[tile] + row)
+            seen |= seen_keys(arrays, rule, *queries[token])
+        assert count <= size
+        if seen and rule.ranks == 1:
+            assert (tiles.begins[tile], tiles.ends[tile]) == (min(seen), max(seen) + 1)
+        elif seen:
+            assert tiles.begins[tile] <= min(seen) and tiles.ends[tile] == max(seen) + 1
+        else:
+            assert tiles.ends[tile] <= max(tiles.begins[tile], 0)
+    assert set(taken) == set(queries)
+    outside = [token for token in range(len(tiles.of_token)) if token not in queries]
+    assert (tiles.of_token[outside] == -1).all()
+
+
+CUTS = [Cut(8), Cut(16, align=8), Cut(64, least=2), Cut(4, most=4), Cut(16, align=8, least=5)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str) -> None:
+    rule = rule_of(name)
+    for arrays in batches(rule):
+        for cut in CUTS:
+            tiles = cut_queries(arrays, rule, cut)
+            assert (np.asarray(tiles.tokens) % cut.align == 0).all()
+            check_tiles(arrays, rule, tiles, queries_of(arrays, cut))
+    for arrays in batches(rule, each_one=True):
+        lens = np.asarray(arrays.seq_lens).tolist()
+        queries = {request: (request, length - 1) for request, length in enumerate(lens)}
+        tiles = one_query_each(arrays, rule)
+        assert np.asarray(tiles.of_token).tolist() == [i if n else -1 for i, n in enumerate(lens)]
+        check_tiles(arrays, rule, tiles._replace(of_token=as_ids(range(BATCH))), queries)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3, 17])
+def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(num_lanes: int) -> None:
+    share = jax.jit(share_out, static_argnums=1)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        begins = rng.integers(0, 700, 6) * rng.integers(0, 2, 6)
+        ends = begins + rng.integers(-5, 900, 6) * rng.integers(0, 2, 6)
+        zeros = np.zeros(6, np.int32)
+        tiles = QueryTiles(1, *[zeros] * 7, as_ids(begins), as_ids(ends), zeros, zeros)
+        tasks = share(tiles, num_lanes, np.int32(0))
+        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, ends)
+
+
+def check_lanes(tiles: np.ndarray, lanes: np.ndarray, begins, ends) -> None:
+    segments: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
+    steps: list[tuple[int, int]] = []
+    lengths = []
+    for number, row in enumerate(lanes):
+        lane = Lane(*row.tolist())
+        lengths.append(lane.line_end - lane.line_begin)
+        for index in range(lane.first_tile, lane.last_tile + 1):
+            tile = Tile(*tiles[index].tolist())
+            first = max(lane.line_begin, tile.line_begin)
+            last = min(lane.line_end, tile.line_end)
+            if first < last:
+                segments[index].append(number + index)
+                offset = tile.first_step - tile.line_begin
+                steps += [(index, step + offset) for step in range(first, last)]
+    wanted = [
+        (tile, step)
+        for tile, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        for step in range(begin // STEP, -(-end // STEP) if end > begin else 0)
+    ]
+    assert steps == wanted, "each step once, in order"
+    assert max(lengths) - min(lengths) <= 1
+    numbers = [number for of_tile in segments.values() for number in of_tile]
+    assert len(set(numbers)) == len(numbers), "two segments have one place"
+    for index, of_tile in segments.items():
+        tile = Tile(*tiles[index].tolist())
+        assert tile.num_segments == len(of_tile)
+        if of_tile:
+            assert of_tile == list(range(tile.first_segment, tile.first_segment + len(of_tile)))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_seen(
+    name: str,
+) -> None:
+    rule, cut = rule_of(name), Cut(16, align=8, least=2)
+    unmasked = 0
+    for arrays in batches(rule):
+        tiles = cut_queries(arrays, rule, cut)
+        found = np.asarray(prefill_tiles(arrays, rule, tiles))
+        rows = [PrefillTile(*row) for row in found.tolist()]
+        assert sorted(row.index for row in rows) == list(range(len(rows)))
+        lengths = [row.last_step - row.first_step if row.count else -1 for row in rows]
+        assert lengths == sorted(lengths, reverse=True), "the longest first, empty ones last"
+        for row in rows:
+            unmasked += check_steps(arrays, rule, row)
+    assert unmasked or name == "a window of few"
+
+
+def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) -> int:
+    """Checks the steps of a tile. Returns how many of them take no mask."""
+    steps, full = range(row.first_step, row.last_step), range(row.full_begin, row.full_end)
+    assert row.count == 0 or set(full) <= set(steps)
+    tables = np.asarray(arrays.block_tables)[row.request]
+    for query in range(row.skip, row.count):
+        seen = seen_keys(arrays, rule, row.request, row.position + query)
+        assert {key // KEYS for key in seen} <= set(steps), "a seen key is in no step"
+        for step in full:
+            assert set(range(step * KEYS, (step + 1) * KEYS)) <= seen, "a mask is missing"
+            for page in tables[step * KEYS // 64 : (step + 1) * KEYS // 64]:
+                assert 0 <= page < PAGES, "a step without a mask has a hole"
+    return len(full) if row.count > row.skip else 0
