@@ -10,8 +10,7 @@ import sys
 import tempfile
 import time
 
-from tests.mutants import ROOT, Slip
-from tests.mutants.slips import SLIPS
+from tests.mutants import ROOT, Slip, read_slips
 
 COPIED = ("jaxkv", "pallas_kernels", "tests", "notebooks", "README.md", "CONTRIBUTING.md")
 COPIED += ("pyproject.toml", "Makefile", "CHANGELOG.md")
@@ -25,14 +24,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=600, help="of one slip; then it is found")
     asked = parser.parse_args()
     chosen = [
-        s for s in SLIPS if not asked.part or any(p in f"{s.file} {s.new}" for p in asked.part)
+        slip
+        for slip in read_slips()
+        if not asked.part or any(part in f"{slip.file} {slip.old}" for part in asked.part)
     ]
     began, survivors = time.perf_counter(), []
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as threads:
         found = threads.map(lambda slip: fate(slip, asked.seconds), chosen)
         for slip, (is_found, text) in zip(chosen, found, strict=True):
             survivors += [] if is_found else [slip]
-            where = f"{slip.file}: {_line(slip.old)} -> {_line(slip.new)}"
+            where = f"{slip.file}: {slip.old} -> {slip.new}"
             print(f"{'found' if is_found else 'SURVIVES'}: {where} ({text})", flush=True)
     seconds = time.perf_counter() - began
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} slips are found, in {seconds:.0f} s")
@@ -50,11 +51,11 @@ def fate(slip: Slip, seconds: int) -> tuple[bool, str]:
             else:
                 shutil.copy(ROOT / name, copy / name)
         (copy / slip.file).write_text(slip.planted())
-        for tests in slip.tests.split():
+        for tests in slip.tests:
             found, text = _run(copy, tests, seconds)
             if found:
                 return found, text
-    return False, f"by {slip.tests}"
+    return False, f"by {' '.join(slip.tests)}"
 
 
 def _run(copy: pathlib.Path, tests: str, seconds: int) -> tuple[bool, str]:
@@ -72,10 +73,6 @@ def _run(copy: pathlib.Path, tests: str, seconds: int) -> tuple[bool, str]:
     if done.returncode == FAILED or lines:
         return True, lines[0] if lines else tests
     raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every block must hold while a manager serves, written from the definitions.
+"""The content that every block must have while a manager serves, from the definitions.
 
 The content of a token is its group, the salt and the adapter of its request, and all token ids,
 media and epochs up to it. The content of a state is that of the last token that it has seen.
@@ -176,7 +176,7 @@ class Oracle:
 
 
 class _Step:
-    """What one request reads and writes in a step."""
+    """The reads and the writes of one request in a step."""
 
     def __init__(self, oracle: Oracle, request: Known, total: int, row: int, held, before=None):
         self.oracle, self.request, self.row = oracle, request, row

@@ -1,4 +1,4 @@
-"""What the random servings of a scheduler and of a manager have in common."""
+"""The common part of random servings of a scheduler and of a manager."""
 
 import random
 from collections.abc import Callable, Hashable
@@ -15,7 +15,7 @@ NAMES = [*range(6), "a", "b", ("a", 0), (0, 1), 2.5, None]
 
 
 class Serving:
-    """What the traffic of a scheduler and that of a manager have in common."""
+    """The common part of the traffic of a scheduler and of a manager."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):
         self.draw = random.Random(seed)
