@@ -16,6 +16,7 @@ from jaxkv._src.cache import (
     PAD_ROW,
     PAD_SLOT,
     REPEATED_UPLOAD,
+    STALE_BATCH,
     TOO_LONG,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "PAD_ROW",
     "PAD_SLOT",
     "REPEATED_UPLOAD",
+    "STALE_BATCH",
     "TOO_LONG",
 ]

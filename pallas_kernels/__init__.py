@@ -9,10 +9,12 @@ ids that are out of range, and treats all other blocks alike, including block 0.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `Interleaving`,
   `PackedRow`).
 - `default_implementation`: the implementation that ``None`` stands for.
+- `import_mosaic`: imports what an implementation needs, before jax traces.
 """
 
 from pallas_kernels._capability import Implementation as Implementation
 from pallas_kernels._capability import default_implementation as default_implementation
+from pallas_kernels._capability import import_mosaic as import_mosaic
 from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._paged_attention import Interleaving as Interleaving
 from pallas_kernels._paged_attention import PackedRow as PackedRow
@@ -30,6 +32,7 @@ __all__ = [
     "StridedPages",
     "copy_blocks",
     "default_implementation",
+    "import_mosaic",
     "paged_attention",
     "write_rows",
     "zero_blocks",

@@ -50,6 +50,15 @@ def why_unsupported(any_platform: bool = False) -> str | None:
     return None
 
 
+def import_mosaic(implementation: Implementation | None) -> None:
+    """Imports Mosaic if a call with this ``implementation`` may use it.
+
+    An import while jax traces a function makes it trace again what it has traced before.
+    """
+    if implementation != "xla" and not why_unsupported(implementation == "mosaic_gpu"):
+        import pallas_kernels._mosaic  # noqa: F401
+
+
 def can_store(dtype: jnp.dtype) -> bool:
     """Returns whether the Mosaic kernels load and store this dtype."""
     return dtype.name in DTYPES

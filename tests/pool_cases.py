@@ -231,7 +231,13 @@ class Step(NamedTuple):
         )
         data = jnp.asarray(upload.data[shape.format.batch_fields])
         block_ids = jnp.asarray(np.concatenate(self.tables, axis=1))
-        return StepBatch(block_ids=block_ids, data=data, shape=shape, layout=cache.layout)
+        return StepBatch(
+            block_ids=block_ids,
+            data=data,
+            status=jnp.copy(cache.status),
+            shape=shape,
+            layout=cache.layout,
+        )
 
     @property
     def token_shape(self) -> tuple[int, ...]:

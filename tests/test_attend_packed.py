@@ -89,7 +89,7 @@ def test_the_kernel_for_packed_rows_lowers_for_cuda() -> None:
         ("packed", "nvfp4", None, ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla' or"),
         ("plain", PACKING, None, ValueError, "into 656 bytes; the layer has bytes_per_token=None"),
         ("full", PACKING, None, ValueError, "layer='full' stores no latent rows"),
-        ("packed", PACKING, jnp.ones((24, 512)), ValueError, "latent rows are 576 wide"),
+        ("packed", PACKING, jnp.ones((24, 512)), ValueError, r"wants latent rows, \(24, 576\)"),
     ],
 )
 def test_what_does_not_go_with_packed_rows_is_named(layer, packing, keys, error, message) -> None:

@@ -35,7 +35,6 @@ from jaxkv._src.cache import (
     check_errors,
     expand_blocks,
     make_cache,
-    state_blocks,
 )
 from jaxkv._src.internal import indexing
 from jaxkv._src.internal.indexing import FEW_ENDS, gather_bits, group_of, take_cells
@@ -469,8 +468,8 @@ def test_a_fresh_request_has_no_state_to_resume_from(mode: str) -> None:
     batch, _ = gather(full_rows(), data, shape=SHAPE)
     table = np.asarray(batch.tables[group])
     assert table[0, 0] == 0 and table[1, 0] == 1 and (table[:2, 1] > 0).all()
-    resumed = state_blocks(batch, group, None, reading=True)
-    written = state_blocks(batch, group, None, reading=False)
+    resumed = batch.in_group(group).state_blocks(None, reading=True)
+    written = batch.in_group(group).state_blocks(None, reading=False)
     assert resumed.tolist() == [-1, 1, -1]
     assert written.tolist() == [
         {"none": 1, "align": 2, "all": 2}[mode],

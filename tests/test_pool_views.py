@@ -33,7 +33,10 @@ def all_axes(cache, layer: str) -> np.ndarray:
     order, place = buffers.order, buffers.page_placement(layer)
     if buffers.stacked and order.startswith("LB"):  # which the view counts on one axis
         view = view.reshape(place.num_layers, -1, *view.shape[1:])
-    missing = {"L": not buffers.stacked, "H": not cache.layout.has_heads(layer)}
+    missing = {
+        "L": not buffers.stacked,
+        "H": row_format(cache.layout.place_of(layer).spec).key_elements is None,
+    }
     view = np.expand_dims(view, [order.index(axis) for axis in missing if missing[axis]])
     return view.transpose([order.index(axis) for axis in "LBNHC"])
 

@@ -8,6 +8,7 @@ from typing import get_args
 from tests.benchmarks import (
     admission,
     attention,
+    compile,
     copies,
     devices,
     host,
@@ -34,6 +35,7 @@ PARTS = {
     "devices": devices.run,
     "sleep": sleep.run,
     "planner": planner.run,
+    "compile": compile.run,
 }
 # The others read the host's clock alone.
 READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharded")

@@ -1,25 +1,28 @@
 """Attention over the pages of a cache: writes a step's tokens, then attends."""
 
+import dataclasses
+import functools
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
 from jaxkv._src.cache import KVCache, Period, StepBatch
-from jaxkv._src.layout import row_format
 from jaxkv._src.pool import (
     SAME,
-    check_batch,
-    flag_period,
-    layer_scales,
+    BoundLayer,
+    bind,
+    check_latents,
+    check_tokens,
     on_devices,
+    put_back,
     quantize,
-    ranks_of_heads,
+    store_rows,
+    store_tokens,
     token_spec,
-    write_rows,
-    write_tokens,
 )
 from jaxkv._src.specs import FullAttentionSpec, MLASpec
 from pallas_kernels import Implementation, PackedRow, RowPacking
@@ -54,7 +57,7 @@ def attend(
     tokens. Bytes that its request did not write never reach the output, whatever they hold, because
     values are masked as well as scores. Padding gets zeros.
 
-    Call it inside ``jit``: outside, every operation is compiled by itself for every new shape. No
+    Layers that are alike share one trace and one lowering, in a Python loop over layers too. No
     temporary grows with the pool or with the square of the longest request, provided that the keys
     of each layer depend on the output of the layer before it. Otherwise XLA may write a later layer
     first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
@@ -97,96 +100,107 @@ def attend(
       ValueError: shapes that do not fit the layer and the batch; ``row_packing`` of a layer whose
         rows have another size; context parallelism without a mesh axis.
     """
-    rule = _rule(cache, layer, batch, queries, scale, soft_cap, row_packing)
+    bound = bind(cache, layer, batch, period, implementation)
+    rule = _rule(layer, bound, queries, scale, soft_cap, row_packing)
     if sinks is not None and sinks.shape != queries.shape[-2:-1]:
         raise ValueError(
             f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
         )
-    if keys is not None:
-        cache = _write(cache, layer, batch, keys, values, rule, period, implementation)
-    elif values is not None:
-        raise ValueError("values without keys: pass both, or neither to attend without writing")
+    _check_written(layer, bound, keys, values)
+    buffer, out = _attend(bound, queries, keys, values, sinks, rule=rule)
+    return put_back(cache, layer, bound, buffer), out
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _attend(
+    bound: BoundLayer,
+    queries: Array,
+    keys: Array | None,
+    values: Array | None,
+    sinks: Array | None,
+    *,
+    rule: AttentionRule,
+) -> tuple[Array | None, Array]:
+    """Writes and attends; returns the buffer, None if nothing is written, and the output.
+
+    A jitted function of its own, so that layers that are alike share one trace and one lowering.
+    """
 
     def run(
-        cache: KVCache, batch: StepBatch, queries: Array, sinks: Array | None, period: Period
-    ) -> Array:
-        given = cache, layer, batch, queries, rule, sinks, period
-        return attend_to_layer(*given, implementation=implementation)
+        bound: BoundLayer,
+        queries: Array,
+        keys: Array | None,
+        values: Array | None,
+        sinks: Array | None,
+    ) -> tuple[Array | None, Array]:
+        buffer = None
+        if keys is not None:
+            buffer = _store(bound, keys, values, rule)
+            bound = dataclasses.replace(bound, buffer=buffer)
+        return buffer, attend_to_layer(bound, queries, sinks, rule)
 
-    axis, heads_dim = cache.layout.heads_axis, queries.ndim - 2
-    by_head = PartitionSpec(*[None] * heads_dim, axis) if axis else SAME
+    axis = bound.layout.heads_axis
+    by_head = PartitionSpec(*[None] * (queries.ndim - 2), axis) if axis else SAME
     of_sinks = PartitionSpec(axis) if axis else SAME
-    out = on_devices(
+    of_keys = SAME if keys is None else bound.form.by_head(keys.ndim - 2)
+    return on_devices(
         run,
-        cache,
-        *(batch, queries, sinks, period),
-        in_specs=(SAME, by_head, of_sinks, SAME),
-        out_specs=by_head,
+        *(bound, queries, keys, values, sinks),
+        in_specs=(by_head, of_keys, of_keys, of_sinks),
+        out_specs=(bound.layout.buffer_spec, by_head),
     )
-    return flag_period(cache, layer, period), out
 
 
-def _write(
-    cache: KVCache,
-    layer: str,
-    batch: StepBatch,
-    keys: Array,
-    values: Array | None,
-    rule: AttentionRule,
-    period: Period,
-    implementation: Implementation | None,
-) -> KVCache:
-    spec, options = token_spec(cache, layer), {"period": period, "implementation": implementation}
-    if isinstance(spec, FullAttentionSpec):
+def _store(bound: BoundLayer, keys: Array, values: Array | None, rule: AttentionRule) -> Array:
+    """Writes a step's keys and values on one device; returns the buffer."""
+    if values is not None:
+        return store_tokens(bound, keys, values)
+    if rule.row_packing is None:
+        rows = quantize(keys, bound.form.row.dtype, bound.key_value_scales[0])
+    else:
+        rows = _packed_row(bound.form.spec).pack(keys)
+    return store_rows(bound, rows)
+
+
+def _check_written(layer: str, bound: BoundLayer, keys: Array | None, values: Array | None) -> None:
+    """Raises TypeError or ValueError unless these can be written into a layer."""
+    spec = bound.form.spec
+    if keys is None:
+        if values is not None:
+            raise ValueError("values without keys: pass both, or neither to attend without writing")
+    elif isinstance(spec, FullAttentionSpec):
         if values is None:
             raise ValueError(
                 f"values is None; layer {layer!r} stores keys and values: pass both, or neither to "
                 "attend without writing"
             )
-        return write_tokens(cache, layer, batch, keys, values, **options)
-    if values is not None:
+        check_tokens(layer, bound, keys, values)
+    elif values is not None:
         raise ValueError(
             f"values were given, but layer={layer!r} stores latent rows: pass the rows as keys, "
             "and None as values"
         )
-    if rule.row_packing is None:
-        rows = _stored_latents(cache, layer, keys, period)
     else:
-        _check_latents(keys, spec)
-        rows = _packed_row(spec).pack(keys)
-    return write_rows(cache, layer, batch, rows, **options)
-
-
-def _stored_latents(cache: KVCache, layer: str, rows: Array, period: Period) -> Array:
-    """Returns latent rows in the dtype of their layer, divided by its K scale."""
-    dtype = row_format(token_spec(cache, layer)).dtype
-
-    def run(cache: KVCache, rows: Array, period: Period) -> Array:
-        return quantize(rows, dtype, layer_scales(cache, layer, period)[0])
-
-    return on_devices(run, cache, rows, period, in_specs=(SAME, SAME), out_specs=SAME)
+        check_latents(layer, bound, keys)
 
 
 def _rule(
-    cache: KVCache,
     layer: str,
-    batch: StepBatch,
+    bound: BoundLayer,
     queries: Array,
     scale: float | None,
     soft_cap: float | None,
     row_packing: RowPacking | None,
 ) -> AttentionRule:
     """Checks that attention can read the rows of a layer, and returns its rule."""
-    check_batch(cache, batch)
-    spec = token_spec(cache, layer)
-    if cache.layout.context_parallel > 1 and cache.layout.axis is None:
+    spec, layout, growth = token_spec(layer, bound.form.spec), bound.layout, bound.requests.growth
+    if layout.context_parallel > 1 and layout.axis is None:
         raise ValueError(
-            f"cache has context_parallel={cache.layout.context_parallel} and no mesh axis over "
+            f"cache has context_parallel={layout.context_parallel} and no mesh axis over "
             "which attend could combine the ranks; pass mesh= and axis= to make_cache"
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
-    growth = cache.layout.growths[cache.layout.place_of(layer).group]
     if row_packing is not None:
         _check_packing(layer, spec, row_packing)
     else:
@@ -200,8 +214,8 @@ def _rule(
             f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "
             "bfloat16, float16 or float32"
         )
-    shape = batch.token_shape
-    ranks = 1 if isinstance(spec, MLASpec) else ranks_of_heads(cache)
+    shape = bound.batch.token_shape
+    ranks = 1 if isinstance(spec, MLASpec) else bound.ranks_of_heads
     heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
     wanted = (*shape, heads, spec.head_size)
     if queries.shape != wanted or not heads or heads % (kv_heads * ranks):
@@ -215,8 +229,8 @@ def _rule(
         value_size=value_size,
         is_latent=isinstance(spec, MLASpec),
         row_packing=row_packing,
-        scale=spec.head_size**-0.5 if scale is None else scale,
-        soft_cap=soft_cap,
+        scale=spec.head_size**-0.5 if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
         window=growth.window,
         chunk=growth.chunk,
         causal=growth.stores == "tokens",
@@ -242,11 +256,6 @@ def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: R
             f"layer has bytes_per_token={spec.bytes_per_token} and compress_ratio="
             f"{spec.compress_ratio}; wants {wanted} and 1"
         )
-
-
-def _check_latents(rows: Array, spec: MLASpec) -> None:
-    if rows.shape[-1:] != (spec.head_size,):
-        raise ValueError(f"keys has shape {rows.shape}; latent rows are {spec.head_size} wide")
 
 
 def _check_readable(layer: str, spec: FullAttentionSpec | MLASpec) -> None:

@@ -5,12 +5,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.cache import KVCache, Period, StepBatch, expand_blocks
+from jaxkv._src.cache import StepBatch, expand_blocks
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
-from jaxkv._src.layout import row_format
-from jaxkv._src.pool import layer_scales, locate
-from pallas_kernels import Implementation, Interleaving, RowPacking, StridedPages, paged_attention
+from jaxkv._src.pool import BoundLayer
+from pallas_kernels import Interleaving, RowPacking, StridedPages, paged_attention
 
 
 class AttentionRule(NamedTuple):
@@ -28,26 +27,22 @@ class AttentionRule(NamedTuple):
 
 
 def attend_to_layer(
-    cache: KVCache,
-    layer: str,
-    batch: StepBatch,
+    bound: BoundLayer,
     queries: Array,
-    rule: AttentionRule,
     sinks: Array | None,
-    period: Period,
-    implementation: Implementation | None,
+    rule: AttentionRule,
 ) -> Array:
     """Attends from queries, [..., heads, K], to a layer's pages: [..., heads, V], 0 for padding.
 
     With context parallelism over a mesh axis, combines the results of all ranks.
     """
-    layout, shape = cache.layout, queries.shape[:-1]
+    layout, batch, shape = bound.layout, bound.batch, queries.shape[:-1]
     one_each = queries[..., 0, 0].size == batch.shape.batch_size and batch.shape.max_query_len == 1
     flat = queries.reshape(-1, *queries.shape[-2:])
     if not one_each and batch.is_rectangular:
         flat = flat.at[_flat_places(batch)].get(mode="fill", fill_value=0)
     lens = batch.seq_lens if rule.causal else batch.encoder_lens
-    key_scale, value_scale = layer_scales(cache, layer, period)
+    key_scale, value_scale = bound.key_value_scales
     if rule.row_packing is not None:
         key_scale = 1.0
     rank, is_interleaved = layout.context_rank(), layout.context_parallel > 1
@@ -56,8 +51,8 @@ def attend_to_layer(
     limited = min(rule.window, rule.chunk) < INT32_MAX
     out, lse = paged_attention(
         flat,
-        _pages(cache, layer, period),
-        _tables(cache, layer, batch, period),
+        _pages(bound),
+        _tables(bound),
         jnp.where(batch.query_lens > 0, lens, 0),
         None if one_each else batch.query_start_loc,
         scale=rule.scale,
@@ -70,13 +65,13 @@ def attend_to_layer(
         value_width=rule.value_size,
         row_packing=rule.row_packing,
         causal=rule.causal,
-        first_positions=batch.first_positions(layer) if limited else None,
+        first_positions=bound.requests.first_positions if limited else None,
         interleaving=Interleaving(rank, layout.context_parallel, layout.interleave_tokens)
         if is_interleaved
         else None,
         out_dtype=jnp.float32 if is_interleaved else None,
         return_lse=True,
-        implementation=implementation,
+        implementation=bound.implementation,
     )
     if is_interleaved and layout.axis is not None:
         out = _combine(out, lse, layout.axis).astype(queries.dtype)
@@ -86,17 +81,16 @@ def attend_to_layer(
     return out.reshape(*shape, rule.value_size)
 
 
-def _pages(cache: KVCache, layer: str, period: Period) -> StridedPages:
-    buffer, extents, first = locate(cache, layer, period)
-    row = row_format(cache.layout.place_of(layer).spec)
+def _pages(bound: BoundLayer) -> StridedPages:
+    extents, row = bound.form.extents, bound.form.row
     return StridedPages(
-        cache.buffers[buffer].reshape(-1, extents.extent_bytes),
+        bound.buffer.reshape(-1, extents.extent_bytes),
         row.dtype,
-        num_pages=cache.num_blocks * extents.tiles,
+        num_pages=bound.layout.num_blocks * extents.tiles,
         tokens=extents.rows,
         kv_heads=extents.heads,
         width=row.width,
-        first=first,
+        first=bound.first,
         page_step=extents.tile_step,
         head_step=extents.head_step,
         start=extents.start_bytes,
@@ -104,12 +98,11 @@ def _pages(cache: KVCache, layer: str, period: Period) -> StridedPages:
     )
 
 
-def _tables(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+def _tables(bound: BoundLayer) -> Array:
     """Returns the pages of each request, int32[B, W]; -1 for pages that it does not hold."""
-    _, extents, first = locate(cache, layer, period)
-    ids = batch.tables[cache.layout.place_of(layer).group]
-    ids = jnp.where((ids == NULL_BLOCK) | (jnp.asarray(first) < 0), -1, ids)
-    return expand_blocks(ids, extents.tiles) if extents.tiles > 1 else ids
+    ids, tiles = bound.requests.table, bound.form.extents.tiles
+    ids = jnp.where((ids == NULL_BLOCK) | (bound.first < 0), -1, ids)
+    return expand_blocks(ids, tiles) if tiles > 1 else ids
 
 
 def _flat_places(batch: StepBatch) -> Array:

@@ -36,7 +36,9 @@ def gather_batch(cache: KVCache, data: Array, shape: StepShape) -> tuple[StepBat
     """
     check_layout(cache.layout, shape)
     nothing = jnp.zeros((shape.batch_size, 0), jnp.int32)
-    batch = StepBatch(block_ids=nothing, data=data, shape=shape, layout=cache.layout)
+    batch = StepBatch(
+        block_ids=nothing, data=data, status=cache.status, shape=shape, layout=cache.layout
+    )
     rows, lens = batch.request_rows, batch.query_lens
     known = within(rows, cache.max_requests)
     bad = (lens < 0) | (batch.num_computed_tokens < 0) | (lens > shape.max_query_len)

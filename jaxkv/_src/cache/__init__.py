@@ -5,13 +5,7 @@ from jaxkv._src.cache._errors import check_errors
 from jaxkv._src.cache._expand import expand_blocks
 from jaxkv._src.cache._layout import CacheLayout, Period
 from jaxkv._src.cache._make import make_cache, set_scales
-from jaxkv._src.cache._slots import (
-    PAD_SLOT,
-    encoder_slots,
-    first_columns,
-    state_blocks,
-    token_slots,
-)
+from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch, first_columns
 from jaxkv._src.cache._state import (
     BAD_BATCH,
     BAD_BLOCK_ID,
@@ -21,6 +15,7 @@ from jaxkv._src.cache._state import (
     LOST_UPLOAD,
     NO_BLOCK,
     REPEATED_UPLOAD,
+    STALE_BATCH,
     TOO_LONG,
     CacheError,
     KVCache,
@@ -38,19 +33,18 @@ __all__ = [
     "PAD_ROW",
     "PAD_SLOT",
     "REPEATED_UPLOAD",
+    "STALE_BATCH",
     "TOO_LONG",
     "CacheError",
     "CacheLayout",
+    "GroupBatch",
     "KVCache",
     "Period",
     "StepBatch",
     "check_errors",
     "check_layout",
-    "encoder_slots",
     "expand_blocks",
     "first_columns",
     "make_cache",
     "set_scales",
-    "state_blocks",
-    "token_slots",
 ]

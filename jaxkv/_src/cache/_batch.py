@@ -10,7 +10,7 @@ from jax import Array
 from jaxkv._src.blocks import StepShape
 from jaxkv._src.cache._expand import expand_blocks
 from jaxkv._src.cache._layout import CacheLayout, Period
-from jaxkv._src.cache._slots import PAD_SLOT, first_columns, token_slots
+from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch
 from jaxkv._src.internal.indexing import group_of, take
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 
@@ -39,6 +39,7 @@ class StepBatch:
 
     block_ids: Array  # int32[B, ...], the `tables` of all groups side by side
     data: Array  # int32[...], `UploadFormat.batch_fields` of the upload
+    status: Array  # int32[2], `KVCache.status` after the step's upload
     shape: StepShape = dataclasses.field(metadata={"static": True})
     layout: CacheLayout = dataclasses.field(metadata={"static": True})
 
@@ -50,6 +51,10 @@ class StepBatch:
         """Per group int32[B, W_g], logical ids from `first_columns` on."""
         ends = itertools.accumulate(self.shape.widths, initial=0)
         return tuple(self.block_ids[:, start:end] for start, end in itertools.pairwise(ends))
+
+    def in_group(self, group: int) -> GroupBatch:
+        """Returns the requests with the block table of one group."""
+        return GroupBatch(self, self.tables[group], self.layout.growths[group])
 
     # --- requests -----------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class StepBatch:
     def first_positions(self, layer: str) -> Array:
         """Returns int32[B], the position of the first token of each row of `block_tables`."""
         group = self.layout.place_of(layer).group
-        return first_columns(self, group) * self.layout.column_tokens(group)
+        return self.in_group(group).first_positions
 
     def slot_mapping(self, layer: str, *, period: Period = None) -> Array:
         """Returns the slot of each token in a layer: an int32 token array, -1 for no slot.
@@ -194,8 +199,14 @@ class StepBatch:
           TypeError: the layer stores states, or the encoder's tokens.
           ValueError: int32 cannot count the slots of the layer's buffer.
         """
-        group = self.layout.place_of(layer).group
-        size, slots = self.layout.growths[group].block_size, token_slots(self, group)
+        requests = self.in_group(self.layout.place_of(layer).group)
+        growth, size = requests.growth, requests.growth.block_size
+        if growth.stores != "tokens":
+            raise TypeError(
+                f"layer={layer!r} stores {growth.stores!r}, which has no slot for each token of a "
+                "step; use read_state and write_state for states"
+            )
+        slots = requests.token_slots
         self._check_count(layer, size, "slots")
         offset = jnp.asarray(self._id_offset(layer, period), jnp.int32)
         return jnp.where((slots < 0) | (offset < 0), PAD_SLOT, slots + offset * size)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.indexing import take
-from jaxkv._src.layout import PoolBuffers, row_format
+from jaxkv._src.layout import PoolBuffers
 from jaxkv._src.planning import LayerPlacement
-from jaxkv._src.specs import FullAttentionSpec, Growth
+from jaxkv._src.specs import Growth
 
 Period = Array | int | None
 
@@ -83,10 +83,6 @@ class CacheLayout:
         self.place_of(layer)
         return dict(self.buffers.layout.shared).get(layer, layer)
 
-    def column_tokens(self, group: int) -> int:
-        """Returns how many positions one column covers, over all ranks together."""
-        return self.growths[group].block_size * self.context_parallel
-
     def context_rank(self) -> int | jax.Array:
         """Returns the rank of this device among those that divide the positions of a request.
 
@@ -111,13 +107,6 @@ class CacheLayout:
             return PartitionSpec()
         split = (self.buffers.axes + "H").index("H")
         return PartitionSpec(*[None] * split, self.axis)
-
-    def heads_spec(self, layer: str, heads_dim: int) -> PartitionSpec:
-        """Returns the PartitionSpec of a layer's keys, values and queries: by head, or empty."""
-        spec = self.place_of(layer).spec
-        if self.heads_axis is None or not isinstance(spec, FullAttentionSpec):
-            return PartitionSpec()
-        return PartitionSpec(*[None] * heads_dim, self.heads_axis)
 
     def id_offset(self, layer: str) -> int:
         """Returns how many blocks precede a layer's in its `layer_view`.
@@ -161,10 +150,6 @@ class CacheLayout:
                 f"period has shape {period.shape}; pass the index of one layer, int32[]"
             )
         return take(jnp.array(numbers, jnp.int32), jnp.asarray(period), fill)
-
-    def has_heads(self, layer: str) -> bool:
-        """Returns whether a layer's rows have an axis of heads: whether they hold K and V."""
-        return row_format(self.place_of(layer).spec).key_elements is not None
 
     def __repr__(self) -> str:
         return (

@@ -30,6 +30,8 @@ REPEATED_UPLOAD = 128
 
 BAD_PERIOD = 256
 
+STALE_BATCH = 512
+
 MAX_SHOWN = 8  # rows, and ids per row, that Jupyter shows
 
 _REASONS = {
@@ -43,6 +45,8 @@ _REASONS = {
     LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap",
     REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
     BAD_PERIOD: "a period beyond the layers of its group",
+    STALE_BATCH: "a batch of another step than the cache's: go on with the cache that each call "
+    "returns, and with the batch that apply_step returned with it",
 }
 
 

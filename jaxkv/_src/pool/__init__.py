@@ -1,16 +1,17 @@
 """The bytes of a cache: typed reads and writes of one layer, views, zeroing, copies."""
 
 from jaxkv._src.pool._blocks import copy_blocks, zero_blocks
-from jaxkv._src.pool._bytes import SAME, flag_period, locate, on_devices
+from jaxkv._src.pool._bytes import on_devices
+from jaxkv._src.pool._layer import SAME, BoundLayer, bind, check_batch, put_back
 from jaxkv._src.pool._recurrent import read_state, write_state
 from jaxkv._src.pool._tokens import (
-    attention_spec,
-    check_batch,
-    layer_scales,
+    check_latents,
+    check_tokens,
     quantize,
-    ranks_of_heads,
     read_rows,
     read_tokens,
+    store_rows,
+    store_tokens,
     token_spec,
     write_rows,
     write_tokens,
@@ -19,21 +20,23 @@ from jaxkv._src.pool._views import describe_bytes, describe_layer, layer_view, w
 
 __all__ = [
     "SAME",
-    "attention_spec",
+    "BoundLayer",
+    "bind",
     "check_batch",
+    "check_latents",
+    "check_tokens",
     "copy_blocks",
     "describe_bytes",
     "describe_layer",
-    "flag_period",
-    "layer_scales",
     "layer_view",
-    "locate",
     "on_devices",
+    "put_back",
     "quantize",
-    "ranks_of_heads",
     "read_rows",
     "read_state",
     "read_tokens",
+    "store_rows",
+    "store_tokens",
     "token_spec",
     "with_layer_view",
     "write_rows",

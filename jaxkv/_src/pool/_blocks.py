@@ -12,7 +12,8 @@ import pallas_kernels
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.checks import check_int32, check_same_shape
 from jaxkv._src.internal.indexing import group_of
-from jaxkv._src.pool._bytes import SAME, known_blocks, on_devices
+from jaxkv._src.pool._bytes import known_blocks, on_devices
+from jaxkv._src.pool._layer import SAME
 from pallas_kernels import Implementation
 
 
@@ -83,7 +84,9 @@ def _run(
     num_groups = len(layout.groups)
     index = jnp.arange(next(iter(ids.values())).shape[0], dtype=jnp.int32)
     group = group_of(index, ends)
-    ids = {name: jnp.where(known_blocks(cache, given), given, -1) for name, given in ids.items()}
+    ids = {
+        name: jnp.where(known_blocks(cache.layout, given), given, -1) for name, given in ids.items()
+    }
     served = [
         tuple(g for g in range(num_groups) if not layout.tensors_of(g).isdisjoint(stack))
         for stack in buffers.stacks

@@ -1,25 +1,19 @@
 """Writes and reads of recurrent states."""
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jaxkv._src.cache import KVCache, Period, StepBatch, state_blocks
+from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.mesh import runs_manually
-from jaxkv._src.pool._bytes import (
-    SAME,
-    flag_period,
-    from_bytes,
-    locate,
-    on_devices,
-    read_bytes,
-    to_bytes,
-    write_bytes,
-)
-from jaxkv._src.pool._tokens import check_batch, check_owner
+from jaxkv._src.pool._bytes import from_bytes, on_devices, read_bytes, to_bytes, write_bytes
+from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
+from jaxkv._src.pool._tokens import check_owner
 from jaxkv._src.specs import StateSpec
 from pallas_kernels import Implementation
 
@@ -57,39 +51,31 @@ def write_state(
       TypeError: the layer keeps no states, or ``at`` is not int32.
       ValueError: shapes that do not fit the layer and the batch.
     """
-    spec = _state_spec(cache, layer, batch, at)
-    check_owner(cache, layer)
+    bound = bind(cache, layer, batch, period, implementation)
+    spec = _state_spec(layer, bound, at)
+    check_owner(bound.layout, layer)
     shapes = tuple((batch.shape.batch_size, *shape) for shape in spec.shapes)
     given = tuple(array.shape for array in arrays)
     if given != shapes:
         raise ValueError(f"arrays have shapes {given}; layer {layer!r} wants {shapes}")
+    return put_back(cache, layer, bound, _write_state(bound, tuple(arrays), at))
 
-    def write(
-        cache: KVCache, batch: StepBatch, arrays: Sequence[Array], at: Array | None, period: Period
-    ) -> KVCache:
-        group = cache.layout.place_of(layer).group
-        ids = state_blocks(batch, group, at, reading=False)
-        data = [
-            to_bytes(array.astype(dtype), 1)
-            for array, dtype in zip(arrays, spec.dtypes, strict=True)
-        ]
-        cache = write_bytes(
-            cache,
-            locate(cache, layer, period),
-            ids,
-            jnp.zeros_like(ids),
-            jnp.concatenate(data, axis=-1),
-            implementation=implementation,
-        )
-        return flag_period(cache, layer, period)
 
-    return on_devices(
-        write,
-        cache,
-        *(batch, list(arrays), at, period),
-        in_specs=(SAME,) * 4,
-        out_specs=cache.partition_specs(),
-    )
+@jax.jit
+def _write_state(bound: BoundLayer, arrays: tuple[Array, ...], at: Array | None) -> Array:
+    def write(bound: BoundLayer, arrays: tuple[Array, ...], at: Array | None) -> Array:
+        ids = bound.requests.state_blocks(at, reading=False)
+        # Otherwise XLA may write one array before another is read, and copies the pool for that.
+        arrays = lax.optimization_barrier(arrays)
+        for array, dtype, part in zip(arrays, spec.dtypes, _parts(spec), strict=True):
+            data = to_bytes(array.astype(dtype), 1)
+            buffer = write_bytes(bound, ids, jnp.zeros_like(ids), data, start=part.start)
+            bound = dataclasses.replace(bound, buffer=buffer)
+        return bound.buffer
+
+    spec = bound.form.spec
+    given = bound, arrays, at
+    return on_devices(write, *given, in_specs=(SAME, SAME), out_specs=bound.layout.buffer_spec)
 
 
 def read_state(
@@ -122,44 +108,48 @@ def read_state(
       TypeError: the layer keeps no states, or ``at`` is not int32.
       ValueError: ``at`` of another shape.
     """
-    spec = _state_spec(cache, layer, batch, at)
+    bound = bind(cache, layer, batch, period)
+    _state_spec(layer, bound, at)
+    return _read_state(bound, at)
 
-    def read(
-        cache: KVCache, batch: StepBatch, at: Array | None, period: Period
-    ) -> tuple[Array, ...]:
-        ids = state_blocks(batch, cache.layout.place_of(layer).group, at, reading=True)
+
+@jax.jit
+def _read_state(bound: BoundLayer, at: Array | None) -> tuple[Array, ...]:
+    def read(bound: BoundLayer, at: Array | None) -> tuple[Array, ...]:
+        ids = bound.requests.state_blocks(at, reading=True)
         if at is not None:
-            ids = jnp.where(batch.num_computed_tokens > 0, ids, -1)
-        data = read_bytes(cache, locate(cache, layer, period), ids)[..., 0, :]
-        ends = np.cumsum(spec.array_bytes)
+            ids = jnp.where(bound.batch.num_computed_tokens > 0, ids, -1)
         return tuple(
-            from_bytes(data[..., end - size : end], (*ids.shape, *shape), dtype)
-            for end, size, shape, dtype in zip(
-                ends, spec.array_bytes, spec.shapes, spec.dtypes, strict=True
-            )
+            from_bytes(read_bytes(bound, ids, part)[..., 0, :], (*ids.shape, *shape), dtype)
+            for part, shape, dtype in zip(_parts(spec), spec.shapes, spec.dtypes, strict=True)
         )
 
-    return on_devices(read, cache, batch, at, period, in_specs=(SAME,) * 3, out_specs=SAME)
+    spec = bound.form.spec
+    return on_devices(read, bound, at, in_specs=(SAME,), out_specs=SAME)
 
 
-def _state_spec(cache: KVCache, layer: str, batch: StepBatch, at: Array | None) -> StateSpec:
-    check_batch(cache, batch)
-    spec = cache.layout.place_of(layer).spec
+def _parts(spec: StateSpec) -> list[slice]:
+    """Returns the bytes of each array of a state."""
+    ends = itertools.accumulate(spec.array_bytes, initial=0)
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def _state_spec(layer: str, bound: BoundLayer, at: Array | None) -> StateSpec:
+    spec, layout = bound.form.spec, bound.layout
     if not isinstance(spec, StateSpec):
         raise TypeError(
             f"layer={layer!r} keeps tokens, not states; use read_tokens and write_tokens, or "
             "read_rows and write_rows for latent rows"
         )
-    if cache.layout.axis is not None and not runs_manually(cache.layout.axis):
+    if layout.axis is not None and not runs_manually(layout.axis):
         raise ValueError(
             f"layer={layer!r} stores states, and jaxkv does not know which of their axes are "
-            f"divided over mesh axis {cache.layout.axis!r}: call this inside jax.shard_map, with "
+            f"divided over mesh axis {layout.axis!r}: call this inside jax.shard_map, with "
             "cache.partition_specs() for the cache"
         )
     if at is not None:
         check_int32(at=at)
-        if at.shape != (batch.shape.batch_size,):
-            raise ValueError(
-                f"at has shape {at.shape}; wants {(batch.shape.batch_size,)}, one block per request"
-            )
+        wanted = (bound.batch.shape.batch_size,)
+        if at.shape != wanted:
+            raise ValueError(f"at has shape {at.shape}; wants {wanted}, one block per request")
     return spec

@@ -1,26 +1,20 @@
 """Writes and reads of tokens: keys and values, latent rows, rows of your own format."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxkv._src.cache import PAD_SLOT, KVCache, Period, StepBatch, encoder_slots, token_slots
+from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
-from jaxkv._src.pool._bytes import (
-    SAME,
-    check_pool,
-    flag_period,
-    from_bytes,
-    locate,
-    on_devices,
-    read_bytes,
-    to_bytes,
-    write_bytes,
-)
-from jaxkv._src.specs import FullAttentionSpec, MLASpec
+from jaxkv._src.pool._bytes import from_bytes, on_devices, read_bytes, to_bytes, write_bytes
+from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec
 from pallas_kernels import Implementation
 
 TokenSpec = FullAttentionSpec | MLASpec
@@ -92,11 +86,17 @@ def write_tokens(
       ValueError: shapes that do not fit the layer and the batch, or a layer that shares another
         layer's cache.
     """
-    check_batch(cache, batch)
-    spec = attention_spec(cache, layer)
-    check_owner(cache, layer)
-    shape = token_shape(cache, layer, batch, keys=keys)
-    heads = spec.num_kv_heads * ranks_of_heads(cache)
+    bound = bind(cache, layer, batch, period, implementation)
+    check_tokens(layer, bound, keys, values)
+    return put_back(cache, layer, bound, _write_tokens(bound, keys, values))
+
+
+def check_tokens(layer: str, bound: BoundLayer, keys: Array, values: Array) -> None:
+    """Raises TypeError or ValueError unless keys and values fit a layer and its batch."""
+    spec = _attention_spec(layer, bound.form.spec)
+    check_owner(bound.layout, layer)
+    shape = _token_shape(bound, keys=keys)
+    heads = spec.num_kv_heads * bound.ranks_of_heads
     wanted = {"keys": (*shape, heads, spec.head_size), "values": (*shape, heads, spec.value_size)}
     for (name, wants), array in zip(wanted.items(), (keys, values), strict=True):
         if array.shape != wants:
@@ -109,23 +109,32 @@ def write_tokens(
                 f"{name} has dtype {array.dtype}; pass floats, or stored rows to write_rows"
             )
 
-    def write(
-        cache: KVCache, batch: StepBatch, keys: Array, values: Array, period: Period
-    ) -> KVCache:
-        scales = layer_scales(cache, layer, period)
-        parts = [quantize(x, spec.dtype, s) for x, s in zip((keys, values), scales, strict=True)]
-        slots = slots_of(cache, layer, batch, shape)
-        rows = jnp.concatenate(parts, axis=-1)
-        return _write(cache, layer, slots, rows, period, implementation)
 
-    by_head = cache.layout.heads_spec(layer, keys.ndim - 2)
-    return on_devices(
-        write,
-        cache,
-        *(batch, keys, values, period),
-        in_specs=(SAME, by_head, by_head, SAME),
-        out_specs=cache.partition_specs(),
-    )
+def check_latents(layer: str, bound: BoundLayer, rows: Array) -> None:
+    """Raises TypeError or ValueError unless latent rows fit a layer and its batch."""
+    spec = token_spec(layer, bound.form.spec)
+    check_owner(bound.layout, layer)
+    wanted = (*bound.batch.token_shape, spec.head_size)
+    if rows.shape != wanted:
+        raise ValueError(
+            f"keys has shape {rows.shape}; layer {layer!r} wants latent rows, {wanted}"
+        )
+    if not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise TypeError(f"keys has dtype {rows.dtype}; pass floats, or stored rows to write_rows")
+
+
+@jax.jit
+def _write_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
+    by_head = bound.form.by_head(keys.ndim - 2)
+    specs = {"in_specs": (by_head, by_head), "out_specs": bound.layout.buffer_spec}
+    return on_devices(store_tokens, bound, keys, values, **specs)
+
+
+def store_tokens(bound: BoundLayer, keys: Array, values: Array) -> Array:
+    """Writes keys and values on one device; returns the buffer."""
+    pairs = zip((keys, values), bound.key_value_scales, strict=True)
+    rows = [quantize(array, bound.form.row.dtype, scale) for array, scale in pairs]
+    return store_rows(bound, jnp.concatenate(rows, axis=-1))
 
 
 def write_rows(
@@ -161,20 +170,24 @@ def write_rows(
       TypeError: the layer keeps no rows of tokens, or rows of another dtype.
       ValueError: shapes that do not fit the layer and the batch.
     """
-    check_batch(cache, batch)
-    spec = token_spec(cache, layer)
-    check_owner(cache, layer)
-    check_rank_known(cache, layer, positions=False)
-    shape = token_shape(cache, layer, batch, rows=rows)
+    bound = bind(cache, layer, batch, period, implementation)
+    _check_rows(layer, bound, rows, mask)
+    return put_back(cache, layer, bound, _write_rows(bound, rows, mask))
+
+
+def _check_rows(layer: str, bound: BoundLayer, rows: Array, mask: Array | None) -> None:
+    spec = token_spec(layer, bound.form.spec)
+    check_owner(bound.layout, layer)
+    check_rank_known(bound.layout, layer, positions=False)
+    shape = _token_shape(bound, rows=rows)
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[len(shape) :])
-    wanted = spec.token_bytes
-    wanted *= ranks_of_heads(cache) if cache.layout.has_heads(layer) else 1
+    wanted = spec.token_bytes * (bound.ranks_of_heads if bound.form.has_heads else 1)
     if rows.shape[: len(shape)] != shape or row_bytes != wanted:
         raise ValueError(
             f"rows has shape {rows.shape} of {rows.dtype}; layer {layer!r} stores "
             f"{wanted} bytes for each of {shape} tokens"
         )
-    dtype = row_format(spec).dtype
+    dtype = bound.form.row.dtype
     if dtype != "uint8" and rows.dtype.name not in (dtype, "uint8"):
         raise TypeError(
             f"rows has dtype {rows.dtype}; layer {layer!r} stores {dtype}: cast it, or pass its "
@@ -183,20 +196,28 @@ def write_rows(
     if mask is not None and mask.shape != shape:
         raise ValueError(f"mask has shape {mask.shape}; the batch wants {shape}")
 
-    def write(
-        cache: KVCache, batch: StepBatch, rows: Array, mask: Array | None, period: Period
-    ) -> KVCache:
-        slots = slots_of(cache, layer, batch, shape)
-        slots = slots if mask is None else jnp.where(mask, slots, PAD_SLOT)
-        return _write(cache, layer, slots, rows, period, implementation)
 
-    by_head = cache.layout.heads_spec(layer, len(shape)) if cache.layout.has_heads(layer) else SAME
-    return on_devices(
-        write,
-        cache,
-        *(batch, rows, mask, period),
-        in_specs=(SAME, by_head, SAME, SAME),
-        out_specs=cache.partition_specs(),
+@jax.jit
+def _write_rows(bound: BoundLayer, rows: Array, mask: Array | None) -> Array:
+    by_head = _rows_by_head(bound, len(_token_shape(bound, rows=rows)))
+    specs = {"in_specs": (by_head, SAME), "out_specs": bound.layout.buffer_spec}
+    return on_devices(store_rows, bound, rows, mask, **specs)
+
+
+def store_rows(bound: BoundLayer, rows: Array, mask: Array | None = None) -> Array:
+    """Writes stored rows on one device; returns the buffer."""
+    requests, block_size = bound.requests, bound.requests.growth.block_size
+    if requests.growth.stores == "encoder":
+        slots = requests.encoder_slots(rows.shape[1])
+    else:
+        slots = requests.token_slots
+    slots = slots if mask is None else jnp.where(mask, slots, PAD_SLOT)
+    tokens_per_row = block_size // rows_per_block(bound.form.spec)
+    return write_bytes(
+        bound,
+        jnp.where(slots < 0, -1, slots // block_size),
+        slots % block_size // tokens_per_row,
+        to_bytes(rows, slots.ndim),
     )
 
 
@@ -230,21 +251,23 @@ def read_tokens(
     Raises:
       TypeError: the layer keeps no keys and values.
     """
-    check_batch(cache, batch)
-    spec = attention_spec(cache, layer)
-    check_rank_known(cache, layer)
+    bound = bind(cache, layer, batch, period)
+    _attention_spec(layer, bound.form.spec)
+    check_rank_known(bound.layout, layer)
+    return _read_tokens(bound, dtype=jnp.dtype(dtype))
 
-    def read(cache: KVCache, batch: StepBatch, period: Period) -> tuple[Array, Array]:
-        rows = _read(cache, layer, batch, period).astype(dtype)
-        key_scale, value_scale = (
-            jnp.asarray(scale, dtype) for scale in layer_scales(cache, layer, period)
-        )
-        return rows[..., : spec.head_size] * key_scale, rows[..., spec.head_size :] * value_scale
 
-    by_head = cache.layout.heads_spec(layer, 2)
-    return on_devices(
-        read, cache, batch, period, in_specs=(SAME, SAME), out_specs=(by_head, by_head)
-    )
+@functools.partial(jax.jit, static_argnames="dtype")
+def _read_tokens(bound: BoundLayer, *, dtype: jnp.dtype) -> tuple[Array, Array]:
+    width = bound.form.row.key_elements
+
+    def read(bound: BoundLayer) -> tuple[Array, Array]:
+        rows = _load_rows(bound).astype(dtype)
+        key_scale, value_scale = (jnp.asarray(scale, dtype) for scale in bound.key_value_scales)
+        return rows[..., :width] * key_scale, rows[..., width:] * value_scale
+
+    by_head = bound.form.by_head(2)
+    return on_devices(read, bound, in_specs=(), out_specs=(by_head, by_head))
 
 
 def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = None) -> Array:
@@ -267,93 +290,52 @@ def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = 
     Raises:
       TypeError: the layer keeps no rows of tokens.
     """
-    check_batch(cache, batch)
-    token_spec(cache, layer)
-    check_rank_known(cache, layer)
-
-    def read(cache: KVCache, batch: StepBatch, period: Period) -> Array:
-        return _read(cache, layer, batch, period)
-
-    by_head = cache.layout.heads_spec(layer, 2) if cache.layout.has_heads(layer) else SAME
-    return on_devices(read, cache, batch, period, in_specs=(SAME, SAME), out_specs=by_head)
+    bound = bind(cache, layer, batch, period)
+    token_spec(layer, bound.form.spec)
+    check_rank_known(bound.layout, layer)
+    return _read_rows(bound)
 
 
-def _read(cache: KVCache, layer: str, batch: StepBatch, period: Period) -> Array:
+@jax.jit
+def _read_rows(bound: BoundLayer) -> Array:
+    return on_devices(_load_rows, bound, in_specs=(), out_specs=_rows_by_head(bound, 2))
+
+
+def _load_rows(bound: BoundLayer) -> Array:
     """Reads the stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
-    block_ids = batch.tables[cache.layout.place_of(layer).group]
-    row_shape, dtype = row_shape_of(token_spec(cache, layer))
-    data = read_bytes(cache, locate(cache, layer, period), block_ids)
-    return from_bytes(data, (data.shape[0], data.shape[1] * data.shape[2], *row_shape), dtype)
+    data, form = read_bytes(bound, bound.requests.table), bound.form
+    shape = (data.shape[0], data.shape[1] * data.shape[2], *form.row_shape)
+    return from_bytes(data, shape, form.row.dtype)
 
 
-def _write(
-    cache: KVCache,
-    layer: str,
-    slots: Array,
-    rows: Array,
-    period: Period,
-    implementation: Implementation | None,
-) -> KVCache:
-    spec = token_spec(cache, layer)
-    tokens_per_row = spec.block_size // rows_per_block(spec)
-    cache = write_bytes(
-        cache,
-        locate(cache, layer, period),
-        jnp.where(slots < 0, -1, slots // spec.block_size),
-        slots % spec.block_size // tokens_per_row,
-        to_bytes(rows, slots.ndim),
-        implementation=implementation,
-    )
-    return flag_period(cache, layer, period)
+def _rows_by_head(bound: BoundLayer, dim: int) -> PartitionSpec:
+    return bound.form.by_head(dim) if bound.form.has_heads else SAME
 
 
-def slots_of(cache: KVCache, layer: str, batch: StepBatch, shape: tuple[int, ...]) -> Array:
-    """Returns the slots of the tokens, or of the encoder's tokens, that a step writes."""
-    group = cache.layout.place_of(layer).group
-    if cache.layout.growths[group].stores == "encoder":
-        return encoder_slots(batch, group, shape[1])
-    return token_slots(batch, group)
-
-
-def token_shape(cache: KVCache, layer: str, batch: StepBatch, **arrays: Array) -> tuple[int, ...]:
+def _token_shape(bound: BoundLayer, **arrays: Array) -> tuple[int, ...]:
     """Returns the leading axes of an array of a layer's tokens, given by its name."""
     ((name, array),) = arrays.items()
-    growth = cache.layout.growths[cache.layout.place_of(layer).group]
-    if growth.stores != "encoder":
-        return batch.token_shape
-    if array.ndim < 3 or array.shape[0] != batch.shape.batch_size:
+    if bound.requests.growth.stores != "encoder":
+        return bound.batch.token_shape
+    if array.ndim < 3 or array.shape[0] != bound.batch.shape.batch_size:
         raise ValueError(
             f"{name} has shape {array.shape}; cross attention wants the encoder's, "
-            f"[{batch.shape.batch_size}, encoder tokens, ...]"
+            f"[{bound.batch.shape.batch_size}, encoder tokens, ...]"
         )
     return array.shape[:2]
 
 
-def check_batch(cache: KVCache, batch: StepBatch) -> None:
-    """Raises TypeError or ValueError unless the batch belongs to a step of this cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if not isinstance(batch, StepBatch):
-        raise TypeError(
-            f"batch must be the StepBatch that apply_step returned, got {type(batch).__name__}"
-        )
-    if batch.layout != cache.layout:
-        raise ValueError(
-            "batch belongs to another cache; use the one that apply_step returned with this cache"
-        )
-
-
-def check_rank_known(cache: KVCache, layer: str, *, positions: bool = True) -> None:
+def check_rank_known(layout: CacheLayout, layer: str, *, positions: bool = True) -> None:
     """Raises ValueError outside ``shard_map`` if the parts of all ranks do not form an array.
 
     Args:
       positions: whether that holds for positions, too, which context parallelism divides.
     """
-    layout = cache.layout
     if layout.axis is None or runs_manually(layout.axis):
         return
     parts = "its own positions" if positions and layout.context_parallel > 1 else ""
-    if isinstance(layout.place_of(layer).spec, FullAttentionSpec) and not layout.has_heads(layer):
+    spec = layout.place_of(layer).spec
+    if isinstance(spec, FullAttentionSpec) and row_format(spec).key_elements is None:
         parts = "the bytes of its own heads, which have no axis of heads"
     if parts:
         raise ValueError(
@@ -362,9 +344,9 @@ def check_rank_known(cache: KVCache, layer: str, *, positions: bool = True) -> N
         )
 
 
-def check_owner(cache: KVCache, layer: str) -> None:
+def check_owner(layout: CacheLayout, layer: str) -> None:
     """Raises ValueError for a layer that shares another layer's cache."""
-    owner = cache.layout.owner_of(layer)
+    owner = layout.owner_of(layer)
     if owner != layer:
         raise ValueError(
             f"layer={layer!r} shares the cache of {owner!r} and writes nothing; leave its write "
@@ -372,48 +354,15 @@ def check_owner(cache: KVCache, layer: str) -> None:
         )
 
 
-def layer_scales(
-    cache: KVCache, layer: str, period: Period = None
-) -> tuple[Array | float, Array | float]:
-    """Returns the K and the V scale of a layer, f32[] each; 1.0 if the cache has none."""
-    if cache.scales is None:
-        return 1.0, 1.0
-    layout = cache.layout
-    index = layout.of_period(layer, period, lambda x: layout.layer_index[layout.owner_of(x)], 0)
-    return cache.scales[index, 0], cache.scales[index, 1]
-
-
-def ranks_of_heads(cache: KVCache) -> int:
-    """Returns how many ranks' KV heads an array holds here: 1 inside ``shard_map``."""
-    layout = cache.layout
-    check_pool(cache)
-    if layout.heads_axis is None or not _is_sharded(cache):
-        return 1
-    return layout.num_ranks
-
-
-def _is_sharded(cache: KVCache) -> bool:
-    shapes = (buffer.shape for buffer in cache.buffers)
-    return any(got != own for got, own in zip(shapes, cache.layout.buffers.shapes, strict=True))
-
-
-def row_shape_of(spec: TokenSpec) -> tuple[tuple[int, ...], str]:
-    """Returns shape and dtype of one stored row, with an axis of heads if it holds K and V."""
-    row = row_format(spec)
-    return (row.width,) if row.key_elements is None else (row.heads, row.width), row.dtype
-
-
-def token_spec(cache: KVCache, layer: str) -> TokenSpec:
+def token_spec(layer: str, spec: LayerSpec) -> TokenSpec:
     """Returns the spec of a layer that stores rows of tokens; raises TypeError for others."""
-    spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec | MLASpec):
         raise TypeError(f"layer={layer!r} keeps states, not tokens; use read_state and write_state")
     return spec
 
 
-def attention_spec(cache: KVCache, layer: str) -> FullAttentionSpec:
+def _attention_spec(layer: str, spec: LayerSpec) -> FullAttentionSpec:
     """Returns the spec of a layer that stores keys and values; raises TypeError for others."""
-    spec = cache.layout.place_of(layer).spec
     if not isinstance(spec, FullAttentionSpec):
         raise TypeError(
             f"layer={layer!r} keeps {spec.kind}, not keys and values; use write_rows and read_rows "

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.layout import LayerView
-from jaxkv._src.pool._bytes import from_bytes, locate, on_devices, to_bytes, with_buffer
-from jaxkv._src.pool._tokens import check_rank_known, row_shape_of, token_spec
+from jaxkv._src.pool._bytes import from_bytes, on_devices, to_bytes
+from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
+from jaxkv._src.pool._tokens import check_rank_known, token_spec
 
 #: the ids that a block axis counts: of `StepBatch.block_tables`, or of `BlockManager.block_ids`
 Ids = Literal["block_tables", "manager"]
@@ -48,17 +49,14 @@ def layer_view(cache: KVCache, layer: str) -> Array:
       TypeError: the layer stores states.
       ValueError: a padded page, or kernel blocks that are not evenly spaced.
     """
-    token_spec(cache, layer)
-    check_rank_known(cache, layer)
+    place = _place_of(cache, layer)
 
     def view(cache: KVCache) -> Array:
-        located = locate(cache, layer)
-        shape, dtype = _view_shape(cache, layer)
-        return from_bytes(cache.buffers[located.buffer].reshape(-1), shape, dtype)
+        buffer = cache.buffers[place.buffer]
+        check_whole(buffer, place.form.buffer_shape)
+        return from_bytes(buffer.reshape(-1), *_view_shape(cache, layer))
 
-    heads = _view_axes(cache, layer).find("H")
-    by_head = cache.layout.heads_spec(layer, heads) if heads >= 0 else PartitionSpec()
-    return on_devices(view, cache, in_specs=(), out_specs=by_head)
+    return on_devices(view, cache, in_specs=(), out_specs=_by_head(cache, layer))
 
 
 def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
@@ -78,21 +76,22 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
       TypeError: the layer stores states.
       ValueError: a view of another shape or dtype.
     """
-    token_spec(cache, layer)
-    check_rank_known(cache, layer)
+    place = _place_of(cache, layer)
 
     def replace(cache: KVCache, view: Array) -> KVCache:
+        check_whole(cache.buffers[place.buffer], place.form.buffer_shape)
         shape, dtype = _view_shape(cache, layer)
         if view.shape != shape or view.dtype != jnp.dtype(dtype):
             raise ValueError(
                 f"view is {view.dtype}{list(view.shape)}; layer {layer!r} wants "
                 f"{dtype}{list(shape)}"
             )
-        return with_buffer(cache, locate(cache, layer).buffer, to_bytes(view, 1))
+        buffers = list(cache.buffers)
+        buffers[place.buffer] = to_bytes(view, 1).reshape(place.form.buffer_shape)
+        return dataclasses.replace(cache, buffers=tuple(buffers))
 
-    heads = _view_axes(cache, layer).find("H")
-    by_head = cache.layout.heads_spec(layer, heads) if heads >= 0 else PartitionSpec()
-    return on_devices(replace, cache, view, in_specs=(by_head,), out_specs=cache.partition_specs())
+    in_specs = (_by_head(cache, layer),)
+    return on_devices(replace, cache, view, in_specs=in_specs, out_specs=cache.partition_specs())
 
 
 def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> LayerView:
@@ -150,9 +149,18 @@ def kernel_block_size(cache: KVCache, layer: str) -> int:
     return place.spec.block_size // cache.layout.blocks_per_kv_block[place.group]
 
 
+def _place_of(cache: KVCache, layer: str) -> LayerPlace:
+    """Returns the place of a layer that stores tokens, in a cache with a pool."""
+    token_spec(layer, cache.layout.place_of(layer).spec)
+    check_pool(cache)
+    check_rank_known(cache.layout, layer)
+    return place_of(cache.layout, layer)
+
+
 def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
     """Returns shape and dtype of `layer_view`, on one device."""
-    spec, buffers = token_spec(cache, layer), cache.layout.buffers
+    form, buffers = place_of(cache.layout, layer).form, cache.layout.buffers
+    spec = token_spec(layer, form.spec)
     page_bytes = buffers.page_placement(layer).page_bytes
     if page_bytes != spec.data_bytes:
         raise ValueError(
@@ -160,19 +168,24 @@ def _view_shape(cache: KVCache, layer: str) -> tuple[tuple[int, ...], str]:
             "its blocks are not contiguous; use read_tokens and write_tokens"
         )
     view = buffers.view(layer, kernel_block_size(cache, layer))
-    _, dtype = row_shape_of(spec)
     sizes = dict(zip(view.axes, view.shape, strict=True))
     sizes["L"] = buffers.page_placement(layer).num_layers
     axes = _view_axes(cache, layer)
     if buffers.counts_through:
         sizes["B"] *= sizes["L"]
-    return tuple(sizes[axis] for axis in axes), dtype
+    return tuple(sizes[axis] for axis in axes), form.row.dtype
 
 
 def _view_axes(cache: KVCache, layer: str) -> str:
     """Returns the letters of the axes of `layer_view`."""
     buffers = cache.layout.buffers
     axes = buffers.order if buffers.stacked else buffers.order.replace("L", "")
-    if not cache.layout.has_heads(layer):
+    if not place_of(cache.layout, layer).form.has_heads:
         axes = axes.replace("H", "")
     return axes[1:] if buffers.counts_through else axes
+
+
+def _by_head(cache: KVCache, layer: str) -> PartitionSpec:
+    heads = _view_axes(cache, layer).find("H")
+    form = place_of(cache.layout, layer).form
+    return form.by_head(heads) if heads >= 0 else PartitionSpec()

@@ -64,13 +64,23 @@ def apply_step(
     def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
         return _apply(cache, Upload(data=data, shape=shape), implementation)
 
-    return on_devices(
+    cache, batch = on_devices(
         apply,
         cache,
         _on_device(upload.data),
         in_specs=(same,),
         out_specs=(cache.partition_specs(), same),
     )
+    return cache, dataclasses.replace(batch, status=_shared(cache.status))
+
+
+def _shared(status: Array) -> Array:
+    """Returns the status of a cache for its batch, which outlives the cache if that is donated.
+
+    Inside ``jit`` it is the same value, by which `attend` knows without comparing that both are of
+    one step.
+    """
+    return status if isinstance(status, jax.core.Tracer) else jnp.copy(status)
 
 
 def _on_device(data: Array | np.ndarray) -> Array | np.ndarray:

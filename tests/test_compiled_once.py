@@ -1,0 +1,304 @@
+"""Layers that are alike share one trace and one lowering, in a Python loop over layers.
+
+Also: the batch of a step knows which cache it belongs to.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.cache import LOST_UPLOAD, STALE_BATCH
+from jaxkv.testing import assert_in_place, assert_same_bytes
+from tests.helpers import needs_mosaic
+
+KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
+TOKENS, REQUESTS, HEADS = 64, 2, 4
+FULL = jaxkv.FullAttentionSpec(**KV)
+WINDOW = jaxkv.SlidingWindowSpec(sliding_window=20, **KV)
+STATE = jaxkv.StateSpec(block_size=16, shapes=((4, 16), (8, 8)), dtypes=("bf16", "f32"))
+LATENT = jaxkv.MLASpec(block_size=16, head_size=192, value_size=128)
+
+
+def attend(cache, layer, batch, x, by=None):
+    keys = x[:, : x.shape[1] // 2]
+    cache, out = jaxkv.attend(cache, layer, batch, x, keys, -keys, implementation=by)
+    return cache, x + out / 2
+
+
+def attend_to_latents(cache, layer, batch, x):
+    queries = jnp.concatenate([x, x, x], axis=-1)
+    cache, out = jaxkv.attend(cache, layer, batch, queries, queries[:, 0])
+    return cache, x + out[..., :64]
+
+
+def write_then_read(cache, layer, batch, x):
+    keys = x[:, : KV["num_kv_heads"]]
+    cache = jaxkv.write_tokens(cache, layer, batch, keys, -keys)
+    keys, values = jaxkv.read_tokens(cache, layer, batch, dtype=x.dtype)
+    return cache, x + (keys + values).sum(dtype=x.dtype)
+
+
+def write_rows_then_read(cache, layer, batch, x):
+    rows = jnp.concatenate([x[:, :2], x[:, 2:]], axis=-1)
+    cache = jaxkv.write_rows(cache, layer, batch, rows)
+    return cache, x + jaxkv.read_rows(cache, layer, batch).sum(dtype=x.dtype)
+
+
+def keep_states(cache, layer, batch, x):
+    states = jaxkv.read_state(cache, layer, batch)
+    cache = jaxkv.write_state(cache, layer, batch, [state + 1 for state in states])
+    return cache, x + sum(state.sum(dtype=x.dtype) for state in states)
+
+
+class Model(NamedTuple):
+    """A model of alike layers: what it does in each, and the functions that do it.
+
+    functions: name -> how often it is lowered, whatever the number of layers.
+    """
+
+    layers: Mapping[str, Any]
+    run: Callable[..., Any]
+    functions: Mapping[str, int]
+
+
+def of(count: int, spec: Any) -> dict[str, Any]:
+    return {f"{spec.kind}.{i}": spec for i in range(count)}
+
+
+MODELS = {
+    "attend": Model(of(5, FULL), attend, {"_attend": 1}),
+    # Five windows for each full layer: six groups, two of which are unlike in growth.
+    "attend in many groups": Model(of(10, WINDOW) | of(2, FULL), attend, {"_attend": 2}),
+    "latents": Model(of(4, LATENT), attend_to_latents, {"_attend": 1}),
+    "tokens": Model(of(5, FULL), write_then_read, {"_write_tokens": 1, "_read_tokens": 1}),
+    "rows": Model(of(5, FULL), write_rows_then_read, {"_write_rows": 1, "_read_rows": 1}),
+    "states": Model(of(4, STATE), keep_states, {"_write_state": 1, "_read_state": 1}),
+}
+
+
+def plan_of(model: Model, num_blocks: int = 64, **options: Any) -> jaxkv.Plan:
+    return jaxkv.plan_cache(
+        model.layers,
+        2**40,
+        max_model_len=96,
+        num_blocks_override=num_blocks,
+        override_beyond_memory=True,
+        **options,
+    )
+
+
+def step(model: Model, cache: Any, upload: Any, x: Any) -> Any:
+    cache, batch = jaxkv.apply_step(cache, upload)
+    for layer in model.layers:
+        cache, x = model.run(cache, layer, batch, x)
+    return cache, x
+
+
+def lowered(model: Model, plan: jaxkv.Plan, max_tokens: int = TOKENS, **options: Any) -> str:
+    """Returns the program of a step for a GPU."""
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, **options)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=max_tokens)
+    heads = HEADS * (cache.layout.num_ranks if cache.layout.heads_axis else 1)
+    x = jnp.ones((max_tokens, heads, 64), jnp.bfloat16)
+    run = jax.jit(functools.partial(step, model), donate_argnums=0)
+    return run.trace(cache, shape.idle(), x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def count_functions(text: str, model: Model) -> dict[str, int]:
+    """Returns how many functions of each name a program has; jax numbers those after the first."""
+    found = re.findall(r"func\.func private @(\w+?)(?:_\d+)?\(", text)
+    return {name: found.count(name) for name in model.functions}
+
+
+@pytest.mark.parametrize("stacked", [None, False], ids=["stacked", "unstacked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_are_alike_are_lowered_once(name: str, stacked: bool | None) -> None:
+    model = MODELS[name]
+    text = lowered(model, plan_of(model), stacked=stacked)
+    assert count_functions(text, model) == model.functions
+
+
+def test_layers_that_share_a_page_are_lowered_once() -> None:
+    """They differ in the byte at which they begin there."""
+    wide = jaxkv.SlidingWindowSpec(sliding_window=20, **{**KV, "num_kv_heads": 8})
+    model = Model(of(4, FULL), attend, {"_attend": 1})
+    plan = plan_of(model._replace(layers={**model.layers, "wide": wide}), grouping="packed")
+    places = [plan.layout.place_of(layer) for layer in model.layers]
+    assert len({place.tensor for place in places}) == 1
+    assert len({place.offset_bytes for place in places}) == len(model.layers)
+    assert count_functions(lowered(model, plan), model) == model.functions
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@pytest.mark.parametrize("ranks", [1, 2], ids=["heads", "positions"])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_layers_over_a_mesh_are_lowered_once(ranks: int, is_context: bool) -> None:
+    """Twice without the mesh in the context: jax tells arrays of the mesh from the first input."""
+    mesh = jax.make_mesh((2,), ("axis",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = MODELS["attend"]
+    plan = plan_of(model, context_parallel=ranks)
+    with jax.set_mesh(mesh) if is_context else contextlib.nullcontext():
+        text = lowered(model, plan, mesh=mesh, axis="axis")
+    assert count_functions(text, model) == {"_attend": 1 if is_context else 2}
+
+
+def test_a_layer_of_another_form_is_lowered_by_itself() -> None:
+    """Shows that the counts above can differ."""
+    wide = jaxkv.FullAttentionSpec(**{**KV, "head_size": 64, "dtype": "fp8_e4m3"})
+    model = Model(of(3, FULL) | {"wide": wide}, attend, {"_attend": 2})
+    assert count_functions(lowered(model, plan_of(model)), model) == model.functions
+
+
+@needs_mosaic
+@pytest.mark.parametrize("max_tokens", [REQUESTS, TOKENS], ids=["decode", "prefill"])
+def test_kernels_are_as_many_as_for_one_layer(max_tokens: int) -> None:
+    found = []
+    for count in (1, 3):
+        model = Model(of(count, FULL), functools.partial(attend, by="mosaic_gpu"), {})
+        text = lowered(model, plan_of(model), max_tokens=max_tokens)
+        found.append(text.count("custom_call @mosaic_gpu"))
+    assert found[0] == found[1] > 2  # one writes, and at least two attend
+
+
+# --- in place -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["attend", "tokens", "states"])
+@pytest.mark.parametrize("stacked", [None, False], ids=["stacked", "unstacked"])
+def test_sharing_copies_no_pool(name: str, stacked: bool | None) -> None:
+    model = MODELS[name]
+    plan = plan_of(model, num_blocks=40_000 if name == "states" else 2000)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, stacked=stacked)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    manager.start("a")
+    upload = jax.tree.map(jnp.asarray, manager.step(shape, {"a": 20}))
+    smallest = min(buffer.size for buffer in cache.buffers)
+    assert smallest > 2e6
+    x = jnp.ones((TOKENS, HEADS, 64), jnp.bfloat16)
+    run = functools.partial(step, model)
+    cache, _ = assert_in_place(run, cache, upload, x, max_temp_bytes=smallest // 2)
+    jaxkv.check_errors(cache)
+
+
+# --- batches of other steps -----------------------------------------------------------
+
+
+class Serving:
+    def __init__(self) -> None:
+        self.plan = plan_of(MODELS["attend"])
+        self.cache = jaxkv.make_cache(self.plan, max_requests=REQUESTS)
+        self.manager = jaxkv.BlockManager(self.plan, max_requests=REQUESTS)
+        self.shape = jaxkv.StepShape.for_plan(self.plan, max_requests=REQUESTS, max_tokens=TOKENS)
+        self.manager.start("a")
+
+    def upload(self) -> jaxkv.blocks.Upload:
+        return self.manager.step(self.shape, {"a": 3})
+
+
+X = jnp.ones((TOKENS, HEADS, 64), jnp.bfloat16)
+apply = jax.jit(jaxkv.apply_step)
+each = jax.jit(attend, static_argnums=1)
+
+
+def drops_the_cache(serving: Serving) -> Any:
+    cache, upload = serving.cache, serving.upload()
+
+    @jax.jit
+    def run(cache, upload):
+        _, batch = jaxkv.apply_step(cache, upload)
+        return attend(cache, "full.0", batch, X)[0]
+
+    return run(cache, upload)
+
+
+def keeps_an_old_batch(serving: Serving) -> Any:
+    cache, batch = apply(serving.cache, serving.upload())
+    cache, _ = apply(cache, serving.upload())
+    cache, _ = each(cache, "full.0", batch, X)
+    return cache
+
+
+def writes_by_an_old_batch(serving: Serving) -> Any:
+    cache, batch = apply(serving.cache, serving.upload())
+    cache, _ = apply(cache, serving.upload())
+    return jaxkv.write_tokens(cache, "full.0", batch, X[:, :2], X[:, :2])
+
+
+@pytest.mark.parametrize("mistake", [drops_the_cache, keeps_an_old_batch, writes_by_an_old_batch])
+def test_a_batch_of_another_step_is_reported(mistake: Callable[..., Any]) -> None:
+    cache = mistake(Serving())
+    assert int(cache.error_flags) == STALE_BATCH
+    with pytest.raises(jaxkv.CacheError, match="a batch of another step than the cache's"):
+        jaxkv.check_errors(cache)
+
+
+def test_errors_of_a_step_survive_a_cache_that_is_dropped() -> None:
+    """The batch brings them to the cache that goes on."""
+    serving = Serving()
+    serving.upload()  # and never runs it
+    cache = drops_the_cache(serving)
+    assert int(cache.error_flags) & (STALE_BATCH | LOST_UPLOAD) == STALE_BATCH | LOST_UPLOAD
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_a_batch_of_this_step_is_not_reported(in_scan: bool) -> None:
+    """In an idle step, too, and by a traced period."""
+    serving = Serving()
+    cache = serving.cache
+
+    def run(cache, batch):
+        if not in_scan:
+            for layer in MODELS["attend"].layers:
+                cache, _ = attend(cache, layer, batch, X)
+            return cache
+
+        def body(cache, i):
+            return jaxkv.attend(cache, "full.0", batch, X, period=i)[0], None
+
+        return jax.lax.scan(body, cache, jnp.arange(5, dtype=jnp.int32))[0]
+
+    for upload in (serving.upload(), serving.shape.idle(), serving.upload()):
+        cache = jax.jit(run)(*apply(cache, upload))
+    jaxkv.check_errors(cache)
+    assert cache.status.tolist() == [0, 2]
+
+
+def test_the_batch_of_a_step_outlives_the_donated_cache() -> None:
+    serving = Serving()
+    for call in (jaxkv.apply_step, apply):
+        cache, batch = call(serving.cache, serving.upload())
+        after, _ = jax.jit(attend, static_argnums=1, donate_argnums=0)(cache, "full.0", batch, X)
+        jaxkv.check_errors(after)
+        assert batch.status.tolist() == [0, int(after.status[1])]
+        serving.cache = after
+
+
+def test_a_step_with_and_without_sharing_writes_the_same() -> None:
+    """The same layers by name and by a period, which is traced."""
+    serving = Serving()
+    upload = serving.upload()
+
+    def by_name(cache, upload, x):
+        return step(MODELS["attend"], cache, upload, x)
+
+    def by_period(cache, upload, x):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        for i in range(5):
+            keys = x[:, : KV["num_kv_heads"]]
+            options = {"period": jnp.int32(i)}
+            cache, out = jaxkv.attend(cache, "full.0", batch, x, keys, -keys, **options)
+            x = x + out / 2
+        return cache, x
+
+    results = [jax.jit(run)(serving.cache, upload, X) for run in (by_name, by_period)]
+    assert_same_bytes(*results)
+    assert np.asarray(results[0][1][:3], np.float32).any()
