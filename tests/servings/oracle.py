@@ -144,7 +144,10 @@ class Oracle:
         if any(group.kind == "cross" for group in self.groups):
             assert parts["encoder_lens"].tolist() == [r.encoder_tokens for r in named], "encoder"
         held = {name: self.manager.block_ids(name) for name in rows}
-        holders = Counter(i for of in held.values() for ids in of for i in set(ids) if i)
+        holders: dict[int, list[Known]] = {}
+        for name, of_groups in held.items():
+            for block in {block for ids in of_groups for block in ids if block}:
+                holders.setdefault(block, []).append(requests[name])
         for request, count in zip(named, work.values(), strict=True):
             _Step(self, request, request.computed + count, rows[request.name], held).read()
         written: dict[int, Hashable] = {}
@@ -152,9 +155,12 @@ class Oracle:
             before = request.computed
             self._compute(request, before + count)
             step = _Step(self, request, before + count, rows[request.name], held, before)
-            for block in step.write():
+            for block, position in step.write().items():
                 assert written.setdefault(block, request.name) == request.name, "two writers"
-                assert holders[block] == 1, f"block {block} is written and held by several"
+                others = [other for other in holders[block] if other is not request]
+                assert all(other.computed <= position for other in others), (
+                    f"block {block} is written from position {position} on, and others read it"
+                )
             assert self.manager.num_computed_tokens(request.name) == request.computed
         self.seen["steps"] += 1
         self.seen["copies"] += parts["copy_sources"].size
@@ -194,9 +200,9 @@ class _Step:
             else:
                 self._read_tokens(group)
 
-    def write(self) -> set[int]:
-        """Writes the tokens of the step; returns the blocks that it wrote."""
-        written: set[int] = set()
+    def write(self) -> dict[int, int]:
+        """Writes the tokens of the step; returns the position from which each block changed."""
+        written: dict[int, int] = {}
         for group in self.oracle.groups:
             if group.kind == "cross":
                 if not self.before:
@@ -224,14 +230,14 @@ class _Step:
         for column in range(oldest // group.block, -(-self.total // group.block)):
             self._check_stale(group, column)
 
-    def _write_tokens(self, group: Group) -> set[int]:
-        ratio, story, written = group.ratio, self.request.story, set()
+    def _write_tokens(self, group: Group) -> dict[int, int]:
+        ratio, story, written = group.ratio, self.request.story, dict[int, int]()
         for row in range(self.before // ratio, -(-self.total // ratio)):
             content = self.oracle._content(group, story[min((row + 1) * ratio, self.total)])
             column, place = divmod(row * ratio, group.block)
             block = self._block(group, column)
             self.oracle.device.blocks.setdefault(block, {})[place // ratio] = content
-            written.add(block)
+            written.setdefault(block, max(row * ratio, self.before))
             self.request.partial[group.index] = content
         return written
 
@@ -265,14 +271,14 @@ class _Step:
         content = self.oracle._content(group, self.request.story[self.before])
         self._check(group, column, 0, content, f"the state after {self.before} tokens")
 
-    def _write_states(self, group: Group) -> set[int]:
-        known, written = self.request.states[group.index], set()
+    def _write_states(self, group: Group) -> dict[int, int]:
+        known, written = self.request.states[group.index], dict[int, int]()
         places = self._places(group)
         for num_tokens, column in places.items():
             block = self._block(group, column)
             content = self.oracle._content(group, self.request.story[num_tokens])
             self.oracle.device.blocks[block] = {0: content}
-            written.add(block)
+            written[block] = 0
         kept = {}
         if group.mode == "all":
             kept = {n: c for n, c in known.items() if n % group.block == 0 and n <= self.before}
