@@ -139,6 +139,13 @@ def test_absurd_sizes_neither_overflow_nor_hang() -> None:
         plan_cache(ONE, 2**80, max_model_len=10**30)
 
 
+def test_slots_of_the_largest_blocks_count() -> None:
+    layers = {"a": full(), "b": sliding(block_size=8, num_kv_heads=4)}
+    assert {group.block_size for group in plan_of(layers, 9, 1).groups} == {8, 16}
+    with pytest.raises(ValueError, match="blocks of 16 tokens has slots beyond int32"):
+        plan_of(layers, 2**27, 1)
+
+
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
     assert plan_of({"a": full()}, 2**27 - 1, 1).num_blocks == 2**27 - 1
     assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots

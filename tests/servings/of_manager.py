@@ -35,7 +35,7 @@ class ManagerServing(Serving):
                 calls += [self.start] * 4
             if self.requests:
                 calls += [self.step] * 10 + [self.grow, self.grow, self.fork, self.fork]
-                calls += [self.rewind, self.rewind, self.trim, self.finish, self.finish]
+                calls += [self.rewind, self.rewind, self.trim, self.finish, self.hand_over]
             elif self.chance(0.1):
                 calls += [self.lose_content]
             if self.chance(0.03):
@@ -89,9 +89,12 @@ class ManagerServing(Serving):
     def fork(self) -> None:
         donor = self.requests[self.draw.choice(list(self.requests))]
         count = max(0, donor.computed - self.draw.choice([0, 0, 0, 1, 4, 99]))
+        self.fork_into(donor, count, self.draw.randint(1, 3))
+
+    def fork_into(self, donor: Known, count: int, samples: int) -> None:
         room = self.manager.max_requests - len(self.requests)
         names = [name for name in NAMES if name not in self.requests]
-        into = self.draw.sample(names, min(room, self.draw.randint(1, 3)))
+        into = self.draw.sample(names, min(room, samples))
         self.say(f"fork({donor.name!r}, {into}, num_tokens={count})")
         if self.refused(lambda: self.manager.fork(donor.name, into, num_tokens=count)):
             self.say("    refused")
@@ -104,6 +107,13 @@ class ManagerServing(Serving):
             request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
             self.oracle.fork(donor, request, count)
             self.requests[name], self.prompts[name] = request, min(count, self.prompts[donor.name])
+
+    def hand_over(self) -> None:
+        """Forks a request and finishes it, as an engine does with a prompt of several samples."""
+        donor = self.requests[self.draw.choice(list(self.requests))]
+        if len(self.requests) < self.manager.max_requests:
+            self.fork_into(donor, donor.computed, self.draw.randint(1, 3))
+        self.end(donor.name)
 
     def rewind(self) -> None:
         request = self.requests[self.draw.choice(list(self.requests))]

@@ -70,6 +70,7 @@ class Oracle:
     def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
+        request.media = _cut(donor.media, num_tokens)
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
         }
@@ -86,7 +87,8 @@ class Oracle:
         self.seen["forks"] += 1
 
     def rewind(self, request: Known, num_tokens: int) -> None:
-        """Takes back computed tokens."""
+        """Takes back computed tokens; those that follow are plain ones."""
+        request.media = _cut(request.media, num_tokens)
         if num_tokens >= request.computed:
             return
         for group in self.groups:
@@ -179,6 +181,11 @@ class Oracle:
         shared = sum(count > 1 for count in holders.values())
         assert (use.own, use.shared) == (len(holders) + self.sinks - shared, shared), use
         assert use.warm + use.cold == free and use.warm <= manager.prefix_stats().kept_blocks, use
+
+
+def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int, int]]:
+    """Returns the media of the tokens before ``end``."""
+    return [(name, start, min(stop, end)) for name, start, stop in media if start < end]
 
 
 class _Step:
