@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -424,6 +425,16 @@ def test_arrays_in_host_memory_are_refused_and_stay() -> None:
     assert not outside[0].is_deleted()
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Lets collections look at new objects alone; those of a whole run take seconds each."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("fails_at", [0, 3, 9, 15])
 def test_a_failure_leaves_things_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails_at: int

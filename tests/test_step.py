@@ -261,7 +261,7 @@ def test_steps_can_be_vmapped_over_replicas_and_scanned() -> None:
     assert positions.tolist() == [0, 1, 2]
     check_errors(cache)
     replicas = jax.tree.map(lambda array: jnp.stack([array, array]), empty)
-    replicas, _ = jax.vmap(body)(replicas, data[:2])
+    replicas, _ = jax.jit(jax.vmap(body))(replicas, data[:2])
     assert replicas.status.tolist() == [[0, 1], [LOST_UPLOAD | NO_BLOCK, 2]]
     for name in ("block_tables", "row_lengths"):
         of_each = getattr(replicas, name)

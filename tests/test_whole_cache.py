@@ -72,8 +72,8 @@ def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stac
         small = {"plan": WINDOWS, "max_requests": 2}
         assert run(1 if stacked else 2, 4 if stacked else 12, **small, **options)["grown"]
         return
-    seen = run(15, **options)
-    assert seen["finished"] and seen["refused"] and seen["grown"] > 200
+    seen = run(8, **options)
+    assert seen["finished"] and seen["refused"] and seen["grown"] > 100
     with assert_no_recompilation():
         run(2, **options)
 
@@ -111,8 +111,8 @@ ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16
 )
 def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)
-    seen = run(20, plan=plan)
-    assert seen["grown"] > 200 and seen["finished"] and seen["forked"]
+    seen = run(10, plan=plan)
+    assert seen["grown"] > 100 and seen["finished"] and seen["forked"]
 
 
 def test_a_forked_request_outlives_its_donor() -> None:
@@ -166,7 +166,7 @@ class Stale(Machine):
 def test_tenants_are_kept_apart_by_zeroing_always_and_not_otherwise() -> None:
     """Blocks of one meaning are not zeroed by default: others' finite bytes can be read."""
     small = functools.partial(plan_small, {"full": FULL}, num_blocks_override=12)
-    run(20, plan=small(zero_policy="always"))
+    run(10, plan=small(zero_policy="always"))
     machine = type("Machine", (Machine,), {"plan": small(), "seen": Counter()})
     with pytest.raises(AssertionError, match="which nobody wrote"):
         run_state_machine_as_test(machine, settings=FIND)

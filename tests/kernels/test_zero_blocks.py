@@ -96,11 +96,11 @@ def test_256_buffers_with_pages_of_different_sizes_are_zeroed_in_one_call(implem
 
 
 @needs_mosaic
-def test_256_buffers_are_one_aliased_kernel() -> None:
-    buffers = [jax.ShapeDtypeStruct((64, 2112), jnp.uint8)] * 256
+def test_many_buffers_are_one_aliased_kernel() -> None:
+    buffers = [jax.ShapeDtypeStruct((64, 2112), jnp.uint8)] * 64
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)
     run = jax.jit(functools.partial(zero_blocks, implementation="mosaic_gpu"), donate_argnums=0)
     text = run.trace(buffers, ids).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
-    assert text.count("stablehlo.output_operand_alias<") == 256
-    assert text.count("tf.aliasing_output") == 256
+    assert text.count("stablehlo.output_operand_alias<") == 64
+    assert text.count("tf.aliasing_output") == 64
