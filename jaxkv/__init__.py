@@ -37,8 +37,8 @@ Give blocks to requests, share prefixes, and pack the upload of a step
     BlockManager, StepShape, UploadRing, ExtraKey, OutOfBlocksError
 Pack uploads with the block ids of your own scheduler
     pack_step, TableEntry
-Thread the cache through a model
-    StepContext
+Generate tokens with a model, or only thread the cache through it
+    Engine, Sampling, StepContext
 Allocate the cache, and bring it up to date in each step
     make_cache, KVCache, set_scales, apply_step, StepBatch, check_errors, CacheError
 Update the block tables by yourself

@@ -43,7 +43,7 @@ WITHOUT_JAX = {name for left, _ in ROWS for name in left}
 # Packages that are not dependencies of jaxkv, and what may import them.
 OPTIONAL = {
     "matplotlib": {"plotting", "demo"},
-    "tqdm": {"demo"},
+    "tqdm": {"demo", "engine"},
     "hypothesis": {"testing"},
     "chex": {"testing"},
     "msgpack": {"prefixes"},

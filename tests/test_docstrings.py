@@ -90,8 +90,14 @@ WANTED = {
     *("", "plan_cache", "make_cache", "KVCache", "BlockManager", "StepShape", "Scheduler"),
     *("apply_step", "StepBatch", "attend", "write_tokens", "read_tokens", "write_state"),
     *("read_state", "write_rows", "read_rows", "layer_view", "check_errors", "sleep", "wake_up"),
-    *("zero_blocks", "copy_blocks", "paged_attention"),
+    *("zero_blocks", "copy_blocks", "paged_attention", "StepContext", "Engine"),
 }
+
+
+def forward(params: jax.Array, step: jaxkv.StepContext) -> jax.Array:
+    """A model whose token ids are numbers of one head."""
+    x = jax.nn.one_hot(step.token_ids[:, None], 8) + params
+    return step.attend("layer", x, x, x)[step.last_tokens, 0]
 
 
 @functools.cache
@@ -110,7 +116,8 @@ def settled(layers: str = "layer") -> dict[str, Any]:
         **{"layers": LAYERS, "layer": "layer", "memory_bytes": 2**20, "plan": plan},
         **{"cache": jaxkv.make_cache(plan, max_requests=256), "shape": shape, "shapes": [shape]},
         **{"upload": manager.step(shape, {"before": 1}), "work": {}, "longest": 42},
-        **{"params": jnp.zeros(()), "model": jaxkv.apply_step},
+        **{"params": jnp.zeros(()), "model": jaxkv.apply_step, "forward": forward},
+        "prompts": [[1, 2, 3], [4]],
         "step": lambda params, cache, upload: (cache, np.zeros(256, np.int32)),
         "mesh": jax.make_mesh((1,), ("hosts",), devices=jax.devices()[:1]),
         "entries": pack_entries([jaxkv.TableEntry(0, [[1]])], **ROOM),

@@ -1,5 +1,7 @@
 """A step as a model sees it, and an engine that generates tokens with a model."""
 
 from jaxkv._src.engine._context import StepContext
+from jaxkv._src.engine._engine import Engine, Stats
+from jaxkv._src.engine._sampling import Output, Sampling
 
-__all__ = ["StepContext"]
+__all__ = ["Engine", "Output", "Sampling", "Stats", "StepContext"]

@@ -11,6 +11,7 @@ from jax import Array
 from jaxkv._src.attention import attend
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.indexing import take
 from jaxkv._src.pool import read_state, write_state
 from jaxkv._src.step import apply_step
 from pallas_kernels import Implementation
@@ -65,6 +66,7 @@ class StepContext:
         upload: Upload,
         *,
         token_ids: Array | None = None,
+        newest_tokens: Array | None = None,
         implementation: Implementation | None = None,
     ):
         """Brings the cache up to date with the step; see `jaxkv.apply_step`.
@@ -73,6 +75,8 @@ class StepContext:
           cache: as the previous step returned it.
           upload: from `BlockManager.step`.
           token_ids: int32[T] or [B, T / B]; None: the first T of the upload's ``extra``.
+          newest_tokens: int32[max_requests], the token that each table row drew last: it stands
+            for the id -1, so that tokens need not pass through the host. None: -1 is an id.
           implementation: as for `jaxkv.apply_step`.
 
         Raises:
@@ -80,6 +84,10 @@ class StepContext:
         """
         self._cache, self._batch = apply_step(cache, upload, implementation=implementation)
         self._token_ids = _token_ids(self._batch, token_ids)
+        if newest_tokens is not None:
+            rows = take(self._batch.request_rows, self._batch.token_requests)
+            newest = take(newest_tokens, rows)
+            self._token_ids = jnp.where(self._token_ids < 0, newest, self._token_ids)
         self._record, self._calls = _Record(), 0
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Hashable]:

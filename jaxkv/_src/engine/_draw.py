@@ -1,0 +1,87 @@
+"""The sampler: a token and its log-probability for every sample of a step."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxkv._src.engine._sampling import ROWS
+
+
+def draw(logits: Array, table: Array) -> tuple[Array, Array]:
+    """Draws the next token of every sample.
+
+    Args:
+      logits: float[B, vocab].
+      table: int32[len(ROWS), S], a column for each sample; ``index`` is its row of the logits.
+
+    Returns:
+      int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
+    """
+    of = dict(zip(ROWS, table, strict=True))
+    floats = {name: _as_float(of[name])[:, None] for name in ("temperature", "top_p", "min_p")}
+    logits = logits.astype(jnp.float32)[of["index"]]
+    is_drawn = floats["temperature"] > 0
+
+    def drawn() -> Array:
+        scaled = logits / jnp.where(is_drawn, floats["temperature"], 1)
+        limits = of["top_k"][:, None], floats["top_p"], floats["min_p"]
+        has_limits = (limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)
+        kept = lax.cond(
+            (has_limits & is_drawn).any(), lambda: _keep(scaled, *limits), lambda: scaled
+        )
+        keys = jax.vmap(_key)(of["seed"], of["sample"], of["position"])
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+        return jnp.where(is_drawn, kept + noise, logits)
+
+    scores = lax.cond(is_drawn.any(), drawn, lambda: logits)
+    tokens = scores.argmax(axis=-1).astype(jnp.int32)
+    picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return tokens, picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _key(seed: Array, sample: Array, position: Array) -> Array:
+    key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32))
+    return jax.random.fold_in(jax.random.fold_in(key, sample), position)
+
+
+def _keep(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Returns the logits, with -inf for tokens that a limit leaves out; one limit after another."""
+    order = _ordered(logits)
+    count = jnp.where(top_k > 0, top_k, logits.shape[-1])
+    kth = _threshold(order, lambda above: above.sum(axis=-1, keepdims=True) >= count)
+    kept = jnp.where(order >= kth, logits, -jnp.inf)
+    parts = jax.nn.softmax(kept)
+    wanted = jnp.minimum(top_p, 1 - 1e-6) * parts.sum(axis=-1, keepdims=True)
+
+    def reaches(above: Array) -> Array:
+        return jnp.where(above, parts, 0).sum(axis=-1, keepdims=True) >= wanted
+
+    is_kept = (top_p == 1) | (order >= _threshold(order, reaches))
+    least = jnp.where(min_p > 0, kept.max(axis=-1, keepdims=True) + jnp.log(min_p), -jnp.inf)
+    return jnp.where(is_kept & (kept >= least), kept, -jnp.inf)
+
+
+def _threshold(order: Array, is_enough: Callable[[Array], Array]) -> Array:
+    """Returns the largest uint32[S, 1] such that the elements from there on are enough.
+
+    It is found bit by bit, in 32 passes, because sorting a vocabulary takes longer.
+    """
+
+    def add_bit(i: Array, found: Array) -> Array:
+        higher = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(is_enough(order >= higher), higher, found)
+
+    return lax.fori_loop(0, 32, add_bit, jnp.zeros((order.shape[0], 1), jnp.uint32))
+
+
+def _ordered(x: Array) -> Array:
+    """Returns uint32s in the order of f32s."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    is_negative = bits >> 31 == 1
+    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _as_float(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,175 @@
+"""`Sampling` and `Output`: what a request asks for, and what it gets. No jax."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxkv._src.internal.checks import check_count, check_positive
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The sampling of one request.
+
+    A sample's tokens depend on its seed, its number and their positions, never on the requests
+    next to it: preemption and the order of requests change nothing.
+
+    temperature: divides the logits; 0: the most likely token.
+    top_k: keeps so many of the most likely tokens, and those as likely as the last; None: all.
+    top_p: of these keeps the most likely ones that together reach this probability.
+    min_p: of these drops tokens less likely than ``min_p`` times the most likely one.
+    seed: of the request's random numbers, 0 to 2**32 - 1; None: the engine draws one. Requests of
+      one seed draw the same random numbers.
+    n: samples of the prompt, which is computed once.
+    max_tokens: tokens of each sample at most; None: up to the plan's ``max_model_len``.
+    stop_token_ids: tokens that end a sample; the last of its tokens is then one of these.
+    logprobs: whether outputs hold the log-probability of each token: that of the model, before
+      temperature and the rest.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(n=self.n, top_k=self.top_k or 1, max_tokens=self.max_tokens or 1)
+        if self.top_k == 0 or self.max_tokens == 0:
+            raise ValueError("top_k and max_tokens must be positive; None means no limit")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 or more, and finite")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
+        if self.seed is not None:
+            check_count(seed=self.seed)
+            if self.seed >= 2**32:
+                raise ValueError(f"seed={self.seed} must be below 2**32")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(
+                f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"
+            )
+        if isinstance(self.stop_token_ids, int):
+            raise TypeError(f"stop_token_ids={self.stop_token_ids} must be a sequence of token ids")
+        for token in self.stop_token_ids:
+            check_count(stop_token_ids=token)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens of one sample.
+
+    request: the name given to `Engine.add`, or the index of the prompt given to `Engine.generate`.
+    sample: 0 to n - 1.
+    tokens: from `Engine.generate` all of them, from `Engine.step` those since its last output.
+    logprobs: of these tokens; None: the request did not ask for them.
+    finish_reason: "stop", "length" or "abort"; None: it goes on.
+    """
+
+    request: Any
+    sample: int
+    tokens: list[int]
+    logprobs: list[float] | None
+    finish_reason: FinishReason | None
+
+
+def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
+    """Returns the token ids of a prompt.
+
+    Raises:
+      TypeError: not a sequence of ints.
+      ValueError: empty, or an id out of range.
+    """
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(
+            f"{name} must be a sequence of token ids, got {type(prompt).__name__} of shape "
+            f"{ids.shape} and dtype {ids.dtype}; encode texts first"
+        )
+    if not ids.size:
+        raise ValueError(f"{name} is empty; give at least one token id")
+    low, high = int(ids.min()), int(ids.max())
+    most = 2**31 if vocab_size is None else vocab_size
+    if low < 0 or high >= most:
+        raise ValueError(
+            f"{name} holds the token id {low if low < 0 else high}; ids are from 0 to {most - 1:,}"
+            + (", the columns of the logits" if vocab_size else "")
+        )
+    return ids.tolist()
+
+
+class Sample:
+    """One sample of a request, from its prompt to its end.
+
+    name: in the scheduler.
+    tokens: prompt and generated tokens that are known; the scheduler reads this list.
+    end: tokens that it may have, the prompt's included.
+    num_drawn: tokens that steps have been told to compute or to draw: `tokens` and those in flight.
+    num_sent: tokens that an output has held.
+    """
+
+    __slots__ = (
+        *("request", "index", "sampling", "num_prompt", "tokens", "logprobs", "end", "numbers"),
+        *("num_drawn", "num_sent", "reason", "stops"),
+    )
+
+    def __init__(self, request: Hashable, index: int, prompt: list[int], end: int, sampling: Any):
+        self.request, self.index, self.sampling = request, index, sampling
+        self.tokens, self.num_prompt, self.end = prompt.copy(), len(prompt), end
+        self.logprobs: list[float] = []
+        self.stops = frozenset(sampling.stop_token_ids)
+        self.numbers = pack(sampling, index)
+        self.num_drawn = self.num_sent = len(prompt)
+        self.reason: FinishReason | None = None
+
+    @property
+    def name(self) -> Hashable:
+        return (self.request, self.index) if self.index else self.request
+
+    def note(self, token: int, logprob: float) -> bool:
+        """Adds a token. Returns whether it is the last one."""
+        self.tokens.append(token)
+        if self.sampling.logprobs:
+            self.logprobs.append(logprob)
+        if token in self.stops:
+            self.reason = "stop"
+        elif len(self.tokens) == self.end:
+            self.reason = "length"
+        return self.reason is not None
+
+    def restart(self) -> None:
+        """Drops all tokens but the prompt."""
+        del self.tokens[self.num_prompt :]
+        self.logprobs.clear()
+        self.num_drawn = self.num_sent = self.num_prompt
+
+    def output(self, start: int | None = None) -> Output:
+        """Returns the tokens from ``start`` on; None: those that no output has held."""
+        start = self.num_sent if start is None else start
+        self.num_sent = len(self.tokens)
+        logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
+        return Output(self.request, self.index, self.tokens[start:], logprobs, self.reason)
+
+
+#: the rows of the sampler's table, int32[len(ROWS), samples]; floats by their bits
+ROWS = ("row", "index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
+
+
+def pack(sampling: Sampling, index: int) -> np.ndarray:
+    """Returns a sample's column of the sampler's table, int32[len(ROWS)]."""
+    floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
+    temperature, top_p, min_p = floats.view(np.int32).tolist()
+    seed = int(np.array(sampling.seed, np.uint32).view(np.int32))
+    column = (-1, 0, 0, seed, index, temperature, sampling.top_k or 0, top_p, min_p)
+    return np.array(column, np.int32)

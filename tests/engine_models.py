@@ -1,0 +1,176 @@
+"""A model of every kind of layer for an engine, and the same in NumPy: no cache, no batch, no jit."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+
+VOCAB, HIDDEN, HEADS, WINDOW = 50, 16, 2, 6
+WIDTH = HIDDEN // HEADS
+KV: dict[str, Any] = {"block_size": 4, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": "f32"}
+SPECS: dict[str, Any] = {
+    "full": jaxkv.FullAttentionSpec(**KV),
+    "window": jaxkv.SlidingWindowSpec(sliding_window=WINDOW, **KV),
+    "latent": jaxkv.MLASpec(block_size=4, head_size=HIDDEN, value_size=WIDTH, dtype="f32"),
+    "state": jaxkv.StateSpec(block_size=4, shapes=((4,),), dtypes=("f32",)),
+}
+Params = dict[str, Any]
+
+
+def make_plan(
+    layers: tuple[str, ...] = tuple(SPECS), num_blocks: int = 60, max_model_len: int = 48
+) -> jaxkv.Plan:
+    return jaxkv.plan_cache(
+        {layer: SPECS[layer] for layer in layers},
+        2**30,
+        max_model_len=max_model_len,
+        num_blocks_override=num_blocks,
+        limits=jaxkv.Limits(max_in_flight_tokens=16),
+    )
+
+
+@functools.cache
+def make_params(seed: int = 0) -> Params:
+    rng = np.random.default_rng(seed)
+
+    def matrix(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+    params: Params = {"embed": matrix(VOCAB, HIDDEN) * 7, "head": matrix(HIDDEN, VOCAB)}
+    params["turn"] = matrix(1, HIDDEN) * 0.1
+    for layer in SPECS:
+        into = {"q": HEADS * HIDDEN if layer == "latent" else HIDDEN, "k": HIDDEN, "v": HIDDEN}
+        into["u"] = 4
+        params[layer] = {name: matrix(HIDDEN, width) for name, width in into.items()}
+        params[layer]["q"] *= 0.3  # scores of a few units, so that rounding stays small
+        params[layer]["o"] = matrix(4 if layer == "state" else HIDDEN, HIDDEN)
+    return params
+
+
+# --- over the cache -------------------------------------------------------------------
+
+
+def forward(params: Params, step: jaxkv.StepContext) -> jax.Array:
+    x = params["embed"][step.token_ids]
+    x = x + jnp.sin(step.positions[:, None].astype(jnp.float32) * params["turn"])
+    for layer in step.batch.layout.layer_index:
+        x = x + mixed(params[layer], layer, x, step) @ params[layer]["o"]
+    return x[step.last_tokens] @ params["head"]
+
+
+def mixed(weights: Params, layer: str, x: jax.Array, step: jaxkv.StepContext) -> jax.Array:
+    if layer == "state":
+        return recurrent(x @ weights["u"], step)
+    queries = (x @ weights["q"]).reshape(len(x), HEADS, -1)
+    if layer == "latent":
+        return step.attend(layer, queries, x @ weights["k"]).reshape(len(x), -1)
+    keys, values = ((x @ weights[name]).reshape(len(x), HEADS, WIDTH) for name in "kv")
+    return step.attend(layer, queries, keys, values).reshape(len(x), -1)
+
+
+def recurrent(inputs: jax.Array, step: jaxkv.StepContext) -> jax.Array:
+    """``state = 0.7 * state + input``, token by token."""
+    batch = step.batch
+    places = jnp.arange(batch.shape.max_query_len)[None]
+    valid = places < batch.query_lens[:, None]
+    at = jnp.where(valid, batch.query_start_loc[:-1, None] + places, len(inputs))
+
+    def one(state, token):
+        new, is_valid = token
+        state = jnp.where(is_valid[:, None], 0.7 * state + new, state)
+        return state, state
+
+    (state,) = step.read_state("state")
+    by_request = inputs.at[at].get(mode="fill", fill_value=0)
+    state, out = jax.lax.scan(one, state, (by_request.swapaxes(0, 1), valid.T))
+    step.write_state("state", [state])
+    return jnp.zeros_like(inputs).at[at.T].set(out, mode="drop")
+
+
+# --- without it -----------------------------------------------------------------------
+
+
+def whole(params: Params, layers: tuple[str, ...], ids: list[int]) -> np.ndarray:
+    """Returns the logits of all tokens, f64[len(ids), VOCAB]."""
+    weights = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
+    x = weights["embed"][ids] + np.sin(np.arange(len(ids))[:, None] * weights["turn"])
+    for layer in layers:
+        w = weights[layer]
+        x = x + (states(x @ w["u"]) if layer == "state" else attention(w, layer, x)) @ w["o"]
+    return x @ weights["head"]
+
+
+def states(inputs: np.ndarray) -> np.ndarray:
+    out = np.zeros_like(inputs)
+    for i, new in enumerate(inputs):
+        out[i] = 0.7 * out[i - 1] + new if i else new
+    return out
+
+
+def attention(w: Params, layer: str, x: np.ndarray) -> np.ndarray:
+    queries = (x @ w["q"]).reshape(len(x), HEADS, -1)
+    if layer == "latent":
+        keys = np.repeat((x @ w["k"])[:, None], HEADS, axis=1)
+        values = keys[..., :WIDTH]
+    else:
+        keys, values = ((x @ w[name]).reshape(len(x), HEADS, WIDTH) for name in "kv")
+    scores = np.einsum("qhk,shk->hqs", queries, keys) / queries.shape[-1] ** 0.5
+    distance = np.subtract.outer(np.arange(len(x)), np.arange(len(x)))
+    seen = (distance >= 0) & (distance < (WINDOW if layer == "window" else len(x)))
+    scores = np.where(seen, scores, -np.inf)
+    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return np.einsum("hqs,shv->qhv", scores, values).reshape(len(x), -1)
+
+
+# --- what a sampler draws -------------------------------------------------------------
+
+
+@jax.jit
+@jax.vmap
+def noise(seed: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+    return jax.random.gumbel(key, (VOCAB,))
+
+
+class Drawn(NamedTuple):
+    tokens: list[int]
+    logprobs: np.ndarray
+
+
+def redrawn(
+    params: Params,
+    layers: tuple[str, ...],
+    prompt: list[int],
+    sampling: jaxkv.Sampling,
+    output: Any,
+    longest: int,
+) -> Drawn:
+    """Returns the tokens that follow from an output's own, one by one, and their logprobs."""
+    logits = whole(params, layers, [*prompt, *output.tokens])[len(prompt) - 1 : -1]
+    places = jnp.arange(longest)
+    seeds, samples = jnp.full(longest, sampling.seed or 0), jnp.full(longest, output.sample)
+    gumbel = np.asarray(noise(seeds.astype(jnp.uint32), samples, places))
+    tokens = [
+        int(row.argmax()) if not sampling.temperature else int((kept(row, sampling) + g).argmax())
+        for row, g in zip(logits, gumbel, strict=False)
+    ]
+    top = logits.max(axis=-1, keepdims=True)
+    logprobs = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+    return Drawn(tokens, np.take_along_axis(logprobs, np.array([output.tokens]).T, 1)[:, 0])
+
+
+def kept(logits: np.ndarray, sampling: jaxkv.Sampling) -> np.ndarray:
+    """Returns logits over the temperature, -inf where a limit leaves a token out; by sorting."""
+    scaled = logits / sampling.temperature
+    order = np.argsort(-scaled)[: sampling.top_k or VOCAB]
+    parts = np.exp(scaled[order] - scaled[order[0]])
+    before = np.cumsum(parts / parts.sum()) - parts / parts.sum()
+    order = order[(before < sampling.top_p) & (parts >= sampling.min_p)]
+    out = np.full(VOCAB, -np.inf)
+    out[order] = scaled[order]
+    return out

@@ -1,0 +1,409 @@
+"""`Engine`: the tokens of a model without a cache, whatever the batch, and nothing lost."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.engine._draw import draw
+from jaxkv._src.engine._sampling import pack
+from jaxkv.engine import Output, Stats
+from jaxkv.testing import count_compilations
+from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
+
+Sampling = jaxkv.Sampling
+ALL, NEW = tuple(SPECS), 9
+TIGHT = 34  # blocks: requests are preempted
+SIZES = {"max_requests": 4, "max_tokens": 16}
+LONG_RUN = int(os.environ.get("JAXKV_ENGINE_REQUESTS", "0"))
+
+
+@functools.cache
+def make_engine(
+    layers: tuple[str, ...] = ALL, num_blocks: int = TIGHT, decode_steps: int = 1
+) -> jaxkv.Engine:
+    plan = make_plan(layers, num_blocks)
+    return jaxkv.Engine(forward, make_params(), plan, decode_steps=decode_steps, **SIZES)
+
+
+def random_requests(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
+    """Prompts, half of which begin alike, with all kinds of sampling."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, VOCAB, 13).tolist()
+    requests = []
+    for number in range(count):
+        begins = shared[: rng.integers(8, 13)] if number % 2 else []
+        prompt = [*begins, *rng.integers(0, VOCAB, rng.integers(1, 18)).tolist()]
+        sampling = Sampling(max_tokens=int(rng.integers(1, NEW)), logprobs=True)
+        if number % 3:
+            limits = [{}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.02}][rng.integers(3)]
+            drawn: dict[str, Any] = {"temperature": float(rng.uniform(0.5, 1.5)), **limits}
+            drawn |= {"n": int(rng.integers(1, 4)), "seed": int(rng.integers(2**32))}
+            sampling = dataclasses.replace(sampling, **drawn)
+        requests.append((prompt, sampling))
+    return requests
+
+
+def assert_right(
+    outputs: Sequence[Output], requests: Sequence[tuple[list[int], Sampling]], layers=ALL
+) -> None:
+    """Compares every sample with the model without a cache, up to its end."""
+    assert len(outputs) == sum(sampling.n for _, sampling in requests)
+    for output in outputs:
+        prompt, sampling = requests[output.request]
+        right = redrawn(make_params(), layers, prompt, sampling, output, NEW)
+        assert output.tokens == right.tokens, output
+        if sampling.logprobs:
+            np.testing.assert_allclose(output.logprobs, right.logprobs, atol=2e-4)
+        if output.finish_reason == "length":
+            assert len(output.tokens) == sampling.max_tokens
+
+
+def assert_all_free(engine: jaxkv.Engine) -> None:
+    assert not engine.has_work and not engine.manager.requests
+    assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
+
+
+def run(engine: jaxkv.Engine, requests: Sequence[tuple[list[int], Sampling]]) -> list[Output]:
+    prompts, samplings = zip(*requests, strict=True)
+    outputs = list(engine.generate(prompts, samplings))
+    assert_all_free(engine)
+    return outputs
+
+
+# --- tokens ---------------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_the_model_without_a_cache() -> None:
+    """Greedy and drawn, chunked, forked, after prefix hits and preemptions, of all layers."""
+    engine, requests = make_engine(), random_requests(0, 30)
+    before: Stats = dataclasses.replace(engine.stats)
+    assert_right(run(engine, requests), requests)
+    assert engine.stats.preemptions > before.preemptions
+    assert engine.stats.cached_tokens > before.cached_tokens
+
+
+def test_a_sample_does_not_depend_on_the_batch() -> None:
+    engine, requests = make_engine(), random_requests(0, 10)
+    together = {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+    for at in (4, 7):
+        for output in run(engine, requests[at : at + 1]):
+            assert output.tokens == together[at, output.sample]
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="JAXKV_ENGINE_REQUESTS=10000 for the long run")
+@pytest.mark.parametrize("layers", [*((layer,) for layer in SPECS), ALL], ids="+".join)
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_many_requests(layers: tuple[str, ...], decode_steps: int) -> None:
+    engine = make_engine(layers, TIGHT if len(layers) > 1 else 20, decode_steps)
+    for seed in range(LONG_RUN // 100 // 10):
+        requests = random_requests(seed, 100)
+        assert_right(run(engine, requests), requests, layers)
+
+
+def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
+    requests = random_requests(1, 8)
+    several = make_engine(decode_steps=3)
+    assert_right(run(several, requests), requests)
+    assert several.stats.calls < several.stats.steps
+
+
+def test_a_stop_token_ends_a_sample_and_is_its_last() -> None:
+    engine, requests = make_engine(), random_requests(0, 10)
+    whole = {(o.request, o.sample): o for o in run(engine, requests)}
+    stops = [whole[at, 0].tokens[len(whole[at, 0].tokens) // 2] for at in range(10)]
+    stopping = [
+        (prompt, dataclasses.replace(sampling, stop_token_ids=(stop, 49)))
+        for (prompt, sampling), stop in zip(requests, stops, strict=True)
+    ]
+    for output in run(engine, stopping):
+        tokens, ends = whole[output.request, output.sample].tokens, {stops[output.request], 49}
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        assert output.tokens == tokens[:end]
+        assert (output.finish_reason == "stop") == (output.tokens[-1] in ends)
+
+
+def test_steps_return_tokens_as_they_come_and_an_abort_keeps_them() -> None:
+    engine, requests = make_engine(), random_requests(0, 6)
+    whole = {(o.request, o.sample): o for o in run(engine, requests)}
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    streamed: dict[Any, list[int]] = {}
+    ends: dict[Any, str] = {}
+    while engine.has_work:
+        for output in engine.step():
+            streamed.setdefault((output.request, output.sample), []).extend(output.tokens)
+            if output.finish_reason is not None:
+                ends[output.request, output.sample] = output.finish_reason
+            if output.request == 4 and output.finish_reason is None:
+                engine.abort(4)
+    assert_all_free(engine)
+    assert {name for name, end in ends.items() if end == "abort"} == {n for n in whole if n[0] == 4}
+    for name, tokens in streamed.items():
+        assert tokens == whole[name].tokens[: len(tokens)]
+        assert name[0] == 4 or len(tokens) == len(whole[name].tokens)
+
+
+def test_leaving_the_loop_aborts_the_rest() -> None:
+    engine, requests = make_engine(), random_requests(0, 6)
+    prompts, samplings = zip(*requests, strict=True)
+    for _ in engine.generate(prompts, samplings):
+        break
+    assert_all_free(engine)
+
+
+@functools.cache
+def engine_on_two_devices() -> jaxkv.Engine:
+    spec = dataclasses.replace(SPECS["full"], num_kv_heads=1)  # on each of them
+    plan = jaxkv.plan_cache({"full": spec}, 2**16, max_model_len=48)
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
+    cache = jaxkv.make_cache(plan, max_requests=4, mesh=mesh, axis="heads")
+    same = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jaxkv.Engine(forward, jax.device_put(make_params(), same), plan, cache=cache, **SIZES)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one() -> None:
+    engine, requests = engine_on_two_devices(), random_requests(2, 6)
+    engine.warm_up()
+    with count_compilations() as compilations:
+        assert_right(run(engine, requests), requests, ("full",))
+    assert not compilations
+    assert [shape.max_tokens for shape in engine._ladder.shapes] == [1, 2, 4, 16]
+
+
+# --- the sampler ----------------------------------------------------------------------
+
+
+def test_limits_keep_what_sorting_keeps() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(40, VOCAB)).astype(np.float32) * 3
+    samplings = [
+        Sampling(
+            temperature=float(rng.uniform(0.2, 2)),
+            top_k=int(rng.integers(1, VOCAB)) if i % 2 else None,
+            top_p=float(rng.uniform(0.05, 1)) if i % 3 else 1.0,
+            min_p=float(rng.uniform(0, 0.3)) if i % 5 else 0.0,
+            seed=i,
+        )
+        for i in range(40)
+    ]
+    table = np.stack([pack(sampling, 1) for sampling in samplings], axis=1)
+    table[1], table[2] = range(40), 7
+    tokens, _ = jax.jit(draw)(logits, table)
+    drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
+    wanted = [
+        int((kept(row.astype(np.float64), sampling) + g).argmax())
+        for row, sampling, g in zip(logits, samplings, drawn, strict=True)
+    ]
+    assert tokens.tolist() == wanted
+
+
+def test_drawn_tokens_have_the_model_s_distribution() -> None:
+    count = 4000
+    logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
+    column = pack(Sampling(temperature=0.5, seed=3), 0)
+    table = np.repeat(column[:, None], count, axis=1)
+    table[1], table[2] = 0, np.arange(count)
+    tokens, _ = jax.jit(draw)(logits, table)
+    parts = np.exp(logits[0] / 0.5)
+    found = np.bincount(np.asarray(tokens), minlength=8) / count
+    np.testing.assert_allclose(found, parts / parts.sum(), atol=0.03)
+
+
+# --- weights, memory, shapes ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "restart"])
+def test_new_weights(in_flight: Any) -> None:
+    engine, requests = make_engine(), random_requests(0, 4)
+    old, new = run(engine, requests), make_params(1)
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    for _ in range(3):
+        engine.step()
+    hits = engine.stats.cached_tokens
+    engine.update(new, in_flight=in_flight)
+    outputs: dict[Any, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault((output.request, output.sample), []).extend(output.tokens)
+    fresh = {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+    engine.update(make_params())
+    assert {(o.request, o.sample): o.tokens for o in run(engine, requests)} == {
+        (o.request, o.sample): o.tokens for o in old
+    }
+    assert hits <= engine.stats.cached_tokens
+    if in_flight == "restart":
+        assert outputs == fresh
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_go_on_after_sleep(level: int) -> None:
+    engine, requests = make_engine(), random_requests(0, 6)
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    outputs: dict[Any, Output] = {}
+
+    def note(new: list[Output]) -> None:
+        for o in new:
+            old = outputs.get((o.request, o.sample), Output(0, 0, [], [], None))
+            outputs[o.request, o.sample] = dataclasses.replace(
+                o, tokens=old.tokens + o.tokens, logprobs=old.logprobs + o.logprobs
+            )
+
+    for _ in range(5):
+        note(engine.step())
+    assert engine.sleep(level) > 0
+    with pytest.raises(RuntimeError, match="the engine sleeps; call wake_up first"):
+        engine.step()
+    engine.wake_up()
+    while engine.has_work:
+        note(engine.step())
+    assert_right(list(outputs.values()), requests)
+
+
+def test_a_lost_call_runs_again(monkeypatch) -> None:
+    """The upload that was packed is kept: the next step runs it first."""
+    engine, requests = make_engine(), random_requests(0, 6)
+    failures = iter([False, True, False, True, True])
+    right = engine._run
+
+    def sometimes(*args: Any) -> Any:
+        if next(failures, False):
+            raise KeyboardInterrupt
+        return right(*args)
+
+    monkeypatch.setattr(engine, "_run", sometimes)
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    tokens: dict[Any, list[int]] = {}
+    interrupts = 0
+    while engine.has_work:
+        try:
+            for output in engine.step():
+                tokens.setdefault((output.request, output.sample), []).extend(output.tokens)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 3
+    monkeypatch.undo()
+    assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+
+
+def test_requests_that_come_and_go_leave_nothing() -> None:
+    """In random order, aborted in any state. 10,000 of them in the long run."""
+    engine, rng = make_engine(), np.random.default_rng(5)
+    requests = random_requests(7, LONG_RUN or 60)
+    left, alive, ended = list(range(len(requests))), set(), 0
+    while left or engine.has_work:
+        for _ in range(rng.integers(0, 3)):
+            if left:
+                alive.add(name := left.pop())
+                engine.add(name, *requests[name])
+        for output in engine.step():
+            if output.finish_reason is not None:
+                ended += 1
+                alive -= {output.request} if not engine._live[output.request] else set()
+        if alive and rng.random() < 0.1:
+            engine.abort(gone := int(rng.choice(sorted(alive))))
+            alive.remove(gone)
+    assert_all_free(engine)
+    assert ended == sum(sampling.n for _, sampling in requests)
+    assert not engine._tokens and not engine._live and not engine._in_flight
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+def no_logits(params: Any, step: jaxkv.StepContext) -> Any:
+    forward(params, step)
+    return step.token_ids
+
+
+def logits_of_all(params: Any, step: jaxkv.StepContext) -> Any:
+    forward(params, step)
+    return jnp.zeros((step.token_ids.size + 1, VOCAB))
+
+
+MISTAKES = {
+    "text": (lambda e: e.add("r", "Hello"), TypeError, "must be a sequence of token ids, got str"),
+    "floats": (lambda e: e.add("r", [1.0]), TypeError, "got list of shape .* dtype float64"),
+    "a batch": (lambda e: e.add("r", [[1], [2]]), TypeError, r"of shape \(2, 1\)"),
+    "no tokens": (lambda e: e.add("r", []), ValueError, "prompt is empty"),
+    "an id out of range": (
+        lambda e: e.add("r", [1, 50]),
+        ValueError,
+        "holds the token id 50; ids are from 0 to 49, the columns of the logits",
+    ),
+    "too long": (
+        lambda e: e.add("r", [1] * 40, Sampling(max_tokens=9)),
+        ValueError,
+        "prompt of 40 tokens and max_tokens=9 are more than the plan's max_model_len=48",
+    ),
+    "one prompt for several": (
+        lambda e: e.generate([1, 2, 3]),
+        TypeError,
+        r"prompts\[0\] must be a sequence of token ids, got int of shape \(\)",
+    ),
+    "fewer samplings": (
+        lambda e: e.generate([[1], [2]], [Sampling()]),
+        ValueError,
+        "sampling holds 1 for 2 prompts",
+    ),
+    "a dict": (lambda e: e.add("r", [1], {"n": 2}), TypeError, "sampling must be a Sampling"),
+    "unknown": (lambda e: e.abort("r"), ValueError, "request='r' is unknown, or has ended"),
+    "other weights": (
+        lambda e: e.update(make_params() | {"turn": jnp.zeros(3)}),
+        ValueError,
+        r"params\['turn'\] is float32\(3,\); the engine was made with float32\(1, 16\)",
+    ),
+    "awake": (lambda e: e.wake_up(), RuntimeError, "the engine is awake"),
+    "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
+    "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
+    "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be above 0"),
+    "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k and max_tokens must be positive"),
+    "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be a sequence"),
+    "no logits": (
+        lambda e: jaxkv.Engine(no_logits, make_params(), make_plan(), **SIZES),
+        ValueError,
+        r"of shape \(1,\); it returns the logits of each request's last token, \[1, vocab\]",
+    ),
+    "logits of all tokens": (
+        lambda e: jaxkv.Engine(logits_of_all, make_params(), make_plan(), **SIZES),
+        ValueError,
+        "index with step.last_tokens",
+    ),
+    "a small step": (
+        lambda e: jaxkv.Engine(forward, make_params(), make_plan(), max_requests=8, max_tokens=4),
+        ValueError,
+        "max_tokens=4 is less than max_requests=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_named(what: str) -> None:
+    call, kind, message = MISTAKES[what]
+    engine = make_engine()
+    with pytest.raises(kind, match=message):
+        call(engine)
+    assert_all_free(engine)
+
+
+def test_generate_wants_the_engine_for_itself() -> None:
+    engine = make_engine()
+    engine.add("r", [1, 2], Sampling(max_tokens=2))
+    with pytest.raises(ValueError, match="the engine has 1 samples that have not ended"):
+        engine.generate([[1]])
+    with pytest.raises(ValueError, match="request='r' has not ended"):
+        engine.add("r", [1])
+    engine.abort("r")
+    (output,) = engine.step()
+    assert (output.request, output.tokens, output.finish_reason) == ("r", [], "abort")
