@@ -14,6 +14,7 @@ from tests.benchmarks import (
     host,
     planner,
     prefixes,
+    served,
     sharded,
     sleep,
     step,
@@ -33,6 +34,7 @@ PARTS = {
     "attention": attention.run,
     "sharded": sharded.run,
     "devices": devices.run,
+    "served": served.run,
     "sleep": sleep.run,
     "planner": planner.run,
     "compile": compile.run,
@@ -45,6 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
     parser.add_argument("--vllm", type=pathlib.Path, help="folder of vLLM's Python files")
+    engine = "folder of the whole of vLLM, for the part served"
+    parser.add_argument("--vllm-engine", type=pathlib.Path, help=engine)
     parser.add_argument("--json", type=pathlib.Path, help="file to keep the run in")
     parser.add_argument(
         "--size",
@@ -57,6 +61,7 @@ def main() -> None:
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {sorted(unknown)}; choose from {', '.join(PARTS)}")
     timing.size, timing.every_case = options.size, options.all
+    timing.vllm_engine = options.vllm_engine
     report = Report()
     peer = load_peer(options.vllm, report)
     gc.freeze()  # as servers do, so that no old object is looked at while we time

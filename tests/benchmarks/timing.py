@@ -28,6 +28,7 @@ Size = Literal["smallest", "small", "full"]
 clock = "host"
 every_case = False  # also those that the default run leaves out, because they take minutes
 size: Size = "full" if ON_GPU else "small"
+vllm_engine: pathlib.Path | None = None  # folder of vLLM and of what it needs beside torch
 
 
 def by_size[T](*, full: T, small: T, smallest: T) -> T:

@@ -10,14 +10,13 @@ workloads to figures.
 import json
 import os
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
 from typing import Any
 
 from tests.benchmarks.served import workloads
-from tests.benchmarks.served.workloads import Decode, Figures, Prefill, Trace, Workload
+from tests.benchmarks.served.workloads import Prefill
 
 # The engine core in this process, nothing fetched, and no kernels that a small install lacks.
 SETTINGS = {
@@ -80,64 +79,16 @@ class Engine:
         return self.engine.has_unfinished_requests()
 
 
-def run(engine: Engine, workload: Workload) -> Figures:
-    """Runs a workload once."""
-    if isinstance(workload, Decode):
-        return _decode(engine, workload)
-    return _prefill(engine, workload) if isinstance(workload, Prefill) else _trace(engine, workload)
-
-
-def _decode(engine: Engine, workload: Decode) -> Figures:
-    for prompt in workloads.prompts(workload, engine.vocab):
-        engine.add(prompt, workload.steps)
-    seconds, last, was_full = [], 0.0, False
-    while engine.has_work:
-        is_full = sum(engine.step().values()) == workload.requests
-        now = time.perf_counter()
-        if is_full and was_full:
-            seconds.append(now - last)
-        last, was_full = now, is_full
-    return Figures(statistics.median(seconds), workload.requests)
-
-
-def _prefill(engine: Engine, workload: Prefill) -> Figures:
-    seconds = []
-    for repeat in range(workload.repeats + 1):
-        for prompt in workloads.prompts(workload, engine.vocab, seed=repeat):
-            engine.add(prompt, 1)
-        started = time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        seconds.append(time.perf_counter() - started)
-    return Figures(statistics.median(seconds[1:]), workload.requests * workload.length)
-
-
-def _trace(engine: Engine, workload: Trace) -> Figures:
-    waiting = workloads.requests(workload, engine.vocab)[::-1]
-    arrivals: dict[str, float] = {}
-    times: dict[str, list[float]] = {}
-    started = time.perf_counter()
-    while waiting or engine.has_work:
-        while waiting and waiting[-1].arrival <= time.perf_counter() - started:
-            request = waiting.pop()
-            arrivals[engine.add(request.prompt, request.answer_tokens)] = request.arrival
-        made = engine.step() if engine.has_work else {}
-        now = time.perf_counter() - started
-        for name, count in made.items():
-            times.setdefault(name, []).extend([now] * count)
-    return workloads.trace_figures(time.perf_counter() - started, arrivals, times)
-
-
 def main(folder: str, config: str, results: str, options: str = "{}") -> None:
     """Serves the workloads, and writes the figures after each."""
     sys.path.insert(0, folder)
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     started = time.perf_counter()
     engine = Engine(json.loads(pathlib.Path(config).read_text()), json.loads(options))
-    run(engine, Prefill(1, 64, repeats=1))
+    workloads.run(engine, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
     for workload in workloads.FULL:
-        found[workloads.name_of(workload)] = run(engine, workload)._asdict()
+        found[workloads.name_of(workload)] = workloads.run(engine, workload)._asdict()
         pathlib.Path(results).write_text(json.dumps(found))
 
 

@@ -1,6 +1,9 @@
 """Workloads of served models, the same for every engine. No jax and no torch."""
 
-from typing import NamedTuple
+import statistics
+import time
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,7 +54,6 @@ FULL: tuple[Workload, ...] = (
 SMALLEST: tuple[Workload, ...] = (
     Decode(2, 24, steps=4),
     Prefill(2, 16, repeats=1),
-    Trace(4, (8, 24), (2, 6)),
     Trace(4, (8, 24), (2, 6), rate=200.0),
 )
 
@@ -67,12 +69,13 @@ def prompts(workload: Decode | Prefill, vocab: int, seed: int = 0) -> list[np.nd
     """Returns random prompts; those that decode reach the length in the middle of their steps."""
     shorter = workload.steps // 2 if isinstance(workload, Decode) else 0
     size = workload.requests, workload.length - shorter
-    return list(np.random.default_rng(seed).integers(0, vocab, size, dtype=np.int32))
+    rng = np.random.default_rng([seed, *size])  # no prompt is the beginning of another
+    return list(rng.integers(0, vocab, size, dtype=np.int32))
 
 
-def requests(trace: Trace, vocab: int, seed: int = 0) -> list[Request]:
+def requests(trace: Trace, vocab: int) -> list[Request]:
     """Returns the requests of a trace, by arrival."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(int(trace.rate or 0))
     sizes = rng.integers(*trace.prompt_tokens, trace.requests)
     answers = rng.integers(*trace.answer_tokens, trace.requests)
     gaps = rng.exponential(1 / trace.rate, trace.requests) if trace.rate else np.zeros(len(sizes))
@@ -98,8 +101,74 @@ class Figures(NamedTuple):
     between: tuple[float, float] = (0.0, 0.0)
 
 
+class Server(Protocol):
+    """An engine, driven one step at a time.
+
+    vocab: token ids below it are in prompts.
+    """
+
+    vocab: int
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, prompt: np.ndarray, tokens: int) -> Hashable:
+        """Queues a request that is answered greedily, with so many tokens. Returns its name."""
+
+    def step(self) -> dict[Any, int]:
+        """Runs a step. Returns the number of new tokens of each request."""
+
+
+def run(server: Server, workload: Workload) -> Figures:
+    """Runs a workload once."""
+    if isinstance(workload, Decode):
+        return _decode(server, workload)
+    return _prefill(server, workload) if isinstance(workload, Prefill) else _trace(server, workload)
+
+
+def _decode(server: Server, workload: Decode) -> Figures:
+    for prompt in prompts(workload, server.vocab):
+        server.add(prompt, workload.steps)
+    seconds, last, was_full = [], 0.0, False
+    while server.has_work:
+        is_full = sum(server.step().values()) == workload.requests
+        now = time.perf_counter()
+        if is_full and was_full:
+            seconds.append(now - last)
+        last, was_full = now, is_full
+    return Figures(statistics.median(seconds), workload.requests)
+
+
+def _prefill(server: Server, workload: Prefill) -> Figures:
+    seconds = []
+    for repeat in range(workload.repeats + 1):
+        for prompt in prompts(workload, server.vocab, seed=repeat):
+            server.add(prompt, 1)
+        started = time.perf_counter()
+        while server.has_work:
+            server.step()
+        seconds.append(time.perf_counter() - started)
+    return Figures(statistics.median(seconds[1:]), workload.requests * workload.length)
+
+
+def _trace(server: Server, workload: Trace) -> Figures:
+    waiting = requests(workload, server.vocab)[::-1]
+    arrivals: dict[Hashable, float] = {}
+    times: dict[Hashable, list[float]] = {}
+    started = time.perf_counter()
+    while waiting or server.has_work:
+        while waiting and waiting[-1].arrival <= time.perf_counter() - started:
+            request = waiting.pop()
+            arrivals[server.add(request.prompt, request.answer_tokens)] = request.arrival
+        made = server.step() if server.has_work else {}
+        now = time.perf_counter() - started
+        for name, count in made.items():
+            times.setdefault(name, []).extend([now] * count)
+    return trace_figures(time.perf_counter() - started, arrivals, times)
+
+
 def trace_figures(
-    seconds: float, arrivals: dict[int, float], times: dict[int, list[float]]
+    seconds: float, arrivals: dict[Hashable, float], times: dict[Hashable, list[float]]
 ) -> Figures:
     """Returns the figures of a trace.
 

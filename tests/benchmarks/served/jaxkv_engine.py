@@ -1,0 +1,100 @@
+"""`jaxkv.Engine` over the workloads, in a process of its own.
+
+    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json
+
+The weights are random. The results are a mapping from names of workloads to figures.
+"""
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+from tests.benchmarks.served import workloads
+from tests.benchmarks.served.decoders import Decoder
+from tests.benchmarks.served.workloads import Prefill, Workload
+
+MEMORY_SHARE = 0.85  # of the device, for weights and pool, as vLLM's engine is given
+ROOM = 4 * 2**30  # beside weights and pool
+MAX_LEN = 16_640
+
+
+class Server:
+    """An engine with a model, driven one step at a time.
+
+    max_tokens: of a step.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        max_requests: int,
+        max_tokens: int,
+        kv_dtype: str | None = None,
+        memory_bytes: int | None = None,
+        max_model_len: int = MAX_LEN,
+    ):
+        self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype)
+        self.vocab = self.decoder.vocab
+        params = self.decoder.init_params(jax.random.key(0))
+        jax.block_until_ready(params)
+        self.weights_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
+        if memory_bytes is None:
+            limit = jax.devices()[0].memory_stats()["bytes_limit"]
+            memory_bytes = int(MEMORY_SHARE * limit) - self.weights_bytes - ROOM
+        plan = jaxkv.plan_cache(self.decoder.layers, memory_bytes, max_model_len=max_model_len)
+        self.pool_bytes = sum(jaxkv.planning.pool_bytes(plan))
+        self.engine = jaxkv.Engine(
+            self.decoder.forward, params, plan, max_requests=max_requests, max_tokens=max_tokens
+        )
+        self._count = 0
+
+    def add(self, prompt: np.ndarray, tokens: int) -> int:
+        """Queues a request that is answered greedily, with so many tokens."""
+        self._count += 1
+        self.engine.add(self._count, prompt, jaxkv.Sampling(max_tokens=tokens, temperature=0.0))
+        return self._count
+
+    def step(self) -> dict[int, int]:
+        """Runs a step. Returns the number of new tokens of each request."""
+        return {output.request: len(output.tokens) for output in self.engine.step()}
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+
+def main(
+    config: str, results: str, kv_dtype: str = "", chosen: Sequence[Workload] = workloads.FULL
+) -> None:
+    """Serves the workloads, and writes the figures after each."""
+    started = time.perf_counter()
+    server = Server(
+        json.loads(pathlib.Path(config).read_text()),
+        max_requests=256,
+        max_tokens=8192,
+        kv_dtype=kv_dtype or None,
+    )
+    server.engine.warm_up()
+    workloads.run(server, Prefill(1, 64, repeats=1))
+    found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
+    for workload in chosen:
+        found[workloads.name_of(workload)] = workloads.run(server, workload)._asdict()
+        print(workloads.name_of(workload), found[workloads.name_of(workload)], flush=True)
+        pathlib.Path(results).write_text(json.dumps(found))
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use", 0)
+    found["memory"] = {"beyond": peak - server.weights_bytes - server.pool_bytes}
+    print("memory beyond weights and pool:", found["memory"], server.engine.stats, flush=True)
+    pathlib.Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
