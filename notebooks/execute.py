@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", type=pathlib.Path)
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
-    for source in options.sources or sorted(HERE.glob("[0-9]_*.py")):
+    for source in options.sources or sorted(HERE.glob("[0-9]*_*.py")):
         target = (options.output or source.parent) / f"{source.stem}.ipynb"
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(execute(source), target)

@@ -1,4 +1,4 @@
-"""A model of every kind of layer for an engine, and the same in NumPy: no cache, no batch, no jit."""
+"""A model of every kind of layer for an engine, and the same in NumPy, without a cache."""
 
 import functools
 from typing import Any, NamedTuple

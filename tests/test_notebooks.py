@@ -14,7 +14,10 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parents[1]
-SOURCES = sorted((HERE / "notebooks").glob("[0-9]_*.py"))
+SOURCES = sorted(
+    (HERE / "notebooks").glob("[0-9]*_*.py"), key=lambda path: int(path.stem.split("_")[0])
+)
+WITHOUT_PICTURES = "10_a_hugging_face_model", "11_rollouts_with_flax"
 NEEDED = "jupytext", "nbclient", "ipykernel", "matplotlib"
 IN_KERNEL = HERE / "notebooks" / "3_planning.py"
 MAX_BYTES = 150_000  # kept in git, and read on the web
@@ -40,9 +43,9 @@ def contents(path: pathlib.Path) -> list[tuple[str, str, str]]:
 def test_there_are_these_and_each_has_its_pair() -> None:
     names = ["1_layouts", "2_block_tables", "3_planning", "4_zeroing_and_nan", "5_your_own_engine"]
     names += ["6_meshes", "7_coming_from_vllm_or_numpy", "8_prefixes_and_rollouts"]
-    names += ["9_sleep_and_page_lists"]
+    names += ["9_sleep_and_page_lists", *WITHOUT_PICTURES]
     assert [source.stem for source in SOURCES] == names
-    assert sorted(path.stem for path in (HERE / "notebooks").glob("*.ipynb")) == names
+    assert sorted(path.stem for path in (HERE / "notebooks").glob("*.ipynb")) == sorted(names)
 
 
 def run(*arguments: object) -> str:
@@ -69,6 +72,8 @@ def run(*arguments: object) -> str:
     "source", [s for s in SOURCES if s != IN_KERNEL], ids=lambda source: source.stem
 )
 def test_a_notebook_runs(source) -> None:
+    if "from flax" in source.read_text():
+        pytest.importorskip("flax")
     assert run(source.name)
 
 
@@ -102,4 +107,5 @@ def assert_fit_to_read(path: pathlib.Path) -> None:
     assert all("name" not in output or output["name"] != "stderr" for output in outputs(path))
     pictures = ["image/png" in output.get("data", {}) for output in outputs(path)]
     drawn = sum("plotting.plot_" in text for _, _, text in contents(path))
-    assert sum(pictures) == drawn >= 3
+    assert sum(pictures) == drawn
+    assert drawn >= 3 or path.stem in WITHOUT_PICTURES

@@ -1,0 +1,65 @@
+"""The guide's Llama and Qwen3: from a folder, through the cache, the logits of transformers."""
+
+import functools
+import importlib.util
+import json
+import pathlib
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+
+HERE = pathlib.Path(__file__).parent
+GOLDEN = HERE / "golden" / "hugging_face.json"
+KINDS = "llama", "qwen3"
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [27, 18, 28]]
+
+
+def guide(name: str) -> Any:
+    """Returns a module that lies next to the notebooks."""
+    path = HERE.parent / "notebooks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = types.ModuleType(name)
+    spec.loader.exec_module(module)
+    return module
+
+
+hugging_face, random_checkpoint = guide("hugging_face"), guide("random_checkpoint")
+
+
+def in_full(config: Any, params: Any, step: jaxkv.StepContext) -> jax.Array:
+    with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
+        return hugging_face.forward(config, params, step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind: str, tmp_path) -> None:
+    """After every token of the prompts: each of their beginnings is a request."""
+    random_checkpoint.write_folder(kind, tmp_path)
+    config, params = hugging_face.load(tmp_path)
+    layers = jaxkv.layers_from_config(config)
+    plan = jaxkv.plan_cache(layers, 2**20, max_model_len=config["max_position_embeddings"])
+    engine = jaxkv.Engine(
+        functools.partial(in_full, config), params, plan, max_requests=4, max_tokens=16
+    )
+    beginnings = [ids[: n + 1] for ids in PROMPTS for n in range(len(ids))]
+    logits = np.concatenate(json.loads(GOLDEN.read_text())[kind])
+    wanted = jax.nn.log_softmax(logits)
+    for output in engine.generate(beginnings, jaxkv.Sampling(max_tokens=1, logprobs=True)):
+        (token,), (logprob,) = output.tokens, output.logprobs or [0.0]
+        assert token == logits[output.request].argmax()
+        assert abs(logprob - wanted[output.request, token]) < 1e-5
+
+
+def test_a_model_that_the_guide_does_not_know_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="model_type='gpt2'; this reads llama and qwen3"):
+        hugging_face.load(tmp_path)
+    config = {"rope_parameters": {"rope_type": "yarn"}, "hidden_size": 8, "num_attention_heads": 1}
+    with pytest.raises(ValueError, match="rope_type='yarn'; this knows default and llama3"):
+        hugging_face.rope_angles(config, np.arange(2))
