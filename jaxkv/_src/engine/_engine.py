@@ -22,6 +22,7 @@ from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
+from jaxkv._src.step import COMPILER_OPTIONS
 
 InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
@@ -139,7 +140,9 @@ class Engine:
         )
         self._ring = ring_for(self._cache, depth=max(16, 4 * decode_steps))
         self._run = jax.jit(
-            functools.partial(run_steps, forward, self._note_vocab_size), donate_argnums=1
+            functools.partial(run_steps, forward, self._note_vocab_size),
+            donate_argnums=1,
+            compiler_options=COMPILER_OPTIONS,
         )
         self._samples: dict[Hashable, Sample] = {}  # that have not ended, by name
         self._live: collections.Counter[Hashable] = collections.Counter()  # samples by request
