@@ -492,9 +492,10 @@ class Engine:
 
     def _trace_smallest(self) -> None:
         """Traces the step of the smallest shape, so that mistakes of a model are said now."""
-        idle = self._idle(self._ladder.shapes[0], 1)
-        state = State(self._awake(), self._newest)
-        self._run.eval_shape(self._params, state, idle.uploads, idle.tables)
+        shape, state = self._ladder.shapes[0], State(self._awake(), self._newest)
+        # Not of the ring: such an upload has a number, and nothing runs it.
+        tables = _empty_table(shape)[None]
+        self._run.eval_shape(self._params, state, (shape.idle(),), tables)
 
     def _note_vocab_size(self, size: int) -> None:
         self._vocab_size = size
