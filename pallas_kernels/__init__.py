@@ -8,6 +8,8 @@ ids that are out of range, and treats all other blocks alike, including block 0.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `Interleaving`,
   `PackedRow`).
+- `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
+  (`StatePages`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
 - `import_mosaic`: imports what an implementation needs, before jax traces.
 """
@@ -21,19 +23,29 @@ from pallas_kernels._paged_attention import PackedRow as PackedRow
 from pallas_kernels._paged_attention import RowPacking as RowPacking
 from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
+from pallas_kernels._recurrence import Convolution as Convolution
+from pallas_kernels._recurrence import StatePages as StatePages
+from pallas_kernels._recurrence import causal_conv1d as causal_conv1d
+from pallas_kernels._recurrence import gated_delta_rule as gated_delta_rule
+from pallas_kernels._recurrence import selective_scan as selective_scan
 from pallas_kernels._write_rows import write_rows as write_rows
 from pallas_kernels._zero_blocks import zero_blocks as zero_blocks
 
 __all__ = [
+    "Convolution",
     "Implementation",
     "Interleaving",
     "PackedRow",
     "RowPacking",
+    "StatePages",
     "StridedPages",
+    "causal_conv1d",
     "copy_blocks",
     "default_implementation",
+    "gated_delta_rule",
     "import_mosaic",
     "paged_attention",
+    "selective_scan",
     "write_rows",
     "zero_blocks",
 ]

@@ -91,6 +91,7 @@ WANTED = {
     *("apply_step", "StepBatch", "attend", "write_tokens", "read_tokens", "write_state"),
     *("read_state", "write_rows", "read_rows", "layer_view", "check_errors", "sleep", "wake_up"),
     *("zero_blocks", "copy_blocks", "paged_attention", "StepContext", "Engine"),
+    "gated_delta_rule",
 }
 
 

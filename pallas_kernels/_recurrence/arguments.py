@@ -1,0 +1,169 @@
+"""Checks of the arguments of the recurrent layers."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTHS = (2, 3, 4)
+
+
+def check_tokens(
+    inputs: Any,
+    log_decay: Any,
+    beta: Any,
+    states: StatePages,
+    key_heads: int,
+    *,
+    delta: bool,
+    normalize: bool,
+    scale: float | None,
+    values_first: bool = False,
+) -> tuple[Rule, Tokens]:
+    """Checks what a recurrence computes, and returns its rule and its tokens."""
+    inputs, log_decay, beta = (jnp.asarray(x) for x in (inputs, log_decay, beta))
+    check_pages("states", states, 3)
+    value_heads, value_size, key_size = states.shape
+    heads = "num_key_heads" if delta else "num_groups"
+    if not isinstance(key_heads, int) or key_heads < 1 or value_heads % key_heads:
+        raise ValueError(
+            f"{heads}={key_heads!r} must be an int that divides the {value_heads} heads of states"
+        )
+    scale = key_size**-0.5 if scale is None else float(scale)
+    rule = Rule(
+        *(key_heads, value_heads, key_size, value_size, delta, normalize, scale, values_first)
+    )
+    _check_floats(inputs=inputs, log_decay=log_decay, **{"beta" if delta else "steps": beta})
+    if inputs.ndim != 2 or inputs.shape[1] != rule.columns:
+        raise ValueError(
+            f"inputs has shape {inputs.shape}; {heads}={key_heads} and states of {states.shape} "
+            f"want [T, {rule.columns}]"
+        )
+    count = inputs.shape[0]
+    shapes = [(count, value_heads)] + ([(count, value_heads, key_size)] if delta else [])
+    if log_decay.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"log_decay has shape {log_decay.shape}; wants {wanted}")
+    if beta.shape != shapes[0]:
+        name = "beta" if delta else "steps"
+        raise ValueError(f"{name} has shape {beta.shape}; wants {shapes[0]}")
+    return rule, Tokens(inputs, log_decay, beta, states)
+
+
+def check_requests(
+    inputs: Array,
+    read_ids: Any,
+    write_ids: Any,
+    query_start_loc: Any,
+    query_lens: Any,
+    write_after: Any,
+    max_query_len: int | None,
+) -> tuple[Requests, int]:
+    """Checks the requests of a call, and returns them and the most tokens of one."""
+    read_ids = _as_int32("read_ids", read_ids, (None,))
+    batch = read_ids.shape[0]
+    if jnp.ndim(write_ids) == 1:
+        write_ids = _as_int32("write_ids", write_ids, (batch,))[:, None]
+    write_ids = _as_int32("write_ids", write_ids, (batch, None))
+    count, writes = inputs.shape[0], write_ids.shape[1]
+    if write_after is None and writes != 1:
+        raise ValueError(
+            f"write_ids has {writes} pages for each request; pass write_after, which says after "
+            "how many tokens each of them is written"
+        )
+    if query_start_loc is None:
+        if count != batch:
+            raise ValueError(
+                f"inputs has {count} tokens for {batch} requests; pass query_start_loc, because "
+                "without it each request has one token"
+            )
+        if write_after is None:
+            return Requests(read_ids, write_ids), 1
+        query_start_loc = jnp.arange(batch + 1, dtype=jnp.int32)
+        max_query_len = 1
+    starts = _as_int32("query_start_loc", query_start_loc, (batch + 1,))
+    counts = jnp.diff(starts)
+    if query_lens is not None:
+        counts = _as_int32("query_lens", query_lens, (batch,))
+    if write_after is None:
+        write_after = counts[:, None]
+    write_after = _as_int32("write_after", write_after, (batch, writes))
+    if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
+        raise ValueError(f"max_query_len={max_query_len!r} must be an int of at least 1, or None")
+    most = count if max_query_len is None else min(count, max_query_len)
+    return Requests(read_ids, write_ids, starts[:-1], counts, write_after), most
+
+
+def check_convolution(conv: Convolution | None, inputs: Array, data: Any) -> None:
+    """Checks a convolution over these inputs, whose pages lie in ``data``."""
+    if conv is None:
+        return
+    check_pages("convolution.pages", conv.pages, 2)
+    weights, (kept, channels) = conv.weights, conv.pages.shape
+    if conv.pages.data is not data:
+        raise ValueError("convolution.pages.data must be the very array that states.data is")
+    if weights.ndim != 2 or weights.shape[0] not in WIDTHS:
+        raise ValueError(
+            f"convolution.weights has shape {weights.shape}; wants [width, channels], with a "
+            f"width of {WIDTHS[0]} to {WIDTHS[-1]}"
+        )
+    if weights.shape != (kept + 1, channels):
+        raise ValueError(
+            f"convolution.weights has shape {weights.shape}; pages of {conv.pages.shape} want "
+            f"{(kept + 1, channels)}"
+        )
+    if inputs.ndim != 2 or inputs.shape[1] != channels:
+        raise ValueError(f"inputs has shape {inputs.shape}; the convolution wants [T, {channels}]")
+    floats = {"inputs": inputs, "convolution.weights": weights}
+    if conv.bias is not None:
+        floats["convolution.bias"] = conv.bias
+        if conv.bias.shape != (channels,):
+            raise ValueError(f"convolution.bias has shape {conv.bias.shape}; wants ({channels},)")
+    _check_floats(**floats)
+
+
+def check_pages(name: str, pages: StatePages, ndim: int) -> None:
+    """Raises TypeError or ValueError unless the arrays lie within their extents."""
+    data = pages.data
+    if jnp.dtype(pages.dtype).name not in DTYPES:
+        raise TypeError(
+            f"{name}.dtype must be one of {', '.join(DTYPES)}, got {jnp.dtype(pages.dtype)}"
+        )
+    if len(pages.shape) != ndim or not math.prod(pages.shape):
+        raise ValueError(f"{name}.shape={pages.shape} must have {ndim} sizes of at least 1")
+    if data.ndim != 2 or data.dtype not in (jnp.uint8, jnp.dtype(pages.dtype)):
+        raise ValueError(
+            f"{name}.data must be [extents, n] of uint8 or {jnp.dtype(pages.dtype)}, got "
+            f"{data.dtype}{list(data.shape)}"
+        )
+    end = pages.start + pages.num_bytes
+    if end > pages.extent_bytes or pages.start % pages.itemsize:
+        raise ValueError(
+            f"{name} ends at byte {end} of an extent, from start={pages.start} on, and extents "
+            f"have {pages.extent_bytes} bytes; it must lie within its extent, and start be a "
+            "multiple of the element size"
+        )
+
+
+def _check_floats(**arrays: Array) -> None:
+    for name, array in arrays.items():
+        if array.dtype.name not in DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got {array.dtype}")
+
+
+def _as_int32(name: str, array: Any, shape: tuple[int | None, ...]) -> Array:
+    """Returns ids or lengths as a `jax.Array`; checks the dtype first, which jax would change."""
+    dtype, given = getattr(array, "dtype", type(array).__name__), jnp.shape(array)
+    fits = len(given) == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, given, strict=True)
+    )
+    if str(dtype) != "int32" or not fits:
+        wanted = ", ".join("n" if size is None else str(size) for size in shape)
+        error = TypeError if str(dtype) != "int32" else ValueError
+        raise error(f"{name} must be int32[{wanted}], got {dtype}{list(given)}")
+    return jnp.asarray(array)

@@ -1,0 +1,310 @@
+"""Recurrent layers over states in pages."""
+
+import functools
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from pallas_kernels import _capability
+from pallas_kernels._arguments import check_choice
+from pallas_kernels._capability import Implementation
+from pallas_kernels._recurrence.arguments import (
+    check_convolution,
+    check_requests,
+    check_tokens,
+)
+from pallas_kernels._recurrence.limits import (
+    MAX_STEP_TOKENS,
+    why_not_convolution,
+    why_not_step,
+)
+from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.xla import convolve_xla, recur_xla, run_chunks
+
+
+def gated_delta_rule(
+    inputs: Any,
+    log_decay: Any,
+    beta: Any,
+    states: StatePages,
+    read_ids: Any,
+    write_ids: Any,
+    query_start_loc: Any = None,
+    *,
+    num_key_heads: int,
+    convolution: Convolution | None = None,
+    scale: float | None = None,
+    normalize: bool = True,
+    query_lens: Any = None,
+    write_after: Any = None,
+    max_query_len: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """Runs a gated delta rule over the tokens of each request, and its states in pages.
+
+    Example::
+
+        data = jnp.zeros((9, 2 * 64 * 64))                     # 9 pages of 2 heads of 64 x 64
+        states = pallas_kernels.StatePages(data, jnp.float32, (2, 64, 64), num_pages=9)
+        inputs = jnp.ones((3, 2 * 64 + 2 * 64))                # one token for each of 3 requests
+        ids = jnp.array([4, 2, 7], jnp.int32)
+        data, out = pallas_kernels.gated_delta_rule(
+            inputs, jnp.zeros((3, 2)), jnp.ones((3, 2)), states, ids, ids, num_key_heads=1
+        )                                                      # [3, 2, 64]
+
+    The state S of a value head becomes ``S' = a S + beta (v - a S k) k^T``, and the output is
+    ``S' q``, with ``a = exp(log_decay)`` (Gated DeltaNet, arXiv:2412.06464), for each key channel
+    by itself if ``log_decay`` has key channels (Kimi Linear, arXiv:2510.26692). Products and sums
+    are float32; those of prompts are of the precision that jax chooses for float32.
+
+    In place if ``states.data`` is donated. Works in ``jit``, ``scan`` and ``shard_map`` (with
+    ``check_vma=False``).
+
+    Args:
+      inputs: float[T, columns], queries [key_heads * K], keys, and values [value_heads * V] side by
+        side; value head h has key head ``h * key_heads // value_heads``.
+      log_decay: float[T, value_heads], or [T, value_heads, K]; at most 0.
+      beta: float[T, value_heads].
+      states: [value_heads, V, K] in pages, float32, bfloat16 or float16.
+      num_key_heads: heads of queries and of keys.
+      convolution: a convolution that comes first; its pages lie in the same ``data``.
+      scale: factor of the queries; None: ``K ** -0.5``.
+      normalize: whether queries and keys are divided by their l2 norm.
+      out_dtype: dtype of the output; None: that of inputs.
+      read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len, implementation:
+        as for `causal_conv1d`.
+
+    Returns:
+      ``states.data`` with the states written, and [T, value_heads, V]: zeros for padding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `causal_conv1d`.
+    """
+    rule, tokens = check_tokens(
+        inputs, log_decay, beta, states, num_key_heads, delta=True, normalize=normalize, scale=scale
+    )
+    requests, most = check_requests(
+        tokens.inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
+    )
+    check_convolution(convolution, tokens.inputs, states.data)
+    return _run(rule, tokens, requests, convolution, most, out_dtype, implementation)
+
+
+def selective_scan(
+    inputs: Any,
+    log_decay: Any,
+    steps: Any,
+    states: StatePages,
+    read_ids: Any,
+    write_ids: Any,
+    query_start_loc: Any = None,
+    *,
+    num_groups: int,
+    convolution: Convolution | None = None,
+    scale: float = 1.0,
+    values_first: bool = True,
+    query_lens: Any = None,
+    write_after: Any = None,
+    max_query_len: int | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """Runs a linear recurrence with decay over the tokens of each request: Mamba-2, for one.
+
+    The state S of a head becomes ``S' = a S + step x b^T``, and the output is ``S' c``, with ``a =
+    exp(log_decay)`` (the SSD of Mamba-2, arXiv:2405.21060, section 6, with ``log_decay = step *
+    A``; linear attention with a decay for each head, with steps of 1).
+
+    Args:
+      inputs: float[T, columns], x [heads * V], b [groups * K] and c side by side; or in reverse
+        order, c, b, x (queries, keys and values), without ``values_first``.
+      log_decay, steps: float[T, heads].
+      states: [heads, V, K] in pages, float32, bfloat16 or float16.
+      num_groups: groups of heads that share b and c.
+      scale: factor of c.
+      values_first: as above.
+      convolution, out_dtype: as for `gated_delta_rule`.
+      read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len, implementation:
+        as for `causal_conv1d`.
+
+    Returns:
+      ``states.data`` with the states written, and [T, heads, V]: zeros for padding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `causal_conv1d`.
+    """
+    rule, tokens = check_tokens(
+        *(inputs, log_decay, steps, states, num_groups),
+        delta=False,
+        normalize=False,
+        scale=scale,
+        values_first=values_first,
+    )
+    requests, most = check_requests(
+        tokens.inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
+    )
+    check_convolution(convolution, tokens.inputs, states.data)
+    return _run(rule, tokens, requests, convolution, most, out_dtype, implementation)
+
+
+def causal_conv1d(
+    inputs: Any,
+    convolution: Convolution,
+    read_ids: Any,
+    write_ids: Any,
+    query_start_loc: Any = None,
+    *,
+    query_lens: Any = None,
+    write_after: Any = None,
+    max_query_len: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array]:
+    """Convolves each channel over the tokens of a request, and keeps its last inputs in pages.
+
+    ``out[t] = sum_i weights[width - 1 - i] * inputs[t - i] + bias``, followed by SiLU if the
+    convolution says so; inputs before the request's tokens are those that its page holds.
+
+    In place if ``convolution.pages.data`` is donated.
+
+    Args:
+      inputs: float[T, channels].
+      convolution: pages, weights and bias.
+      read_ids: int32[B], the page that each request resumes from. Other ids than pages', like -1
+        of a fresh request: it starts from zeros, whatever any page holds.
+      write_ids: int32[B], or [B, W], the pages that take its states; other ids write nothing. No
+        page may be written twice, or be written by one request and read by another.
+      query_start_loc: int32[B + 1], the first token of each request; None: one token each.
+      query_lens: int32[B], tokens of each request; None: all up to the next one's.
+      write_after: int32[B, W], after how many of the request's tokens the state is written, each
+        from 1 to their number; others write nothing. None: after the last one, to a single page.
+      max_query_len: most tokens of a request; None: T. Up to 8 of them take a faster kernel.
+      implementation: ``"mosaic_gpu"`` or ``"xla"``. None: Mosaic GPU for arguments that it
+        supports, if the program is compiled for a GPU that supports it; else XLA.
+
+    Returns:
+      ``convolution.pages.data`` with the inputs written, and [T, channels] in the dtype of inputs:
+      zeros for padding.
+
+    Raises:
+      TypeError: ids that are not int32, a dtype that is not a float of 16 or 32 bits.
+      ValueError: shapes that do not fit, or an unknown implementation.
+      NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
+        that it does not support.
+    """
+    inputs = jnp.asarray(inputs)
+    requests, most = check_requests(
+        inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
+    )
+    check_convolution(convolution, inputs, convolution.pages.data)
+    if not inputs.size:
+        return convolution.pages.data, inputs
+    unsupported = why_not_convolution(convolution, requests, most)
+    data, out = _choose(
+        implementation,
+        unsupported,
+        functools.partial(_convolve_mosaic, convolution, inputs, requests, most),
+        functools.partial(convolve_xla, convolution, inputs, requests),
+    )
+    return data, _of_requests(requests, out)
+
+
+def _choose(
+    implementation: Implementation | None, unsupported: str | None, mosaic_gpu: Any, xla: Any
+) -> tuple[Array, Array]:
+    """Runs the given implementation, or with None the best one."""
+    check_choice(get_args(Implementation), implementation=implementation)
+    if implementation == "mosaic_gpu":
+        unsupported = _capability.why_unsupported(any_platform=True) or unsupported
+        if unsupported:
+            raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
+        return mosaic_gpu()
+    if implementation == "xla" or unsupported or _capability.default_implementation() == "xla":
+        return xla()
+    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
+    return lax.platform_dependent(cuda=mosaic_gpu, default=xla)
+
+
+def _run(
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    conv: Convolution | None,
+    most: int,
+    out_dtype: DTypeLike | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    out = jnp.dtype(tokens.inputs.dtype if out_dtype is None else out_dtype)
+    if not tokens.inputs.size or not requests.batch:
+        shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
+        return tokens.states.data, jnp.zeros(shape, out)
+    given = rule, tokens, requests, conv
+    data, outputs = _choose(
+        implementation,
+        why_not_step(rule, tokens),
+        functools.partial(_run_mosaic, *given, most, out),
+        functools.partial(_run_xla, *given, out),
+    )
+    return data, _of_requests(requests, outputs)
+
+
+def _of_requests(requests: Requests, outputs: Array) -> Array:
+    """Returns outputs with zeros for tokens of no request."""
+    if requests.starts is None:
+        return outputs
+    held = requests.holds(outputs.shape[0])
+    return jnp.where(held.reshape(-1, *[1] * (outputs.ndim - 1)), outputs, 0)
+
+
+def _run_xla(
+    rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution | None, out: jnp.dtype
+) -> tuple[Array, Array]:
+    if conv is not None:
+        tokens = _after(tokens, *convolve_xla(conv, tokens.inputs, requests))
+    return recur_xla(rule, tokens, requests, out)
+
+
+def _after(tokens: Tokens, data: Array, inputs: Array) -> Tokens:
+    """Returns the tokens after their convolution."""
+    return tokens._replace(inputs=inputs, states=tokens.states._replace(data=data))
+
+
+def _run_mosaic(
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    conv: Convolution | None,
+    most: int,
+    out: jnp.dtype,
+) -> tuple[Array, Array]:
+    from pallas_kernels._recurrence.step import can_fuse, step_mosaic
+
+    if conv is not None and not can_fuse(rule, tokens, requests, conv):
+        if why_not_convolution(conv, requests, most):
+            tokens = _after(tokens, *convolve_xla(conv, tokens.inputs, requests))
+        else:
+            tokens = _after(tokens, *_convolve_mosaic(conv, tokens.inputs, requests, most))
+        conv = None
+    if requests.counts is None or most <= MAX_STEP_TOKENS:
+        return step_mosaic(rule, tokens, requests, conv, most, out)
+    # Requests of one token and longer ones, each by what is faster for them.
+    assert requests.starts is not None
+    single = requests.counts == 1
+    data, outputs = step_mosaic(rule, tokens, requests.only(single), None, 1, out)
+    tokens = _after(tokens, data, tokens.inputs)
+    data, others = run_chunks(rule, tokens, requests.only(~single), out)
+    count = outputs.shape[0]
+    place = jnp.where(single, requests.starts, count)
+    is_single = jnp.zeros(count, bool).at[place].set(True, mode="drop")
+    return data, jnp.where(is_single[:, None, None], outputs, others)
+
+
+def _convolve_mosaic(
+    conv: Convolution, inputs: Array, requests: Requests, most: int
+) -> tuple[Array, Array]:
+    from pallas_kernels._recurrence.conv import convolve_mosaic
+
+    return convolve_mosaic(conv, inputs, requests, most)

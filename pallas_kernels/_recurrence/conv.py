@@ -1,0 +1,108 @@
+"""The Mosaic GPU kernel of a convolution over a few tokens of each request, in place.
+
+A thread block computes some channels of a request. It alone reads and writes their last inputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic import call_kernel
+from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
+from pallas_kernels._recurrence.rule import Convolution, Requests, as_rows, from_rows
+
+
+def convolve_mosaic(
+    conv: Convolution, inputs: Array, requests: Requests, most: int
+) -> tuple[Array, Array]:
+    """Returns the data of the pages, and the outputs: [T, channels] in the dtype of inputs.
+
+    Args:
+      most: most tokens of a request.
+    """
+    pages, width, kept = conv.pages, conv.width, conv.width - 1
+    vector = channels_per_thread(conv)
+    size, channels = THREADS * vector, conv.weights.shape[1]
+    parts = channels // size
+    extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
+    start = pages.start // pages.itemsize
+    ragged = requests.starts is not None
+    operands: list[Any] = [
+        jnp.asarray(pages.first, jnp.int32).reshape(1),
+        requests.read_ids,
+        requests.write_ids,
+        *((requests.starts, requests.counts, requests.write_after) if ragged else ()),
+        inputs,
+        conv.weights,
+        *(() if conv.bias is None else (conv.bias,)),
+    ]
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+
+    def kernel(*refs: Any) -> None:
+        rest = iter(refs)
+        first, read_ids, write_ids = (next(rest) for _ in range(3))
+        starts, counts, after = (next(rest) if ragged else None for _ in range(3))
+        x, weights = next(rest), next(rest)
+        bias = None if conv.bias is None else next(rest)
+        data, out = next(rest), next(rest)
+        index = lax.axis_index("cta")
+        request, part = lax.div(index, parts), lax.rem(index, parts)
+        place = pl.ds(pl.multiple_of(part * size, size), size)
+
+        def load(ref: Any) -> Array:
+            return plgpu.load(ref, layout=layout).astype(jnp.float32)
+
+        def page(ids: Any) -> tuple[Array, Array]:
+            is_known = (ids >= 0) & (ids < pages.num_pages)
+            return first[0] + jnp.where(is_known, ids, 0) * pages.page_step, is_known
+
+        def kept_input(extent: Array, j: int) -> Any:
+            column = pl.multiple_of(start + j * channels + part * size, vector)
+            return data.at[extent, pl.ds(column, size)]
+
+        extent, is_known = page(read_ids[request])
+        before = [load(kept_input(extent, j)) for j in range(kept)]
+        window = [jnp.where(lax.broadcast(is_known, (size,)), b, 0.0) for b in before]
+        factors = [load(weights.at[t, place]) for t in range(width)]
+        constant = None if bias is None else load(bias.at[place])
+        token, count = request, 1
+        if starts is not None and counts is not None:
+            token, count = starts[request], counts[request]
+        for t in range(most):
+            position = jnp.minimum(token + t, inputs.shape[0] - 1)
+            window.append(load(x.at[position, place]).astype(pages.dtype).astype(jnp.float32))
+            total: Any = constant
+            for value, factor in zip(window, factors, strict=True):
+                total = value * factor if total is None else total + value * factor
+            total = total / (1.0 + jnp.exp(-total)) if conv.silu else total
+            window = window[1:]
+
+            @pl.when(t < count)
+            def _(total: Any = total, position: Array = position) -> None:
+                out[position, place] = total.astype(out.dtype)
+
+            for w in range(requests.write_ids.shape[1]):
+                target, due = page(write_ids[request, w])
+                if after is not None:
+                    due &= (after[request, w] == t + 1) & (t < count)
+
+                @pl.when(due)
+                def _(target: Array = target, window: list[Array] = window) -> None:
+                    for j, value in enumerate(window):
+                        ref = kept_input(target, j)
+                        ref[...] = value.astype(pages.dtype)
+
+    ref = jax.new_ref(extents)
+    (out,) = call_kernel(
+        kernel,
+        name="causal_conv1d",
+        num_thread_blocks=requests.batch * parts,
+        operands=operands,
+        refs=[ref],
+        out_type=[jax.ShapeDtypeStruct((inputs.shape[0], channels), inputs.dtype)],
+    )
+    return from_rows(jax.freeze(ref), pages.data), out

@@ -1,0 +1,51 @@
+"""Limits of the Mosaic GPU kernels of recurrent layers. Does not import Mosaic."""
+
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+
+MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
+MAX_WIDTH = 256  # of keys and of values
+THREADS, ACCESS_BYTES = 128, 16
+INT32_MAX = 2**31 - 1
+
+
+def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
+    """Returns why the Mosaic kernel of a step does not support a call, or None if it does."""
+    states, item = tokens.states, tokens.states.itemsize
+    inner = min(item, tokens.inputs.dtype.itemsize)
+    line = 128 // inner  # elements of a memory transaction
+    if rule.key_size % line or rule.value_size % line:
+        return (
+            f"keys are {rule.key_size} wide and values {rule.value_size}, and the kernel takes "
+            f"multiples of {line} of these dtypes"
+        )
+    if max(rule.key_size, rule.value_size) > MAX_WIDTH:
+        return f"keys or values are wider than {MAX_WIDTH}"
+    row = rule.key_size * item
+    if states.start % row or states.extent_bytes % row:
+        return f"states, or the bytes between them, are not multiples of {row} bytes"
+    if states.data.size * states.data.dtype.itemsize // row > INT32_MAX:
+        return "pages have more rows than int32 counts"
+    return None
+
+
+def why_not_convolution(conv: Convolution, requests: Requests, most: int) -> str | None:
+    """Returns why the Mosaic kernel of a convolution does not support a call, or None."""
+    if requests.starts is not None and most > MAX_STEP_TOKENS:
+        return f"requests have up to {most} tokens, and the kernel takes {MAX_STEP_TOKENS}"
+    if not channels_per_thread(conv):
+        return f"{conv.weights.shape[1]} channels are no multiple of {THREADS}"
+    return None
+
+
+def channels_per_thread(conv: Convolution) -> int:
+    """Returns the channels of a thread of the kernel; 0 if it does not support the shape."""
+    pages, channels = conv.pages, conv.weights.shape[1]
+    vector = ACCESS_BYTES // jnp.dtype(pages.dtype).itemsize
+    start = math.gcd(pages.start, pages.extent_bytes) // pages.itemsize
+    while vector and (channels % (THREADS * vector) or start % vector):
+        vector //= 2
+    return vector

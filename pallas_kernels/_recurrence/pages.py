@@ -1,0 +1,87 @@
+"""Pages of recurrent states, and where they lie in memory."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+
+class StatePages(NamedTuple):
+    """One array of each state, in pages among other bytes: padding, other arrays, other layers.
+
+    The array of page p lies in extent ``first + p * page_step``, a row of ``data``, from byte
+    ``start`` on. Only ``data`` and ``first`` may be traced.
+
+    data: [extents, elements] of ``dtype``; or uint8[extents, bytes], which is better on backends
+      where XLA would copy a whole pool to convert it.
+    dtype: dtype of the array.
+    shape: shape of the array of one page.
+    num_pages: number of pages.
+    first: extent of the first page.
+    page_step: extents from one page to the next.
+    start: bytes of an extent before the array.
+    """
+
+    data: Array
+    dtype: DTypeLike
+    shape: tuple[int, ...]
+    num_pages: int
+    first: Array | int = 0
+    page_step: int = 1
+    start: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the array of one page."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        return self.data.shape[1] * self.data.dtype.itemsize
+
+    def knows(self, ids: Array) -> Array:
+        """Returns which ids are those of pages."""
+        return (ids >= 0) & (ids < self.num_pages)
+
+    def read(self, ids: Array) -> Array:
+        """Reads the arrays of pages int32[...]: [..., *shape], zeros for ids out of range."""
+        known = self.knows(ids)
+        extents = self.first + jnp.where(known, ids, 0) * self.page_step
+        unit = self.data.dtype.itemsize
+        columns = slice(self.start // unit, (self.start + self.num_bytes) // unit)
+        data = self.data.at[extents, columns].get(mode="clip", wrap_negative_indices=False)
+        array = self._as_elements(data, (*ids.shape, *self.shape))
+        return jnp.where(jnp.expand_dims(known, range(ids.ndim, array.ndim)), array, 0)
+
+    def write(self, ids: Array, arrays: Array) -> Array:
+        """Returns ``data`` with [N, *shape] written to pages int32[N]; bad ids write nothing."""
+        known = self.knows(ids)
+        beyond = self.data.shape[0] + jnp.arange(ids.size, dtype=jnp.int32)  # unique, and dropped
+        extents = jnp.where(known, self.first + ids * self.page_step, beyond)
+        data = lax.bitcast_convert_type(arrays.astype(self.dtype), self.data.dtype)
+        unit = self.data.dtype.itemsize
+        offsets = jnp.full_like(extents, self.start // unit)
+        return lax.scatter(
+            self.data,
+            jnp.stack([extents, offsets], axis=-1),
+            data.reshape(ids.size, self.num_bytes // unit),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=(1,),
+                inserted_window_dims=(0,),
+                scatter_dims_to_operand_dims=(0, 1),
+            ),
+            unique_indices=True,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+    def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
+        if data.dtype == self.dtype:
+            return data.reshape(shape)
+        split = (*shape, self.itemsize) if self.itemsize > 1 else shape
+        return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))

@@ -1,0 +1,154 @@
+"""The rules of recurrent layers, and the arrays of a call."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._recurrence.pages import StatePages
+
+
+class Convolution(NamedTuple):
+    """A causal depthwise convolution over the inputs of a recurrence, with its own state.
+
+    pages: the last inputs of each request, [width - 1, channels], oldest first.
+    weights: [width, channels], the newest input's last.
+    bias: [channels]; None: zeros.
+    silu: whether SiLU follows.
+    """
+
+    pages: StatePages
+    weights: Array
+    bias: Array | None = None
+    silu: bool = True
+
+    @property
+    def width(self) -> int:
+        return self.weights.shape[0]
+
+
+class Rule(NamedTuple):
+    """The recurrence of a layer: ``S = decay * S + d k^T``, ``o = S q``, for each value head.
+
+    ``d`` is ``beta * (v - decay * S k)`` with ``delta`` (Gated DeltaNet, Yang et al. 2024,
+    arXiv:2412.06464; per key channel: Kimi Linear, arXiv:2510.26692), and ``beta * v`` without
+    (Mamba-2, Dao and Gu 2024, arXiv:2405.21060; linear attention with decay).
+
+    key_heads, value_heads: heads of queries and keys, and of values; the latter a multiple.
+    key_size, value_size: widths.
+    delta: as above.
+    normalize: whether queries and keys are divided by their l2 norm.
+    scale: factor of the queries.
+    values_first: order of the columns of the inputs: queries, keys, values; or values, keys,
+      queries.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    delta: bool
+    normalize: bool
+    scale: float
+    values_first: bool = False
+
+    @property
+    def group(self) -> int:
+        """Returns the value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """Returns the first columns of queries, keys and values."""
+        keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
+        return (values + keys, values, 0) if self.values_first else (0, keys, 2 * keys)
+
+    def split(self, inputs: Array) -> tuple[Array, Array, Array]:
+        """Splits [..., columns] into queries and keys, [..., key_heads, K], and values."""
+        heads = (self.key_heads, self.key_heads, self.value_heads)
+        widths = (self.key_size, self.key_size, self.value_size)
+        parts = (
+            inputs[..., start : start + count * width].reshape(*inputs.shape[:-1], count, width)
+            for start, count, width in zip(self.starts, heads, widths, strict=True)
+        )
+        queries, keys, values = parts
+        return queries, keys, values
+
+
+NORM_EPSILON = 1e-6  # added to the squared norm of queries and keys, as the models do
+
+
+class Requests(NamedTuple):
+    """The requests of a call, and the states that they read and write.
+
+    read_ids: int32[B], pages to resume from; other ids than pages': zeros.
+    write_ids: int32[B, W], pages that take a state; other ids: none.
+    starts: int32[B], first token of each request; None: token i is that of request i, alone.
+    counts: int32[B], tokens of each request; None with ``starts``.
+    write_after: int32[B, W], after how many of its tokens a state is written; None with ``starts``.
+    """
+
+    read_ids: Array
+    write_ids: Array
+    starts: Array | None = None
+    counts: Array | None = None
+    write_after: Array | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.read_ids.shape[0]
+
+    def holds(self, num_tokens: int) -> Array:
+        """Returns bool[num_tokens]: which tokens are those of a request."""
+        assert self.starts is not None and self.counts is not None
+        has_any = self.counts > 0
+        changes = jnp.zeros(num_tokens + 1, jnp.int32)
+        changes = changes.at[jnp.where(has_any, self.starts, num_tokens)].add(1)
+        changes = changes.at[jnp.where(has_any, self.starts + self.counts, num_tokens)].add(-1)
+        return jnp.cumsum(changes)[:num_tokens] > 0
+
+    def only(self, mine: Array) -> "Requests":
+        """Returns the same without the tokens of requests other than those in bool[B]."""
+        assert self.counts is not None
+        return self._replace(counts=jnp.where(mine, self.counts, 0))
+
+
+class Tokens(NamedTuple):
+    """The tokens of a call.
+
+    inputs: [T, columns].
+    log_decay: float[T, value_heads], or [T, value_heads, K]; the logarithm of the decay.
+    beta: float[T, value_heads].
+    states: [value_heads, V, K] in pages.
+    """
+
+    inputs: Array
+    log_decay: Array
+    beta: Array
+    states: StatePages
+
+
+def as_rows(data: Array, dtype: Any, width: int) -> Array:
+    """Returns ``data`` as rows of elements of another dtype, without a copy on GPUs."""
+    dtype, size = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
+    if data.dtype == dtype:
+        return data.reshape(-1, width)
+    if size < 1:
+        return jax.lax.bitcast_convert_type(data, dtype).reshape(-1, width)
+    split = (-1, width, size) if size > 1 else (-1, width)
+    return jax.lax.bitcast_convert_type(data.reshape(split), dtype)
+
+
+def from_rows(rows: Array, like: Array) -> Array:
+    """Undoes `as_rows`."""
+    if rows.dtype == like.dtype:
+        return rows.reshape(like.shape)
+    size = rows.dtype.itemsize // like.dtype.itemsize
+    if size < 1:
+        rows = rows.reshape(*rows.shape[:-1], -1, like.dtype.itemsize // rows.dtype.itemsize)
+    return jax.lax.bitcast_convert_type(rows, like.dtype).reshape(like.shape)

@@ -1,0 +1,215 @@
+"""Recurrent layers in XLA: one token of each request, and prompts in chunks of tokens."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels._recurrence.chunks import CHUNK, cut_chunks
+from pallas_kernels._recurrence.rule import NORM_EPSILON, Convolution, Requests, Rule, Tokens
+
+
+def recur_xla(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new states, and the outputs, [T, value_heads, V]."""
+    if requests.starts is None:
+        return _step(rule, tokens, requests, out)
+    return run_chunks(rule, tokens, requests, out)
+
+
+def prepare(rule: Rule, inputs: Array) -> tuple[Array, Array, Array]:
+    """Returns scaled queries, keys, and values, in float32, from [..., columns]."""
+    queries, keys, values = rule.split(inputs.astype(jnp.float32))
+    if rule.normalize:
+        queries, keys = _normalize(queries), _normalize(keys)
+    return queries * rule.scale, keys, values
+
+
+def _normalize(x: Array) -> Array:
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def _step(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+    """Computes one token of each request."""
+    queries, keys, values = prepare(rule, tokens.inputs)
+    queries, keys = (jnp.repeat(x, rule.group, axis=1) for x in (queries, keys))
+    decay = jnp.exp(tokens.log_decay.astype(jnp.float32))
+    decay = decay[..., None, :] if decay.ndim == 3 else decay[..., None, None]
+    state = tokens.states.read(requests.read_ids).astype(jnp.float32) * decay
+    if rule.delta:
+        values = values - jnp.sum(state * keys[:, :, None], axis=-1)
+    added = values * tokens.beta[..., None].astype(jnp.float32)
+    state = state + added[..., None] * keys[:, :, None]
+    outputs = jnp.sum(state * queries[:, :, None], axis=-1)
+    pages, write_ids = tokens.states, requests.write_ids[:, 0]
+    is_needed = pages.knows(requests.read_ids) | pages.knows(write_ids)
+    outputs = jnp.where(is_needed[:, None, None], outputs, 0)
+    return pages.write(write_ids, state), outputs.astype(out)
+
+
+class _Parts(NamedTuple):
+    """The parts of a chunk that do not depend on the state; heads before tokens.
+
+    inner: [heads, C, C], weights of the chunk's own tokens in the outputs.
+    queries: [heads, C, K], with the decay from the chunk's beginning.
+    values: [heads, C, V], what is added by each token if the state were zeros.
+    erased: [heads, C, K], what the state takes from these; zeros without a delta rule.
+    keys: [heads, C, K], with the decay to the chunk's end.
+    decay: [heads, 1 or K], of the whole chunk.
+    """
+
+    inner: Array
+    queries: Array
+    values: Array
+    erased: Array
+    keys: Array
+    decay: Array
+
+
+def run_chunks(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+    """Computes any number of tokens of each request, chunk by chunk.
+
+    Within a chunk, tokens are combined by matrix products (Yang et al. 2024, arXiv:2412.06464,
+    section 3.3). A loop carries the state from chunk to chunk.
+    """
+    count = tokens.inputs.shape[0]
+    chunks = cut_chunks(requests, count, CHUNK)
+    place = chunks.first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]  # [N, C]
+    inside = place < chunks.end[:, None]
+
+    def take(array: Array) -> Array:
+        rows = array.at[place].get(mode="clip").astype(jnp.float32)
+        return jnp.where(jnp.expand_dims(inside, range(2, rows.ndim)), rows, 0)
+
+    parts = _combine(rule, take(tokens.inputs), take(tokens.log_decay), take(tokens.beta))
+    outputs = jnp.zeros((count + CHUNK, rule.value_heads, rule.value_size), jnp.float32)
+    state = jnp.zeros((rule.value_heads, rule.value_size, rule.key_size), jnp.float32)
+
+    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        data, outputs, state = carry
+        pages = tokens.states._replace(data=data)
+        mine = jax.tree.map(lambda array: array[i], parts)
+        resumed = pages.read(chunks.read_ids[i]).astype(jnp.float32)
+        state = jnp.where(chunks.is_first[i], resumed, state)
+        added = mine.values - jnp.einsum("hck,hvk->hcv", mine.erased, state)
+        given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
+        given += jnp.einsum("hcd,hdv->hcv", mine.inner, added)
+        state = state * mine.decay[:, None] + jnp.einsum("hcv,hck->hvk", added, mine.keys)
+        data = pages.write(chunks.write_ids[i][None], state[None])
+        # Rows past the chunk's end stay what they are.
+        mine = lax.dynamic_slice_in_dim(outputs, chunks.first[i], CHUNK)
+        given = jnp.where(inside[i][:, None, None], jnp.swapaxes(given, 0, 1), mine)
+        outputs = lax.dynamic_update_slice_in_dim(outputs, given, chunks.first[i], axis=0)
+        return data, outputs, state
+
+    carry = tokens.states.data, outputs, state
+    data, outputs, _ = lax.fori_loop(0, chunks.count, body, carry)
+    return data, outputs[:count].astype(out)
+
+
+def _combine(rule: Rule, inputs: Array, log_decay: Array, beta: Array) -> _Parts:
+    """Computes the parts of all chunks, [N, ...], from their tokens, [N, C, ...]."""
+    queries, keys, values = prepare(rule, inputs)
+    queries, keys = (jnp.repeat(x, rule.group, axis=2) for x in (queries, keys))
+    queries, keys, values = (jnp.moveaxis(x, 2, 1) for x in (queries, keys, values))
+    beta = jnp.moveaxis(beta, 2, 1)[..., None]
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    total = jnp.cumsum(jnp.moveaxis(log_decay, 2, 1), axis=2)  # [N, heads, C, 1 or K]
+    from_start, to_end = jnp.exp(total), jnp.exp(total[:, :, -1:] - total)
+    weights = _products(queries, keys, total)
+    if rule.delta:
+        weighed = _products(keys, keys, total, strictly=True) * beta
+        solved = _solve(weighed, jnp.concatenate([values, keys * from_start], axis=-1) * beta)
+        values, erased = solved[..., : rule.value_size], solved[..., rule.value_size :]
+    else:
+        values, erased = values * beta, jnp.zeros_like(keys)
+    return _Parts(
+        weights, queries * from_start, values, erased, keys * to_end, from_start[:, :, -1]
+    )
+
+
+def _products(left: Array, right: Array, total: Array, strictly: bool = False) -> Array:
+    """Returns [..., C, C]: products of each token with those up to it, decayed in between.
+
+    Args:
+      total: [..., C, 1 or K], logarithm of the decay up to each token.
+      strictly: leaves out the product of a token with itself.
+    """
+    size = left.shape[-2]
+    seen = jnp.tril(jnp.ones((size, size), bool), -1 if strictly else 0)
+    # Differences of positions that do not see each other may be large, and are not needed.
+    between = total[..., :, None, :] - total[..., None, :, :]
+    seen = jnp.broadcast_to(seen[..., None], between.shape)
+    between = jnp.where(seen, between, -jnp.inf)
+    if total.shape[-1] == 1:
+        return jnp.einsum("...ik,...jk->...ij", left, right) * jnp.exp(between[..., 0])
+    products = left[..., :, None, :] * right[..., None, :, :] * jnp.exp(between)
+    return jnp.sum(products, axis=-1)
+
+
+def _solve(lower: Array, right: Array) -> Array:
+    """Returns ``(I + lower)^-1 right`` for strictly lower triangular matrices, [..., C, C].
+
+    Inverts blocks on the diagonal, of 1, 2, 4 ... rows, from those of half the size. Powers of
+    ``lower`` would need fewer products, but theirs cancel out where keys are alike.
+    """
+    size = lower.shape[-1]
+    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    half = 1
+    while half < size:
+        block = np.arange(size) // half
+        is_below = (block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1)
+        below = jnp.where(jnp.broadcast_to(is_below, lower.shape), lower, 0)
+        inverse = inverse - multiply(inverse, multiply(below, inverse))
+        half *= 2
+    return multiply(inverse, right)
+
+
+def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
+    kept = conv.width - 1
+    starts, counts, after = requests.starts, requests.counts, requests.write_after
+    if starts is None or counts is None or after is None:
+        starts = jnp.arange(requests.batch, dtype=jnp.int32)
+        counts, after = jnp.ones_like(starts), jnp.ones_like(requests.write_ids)
+    x = inputs.astype(conv.pages.dtype)
+    before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
+    total = _convolve(conv, x.astype(jnp.float32), before.astype(jnp.float32), starts, counts)
+    data = conv.pages.data
+    for w in range(requests.write_ids.shape[1]):
+        index = after[:, w, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]
+        recent = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
+        old = jnp.take_along_axis(before, jnp.clip(kept + index, 0, kept - 1)[..., None], axis=1)
+        due = (after[:, w] > 0) & (after[:, w] <= counts)
+        ids = jnp.where(due, requests.write_ids[:, w], -1)
+        new = jnp.where((index >= 0)[..., None], recent, old)
+        data = conv.pages._replace(data=data).write(ids, new)
+    return data, total.astype(inputs.dtype)
+
+
+def _convolve(conv: Convolution, x: Array, before: Array, starts: Array, counts: Array) -> Array:
+    """Returns the outputs, float32[T, channels].
+
+    Args:
+      before: float32[B, width - 1, channels], inputs before the first token of each request.
+    """
+    kept, count = conv.width - 1, x.shape[0]
+    weights = conv.weights.astype(jnp.float32)
+    token = jnp.arange(count, dtype=jnp.int32)
+    begins = jnp.zeros(count, bool).at[jnp.where(counts > 0, starts, count)].set(True, mode="drop")
+    offset = token - lax.cummax(jnp.where(begins, token, 0))
+    total = x * weights[-1:]
+    for back in range(1, conv.width):
+        shifted = jnp.pad(x, ((back, 0), (0, 0)))[:count]
+        total += jnp.where((offset >= back)[:, None], shifted, 0) * weights[None, -1 - back]
+    for o in range(kept):  # tokens that still see inputs of earlier steps
+        seen = jnp.sum(before[:, o:] * weights[None, : kept - o], axis=1)
+        place = jnp.where(counts > o, starts + o, count)
+        total = total.at[place].add(seen, mode="drop")
+    if conv.bias is not None:
+        total += conv.bias.astype(jnp.float32)[None]
+    return jax.nn.silu(total) if conv.silu else total
