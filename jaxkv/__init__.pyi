@@ -31,6 +31,10 @@ from jaxkv._src.pool import write_rows as write_rows
 from jaxkv._src.pool import write_state as write_state
 from jaxkv._src.pool import write_tokens as write_tokens
 from jaxkv._src.prefixes import ExtraKey as ExtraKey
+from jaxkv._src.recurrent import gated_delta as gated_delta
+from jaxkv._src.recurrent import linear_attention as linear_attention
+from jaxkv._src.recurrent import mamba2 as mamba2
+from jaxkv._src.recurrent import short_conv as short_conv
 from jaxkv._src.scheduler import Scheduler as Scheduler
 from jaxkv._src.sleeping import sleep as sleep
 from jaxkv._src.sleeping import wake_up as wake_up

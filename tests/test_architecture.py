@@ -28,7 +28,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["cli"], ["demo"]),
     (["plotting"], ["testing"]),
     ([], ["engine"]),
-    ([], ["attention", "step", "sleeping"]),
+    ([], ["attention", "recurrent", "step", "sleeping"]),
     ([], ["pool"]),
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),

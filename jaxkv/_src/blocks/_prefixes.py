@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_IDS
+from jaxkv._src.blocks._books import Books
 from jaxkv._src.blocks._prefix_events import KeyChain, PrefixEvents
-from jaxkv._src.blocks._prompts import Counts, Namespace, PrefixMatch, PrefixStats, Prompt
+from jaxkv._src.blocks._prompts import Counts, FoundPrefix, Namespace, PrefixStats, Prompt
 from jaxkv._src.blocks._resuming import columns_to_share
-from jaxkv._src.blocks._state import RequestState
+from jaxkv._src.blocks._runs import NO_IDS
 from jaxkv._src.blocks._write import Ints
 from jaxkv._src.internal.checks import check_count
 from jaxkv._src.prefixes import (
@@ -35,26 +35,27 @@ class Prefixes:
 
     def __init__(
         self,
-        state: RequestState,
+        books: Books,
         *,
+        max_requests: int,
         checkpoint_blocks: int,
         shares_rows: Sequence[bool],
         events: PrefixEvents | None = None,
     ):
-        growth, pool = state.growth, state.pool
+        growths, rules, pool = books.rules.growths, books.rules, books.pool
         self._events = events
-        self._state, self._max_checkpoint_blocks = state, checkpoint_blocks
+        self._books, self._max_checkpoint_blocks = books, checkpoint_blocks
         keepings = [
             Keeping(*of_group)
-            for of_group in zip(growth.growths, state.column_tokens, shares_rows, strict=True)
+            for of_group in zip(growths, rules.block[:, 0].tolist(), shares_rows, strict=True)
         ]
         # tokens of a column in each group that keeps whole columns
         self._whole = tuple(keeping.block for keeping in keepings if not keeping.by_checkpoint)
         self._smallest = min((keeping.block for keeping in keepings), default=1)
         self._tree = PrefixTree(
-            keepings, pool.frozen_before, max_tokens=4 * pool.num_blocks * self._smallest
+            keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
         )
-        self.has_encoder = bool(growth.crossed.size)
+        self.has_encoder = bool(rules.crossed.size)
         self._prompts: dict[int, Prompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self._epoch = 0
@@ -67,14 +68,14 @@ class Prefixes:
 
     def find(
         self,
-        tokens: Ints | PrefixMatch,
+        tokens: Ints | FoundPrefix,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None = None,
-    ) -> PrefixMatch:
-        """Finds the longest cached prefix of a prompt; reuses a `PrefixMatch` that is valid."""
-        if isinstance(tokens, PrefixMatch):
+    ) -> FoundPrefix:
+        """Finds the longest cached prefix of a prompt; reuses a `FoundPrefix` that is valid."""
+        if isinstance(tokens, FoundPrefix):
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
             return self._renewed(tokens, max_cached_tokens)
@@ -82,11 +83,11 @@ class Prefixes:
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
         self._tree.touch(path)
-        keys, pool, found = tuple(extra_keys), self._state.pool, find(self._tree, path, seen, limit)
+        keys, pool, found = tuple(extra_keys), self._books.pool, find(self._tree, path, seen, limit)
         state = self._tree.state
-        return PrefixMatch(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
+        return FoundPrefix(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
 
-    def _renewed(self, known: PrefixMatch, max_cached_tokens: int | None) -> PrefixMatch:
+    def _renewed(self, known: FoundPrefix, max_cached_tokens: int | None) -> FoundPrefix:
         if known.state is not self._tree.state:
             return self.find(
                 known.tokens & MAX_TOKEN,
@@ -103,7 +104,7 @@ class Prefixes:
 
     def look_up(
         self,
-        tokens: Ints | PrefixMatch,
+        tokens: Ints | FoundPrefix,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
@@ -138,7 +139,7 @@ class Prefixes:
         self._prompts[row] = prompt
         self._computing.add(row)
         if found.num_tokens:
-            self._state.share(row, found.num_tokens, found.columns)
+            self._books.share(row, found.num_tokens, found.columns)
 
     def _chunk_ends(
         self, num_tokens: int, found: Found, boundaries: Sequence[int]
@@ -187,10 +188,13 @@ class Prefixes:
                 chain=None if prompt.chain is None else prompt.chain.copy(),
             )
 
-    def num_known(self, row: int) -> int:
-        """Returns the number of first tokens of a row whose ids are known."""
-        prompt = self._prompts.get(row)
-        return 0 if prompt is None else prompt.tokens.size
+    def swap(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        prompts = self._prompts
+        moved = {first: prompts.pop(second, None), second: prompts.pop(first, None)}
+        prompts.update({row: prompt for row, prompt in moved.items() if prompt is not None})
+        others = {first: second, second: first}
+        self._computing = {others.get(row, row) for row in self._computing}
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Forgets the tokens after ``num_tokens``, which the requests may replace by others."""
@@ -210,7 +214,7 @@ class Prefixes:
     def after_step(self, rows: Iterable[int]) -> None:
         """Keeps the prompt tokens that the last step of ``rows`` computed."""
         for row in [row for row in rows if row in self._computing]:
-            prompt, computed = self._prompts[row], self._state.computed.item(row)
+            prompt, computed = self._prompts[row], self._books.computed.item(row)
             size = prompt.tokens.size
             count = min(computed, size)
             # `rewind` shortens the prompt, so the row may have computed more tokens than that.
@@ -231,10 +235,9 @@ class Prefixes:
             return
         if prompt.may_go_on and more.size:
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
-        computed = int(self._state.computed[row])
+        computed = int(self._books.computed[row])
         count = min(computed, prompt.tokens.size)
-        is_end = 0 < count == computed and not self._state.awaits_copy(row)
-        self._keep(row, prompt, count, is_end=is_end)
+        self._keep(row, prompt, count, is_end=0 < count == computed)
 
     def used(self, row: int) -> None:
         """Forgets a row that has released its blocks; the states that it used are taken last."""
@@ -243,7 +246,7 @@ class Prefixes:
         for checkpoint in () if prompt is None else prompt.checkpoints:
             if checkpoint in self._tree.checkpoints:
                 self._tree.checkpoints.touch(checkpoint, is_wanted=False)
-                self._state.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
+                self._books.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
 
     def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
         """Keeps the whole blocks of a row's first ``count`` tokens.
@@ -264,8 +267,8 @@ class Prefixes:
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
         prompt.num_kept = max(prompt.num_kept, count)
-        self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
-        self._state.pool.has_kept = True
+        self._books.shared_until[row] = max(self._books.shared_until.item(row), count)
+        self._books.pool.has_kept = True
         self._remember_first(prompt)
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
@@ -273,20 +276,20 @@ class Prefixes:
                 self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
         if made is not None:
             prompt.checkpoints.append(made)
-            self._state.note_shared(row)
+            self._books.note_shared(row)
             self._bound_checkpoints()
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
-        _, firsts, ends = self._state.held_of(row)
+        books, (_, firsts, ends) = self._books, self._books.held_of(row)
         for group, keeping in enumerate(self._tree.keepings):
             if keeping.by_checkpoint:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // keeping.block)
             end = min(ends[group], count // keeping.block)
-            found.append((first, self._state.columns_of(row, group)[first:end]))
+            found.append((first, books.columns_of(row, group)[first:end]))
         return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
@@ -295,20 +298,20 @@ class Prefixes:
         0: the tokens end with a whole block.
         """
         try:
-            columns = columns_to_share(self._state, row, count)
+            columns = columns_to_share(self._books, row, count)
         except ValueError:
             return None
         ends = np.zeros(len(columns), np.int32)
         for group, (_, _, end) in enumerate(columns):
             keeping = self._tree.keepings[group]
             if keeping.by_checkpoint or count % keeping.block:
-                ends[group] = self._state.columns_of(row, group)[end - 1]
+                ends[group] = self._books.columns_of(row, group)[end - 1]
         return ends
 
     def _bound_checkpoints(self) -> None:
         tree = self._tree
         while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
-            self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+            self._books.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
 
     def _first_block(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._smallest].astype(np.int64).tobytes()
@@ -318,7 +321,7 @@ class Prefixes:
             prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
             known = self._first_blocks.setdefault(prompt.first_block, {})
             known[prompt.namespace] = None
-            if len(self._first_blocks) > self._state.pool.num_blocks:
+            if len(self._first_blocks) > self._books.pool.num_blocks:
                 del self._first_blocks[next(iter(self._first_blocks))]
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
@@ -333,7 +336,7 @@ class Prefixes:
     def new_epoch(self) -> None:
         """Forgets all kept blocks, but remembers that their prompts were cached."""
         self._epoch += 1
-        pool = self._state.pool
+        pool = self._books.pool
         pool.cool(self._tree.clear())
         pool.has_kept = False
         if self._events is not None:
@@ -349,7 +352,7 @@ class Prefixes:
         """Returns the counts so far."""
         return PrefixStats(
             **dataclasses.asdict(self._counts),
-            kept_blocks=int(np.count_nonzero(self._tree.frozen_before)),
+            kept_blocks=int(np.count_nonzero(self._tree.kept_until)),
             checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
 

@@ -1,0 +1,303 @@
+"""Recurrent layers: each writes the states that its step reaches, in place."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.pool import BoundLayer, bind, put_back
+from jaxkv._src.recurrent._states import check_states, flat_tokens, state_pages, step_states
+from pallas_kernels import (
+    Convolution,
+    Implementation,
+    causal_conv1d,
+    gated_delta_rule,
+    selective_scan,
+)
+
+
+def gated_delta(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    qkv: Array,
+    log_decay: Array,
+    beta: Array,
+    *,
+    conv_weights: Array,
+    num_key_heads: int,
+    conv_bias: Array | None = None,
+    scale: float | None = None,
+    num_drafts: Array | None = None,
+    at: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Runs a gated delta net (Qwen3-Next, Kimi Linear) over a step's tokens, states in place.
+
+    A causal convolution and SiLU come first; then queries and keys are divided by their l2 norm.
+    The state S of a value head becomes ``S' = a S + beta (v - a S k) k^T`` with ``a =
+    exp(log_decay)``, and the output is ``S' q`` (arXiv:2412.06464; with a decay for each key
+    channel arXiv:2510.26692). A request that has computed nothing starts from zeros.
+
+    The layer's `StateSpec` has shapes ((width - 1, channels), (value_heads, V, K)): the last inputs
+    of the convolution, and the states. Call it inside ``jit``; with a donated cache, no state is
+    copied. With ``cache_mode="all"``, the state at the end of each block is kept, too.
+
+    Args:
+      cache, batch: from `apply_step`.
+      layer: name of a layer of states.
+      qkv: [T, channels], or [B, T / B, channels] for a rectangular batch: queries [key_heads * K],
+        keys, and values [value_heads * V] side by side, before the convolution.
+      log_decay: float[T, value_heads], or [T, value_heads, K]; at most 0.
+      beta: float[T, value_heads].
+      conv_weights: [width, channels], the newest input's last; 2 to 4 wide.
+      num_key_heads: heads of queries and of keys, a divisor of value_heads.
+      conv_bias: [channels]; None: zeros.
+      scale: factor of the queries; None: ``K ** -0.5``.
+      num_drafts: int32[B], how many of each request's last tokens are drafts: the state after each
+        of them is kept in the block after the one before (``speculative_blocks``), so that any
+        number of them can be accepted. None: none are.
+      at: int32[B], index among the blocks that the last step wrote of the state to resume from: the
+        number of its drafts that were accepted. None: the block to resume from.
+      period: int32[], may be traced: uses layer ``cache.period_layers(layer)[period]`` instead of
+        ``layer``; see `write_tokens`.
+      implementation: as for `pallas_kernels.gated_delta_rule`.
+
+    Returns:
+      The cache with the states written, and the output in the dtype of ``qkv``: [T, value_heads,
+      V], or [B, T / B, value_heads, V]; zeros for padding.
+
+    Raises:
+      TypeError: the layer keeps no states, dtypes that are no floats of 16 or 32 bits, or ``at`` or
+        ``num_drafts`` that are not int32.
+      ValueError: shapes that do not fit the layer and the batch, context parallelism, drafts of a
+        layer without ``speculative_blocks``, or a sharded cache outside of ``shard_map``.
+      NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
+    """
+    bound = bind(cache, layer, batch, period, implementation)
+    spec = check_states(layer, bound, (2, 3), conv_weights, at, num_drafts)
+    heads, _, key_size = spec.shapes[1]
+    per_key = (key_size,) if log_decay.ndim == len(batch.token_shape) + 2 else ()
+    given = _Given(
+        flat_tokens(bound, "qkv", qkv, spec.shapes[0][1:]),
+        flat_tokens(bound, "log_decay", log_decay, (heads, *per_key)),
+        flat_tokens(bound, "beta", beta, (heads,)),
+        *(conv_weights, conv_bias, num_drafts, at),
+    )
+    scale = None if scale is None else float(scale)
+    how = _How("delta", num_key_heads, scale=scale)
+    return _finish(cache, layer, bound, given, how)
+
+
+def mamba2(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    xbc: Array,
+    log_decay: Array,
+    steps: Array,
+    *,
+    conv_weights: Array,
+    num_groups: int,
+    conv_bias: Array | None = None,
+    num_drafts: Array | None = None,
+    at: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Runs a Mamba-2 mixer over a step's tokens, states in place.
+
+    A causal convolution and SiLU come first. The state S of a head becomes ``S' = a S + step x
+    b^T`` with ``a = exp(log_decay)``, and the output is ``S' c`` (arXiv:2405.21060, section 6, with
+    ``log_decay = step * A``). The skip connection ``D x`` is left to the model.
+
+    The layer's `StateSpec` has shapes ((width - 1, channels), (heads, V, K)), as
+    `jaxkv.specs.mamba2_state` returns them.
+
+    Args:
+      xbc: [T, channels], or [B, T / B, channels] for a rectangular batch: x [heads * V], b
+        [groups * K] and c side by side, before the convolution.
+      log_decay, steps: float[T, heads].
+      num_groups: groups of heads that share b and c.
+      cache, layer, batch, conv_weights, conv_bias, num_drafts, at, period, implementation: as for
+        `gated_delta`.
+
+    Returns:
+      The cache with the states written, and the output in the dtype of ``xbc``: [T, heads, V], or
+      [B, T / B, heads, V]; zeros for padding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `gated_delta`.
+    """
+    bound = bind(cache, layer, batch, period, implementation)
+    spec = check_states(layer, bound, (2, 3), conv_weights, at, num_drafts)
+    heads = spec.shapes[1][:1]
+    given = _Given(
+        flat_tokens(bound, "xbc", xbc, spec.shapes[0][1:]),
+        flat_tokens(bound, "log_decay", log_decay, heads),
+        flat_tokens(bound, "steps", steps, heads),
+        *(conv_weights, conv_bias, num_drafts, at),
+    )
+    return _finish(cache, layer, bound, given, _How("scan", num_groups))
+
+
+def linear_attention(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    qkv: Array,
+    log_decay: Array,
+    *,
+    num_key_heads: int | None = None,
+    scale: float = 1.0,
+    num_drafts: Array | None = None,
+    at: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Runs linear attention with decay (MiniMax-Text) over a step's tokens, states in place.
+
+    The state S of a head becomes ``S' = a S + v k^T`` with ``a = exp(log_decay)``, and the output
+    is ``S' q``. The layer's `StateSpec` has the shape ((value_heads, V, K),).
+
+    Args:
+      qkv: [T, columns], or [B, T / B, columns] for a rectangular batch: queries, keys and values
+        side by side.
+      log_decay: float[value_heads], or float[T, value_heads]; at most 0.
+      num_key_heads: heads of queries and of keys; None: as many as values have.
+      scale: factor of the queries.
+      cache, layer, batch, num_drafts, at, period, implementation: as for `gated_delta`.
+
+    Returns:
+      The cache with the states written, and the output in the dtype of ``qkv``: [T, value_heads,
+      V], or [B, T / B, value_heads, V]; zeros for padding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `gated_delta`.
+    """
+    bound = bind(cache, layer, batch, period, implementation)
+    spec = check_states(layer, bound, (3,), None, at, num_drafts)
+    (heads, value_size, key_size), tokens = spec.shapes[0], batch.token_shape
+    key_heads = heads if num_key_heads is None else num_key_heads
+    columns = 2 * key_heads * key_size + heads * value_size
+    if log_decay.shape == (heads,):
+        log_decay = jnp.broadcast_to(log_decay.reshape(*[1] * len(tokens), heads), (*tokens, heads))
+    given = _Given(
+        flat_tokens(bound, "qkv", qkv, (columns,)),
+        flat_tokens(bound, "log_decay", log_decay, (heads,)),
+        jnp.ones((tokens[0] * (1 if len(tokens) == 1 else tokens[1]), heads), jnp.float32),
+        *(None, None, num_drafts, at),
+    )
+    return _finish(cache, layer, bound, given, _How("attention", key_heads, scale=float(scale)))
+
+
+def short_conv(
+    cache: KVCache,
+    layer: str,
+    batch: StepBatch,
+    inputs: Array,
+    *,
+    conv_weights: Array,
+    conv_bias: Array | None = None,
+    silu: bool = False,
+    num_drafts: Array | None = None,
+    at: Array | None = None,
+    period: Period = None,
+    implementation: Implementation | None = None,
+) -> tuple[KVCache, Array]:
+    """Runs a short causal convolution (LFM2) over a step's tokens, its last inputs in place.
+
+    The layer's `StateSpec` has the shape ((width - 1, channels),).
+
+    Args:
+      inputs: [T, channels], or [B, T / B, channels] for a rectangular batch.
+      silu: whether SiLU follows.
+      cache, layer, batch, conv_weights, conv_bias, num_drafts, at, period, implementation: as for
+        `gated_delta`.
+
+    Returns:
+      The cache with the inputs written, and the output, of the shape and dtype of ``inputs``;
+      zeros for padding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as for `gated_delta`.
+    """
+    bound = bind(cache, layer, batch, period, implementation)
+    spec = check_states(layer, bound, (2,), conv_weights, at, num_drafts)
+    flat = flat_tokens(bound, "inputs", inputs, spec.shapes[0][1:])
+    given = _Given(flat, None, None, conv_weights, conv_bias, num_drafts, at)
+    return _finish(cache, layer, bound, given, _How("convolution", 1, silu=silu))
+
+
+class _Given(NamedTuple):
+    """The arrays of a call; tokens in one axis."""
+
+    inputs: Array
+    log_decay: Array | None
+    beta: Array | None
+    conv_weights: Array | None
+    conv_bias: Array | None
+    num_drafts: Array | None
+    at: Array | None
+
+
+class _How(NamedTuple):
+    """The kind of a layer: "delta", "scan", "attention" or "convolution", and its constants."""
+
+    kind: str
+    key_heads: int
+    scale: float | None = 1.0
+    silu: bool = True
+
+
+def _finish(
+    cache: KVCache, layer: str, bound: BoundLayer, given: _Given, how: _How
+) -> tuple[KVCache, Array]:
+    """Runs a layer, and returns the cache and the outputs in the batch's token shape."""
+    buffer, out = _recur(bound, given, how=how)
+    out = out.reshape(*bound.batch.token_shape, *out.shape[1:])
+    return put_back(cache, layer, bound, buffer), out
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
+    """Returns the buffer with the states written, and the outputs, [T, ...].
+
+    A jitted function of its own, so that layers that are alike share one trace and one lowering.
+    """
+    batch = bound.batch
+    states = step_states(bound, given.at, given.num_drafts)
+    options: dict[str, Any] = {"implementation": bound.implementation}
+    ids: tuple[Array, ...] = states.read_ids, states.write_ids
+    is_one_each = batch.shape.max_query_len == 1 and len(given.inputs) == batch.shape.batch_size
+    if is_one_each and states.write_ids.shape[1] == 1:
+        ids = states.read_ids, states.write_ids[:, 0]
+    else:
+        starts, options["write_after"] = batch.query_start_loc, states.write_after
+        if batch.is_rectangular:
+            columns = batch.token_shape[1]
+            starts = jnp.arange(len(states.read_ids) + 1, dtype=jnp.int32) * columns
+        ids = (*ids, starts)
+        options |= {"query_lens": batch.query_lens, "max_query_len": batch.shape.max_query_len}
+    conv: Any = None
+    if given.conv_weights is not None:
+        pages = state_pages(bound, 0)
+        conv = Convolution(pages, given.conv_weights, given.conv_bias, how.silu)
+    if how.kind == "convolution":
+        data, out = causal_conv1d(given.inputs, conv, *ids, **options)
+        return data.reshape(bound.buffer.shape), out
+    pages = state_pages(bound, 0 if conv is None else 1)
+    if conv is not None:
+        pages = pages._replace(data=conv.pages.data)
+    arguments = given.inputs, given.log_decay, given.beta, pages, *ids
+    options |= {"convolution": conv, "scale": how.scale}
+    if how.kind == "delta":
+        data, out = gated_delta_rule(*arguments, num_key_heads=how.key_heads, **options)
+    else:
+        options["values_first"] = how.kind == "scan"
+        data, out = selective_scan(*arguments, num_groups=how.key_heads, **options)
+    return data.reshape(bound.buffer.shape), out

@@ -1,0 +1,153 @@
+"""The states that a step reads and writes, and where they lie."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.internal.checks import check_int32
+from jaxkv._src.internal.mesh import runs_manually
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.pool import BoundLayer
+from jaxkv._src.specs import StateSpec
+from pallas_kernels import StatePages
+
+
+class StepStates(NamedTuple):
+    """The blocks of the states of a step, as the kernels of `pallas_kernels` take them.
+
+    read_ids: int32[B]; -1: zeros.
+    write_ids, write_after: int32[B, W], blocks, and after how many tokens of the step the state is
+      theirs; -1 and 0 for none.
+    """
+
+    read_ids: Array
+    write_ids: Array
+    write_after: Array
+
+
+def step_states(bound: BoundLayer, at: Array | None, num_drafts: Array | None) -> StepStates:
+    """Returns the states that a step reads and writes.
+
+    Args:
+      at: int32[B], index of the block to resume from, as for `jaxkv.read_state`.
+      num_drafts: int32[B], how many of each request's last tokens are drafts.
+    """
+    requests, batch, exists = bound.requests, bound.batch, bound.first >= 0
+    read_ids = requests.state_blocks(at, reading=True)
+    if at is not None:
+        read_ids = jnp.where(batch.num_computed_tokens > 0, read_ids, -1)
+    if requests.growth.cache_mode != "all" and num_drafts is None:
+        write_ids = requests.state_blocks(None, reading=False)[:, None]
+        write_after = batch.query_lens[:, None]
+    else:
+        blocks = range(requests.table.shape[1] - 1)
+        places = [jnp.full_like(read_ids, block) for block in blocks]
+        write_ids = jnp.stack([requests.state_blocks(p, reading=False) for p in places], axis=1)
+        write_after = _written_after(bound, jnp.stack(places, axis=1), num_drafts)
+    return StepStates(
+        jnp.where(exists, read_ids, -1), jnp.where(exists, write_ids, -1), write_after
+    )
+
+
+def _written_after(bound: BoundLayer, block: Array, num_drafts: Array | None) -> Array:
+    """Returns after how many tokens of the step each block's state is reached; 0: never.
+
+    Args:
+      block: int32[B, W], index among the blocks that the step writes.
+    """
+    requests, batch = bound.requests, bound.batch
+    drafts = jnp.zeros_like(batch.query_lens) if num_drafts is None else num_drafts
+    certain = jnp.maximum(batch.query_lens - drafts, 0)[:, None]  # tokens that are no drafts
+    if requests.growth.cache_mode == "all":
+        computed, size = batch.num_computed_tokens[:, None], requests.growth.block_size
+        first = requests.first_columns[:, None]
+        running = jnp.maximum(cdiv(computed + certain, size), 1) - 1 - first
+        full = (first + block + 1) * size - computed
+    else:
+        running, full = jnp.zeros_like(certain), certain
+    after = jnp.where(block < running, full, certain + block - running)
+    return jnp.where(after <= batch.query_lens[:, None], after, 0)
+
+
+def state_pages(bound: BoundLayer, array: int) -> StatePages:
+    """Returns the pages of one array of a layer's states."""
+    spec, extents = bound.form.spec, bound.form.extents
+    start = extents.start_bytes + sum(spec.array_bytes[:array])
+    return StatePages(
+        bound.buffer.reshape(-1, extents.extent_bytes),
+        jnp.dtype(spec.dtypes[array]),
+        spec.shapes[array],
+        num_pages=bound.layout.num_blocks,
+        first=jnp.maximum(bound.first, 0),
+        page_step=extents.tile_step,
+        start=start,
+    )
+
+
+def check_states(
+    layer: str,
+    bound: BoundLayer,
+    wanted: tuple[int, ...],
+    conv_weights: Array | None,
+    at: Array | None,
+    num_drafts: Array | None,
+) -> StateSpec:
+    """Checks that a layer keeps such states, and returns its spec.
+
+    Args:
+      wanted: axes of each array of the spec.
+      conv_weights: [width, channels] of the convolution whose inputs are the first array.
+
+    Raises:
+      TypeError, ValueError: a layer of another kind, or arguments that do not fit.
+    """
+    spec, layout = bound.form.spec, bound.layout
+    if not isinstance(spec, StateSpec):
+        raise TypeError(f"layer={layer!r} keeps tokens, not states; use attend")
+    if layout.context_parallel > 1:
+        raise ValueError(
+            f"cache has context_parallel={layout.context_parallel}, and the state of layer "
+            f"{layer!r} needs all tokens of a request in order; plan it without"
+        )
+    if layout.axis is not None and not runs_manually(layout.axis):
+        raise ValueError(
+            f"layer={layer!r} stores states, and jaxkv does not know which of their axes are "
+            f"divided over mesh axis {layout.axis!r}: call this inside jax.shard_map, with "
+            "cache.partition_specs() for the cache"
+        )
+    if tuple(map(len, spec.shapes)) != wanted:
+        axes = ", ".join(f"{n} axes" for n in wanted)
+        raise ValueError(
+            f"layer={layer!r} keeps states of shapes {spec.shapes}; this function wants {axes}"
+        )
+    if conv_weights is not None:
+        kept, channels = spec.shapes[0]
+        if conv_weights.shape != (kept + 1, channels):
+            raise ValueError(
+                f"conv_weights has shape {conv_weights.shape}; layer {layer!r} keeps the last "
+                f"{kept} inputs of {channels} channels, and wants {(kept + 1, channels)}"
+            )
+    per_request = (bound.batch.shape.batch_size,)
+    for name, array in {"at": at, "num_drafts": num_drafts}.items():
+        if array is not None:
+            check_int32(**{name: array})
+            if array.shape != per_request:
+                raise ValueError(
+                    f"{name} has shape {array.shape}; wants {per_request}, one per request"
+                )
+    if num_drafts is not None and not spec.speculative_blocks:
+        raise ValueError(
+            f"num_drafts was given, but layer {layer!r} has no blocks for states after drafts; "
+            "plan it with speculative_blocks"
+        )
+    return spec
+
+
+def flat_tokens(bound: BoundLayer, name: str, array: Array, inner: tuple[int, ...]) -> Array:
+    """Returns a token array of a batch with its token axes made one, [T, *inner]."""
+    shape = bound.batch.token_shape
+    if array.shape != (*shape, *inner):
+        raise ValueError(f"{name} has shape {array.shape}; this batch wants {(*shape, *inner)}")
+    return array.reshape(math.prod(shape), *inner)

@@ -1,0 +1,308 @@
+"""Recurrent layers of a cache: what is served in pieces, with drafts, and what is refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import jaxkv
+from tests.helpers import as_ids
+from tests.reference_recurrence import RecurrentCase, convolve, normalized
+from tests.test_attend import poisoned
+
+HEADS, SIZE, KEY_HEADS, WIDTH, BLOCK = 2, 8, 1, 4, 4
+QKV = 2 * KEY_HEADS * SIZE + HEADS * SIZE
+TOKENS, REQUESTS, LENGTH = 12, 2, 40
+SHAPES = {
+    "gated_delta": ((WIDTH - 1, QKV), (HEADS, SIZE, SIZE)),
+    "mamba2": ((WIDTH - 1, QKV), (HEADS, SIZE, SIZE)),
+    "linear_attention": ((HEADS, SIZE, SIZE),),
+    "short_conv": ((WIDTH - 1, QKV),),
+}
+KINDS = tuple(SHAPES)
+
+
+def plan_of(kind: str, mode: Any = "none", drafts: int = 0, layers: int = 1) -> jaxkv.Plan:
+    shapes = SHAPES[kind]
+    spec = jaxkv.StateSpec(
+        block_size=BLOCK,
+        shapes=shapes,
+        dtypes=("f32",) * len(shapes),
+        cache_mode=mode,
+        speculative_blocks=drafts,
+    )
+    return jaxkv.plan_cache(
+        {f"layer.{i}": spec for i in range(layers)},
+        2**30,
+        max_model_len=LENGTH,
+        num_blocks_override=60,
+        limits=jaxkv.Limits(max_in_flight_tokens=TOKENS),
+    )
+
+
+@functools.cache
+def weights() -> np.ndarray:
+    return (np.random.default_rng(1).normal(size=(WIDTH, QKV)) / 2).astype(np.float32)
+
+
+@functools.cache
+def tokens_of(request: str) -> dict[str, np.ndarray]:
+    """The inputs of all tokens of a request."""
+    rng = np.random.default_rng(ord(request))
+    return {
+        "inputs": rng.normal(size=(LENGTH, QKV)).astype(np.float32),
+        "log_decay": -rng.exponential(size=(LENGTH, HEADS)).astype(np.float32),
+        "beta": rng.uniform(size=(LENGTH, HEADS)).astype(np.float32),
+    }
+
+
+@functools.cache
+def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the last array of the state after each token, and all outputs, by one pass."""
+    given = {name: array.astype(np.float64) for name, array in tokens_of(request).items()}
+    inputs, zeros = given["inputs"], np.zeros((WIDTH - 1, QKV))
+    if kind == "short_conv":
+        return convolve(inputs, zeros, weights().astype(np.float64), None, False)
+    if kind != "linear_attention":
+        _, inputs = convolve(inputs, zeros, weights().astype(np.float64), None, True)
+    keys_end, widths = KEY_HEADS * SIZE, [KEY_HEADS * SIZE] * 2
+    if kind == "mamba2":
+        values, keys, queries = np.split(inputs, [HEADS * SIZE, HEADS * SIZE + keys_end], axis=1)
+    else:
+        queries, keys, values = np.split(inputs, np.cumsum(widths), axis=1)
+    queries, keys = (x.reshape(LENGTH, KEY_HEADS, SIZE) for x in (queries, keys))
+    if kind == "gated_delta":
+        queries, keys = normalized(queries) * SIZE**-0.5, normalized(keys)
+    case = RecurrentCase(
+        *(np.repeat(x, HEADS, axis=1) for x in (queries, keys)),
+        values.reshape(LENGTH, HEADS, SIZE),
+        np.exp(given["log_decay"])[..., None],
+        np.ones((LENGTH, HEADS)) if kind == "linear_attention" else given["beta"],
+        delta=kind == "gated_delta",
+    )
+    states, outputs = case.run(np.zeros((HEADS, SIZE, SIZE)), range(LENGTH))
+    return states, np.stack(outputs)
+
+
+def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: Any) -> Any:
+    if kind == "short_conv":
+        return jaxkv.short_conv(cache, layer, batch, x["inputs"], conv_weights=weights(), **options)
+    if kind == "linear_attention":
+        return jaxkv.linear_attention(
+            cache, layer, batch, x["inputs"], x["log_decay"], num_key_heads=KEY_HEADS, **options
+        )
+    arguments = cache, layer, batch, x["inputs"], x["log_decay"], x["beta"]
+    options |= {"conv_weights": weights()}
+    if kind == "mamba2":
+        return jaxkv.mamba2(*arguments, num_groups=KEY_HEADS, **options)
+    return jaxkv.gated_delta(*arguments, num_key_heads=KEY_HEADS, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "blocks"), donate_argnums=1)
+def step(kind, cache, upload, x, num_drafts, at, blocks=1):
+    """One layer, and the states that it left in the first blocks of each request."""
+    cache, batch = jaxkv.apply_step(cache, upload)
+    x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
+    cache, out = run_layer(kind, cache, "layer.0", batch, x, num_drafts=num_drafts, at=at)
+    places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
+    kept = [jaxkv.read_state(cache, "layer.0", batch, at=place)[-1] for place in places]
+    return cache, out, kept
+
+
+def inputs_of(work: dict[str, int], computed: dict[str, int], columns: int | None) -> Any:
+    """Returns the step's inputs in a token array, with NaN for padding."""
+    names = ("inputs", "log_decay", "beta")
+    rows = columns * REQUESTS if columns else TOKENS
+    x = {n: np.full((rows, tokens_of("a")[n].shape[1]), np.nan, np.float32) for n in names}
+    place = 0
+    for i, (request, count) in enumerate(work.items()):
+        place = i * columns if columns else place
+        for name in names:
+            begin = computed[request]
+            x[name][place : place + count] = tokens_of(request)[name][begin : begin + count]
+        place += count
+    return x
+
+
+def outputs_of(out: Any, work: dict[str, int], columns: int | None) -> dict[str, np.ndarray]:
+    out = np.asarray(out)
+    if columns:
+        return {r: out[i, :n] for i, (r, n) in enumerate(work.items())}
+    ends = np.cumsum(list(work.values()))
+    return dict(zip(work, np.split(out[: ends[-1]], ends[:-1]), strict=True))
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "columns"),
+    [
+        ("gated_delta", "all", None),
+        ("mamba2", "align", None),
+        ("linear_attention", "none", None),
+        ("short_conv", "all", None),
+        ("gated_delta", "align", 5),
+    ],
+)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, data) -> None:
+    plan = plan_of(kind, mode)
+    options = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **options)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
+    computed = {"a": 0, "b": 0}
+    for request in computed:
+        manager.start(request)
+    blocks = -(-(columns or TOKENS) // BLOCK) + 1 if mode == "all" else 1
+    for _ in range(4):
+        most = columns or TOKENS // 2
+        counts = {r: min(data.draw(st.integers(0, most)), LENGTH - computed[r]) for r in computed}
+        work = {request: count for request, count in counts.items() if count}
+        if not work:
+            continue
+        x = inputs_of(work, computed, columns)
+        cache, out, kept = step(kind, cache, manager.step(shape, work), x, None, None, blocks)
+        for i, (request, found) in enumerate(outputs_of(out, work, columns).items()):
+            states, outputs = expected(kind, request)
+            begin, end = computed[request], computed[request] + work[request]
+            close(found.reshape(end - begin, -1), outputs[begin:end].reshape(end - begin, -1))
+            ends = [end]
+            if mode == "all":  # the ends of the blocks that the step's tokens touch
+                ends = [*range((begin // BLOCK + 1) * BLOCK, end, BLOCK), end]
+            for block, position in enumerate(ends if begin else ()):  # `read_state` of a fresh one
+                close(kept[block][i], states[position - 1])  # is zeros
+            computed[request] = end
+        assert np.isfinite(out).all()
+    jaxkv.check_errors(cache)
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [("none", 0), ("align", 1), ("all", 2)])
+def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(mode, accepted) -> None:
+    drafts = 2
+    plan = plan_of("gated_delta", mode, drafts)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
+    manager.start("a")
+    none, zeros = None, as_ids([0, 0])
+    x = inputs_of({"a": 4}, {"a": 0}, None)
+    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": 4}), x, none, none)
+    x = inputs_of({"a": 3}, {"a": 4}, None)
+    x["inputs"][1 + accepted : 3] = 7.0  # these drafts are not what comes next
+    upload = manager.step(shape, {"a": 3})
+    cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), none)
+    computed = 5 + accepted
+    manager.rewind("a", computed)
+    x = inputs_of({"a": 1}, {"a": computed}, None)
+    upload = manager.step(shape, {"a": 1})
+    cache, out, _ = step("gated_delta", cache, upload, x, zeros, as_ids([accepted, 0]))
+    close(out[0], expected("gated_delta", "a")[1][computed])
+    jaxkv.check_errors(cache)
+
+
+def test_a_scan_over_layers_gives_what_layers_by_name_give() -> None:
+    plan = plan_of("gated_delta", layers=3)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    manager.start("a")
+    upload = manager.step(shape, {"a": 6})
+    x = {k: jnp.nan_to_num(v) for k, v in inputs_of({"a": 6}, {"a": 0}, None).items()}
+
+    def one(cache, batch, out, name, period):
+        given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
+        return run_layer("gated_delta", cache, name, batch, given, period=period)
+
+    def by_name(cache):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        out = jnp.zeros((TOKENS, HEADS, SIZE))
+        for i in range(3):
+            cache, out = one(cache, batch, out, f"layer.{i}", None)
+        return cache, out
+
+    def scanned(cache):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
+
+        def body(carry, period):
+            return one(carry[0], batch, carry[1], "layer.0", period), None
+
+        return jax.lax.scan(body, carry, jnp.arange(3))[0]
+
+    found = [
+        jax.jit(f)(poisoned(jaxkv.make_cache(plan, max_requests=2))) for f in (by_name, scanned)
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours)[..., :], theirs)
+
+
+def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
+    plan, ranks = plan_of("linear_attention"), min(2, len(jax.devices()))
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("heads",))
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    manager.start("a")
+    parts = {name: array[None] for name, array in inputs_of({"a": 6}, {"a": 0}, None).items()}
+    x = jax.tree.map(lambda array: np.concatenate([array * (1 + r) for r in range(ranks)]), parts)
+
+    def body(cache, upload, x):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        mine = {name: array[0] for name, array in x.items()}
+        cache, out = run_layer("linear_attention", cache, "layer.0", batch, mine)
+        return cache, out[None]
+
+    specs, split = cache.partition_specs(), PartitionSpec("heads")
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, PartitionSpec(), split), out_specs=(specs, split),
+        check_vma=False,
+    )  # fmt: skip
+    _, out = jax.jit(run)(cache, manager.step(shape, {"a": 6}), x)
+    close(out[0, :6], expected("linear_attention", "a")[1][:6])
+    assert ranks == 1 or np.abs(out[1, :6] - out[0, :6]).max() > 0.1
+
+
+FULL = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+BAD = [
+    ({"inputs": jnp.zeros((TOKENS, QKV + 1))}, ValueError, r"qkv has shape .* wants \(12, 32\)"),
+    ({"log_decay": jnp.zeros((TOKENS, 3))}, ValueError, "log_decay has shape"),
+    ({"beta": jnp.zeros((3, HEADS))}, ValueError, "beta has shape"),
+    ({"inputs": jnp.zeros((TOKENS, QKV), jnp.int32)}, TypeError, "inputs must be one of"),
+    ({"conv_weights": jnp.zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
+    ({"num_key_heads": 3}, ValueError, "num_key_heads=3"),
+    ({"num_drafts": as_ids([0, 0])}, ValueError, "plan it with speculative_blocks"),
+    ({"at": as_ids([0])}, ValueError, r"at has shape \(1,\)"),
+    ({"at": np.zeros(2)}, TypeError, "at must be an array of int32"),
+    ({"layer": "full"}, TypeError, "keeps tokens, not states; use attend"),
+    ({"layer": "other"}, ValueError, "keeps states of shapes"),
+    ({"implementation": "mosaic_gpu"}, NotImplementedError, "keys are 8 wide"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), BAD, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_refused_by_name(wrong, error, text) -> None:
+    state = jaxkv.StateSpec(block_size=4, shapes=SHAPES["gated_delta"], dtypes=("f32", "f32"))
+    other = jaxkv.StateSpec(block_size=4, shapes=((3, 4),), dtypes=("f32",))
+    layers = {"layer.0": state, "full": FULL, "other": other}
+    plan = jaxkv.plan_cache(layers, 2**30, max_model_len=LENGTH, num_blocks_override=40)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=2), shape.idle())
+    given = {
+        "inputs": jnp.zeros((TOKENS, QKV)),
+        "log_decay": jnp.zeros((TOKENS, HEADS)),
+        "beta": jnp.zeros((TOKENS, HEADS)),
+        "layer": "layer.0",
+        "conv_weights": weights(),
+        "num_key_heads": KEY_HEADS,
+    } | wrong
+    arrays = [given.pop(name) for name in ("layer", "inputs", "log_decay", "beta")]
+    with pytest.raises(error, match=text):
+        jaxkv.gated_delta(cache, arrays[0], batch, *arrays[1:], **given)
