@@ -175,7 +175,7 @@ print("first keys of c:", keys[0, :3, 0, 0])
 # %%
 cache, batch = apply_step(cache, manager.step(shape, {"b": 4}))  # one token and three drafts
 try:
-    manager.rewind("b", 17)  # two of the drafts are rejected
+    manager.rewind({"b": 17})  # two of the drafts are rejected
 except ValueError as error:
     print(error)
 
@@ -191,7 +191,7 @@ books = jaxkv.BlockManager(drafts, max_requests=1)
 books.start("b")
 for num_tokens in (15, 4):
     books.step(jaxkv.StepShape.for_plan(drafts, max_requests=1, max_tokens=16), {"b": num_tokens})
-books.rewind("b", 17)
+books.rewind({"b": 17})
 print(books.num_computed_tokens("b"), "tokens; blocks with states:", books.block_ids("b")[1])
 
 # %% [markdown]

@@ -110,7 +110,7 @@ plotting.plot_pool_over_time(plan, snapshots)
 # row gets, and from which column on; `pack_step` makes the upload. Id 0 is the null block: never
 # hand it out. Where layers of different kinds share bytes (`plan.groups_to_zero`), list fresh ids
 # in `zero_ids=`, too. These uploads have no number, so the device cannot tell when one is lost.
-# There are also `copies=` for blocks and `row_copies=` for rows, for which the shape needs room:
+# There are also `copies=` for blocks, for which the shape needs room:
 # `StepShape.for_plan(..., forks=)`.
 
 # %%
@@ -429,7 +429,6 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 # | `table[row, n : n + len(ids)] = ids` | `TableEntry(row, [ids], starts=[n])` |
 # | `table[row] = 0; table[row, : len(ids)] = ids` | `TableEntry(row, [ids])` |
 # | `table[row] = 0` when a request ends | nothing: an entry without `starts` replaces the row |
-# | `table[[a, b]] = table[[b, a]]` | `BlockManager.swap_rows(a, b)`, or `pack_step(row_copies=)` |
 # | `jnp.asarray(table[rows, :width])` every step | `batch.block_tables(layer)`, on the device |
 # | `table[row, pos // 16] * 16 + pos % 16` | `batch.slot_mapping(layer)`, -1 for padding |
 #

@@ -127,12 +127,6 @@ class ReferenceManager:
                         self._release(request.blocks[group].pop(column))
                 request.firsts[group] = first
 
-    def swap_rows(self, first: int, second: int) -> None:
-        swapped = {first: second, second: first}
-        for request in self.requests.values():
-            request.row = swapped.get(request.row, request.row)
-        self.free_rows = deque(swapped.get(row, row) for row in self.free_rows)
-
     # --- steps --------------------------------------------------------------------
 
     def grow(self, work: Mapping[object, int]) -> list[Change]:

@@ -45,11 +45,6 @@ class Content:
     def apply(self, upload: Upload) -> None:
         """Applies the changes of an upload, in the order of `apply_step`."""
         parts = upload.parts()
-        copies = list(zip(parts["row_sources"], parts["row_destinations"], strict=True))
-        for table in self.rows:
-            before = table.copy()
-            for source, destination in copies:
-                table[destination] = before[source]
         at = 0
         for group, end in enumerate(parts["entry_ends"].tolist()):
             for i in range(at, end):

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jaxkv._src.block_tables import append_block_ids, copy_rows, gather_batch, pack_entries
+from jaxkv._src.block_tables import append_block_ids, gather_batch, pack_entries
 from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, pack_step
 from jaxkv._src.cache import (
     BAD_BATCH,
@@ -104,7 +104,6 @@ REQUEST = st.tuples(
 )
 
 append = jax.jit(append_block_ids, donate_argnums=0)
-copy = jax.jit(copy_rows, donate_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -167,13 +166,6 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(entries=ENTRIES)
     def append(self, entries) -> None:
         self._append(entries)
-
-    @rule(rows=st.permutations(range(ROWS)), sources=st.lists(ROW, max_size=ROWS))
-    def copy(self, rows, sources) -> None:
-        padding = [PAD_ROW] * (ROWS - len(sources))
-        targets = rows[: len(sources)]
-        self.cache = copy(self.cache, as_ids(sources + padding), as_ids(targets + padding))
-        self.lists.copy_rows(sources, targets)
 
     @rule(rows=st.permutations(range(ROWS)), requests=st.lists(REQUEST, min_size=1, max_size=BATCH))
     def gather(self, rows, requests) -> None:
@@ -341,7 +333,7 @@ def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(chang
     cache = append_block_ids(full, dataclasses.replace(arrays, **{name: bad}))
     assert int(cache.error_flags) == flag
     with pytest.raises(CacheError, match="the device found errors"):
-        check_errors(copy_rows(cache, as_ids([]), as_ids([])))
+        check_errors(cache)
     before, after = np.asarray(full.block_tables), np.array(cache.block_tables)
     if name == "block_ids":
         assert after[2, 0] == 0, "an id that the pool does not have reads as null"
@@ -352,21 +344,12 @@ def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(chang
 def test_ids_past_the_last_group_are_padding() -> None:
     arrays = packed(entry(0, [5]))
     rows, ids = np.array(arrays.rows), np.array(arrays.block_ids)
-    rows[3], ids[3] = 1, 7
+    rows[2:4], ids[3] = [PAD_ROW, 1], 7
     cache = append_block_ids(
         small_cache(), dataclasses.replace(arrays, rows=rows, block_ids=ids, columns=ids * 0)
     )
     assert row_of(cache, 1) == [] and int(cache.block_tables.sum()) == 5
     check_errors(cache)
-
-
-def test_rows_are_copied_at_once() -> None:
-    cache = append_block_ids(small_cache(), packed(entry(0, [5, 6], [7]), entry(1, [8])))
-    swapped = copy_rows(cache, as_ids([0, 1, -1]), as_ids([1, 0, -1]))
-    assert (row_of(swapped, 0), row_of(swapped, 1), row_of(swapped, 1, 1)) == ([8], [5, 6], [7])
-    bad = copy_rows(cache, as_ids([0, ROWS, 1]), as_ids([-1, 2, 2**31 - 1]))
-    assert int(bad.error_flags) == BAD_ROW
-    np.testing.assert_array_equal(bad.block_tables, cache.block_tables)
 
 
 @pytest.mark.parametrize("largest", [INT32_MAX, 5], ids=["one index", "pairs of indices"])
@@ -531,7 +514,6 @@ def test_operations_leave_the_old_state_valid_unless_it_is_donated() -> None:
     cache = full_rows()
     with assert_unchanged(cache):
         append_block_ids(cache, packed(entry(0, [5])))
-        copy_rows(cache, as_ids([0]), as_ids([1]))
 
 
 def test_appending_in_a_donating_jit_copies_no_table() -> None:
@@ -574,8 +556,6 @@ def test_integers_that_are_not_int32_are_refused_and_not_truncated() -> None:
     wide = dataclasses.replace(entries, block_ids=np.array(entries.block_ids, np.int64) + 2**32)
     with pytest.raises(TypeError, match=r"entries.block_ids must be an array of int32, got int64"):
         append_block_ids(cache, wide)
-    with pytest.raises(TypeError, match="sources must be an array of int32"):
-        copy_rows(cache, np.array([0]), as_ids([1]))
     with pytest.raises(TypeError, match="block_ids must be an array of int32"):
         expand_blocks([1, 2], 2)
 

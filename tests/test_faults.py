@@ -1,9 +1,5 @@
 """Faults that hostile tests once found, and what they tried: none may come back."""
 
-import itertools
-import random
-from collections import Counter, defaultdict
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +8,9 @@ import pytest
 import jaxkv
 from jaxkv import (
     BlockManager,
-    ChunkedAttentionSpec,
     FullAttentionSpec,
     Limits,
     MLASpec,
-    OutOfBlocksError,
     SlidingWindowSpec,
     StateSpec,
     StepShape,
@@ -68,7 +62,7 @@ def test_a_shared_state_that_a_rewound_fork_leaves_is_given_back() -> None:
     for _ in range(2):
         manager.step(shape, {"r": 1})
     manager.fork("r", ["s"])
-    manager.rewind("s", 0)
+    manager.rewind({"s": 0})
     manager.step(shape, {"s": 1, "r": 1})
     for request in "rs":
         manager.finish(request)
@@ -106,203 +100,6 @@ def test_a_name_that_does_not_equal_itself_runs_like_any_other() -> None:
         manager.step(shape, {float("nan"): 1})
     manager.finish(name)
     assert manager.num_free_blocks == plan.usable_blocks
-
-
-class Serving:
-    """Random calls of a manager, and a device that knows only the uploads.
-
-    Every token has a mark of its own, and a state is the mark of its last token. Blocks hold
-    ``(group, mark)`` by offset, so that what a request finds tells who wrote it.
-    """
-
-    def __init__(self, plan: Plan, seed: int):
-        self.plan, self.rng = plan, random.Random(seed)
-        self.manager = BlockManager(plan, max_requests=4)
-        self.growths = [group.growth for group in plan.groups]
-        self.rows = [[{} for _ in range(4)] for _ in plan.groups]
-        self.blocks: dict[int, dict] = defaultdict(dict)
-        self.tokens: dict[int, list[int]] = {}
-        self.names, self.marks = itertools.count(), itertools.count(1)
-        self.seen: Counter[str] = Counter()
-        room = {"block_ids": 400, "zero_ids": 400, "block_copies": 400, "row_copies": 400}
-        self.shape = StepShape(
-            growths=tuple(self.growths),
-            num_blocks=plan.num_blocks,
-            max_requests=4,
-            batch_size=4,
-            max_tokens=32,
-            max_query_len=8,
-            max_seq_len=24,
-            **room,
-        )
-
-    def act(self) -> None:
-        calls = [self.start] * 2 * (len(self.tokens) < 4)
-        if self.tokens:
-            calls += [self.step] * 8 + [self.grow, self.fork, self.rewind, self.swap, self.trim]
-            calls += [self.finish]
-        self.rng.choice(calls)()
-        self.check_holders()
-
-    def start(self) -> None:
-        name = next(self.names)
-        self.manager.start(name)
-        self.tokens[name] = []
-
-    def finish(self) -> None:
-        name = self.rng.choice(list(self.tokens))
-        self.manager.finish(name)
-        del self.tokens[name]
-
-    def swap(self) -> None:
-        self.manager.swap_rows(self.rng.randrange(4), self.rng.randrange(4))
-
-    def trim(self) -> None:
-        self.manager.trim(self.rng.choices(list(self.tokens), k=2))
-
-    def fork(self) -> None:
-        donor, name = self.rng.choice(list(self.tokens)), next(self.names)
-        count = len(self.tokens[donor]) - self.rng.choice([0, 0, 0, 1, 4])
-        if len(self.tokens) < 4 and count >= 0 and self.accepts("fork", donor, [name], count):
-            self.tokens[name] = self.tokens[donor][:count]
-
-    def rewind(self) -> None:
-        name = self.rng.choice(list(self.tokens))
-        count = max(0, len(self.tokens[name]) - self.rng.choice([1, 1, 2, 4]))
-        if self.accepts("rewind", name, count):
-            del self.tokens[name][count:]
-
-    def accepts(self, call: str, *arguments) -> bool:
-        *others, count = arguments
-        try:
-            getattr(self.manager, call)(*others, num_tokens=count)
-        except ValueError:
-            return False
-        self.seen[call] += 1
-        return True
-
-    def work(self) -> dict[int, int]:
-        names = self.rng.sample(list(self.tokens), self.rng.randint(0, len(self.tokens)))
-        room = {name: min(8, 24 - len(self.tokens[name])) for name in names}
-        return {
-            n: self.rng.choice([1, 1, self.rng.randint(1, most)])
-            for n, most in room.items()
-            if most
-        }
-
-    def grow(self) -> None:
-        try:
-            self.manager.grow(self.work())
-        except OutOfBlocksError:
-            self.seen["refused"] += 1
-
-    def step(self) -> None:
-        work = self.work()
-        try:
-            upload = self.manager.step(self.shape, work)
-        except OutOfBlocksError:
-            self.seen["refused"] += 1
-            return
-        self.apply(upload.parts())
-        for name, count in work.items():
-            self.check_states(name)
-            self.tokens[name] += itertools.islice(self.marks, count)
-        for name, count in work.items():
-            self.write(name, count)
-        for name, count in work.items():
-            self.check_tokens(name, count)
-
-    def apply(self, parts) -> None:
-        """Does what the device does, in its order."""
-        pairs = list(zip(parts["row_sources"], parts["row_destinations"], strict=True))
-        ends = parts["entry_ends"].tolist()
-        cells = zip(
-            *(parts[f"entry_{x}"].tolist() for x in ("rows", "columns", "ids")), strict=True
-        )
-        for rows in self.rows:
-            for (_, row), copied in zip(pairs, [dict(rows[a]) for a, _ in pairs], strict=True):
-                rows[row] = copied
-        for index, (row, column, block) in enumerate(cells):
-            group = next(g for g, end in enumerate(ends) if index < end)
-            self.rows[group][row][column] = block
-        copies = list(zip(parts["copy_sources"], parts["copy_destinations"], strict=True))
-        assert len({into for _, into in copies}) == len(copies), "two copies into one block"
-        self.blocks |= {int(b): dict(self.blocks[int(a)]) for a, b in copies}
-        self.blocks |= {block: {} for block in parts["zero_ids"].tolist()}
-        self.seen["copied"] += len(copies)
-
-    def block(self, name: int, group: int, column: int) -> dict:
-        """The content of a block, as the device finds it and the manager says."""
-        block = self.rows[group][self.manager.requests[name]].get(column, 0)
-        assert block and self.manager.block_ids(name)[group][column] == block
-        return self.blocks[block]
-
-    def write(self, name: int, count: int) -> None:
-        tokens = self.tokens[name]
-        first, last = len(tokens) - count, len(tokens) - 1
-        for group, growth in enumerate(self.growths):
-            size, mode = growth.block_size, growth.cache_mode
-            if growth.stores == "tokens":
-                for position in range(first, last + 1):
-                    content = self.block(name, group, position // size)
-                    content[position % size] = group, tokens[position]
-            elif mode == "all":
-                for column in range(first // size, last // size + 1):
-                    end = min((column + 1) * size, last + 1)
-                    self.block(name, group, column)[0] = group, tokens[end - 1]
-            else:
-                self.block(name, group, 0 if mode == "none" else last // size)[0] = (
-                    group,
-                    tokens[last],
-                )
-
-    def check_states(self, name: int) -> None:
-        tokens = self.tokens[name]
-        for group, growth in enumerate(self.growths):
-            if growth.stores == "state" and tokens:
-                column = (len(tokens) - 1) // growth.block_size * (growth.cache_mode != "none")
-                assert self.block(name, group, column)[0] == (group, tokens[-1])
-
-    def check_tokens(self, name: int, count: int) -> None:
-        tokens = self.tokens[name]
-        for group, growth in enumerate(self.growths):
-            if growth.stores == "tokens":
-                oldest = int(growth.first_visible(len(tokens) - count))
-                for position in range(oldest, len(tokens)):
-                    column, offset = divmod(position, growth.block_size)
-                    content = self.block(name, group, column)
-                    assert content[offset] == (group, tokens[position])
-                    if self.plan.groups_to_zero[group]:
-                        assert {g for g, _ in content.values()} == {group}, "stale bytes"
-
-    def check_holders(self) -> None:
-        manager, holders = self.manager, Counter()
-        for name in self.tokens:
-            ids = [i for row in manager.block_ids(name) for i in row if i]
-            assert len(set(ids)) == len(ids)
-            holders.update(ids)
-        assert all(manager.block_pool.references(i) == count for i, count in holders.items())
-        assert manager.num_free_blocks + len(holders) == self.plan.usable_blocks
-
-
-def test_requests_find_what_they_wrote_whatever_was_called_in_between() -> None:
-    """Growth ahead of the steps, forks of forks, rewinds over shared blocks, swaps, trims."""
-    chunked = ChunkedAttentionSpec(block_size=2, chunk_size=5, **KV)
-    models = [
-        {"a": FULL, "w": WINDOW, "c": chunked},
-        {"n": state("none"), "a": FullAttentionSpec(block_size=8, **KV)},
-        {"s": state("align", 1), "w": SlidingWindowSpec(block_size=1, sliding_window=3, **KV)},
-        {"s": state("align"), "t": state("all", 2), "a": FULL},
-    ]
-    seen: Counter[str] = Counter()
-    for seed, layers in itertools.product(range(25), models):
-        needed = plan_of(layers, 200, 24, limits=LIMITS).admission_blocks(24)
-        blocks = 1 + int(needed * random.Random(seed).choice([1, 1.5, 3]))
-        run = Serving(plan_of(layers, blocks, 24, limits=LIMITS), seed)
-        for _ in range(60):
-            run.act()
-        seen += run.seen
-    assert all(seen[event] > 100 for event in ("fork", "rewind", "copied", "refused")), seen
 
 
 # --- the device -----------------------------------------------------------------------
@@ -517,3 +314,184 @@ def test_a_manager_of_ten_thousand_requests_gives_everything_back() -> None:
         manager.finish(name)
     assert manager.num_free_blocks == plan.usable_blocks
     assert len(set(free_ids(manager))) == plan.usable_blocks
+
+
+# --- blocks that no upload told of ------------------------------------------------------
+
+
+class Device:
+    """Requests on a device that adds up tokens: each state is the sum of a request's tokens."""
+
+    def __init__(self, layer: str, plan: Plan, shape: StepShape, requests: int):
+        self.manager = BlockManager(plan, max_requests=requests, checkpoint_share=1.0)
+        self.shape, self.cache = shape, jaxkv.make_cache(plan, max_requests=requests)
+
+        def step(cache, upload, token):
+            cache, batch = jaxkv.apply_step(cache, upload)
+            if isinstance(cache.layout.place_of(layer).spec, StateSpec):
+                (found,) = jaxkv.read_state(cache, layer, batch)
+                new = found + token * batch.query_lens[:, None].astype(jnp.float32)
+                return jaxkv.write_state(cache, layer, batch, [new]), found[:, 0]
+            rows = jnp.full((shape.max_tokens, 1, 4), token)
+            cache = jaxkv.write_tokens(cache, layer, batch, rows, rows)
+            return cache, jaxkv.read_tokens(cache, layer, batch)[0][..., 0, 0]
+
+        self._step = jax.jit(step)
+
+    def step(self, work: dict[str, int], token: float = 1.0) -> np.ndarray:
+        """Runs a step; returns the state before it, or the keys after it, of each request."""
+        upload = self.manager.step(self.shape, work)
+        parts = upload.parts()
+        assert not set(parts["zero_ids"].tolist()) & set(parts["copy_destinations"].tolist())
+        self.cache, found = self._step(self.cache, upload, token)
+        jaxkv.check_errors(self.cache)
+        return np.asarray(found)[: len(work)]
+
+
+def device(layers, num_blocks: int, length: int, requests: int, **options) -> Device:
+    plan = plan_of(layers, num_blocks, length, limits=LIMITS, zero_policy="always")
+    sizes = {"max_requests": requests, "max_tokens": 16, "forks": 4} | options
+    shape = StepShape.for_plan(plan, **sizes)
+    return Device(next(iter(layers)), plan, shape, requests)
+
+
+def test_a_step_shorter_than_its_grow_leaves_nothing_behind() -> None:
+    """The column that it gives back is not zeroed, because it may hold a copied state by now."""
+    layers = {
+        "s": state("align", 2),
+        "a": FullAttentionSpec(block_size=2, num_kv_heads=1, head_size=2),
+    }
+    served = device(layers, 12, 8, 2)
+    manager = served.manager
+    manager.start("a", [1, 2, 3, 4])
+    manager.fork("a", ["b"])
+    assert served.step({"a": 1, "b": 8}).tolist() == [0, 0]
+    assert served.step({"a": 2}).tolist() == [1]
+    manager.grow({"a": 5})
+    assert served.step({"a": 1}).tolist() == [3]
+    assert served.step({"a": 1}).tolist() == [4]
+
+
+def test_blocks_of_a_donor_that_ended_before_the_step_are_zeroed_for_nobody() -> None:
+    """Two forks of a donor that had grown share a partial block, and one of them copies it."""
+    layers = {"a": FullAttentionSpec(block_size=8, dtype="f32", **KV)}
+    served = device(layers, 11, 64, 4)
+    manager = served.manager
+    manager.start("filler")  # all blocks but two
+    for _ in range(8):
+        served.step({"filler": 8}, 9.0)
+    manager.start("parent")
+    served.step({"parent": 5}, 1.0)
+    manager.grow({"parent": 4})
+    manager.fork("parent", ["b", "c"])
+    manager.finish("parent")
+    keys = served.step({"b": 1, "c": 1}, 2.0)
+    assert keys[:, :6].tolist() == [[1] * 5 + [2]] * 2
+
+
+def test_a_state_that_is_yet_to_be_copied_is_not_kept_for_later_prompts() -> None:
+    """A fork ends after it grew and before the upload that would have copied its state."""
+    layers = {"s": state("none"), "a": FULL}
+    served = device(layers, 30, 24, 3)
+    manager = served.manager
+    manager.start("donor", [1] * 6)
+    served.step({"donor": 5})
+    manager.fork("donor", ["fork"])
+    manager.grow({"fork": 1})
+    manager.finish("fork")
+    served.step({"donor": 1}, 100.0)
+    manager.start("later", [1] * 6)
+    cached = manager.num_computed_tokens("later")
+    assert served.step({"later": 1}).tolist() == [cached]
+
+
+def test_a_request_that_began_with_a_cached_prefix_cannot_go_back_to_its_first_token() -> None:
+    """With cache_mode="all" its row has only the last block of the prefix."""
+    served = device({"s": state("all", 2)}, 10, 16, 3, cached_tokens=16)
+    manager = served.manager
+    manager.start("a", [5] * 8)
+    for _ in range(4):
+        served.step({"a": 2})
+    manager.start("b", [*[5] * 8, 9])
+    assert manager.num_computed_tokens("b") == 8
+    for position in (0, 2):
+        with pytest.raises(ValueError, match="request 'b' no longer holds a block of group 0"):
+            manager.rewind({"b": position})
+    assert served.step({"b": 1}).tolist() == [8]
+    with pytest.raises(ValueError, match="no longer holds the blocks of group 0"):
+        manager.fork("b", ["c"], num_tokens=4)
+
+
+def test_names_are_told_apart_by_what_they_are() -> None:
+    """NumPy compares a number with a tuple element by element, so equality says little."""
+    _, manager, shape = serving({"a": FULL})
+    names = [np.int64(1), (1,), (1, 2)]
+    for name in names:
+        manager.start(name)
+    for count, name in enumerate(names, 1):
+        manager.step(shape, {name: count})
+    assert list(manager.computed_tokens.values()) == [1, 2, 3]
+
+
+def test_what_grew_and_is_not_in_the_step_takes_no_room_in_it() -> None:
+    plan, manager, shape = serving({"a": FULL, "w": WINDOW}, forks=1)
+    small = StepShape.for_plan(plan, max_requests=3, batch_size=1, max_tokens=1)
+    for name in "ab":
+        manager.start(name)
+    manager.grow({"a": 8})
+    manager.step(small, {"b": 1})
+    parts = manager.step(small, {"a": 1}).parts()  # the blocks of one token of eight
+    assert parts["entry_ids"].size == 2 and parts["row_lengths"].tolist() == [[1, 1]]
+    assert manager.step(shape, {"a": 7}).parts()["entry_ids"].size == 2
+    manager.fork("a", ["f"], num_tokens=8)
+    assert manager.unsent_tokens_by_row.tolist() == [0, 0, 8]
+    manager.step(small, {"b": 1})
+    with pytest.raises(ValueError, match=r"block_ids=.*cached_tokens="):
+        manager.step(small, {"f": 1})
+    assert manager.step(shape, {"f": 1}).parts()["entry_ids"].size == 5
+    assert not manager.unsent_tokens_by_row.any()
+
+
+def test_a_reset_lets_the_device_go_on_after_an_upload_that_was_never_run() -> None:
+    served = device({"s": state("none"), "a": FULL}, 30, 24, 2)
+    manager = served.manager
+    manager.start("a", [1] * 6)
+    served.step({"a": 3})
+    manager.step(served.shape, {"a": 2})  # lost
+    with pytest.raises(jaxkv.CacheError, match="reset"):
+        served.step({"a": 1})
+    manager.reset()
+    assert manager.requests == {} and manager.num_free_blocks == manager.plan.usable_blocks
+    manager.start("a", [1] * 6)
+    assert manager.num_computed_tokens("a") == 0
+    assert served.step({"a": 3}).tolist() == [0]
+    assert served.step({"a": 2}).tolist() == [3]
+
+
+def test_calls_that_overlap_are_refused() -> None:
+    _, manager, shape = serving({"a": FULL})
+    manager.start("r")
+
+    class Ring:
+        def buffer(self, shape: StepShape) -> np.ndarray:
+            manager.finish("r")
+            raise AssertionError("finish was not refused")
+
+        def seal(self) -> None: ...
+
+    with pytest.raises(RuntimeError, match="finish was called during another call of the same"):
+        manager.step(shape, {"r": 1}, ring=Ring())
+    manager.step(shape, {"r": 1})
+
+
+def test_tokens_of_a_prompt_can_be_taken_back_before_they_are_computed() -> None:
+    _, manager, shape = serving({"a": FULL}, forks=1)
+    manager.start("r", [1] * 12)
+    manager.step(shape, {"r": 5})
+    with pytest.raises(ValueError, match="num_tokens=13 is more than"):
+        manager.rewind({"r": 13})
+    manager.rewind({"r": 6})  # other tokens follow than those of the prompt
+    assert manager.num_computed_tokens("r") == 5
+    manager.step(shape, {"r": 7})
+    manager.finish("r")
+    assert manager.start("s", [1] * 12).num_cached_tokens == 4

@@ -239,9 +239,9 @@ MISTAKES = {
         "the step needs max_tokens=4 and its shape has 3; use a larger shape",
     ),
     "no room for forks": (
-        lambda s: pack_step(s.shape, row_copies=[(0, 1)]),
+        lambda s: pack_step(s.shape, copies=[[(1, 2)], *[[]] * (len(PLAN.groups) - 1)]),
         ValueError,
-        r"needs row_copies=1 and its shape has 0; use more forks= \(see StepShape.for_plan\)",
+        r"needs block_copies=1 and its shape has 0; use more forks= \(see StepShape.for_plan\)",
     ),
     "token ids that do not fit": (
         lambda s: s.step({"r": 1}, extra=[15043]),
@@ -259,7 +259,7 @@ MISTAKES = {
         r"1000000 blocks needed and \d+ free; finish a request, or preempt one \(finish it, and",
     ),
     "more drafts rejected than were computed": (
-        lambda s: s.manager.rewind("r", 6),
+        lambda s: s.manager.rewind({"r": 6}),
         ValueError,
         "num_tokens=6 is more than the 5 tokens that 'r' has computed",
     ),

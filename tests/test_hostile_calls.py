@@ -61,7 +61,6 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
 ROWS, LONGEST = 4, 30
 LIMITS = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
 INVALID_COUNTS = [-1, 0.5, 2.0, None, "1", [1], float("nan"), 2**31, 2**63, 2**70, np.array([1, 2])]
-INVALID_ROWS = [-1, ROWS, 2**31, 2**70, 0.5, None, "0", True]
 
 
 class Fuzzer:
@@ -110,21 +109,14 @@ class Fuzzer:
         kind = self.draw.random()
         if kind < 0.8:
             return dict(zip(chosen, counts, strict=True))
-        if kind < 0.85:
-            return {self.name(): self.count(1, 3) for _ in range(3)}
-        rows = [self.manager.requests[name] for name in chosen]
         if kind < 0.95:
-            rows += self.draw.choices([0, 0, ROWS, 2**40], k=self.draw.randint(0, 2))
-        pair = (
-            np.array(rows, self.draw.choice([np.int64, np.int64, np.uint64, float])),
-            np.ones(len(rows), int),
-        )
-        return self.draw.choice([pair, pair, pair[:1], list(pair), (pair[0], pair[1][:1]), 7, "ab"])
+            return {self.name(): self.count(1, 3) for _ in range(3)}
+        return self.draw.choice([list(chosen), (chosen, counts), 7, "ab"])
 
     # --- calls --------------------------------------------------------------------
 
     def act(self) -> None:
-        calls = ["start", "start", "fork", "finish", "rewind", "swap_rows", "trim", "grow"]
+        calls = ["start", "start", "fork", "finish", "rewind", "trim", "grow"]
         getattr(self, f"_{self.draw.choice([*calls, *['step'] * 8, 'pool', 'read'])}")()
         assert view(self.manager) == view(self.accepted)
 
@@ -181,11 +173,7 @@ class Fuzzer:
         computed = self.manager.computed_tokens.get(name, 3)
         count = self.count(computed, computed - 1, computed - 2, 0, computed + 1)
         both = {name: count, self.name(): self.count(1, computed)}
-        self.call("rewind", *self.draw.choice([(name, count), (name, count), (both,), (name,)]))
-
-    def _swap_rows(self) -> None:
-        rows = [*range(ROWS)] * 8 + INVALID_ROWS
-        self.call("swap_rows", self.draw.choice(rows), self.draw.choice(rows))
+        self.call("rewind", self.draw.choice([{name: count}] * 3 + [both, name, [name]]))
 
     def _trim(self) -> None:
         self.call("trim", self.draw.choice([[], 5, [self.name()], [self.name(), self.name()]]))
@@ -256,7 +244,7 @@ def test_refused_calls_change_nothing_and_accepted_calls_keep_counts_consistent(
         assert len(set(fuzzer.pool.allocate(fuzzer.plan.usable_blocks).tolist())) == (
             fuzzer.plan.usable_blocks
         )
-    methods = ("start", "fork", "finish", "rewind", "swap_rows", "trim", "grow", "step")
+    methods = ("start", "fork", "finish", "rewind", "trim", "grow", "step")
     assert all(seen[method] and seen[f"{method} refused"] for method in methods), seen
     assert seen["prefix found"] or model == "cross"
 
@@ -291,7 +279,7 @@ def test_a_request_of_a_million_tokens_holds_what_the_plan_says() -> None:
         np.testing.assert_array_equal(device[group][: known.size][known > 0], known[known > 0])
     with pytest.raises(ValueError, match="more than the plan's max_model_len=1048576"):
         manager.step(shape, {"long": 1})
-    manager.rewind("long", length - 4)  # a state is kept at the end of a block
+    manager.rewind({"long": length - 4})  # a state is kept at the end of a block
     manager.step(shape, {"long": 4})
     manager.finish("long")
     assert manager.num_free_blocks == plan.usable_blocks

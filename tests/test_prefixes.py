@@ -138,7 +138,7 @@ class Driver:
             except OutOfBlocksError:
                 self._make_way(work)
         self.content.apply(upload)
-        self._check_rows()
+        self._check_rows(work)
         for name, count in work.items():
             total = self.computed(name)
             request = self.running[name]
@@ -193,8 +193,9 @@ class Driver:
         copied["kept"] = min(request["kept"], done)
         self.running[new] = copied
 
-    def _check_rows(self) -> None:
-        for name, row in self.manager.requests.items():
+    def _check_rows(self, work: dict[int, int]) -> None:
+        for name in work:
+            row = self.manager.requests[name]
             for group, ids in enumerate(self.manager.block_ids(name)):
                 there = self.content.rows[group][row]
                 assert all(mine in (0, theirs) for mine, theirs in zip(ids, there, strict=False))
@@ -223,8 +224,6 @@ class Driver:
             elif what < 0.565:
                 self.manager.reset_prefixes()
                 self.reference.clear(forget=True)
-            elif len(self.running) > 1 and what < 0.6:
-                self.manager.swap_rows(*self.random.sample(range(self.manager.max_requests), 2))
             else:
                 self.step()
             self.check_leaks()

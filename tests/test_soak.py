@@ -85,7 +85,7 @@ class Soak:
             self.states[name] += len(self.tokens[name]) + mark
 
     def come_and_go(self) -> None:
-        """Finishes, starts, forks and swaps requests at random, as blocks and rows allow."""
+        """Finishes, starts and forks requests at random, as blocks and rows allow."""
         for name in list(self.tokens):
             if self.rng.random() < (0.5 if len(self.tokens[name]) == LONGEST else 0.05):
                 self.finish(name)
@@ -96,8 +96,6 @@ class Soak:
             donor = donors[int(self.rng.integers(len(donors)))]
             self.manager.fork(donor, [self.start(self.tokens[donor], self.states[donor], donor)])
             self.forks += 1
-        if self.rng.random() < 0.2:
-            self.manager.swap_rows(*self.rng.choice(ROWS, 2, replace=False).tolist())
 
     def start(self, tokens: list[int], state: int, donor: int | None = None) -> int:
         name = next(self.names)

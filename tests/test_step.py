@@ -91,22 +91,6 @@ def test_only_buffers_of_the_groups_are_zeroed_and_copied(stacked: bool) -> None
         assert stacked or np.asarray(pages)[3].any() == (tensor not in used)
 
 
-def test_rows_are_copied_before_entries_are_written() -> None:
-    manager = BlockManager(PLAN, max_requests=4)
-    cache = make_cache(PLAN, max_requests=4)
-    manager.start("a")
-    cache, _ = step(cache, manager.step(SHAPE, {"a": 5}))
-    manager.swap_rows(0, 2)
-    manager.start("b")  # takes row 0, which the device still has a in
-    cache, _ = step(cache, manager.step(SHAPE, {"b": 8, "a": 1}))
-    tables, starts = np.asarray(cache.block_tables), cache.layout.column_starts
-    for name, row in manager.requests.items():
-        for group, ids in enumerate(manager.block_ids(name)):
-            got = tables[row, starts[group] : starts[group] + len(ids)]
-            assert all(i in (0, j) for i, j in zip(ids, got, strict=True)), (name, group)
-    check_errors(cache)
-
-
 def test_what_a_fork_shares_is_copied_when_it_is_written() -> None:
     plan = plan_cache(
         {"a": FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)}, 2**12, max_model_len=16
@@ -401,11 +385,11 @@ def test_step_and_cache_are_what_the_front_door_gives() -> None:
         ("request_rows", 4, BAD_ROW),
         ("num_computed_tokens", -1, BAD_BATCH),
         ("query_start_loc", 1, BAD_BATCH),
-        ("row_destinations", 4, BAD_ROW),
+        ("changed_rows", 4, BAD_ROW),
     ],
 )
 def test_whatever_a_step_drops_is_reported(field: str, value: int, flag: int) -> None:
-    """Entries, the batch and copies of rows each have a check of their own."""
+    """Entries, changed rows and the batch each have a check of their own."""
     _, (sent,) = numbered(1)
     data = sent.data.copy()
     data[SHAPE.format.fields[field].start] = value

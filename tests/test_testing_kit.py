@@ -29,17 +29,14 @@ from jaxkv._src.blocks import (
     _changes,
     _manager,
     _resuming,
-    _sharing,
 )
-from jaxkv._src.blocks._pending import Pending
 from jaxkv._src.blocks._prefixes import Prefixes
-from jaxkv._src.blocks._rows import Rows
-from jaxkv._src.blocks._rules import Rules
+from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.cache import CacheError, KVCache, make_cache
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.pool import zero_blocks
 from jaxkv._src.prefixes import PrefixTree, _tree
-from jaxkv._src.specs import FullAttentionSpec, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.specs import FullAttentionSpec, GrowthTable, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.testing import jaxkv_state_machine as machines
 from jaxkv._src.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from jaxkv.testing import (
@@ -314,23 +311,6 @@ class Machine(JaxkvStateMachine):
     unwritten_reads_zero = True
 
 
-def keep_free_rows(swap):
-    def broken(rows, first, second):
-        free = rows._free.copy()
-        swap(rows, first, second)
-        rows._free = free
-
-    return broken
-
-
-def forget_earlier_swaps(swap):
-    def broken(pending, first, second):
-        pending._device_rows.clear()
-        swap(pending, first, second)
-
-    return broken
-
-
 def lose(*parts: str):
     def without(run_step):
         def broken(cache, upload, rows, **options):
@@ -352,39 +332,39 @@ def short(columns_to_share):
 
 
 BUGS = {  # where, and its replacement made of what was there
-    "free rows do not follow a swap": (Rows, "swap", keep_free_rows),
-    "the second swap forgets the first": (Pending, "swap_rows", forget_earlier_swaps),
+    "blocks that were taken ahead of the step are not told": (
+        RequestState, "note_unsent", lambda _: lambda state, changes: None
+    ),
     "a block is not given back": (
         BlockPool, "release", lambda release: lambda pool, ids: release(pool, ids[:-1])
     ),
     "sharing is not counted": (BlockPool, "share", lambda _: lambda pool, ids: None),
     "a window loses its oldest block": (
-        Rules, "firsts_visible", lambda visible: lambda rules, tokens: visible(rules, tokens + 2)
+        GrowthTable, "first_column", lambda first: lambda growth, n: first(growth, n + 2)
     ),
     "a fork shares one block too few": (_manager, "columns_to_share", short),
     "a shared block is written": (
-        _sharing, "_written", lambda _: lambda *arguments: range(0)
+        _changes, "_written", lambda _: lambda *arguments: range(0)
     ),
     "the copy of a shared block starts empty": (
-        _sharing, "_keeps_content", lambda _: lambda position, computed: False
+        RequestState, "_note_copy", lambda _: lambda state, cell: None
     ),
     "every holder takes itself for the last": (
-        _sharing, "_without_last_holders", lambda _: lambda pool, shared: []
+        _changes, "_without_last_holders", lambda _: lambda pool, shared: []
     ),
     "more blocks are taken than are free": (
-        _changes, "_blocks_needed", lambda _: lambda books, changes: 0
+        _changes, "_blocks_needed", lambda _: lambda state, changes: 0
     ),
     "a lost state is resumed from": (
         _resuming, "_lost_states", lambda _: lambda b, g, rows, n: np.zeros(rows.size, bool)
     ),
     "every end of a block is taken for a kept state": (
-        _resuming, "_is_kept", lambda _: lambda books, group, rows, n: n % 4 == 0
+        _resuming, "_is_kept", lambda _: lambda state, group, rows, n: n % 4 == 0
     ),
     "nothing is zeroed": (machines, "_step", lose("zero_ends")),
     "nothing is copied": (machines, "_step", lose("copy_ends")),
     "no block id arrives": (machines, "_step", lose("entry_ends")),
     "no length of a row arrives": (machines, "_step", lose("changed_rows")),
-    "no row is copied": (machines, "_step", lose("row_sources", "row_destinations")),
 }  # fmt: skip
 
 
@@ -399,8 +379,8 @@ def one_token_late(keep):
 
 def with_drafts(finish):
     def broken(prefixes, row, tokens):
-        books = prefixes._books
-        books.computed[row] = books.reached[row]
+        state = prefixes._state
+        state.computed[row] = state.max_computed[row]
         finish(prefixes, row, tokens)
 
     return broken
@@ -412,7 +392,7 @@ def without_salt(encode):
 
 def copy_only_kept_states(_):
     whole = np.iinfo(np.int64).max
-    return lambda pool, ids, at: (pool.others_of(ids) > 0) | (pool.kept_until[ids] == whole)
+    return lambda pool, ids, at: (pool.others_of(ids) > 0) | (pool.frozen_before[ids] == whole)
 
 
 def to_the_end_of_the_block(walk):

@@ -1,4 +1,4 @@
-"""Functions of the block tables: append, copy, gather. Pure, jitted, without a host sync.
+"""Functions of the block tables: append, gather. Pure, jitted, without a host sync.
 
 Rows and ids that are out of range never clamp or wrap: what they ask for is dropped, and an
 error flag of the cache remembers it until `jaxkv.check_errors` raises it on the host.
@@ -7,7 +7,6 @@ error flag of the cache remembers it until `jaxkv.check_errors` raises it on the
 from jaxkv._src.block_tables._append import (
     TableEntries,
     append_block_ids,
-    copy_rows,
     pack_entries,
     report,
     write_entries,
@@ -17,7 +16,6 @@ from jaxkv._src.block_tables._gather import gather_batch
 __all__ = [
     "TableEntries",
     "append_block_ids",
-    "copy_rows",
     "gather_batch",
     "pack_entries",
     "report",

@@ -160,29 +160,6 @@ def _set_cells(cache: KVCache, cells: Sequence[_Cells]) -> KVCache:
     return dataclasses.replace(cache, rows=changed)
 
 
-@jit_int32("sources", "destinations")
-def copy_rows(cache: KVCache, sources: Array, destinations: Array) -> KVCache:
-    """Copies rows of the tables, all at once: ``destinations[i]`` becomes ``sources[i]``.
-
-    A swap is the two copies ``[a, b]`` to ``[b, a]``. A pair is dropped and reported when a row
-    is out of range; a pair of `PAD_ROW` is padding.
-
-    Args:
-      sources, destinations: int32[M]; destinations are distinct.
-    """
-    check_same_shape(sources=sources, destinations=destinations)
-    is_pair = (sources != PAD_ROW) | (destinations != PAD_ROW)
-    known = within(sources, cache.max_requests) & within(destinations, cache.max_requests)
-    index = jnp.arange(sources.shape[0], dtype=jnp.int32)
-    source = jnp.where(known, sources, cache.max_requests)
-    target = jnp.where(known, destinations, cache.max_requests + index)
-
-    rows = cache.rows.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    rows = cache.rows.at[target].set(rows, mode="drop", wrap_negative_indices=False)
-    cache = dataclasses.replace(cache, rows=rows)
-    return report(cache, bit(BAD_ROW, is_pair & ~known))
-
-
 def report(cache: KVCache, problems: Array) -> KVCache:
     """Adds error flags, an int32 array of any shape, to those that the cache remembers."""
     flags = cache.status[0] | gather_bits(problems)

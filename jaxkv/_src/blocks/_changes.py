@@ -1,21 +1,21 @@
-"""Changes that a step makes to the books: blocks that rows take and release. NumPy only.
+"""Changes that a step makes to rows: blocks that they take, release and replace. NumPy only.
 
-`Books.unchanged_until` has, for each row, the number of tokens up to which it needs no change, so
-a step that changes nothing costs one comparison.
+`RequestState.needs_no_change_until` has, for each row, the number of tokens up to which it needs no
+change, so a step that changes nothing costs one comparison.
 """
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._books import Books, Changes, holds
-from jaxkv._src.blocks._few_changes import are_few, changes_of_few
-from jaxkv._src.blocks._pool import OutOfBlocksError
-from jaxkv._src.blocks._runs import NO_IDS, NO_RUNS, Runs
-from jaxkv._src.blocks._sharing import shared_cells
-from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
+from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells
+from jaxkv._src.blocks._pool import BlockPool, OutOfBlocksError
+from jaxkv._src.blocks._state import Changes, RequestState, SharedCell, holds
+from jaxkv._src.internal.numbers import NULL_BLOCK
 
 
 def plan_changes(
-    books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
+    state: RequestState, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
 ) -> Changes | None:
     """Returns the changes that let rows grow to ``totals`` tokens; None if there are none.
 
@@ -26,84 +26,71 @@ def plan_changes(
     Raises:
       OutOfBlocksError: too few blocks are free.
     """
-    changes = _changes_now(books, rows, computed, totals)
-    if changes is None:
-        return None
-    needed, free = _blocks_needed(books, changes), books.pool.num_free_blocks
-    if needed > free:
-        kept = _kept_only(books, changes)
-        if needed - kept.size > free:
-            raise OutOfBlocksError(needed, free)
-        with books.pool.ignoring(kept):  # `Books.apply` gives them up, if the step is accepted
-            again = _changes_now(books, rows, computed, totals)
-        changes = changes if again is None else again._replace(given_up=kept)
-    return changes
-
-
-def _changes_now(
-    books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
-) -> Changes | None:
-    """Returns the changes as `plan_changes` does, even if too few blocks are free."""
-    if are_few(books, rows.size):
-        return changes_of_few(books, rows, computed, totals)
-    changing, aligned = totals > books.unchanged_until[rows], books.rules.aligned
+    changing, aligned = totals > state.needs_no_change_until[rows], state.growth.aligned
     if aligned.size:  # a step shorter than its `grow` needs earlier states
-        first = books.held(rows)[1, aligned]
-        changing |= (totals <= first * books.rules.block[aligned]).any(0)
+        first = state.held(rows)[1, aligned]
+        changing |= (totals <= first * state.growth.column_tokens[aligned]).any(0)
     index = changing.nonzero()[0]
     if not index.size:
         return None
-    return _changes(books, rows[index], computed[index], totals[index])
+    changes = _changes(state, index, rows[index], computed[index], totals[index])
+    needed, free = _blocks_needed(state, changes), state.pool.num_free_blocks
+    if needed > free:
+        kept = _kept_only(state, changes)
+        if needed - kept.size > free:
+            raise OutOfBlocksError(needed, free)
+        with state.pool.ignoring(kept):  # `RequestState.apply` gives them up
+            changes = _changes(state, index, rows[index], computed[index], totals[index])
+        changes = changes._replace(given_up=kept)
+    return changes
 
 
-def _changes(books: Books, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> Changes:
-    rules, before = books.rules, books.held(rows)
-    after = before.copy()
+def _changes(
+    state: RequestState,
+    index: np.ndarray,
+    rows: np.ndarray,
+    computed: np.ndarray,
+    totals: np.ndarray,
+) -> Changes:
+    growth, before, aligned = state.growth, state.held(rows), state.growth.aligned
+    after, sent = before.copy(), state.sent.take(rows, axis=1)
     first, end = after[1], after[2]
-    np.maximum(end, rules.ends(totals), out=end)
-    if rules.crossed.size:
-        end[rules.crossed] = books.encoder_blocks[rules.crossed][:, rows]
-    dropped = NO_RUNS
-    if rules.has_windows:  # a released column never gets a block again
-        np.maximum(first, rules.firsts_visible(computed), out=first)
-        dropped = Runs.between(rows, before[1], np.minimum(first, before[2]))
-    if rules.aligned.size:
-        end[rules.aligned] = before[2, rules.aligned]  # `_aligned_changes` handles these groups
-    taken = np.maximum(before[2], first) if rules.has_windows else before[2]
-    fresh = Runs.between(rows, taken, end)
-    if rules.aligned.size:
-        _set_aligned(books, rows, totals, after)
-        more, less = _aligned_changes(books, rows, before, after)
-        fresh, _ = Runs.joined([fresh, more]).by_group()
-        dropped, _ = Runs.joined([dropped, less]).by_group()
-    until = rules.unchanged_until(computed, after)
-    held = after if rows.size > 1 else after[:, :, 0]
-    if books.any_may_share(rows):
-        return Changes(rows, *_unshare(books, rows, fresh, after), dropped, held, until, True)
-    return Changes(rows, fresh, np.zeros(fresh.size, bool), False, dropped, held, until, False)
-
-
-def _set_aligned(books: Books, rows: np.ndarray, totals: np.ndarray, held: np.ndarray) -> None:
-    """Sets source, first and end of "align" states in ``held``, for rows after the step."""
-    rules, groups = books.rules, books.rules.aligned
-    ends = rules.ends(totals)[groups]
-    held[0, groups] = cdiv(books.computed[rows], rules.block[groups]) - 1
-    held[1, groups] = ends - 1 - rules.drafts[groups]
-    held[2, groups] = ends
+    np.maximum(end, growth.end_column(totals), out=end)
+    if growth.crossed.size:
+        end[growth.crossed] = state.encoder_columns[growth.crossed][:, rows]
+    if aligned.size:
+        end[aligned] = before[2, aligned]  # `_aligned_changes` handles these groups
+    dropped, fresh_from = NO_CELLS, before[2]
+    if growth.has_windows:  # a released column never gets a block again
+        np.maximum(first, growth.first_column(computed), out=first)
+        dropped = Cells.between(rows, before[1], np.minimum(first, before[2]))
+        fresh_from = np.maximum(before[2], first)
+    fresh = Cells.between(rows, fresh_from, end)
+    if aligned.size:
+        after[:, aligned] = growth.aligned_columns(computed, totals)
+        more, less = _aligned_changes(state, rows, before, after, sent)
+        fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
+    shared: Sequence[SharedCell] = ()
+    if state.any_may_share(rows):
+        shared = _shared_cells(state, rows.tolist(), after.transpose(2, 0, 1).tolist())
+        at = {row: i for i, row in enumerate(rows.tolist())} if shared else {}
+        for group, row, column, *_ in shared:
+            sent[group, at[row]] = min(sent[group, at[row]], column)
+    until = growth.needs_no_change_until(computed, after)
+    return Changes(rows, fresh, dropped, shared, after, until, sent, index)
 
 
 def _aligned_changes(
-    books: Books, rows: np.ndarray, before: np.ndarray, after: np.ndarray
-) -> tuple[Runs, Runs]:
-    """Returns the fresh and the dropped cells of "align" states.
+    state: RequestState, rows: np.ndarray, before: np.ndarray, after: np.ndarray, sent: np.ndarray
+) -> tuple[Cells, Cells]:
+    """Returns the fresh and the dropped cells of "align" states; lowers ``sent`` to the fresh ones.
 
     A row holds the source and the newest states. The columns before and after the step are
     compared one by one, because a step that is shorter than its `grow` can move them back.
     """
-    fresh: list[Runs] = []
-    dropped: list[Runs] = []
-    for group in books.rules.aligned:
-        offsets = np.arange(1 + books.rules.drafts[group, 0])
+    fresh, dropped = [NO_CELLS], [NO_CELLS]
+    for group in state.growth.aligned:
+        offsets = np.arange(1 + state.growth.speculative_blocks[group, 0])
         for cells, inside, outside in (
             (fresh, after[:, group], before[:, group]),
             (dropped, before[:, group], after[:, group]),
@@ -112,48 +99,100 @@ def _aligned_changes(
             only = holds(inside, columns) & ~holds(outside, columns) & (columns >= 0)
             only[:, 1:] &= columns[:, 1:] != columns[:, :1]  # the source counts once
             index, at = only.nonzero()
-            groups = np.full(index.size, group)
-            cells.append(Runs.of_cells(groups, rows[index], columns[index, at]))
-    return Runs.joined(fresh), Runs.joined(dropped)
+            cells.append(Cells(np.full(index.size, group), rows[index], columns[index, at]))
+            if cells is fresh:
+                np.minimum.at(sent[group], index, columns[index, at])
+    return Cells.joined(fresh), Cells.joined(dropped)
 
 
-def _unshare(
-    books: Books, rows: np.ndarray, fresh: Runs, held: np.ndarray
-) -> tuple[Runs, np.ndarray, bool]:
-    """Adds a fresh cell for each shared block that a row is about to write.
-
-    Args:
-      rows: int64[N], rows of the step.
-      fresh: cells that get a block anyway.
-      held: int64[3, G, N], source, first and end of the rows after the step.
-
-    Returns:
-      All fresh cells; which of their runs start as copies, bool[K], because the request still
-      reads the shared block; and whether any shared block is replaced.
-    """
-    shared = shared_cells(books, rows.tolist(), held.transpose(2, 0, 1).tolist())
-    cells = Runs.listed([cell for cell, _, _ in shared])
-    merged, order = Runs.joined([fresh, cells]).by_group()
-    copies = [False] * fresh.size + [is_read for _, _, is_read in shared]
-    return merged, np.array(copies, bool)[order], bool(shared)
-
-
-def _blocks_needed(books: Books, changes: Changes) -> int:
+def _blocks_needed(state: RequestState, changes: Changes) -> int:
     """Returns how many free blocks changes need, beyond those that they release first."""
-    needed = changes.fresh.num_cells
-    if needed > books.pool.num_free_blocks and changes.dropped.num_cells:
-        ids = books.ids_at(changes.dropped)
-        needed -= int((books.pool.others_of(ids) == 0).sum())
+    needed = changes.fresh.num + len(changes.shared)
+    if needed > state.pool.num_free_blocks and changes.dropped.num:
+        ids = state.ids_at(changes.dropped)
+        needed -= int((state.pool.others_of(ids) == 0).sum())
     return needed
 
 
-def _kept_only(books: Books, changes: Changes) -> np.ndarray:
+def _kept_only(state: RequestState, changes: Changes) -> np.ndarray:
     """Returns the blocks with one holder that are replaced because their content is kept.
 
     When blocks run out, the holder overwrites that content instead.
     """
-    if not changes.replaces:
+    if not changes.shared:
         return NO_IDS
-    ids = books.ids_at(changes.fresh)
-    ids = ids[ids != NULL_BLOCK]
-    return ids[books.pool.others_of(ids) == 0]
+    ids = np.array([cell.block_id for cell in changes.shared], np.int32)
+    return ids[state.pool.others_of(ids) == 0]
+
+
+# --- shared blocks ----------------------------------------------------------------------
+
+Columns = Sequence[Sequence[int]]  # source, first and end of a row, each over the groups
+
+
+def _shared_cells(
+    state: RequestState, rows: Iterable[int], after: Iterable[Columns]
+) -> list[SharedCell]:
+    """Returns the cells that need a block of their own, because the step writes a shared one.
+
+    Args:
+      rows: rows of the step.
+      after: source, first and end of each row after the step.
+    """
+    found: list[SharedCell] = []
+    for row, held in zip(rows, after, strict=True):
+        if state.may_share[row]:
+            found += _of_row(state, row, held)
+    # By group, so that blocks are taken and given back group by group.
+    return sorted(_without_last_holders(state.pool, found), key=lambda cell: cell.group)
+
+
+def _of_row(state: RequestState, row: int, after: Columns) -> list[SharedCell]:
+    found: list[SharedCell] = []
+    computed, before = int(state.computed[row]), state.held_of(row)
+    for group, tokens in enumerate(state.column_tokens):
+        ids = state.columns_of(row, group)
+        _, first, end = (part[group] for part in after)
+        for column in _written(state, group, computed // tokens, [p[group] for p in before]):
+            block_id = int(ids[column])
+            if first <= column < end and block_id != NULL_BLOCK:
+                if state.pool.must_copy(block_id, computed):
+                    is_read = column * tokens < computed
+                    found.append(SharedCell(group, row, column, block_id, is_read))
+    return found
+
+
+def _written(
+    state: RequestState, group: int, next_column: int, held: Sequence[int]
+) -> Iterable[int]:
+    """Returns the columns that a row holds and that its next tokens may overwrite.
+
+    Args:
+      next_column: column of the next token.
+      held: source, first and end of the row.
+    """
+    source, first, end = held
+    if group in state.growth.crossed:
+        return ()
+    if group in state.growth.aligned:  # the newest state may move back to any of them
+        return sorted({*range(first, end), source} - {-1})
+    return range(max(first, next_column), end)
+
+
+def _without_last_holders(pool: BlockPool, shared: Sequence[SharedCell]) -> list[SharedCell]:
+    """Drops the last cell of each block that all its holders are about to write in this step.
+
+    The last holder keeps the block, unless its content is kept for later prompts.
+    """
+    if not shared:
+        return []
+    leaving: dict[int, list[SharedCell]] = {}
+    for cell in shared:
+        leaving.setdefault(cell.block_id, []).append(cell)
+    others = pool.others_of(np.array(list(leaving))).tolist()
+    keeps = {
+        cells[-1]
+        for (block_id, cells), count in zip(leaving.items(), others, strict=True)
+        if len(cells) > count and not pool.frozen_before[block_id]
+    }
+    return [cell for cell in shared if cell not in keeps]

@@ -41,8 +41,8 @@ class UploadFormat:
     def room(self) -> tuple[int, ...]:
         """The most that a step changes, in the order of `jaxkv.blocks._write.Sizes`."""
         shape = self._shape
-        changes = (shape.block_ids, shape.zero_ids, shape.block_copies, shape.row_copies)
-        return (shape.changed_rows, *changes, shape.extra)
+        changes = (shape.block_ids, shape.zero_ids, shape.block_copies)
+        return (shape.batch_size, *changes, shape.extra)
 
     @property
     def _batch_lengths(self) -> dict[str, int]:
@@ -60,8 +60,8 @@ class UploadFormat:
         """Lengths of the fields that change the cache."""
         groups = len(self._shape.growths)
         return {
-            "changed_rows": self._shape.changed_rows,
-            "row_lengths": self._shape.changed_rows * groups,
+            "changed_rows": self._shape.batch_size,
+            "row_lengths": self._shape.batch_size * groups,
             "entry_rows": self._shape.block_ids,
             "entry_columns": self._shape.block_ids,
             "entry_ids": self._shape.block_ids,
@@ -71,8 +71,6 @@ class UploadFormat:
             "copy_sources": self._shape.block_copies,
             "copy_destinations": self._shape.block_copies,
             "copy_ends": groups,
-            "row_sources": self._shape.row_copies,
-            "row_destinations": self._shape.row_copies,
         }
 
     @functools.cached_property
@@ -83,7 +81,7 @@ class UploadFormat:
     @functools.cached_property
     def size(self) -> int:
         """Number of int32s in an upload."""
-        return self.fields["row_destinations"].stop
+        return self.fields["copy_ends"].stop
 
     @functools.cached_property
     def padding(self) -> np.ndarray:
@@ -91,7 +89,7 @@ class UploadFormat:
         upload = np.zeros(self.size, np.int32)
         for name in (
             *("request_rows", "changed_rows", "entry_rows", "zero_ids"),
-            *("copy_sources", "copy_destinations", "row_sources", "row_destinations"),
+            *("copy_sources", "copy_destinations"),
         ):
             upload[self.fields[name]] = -1
         upload.flags.writeable = False
@@ -101,6 +99,6 @@ class UploadFormat:
         """Returns views of the parts of an upload, NumPy or jax, by name."""
         parts = {name: upload[where] for name, where in self.fields.items()}
         parts["row_lengths"] = parts["row_lengths"].reshape(
-            self._shape.changed_rows, len(self._shape.growths)
+            self._shape.batch_size, len(self._shape.growths)
         )
         return parts

@@ -1,28 +1,52 @@
 """`BlockManager`: the blocks and the progress of every running request. No jax."""
 
+import functools
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate
 
 import numpy as np
 
-from jaxkv._src.blocks._books import Books
-from jaxkv._src.blocks._pending import Pending
 from jaxkv._src.blocks._pool import BlockPool, BlockUse
 from jaxkv._src.blocks._prefix_events import PrefixEvents
 from jaxkv._src.blocks._prefixes import Prefixes
-from jaxkv._src.blocks._prompts import FoundPrefix, PrefixHit, PrefixStats
+from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
-from jaxkv._src.blocks._rows import Rows, Work
+from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
+from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import Ring, Steps
 from jaxkv._src.blocks._write import Ints
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import EventLog, ExtraKey
+from jaxkv._src.specs import GrowthTable
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
+
+
+def _alone[**P, R](
+    method: Callable[Concatenate["BlockManager", P], R],
+) -> Callable[Concatenate["BlockManager", P], R]:
+    """Refuses a call that begins before another thread's call of the same manager has ended."""
+
+    @functools.wraps(method)
+    def call(self: "BlockManager", *args: P.args, **kwargs: P.kwargs) -> R:
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{method.__name__} was called during another call of the same BlockManager; let "
+                "one thread own it, or guard every call with one lock"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            lock.release()
+
+    return call
 
 
 class BlockManager:
@@ -37,7 +61,8 @@ class BlockManager:
         upload = manager.step(shape, {"a": 1})    # its next token
         manager.finish("a")
 
-    A call that raises changes nothing. Not thread-safe; one scheduler owns it.
+    A call that raises changes nothing. One thread owns it; calls that overlap
+    raise RuntimeError.
     """
 
     def __init__(
@@ -70,18 +95,16 @@ class BlockManager:
             tuple(self.block_pool.allocate(g.reserved_blocks).tolist()) for g in plan.groups
         )
         self._growths = tuple(group.growth for group in plan.groups)
-        self._books = Books(
+        self._state = RequestState(
             self.block_pool,
-            self._growths,
+            GrowthTable(self._growths, context_parallel=plan.context_parallel),
             plan.row_blocks,
             max_requests=max_requests,
-            context_parallel=plan.context_parallel,
+            groups_to_zero=plan.groups_to_zero,
         )
-        self._rows = Rows(max_requests, plan.limits.max_in_flight_tokens)
-        self._encoder_tokens = np.zeros(max_requests, np.int64)
+        self._rows = RowAllocator(max_requests, plan.limits.max_in_flight_tokens)
         self._prefixes = Prefixes(
-            self._books,
-            max_requests=max_requests,
+            self._state,
             checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
             shares_rows=[
                 any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs)
@@ -89,10 +112,8 @@ class BlockManager:
             ],
             events=None if events is None else PrefixEvents(events, plan),
         )
-        self._pending = Pending(plan.groups_to_zero)
-        self._steps = Steps(
-            plan, self._books, self._rows, self._pending, self._prefixes, self._encoder_tokens
-        )
+        self._steps = Steps(plan, self._state, self._rows, self._prefixes)
+        self._lock = threading.Lock()  # held while a call changes anything
 
     def __repr__(self) -> str:
         pool = self.block_pool
@@ -103,7 +124,7 @@ class BlockManager:
 
     def _repr_html_(self) -> str:
         held = [
-            (request, row, self._books.computed[row], *self._books.num_blocks_of(np.array([row])))
+            (request, row, self._state.computed[row], *self._state.num_blocks_of(np.array([row])))
             for request, row in itertools.islice(self._rows.of.items(), MAX_SHOWN)
         ]
         groups = [f"blocks of group {index}" for index in range(len(self._plan.groups))]
@@ -130,8 +151,8 @@ class BlockManager:
 
     @property
     def requests(self) -> Mapping[Any, int]:
-        """Running requests and the table row of each."""
-        return dict(self._rows.of)
+        """Running requests and the table row of each: a view that follows the manager."""
+        return types.MappingProxyType(self._rows.of)
 
     @property
     def num_free_blocks(self) -> int:
@@ -142,25 +163,25 @@ class BlockManager:
     def computed_tokens(self) -> Mapping[Any, int]:
         """Running requests and the tokens of each that are in the cache, after all uploads."""
         rows = np.fromiter(self._rows.of.values(), np.int64, len(self._rows.of))
-        return dict(zip(self._rows.of, self._books.computed[rows].tolist(), strict=True))
+        return dict(zip(self._rows.of, self._state.computed[rows].tolist(), strict=True))
 
     @property
     def computed_by_row(self) -> np.ndarray:
         """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
-        tokens = self._books.computed[:]
+        tokens = self._state.computed[:]
         tokens.flags.writeable = False
         return tokens
 
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
-        return int(self._books.computed[self._rows.row(request)])
+        return int(self._state.computed[self._rows.row(request)])
 
     def block_ids(self, request: Hashable) -> tuple[tuple[int, ...], ...]:
         """Returns, per group, the block ids of a request's row in order; 0 (null) for no block."""
-        row, books = self._rows.row(request), self._books
-        ends = books.row_lengths(np.array([row])).tolist()
+        row, state = self._rows.row(request), self._state
+        ends = state.held_of(row)[2]
         return tuple(
-            tuple(books.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
+            tuple(state.columns_of(row, group)[:end].tolist()) for group, end in enumerate(ends)
         )
 
     def held_blocks(self, *requests: Hashable) -> tuple[int, ...]:
@@ -171,14 +192,15 @@ class BlockManager:
         """
         rows = [self._rows.row(name) for name in requests] if requests else self._rows.of.values()
         rows = np.fromiter(rows, np.int64, len(rows))
-        return tuple(self._books.num_blocks_of(rows).tolist())
+        return tuple(self._state.num_blocks_of(rows).tolist())
 
     # --- requests -----------------------------------------------------------------
 
+    @_alone
     def start(
         self,
         request: Hashable,
-        tokens: Ints | FoundPrefix | None = None,
+        tokens: Ints | PrefixMatch | None = None,
         *,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
@@ -211,7 +233,7 @@ class BlockManager:
           TypeError: tokens that are not ints.
           ValueError: the request is already running, no row is free, the plan does not admit that
             many tokens or encoder tokens, a boundary is not in the prompt, or a salt or extra keys
-            are given together with a `FoundPrefix`.
+            are given together with a `PrefixMatch`.
         """
         check_count(encoder_tokens=encoder_tokens)
         if encoder_tokens > self._plan.limits.max_encoder_tokens:
@@ -221,7 +243,7 @@ class BlockManager:
             )
         length = 0
         if tokens is not None:
-            length = tokens.num_tokens if isinstance(tokens, FoundPrefix) else len(tokens)
+            length = tokens.num_tokens if isinstance(tokens, PrefixMatch) else len(tokens)
         if length > self._plan.max_model_len:
             raise ValueError(
                 f"tokens holds {length} token ids, more than the plan's "
@@ -238,15 +260,13 @@ class BlockManager:
                 max_cached_tokens=max_cached_tokens,
             )
         row = self._rows.take(request)
-        self._books.start(row, encoder_tokens)
-        self._encoder_tokens[row] = encoder_tokens
+        self._state.start(row, encoder_tokens)
         if prompt is None or found is None:
             return PrefixHit.nothing(row, len(self._growths))
         self._prefixes.begin(row, prompt, found)
-        if found.num_tokens:
-            self._pending.add_shared(row, found.columns)
         return PrefixHit.of(row, prompt, found)
 
+    @_alone
     def fork(
         self, donor: Hashable, into: Sequence[Hashable], *, num_tokens: int | None = None
     ) -> None:
@@ -268,7 +288,7 @@ class BlockManager:
         if isinstance(into, str) or not isinstance(into, Sequence):
             raise TypeError(f"into must be a sequence of names, got {into!r}; pass a list of names")
         row = self._rows.row(donor)
-        computed = int(self._books.computed[row])
+        computed = int(self._state.computed[row])
         num_tokens = computed if num_tokens is None else num_tokens
         check_count(num_tokens=num_tokens)
         if num_tokens > computed:
@@ -277,14 +297,13 @@ class BlockManager:
                 "computed"
             )
         self._rows.check_new(into)
-        columns = columns_to_share(self._books, row, num_tokens)
+        columns = columns_to_share(self._state, row, num_tokens)
         for name in into:
             new = self._rows.take(name)
-            self._books.fork(row, new, num_tokens, columns)
-            self._encoder_tokens[new] = self._encoder_tokens[row]
+            self._state.fork(row, new, num_tokens, columns)
             self._prefixes.fork(row, new, num_tokens)
-            self._pending.copy_row(row, new)
 
+    @_alone
     def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
         """Releases the row and the blocks of a request that ended or is preempted.
 
@@ -299,11 +318,11 @@ class BlockManager:
         """
         row = self._rows.row(request)
         self._prefixes.finish(row, tokens)
-        self._books.finish(row)
+        self._state.finish(row)
         self._prefixes.used(row)
-        self._pending.forget_row(row)
         self._rows.give_back(request)
 
+    @_alone
     def trim(self, requests: Iterable[Hashable]) -> None:
         """Releases the blocks that the next token of each request no longer attends to.
 
@@ -315,62 +334,62 @@ class BlockManager:
           ValueError: a request is not running; nothing is released.
         """
         rows = [self._rows.row(name) for name in dict.fromkeys(requests)]
-        self._books.trim(np.array(rows, np.int64))
+        self._state.trim(np.array(rows, np.int64))
 
-    def rewind(self, request: Hashable | Mapping[Any, int], num_tokens: int | None = None) -> None:
-        """Reduces the computed tokens of a request after its drafts were rejected.
+    @_alone
+    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
+        """Reduces the computed tokens of requests after their drafts were rejected: all or none.
 
-        The request keeps its blocks, and its next step overwrites the rejected tokens. A recurrent
-        state cannot be undone, so a layer with states needs a block for each draft
+        The requests keep their blocks, and their next step overwrites the rejected tokens. A
+        recurrent state cannot be undone, so a layer with states needs a block for each draft
         (``speculative_blocks``), and then reads the state after the accepted drafts (`read_state`).
 
+        Tokens of a prompt that are not computed yet can be taken back, too: other tokens may follow
+        then.
+
         Args:
-          request: a running request, or a mapping from requests to their ``num_tokens``.
-          num_tokens: tokens that stay in the cache; at most those that were computed.
+          num_tokens: mapping from running requests to the tokens of each that stay; at most those
+            that were computed, or that it was started with.
 
         Raises:
-          TypeError: ``num_tokens`` is missing or not an int.
-          ValueError: more tokens than were computed, or so few that no block holds what the
-            next token reads; nothing is changed.
+          TypeError: ``num_tokens`` does not map requests to ints.
+          ValueError: more tokens than the request has, or so few that no block holds what the next
+            token reads; nothing is changed.
         """
-        wanted = request if num_tokens is None else {request: num_tokens}
-        if not isinstance(wanted, Mapping):
+        if not isinstance(num_tokens, Mapping):
             raise TypeError(
-                "num_tokens is missing; pass the number of tokens that stay in the cache"
+                "num_tokens must map requests to the tokens that stay in the cache, got "
+                f"{type(num_tokens).__name__}"
             )
-        for count in wanted.values():
+        for count in num_tokens.values():
             check_count(num_tokens=count)
-        rows = np.array([self._rows.row(name) for name in wanted], np.int64)
-        computed = self._books.computed[rows].tolist()
-        for (name, count), most in zip(wanted.items(), computed, strict=True):
-            if count > most:
+        rows = np.array([self._rows.row(name) for name in num_tokens], np.int64)
+        computed = self._state.computed[rows]
+        for (name, count), row in zip(num_tokens.items(), rows.tolist(), strict=True):
+            most = int(self._state.computed[row])
+            if count > max(most, self._prefixes.num_known(row)):
                 raise ValueError(
                     f"num_tokens={count} is more than the {most} tokens that {name!r} has computed"
                 )
-        counts = np.array(list(wanted.values()), np.int64)
-        check_rewind(self._books, list(wanted), rows, counts)
-        self._books.rewind(rows, counts)
+        counts = np.array(list(num_tokens.values()), np.int64)
+        check_rewind(self._state, list(num_tokens), rows, np.minimum(counts, computed))
+        self._state.rewind(rows, np.minimum(counts, computed))
         self._prefixes.rewind(rows, counts)
 
-    def swap_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows of the block tables, free or not.
+    @_alone
+    def reset(self) -> None:
+        """Finishes all requests and forgets all prefixes, whatever the device has run.
 
-        The next upload exchanges them on the device; its shape needs ``forks`` of at least 2.
-
-        Raises:
-          TypeError, ValueError: a row that the tables do not have.
+        The way on after an upload was packed that no step has run, which the next step reports as
+        lost: start the requests again, with the same cache. (An upload that is still there can
+        simply be run, as long as it is run before the next one.)
         """
-        check_count(first=first, second=second)
-        for row in (first, second):
-            if row >= self._max_requests:
-                raise ValueError(f"row {row} is not in 0..{self._max_requests - 1}, the table rows")
-        if first == second:
-            return
-        self._books.swap(first, second)
-        self._rows.swap(first, second)
-        self._prefixes.swap(first, second)
-        self._encoder_tokens[[first, second]] = self._encoder_tokens[[second, first]]
-        self._pending.swap_rows(first, second)
+        for request, row in list(self._rows.of.items()):
+            self._state.finish(row)
+            self._prefixes.used(row)
+            self._rows.give_back(request)
+        self._prefixes.reset()
+        self._steps.reset()
 
     # --- prefixes -----------------------------------------------------------------
 
@@ -385,31 +404,59 @@ class BlockManager:
 
         Each such request counts as one of the ``forks`` of a step.
         """
-        return self._books.may_share & (self._books.shared_until >= self._books.computed)
+        return self._state.may_share & (self._state.may_be_shared_until >= self._state.computed)
+
+    @property
+    def pending_copies_by_row(self) -> np.ndarray:
+        """Rows to whose blocks the next upload copies, in any case, bool[max_requests].
+
+        `grow` has chosen these copies. Each such row counts as one of the ``forks`` of the next
+        step, whether its request computes in it or not.
+        """
+        pending = np.zeros(self._max_requests, bool)
+        if self._state.copies:
+            pending[[row for row in self._rows.of.values() if self._state.awaits_copy(row)]] = True
+        return pending
+
+    @property
+    def unsent_tokens_by_row(self) -> np.ndarray:
+        """Computed tokens of rows that the device does not have yet, int64[max_requests].
+
+        A request that was forked, or started with a cached prefix, sends its whole row with its
+        first step. These tokens count as ``cached_tokens`` of that step. 0 for all other rows.
+        Read-only.
+        """
+        tokens = self._state.unsent_tokens[:]
+        tokens.flags.writeable = False
+        return tokens
 
     def find_prefix(
         self,
-        tokens: Ints | FoundPrefix,
+        tokens: Ints | PrefixMatch,
         *,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
-    ) -> FoundPrefix:
+        max_cached_tokens: int | None = None,
+    ) -> PrefixMatch:
         """Looks up the cached prefix of a prompt, without starting a request.
 
         Args:
           tokens: token ids of the prompt; or the result of an earlier call, which is looked up
             again if the cache has changed since.
-          salt, extra_keys: as for `start`.
+          salt, extra_keys, max_cached_tokens: as for `start`.
 
         Raises:
           TypeError, ValueError: as for `start`.
         """
-        return self._prefixes.find(tokens, salt=salt, extra_keys=extra_keys)
+        return self._prefixes.find(
+            tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
+        )
 
     def prefix_stats(self) -> PrefixStats:
         """Returns counts of lookups, hits and evictions since the manager was made."""
         return self._prefixes.stats()
 
+    @_alone
     def new_epoch(self) -> None:
         """Starts a new epoch, whose requests share no blocks with those of earlier epochs.
 
@@ -418,6 +465,7 @@ class BlockManager:
         """
         self._prefixes.new_epoch()
 
+    @_alone
     def reset_prefixes(self) -> None:
         """Forgets all prefixes, including the record of those that were evicted.
 
@@ -427,6 +475,7 @@ class BlockManager:
 
     # --- steps --------------------------------------------------------------------
 
+    @_alone
     def step(
         self, shape: StepShape, work: Work, *, extra: Ints = (), ring: Ring | None = None
     ) -> Upload:
@@ -438,8 +487,7 @@ class BlockManager:
         Args:
           shape: the sizes that the upload is padded to.
           work: mapping from requests to the number of tokens that each computes in this step, in
-            the order of the batch; or a pair of integer arrays [N], the requests' table rows and
-            numbers of tokens.
+            the order of the batch.
           extra: integers of your own that travel with the upload, at most ``shape.extra``.
           ring: an `UploadRing`, to pack into page-locked memory; None: a new NumPy array.
 
@@ -453,6 +501,7 @@ class BlockManager:
         """
         return self._steps.step(shape, work, extra, ring)
 
+    @_alone
     def grow(self, work: Work) -> None:
         """Gives requests the blocks for their next tokens: all of the requests, or none.
 

@@ -5,12 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._runs import Runs
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._write import (
     Batch,
-    Copies,
-    Entries,
     Ints,
     Sizes,
     as_int32,
@@ -60,7 +57,6 @@ def pack_step(
     num_new_tokens: Ints = (),
     zero_ids: Sequence[Ints] | None = None,
     copies: Sequence[Sequence[tuple[int, int]]] | None = None,
-    row_copies: Sequence[tuple[int, int]] = (),
     encoder_lens: Ints = (),
     extra: Ints = (),
 ) -> Upload:
@@ -77,7 +73,6 @@ def pack_step(
       zero_ids: per group, fresh blocks to zero before anything is written; None: none.
       copies: per group, pairs of a source and a destination block, all copied at once,
         before any block is zeroed; None: none.
-      row_copies: pairs of a source and a destination row, copied at once before the entries.
       encoder_lens: per request, its encoder tokens, for groups of cross attention.
       extra: your own int32s.
 
@@ -86,17 +81,14 @@ def pack_step(
       TypeError: an argument holds values that are not ints.
     """
     groups = len(shape.growths)
-    (*cells, ids), lengths = list_entries(entries, groups, shape.max_requests)
+    (group, *cells), lengths = list_entries(entries, groups, shape.max_requests)
     zeroed = _listed_ids("zero_ids", zero_ids, groups)
     pairs = [_pairs("copies", of_group) for of_group in copies or ((),) * groups]
     if len(pairs) != groups:
         raise ValueError(
             f"copies has {len(pairs)} groups and the shape has {groups}; give one list per group"
         )
-    moved = Copies(
-        np.repeat(np.arange(groups), [len(p) for p in pairs]),
-        *np.concatenate([np.zeros((0, 2), np.int32), *pairs]).T,
-    )
+    moved = [(g, *pair) for g, of_group in enumerate(pairs) for pair in of_group.tolist()]
     changed = np.array(list(lengths), np.int32)
     request_rows = as_int32("rows", rows)
     computed = as_int32("num_computed_tokens", num_computed_tokens)
@@ -108,24 +100,23 @@ def pack_step(
             f"encoder_lens has {encoder.size} entries for {request_rows.size} rows; give one per "
             "row, or none"
         )
-    own, row_pairs = as_int32("extra", extra), _pairs("row_copies", row_copies)
+    own = as_int32("extra", extra)
     sizes = Sizes(
-        changed_rows=changed.size,
-        block_ids=ids.size,
+        batch_size=changed.size,
+        block_ids=group.size,
         zero_ids=sum(of_group.size for of_group in zeroed),
-        block_copies=moved.groups.size,
-        row_copies=len(row_pairs),
+        block_copies=len(moved),
         extra=own.size,
     )
     check_room(shape, sizes)
     data = np.empty(shape.format.size, np.int32)
-    listed = Entries(Runs.of_cells(*cells), ids, np.zeros(ids.size, bool))
     write_batch(shape, data, batch, computed, encoder, own)
-    row_lengths = np.array(list(lengths.values()), np.int32).reshape(-1)
-    write_entries(shape, data, listed, changed, row_lengths)
+    row_lengths = np.array(list(lengths.values()), np.int32).reshape(-1, groups).T
+    ends = group.searchsorted(np.arange(groups), "right")
+    write_entries(shape, data, (cells[0], cells[1], cells[2]), ends, changed, row_lengths)
     ends = np.cumsum([of_group.size for of_group in zeroed])
     write_zero_ids(shape, data, np.concatenate(zeroed), ends)
-    write_copies(shape, data, moved, row_pairs)
+    write_copies(shape, data, moved)
     return Upload(data=data, shape=shape)
 
 

@@ -58,8 +58,10 @@ class BlockPool:
     Every operation is a few NumPy calls, whatever the number of ids. A block with one holder,
     the most frequent case, has no count of its own.
 
-    kept_until: int64[num_blocks], the position before which no token of a block may be
+    frozen_before: int64[num_blocks], the position before which no token of a block may be
       overwritten; 0: its content is not kept. `Prefixes` writes it.
+    is_fresh: bool[num_blocks], whether a block was taken and not zeroed since. `RequestState` and
+      the uploads write it, in plans that zero blocks.
     has_kept: whether the content of any block may be kept.
     on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
       content is useless without theirs.
@@ -76,7 +78,8 @@ class BlockPool:
         self._num_shared = 0  # sum of `_more_holders`
         self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
         self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
-        self.kept_until = np.full(num_blocks, 0, np.int64)  # filled now, as in `BlockQueue`
+        self.frozen_before = np.full(num_blocks, 0, np.int64)  # filled now, as in `BlockQueue`
+        self.is_fresh = np.full(num_blocks, False)
         self.has_kept = False
         self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
 
@@ -133,12 +136,12 @@ class BlockPool:
     @contextlib.contextmanager
     def ignoring(self, ids: np.ndarray) -> Iterator[None]:
         """Treats the content of blocks as not kept, inside a ``with`` statement."""
-        kept_until = self.kept_until[ids]
-        self.kept_until[ids] = 0
+        frozen_before = self.frozen_before[ids]
+        self.frozen_before[ids] = 0
         try:
             yield
         finally:
-            self.kept_until[ids] = kept_until
+            self.frozen_before[ids] = frozen_before
 
     def cool(self, ids: np.ndarray) -> None:
         """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""
@@ -180,13 +183,13 @@ class BlockPool:
             ids = self._left_by_all(ids)
         if self.has_kept:
             ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
-            kept_until = self.kept_until[ids]
-            num_kept = np.count_nonzero(kept_until)
+            frozen_before = self.frozen_before[ids]
+            num_kept = np.count_nonzero(frozen_before)
             if num_kept == ids.size:
                 return self._warm.push(ids)
             if num_kept:
-                self._warm.push(ids[kept_until > 0])
-                ids = ids[kept_until == 0]
+                self._warm.push(ids[frozen_before > 0])
+                ids = ids[frozen_before == 0]
         self._cold.push(ids)
 
     def _left_by_all(self, ids: np.ndarray) -> np.ndarray:
@@ -221,7 +224,7 @@ class BlockPool:
 
     def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
         """Returns whether a holder must copy a block before it writes from a position on."""
-        return (self._more_holders[ids] > 0) | (self.kept_until[ids] > position)
+        return (self._more_holders[ids] > 0) | (self.frozen_before[ids] > position)
 
     def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
         ids = np.asarray(block_ids)

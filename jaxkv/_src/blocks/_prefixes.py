@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._books import Books
+from jaxkv._src.blocks._cells import NO_IDS
 from jaxkv._src.blocks._prefix_events import KeyChain, PrefixEvents
-from jaxkv._src.blocks._prompts import Counts, FoundPrefix, Namespace, PrefixStats, Prompt
+from jaxkv._src.blocks._prompts import Counts, Namespace, PrefixMatch, PrefixStats, Prompt
 from jaxkv._src.blocks._resuming import columns_to_share
-from jaxkv._src.blocks._runs import NO_IDS
+from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._write import Ints
 from jaxkv._src.internal.checks import check_count
 from jaxkv._src.prefixes import (
@@ -35,27 +35,26 @@ class Prefixes:
 
     def __init__(
         self,
-        books: Books,
+        state: RequestState,
         *,
-        max_requests: int,
         checkpoint_blocks: int,
         shares_rows: Sequence[bool],
         events: PrefixEvents | None = None,
     ):
-        growths, rules, pool = books.rules.growths, books.rules, books.pool
+        growth, pool = state.growth, state.pool
         self._events = events
-        self._books, self._max_checkpoint_blocks = books, checkpoint_blocks
+        self._state, self._max_checkpoint_blocks = state, checkpoint_blocks
         keepings = [
             Keeping(*of_group)
-            for of_group in zip(growths, rules.block[:, 0].tolist(), shares_rows, strict=True)
+            for of_group in zip(growth.growths, state.column_tokens, shares_rows, strict=True)
         ]
         # tokens of a column in each group that keeps whole columns
         self._whole = tuple(keeping.block for keeping in keepings if not keeping.by_checkpoint)
         self._smallest = min((keeping.block for keeping in keepings), default=1)
         self._tree = PrefixTree(
-            keepings, pool.kept_until, max_tokens=4 * pool.num_blocks * self._smallest
+            keepings, pool.frozen_before, max_tokens=4 * pool.num_blocks * self._smallest
         )
-        self.has_encoder = bool(rules.crossed.size)
+        self.has_encoder = bool(growth.crossed.size)
         self._prompts: dict[int, Prompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self._epoch = 0
@@ -68,14 +67,14 @@ class Prefixes:
 
     def find(
         self,
-        tokens: Ints | FoundPrefix,
+        tokens: Ints | PrefixMatch,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None = None,
-    ) -> FoundPrefix:
-        """Finds the longest cached prefix of a prompt; reuses a `FoundPrefix` that is valid."""
-        if isinstance(tokens, FoundPrefix):
+    ) -> PrefixMatch:
+        """Finds the longest cached prefix of a prompt; reuses a `PrefixMatch` that is valid."""
+        if isinstance(tokens, PrefixMatch):
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
             return self._renewed(tokens, max_cached_tokens)
@@ -83,11 +82,11 @@ class Prefixes:
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
         self._tree.touch(path)
-        keys, pool, found = tuple(extra_keys), self._books.pool, find(self._tree, path, seen, limit)
+        keys, pool, found = tuple(extra_keys), self._state.pool, find(self._tree, path, seen, limit)
         state = self._tree.state
-        return FoundPrefix(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
+        return PrefixMatch(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
 
-    def _renewed(self, known: FoundPrefix, max_cached_tokens: int | None) -> FoundPrefix:
+    def _renewed(self, known: PrefixMatch, max_cached_tokens: int | None) -> PrefixMatch:
         if known.state is not self._tree.state:
             return self.find(
                 known.tokens & MAX_TOKEN,
@@ -104,7 +103,7 @@ class Prefixes:
 
     def look_up(
         self,
-        tokens: Ints | FoundPrefix,
+        tokens: Ints | PrefixMatch,
         *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
@@ -139,7 +138,7 @@ class Prefixes:
         self._prompts[row] = prompt
         self._computing.add(row)
         if found.num_tokens:
-            self._books.share(row, found.num_tokens, found.columns)
+            self._state.share(row, found.num_tokens, found.columns)
 
     def _chunk_ends(
         self, num_tokens: int, found: Found, boundaries: Sequence[int]
@@ -188,13 +187,10 @@ class Prefixes:
                 chain=None if prompt.chain is None else prompt.chain.copy(),
             )
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchanges two rows."""
-        prompts = self._prompts
-        moved = {first: prompts.pop(second, None), second: prompts.pop(first, None)}
-        prompts.update({row: prompt for row, prompt in moved.items() if prompt is not None})
-        others = {first: second, second: first}
-        self._computing = {others.get(row, row) for row in self._computing}
+    def num_known(self, row: int) -> int:
+        """Returns the number of first tokens of a row whose ids are known."""
+        prompt = self._prompts.get(row)
+        return 0 if prompt is None else prompt.tokens.size
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Forgets the tokens after ``num_tokens``, which the requests may replace by others."""
@@ -214,7 +210,7 @@ class Prefixes:
     def after_step(self, rows: Iterable[int]) -> None:
         """Keeps the prompt tokens that the last step of ``rows`` computed."""
         for row in [row for row in rows if row in self._computing]:
-            prompt, computed = self._prompts[row], self._books.computed.item(row)
+            prompt, computed = self._prompts[row], self._state.computed.item(row)
             size = prompt.tokens.size
             count = min(computed, size)
             # `rewind` shortens the prompt, so the row may have computed more tokens than that.
@@ -235,9 +231,10 @@ class Prefixes:
             return
         if prompt.may_go_on and more.size:
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
-        computed = int(self._books.computed[row])
+        computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
-        self._keep(row, prompt, count, is_end=0 < count == computed)
+        is_end = 0 < count == computed and not self._state.awaits_copy(row)
+        self._keep(row, prompt, count, is_end=is_end)
 
     def used(self, row: int) -> None:
         """Forgets a row that has released its blocks; the states that it used are taken last."""
@@ -246,7 +243,7 @@ class Prefixes:
         for checkpoint in () if prompt is None else prompt.checkpoints:
             if checkpoint in self._tree.checkpoints:
                 self._tree.checkpoints.touch(checkpoint, is_wanted=False)
-                self._books.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
+                self._state.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
 
     def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
         """Keeps the whole blocks of a row's first ``count`` tokens.
@@ -267,8 +264,8 @@ class Prefixes:
             prompt.namespace, prompt.tokens[:count], columns, ends, is_wanted=count in prompt.wanted
         )
         prompt.num_kept = max(prompt.num_kept, count)
-        self._books.shared_until[row] = max(self._books.shared_until.item(row), count)
-        self._books.pool.has_kept = True
+        self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
+        self._state.pool.has_kept = True
         self._remember_first(prompt)
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
@@ -276,20 +273,20 @@ class Prefixes:
                 self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
         if made is not None:
             prompt.checkpoints.append(made)
-            self._books.note_shared(row)
+            self._state.note_shared(row)
             self._bound_checkpoints()
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
-        books, (_, firsts, ends) = self._books, self._books.held_of(row)
+        _, firsts, ends = self._state.held_of(row)
         for group, keeping in enumerate(self._tree.keepings):
             if keeping.by_checkpoint:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // keeping.block)
             end = min(ends[group], count // keeping.block)
-            found.append((first, books.columns_of(row, group)[first:end]))
+            found.append((first, self._state.columns_of(row, group)[first:end]))
         return found
 
     def _ends(self, row: int, count: int) -> np.ndarray | None:
@@ -298,20 +295,20 @@ class Prefixes:
         0: the tokens end with a whole block.
         """
         try:
-            columns = columns_to_share(self._books, row, count)
+            columns = columns_to_share(self._state, row, count)
         except ValueError:
             return None
         ends = np.zeros(len(columns), np.int32)
         for group, (_, _, end) in enumerate(columns):
             keeping = self._tree.keepings[group]
             if keeping.by_checkpoint or count % keeping.block:
-                ends[group] = self._books.columns_of(row, group)[end - 1]
+                ends[group] = self._state.columns_of(row, group)[end - 1]
         return ends
 
     def _bound_checkpoints(self) -> None:
         tree = self._tree
         while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
-            self._books.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+            self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
 
     def _first_block(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._smallest].astype(np.int64).tobytes()
@@ -321,7 +318,7 @@ class Prefixes:
             prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
             known = self._first_blocks.setdefault(prompt.first_block, {})
             known[prompt.namespace] = None
-            if len(self._first_blocks) > self._books.pool.num_blocks:
+            if len(self._first_blocks) > self._state.pool.num_blocks:
                 del self._first_blocks[next(iter(self._first_blocks))]
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
@@ -336,7 +333,7 @@ class Prefixes:
     def new_epoch(self) -> None:
         """Forgets all kept blocks, but remembers that their prompts were cached."""
         self._epoch += 1
-        pool = self._books.pool
+        pool = self._state.pool
         pool.cool(self._tree.clear())
         pool.has_kept = False
         if self._events is not None:
@@ -352,7 +349,7 @@ class Prefixes:
         """Returns the counts so far."""
         return PrefixStats(
             **dataclasses.asdict(self._counts),
-            kept_blocks=int(np.count_nonzero(self._tree.kept_until)),
+            kept_blocks=int(np.count_nonzero(self._tree.frozen_before)),
             checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
 

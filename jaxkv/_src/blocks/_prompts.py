@@ -19,7 +19,7 @@ class Namespace(NamedTuple):
     keys: frozenset[ExtraKey]  # those of the whole sequence, such as adapters
 
 
-class FoundPrefix(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The prefix of a prompt that the cache holds, before a request is started with it.
 
     The result is valid until the cache changes. `BlockManager.start` takes it in place of the
@@ -45,7 +45,7 @@ class FoundPrefix(NamedTuple):
     pool: BlockPool
 
     def __repr__(self) -> str:
-        return f"FoundPrefix({self.num_cached_tokens} of {self.num_tokens} tokens)"
+        return f"PrefixMatch({self.num_cached_tokens} of {self.num_tokens} tokens)"
 
     @property
     def num_tokens(self) -> int:

@@ -4,26 +4,26 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._books import Books, holds
+from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes import PLAIN_INTS
 
 
-def columns_to_share(books: Books, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
+def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
     """Returns, per group, source, first and end of the columns that a prefix is read from.
 
     Raises:
       ValueError: the row no longer holds a block that the next token reads.
     """
     found: list[tuple[int, int, int]] = []
-    held = zip(*books.held_of(row), strict=True)
-    for group, (growth, of_group) in enumerate(zip(books.rules.growths, held, strict=True)):
+    held = zip(*state.held_of(row), strict=True)
+    for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
         if growth.stores == "state":
-            source, first, end = _state_to_share(books, row, group, of_group[1], num_tokens)
+            source, first, end = _state_to_share(state, row, group, of_group[1], num_tokens)
         elif growth.stores == "encoder":
             source, first, end = -1, 0, of_group[2]
         else:
-            block = books.rules.of_groups[group].block
+            block = state.column_tokens[group]
             source, first = -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block
             end = cdiv(num_tokens, block)
         if not _holds_all(of_group, first, end):
@@ -43,22 +43,23 @@ def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
 
 
 def _state_to_share(
-    books: Books, row: int, group: int, held_first: int, num_tokens: int
+    state: RequestState, row: int, group: int, held_first: int, num_tokens: int
 ) -> tuple[int, int, int]:
     if num_tokens == 0:
         return -1, 0, 0
-    mode, rule = books.rules.growths[group].cache_mode, books.rules.of_groups[group]
-    column, drafts = cdiv(num_tokens, rule.block) - 1, rule.drafts
-    newest = num_tokens == books.computed[row]
-    in_step = int(num_tokens - books.resumed[row])
+    growth = state.growth.growths[group]
+    mode, drafts = growth.cache_mode, growth.speculative_blocks
+    column = cdiv(num_tokens, state.column_tokens[group]) - 1
+    newest = num_tokens == state.computed[row]
+    in_step = int(num_tokens - state.step_start[row])
     if newest and 1 < in_step <= 1 + drafts:
         raise ValueError(
             f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
             f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
             "fork after a step of one token"
         )
-    if not newest and not _is_kept(books, group, np.array([row]), np.array([num_tokens]))[0]:
-        return -1, 0, books.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
+    if not newest and not _is_kept(state, group, np.array([row]), np.array([num_tokens]))[0]:
+        return -1, 0, state.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
     if mode == "none":
         return -1, 0, 1
     if mode == "align":
@@ -68,60 +69,73 @@ def _state_to_share(
 
 
 def check_rewind(
-    books: Books, names: Sequence[Hashable], rows: np.ndarray, num_tokens: np.ndarray
+    state: RequestState, names: Sequence[Hashable], rows: np.ndarray, num_tokens: np.ndarray
 ) -> None:
     """Raises ValueError if a request no longer holds a block that its next token reads."""
-    lost = np.zeros((len(books.rules.growths), rows.size), bool)
-    if books.rules.has_windows:
-        lost = books.rules.firsts_visible(num_tokens) < books.held(rows)[1]
-    for group, growth in enumerate(books.rules.growths):
+    lost = np.zeros((len(state.growth.growths), rows.size), bool)
+    if state.growth.has_windows:
+        lost = state.growth.first_column(num_tokens) < state.held(rows)[1]
+    for group, growth in enumerate(state.growth.growths):
         if growth.stores == "state":
-            lost[group] = _lost_states(books, group, rows, num_tokens)
+            lost[group] = _lost_states(state, group, rows, num_tokens)
     if lost.any():
         group, bad = (int(index[0]) for index in np.nonzero(lost))
         raise ValueError(
             f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
-            f"group {group} that its next token reads ({_why_lost(books, group)}); finish the "
+            f"group {group} that its next token reads ({_why_lost(state, group)}); finish the "
             "request and compute it again"
         )
 
 
-def _lost_states(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+def _lost_states(
+    state: RequestState, group: int, rows: np.ndarray, num_tokens: np.ndarray
+) -> np.ndarray:
     """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
 
     Blocks hold the newest state, the states of the last step's tokens that at most
     ``speculative_blocks`` tokens follow, and the states that are kept at the ends of blocks.
     """
-    drafted = books.reached[rows] - num_tokens <= books.rules.drafts[group, 0]
-    drafted &= num_tokens > books.resumed[rows]  # the step wrote over the state that it began with
-    drafted |= num_tokens == books.computed[rows]
-    if books.rules.growths[group].cache_mode == "none":
+    growth = state.growth.growths[group]
+    drafted = state.max_computed[rows] - num_tokens <= growth.speculative_blocks
+    drafted &= (
+        num_tokens > state.step_start[rows]
+    )  # the step wrote over the state that it began with
+    drafted |= num_tokens == state.computed[rows]
+    if growth.cache_mode == "none":
         return ~drafted & (num_tokens > 0)
-    block = books.rules.block[group, 0]
+    block = state.column_tokens[group]
     column = cdiv(num_tokens, block) - 1
-    held = holds(books.held(rows)[:, group], column) | (num_tokens == 0)
-    return ~(held & (drafted | _is_kept(books, group, rows, num_tokens)))
+    columns = state.held(rows)[:, group]
+    # The first token reads no state, but a row of "all" states begins with the column that it got
+    # first, and never gets an earlier one.
+    starts_over = columns[1] == 0 if growth.cache_mode == "all" else np.True_
+    held = np.where(num_tokens == 0, starts_over, holds(columns, column))
+    return ~(held & (drafted | _is_kept(state, group, rows, num_tokens)))
 
 
-def _is_kept(books: Books, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+def _is_kept(
+    state: RequestState, group: int, rows: np.ndarray, num_tokens: np.ndarray
+) -> np.ndarray:
     """Returns whether the state after ``num_tokens`` tokens is held next to newer ones, bool[N].
 
-    With ``cache_mode="align"`` only the state that the last step resumed from is kept: a step
+    With ``cache_mode="align"`` only the state that the last step step_start from is kept: a step
     that crosses the end of a block does not write the state there. With drafts, not even that one
-    is certain, because the step may have resumed from the block of a draft.
+    is certain, because the step may have step_start from the block of a draft.
     """
-    mode = books.rules.growths[group].cache_mode
+    mode = state.growth.growths[group].cache_mode
     if mode == "none":
         return np.zeros(rows.size, bool)
-    at_end = num_tokens % books.rules.block[group, 0] == 0
+    at_end = num_tokens % state.column_tokens[group] == 0
     if mode == "all":
         return at_end
-    resumed = (num_tokens == books.resumed[rows]) & (books.rules.drafts[group, 0] == 0)
-    return at_end & (resumed | (num_tokens == 0))
+    step_start = (num_tokens == state.step_start[rows]) & (
+        state.growth.speculative_blocks[group, 0] == 0
+    )
+    return at_end & (step_start | (num_tokens == 0))
 
 
-def _why_lost(books: Books, group: int) -> str:
-    growth = books.rules.growths[group]
+def _why_lost(state: RequestState, group: int) -> str:
+    growth = state.growth.growths[group]
     if growth.stores != "state":
         return "it left the window when more tokens were computed"
     return (

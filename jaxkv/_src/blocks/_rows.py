@@ -1,18 +1,28 @@
 """The table rows of running requests, and the work of a step by row. No jax."""
 
+import operator
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks._write import Batch
+from jaxkv._src.internal.numbers import INT32_MAX
 
-FEW = 8  # requests up to which ints are faster than arrays
-Work = Mapping[Any, int] | tuple[np.ndarray, np.ndarray]
+Work = Mapping[Any, int]
+PLAIN_NAMES = (str, int, bytes)  # names that are the same if they are equal
 
 
-class Rows:
+class LastWork(NamedTuple):
+    """The work of the last step."""
+
+    names: list[Hashable]
+    counts: list[Any]
+    batch: Batch
+
+
+class RowAllocator:
     """The table rows of running requests, and the free rows.
 
     of: row of each running request.
@@ -23,8 +33,8 @@ class Rows:
         self._max_requests, self.max_in_flight_tokens = max_requests, max_in_flight_tokens
         self.of: dict[Hashable, int] = {}
         self._free = deque(range(max_requests))
-        self._taken = np.zeros(max_requests, bool)
-        self._last: tuple[list[Hashable], list[int], Batch] | None = None  # work of the last step
+        self._num_odd_names = 0  # running requests whose names are not `PLAIN_NAMES`
+        self._last: LastWork | None = None
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
@@ -56,23 +66,15 @@ class Rows:
     def take(self, request: Hashable) -> int:
         """Gives a request the row that has been free the longest."""
         row = self.of[request] = self._free.popleft()
-        self._taken[row] = True
+        self._num_odd_names += type(request) not in PLAIN_NAMES
         self._last = None
         return row
 
     def give_back(self, request: Hashable) -> None:
         """Frees the row of a request."""
         row = self.of.pop(request)
-        self._taken[row] = False
+        self._num_odd_names -= type(request) not in PLAIN_NAMES
         self._free.append(row)
-        self._last = None
-
-    def swap(self, first: int, second: int) -> None:
-        """Exchanges two rows, taken or free."""
-        swapped = {first: second, second: first}
-        self.of = {name: swapped.get(row, row) for name, row in self.of.items()}
-        self._free = deque(swapped.get(row, row) for row in self._free)
-        self._taken[[first, second]] = self._taken[[second, first]]
         self._last = None
 
     def batch(self, work: Work) -> Batch:
@@ -82,67 +84,41 @@ class Rows:
           TypeError, ValueError: a request is not running, or its number of tokens is not an int,
             is below 1, or is more than ``limits.max_in_flight_tokens`` of the plan.
         """
-        if not isinstance(work, dict) and not isinstance(work, Mapping):
-            batch = Batch.of(*self._checked_arrays(work))
-            self._check_counts(batch)
-            return batch
-        names, values = list(work), list(work.values())
-        if self._last is not None and self._last[0] == names:
-            # Consecutive steps often have the same work. The type of the sum tells 1.0, which is
-            # refused below, from the equal 1.
-            if self._last[1] == values and type(sum(values)) is int:
-                return self._last[2]
-            rows = self._last[2].rows
+        if not isinstance(work, Mapping):
+            raise TypeError(
+                f"work must map requests to their new tokens, got {type(work).__name__}"
+            )
+        names, counts = list(work), list(work.values())
+        last = self._last
+        if last is not None and self._are_same(names, last.names):
+            # Consecutive steps often have the same work.
+            if _sum_is_int(counts) and last.counts == counts:
+                return last.batch
+            rows = last.batch.rows
         else:
             rows = self._rows_of(names)
-        batch = self._few(rows, values)
-        if batch is None:
-            batch = Batch.of(rows, _as_counts(values))
-            self._check_counts(batch)
-        self._last = names, values, batch
+        batch = Batch.of(rows, _as_counts(counts))
+        self._check_counts(batch)
+        self._last = LastWork(names, counts, batch)
         return batch
 
-    def _few(self, rows: np.ndarray, values: Sequence[Any]) -> Batch | None:
-        """Returns the batch of a few plain ints, without NumPy's overhead; None for others."""
-        if not 0 < len(values) <= FEW:
-            return None
-        for value in values:
-            if type(value) is not int or not 0 < value <= self.max_in_flight_tokens:
-                return None  # `_as_counts` or `_check_counts` raises the error
-        counts = np.array(values)
-        ends = counts if len(values) == 1 else np.add.accumulate(counts)
-        return Batch(rows, counts, ends, sum(values), max(values))
+    def _are_same(self, names: list[Hashable], others: list[Hashable]) -> bool:
+        """Returns whether two lists name the same requests.
+
+        Names of NumPy and tuples of them are compared element by element, so equality says little.
+        """
+        if self._num_odd_names:
+            return len(names) == len(others) and all(map(operator.is_, names, others))
+        return names == others
 
     def _rows_of(self, names: Sequence[Hashable]) -> np.ndarray:
         try:
             return np.array([self.of[name] for name in names], np.int64)
         except KeyError as error:
-            raise ValueError(f"request={error.args[0]!r} is not running; start it first") from None
-
-    def _checked_arrays(self, work: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        if not isinstance(work, tuple) or len(work) != 2:
-            raise TypeError(
-                "work must map requests to their new tokens, or be a pair of arrays (rows, "
-                f"new tokens); got {type(work).__name__}"
-            )
-        rows, counts = map(np.asarray, work)
-        if rows.ndim != 1 or rows.shape != counts.shape or rows.dtype.kind not in "iu":
             raise ValueError(
-                f"work: rows {rows.dtype}{list(rows.shape)} and tokens {list(counts.shape)} must "
-                "be flat integer arrays of one length"
-            )
-        if counts.dtype.kind not in "iu":
-            raise TypeError(f"work must count tokens in ints, got {counts.dtype}")
-        known = (rows >= 0) & (rows < self._max_requests)
-        if not known.all() or not self._taken[rows].all():
-            raise ValueError(
-                f"work names rows that no request has: {rows.tolist()}; see BlockManager.requests"
-            )
-        named = np.zeros(self._max_requests, bool)
-        named[rows] = True
-        if np.count_nonzero(named) < rows.size:
-            raise ValueError(f"work names a row twice: {rows.tolist()}; list each request once")
-        return rows.astype(np.int64), counts.astype(np.int64)
+                f"request={error.args[0]!r} is not running; start it first or, if it has ended, "
+                "leave it out"
+            ) from None
 
     def _check_counts(self, batch: Batch) -> None:
         if not batch.rows.size:
@@ -162,18 +138,28 @@ class Rows:
             )
 
 
-def _as_counts(values: Sequence[Any]) -> np.ndarray:
+def _sum_is_int(counts: Sequence[Any]) -> bool:
+    """Returns whether counts are ints or bools, because other numbers have other sums."""
+    try:
+        return type(sum(counts)) is int
+    except (TypeError, ValueError):
+        return False
+
+
+def _as_counts(counts: Sequence[Any]) -> np.ndarray:
     """Returns the new tokens of requests, int64[N]; raises TypeError unless they are ints."""
     try:
-        counts = np.array(values) if values else np.zeros(0, np.int64)
+        array = np.array(counts) if counts else np.zeros(0, np.int64)
     except ValueError:  # lists of different lengths
-        counts = np.array(None)
-    if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        wrong = [
-            value for value in values if np.ndim(value) or np.array(value).dtype.kind not in "iu"
-        ]
-        raise TypeError(
-            f"work must count tokens in ints, got {next(iter(wrong), values)!r}; give the number "
-            "of new tokens of each request"
-        )
-    return counts.astype(np.int64, copy=False)
+        array = np.array(None)
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        if array.dtype == np.uint64:  # else it would wrap
+            array = np.minimum(array, np.uint64(INT32_MAX))
+        return array.astype(np.int64, copy=False)
+    wrong = [n for n in counts if np.ndim(n) or np.array(n).dtype.kind not in "iu"]
+    if array.ndim == 1 and all([type(n) is int for n in wrong]):  # past int64
+        raise ValueError(f"work: {wrong[0]} tokens are more than any plan admits in a step")
+    raise TypeError(
+        f"work must count tokens in ints, got {next(iter(wrong), counts)!r}; give the number of "
+        "new tokens of each request"
+    )

@@ -39,7 +39,6 @@ class StepShape:
     block_ids: table entries that a step writes, over all groups.
     zero_ids: fresh blocks that a step zeroes, over all groups.
     block_copies: blocks that a step copies, over all groups.
-    row_copies: table rows that a step copies.
     extra: int32s of your own that travel with the step (token ids, say).
     """
 
@@ -56,15 +55,14 @@ class StepShape:
     block_ids: int
     zero_ids: int = 0
     block_copies: int = 0
-    row_copies: int = 0
     extra: int = 0
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
         positive += ("max_query_len", "max_seq_len")
-        counts = ("max_encoder_tokens", "block_ids", "zero_ids", "block_copies", "row_copies")
+        counts = ("max_encoder_tokens", "block_ids", "zero_ids", "block_copies", "extra")
         check_positive(**{name: getattr(self, name) for name in positive})
-        check_count(**{name: getattr(self, name) for name in (*counts, "extra")})
+        check_count(**{name: getattr(self, name) for name in counts})
         if self.batch_size > self.max_requests:
             raise ValueError(
                 f"batch_size={self.batch_size} is more than max_requests={self.max_requests}, the "
@@ -90,7 +88,7 @@ class StepShape:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         forks: int = 0,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
         extra: int = 0,
     ) -> Self:
         """Derives every size of a step from the plan.
@@ -115,11 +113,12 @@ class StepShape:
           max_seq_len: tokens of one request after a step; None: ``plan.max_model_len``. A
             bucket for shorter requests gathers narrower tables.
           forks: requests of a step that write for the first time since a fork, including the
-            donors; a swap of rows counts as 2. Each may copy a row of the tables and, in every
-            group, a block.
-          cached_tokens: tokens that the requests of a step find in the cache when they start,
-            summed over the requests; see `BlockManager.start`. Requests that continue after a
-            recurrent state also count as ``forks``.
+            donors. Each may copy a block in every group.
+          cached_tokens: tokens that were in the cache already when requests of the step compute for
+            the first time, after a fork or because a prompt begins with them, summed over the
+            requests; the step writes the table entries of their blocks. None: ``max_seq_len`` if
+            there are ``forks``, else 0. Requests that continue after a recurrent state also count
+            as ``forks``.
           extra: integers of your own that travel with the upload.
 
         Returns:
@@ -131,10 +130,14 @@ class StepShape:
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
         check_positive(max_requests=max_requests)
-        check_count(forks=forks, cached_tokens=cached_tokens)
+        check_count(forks=forks)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
         longest = plan.max_model_len if max_seq_len is None else max_seq_len
         check_positive(max_seq_len=longest)
+        cached = cached_tokens
+        if cached is None:
+            cached = min(longest, plan.max_model_len) if forks else 0
+        check_count(cached_tokens=cached)
         query = min(tokens, plan.limits.max_in_flight_tokens, longest)
         query = min(query, tokens_per_request or query)
         if max_query_len is not None:
@@ -159,10 +162,9 @@ class StepShape:
             max_seq_len=min(longest, plan.max_model_len),
             max_encoder_tokens=encoder,
             block_ids=min(sum(most) + copies, plan.num_blocks - 1)
-            + _most_shared_blocks(plan, batch, cached_tokens),
+            + _most_shared_blocks(plan, batch, cached),
             zero_ids=min(zeroed, plan.num_blocks - 1),
             block_copies=copies,
-            row_copies=forks,
             extra=extra,
         )
 
@@ -174,11 +176,6 @@ class StepShape:
         return tuple(
             growth.step_columns(query, longest, self.max_encoder_tokens) for growth in self.growths
         )
-
-    @property
-    def changed_rows(self) -> int:
-        """Most table rows that a step changes: its requests, and forks that have no step yet."""
-        return min(self.max_requests, self.batch_size + self.row_copies)
 
     @functools.cached_property
     def format(self) -> UploadFormat:
@@ -246,12 +243,13 @@ class Upload:
     def parts(self) -> dict[str, np.ndarray]:
         """Returns the integers of the upload by name, without padding. Waits for the device.
 
-        ``number`` counts the manager's uploads. Requests: ``request_rows``,
+        ``number`` counts the manager's uploads; it is negative in the first one after
+        `BlockManager.reset`. Requests: ``request_rows``,
         ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Table entries,
         ordered by group: ``entry_rows``, ``entry_columns``, ``entry_ids``, and the end of each
         group's entries, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks,
         likewise ordered by group: ``zero_ids``, ``zero_ends``; ``copy_sources``,
-        ``copy_destinations``, ``copy_ends``. Rows to copy: ``row_sources``, ``row_destinations``.
+        ``copy_destinations``, ``copy_ends``.
         """
         parts = self.shape.format.split(np.asarray(self.data))
         requests = int((parts["request_rows"] >= 0).sum())
@@ -269,8 +267,6 @@ class Upload:
         parts["changed_rows"], parts["row_lengths"] = (
             parts[name][rows] for name in ("changed_rows", "row_lengths")
         )
-        for name in ("row_sources", "row_destinations"):
-            parts[name] = parts[name][parts[name] >= 0]
         return parts
 
     def __repr__(self) -> str:
@@ -285,7 +281,7 @@ class Upload:
             "to copy": parts["copy_sources"].size,
         }
         listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        number = f"number {parts['number'][0]}" if parts["number"][0] else "not numbered"
+        number = f"number {abs(parts['number'][0])}" if parts["number"][0] else "not numbered"
         return f"Upload({number}: {listed})"
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._runs import NO_IDS, Runs
 from jaxkv._src.blocks._shape import StepShape
 from jaxkv._src.internal.numbers import INT32_MAX
 
@@ -30,64 +29,13 @@ class Batch(NamedTuple):
         return cls(rows, counts, ends, int(ends[-1]), int(np.maximum.reduce(counts)))
 
 
-class Entries(NamedTuple):
-    """Block ids to write into cells of the tables, as K runs ordered by group.
-
-    zeroed: runs whose blocks are fresh and must be zeroed.
-    """
-
-    runs: Runs
-    block_ids: np.ndarray  # int32[cells]
-    zeroed: np.ndarray  # bool[K]
-
-    @property
-    def num_zeroed(self) -> int:
-        return self.runs.num_cells_of(self.zeroed)
-
-    def of_cells(self, of_runs: np.ndarray) -> np.ndarray:
-        """Returns values of runs as values of their cells."""
-        return of_runs if self.runs.are_cells else of_runs.repeat(self.runs.counts)
-
-    def chosen(self, which: np.ndarray) -> "Entries":
-        """Returns some of the runs, given by a mask, and their ids."""
-        ids = self.block_ids[self.of_cells(which)]
-        return Entries(self.runs.chosen(which), ids, self.zeroed[which])
-
-    def zero_ids(self, num_groups: int) -> tuple[np.ndarray, np.ndarray | Sequence[int]]:
-        """Returns the ids to zero, ordered by group, and the end of each group's ids."""
-        chosen = self if self.zeroed.all() else self.chosen(self.zeroed)
-        return chosen.block_ids, chosen.runs.ends(num_groups)
-
-
-class Copies(NamedTuple):
-    """C copies of blocks, ordered by group."""
-
-    groups: np.ndarray  # int64[C], ascending
-    sources: np.ndarray  # int32[C]
-    destinations: np.ndarray  # int32[C]
-
-    def chosen(self, destinations: np.ndarray) -> "Copies":
-        """Returns the copies into these destinations."""
-        kept = np.isin(self.destinations, destinations)
-        return Copies(*(part[kept] for part in self))
-
-    def without(self, destinations: np.ndarray) -> "Copies":
-        """Returns the copies into other destinations."""
-        kept = ~np.isin(self.destinations, destinations)
-        return Copies(*(part[kept] for part in self))
-
-
-NO_COPIES = Copies(np.zeros(0, np.int64), NO_IDS, NO_IDS)
-
-
 class Sizes(NamedTuple):
     """Sizes of what a step changes, by the names of a `StepShape`."""
 
-    changed_rows: int = 0
+    batch_size: int = 0
     block_ids: int = 0
     zero_ids: int = 0
     block_copies: int = 0
-    row_copies: int = 0
     extra: int = 0
 
 
@@ -122,7 +70,6 @@ def check_room(shape: StepShape, sizes: Sizes) -> None:
 _REMEDIES = {
     "block_ids": "more cached_tokens=, for prompts whose beginning is in the cache, or forks=",
     "block_copies": "more forks=",
-    "row_copies": "more forks=",
 }
 
 
@@ -189,19 +136,26 @@ def write_extra(shape: StepShape, data: np.ndarray, extra: np.ndarray) -> None:
 def write_entries(
     shape: StepShape,
     data: np.ndarray,
-    entries: Entries,
+    cells: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ends: np.ndarray,
     changed_rows: np.ndarray,
     row_lengths: np.ndarray,
 ) -> None:
-    """Writes table entries, and the lengths of the rows that changed, int[E * G]."""
-    starts, runs, count = shape.format.starts, entries.runs, entries.runs.num_cells
+    """Writes table entries, and the lengths of rows that change.
+
+    Args:
+      cells: rows, columns and block ids, int[K] each, ordered by group.
+      ends: int[G], the end of each group's entries.
+      changed_rows: int[E].
+      row_lengths: int[G, E].
+    """
+    starts = shape.format.starts
     _put(data, starts["changed_rows"], changed_rows)
-    _put(data, starts["row_lengths"], row_lengths)
-    if count:
-        rows, columns, ids = starts["entry_rows"], starts["entry_columns"], starts["entry_ids"]
-        runs.write_cells(data[rows : rows + count], data[columns : columns + count])
-        data[ids : ids + count] = entries.block_ids
-        _put(data, starts["entry_ends"], runs.ends(len(shape.growths)))
+    _put(data, starts["row_lengths"], row_lengths.T.reshape(-1))
+    if cells[0].size:
+        for name, values in zip(("rows", "columns", "ids"), cells, strict=True):
+            _put(data, starts[f"entry_{name}"], values)
+        _put(data, starts["entry_ends"], ends)
 
 
 def write_zero_ids(
@@ -214,18 +168,16 @@ def write_zero_ids(
 
 
 def write_copies(
-    shape: StepShape, data: np.ndarray, copies: Copies, row_copies: np.ndarray
+    shape: StepShape, data: np.ndarray, copies: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Writes copies of blocks, and of table rows, int[M, 2]."""
-    starts = shape.format.starts
-    if copies.groups.size:
-        _put(data, starts["copy_sources"], copies.sources)
-        _put(data, starts["copy_destinations"], copies.destinations)
-        ends = copies.groups.searchsorted(np.arange(len(shape.growths)), "right")
+    """Writes copies of blocks: group, source and destination of each, ordered by group."""
+    if copies:
+        groups, sources, destinations = np.array(copies).T
+        starts = shape.format.starts
+        _put(data, starts["copy_sources"], sources)
+        _put(data, starts["copy_destinations"], destinations)
+        ends = groups.searchsorted(np.arange(len(shape.growths)), "right")
         _put(data, starts["copy_ends"], ends)
-    if len(row_copies):
-        _put(data, starts["row_sources"], row_copies[:, 0])
-        _put(data, starts["row_destinations"], row_copies[:, 1])
 
 
 def _put(data: np.ndarray, start: int, values: np.ndarray | Sequence[int]) -> None:

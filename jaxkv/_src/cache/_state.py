@@ -42,7 +42,8 @@ _REASONS = {
     TOO_LONG: "a request with more tokens than the step's shape allows",
     BAD_BATCH: "new tokens that are negative, more than the step's shape allows, or not where "
     "the step looks for them",
-    LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap",
+    LOST_UPLOAD: "an upload was lost: the numbers of two uploads in a row have a gap. Run every "
+    "upload once and in order, or call BlockManager.reset and compute all requests again",
     REPEATED_UPLOAD: "an upload was applied twice, or to another cache",
     BAD_PERIOD: "a period beyond the layers of its group",
     STALE_BATCH: "a batch of another step than the cache's: go on with the cache that each call "

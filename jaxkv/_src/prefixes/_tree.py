@@ -16,7 +16,7 @@ from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
 from jaxkv._src.specs import Growth
 
-WHOLE = np.iinfo(np.int64).max  # `kept_until` of a block of which no byte may change
+WHOLE = np.iinfo(np.int64).max  # `frozen_before` of a block of which no byte may change
 PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
 COLUMN_BITS = 32
 COLUMNS = (1 << COLUMN_BITS) - 1
@@ -103,24 +103,24 @@ class PrefixTree:
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     """
 
-    def __init__(self, keepings: Sequence[Keeping], kept_until: np.ndarray, *, max_tokens: int):
+    def __init__(self, keepings: Sequence[Keeping], frozen_before: np.ndarray, *, max_tokens: int):
         """Creates an empty tree.
 
         Args:
           keepings: one per group.
-          kept_until: int64[num_blocks], which the tree writes: the position before which no token
-            of a block may be overwritten; 0: the block is not kept.
+          frozen_before: int64[num_blocks], which the tree writes: the position before which no
+            token of a block may be overwritten; 0: the block is not kept.
           max_tokens: tokens to remember. Beyond it, the tree forgets tokens without kept blocks,
             the least recently used first.
         """
         self.keepings = tuple(keepings)
-        self.kept_until = kept_until
+        self.frozen_before = frozen_before
         self.grid = math.lcm(*(keeping.block for keeping in self.keepings))
         self.has_states = any(keeping.by_checkpoint for keeping in self.keepings)
         self._max_tokens = self._prune_at = max_tokens
         # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
-        self._home_of = np.full(kept_until.size, -1, np.int64)
-        self._is_in_checkpoint = np.zeros(kept_until.size, bool)
+        self._home_of = np.full(frozen_before.size, -1, np.int64)
+        self._is_in_checkpoint = np.zeros(frozen_before.size, bool)
         self._clear()
 
     def _clear(self) -> None:
@@ -135,8 +135,8 @@ class PrefixTree:
 
     def clear(self) -> np.ndarray:
         """Forgets everything, and returns the blocks that were kept."""
-        kept = self.kept_until.nonzero()[0]
-        self.kept_until[:] = 0
+        kept = self.frozen_before.nonzero()[0]
+        self.frozen_before[:] = 0
         self._home_of[:], self._is_in_checkpoint[:] = -1, False
         self._clear()
         return kept
@@ -238,7 +238,7 @@ class PrefixTree:
                 here[fresh] = kept
             else:
                 here[:] = kept
-            self._home_of[kept], self.kept_until[kept] = homes, until
+            self._home_of[kept], self.frozen_before[kept] = homes, until
 
     def _place(self, node: Node, group: int) -> int:
         """Returns a number for a node and a group, in the bits above the column."""
@@ -254,7 +254,7 @@ class PrefixTree:
         for group, block_id in enumerate(blocks.tolist()):
             if block_id > 0:
                 until = self.keepings[group].until(position)
-                self.kept_until[block_id] = max(int(self.kept_until[block_id]), until)
+                self.frozen_before[block_id] = max(int(self.frozen_before[block_id]), until)
                 self._of_block.setdefault(block_id, []).append(made)
                 self._is_in_checkpoint[block_id] = True
         self.checkpoints.add(made)
@@ -270,8 +270,8 @@ class PrefixTree:
             if not others:
                 del self._of_block[block_id]
                 self._is_in_checkpoint[block_id] = False
-            self.kept_until[block_id] = self._until(block_id)
-            if not self.kept_until[block_id]:
+            self.frozen_before[block_id] = self._until(block_id)
+            if not self.frozen_before[block_id]:
                 freed.append(block_id)
         self.checkpoints.remove(checkpoint)
         checkpoint.blocks = np.where(checkpoint.blocks, EVICTED, 0).astype(np.int32)
@@ -306,7 +306,7 @@ class PrefixTree:
         for block_id in ids[self._is_in_checkpoint[ids]].tolist():
             for checkpoint in list(self._of_block.get(block_id, ())):
                 freed += self.drop_checkpoint(checkpoint)
-        self._home_of[ids], self.kept_until[ids] = -1, 0
+        self._home_of[ids], self.frozen_before[ids] = -1, 0
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
     def _evict(self, place: int, columns: np.ndarray) -> None:

@@ -77,11 +77,17 @@ class Chooser:
         A request copies the block that it writes next if that block is shared or kept. A step has
         room for ``forks`` copies; the youngest requests that would need more are left out.
         """
+        manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
-        if self._forks and self._manager.block_pool.has_shared_blocks:
-            copies = has_work & self._manager.may_copy_by_row[running.order.rows]
-            has_work &= ~copies | (np.cumsum(copies) <= self._forks)
+        if self._forks and manager.block_pool.has_shared_blocks:
+            pending = manager.pending_copies_by_row[rows]
+            copies = pending | (has_work & manager.may_copy_by_row[rows])
+            has_work &= ~copies | pending | (np.cumsum(copies) <= self._forks)
             step.forks -= min(self._forks, int(np.count_nonzero(copies)))
+        unsent = manager.unsent_tokens_by_row[rows] * has_work
+        if unsent.any():
+            has_work &= (unsent == 0) | (np.cumsum(unsent) <= step.cached_tokens)
+            step.cached_tokens -= int(unsent[has_work].sum())
         is_prefill = running.computed < running.prefill_tokens
         return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0]
 

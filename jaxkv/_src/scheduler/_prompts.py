@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, FoundPrefix, PrefixHit
+from jaxkv._src.blocks import BlockManager, PrefixHit, PrefixMatch
 from jaxkv._src.prefixes import ExtraKey
 
 Tokens = Mapping[Any, Sequence[int] | np.ndarray]
@@ -24,7 +24,7 @@ class Prompt:
     salt: str | None = None
     extra_keys: Sequence[ExtraKey] = ()
     boundaries: Sequence[int] = ()
-    found: FoundPrefix | None = None
+    found: PrefixMatch | None = None
     num_known: int | None = None
     chunk_ends: Sequence[int] = ()
 
@@ -118,7 +118,7 @@ class Prompts:
         prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
         return prompt.chunk_ends[0] if prompt.chunk_ends else None
 
-    def _look_up(self, request: Hashable, num_tokens: int) -> FoundPrefix | None:
+    def _look_up(self, request: Hashable, num_tokens: int) -> PrefixMatch | None:
         """Returns the prefix of a waiting request; None if its token ids are not given.
 
         An earlier result is used again unless the cache has changed since.

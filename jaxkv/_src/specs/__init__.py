@@ -10,7 +10,13 @@ from jaxkv._src.specs._attention import (
 )
 from jaxkv._src.specs._base import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
-from jaxkv._src.specs._growth import CacheMode, Growth, LiveColumns, first_visible_token
+from jaxkv._src.specs._growth import (
+    CacheMode,
+    Growth,
+    GrowthTable,
+    LiveColumns,
+    first_visible_token,
+)
 from jaxkv._src.specs._state import (
     StateSpec,
     gated_delta_net_state,
@@ -28,6 +34,7 @@ __all__ = [
     "EncoderOnlySpec",
     "FullAttentionSpec",
     "Growth",
+    "GrowthTable",
     "LayerSpec",
     "Limits",
     "LiveColumns",

@@ -50,8 +50,28 @@ class LiveColumns(NamedTuple):
     end: Any
 
 
+class _Columns:
+    """Columns that rows hold, of a `Growth` or, as arrays, of the several in a `GrowthTable`."""
+
+    def first_visible(self: Any, position: Any, xp: Any = None) -> Any:
+        """Returns the oldest position that a token attends to; see `first_visible_token`."""
+        return first_visible_token(position, self.window, self.chunk, xp)
+
+    def first_column(self: Any, num_computed_tokens: Any, xp: Any = None) -> Any:
+        """Returns the column of the oldest token that the next one attends to."""
+        return self.first_visible(num_computed_tokens, xp) // self.column_tokens
+
+    def end_column(self: Any, num_tokens: Any) -> Any:
+        """Returns one past the last column of rows of at least one token."""
+        return cdiv(num_tokens, self.column_tokens) + self.speculative_blocks
+
+    def source_column(self: Any, num_computed_tokens: Any) -> Any:
+        """Returns the column of the state that the next token resumes from; -1 for none."""
+        return cdiv(num_computed_tokens, self.column_tokens) - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Growth:
+class Growth(_Columns):
     """The rule by which a request takes and drops blocks.
 
     Layers of equal growth may share a block table. A *column* is an index into a row of that
@@ -85,9 +105,11 @@ class Growth:
         """Whether a request holds the blocks of all its tokens until it ends."""
         return self.kind == "full"
 
-    def first_visible(self, position: Any, xp: Any = None) -> Any:
-        """Returns the oldest position that a token attends to; see `first_visible_token`."""
-        return first_visible_token(position, self.window, self.chunk, xp)
+    @property
+    def column_tokens(self) -> int:
+        """Tokens that a column stands for; `INT32_MAX`: every row holds the same columns."""
+        fixed = self.stores == "state" and self.cache_mode == "none"
+        return INT32_MAX if fixed else self.block_size
 
     def live_columns(
         self, num_computed_tokens: Any, num_tokens: Any, encoder_tokens: Any = 0, xp: Any = None
@@ -104,17 +126,14 @@ class Growth:
             return self._state_columns(num_computed_tokens, num_tokens, xp)
         if self.stores == "encoder":
             return LiveColumns(-1, 0, cdiv(encoder_tokens, self.block_size))
-        first = self.first_visible(num_computed_tokens, xp) // self.block_size
-        return LiveColumns(-1, first, cdiv(num_tokens, self.block_size))
+        return LiveColumns(
+            -1, self.first_column(num_computed_tokens, xp), self.end_column(num_tokens)
+        )
 
     def _state_columns(self, num_computed_tokens: Any, num_tokens: Any, xp: Any) -> LiveColumns:
-        xp = xp or _numpy()
-        source = cdiv(num_computed_tokens, self.block_size) - 1
-        if self.cache_mode == "none":
-            return LiveColumns(xp.minimum(source, 0), 0, 1 + self.speculative_blocks)
-        end = xp.maximum(cdiv(num_tokens, self.block_size), 1) + self.speculative_blocks
-        first = 0 if self.cache_mode == "all" else end - 1 - self.speculative_blocks
-        return LiveColumns(source, first, end)
+        end = self.end_column((xp or _numpy()).maximum(num_tokens, 1))
+        first = end - 1 - self.speculative_blocks if self.cache_mode == "align" else 0
+        return LiveColumns(self.source_column(num_computed_tokens), first, end)
 
     def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
         """Returns the first column that a step's table lists; see `StepBatch.block_tables`.
@@ -191,3 +210,68 @@ class Growth:
         if self.kind == "state" and self.cache_mode == "none":
             return 1 + self.speculative_blocks
         return cdiv(num_tokens, self.block_size) + self.speculative_blocks
+
+
+class GrowthTable(_Columns):
+    """The growth of G groups, for N rows at once; arrays are int64[G, N]. NumPy only.
+
+    growths: of the groups.
+    column_tokens, window, chunk, speculative_blocks: int64[G, 1], as for `Growth`; columns count
+      the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
+    aligned: int64[...], indices of the groups with "align" states.
+    crossed: int64[...], indices of the groups that store encoder tokens.
+    has_windows: whether rows give back blocks that no later token reads.
+    """
+
+    def __init__(self, growths: Sequence[Growth], *, context_parallel: int = 1):
+        np = _numpy()
+
+        def column(name: str) -> Any:
+            return np.array([[getattr(growth, name)] for growth in growths], np.int64)
+
+        self.growths = tuple(growths)
+        kinds = [growth.kind for growth in growths]
+        aligned = [g.stores == "state" and g.cache_mode == "align" for g in growths]
+        self.column_tokens = np.minimum(column("column_tokens") * context_parallel, INT32_MAX)
+        self.window, self.speculative_blocks = column("window"), column("speculative_blocks")
+        self.chunk = column("chunk") if "chunked" in kinds else None
+        self.aligned = np.array(aligned, bool).nonzero()[0]
+        self.crossed = np.array([kind == "cross" for kind in kinds], bool).nonzero()[0]
+        self.has_windows = "sliding" in kinds or "chunked" in kinds
+
+    def aligned_columns(self, num_computed_tokens: Any, num_tokens: Any) -> LiveColumns:
+        """Returns the columns that rows must hold in the groups of ``aligned``; see `Growth`.
+
+        Args:
+          num_computed_tokens, num_tokens: int64[N], tokens before and after a step.
+        """
+        end = self.end_column(num_tokens)[self.aligned]
+        source = self.source_column(num_computed_tokens)[self.aligned]
+        return LiveColumns(source, end - 1 - self.speculative_blocks[self.aligned], end)
+
+    def needs_no_change_until(self, num_computed_tokens: Any, held: Any) -> Any:
+        """Returns the number of tokens up to which rows hold what they must, int64[N].
+
+        Args:
+          num_computed_tokens: int64[N], tokens in the cache when the step begins.
+          held: int64[3, G, N], source, first and end of the columns that the rows hold.
+        """
+        np = _numpy()
+        source, first, end = held
+        until = (end - self.speculative_blocks) * self.column_tokens
+        if self.has_windows:  # the first held block leaves the window, or a new chunk begins
+            left = (first + 1) * self.column_tokens
+            left += self.window - 1
+            np.minimum(until, left, out=until)
+            if self.chunk is not None:
+                ends = (num_computed_tokens // self.chunk + 1) * self.chunk
+                np.minimum(until, ends, out=until)
+        if self.crossed.size:
+            until[self.crossed] = INT32_MAX
+        if self.aligned.size:  # the old source is dropped once the newest block is the source
+            source, first = source[self.aligned], first[self.aligned]
+            then = first * self.column_tokens[self.aligned] + 1
+            until[self.aligned] = np.where(
+                source != first, np.minimum(until[self.aligned], then), until[self.aligned]
+            )
+        return np.minimum.reduce(until, axis=0) if len(until) > 1 else until[0]

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.block_tables import TableEntries, copy_rows, gather_batch, write_entries
+from jaxkv._src.block_tables import TableEntries, gather_batch, write_entries
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv._src.internal.checks import check_int32
@@ -23,17 +23,16 @@ def apply_step(
 ) -> tuple[KVCache, StepBatch]:
     """Brings a cache up to date with a step, before the model runs.
 
-    Copies rows and blocks, zeroes fresh blocks, writes new block ids into the tables, and gathers
-    the tables of the step's requests::
+    Copies blocks, zeroes fresh blocks, writes new block ids into the tables, and gathers the tables
+    of the step's requests::
 
-        @jax.jit(donate_argnums=1, compiler_options=jaxkv.step.COMPILER_OPTIONS)
+        @jax.jit(donate_argnums=1)
         def step(params, cache, upload):
             cache, batch = jaxkv.apply_step(cache, upload)
             ...
 
     Call it inside your own jitted step, where it costs least. Pass ``cache`` and ``upload`` to that
-    step as arguments; never close over them. The options keep XLA from saving memory that it
-    believes a donated pool to take (`jaxkv.step`).
+    step as arguments; never close over them.
 
     Args:
       cache: as the previous step returned it.
@@ -97,8 +96,6 @@ def _apply(
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))
     number = parts["number"][0]
-    if shape.row_copies:
-        cache = copy_rows(cache, parts["row_sources"], parts["row_destinations"])
     cache, bad_entries = write_entries(cache, _entries(parts))
     batch, bad_batch = gather_batch(
         cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
@@ -127,9 +124,10 @@ def _entries(parts: dict[str, Array]) -> TableEntries:
 
 
 def _check_number(cache: KVCache, number: Array) -> Array:
-    """Returns the flags, int32[], of lost and of repeated uploads; ignores number 0.
+    """Returns the flags, int32[], of lost and of repeated uploads.
 
-    Numbers wrap from the largest int32 to 1.
+    Numbers wrap from the largest int32 to 1. 0 is not numbered, and -n is n after a reset: both
+    follow any other number.
     """
     last = jnp.where(cache.status[1] == INT32_MAX, 0, cache.status[1])
     problems = bit(LOST_UPLOAD, number > last + 1)
@@ -137,6 +135,10 @@ def _check_number(cache: KVCache, number: Array) -> Array:
 
 
 def _next_status(status: Array, number: Array, problems: Array) -> Array:
-    """Returns the status after an upload: elementwise, so that XLA need not copy it."""
+    """Returns the status after an upload: elementwise, so that XLA need not copy it.
+
+    The first upload after a reset clears the flags of steps whose results were given up.
+    """
     is_flags = jnp.arange(2, dtype=jnp.int32) == 0
-    return jnp.where(is_flags, status | problems, jnp.where(number > 0, number, status))
+    before = jnp.where(number < 0, 0, status)
+    return jnp.where(is_flags, before | problems, jnp.where(number == 0, status, jnp.abs(number)))

@@ -72,7 +72,7 @@ class CacheUnderTest:
     def is_at_rest(self) -> bool:
         """Returns whether requests may read now (optional).
 
-        False: what was finished, forked, rewound or swapped reaches the cache with its next step.
+        False: what was finished, forked or rewound reaches the cache with its next step.
         """
         return True
 
@@ -124,10 +124,6 @@ class CacheUnderTest:
         reads was given back, or holds a later state.
         """
         raise NotImplementedError("write rewind in your subclass")
-
-    def swap(self, first: int, second: int) -> None:
-        """Exchanges the rows of two requests in the block tables (optional)."""
-        raise NotImplementedError("write swap in your subclass")
 
 
 def overrides(method: str) -> Callable[[Any], bool]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._src.blocks import BlockManager, StepShape, Upload, pack_step
+from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, Upload, pack_step
 from jaxkv._src.cache import KVCache, check_errors, first_columns, make_cache
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.layout import rows_per_block
@@ -27,8 +27,7 @@ from jaxkv._src.testing.reference_cache import Write
 from pallas_kernels import Implementation
 
 with extra():
-    from hypothesis import strategies as st
-    from hypothesis.stateful import invariant, precondition, rule
+    from hypothesis.stateful import invariant
 
     from jaxkv._src.testing.state_machine import CacheStateMachine
 
@@ -58,7 +57,8 @@ class JaxkvStateMachine(CacheStateMachine):
         self.shape = _widest_shape(self.plan, self.max_requests)
         self._batch: dict[Hashable, int] = {}  # tokens that each grown request computes
         self._chunk_ends: dict[int, tuple[int, ...]] = {}  # of prompts
-        self._is_behind = False  # the device does not know all that the manager does
+        self._is_told = False  # the device knows of the step whose writes come next
+        self._sent: set[int] = set()  # requests whose rows the device has, since they computed
         self._read: dict[str, np.ndarray] | None = None  # by layer, until something changes
 
     @override
@@ -71,7 +71,6 @@ class JaxkvStateMachine(CacheStateMachine):
         middle = (len(tokens) + 1) // 2
         hit = self.manager.start(request, tokens, salt=salt, boundaries=[middle])
         self._chunk_ends[request] = hit.chunk_ends
-        self._is_behind |= hit.num_cached_tokens > 0
         self._read = None
         return hit.num_cached_tokens
 
@@ -88,18 +87,19 @@ class JaxkvStateMachine(CacheStateMachine):
     def grow(self, request: int, num_computed_tokens: int, num_tokens: int) -> None:
         self.manager.grow({request: num_tokens - num_computed_tokens})
         self._batch[request] = num_tokens - num_computed_tokens
-        self._is_behind = True
 
     @override
     def finish(self, request: int) -> None:
         self.manager.finish(request)
-        self._is_behind = True
+        self._sent.discard(request)
+        self._read = None
 
     @override
     def finish_prompt(self, request: int, tokens: Sequence[int]) -> None:
         self._chunk_ends.pop(request, None)
         self.manager.finish(request, tokens)
-        self._is_behind = True
+        self._sent.discard(request)
+        self._read = None
 
     @override
     def fork(self, request: int, donor: int, num_tokens: int) -> bool:
@@ -107,31 +107,17 @@ class JaxkvStateMachine(CacheStateMachine):
             self.manager.fork(donor, [request], num_tokens=num_tokens)
         except ValueError:
             return False
-        self._is_behind = True
+        self._read = None
         return True
 
     @override
     def rewind(self, request: int, num_tokens: int) -> bool:
         try:
-            self.manager.rewind(request, num_tokens)
+            self.manager.rewind({request: num_tokens})
         except ValueError:
             return False
         self._read = None
         return True
-
-    @precondition(lambda self: any(self.computed.values()))
-    @rule(first=st.integers(0, 7), second=st.integers(0, 7))
-    def swap_any_rows(self, first: int, second: int) -> None:
-        """Exchanges two rows, whether requests hold them or not."""
-        first, second = first % self.max_requests, second % self.max_requests
-        if first == second:
-            second = (second + 1) % self.max_requests
-        self.manager.swap_rows(first, second)
-        self._is_behind = True
-
-    @override
-    def is_at_rest(self) -> bool:
-        return not self._is_behind
 
     @override
     def num_free_blocks(self) -> int:
@@ -152,7 +138,9 @@ class JaxkvStateMachine(CacheStateMachine):
 
     @override
     def read_pages(self, request: int, layer: str) -> np.ndarray:
-        self._catch_up()
+        if self._batch and not self._is_told:  # between the growth and the writes of a step
+            self._run(self.manager.step(self.shape, self._batch), self._no_rows())
+            self._is_told = True
         if self._read is None:
             self._read = self._read_all()
         return self._read[layer][list(self.computed).index(request)]
@@ -165,14 +153,10 @@ class JaxkvStateMachine(CacheStateMachine):
 
     @invariant()
     def device_rows_equal_the_manager_s(self) -> None:
-        if self._is_behind:
-            return
         check_errors(self.cache)
         tables, starts = np.asarray(self.cache.block_tables), self.cache.layout.column_starts
-        for request in self.computed:
+        for request in self._sent:
             row = self.manager.requests[request]
-            if not self.computed.get(request) and not any(map(any, self.block_ids(request))):
-                continue  # the device learns of a row when it first gets blocks
             for group, ids in enumerate(self.block_ids(request)):
                 got = tables[row, starts[group] : starts[group] + len(ids)].tolist()
                 if any(
@@ -180,21 +164,35 @@ class JaxkvStateMachine(CacheStateMachine):
                 ):
                     raise AssertionError(f"group {group}: device row {got}, manager {ids}")
 
-    def _catch_up(self) -> None:
-        """Tells the device what the manager did since the last step."""
-        if self._is_behind:
-            self._run(self.manager.step(self.shape, {}), self._no_rows())
-
     def _dispatch(self, writes: Sequence[Write]) -> None:
         """Runs one step, as a serving loop does."""
         batch = self._batch
-        upload = self.manager.step(self.shape, batch)
+        if self._is_told:
+            computed = self.manager.num_computed_tokens
+            firsts = [computed(name) - count for name, count in batch.items()]
+            upload = self._pack(list(batch), firsts)
+        else:
+            upload = self.manager.step(self.shape, batch)
         self._run(upload, self._lay_out(batch, writes))
         self._batch = {}
+        self._is_told = False
 
     def _run(self, upload: Upload, rows: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
         self.cache = _step(self.cache, upload, rows, implementation=self.implementation)
-        self._is_behind, self._read = False, None
+        self._sent |= {request for request in self.computed if request in self._batch}
+        self._read = None
+
+    def _pack(self, requests: Sequence[Hashable], firsts: Sequence[int]) -> Upload:
+        """Packs a step after ``firsts`` tokens, with the rows that the device does not have."""
+        rows = self.manager.requests
+        unsent = [request for request in requests if request not in self._sent]
+        return pack_step(
+            self.shape,
+            entries=[TableEntry(rows[name], self.manager.block_ids(name)) for name in unsent],
+            rows=[rows[request] for request in requests],
+            num_computed_tokens=firsts,
+            num_new_tokens=[self._batch.get(request, 1) for request in requests],
+        )
 
     def _no_rows(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Returns the ``rows`` of `_step` that write nothing."""
@@ -226,14 +224,8 @@ class JaxkvStateMachine(CacheStateMachine):
 
     def _read_all(self) -> dict[str, np.ndarray]:
         """Reads the pages of all running requests, by layer and column of their rows."""
-        rows = self.manager.requests
         firsts = [max(0, min(n, self.plan.max_model_len - 1)) for n in self.computed.values()]
-        upload = pack_step(
-            self.shape,
-            rows=[rows[request] for request in self.computed],
-            num_computed_tokens=firsts,
-            num_new_tokens=[self._batch.get(request, 1) for request in self.computed],
-        )
+        upload = self._pack(list(self.computed), firsts)
         tables, pages = jax.tree.map(np.asarray, _read_tokens(self.cache, upload))
         read = {}
         for layer, place in self.reference.layers.items():
@@ -268,9 +260,7 @@ def _widest_shape(plan: Plan, max_requests: int) -> StepShape:
         plan, max_requests=max_requests, batch_size=max_requests, max_tokens=tokens
     )
     most = sum(plan.row_blocks) * max_requests
-    return dataclasses.replace(
-        shape, block_ids=most, zero_ids=most, block_copies=most, row_copies=max_requests
-    )
+    return dataclasses.replace(shape, block_ids=most, zero_ids=most, block_copies=most)
 
 
 @functools.lru_cache(maxsize=4)

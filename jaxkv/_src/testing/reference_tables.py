@@ -65,14 +65,6 @@ class ReferenceTables:
             self.flags |= 0 if fits else BAD_COLUMN
             self.lengths[group][row] = length if fits else 0
 
-    def copy_rows(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies rows, all at once."""
-        for group, (cells, lengths) in enumerate(zip(self.cells, self.lengths, strict=True)):
-            before = [list(cells[row]) for row in sources]
-            sizes = [lengths[row] for row in sources]
-            for row, ids, size in zip(destinations, before, sizes, strict=True):
-                self.cells[group][row], self.lengths[group][row] = list(ids), size
-
     def row(self, group: int, row: int) -> list[int]:
         """Returns the columns of a row that are in use."""
         return self.cells[group][row][: self.lengths[group][row]]

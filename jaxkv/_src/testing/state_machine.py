@@ -50,7 +50,7 @@ class CacheStateMachine(CacheUnderTest, RuleBasedStateMachine):
     failure may take minutes; for a quick answer leave `hypothesis.Phase.shrink` out.
 
     Set `plan` and write the methods from `make_cache` to `read_null_block`; `fork`, `rewind`,
-    `swap`, `start_prompt` and `new_epoch` are driven when they are written. Then
+    `start_prompt` and `new_epoch` are driven when they are written. Then
     ``TestMyCache = MyMachine.TestCase`` for unittest and pytest. Add rules of your own over the
     bundle `requests`.
 
@@ -185,11 +185,6 @@ class CacheStateMachine(CacheUnderTest, RuleBasedStateMachine):
             self.reference.rewind(request, kept)
             self.texts.rewind(request, kept)
             self.computed[request] = kept
-
-    @precondition(lambda self: overrides("swap")(self) and any(self.computed.values()))
-    @rule(first=requests, second=requests)
-    def swap_requests(self, first: int, second: int) -> None:
-        self.swap(first, second)
 
     @precondition(lambda self: overrides("new_epoch")(self) and self.texts.num_ended >= 3)
     @rule()

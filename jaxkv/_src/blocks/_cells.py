@@ -1,0 +1,58 @@
+"""Cells of the block tables of several groups. NumPy only."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+NO_IDS = np.zeros(0, np.int32)
+
+
+class Cells(NamedTuple):
+    """K cells of block tables, ordered by group.
+
+    groups, rows, columns: int64[K]; columns count from the first one of the group.
+    """
+
+    groups: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def num(self) -> int:
+        """K."""
+        return self.groups.size
+
+    @classmethod
+    def between(cls, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> "Cells":
+        """Returns columns ``begins[g, i] .. ends[g, i] - 1`` of row i in each group g.
+
+        Args:
+          rows: int64[N].
+          begins, ends: int64[G, N].
+        """
+        counts = (ends - begins).reshape(-1)  # flat: NumPy indexes one axis much faster than two
+        at = (counts > 0).nonzero()[0]
+        if not at.size:
+            return NO_CELLS
+        if len(begins) == 1:
+            groups, index = np.zeros(at.size, np.int64), at
+        else:
+            groups, index = np.divmod(at, rows.size)
+        counts, columns = counts[at], begins.reshape(-1)[at]
+        num = int(np.add.reduce(counts))
+        if num == at.size:
+            return cls(groups, rows[index], columns)
+        run = np.arange(at.size).repeat(counts)
+        offsets = columns - (np.add.accumulate(counts) - counts)
+        return cls(groups[run], rows[index[run]], np.arange(num) + offsets[run])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Cells"]) -> "Cells":
+        """Returns the cells of all parts, ordered by group."""
+        groups, rows, columns = map(np.concatenate, zip(*parts, strict=True))
+        order = groups.argsort(kind="stable")
+        return cls(groups[order], rows[order], columns[order])
+
+
+NO_CELLS = Cells(*np.zeros((3, 0), np.int64))

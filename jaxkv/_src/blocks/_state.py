@@ -1,0 +1,384 @@
+"""The block tables and the progress of all requests, as arrays. NumPy only."""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.blocks._cells import NO_IDS, Cells
+from jaxkv._src.blocks._pool import BlockPool
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.prefixes import SharedColumns
+from jaxkv._src.specs import GrowthTable
+
+
+class SharedCell(NamedTuple):
+    """A cell whose block is shared or kept, and which its row is about to write.
+
+    block_id: that block.
+    is_read: whether the row still reads its content, so that the new block starts as a copy.
+    """
+
+    group: int
+    row: int
+    column: int
+    block_id: int
+    is_read: bool
+
+
+class Changes(NamedTuple):
+    """Changes that a step makes to N rows.
+
+    rows: the rows.
+    fresh: cells without a block that get one.
+    dropped: cells whose blocks are released.
+    shared: cells that get a new block in place of a shared or kept one.
+    held: source, first and end of the rows after the step, see `RequestState`.
+    needs_no_change_until: see `RequestState`.
+    sent: `RequestState.sent` of the rows after these changes, and before an upload.
+    index: index of each row in the step.
+    given_up: blocks whose content is no longer kept for later prompts.
+    """
+
+    rows: np.ndarray  # int64[N]
+    fresh: Cells
+    dropped: Cells
+    shared: Sequence[SharedCell]
+    held: np.ndarray  # int64[3, G, N]
+    needs_no_change_until: np.ndarray  # int64[N]
+    sent: np.ndarray  # int64[G, N]
+    index: np.ndarray  # int64[N]
+    given_up: np.ndarray = NO_IDS
+
+
+class Copy(NamedTuple):
+    """A cell whose block starts as a copy of another block, which the next upload makes.
+
+    source: block that has the content before the upload.
+    """
+
+    group: int
+    row: int
+    column: int
+    source: int
+
+
+class RequestState:
+    """Block tables of G groups, and the progress of the requests in their R rows.
+
+    In each group, a row holds the blocks in columns ``first .. end - 1`` and in column ``source``,
+    the block of the recurrent state that the next token resumes from. ``source`` is -1 if there
+    is none, and may lie inside the range.
+
+    table: int32[R, W], the groups' columns side by side; 0 (null) where a row holds no block.
+    starts: int64[G + 1], first column of each group in ``table``.
+    computed: int64[R], tokens of each request that are in the cache.
+    max_computed: int64[R], ``computed`` before any rewind.
+    step_start: int64[R], ``computed`` before the last step.
+    needs_no_change_until: int64[R], the number of tokens up to which a row holds what it must.
+    may_share: bool[R], whether the next tokens of a row may go to a shared or kept block.
+    may_be_shared_until: int64[R], the number of first positions whose blocks may be shared or kept.
+    encoder_tokens: int64[R].
+    encoder_columns: int64[G, R], the columns of each request's encoder tokens.
+    sent: int64[G, R], held columns below this one are on the device as they are here.
+    lags: bool[R], whether a row holds columns that the device does not have.
+    has_lagging: whether any row lags.
+    unsent_tokens: int64[R], computed tokens of a row of which the device has no column yet.
+    copies: copies that the next upload makes, by their new block.
+    groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
+    zeroes: whether those of any group are.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        growth: GrowthTable,
+        row_blocks: Sequence[int],
+        *,
+        max_requests: int,
+        groups_to_zero: Sequence[bool],
+    ):
+        self.pool, self.growth, self.row_blocks = pool, growth, tuple(row_blocks)
+        self.groups_to_zero, self.zeroes = np.array(groups_to_zero, bool), any(groups_to_zero)
+        self._starts = [0, *itertools.accumulate(row_blocks)]
+        self.starts, self._each_group = np.array(self._starts), np.arange(len(growth.growths))
+        self.table = np.zeros((max_requests, self._starts[-1]), np.int32)
+        self._cells = self.table.reshape(-1)  # NumPy indexes one axis much faster than two
+        groups, shape = len(growth.growths), (len(growth.growths), max_requests)
+        self.column_tokens: list[int] = growth.column_tokens[:, 0].tolist()
+        self._held = np.zeros((3, *shape), np.int64)  # source, first, end
+        self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
+        self._held[:] = self._nothing[..., None]
+        self._numbers = np.zeros((7 + 2 * groups, max_requests), np.int64)  # all 0 in a free row
+        self.computed, self.max_computed, self.step_start = self._numbers[:3]
+        self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
+        self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
+        self.encoder_columns, self.sent = self._numbers[7:].reshape(2, *shape)
+        self.may_share = np.zeros(max_requests, bool)
+        self._has_sharers = False  # whether `may_share` is True for any row
+        self.lags, self.has_lagging = np.zeros(max_requests, bool), False
+        self.copies: dict[int, Copy] = {}
+
+    # --- reading ------------------------------------------------------------------
+
+    def columns_of(self, row: int, group: int) -> np.ndarray:
+        """Returns a view of a row's columns in one group, int32[row_blocks[group]]."""
+        return self.table[row, self._starts[group] : self._starts[group + 1]]
+
+    def held(self, rows: np.ndarray) -> np.ndarray:
+        """Returns a copy of source, first and end of rows, int64[3, G, N]."""
+        return self._held.take(rows, axis=2)
+
+    def held_of(self, row: int) -> list[list[int]]:
+        """Returns source, first and end of one row, each a list over the groups."""
+        return self._held[:, :, row].tolist()
+
+    def any_may_share(self, rows: np.ndarray) -> bool:
+        """Returns whether the next tokens of any row may go to a block that is shared or kept."""
+        if not (self._has_sharers and self.pool.has_shared_blocks):
+            return False
+        return bool(self.may_share[rows].any())
+
+    def blocks_of(self, row: int) -> np.ndarray:
+        """Returns the ids of all blocks that a row holds, group by group."""
+        spans = self._spans_of(row)
+        return np.concatenate([NO_IDS, *(self.table[row, span] for span in spans)])
+
+    def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns how many blocks rows hold, int64[G]; a shared block counts once per row."""
+        source, first, end = self.held(rows)
+        apart = (source >= 0) & (source < first)
+        return (np.maximum(end - first, 0) + apart).sum(axis=1)
+
+    def ids_at(self, cells: Cells) -> np.ndarray:
+        """Returns the block ids of cells, int32[K]."""
+        return self._cells[self._at(cells)]
+
+    def awaits_copy(self, row: int) -> bool:
+        """Returns whether the next upload copies into a block of a row."""
+        return bool(self.copies) and not self.copies.keys().isdisjoint(self.blocks_of(row).tolist())
+
+    def _at(self, cells: Cells) -> np.ndarray:
+        """Returns the index of each cell in the flat table, int64[K]."""
+        at = cells.rows * self.table.shape[1]
+        at += cells.columns
+        if len(self.row_blocks) > 1:
+            at += self.starts[cells.groups]
+        return at
+
+    def group_ends(self, groups: np.ndarray) -> np.ndarray:
+        """Returns the end of each group among the ascending groups of K cells, int64[G]."""
+        return groups.searchsorted(self._each_group, "right")
+
+    def _spans_of(self, row: int) -> list[slice]:
+        """Returns the columns of ``table`` that a row holds, over all groups."""
+        spans: list[slice] = []
+        for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
+            if 0 <= source < first:
+                spans.append(slice(start + source, start + source + 1))
+            if first < end:
+                spans.append(slice(start + first, start + end))
+        return spans
+
+    # --- steps --------------------------------------------------------------------
+
+    def apply(self, changes: Changes) -> np.ndarray:
+        """Releases the blocks of dropped cells, then takes blocks for fresh and shared cells.
+
+        Returns:
+          The ids of these blocks, ordered by group.
+        """
+        rows, fresh, shared, ids = changes.rows, changes.fresh, changes.shared, NO_IDS
+        if changes.given_up.size:
+            self.pool.give_up(changes.given_up)
+        if changes.dropped.num:
+            self._drop(changes.dropped)
+        if shared:
+            fresh = Cells.joined([fresh, Cells(*np.array([cell[:3] for cell in shared]).T)])
+        if fresh.num:
+            ids = self.pool.take(fresh.num)
+            self._cells[self._at(fresh)] = ids
+            if self.zeroes:
+                self.pool.is_fresh[ids] = True
+            if self.copies:  # those into blocks that were given back since
+                for block_id in ids.tolist():
+                    self.copies.pop(block_id, None)
+        if shared:
+            for cell in shared:
+                self._note_copy(cell)
+            self.pool.release(np.array([cell.block_id for cell in shared], np.int32))
+        if self.growth.has_windows or self.growth.aligned.size:
+            self._held[:, :, rows] = changes.held
+        else:  # only ends change, and writes to flat arrays are several times faster
+            put_columns(self._held[2], rows, changes.held[2])
+        self.needs_no_change_until[rows] = changes.needs_no_change_until
+        if self._has_sharers:
+            self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
+            self._has_sharers = bool(self.may_share.any())
+        return ids
+
+    def note_sent(self, rows: np.ndarray, sent: np.ndarray, lags: np.ndarray | bool) -> None:
+        """Records which columns of rows the device has, int64[G, N], and whether they lag still."""
+        put_columns(self.sent, rows, sent)
+        if self.has_lagging or lags is not False:
+            self.lags[rows] = lags
+            self.unsent_tokens[rows] = 0
+            self.has_lagging = bool(np.count_nonzero(self.lags))
+
+    def note_unsent(self, changes: Changes) -> None:
+        """Records that the device does not know of changes yet."""
+        if changes.shared or self.growth.aligned.size:
+            put_columns(self.sent, changes.rows, changes.sent)
+        self.lags[changes.rows] = self.has_lagging = True
+
+    def _note_copy(self, cell: SharedCell) -> None:
+        if cell.is_read:
+            new = int(self.columns_of(cell.row, cell.group)[cell.column])
+            self.pool.is_fresh[new] = False
+            # An upload makes all its copies at once, so none may read what another one writes.
+            before = self.copies.get(cell.block_id)
+            source = cell.block_id if before is None else before.source
+            self.copies[new] = Copy(cell.group, cell.row, cell.column, source)
+
+    def trim(self, rows: np.ndarray) -> None:
+        """Releases the blocks that the next token of each row does not attend to."""
+        if not (self.growth.has_windows and rows.size):
+            return
+        _, first, end = self.held(rows)
+        seen = np.maximum(first, self.growth.first_column(self.computed[rows]))
+        seen = np.minimum(seen, end)
+        dropped = Cells.between(rows, first, seen)
+        if dropped.num:
+            self._drop(dropped)
+            self._held[1, :, rows] = seen.T
+
+    def _drop(self, cells: Cells) -> None:
+        at = self._at(cells)
+        self.pool.release(self._cells[at])
+        self._cells[at] = NULL_BLOCK
+
+    def advance(self, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> None:
+        """Records that a step took rows from ``computed`` to ``totals`` tokens."""
+        self.step_start[rows] = computed
+        self.computed[rows] = totals
+        self.max_computed[rows] = totals
+
+    def _shares_source(self, rows: np.ndarray) -> np.ndarray:
+        """Returns whether a step shorter than its `grow` would overwrite a shared "align" state."""
+        shared, may_share = np.zeros(rows.size, bool), self.may_share[rows]
+        for group in self.growth.aligned:
+            source = self._held[0, group, rows]
+            ids = self.table[rows, self.starts[group] + np.maximum(source, 0)]
+            shared |= (source >= 0) & self.pool.must_copy(ids, self.computed[rows])
+        return shared & may_share
+
+    # --- rows ---------------------------------------------------------------------
+
+    def start(self, row: int, encoder_tokens: int) -> None:
+        """Resets a row for a new request, which holds no blocks."""
+        self._held[:, :, row] = self._nothing
+        self._numbers[:, row] = 0
+        self.encoder_tokens[row] = encoder_tokens
+        if self.has_lagging:
+            self.lags[row] = False
+            self.has_lagging = bool(self.lags.any())
+        if self._has_sharers:
+            self.may_share[row] = False
+            self._has_sharers = bool(self.may_share.any())
+        for group in self.growth.crossed:
+            growth = self.growth.growths[group]
+            self.encoder_columns[group, row] = growth.live_columns(0, 1, encoder_tokens).end
+
+    def finish(self, row: int) -> None:
+        """Releases every block of a row and resets it."""
+        cells, spans = self.table[row], self._spans_of(row)
+        if spans:
+            parts = [cells[span] for span in spans]
+            ids = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+            self.pool.release(ids[self._from_end(spans)] if self.pool.has_kept else ids)
+            for span in spans:
+                cells[span] = NULL_BLOCK
+        self.start(row, 0)
+
+    def _from_end(self, spans: Sequence[slice]) -> np.ndarray:
+        """Returns an order of blocks that reuses the end of a prefix before its beginning."""
+        positions: list[np.ndarray] = []
+        for span in spans:
+            group = bisect.bisect_right(self._starts, span.start) - 1
+            column, tokens = self._starts[group], self.column_tokens[group]
+            positions.append(np.arange(column - span.start, column - span.stop, -1) * tokens)
+        return np.concatenate(positions).argsort(kind="stable")
+
+    def fork(
+        self, donor: int, row: int, num_tokens: int, columns: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens.
+
+        Args:
+          columns: per group, source, first and end of the columns to share.
+        """
+        self.start(row, int(self.encoder_tokens[donor]))
+        self.computed[row] = self.max_computed[row] = self.unsent_tokens[row] = num_tokens
+        for group, (source, first, end) in enumerate(columns):
+            mine, theirs = self.columns_of(row, group), self.columns_of(donor, group)
+            mine[first:end] = theirs[first:end]
+            self._held[:, group, row] = source, first, end
+        self.pool.share(self.blocks_of(row))
+        ends = [end * n for (_, _, end), n in zip(columns, self.column_tokens, strict=True)]
+        until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
+        self.lags[row] = self.has_lagging = True
+        for sharer in (donor, row):
+            self.note_shared(sharer, until)
+
+    def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
+        """Gives a row that was just started the blocks of a cached prefix."""
+        self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
+        self.unsent_tokens[row] = num_tokens
+        for group, (source, first, end, ids) in enumerate(columns):
+            self.columns_of(row, group)[first:end] = ids
+            self._held[:, group, row] = source, first, end
+        self.pool.hold(np.concatenate([part.block_ids for part in columns]))
+        ends_inside = any([num_tokens % tokens for tokens in self.column_tokens])
+        if ends_inside or self.growth.aligned.size:
+            self.note_shared(row, num_tokens)
+        self.may_be_shared_until[row] = num_tokens
+        self.lags[row] = self.has_lagging = True
+
+    def note_shared(self, row: int, num_tokens: int = 0) -> None:
+        """Makes the next step of a row check whether it must copy blocks before it writes.
+
+        Args:
+          num_tokens: first positions of the row whose blocks are shared or kept now.
+        """
+        self.may_share[row], self.needs_no_change_until[row] = True, 0
+        self._has_sharers = True
+        self.may_be_shared_until[row] = max(self.may_be_shared_until[row], num_tokens)
+
+    def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Reduces the computed tokens of rows to ``num_tokens``, int64[N]."""
+        self.computed[rows] = num_tokens
+        if self.growth.aligned.size:
+            self.needs_no_change_until[rows] = 0
+        if self.pool.has_shared_blocks:
+            for row in rows[num_tokens < self.may_be_shared_until[rows]].tolist():
+                if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
+                    self.note_shared(row)
+
+
+def put_columns(array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    """Does ``array[:, rows] = values``; NumPy is several times as fast a row at a time."""
+    for old, new in zip(array, values, strict=True):
+        old[rows] = new
+
+
+def holds(held: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Returns whether rows hold columns of one group, bool of the shape of ``columns``.
+
+    Args:
+      held: int64[3, N], source, first and end.
+      columns: int64[N] or int64[N, C].
+    """
+    source, first, end = held.reshape(3, -1, *[1] * (columns.ndim - 1))
+    return (columns == source) | ((columns >= first) & (columns < end))
