@@ -302,3 +302,12 @@ def test_a_step_with_and_without_sharing_writes_the_same() -> None:
     results = [jax.jit(run)(serving.cache, upload, X) for run in (by_name, by_period)]
     assert_same_bytes(*results)
     assert np.asarray(results[0][1][:3], np.float32).any()
+
+
+def test_xla_knows_the_options_for_programs_with_a_pool() -> None:
+    """It refuses an option of another name."""
+    known = jaxkv.step.COMPILER_OPTIONS
+    assert jax.jit(jnp.negative, compiler_options=known)(1.0) == -1
+    unknown = {f"{name}_of_old": value for name, value in known.items()}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(jnp.negative, compiler_options=unknown)(1.0)

@@ -73,7 +73,7 @@ def _run_once(case: Case, cached: bool = True) -> dict[str, float]:
         max_query_len=1 if case.decodes else None,
     )
     step = functools.partial(_step, case, cached)
-    jitted = jax.jit(step, donate_argnums=1)
+    jitted = jax.jit(step, donate_argnums=1, compiler_options=jaxkv.step.COMPILER_OPTIONS)
     tokens = jax.ShapeDtypeStruct((case.tokens,), jnp.int32)
     seconds = {}
 

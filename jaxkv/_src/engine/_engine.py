@@ -22,6 +22,7 @@ from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
+from jaxkv._src.step import COMPILER_OPTIONS
 
 InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
@@ -139,7 +140,9 @@ class Engine:
         )
         self._ring = ring_for(self._cache, depth=max(16, 4 * decode_steps))
         self._run = jax.jit(
-            functools.partial(run_steps, forward, self._note_vocab_size), donate_argnums=1
+            functools.partial(run_steps, forward, self._note_vocab_size),
+            donate_argnums=1,
+            compiler_options=COMPILER_OPTIONS,
         )
         self._samples: dict[Hashable, Sample] = {}  # that have not ended, by name
         self._live: collections.Counter[Hashable] = collections.Counter()  # samples by request
@@ -489,9 +492,10 @@ class Engine:
 
     def _trace_smallest(self) -> None:
         """Traces the step of the smallest shape, so that mistakes of a model are said now."""
-        idle = self._idle(self._ladder.shapes[0], 1)
-        state = State(self._awake(), self._newest)
-        self._run.eval_shape(self._params, state, idle.uploads, idle.tables)
+        shape, state = self._ladder.shapes[0], State(self._awake(), self._newest)
+        # Not of the ring: such an upload has a number, and nothing runs it.
+        tables = _empty_table(shape)[None]
+        self._run.eval_shape(self._params, state, (shape.idle(),), tables)
 
     def _note_vocab_size(self, size: int) -> None:
         self._vocab_size = size

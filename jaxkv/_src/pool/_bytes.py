@@ -77,8 +77,10 @@ def write_bytes(
     return written.reshape(layer.buffer.shape)
 
 
-def read_bytes(layer: BoundLayer, block_ids: Array, part: slice | None = None) -> Array:
-    """Reads all stored rows of blocks: uint8[..., rows, bytes of a row with all its heads].
+def read_elements(
+    layer: BoundLayer, block_ids: Array, dtype: str, part: slice | None = None
+) -> Array:
+    """Reads all stored rows of blocks: dtype[..., rows, elements of a row with all its heads].
 
     The null block and ids out of range read as zeros.
 
@@ -86,18 +88,42 @@ def read_bytes(layer: BoundLayer, block_ids: Array, part: slice | None = None) -
       part: the bytes to read of each block, if it is one row; None: all.
     """
     check_whole(layer.buffer, layer.form.buffer_shape)
-    extents = layer.form.extents
-    index = _find_all(layer, block_ids)
-    buffer = layer.buffer.reshape(-1, extents.extent_bytes)
+    extents, itemsize = layer.form.extents, jnp.dtype(dtype).itemsize
     row_bytes = extents.heads * extents.cell_bytes if part is None else part.stop - part.start
-    start, stop = (0, extents.data_bytes) if part is None else (part.start, part.stop)
-    columns = slice(extents.start_bytes + start, extents.start_bytes + stop)
-    data = buffer.at[index, columns].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    part = part or slice(0, extents.data_bytes)
+    start, stop = extents.start_bytes + part.start, extents.start_bytes + part.stop
+    buffer, index = layer.buffer.reshape(-1, extents.extent_bytes), _find_all(layer, block_ids)
+
+    def gather(buffer: Array, index: Array, unit: int) -> Array:
+        cells = buffer.at[index, start // unit : stop // unit]
+        return cells.get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def by_bytes(buffer: Array, index: Array) -> Array:
+        return as_dtype(gather(buffer, index, 1), dtype)
+
+    def by_elements(buffer: Array, index: Array) -> Array:
+        elements = gather(as_dtype(buffer, f"uint{8 * itemsize}"), index, itemsize)
+        return as_dtype(elements, dtype)
+
+    if itemsize == 1 or any(size % itemsize for size in (start, stop, extents.extent_bytes)):
+        data = by_bytes(buffer, index)
+    else:  # GPUs gather elements faster than bytes; a CPU would copy the pool for that
+        data = lax.platform_dependent(buffer, index, cuda=by_elements, default=by_bytes)
+    # Otherwise XLA may gather once more after the next write, and copies the pool for that.
+    data = lax.optimization_barrier(data)
     if not extents.rows_are_whole:
-        pieces = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, extents.cell_bytes)
+        cell = extents.cell_bytes // itemsize
+        pieces = (*block_ids.shape, extents.tiles, extents.heads, extents.rows, cell)
         data = data.reshape(pieces).swapaxes(-3, -2)
-    num_rows = extents.tiles * extents.rows
-    return data.reshape(*block_ids.shape, num_rows, row_bytes)
+    return data.reshape(*block_ids.shape, extents.tiles * extents.rows, row_bytes // itemsize)
+
+
+def as_dtype(array: Array, dtype: str) -> Array:
+    """Returns bytes or integers, [..., n], as elements of a dtype that is not narrower."""
+    ratio = jnp.dtype(dtype).itemsize // array.dtype.itemsize
+    if ratio > 1:
+        array = array.reshape(*array.shape[:-1], array.shape[-1] // ratio, ratio)
+    return lax.bitcast_convert_type(array, jnp.dtype(dtype))
 
 
 def to_bytes(array: Array, batch_dims: int) -> Array:
@@ -105,13 +131,6 @@ def to_bytes(array: Array, batch_dims: int) -> Array:
     data = lax.bitcast_convert_type(array, jnp.uint8)
     batch = array.shape[:batch_dims]
     return data.reshape(*batch, math.prod(data.shape[batch_dims:]))
-
-
-def from_bytes(data: Array, shape: Sequence[int], dtype: str) -> Array:
-    """Returns bytes as an array of that shape and dtype."""
-    itemsize = jnp.dtype(dtype).itemsize
-    split = (*shape, itemsize) if itemsize > 1 else tuple(shape)
-    return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(dtype))
 
 
 def known_blocks(layout: CacheLayout, block_ids: Array) -> Array:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.mesh import runs_manually
-from jaxkv._src.pool._bytes import from_bytes, on_devices, read_bytes, to_bytes, write_bytes
+from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
 from jaxkv._src.pool._tokens import check_owner
 from jaxkv._src.specs import StateSpec
@@ -120,7 +120,7 @@ def _read_state(bound: BoundLayer, at: Array | None) -> tuple[Array, ...]:
         if at is not None:
             ids = jnp.where(bound.batch.num_computed_tokens > 0, ids, -1)
         return tuple(
-            from_bytes(read_bytes(bound, ids, part)[..., 0, :], (*ids.shape, *shape), dtype)
+            read_elements(bound, ids, dtype, part).reshape(*ids.shape, *shape)
             for part, shape, dtype in zip(_parts(spec), spec.shapes, spec.dtypes, strict=True)
         )
 

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
-from jaxkv._src.pool._bytes import from_bytes, on_devices, read_bytes, to_bytes, write_bytes
+from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec
 from pallas_kernels import Implementation
@@ -303,9 +303,8 @@ def _read_rows(bound: BoundLayer) -> Array:
 
 def _load_rows(bound: BoundLayer) -> Array:
     """Reads the stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
-    data, form = read_bytes(bound, bound.requests.table), bound.form
-    shape = (data.shape[0], data.shape[1] * data.shape[2], *form.row_shape)
-    return from_bytes(data, shape, form.row.dtype)
+    data = read_elements(bound, bound.requests.table, bound.form.row.dtype)
+    return data.reshape(data.shape[0], data.shape[1] * data.shape[2], *bound.form.row_shape)
 
 
 def _rows_by_head(bound: BoundLayer, dim: int) -> PartitionSpec:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.checks import check_choice
 from jaxkv._src.layout import LayerView
-from jaxkv._src.pool._bytes import from_bytes, on_devices, to_bytes
+from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
 from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
 from jaxkv._src.pool._tokens import check_rank_known, token_spec
 
@@ -54,7 +54,8 @@ def layer_view(cache: KVCache, layer: str) -> Array:
     def view(cache: KVCache) -> Array:
         buffer = cache.buffers[place.buffer]
         check_whole(buffer, place.form.buffer_shape)
-        return from_bytes(buffer.reshape(-1), *_view_shape(cache, layer))
+        shape, dtype = _view_shape(cache, layer)
+        return as_dtype(buffer.reshape(-1), dtype).reshape(shape)
 
     return on_devices(view, cache, in_specs=(), out_specs=_by_head(cache, layer))
 

@@ -26,13 +26,14 @@ def apply_step(
     Copies blocks, zeroes fresh blocks, writes new block ids into the tables, and gathers the tables
     of the step's requests::
 
-        @jax.jit(donate_argnums=1)
+        @jax.jit(donate_argnums=1, compiler_options=jaxkv.step.COMPILER_OPTIONS)
         def step(params, cache, upload):
             cache, batch = jaxkv.apply_step(cache, upload)
             ...
 
     Call it inside your own jitted step, where it costs least. Pass ``cache`` and ``upload`` to that
-    step as arguments; never close over them.
+    step as arguments; never close over them. The options keep XLA from saving memory that it
+    believes a donated pool to take (`jaxkv.step`).
 
     Args:
       cache: as the previous step returned it.

@@ -77,16 +77,17 @@ class Decoder:
     def init_params(self, key: Array, dtype: Any = jnp.bfloat16) -> Params:
         """Returns random weights; each matrix keeps the size of what it multiplies."""
         keys = jax.random.split(key, len(self.layers) + 2)
-        make = jax.jit(self._init_layer, static_argnums=(1, 2))
-        layers = [make(k, name, dtype) for k, name in zip(keys[2:], self.layers, strict=True)]
+        make = jax.jit(self._init_layer, static_argnums=(1, 2))  # compiled once for each spec
+        specs = self.layers.values()
+        layers = [make(key, spec, dtype) for key, spec in zip(keys[2:], specs, strict=True)]
         embed = jax.random.normal(keys[0], (self.vocab, self.hidden), dtype)
         params = {"embed": embed, "layers": layers, "norm": jnp.ones(self.hidden, dtype)}
         if not self.tied:
             params["head"] = _matrix(keys[1], self.hidden, self.vocab, dtype)
         return params
 
-    def _init_layer(self, key: Array, name: str, dtype: Any) -> Params:
-        keys, hidden, spec = jax.random.split(key, 8), self.hidden, self.layers[name]
+    def _init_layer(self, key: Array, spec: Any, dtype: Any) -> Params:
+        keys, hidden = jax.random.split(key, 8), self.hidden
         p = {
             "norms": jnp.ones((2, hidden), dtype),
             "up": _matrix(keys[0], hidden, 2 * self.ffn, dtype),
