@@ -219,8 +219,8 @@ def serve_load(boundaries):
     most_kept = 0
     for name, prompt in tokens.items():
         scheduler.add(name, len(prompt), boundaries=boundaries)
-        while scheduler.has_work:
-            manager.step(shape, scheduler.schedule().work)
+        while work := scheduler.schedule().work:
+            manager.step(shape, work)
             most_kept = max(most_kept, manager.prefix_stats().checkpoint_blocks)
         scheduler.finish(name)
     stats = manager.prefix_stats()

@@ -11,6 +11,7 @@ from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes import PrefixTree
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.specs import FullAttentionSpec, Limits
 from tests.reference_prefixes import Content, Story
 from tests.test_prefixes import LAYERS, plan_of
 
@@ -24,17 +25,12 @@ class Server:
     def __init__(self, plan: Plan, *, cached: bool = True, max_requests: int = 4, **options):
         self.manager = BlockManager(plan, max_requests=max_requests, checkpoint_share=0.5)
         self.tokens: dict[Hashable, list[int]] = {}
-        forks, most = max_requests, plan.max_model_len
         self.scheduler = Scheduler(
             self.manager,
-            max_tokens=16,
-            forks=forks,
             tokens=self.tokens if cached else None,
-            **options,
+            **({"max_tokens": 16, "forks": max_requests} | options),
         )
-        self.shape = StepShape.for_plan(
-            plan, max_requests=max_requests, max_tokens=16, forks=forks, cached_tokens=most
-        )
+        self.shape = self.scheduler.shape()
         self.content, self.story = Content(self.manager), Story()
         self.limits: dict[Hashable, int] = {}
         self.chunks: dict[Hashable, list[int]] = {}
@@ -168,7 +164,7 @@ def test_hybrid_prompts_hit_wherever_they_can(mode: str, boundaries, wanted: int
     most_kept = cached = 0
     for name, prompt in tokens.items():
         scheduler.add(name, len(prompt), boundaries=boundaries)
-        while scheduler.has_work:
+        while manager.computed_tokens.get(name, 0) < len(prompt):
             schedule = scheduler.schedule()
             manager.step(shape, schedule.work)
             cached += sum(hit.num_cached_tokens for hit in schedule.hits.values())
@@ -207,8 +203,7 @@ def test_a_plan_with_states_needs_forks_to_share() -> None:
     shape = StepShape.for_plan(plan, max_requests=2, max_tokens=32)
     for name in tokens:
         scheduler.add(name, 20)
-        while scheduler.has_work:
-            manager.step(shape, scheduler.schedule().work)
+        manager.step(shape, scheduler.schedule().work)
         scheduler.finish(name)
     assert manager.prefix_stats().hits == 0
 
@@ -221,3 +216,129 @@ def test_a_prompt_without_its_token_ids_is_refused() -> None:
         scheduler.add("a", 3)
     with pytest.raises(ValueError, match="hold 0 token ids"):
         scheduler.add("b", 1)
+
+
+# --- faults of earlier schedulers ----------------------------------------------------
+
+
+def test_a_partial_hit_next_to_its_donor_does_not_stop_both() -> None:
+    """The room for a hit counts the blocks that it shares, and not all that it could share."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)
+    plan = plan_cache(
+        {"l": spec},
+        2**40,
+        max_model_len=1024,
+        num_blocks_override=65,
+        limits=Limits(max_in_flight_tokens=64),
+    )
+    manager, tokens = BlockManager(plan, max_requests=4), {"x": list(range(512))}
+    scheduler = Scheduler(
+        manager, max_tokens=64, order="prefill_first", tokens=tokens, cached_tokens=64
+    )
+    scheduler.add("x", 512)
+    shape = scheduler.shape()
+    steps = 0
+    while scheduler.has_work:
+        schedule = scheduler.schedule()
+        assert schedule.work
+        manager.step(shape, schedule.work)
+        for name in schedule.samples:
+            if len(tokens[name]) == 1000:
+                scheduler.finish(name)
+                continue
+            tokens[name].append(7)
+            scheduler.append({name: 1})
+        steps += 1
+        if steps == 8:
+            tokens["p"] = [*range(512), *range(478)]
+            scheduler.add("p", 990)
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "none", "align"])
+def test_small_budgets_never_stop_all_requests(name: str) -> None:
+    partial = 0
+    for seed in range(10):
+        draw = random.Random(seed)
+        plan = plan_of(name, draw.choice([24, 30, 48]))
+        options = {"max_tokens": draw.randint(1, 6), "cached_tokens": draw.choice([4, 8, 20, 48])}
+        order = draw.choice(["decode_first", "prefill_first"])
+        server = Server(plan, order=order, preemption=draw.random() < 0.8, **options)
+        root = [draw.randrange(3) for _ in range(36)]
+        for request in range(6):
+            prompt = root[: draw.randint(1, 36)] + [draw.randrange(3)] * draw.randint(0, 4)
+            server.add(request, prompt, draw.randint(len(prompt), 48))
+            for _ in range(draw.randint(0, 8)):
+                schedule = server.step()
+                assert schedule.work or not server.scheduler.has_work
+                cached = [hit.num_cached_tokens for hit in schedule.hits.values()]
+                partial += options["cached_tokens"] in cached
+                server.sample(schedule)
+        server.serve()
+    assert partial > 1 or name in ("none", "align")
+
+
+def _preempted_with_drafts(**options) -> Server:
+    """Returns a server whose request "a" is computed again, two drafts included, in chunks."""
+    server = Server(plan_of("full", 150), **options)
+    server.add("a", [1] * 10, 48)
+    for draft in ([], [2, 2]):
+        server.step()
+        server.tokens["a"] += [0, *draft]
+        server.scheduler.append({"a": 1 + len(draft)})
+    server.step()  # 14 tokens, of which the last two are drafts
+    server.scheduler.restart()
+    server.manager.reset_prefixes()
+    return server
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_rejected_drafts_of_a_request_that_started_again_are_not_kept(is_computed: bool) -> None:
+    server = _preempted_with_drafts()
+    assert server.step().work == {"a": 11}
+    if is_computed:
+        assert server.step().work == {"a": 3}
+    server.scheduler.rewind({"a": 12})
+    del server.tokens["a"][12:]
+    if not is_computed:
+        assert server.step().work == {"a": 1}
+    server.tokens["a"] += [1, 1, 1, 1]
+    server.scheduler.append({"a": 4})
+    server.step()
+    server.scheduler.finish("a")
+    old, new = [1] * 10 + [0, 0, 2, 2, 0, 0], server.tokens["a"] + [0]
+    assert server.manager.find_prefix(old).num_cached_tokens <= 12
+    assert server.manager.find_prefix(new).num_cached_tokens == 12
+
+
+def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:
+    server = _preempted_with_drafts(max_requests=1)
+    server.add("y", [2] * 12, 13)
+    server.scheduler.finish("a")
+    server.sample(server.step())
+    server.add("a", [1] * 10, 48)
+    server.tokens["a"] += [0, 2, 2]  # of which the last two are rejected
+    server.scheduler.schedule()
+    assert server.scheduler.waiting == ("a",)
+    server.tokens["a"][10:] = [1, 1]
+    while server.scheduler.has_work and "a" not in (schedule := server.step()).samples:
+        server.sample(schedule)
+    assert server.manager.find_prefix([1] * 10 + [0, 2, 2]).num_cached_tokens <= 8
+
+
+def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks() -> None:
+    server = _preempted_with_drafts(forks=0)
+    while "a" not in server.step().samples:
+        pass
+    server.tokens["a"] += [1, 1, 1]
+    server.scheduler.append({"a": 3})
+    server.step()
+    server.scheduler.restart()
+    while "a" not in server.step().samples:  # keeps blocks of 16 tokens
+        pass
+    server.scheduler.rewind({"a": 13})
+    del server.tokens["a"][13:]
+    server.tokens["a"] += [2]
+    server.scheduler.append({"a": 1})
+    while "a" not in server.step().samples:
+        pass
+    assert server.manager.num_computed_tokens("a") == 14

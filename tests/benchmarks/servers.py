@@ -123,8 +123,8 @@ class Server:
         self.shape = prefill if case.chunk else decode
         for name, tokens in case.prompts.items():
             self.scheduler.add(name, tokens)
-        while self.scheduler.has_work:
-            self.apply(self.manager.step(prefill, self.scheduler.schedule().work))
+        while work := self.scheduler.schedule().work:
+            self.apply(self.manager.step(prefill, work))
         settle()
 
     def apply(self, upload: Upload) -> Inputs:

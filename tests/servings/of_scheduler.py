@@ -51,8 +51,12 @@ class SchedulerServing(Serving):
             "chunk_tokens": draw.choice([None, None, None, 3, 8]),
             **sizes,
         }
+        self.ahead = draw.choice([0, 0, 0, 1, 2, 5])
         self.scheduler = Scheduler(
-            self.manager, tokens=self.known if self.has_tokens else None, **self.options
+            self.manager,
+            tokens=self.known if self.has_tokens else None,
+            steps_ahead=self.ahead,
+            **self.options,
         )
         self.shape = StepShape.for_plan(
             plan,
@@ -60,10 +64,12 @@ class SchedulerServing(Serving):
             cached_tokens=plan.max_model_len if cached is None else cached,
             **sizes,
         )
-        self.ahead = draw.choice([0, 0, 0, 1, 2, 5])
         self.discards = draw.choice([0, 0, 0.05, 0.3])
         self.edits = draw.random() < 0.4
-        self.drafts = most_drafts(plan) if not self.ahead and draw.random() < 0.5 else 0
+        # More tokens than a step takes are computed in several, and cannot be taken back.
+        longest = min(sizes["max_tokens"], plan.limits.max_in_flight_tokens)
+        drafts = min(most_drafts(plan), longest - 1)
+        self.drafts = drafts if not self.ahead and draw.random() < 0.5 else 0
         self.limits: dict[Hashable, int] = {}
         self.ages: dict[Hashable, tuple[int, ...]] = {}
         self.counter = itertools.count()
@@ -173,7 +179,9 @@ class SchedulerServing(Serving):
         for new in into:
             self.known[new] = self.known[name][: donor.computed]
         if self.refused(lambda: self.scheduler.fork(name, into)):
-            assert not is_ready, "a fork after the step that computed the prompt is refused"
+            assert not (is_ready and self.options["forks"]), (
+                "a fork after the step that computed the prompt is refused"
+            )
             self.say("    refused")
             for new in into:
                 del self.known[new]
@@ -262,6 +270,10 @@ class SchedulerServing(Serving):
             return
         missing = len(request.tokens) - count
         self._rewound(request, count)
+        request.verified = count
+        self.known[name][:] = request.tokens
+        if request.computed < count:  # tokens follow once all of these are computed
+            return self.after_change()
         more = [self._id() for _ in range(missing)]
         request.tokens += more
         request.verified = len(request.tokens)
@@ -355,4 +367,4 @@ class SchedulerServing(Serving):
             self.idle = 0
             return
         self.idle += 1
-        assert self.idle < 4, "has_work is True and schedules are empty: a livelock"
+        assert self.idle < 4 + self.ahead, "has_work is True and schedules are empty: a livelock"

@@ -40,7 +40,12 @@ class Queue:
         self._manager, self._tokens, self._max_tokens = manager, tokens, max_tokens
         self._forks = forks
         self._scheduler = Scheduler(
-            manager, max_tokens=max_tokens, forks=forks, tokens=tokens, chunk_tokens=chunk_tokens
+            manager,
+            max_tokens=max_tokens,
+            forks=forks,
+            tokens=tokens,
+            chunk_tokens=chunk_tokens,
+            steps_ahead=max_tokens,
         )
         self._waiting: dict[Hashable, list[Hashable]] = {}  # samples, by what computes the prompt
         self._options: dict[Hashable, dict[str, Any]] = {}

@@ -27,6 +27,7 @@ from jaxkv._src.prefixes._extra_keys import (
     ExtraKind,
     check_boundaries,
     check_content,
+    check_ranges,
     extra_keys_by_block,
 )
 from jaxkv._src.prefixes._keys import block_keys, root_key
@@ -66,6 +67,7 @@ __all__ = [
     "block_keys",
     "check_boundaries",
     "check_content",
+    "check_ranges",
     "encode_events",
     "event_frames",
     "extra_keys_by_block",

@@ -155,6 +155,8 @@ def check_content(salt: str | None, extra_keys: Iterable[ExtraKey]) -> None:
     """Raises TypeError for a salt that is not a str, or a key that is not an `ExtraKey`."""
     if salt is not None and not isinstance(salt, str):
         raise TypeError(f"salt must be a str or None, got {salt!r}; use str(...)")
+    if not isinstance(extra_keys, Iterable):
+        raise TypeError(f"extra_keys must be a sequence of ExtraKey objects, got {extra_keys!r}")
     for key in extra_keys:
         if not isinstance(key, ExtraKey):
             raise TypeError(
@@ -163,11 +165,27 @@ def check_content(salt: str | None, extra_keys: Iterable[ExtraKey]) -> None:
             )
 
 
+def check_ranges(extra_keys: Iterable[ExtraKey], num_tokens: int) -> None:
+    """Raises ValueError for keys that overlap, or reach past a prompt of ``num_tokens``."""
+    covered = 0
+    for key in sorted((key for key in extra_keys if key.end), key=lambda key: key.start):
+        if (key.end or 0) > num_tokens:
+            raise ValueError(
+                f"extra_keys: {key!r} reaches past the {num_tokens} tokens; give all tokens that "
+                "it covers"
+            )
+        if key.start < covered:
+            raise ValueError(f"extra_keys: {key!r} overlaps another key; give disjoint ranges")
+        covered = key.end or 0
+
+
 def check_boundaries(boundaries: Sequence[int], num_tokens: int) -> None:
     """Raises TypeError or ValueError unless each boundary is a position in the prompt."""
-    if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
+    if isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
         raise TypeError(f"boundaries must be a sequence of ints, got {boundaries!r}")
     for boundary in boundaries:
+        if isinstance(boundary, bool) or not isinstance(boundary, int | np.integer):
+            raise TypeError(f"boundaries={list(boundaries)} must be ints, got {boundary!r}")
         if not 0 < boundary <= num_tokens:
             raise ValueError(
                 f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the length of the "

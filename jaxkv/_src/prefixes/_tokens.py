@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._src.prefixes._extra_keys import ExtraKey
+from jaxkv._src.prefixes._extra_keys import ExtraKey, check_ranges
 
 MAX_TOKEN = 2**31 - 1
 NUMBER_BITS = 30
@@ -38,15 +38,9 @@ class TokenCodes:
           TypeError, ValueError: as `as_tokens`, or keys that overlap or reach past the tokens.
         """
         codes = as_tokens("tokens", tokens, np.int64 if keys else np.int32)
+        check_ranges(keys, codes.size)
         for key in keys:
             part = codes[key.start : key.end]
-            if key.end is None or part.size < key.end - key.start:
-                raise ValueError(
-                    f"extra_keys: {key!r} reaches past the {codes.size} tokens; give all tokens "
-                    "that it covers"
-                )
-            if (part > MAX_TOKEN).any():
-                raise ValueError(f"extra_keys: {key!r} overlaps another key; give disjoint ranges")
             if isinstance(key.value, bytes):
                 part += np.array(self._numbers_of_rows(key.value, part.size)) << 32
             else:
@@ -87,4 +81,7 @@ def _as_array(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
         kind = type(tokens).__name__
         raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
-    return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
+    try:
+        return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
+    except ValueError:
+        raise ValueError(f"{name} must be a flat list of ints, got nested ones") from None

@@ -5,11 +5,12 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError, PrefixHit
-from jaxkv._src.scheduler._ledger import Request
+from jaxkv._src.blocks import OutOfBlocksError, PrefixHit
+from jaxkv._src.scheduler._budget import StepBudget
+from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._step import Step
+from jaxkv._src.scheduler._requests import Request
 
 
 class Room:
@@ -33,52 +34,52 @@ class Room:
 class Admission:
     """Admits waiting requests and forks, for as long as there are rows and blocks."""
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        queues: Queues,
-        prompts: Prompts,
-        *,
-        preempts: bool,
-        forks: int,
-    ):
-        """Creates an admission; ``preempts`` and ``forks`` are arguments of `Scheduler`."""
-        self._manager, self._queues, self._prompts = manager, queues, prompts
-        self._preempts, self._forks, self._plan = preempts, forks, manager.plan
+    def __init__(self, options: Options, queues: Queues, prompts: Prompts):
+        self._options, self._queues, self._prompts = options, queues, prompts
+        self._manager, self._plan = options.manager, options.manager.plan
         self._admission_blocks = functools.lru_cache(maxsize=4096)(self._plan.admission_blocks)
-        self._row_copies = 0, 0  # number of the last upload, and row copies since
 
     # --- waiting requests -----------------------------------------------------------
 
-    def entrants(self, step: Step) -> list[Request]:
+    def entrants(self, step: StepBudget) -> list[Request]:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
         entrants: list[Request] = []
-        free_rows = self._manager.max_requests - len(self._queues.running)
+        free_rows, ledger = self._queues.num_free_rows, self._queues.ledger
         if not (len(self._queues.waiting) and free_rows) or step.is_full:
             return entrants
         cached_left, room = step.cached_tokens, self._room()
         for request in self._queues.waiting:
             if len(entrants) == free_rows or step.is_full:
                 break
-            num_tokens = self._queues.num_tokens(request.name)
-            cached, held = self._prompts.find(request.name, num_tokens)
+            num_tokens = self._queues.num_tokens(request)
+            if ledger.needs_token[request.index] or not self._knows_ids(request):
+                break
+            # Only a request that has all the room of a step to itself may take a part of a prefix.
+            most = cached_left if cached_left == self._options.cached_tokens else None
+            cached, held = self._prompts.find(request, num_tokens, most)
             if not self._has_room(request, room, held):
                 break
-            copies_state = bool(cached) and self._prompts.has_states
-            if copies_state and not step.forks:
+            copies_state = bool(cached) and self._options.has_states
+            if cached > cached_left or (copies_state and not step.forks):
                 break
-            if cached > cached_left < step.cached_tokens:  # the first one may take a part
+            draft_start = ledger.draft_starts.item(request.index) - cached
+            if not step.give(request.name, num_tokens - cached, draft_start=draft_start):
                 break
-            if not step.give(request.name, num_tokens - cached):
-                break
-            cached_left -= min(cached, cached_left)
-            step.has_shared |= cached > 0
+            cached_left -= cached
             step.forks -= copies_state
+            step.has_shared |= cached > 0
             room.take(request, self._prompt_blocks(request) - held)
             entrants.append(request)
         return entrants
 
-    def admit(self, step: Step, entrants: Sequence[Request]) -> dict[Hashable, PrefixHit]:
+    def _knows_ids(self, request: Request) -> bool:
+        """Returns whether the ids of a waiting request are known, except those of its drafts."""
+        drafts = self._queues.ledger.draft_starts.item(request.index)
+        return self._prompts.is_known(
+            request.name, min(self._queues.num_tokens(request), drafts + 1)
+        )
+
+    def admit(self, step: StepBudget, entrants: Sequence[Request]) -> dict[Hashable, PrefixHit]:
         """Starts requests in order, for as long as there are blocks; returns their hits."""
         hits: dict[Hashable, PrefixHit] = {}
         if not entrants:
@@ -100,7 +101,7 @@ class Admission:
         return hits
 
     def _start_all(
-        self, step: Step, requests: Sequence[Request], room: Room
+        self, step: StepBudget, requests: Sequence[Request], room: Room
     ) -> dict[Hashable, PrefixHit]:
         """Starts requests, and takes the blocks of all of them at once; returns their hits."""
         hits: dict[Hashable, PrefixHit] = {}
@@ -109,47 +110,48 @@ class Admission:
             if hit is None:
                 break
             hits[request.name] = hit
-        if hits and not self._grows({name: step.work[name] for name in hits}):
-            hits = self._grow_each(step, hits)
-        for request in requests[: len(hits)]:
+        started = requests[: len(hits)]
+        if hits and not self.grows({name: step.work[name] for name in hits}):
+            started = self._grow_each(step, started)
+        for request in started:
             self._queues.waiting.remove(request)
             self._queues.run(request, hits[request.name].row)
-        return hits
+            self._queues.ledger.prefill_tokens[request.index] = self._queues.num_tokens(request)
+            if request.prompt.chunk_ends:
+                self._queues.in_chunks[request.name] = request
+        return {request.name: hits[request.name] for request in started}
 
-    def _grow_each(self, step: Step, hits: dict[Hashable, PrefixHit]) -> dict[Hashable, PrefixHit]:
-        """Takes blocks for the first requests, and ends the others; returns the hits of these."""
-        for count, name in enumerate(hits):
-            if not self._grows({name: step.work[name]}):
-                for left_out in list(hits)[count:]:
+    def _grow_each(self, step: StepBudget, started: Sequence[Request]) -> Sequence[Request]:
+        """Takes blocks for the first requests, and ends the others; returns the first."""
+        for count, request in enumerate(started):
+            if not self.grows({request.name: step.work[request.name]}):
+                for left_out in started[count:]:
                     self._prompts.finish(left_out)
-                    self._queues.in_chunks.discard(left_out)
-                return dict(list(hits.items())[:count])
-        return hits
+                return started[:count]
+        return started
 
-    def _start(self, step: Step, request: Request, room: Room) -> PrefixHit | None:
+    def _start(self, step: StepBudget, request: Request, room: Room) -> PrefixHit | None:
         """Starts a request with its cached prefix, if there are blocks for the rest."""
-        name, num_tokens = request.name, self._queues.num_tokens(request.name)
-        held = self._prompts.find(name, num_tokens)[1] if step.has_shared else 0
+        name, num_tokens = request.name, self._queues.num_tokens(request)
+        held = 0
+        if step.has_shared:
+            _, held = self._prompts.find(request, num_tokens, step.cached_tokens)
         if not self._has_room(request, room, held):
             return None
+        draft_start = self._queues.ledger.draft_starts.item(request.index)
         hit = self._prompts.start(
-            name,
-            num_tokens,
-            encoder_tokens=request.encoder_tokens,
-            max_cached_tokens=step.cached_tokens,
+            request, num_tokens, draft_start=draft_start, max_cached_tokens=step.cached_tokens
         )
         cached = hit.num_cached_tokens
-        end = self._prompts.next_chunk_end(name, cached)
+        end = self._prompts.next_chunk_end(request, cached)
         step.take_back(name)
-        step.give(name, num_tokens - cached, None if end is None else end - cached)
+        step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
-        if end is not None:
-            self._queues.in_chunks.add(name)
-        self._queues.ledger.prefill_tokens[self._queues.ledger.of[name]] = num_tokens
         room.take(request, self._prompt_blocks(request) - sum(hit.shared_blocks))
         return hit
 
-    def _grows(self, work: dict[Hashable, int]) -> bool:
+    def grows(self, work: dict[Hashable, int]) -> bool:
+        """Takes the blocks of requests. Returns False if there are too few, and none is taken."""
         try:
             self._manager.grow(work)
         except OutOfBlocksError:
@@ -161,8 +163,8 @@ class Admission:
     def _room(self) -> Room:
         """Returns the room next to the running requests."""
         running, owed = self._queues.now_running(), 0
-        if self._preempts:
-            for at in np.flatnonzero(running.computed < running.prefill_tokens).tolist():
+        if self._options.preemption:
+            for at in np.flatnonzero(running.is_prefill).tolist():
                 owed += self._owed_blocks(self._queues.running[running.order.names[at]])
         return Room(owed, running.order.blocks)
 
@@ -174,7 +176,7 @@ class Admission:
           room: the room that is left.
           held: blocks of its prefix that running requests hold already.
         """
-        if not self._preempts:
+        if not self._options.preemption:
             steady, in_flight = request.blocks
             most = room.steady + steady + max(room.in_flight, in_flight)
             return most <= self._plan.usable_blocks
@@ -187,31 +189,38 @@ class Admission:
         return max(0, self._prompt_blocks(request) - held)
 
     def _prompt_blocks(self, request: Request) -> int:
-        """Returns the blocks that a request takes until it decodes."""
-        tokens = min(self._queues.num_tokens(request.name) + 1, self._plan.max_model_len)
-        return self._admission_blocks(tokens)
+        """Returns the blocks that a request takes until it decodes, if it does."""
+        longest = self._queues.ledger.max_tokens.item(request.index)
+        return self._admission_blocks(min(self._queues.num_tokens(request) + 1, longest))
 
     # --- forks ----------------------------------------------------------------------
 
-    def fork(self, donor: Hashable, sample: Request) -> bool:
+    def num_forks(self, donor: Request) -> int:
+        """Returns how many samples of a request can share its blocks now."""
+        tokens = max(donor.prompt_tokens, self._queues.num_computed(donor))
+        if (
+            not self._options.forks or tokens > self._options.cached_tokens
+        ):  # no step could bring them all
+            return 0
+        count, free_rows = 0, self._queues.num_free_rows
+        if self._options.preemption:
+            return free_rows
+        room = self._room()
+        while count < free_rows and self._has_room(donor, room):
+            room.take(donor, 0)
+            count += 1
+        return count
+
+    def fork(self, donor: Request, sample: Request) -> bool:
         """Starts a sample with the blocks of its donor. Returns False if it has to wait."""
-        if not self._can_fork(sample):
+        if not self.num_forks(donor):
             return False
         try:
-            self._manager.fork(donor, [sample.name])
+            self._manager.fork(donor.name, [sample.name])
         except ValueError:  # the newest state may be in the block of a draft
             return False
-        self._prompts.join(donor, sample.name)
+        sample.prompt.num_known = donor.prompt.num_known
+        ledger = self._queues.ledger
+        ledger.prefill_tokens[sample.index] = self._queues.num_computed(donor)
         self._queues.run(sample, self._manager.requests[sample.name])
-        return True
-
-    def _can_fork(self, sample: Request) -> bool:
-        """Returns whether a sample can share blocks now; counts the rows that are copied."""
-        uploads, copies = self._row_copies
-        copies = copies if uploads == self._manager.num_uploads else 0
-        if copies >= self._forks or not self._queues.has_free_row:
-            return False
-        if not self._preempts and not self._has_room(sample, self._room()):
-            return False
-        self._row_copies = self._manager.num_uploads, copies + 1
         return True

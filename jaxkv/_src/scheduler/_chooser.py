@@ -1,56 +1,77 @@
 """`Chooser`, which chooses the work of a step for a scheduler. No jax."""
 
+import functools
 import itertools
 from collections.abc import Hashable
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError
+from jaxkv._src.blocks import PrefixHit
 from jaxkv._src.scheduler._admission import Admission
-from jaxkv._src.scheduler._ledger import ANYWHERE, Request, Running
+from jaxkv._src.scheduler._budget import StepBudget
+from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._step import Schedule, Step
+from jaxkv._src.scheduler._requests import Request, Running
+from jaxkv._src.scheduler._schedule import Schedule
 
 
 class Chooser:
     """Chooses the work of every step, takes blocks for it, and preempts requests."""
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        queues: Queues,
-        prompts: Prompts,
-        admission: Admission,
-        *,
-        max_tokens: int,
-        batch_size: int,
-        decode_first: bool,
-        preempts: bool,
-        forks: int,
-        cached_tokens: int,
-    ):
-        """Creates a chooser; the arguments after ``admission`` are those of `Scheduler`."""
-        self._manager, self._prompts, self._admission = manager, prompts, admission
+    def __init__(self, options: Options, queues: Queues, prompts: Prompts, admission: Admission):
+        self._options, self._manager = options, options.manager
         self._queues, self._ledger = queues, queues.ledger
-        self._max_tokens, self._batch_size, self._forks = max_tokens, batch_size, forks
-        self._longest_chunk = min(max_tokens, manager.plan.limits.max_in_flight_tokens)
-        self._decode_first, self._preempts = decode_first, preempts
-        self._cached_tokens = cached_tokens
+        self._prompts, self._admission = prompts, admission
+        limits = options.manager.plan.limits
+        self._longest_chunk = min(options.max_tokens, limits.max_in_flight_tokens)
+        # A step, those preempted for it, and its hits, less what was forgotten since.
+        self._last: tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]] | None = None
+        self._num_uploads = 0  # when that was chosen
+        #: whether the last schedule was empty, and no request has changed since
+        self.is_idle = False
 
-    def schedule(self) -> Schedule:
+    def schedule(self, max_tokens: int) -> Schedule:
         """Chooses the work of the next step; see `Scheduler.schedule`."""
-        step = Step(
-            *(self._max_tokens, self._batch_size, self._longest_chunk),
-            forks=self._forks,
-            cached_tokens=self._cached_tokens,
+        is_carried_out = self._num_uploads != self._manager.num_uploads
+        if self._last is None or is_carried_out or not self._last[0].work:
+            self._last = self._choose(min(max_tokens, self._options.max_tokens))
+            self._num_uploads = self._manager.num_uploads
+        step, preempted, hits = self._last
+        order, work = self._queues.order, step.work.copy()
+        computed = self._manager.computed_by_row[order.rows]
+        places = None if step.everyone is order else order.places
+        return Schedule(
+            work,
+            self._samples(step),
+            tuple([name for name in preempted if self._queues.waits(name)]),
+            {name: hit for name, hit in hits.items() if name in work},
+            functools.partial(self._token_ids, step.work.copy(), places, computed),
+        )
+
+    def forget(self, name: Hashable | None = None) -> None:
+        """Takes a request, or None for all, out of the schedule that was not carried out."""
+        if name is None:
+            self._last = None
+        elif self._last is not None and name in self._last[0].work:
+            self._last[0].take_back(name)
+
+    def _choose(
+        self, max_tokens: int
+    ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
+        """Returns a new step, the requests preempted for it, and its hits."""
+        step = StepBudget(
+            *(max_tokens, self._options.batch_size, self._longest_chunk),
+            forks=self._options.forks,
+            cached_tokens=self._options.cached_tokens,
         )
         self._move_chunk_ends()
         running = self._queues.now_running()
+        self._check(running)
         decodes, prefills = self._with_work(step, running)
-        first, later = (
-            ((decodes, prefills), ()) if self._decode_first else ((prefills,), (decodes,))
-        )
+        first, later = (decodes, prefills), ()
+        if self._options.order == "prefill_first":
+            first, later = (prefills,), (decodes,)
         for chosen in first:
             step.give_all(running, chosen)
         entrants = self._admission.entrants(step)
@@ -60,40 +81,105 @@ class Chooser:
         hits = self._admission.admit(step, entrants)
         for chosen in later:
             self._fill(step, running, chosen)
-        return Schedule(step.work, step.samples(), tuple(preempted), hits)
+        if not step.work:
+            preempted += self._force(step, running, np.union1d(decodes, prefills))
+        if not step.work and max_tokens == self._options.max_tokens:
+            self._check_idle(with_work=decodes.size + prefills.size > 0)
+        return step, preempted, hits
+
+    def _samples(self, step: StepBudget) -> dict[Hashable, int]:
+        """Returns the ``samples`` of a schedule, and notes the requests that others lead."""
+        samples, free_rows = step.samples(), self._queues.num_free_rows
+        if not self._queues.leaders:
+            return samples
+        for name, place in list(samples.items()):
+            leader = self._queues.of[name]
+            leader.num_sampled = min(free_rows, self._admission.num_forks(leader))
+            followers = leader.samples[: leader.num_sampled]
+            samples |= {sample.name: place for sample in followers}
+            free_rows -= len(followers)
+        return samples
+
+    def _token_ids(
+        self,
+        work: dict[Hashable, int],
+        places: dict[Hashable, int] | None,
+        computed: np.ndarray,
+    ) -> np.ndarray:
+        """Returns the token ids of work on top of the tokens that were computed before it.
+
+        Args:
+          work: the new tokens of each request.
+          places: the index of each request in ``computed``; None: the order of ``work``.
+          computed: the tokens before the step, int64[N].
+        """
+        if places is not None:
+            computed = computed[[places[name] for name in work]]
+        return self._prompts.ids_of_step(work, computed)
+
+    # --- the requests of a step -----------------------------------------------------
+
+    def _check(self, running: Running) -> None:
+        """Raises ValueError if requests are not in the state in which the scheduler left them."""
+        if len(self._manager.requests) != len(self._queues.running):
+            raise ValueError(
+                f"the manager runs {len(self._manager.requests)} requests, and its scheduler "
+                f"{len(self._queues.running)}; start and finish them by the scheduler only"
+            )
+        self._prompts.check_known(running)
+
+    def _check_idle(self, *, with_work: bool) -> None:
+        """Raises an error if no request can go on, although the caller has no answer to give."""
+        queues = self._queues
+        unanswered = [name for name in queues.of if queues.needs_token(name)]
+        if queues.of and (with_work or not unanswered) and not self._options.steps_ahead:
+            raise RuntimeError(
+                f"none of {len(queues.of)} requests gets its blocks, and "
+                f"{self._manager.num_free_blocks} blocks are free; please report this"
+            )
+        if unanswered and self.is_idle and not self._options.steps_ahead:
+            raise ValueError(
+                f"request={unanswered[0]!r} was in the samples of a schedule and got no token "
+                "since, and no other request has anything to compute; append its token, or finish "
+                "it (a caller that knows tokens later needs steps_ahead= of Scheduler)"
+            )
+        self.is_idle = True
 
     def _move_chunk_ends(self) -> None:
         """Updates the tokens after which the next chunks of prompts have to end."""
-        for name in list(self._queues.in_chunks):
-            computed = self._queues.num_computed(self._queues.running[name])
-            end = self._prompts.next_chunk_end(name, computed)
-            self._ledger.chunk_ends[self._ledger.of[name]] = ANYWHERE if end is None else end
-            if end is None:
-                self._queues.in_chunks.remove(name)
+        for request in list(self._queues.in_chunks.values()):
+            computed = self._queues.num_computed(request)
+            self._ledger.chunk_ends[request.index] = self._prompts.next_chunk_end(request, computed)
+            if not request.prompt.chunk_ends:
+                del self._queues.in_chunks[request.name]
 
-    def _with_work(self, step: Step, running: Running) -> tuple[np.ndarray, np.ndarray]:
+    def _with_work(self, step: StepBudget, running: Running) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: decodes and prefills, as indices.
 
-        A request copies the block that it writes next if that block is shared or kept. A step has
-        room for ``forks`` copies; the youngest requests that would need more are left out.
+        A request copies the block that it writes next if that block is shared or kept, and a step
+        has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
+        gave blocks of cached tokens bring these to the device, as far as there is room for
+        ``cached_tokens``. The youngest requests that need more are left out.
         """
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
-        if self._forks and manager.block_pool.has_shared_blocks:
+        if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]
             copies = pending | (has_work & manager.may_copy_by_row[rows])
-            has_work &= ~copies | pending | (np.cumsum(copies) <= self._forks)
-            step.forks -= min(self._forks, int(np.count_nonzero(copies)))
+            has_work &= ~copies | pending | (np.cumsum(copies) <= self._options.forks)
+            step.forks -= min(self._options.forks, int(np.count_nonzero(copies)))
         unsent = manager.unsent_tokens_by_row[rows] * has_work
         if unsent.any():
             has_work &= (unsent == 0) | (np.cumsum(unsent) <= step.cached_tokens)
             step.cached_tokens -= int(unsent[has_work].sum())
-        is_prefill = running.computed < running.prefill_tokens
+        is_prefill = running.is_prefill
         return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0]
 
     # --- blocks of running requests -------------------------------------------------
 
-    def _take_blocks(self, step: Step, running: Running, entrants: list[Request]) -> list[Hashable]:
+    def _take_blocks(
+        self, step: StepBudget, running: Running, entrants: list[Request]
+    ) -> list[Hashable]:
         """Takes the blocks of all running requests with work; returns the preempted requests.
 
         If there are too few blocks, no waiting request is admitted.
@@ -104,17 +190,14 @@ class Chooser:
             work = {name: count for name, count in work.items() if name not in waiting}
         if len(work) < len(names):
             self._manager.trim(name for name in names if name not in work)
-        try:
-            self._manager.grow(work)  # looked up once for this call and the step, if it is the same
-        except OutOfBlocksError:
-            for request in entrants:
-                step.take_back(request.name)
-            entrants.clear()
-            is_prefill = running.computed < running.prefill_tokens
-            return self._take_by_age(step, set(itertools.compress(names, is_prefill)))
-        return []
+        if self._admission.grows(work):
+            return []
+        for request in entrants:
+            step.take_back(request.name)
+        entrants.clear()
+        return self._take_by_age(step, set(itertools.compress(names, running.is_prefill)))
 
-    def _take_by_age(self, step: Step, prefills: set[Hashable]) -> list[Hashable]:
+    def _take_by_age(self, step: StepBudget, prefills: set[Hashable]) -> list[Hashable]:
         """Takes blocks request by request, oldest first; returns the preempted requests."""
         preempted: list[Hashable] = []
         left = list(self._queues.running)  # to preempt, the youngest last
@@ -126,36 +209,58 @@ class Chooser:
                 step.take_back(name)
                 self._manager.trim([name])
                 continue
-            while not self._grows(name, step.work[name]):
-                if not self._preempts or left[-1] == name:
+            while not self._admission.grows({name: step.work[name]}):
+                if not self._options.preemption or left[-1] == name:
                     is_short = True
                     step.take_back(name)
                     break
                 preempted.append(left.pop())
                 if preempted[-1] in step.work:
                     step.take_back(preempted[-1])
-                self._preempt(preempted[-1])
+                self.preempt(self._queues.running[preempted[-1]])
         return preempted
 
-    def _grows(self, name: Hashable, count: int) -> bool:
-        try:
-            self._manager.grow({name: count})
-        except OutOfBlocksError:
-            return False
-        return True
-
-    def _fill(self, step: Step, running: Running, decodes: np.ndarray) -> None:
+    def _fill(self, step: StepBudget, running: Running, decodes: np.ndarray) -> None:
         """Gives decodes the tokens and blocks that requests which were not admitted left over."""
         for name in [running.order.names[i] for i in decodes.tolist()]:
-            if name not in step.work and name in self._queues.running:
-                computed = self._queues.num_computed(self._queues.running[name])
-                if not step.give(name, self._queues.num_tokens(name) - computed):
-                    break
-                if not self._grows(name, step.work[name]):
+            if step.is_full:
+                break
+            if name not in step.work and name in self._queues.running and self._give(step, name):
+                if not self._admission.grows({name: step.work[name]}):
                     step.take_back(name)
 
-    def _preempt(self, name: Hashable) -> None:
-        self._prompts.finish(name)
-        request = self._queues.running[name]
+    def _force(self, step: StepBudget, running: Running, with_work: np.ndarray) -> list[Hashable]:
+        """Gives the oldest request its tokens, for which younger ones are preempted.
+
+        The youngest request may have got all tokens of the step, and no blocks.
+        """
+        preempted: list[Hashable] = []
+        for name in [running.order.names[i] for i in with_work.tolist()]:
+            if name in self._queues.running and self._give(step, name):
+                preempted += self._take_by_age(step, set())
+                if step.work:
+                    break
+        return preempted
+
+    def _give(self, step: StepBudget, name: Hashable) -> bool:
+        """Gives a running request its tokens. Returns whether it got any."""
+        request, ledger = self._queues.running[name], self._ledger
+        computed = self._queues.num_computed(request)
+        return step.give(
+            name,
+            self._queues.num_tokens(request) - computed,
+            at_most=ledger.chunk_ends.item(request.index) - computed,
+            draft_start=ledger.draft_starts.item(request.index) - computed,
+        )
+
+    def preempt(self, request: Request) -> None:
+        """Takes the blocks of a running request, which waits to be computed again."""
+        computed = self._queues.num_computed(request)
+        self._prompts.finish(request)
+        self.drop(request, needs_token=computed >= self._queues.num_tokens(request))
+
+    def drop(self, request: Request, *, needs_token: bool = False) -> None:
+        """Lets a request that ran wait, after the manager has ended it."""
+        self.forget(request.name)
         self._queues.stop(request)
-        self._queues.waiting.insert(request)
+        self._queues.wait(request, needs_token=needs_token)

@@ -1,134 +1,221 @@
-"""The prompts of a scheduler's requests, and the lookup of their prefixes. No jax."""
+"""The token ids of a scheduler's requests, and the lookup of their prefixes. No jax."""
 
-import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, PrefixHit, PrefixMatch
-from jaxkv._src.prefixes import ExtraKey
+from jaxkv._src.blocks import PrefixHit, PrefixMatch
+from jaxkv._src.prefixes import as_tokens
+from jaxkv._src.scheduler._options import Options
+from jaxkv._src.scheduler._requests import ANYWHERE, Ledger, Request, Running
 
-Tokens = Mapping[Any, Sequence[int] | np.ndarray]
-
-
-@dataclasses.dataclass(slots=True)
-class Prompt:
-    """The arguments of a prompt's prefix lookup, and its latest result.
-
-    found: the latest result while the request waits; None: none yet.
-    num_known: number of token ids that the request was started with; None: it had none.
-    chunk_ends: numbers of tokens after which a later chunk has to end.
-    """
-
-    salt: str | None = None
-    extra_keys: Sequence[ExtraKey] = ()
-    boundaries: Sequence[int] = ()
-    found: PrefixMatch | None = None
-    num_known: int | None = None
-    chunk_ends: Sequence[int] = ()
+NO_ID = -1  # of a token that a step in flight samples
 
 
 class Prompts:
-    """The prompts of all requests of a scheduler.
+    """The token ids of all requests, and their prefixes in the cache."""
 
-    has_states: whether a group overwrites its states, so that a request that starts with a prefix
-      copies the state at its end.
-    """
+    def __init__(self, options: Options):
+        self._manager, self._chunk_tokens = options.manager, options.chunk_tokens
+        self._tokens, self._steps_ahead = options.tokens, options.steps_ahead
+        self._shares = options.shares
 
-    def __init__(
-        self, manager: BlockManager, tokens: Tokens | None, *, chunk_tokens: int | None, forks: int
-    ):
-        growths = [group.growth for group in manager.plan.groups]
-        self.has_states = any(g.stores == "state" and g.cache_mode != "all" for g in growths)
-        self._manager, self._chunk_tokens = manager, chunk_tokens
-        self._tokens = None if self.has_states and not forks else tokens
-        self._of: dict[Hashable, Prompt] = {}
+    # --- token ids ------------------------------------------------------------------
 
-    def add(self, request: Hashable, num_tokens: int, prompt: Prompt) -> None:
-        """Adds a new request.
+    def first_ids(self, name: Hashable, num_tokens: int, *, is_new: bool) -> np.ndarray | None:
+        """Returns the ids of a request's first tokens, int32[num_tokens]; None without ``tokens``.
 
         Raises:
-          ValueError: the scheduler's ``tokens`` have fewer token ids of it than ``num_tokens``.
+          TypeError, ValueError: too few of them, or something else. Of a request that is not new,
+            ids may be missing that steps in flight sample.
         """
-        if self._tokens is not None:
-            known = len(self._tokens[request]) if request in self._tokens else 0
-            if known < num_tokens:
-                raise ValueError(
-                    f"request={request!r} has num_tokens={num_tokens}, and the scheduler's tokens "
-                    f"hold {known} token ids of it; put its prompt there before you add it"
-                )
-        self._of[request] = prompt
+        if self._tokens is None:
+            return None
+        found = self._ids(name, num_tokens)
+        if found.size < num_tokens - (0 if is_new else self._steps_ahead):
+            self._refuse_unknown(name, num_tokens)
+        return found
 
-    def fork(self, request: Hashable, into: Hashable) -> None:
-        """Adds a sample with the prompt of another request."""
-        self._of[into] = dataclasses.replace(
-            self._of[request], found=None, num_known=None, chunk_ends=()
+    def check_known(self, running: Running) -> None:
+        """Raises ValueError if ids of running requests are missing that the caller has to know."""
+        if self._tokens is None:
+            return
+        names, wanted = running.order.names, running.num_sampled
+        try:
+            known = list(map(len, map(self._tokens.__getitem__, names)))
+        except (KeyError, TypeError):
+            known = [self._num_known(name) for name in names]
+        short = wanted - np.array(known, np.int64) > self._steps_ahead
+        if short.any():
+            self._refuse_unknown(names[short.argmax()], wanted.item(short.argmax()))
+
+    def is_known(self, name: Hashable, num_tokens: int) -> bool:
+        """Returns whether the ids of a waiting request are known.
+
+        Raises:
+          ValueError: they are not, and no step is in flight that samples them.
+        """
+        if self._tokens is None or self._num_known(name) >= num_tokens:
+            return True
+        if not self._steps_ahead:
+            self._refuse_unknown(name, num_tokens)
+        return False
+
+    def _ids(self, name: Hashable, num_tokens: int | None = None) -> np.ndarray:
+        """Returns the first token ids of a request, or all of them, int32[N]."""
+        ids = () if self._tokens is None else self._tokens.get(name, ())
+        is_cut = isinstance(ids, (list, tuple, np.ndarray))
+        return as_tokens(f"tokens[{name!r}]", ids[:num_tokens] if is_cut else ids, np.int32)
+
+    def _num_known(self, name: Hashable) -> int:
+        ids = () if self._tokens is None else self._tokens.get(name, ())
+        return len(ids) if hasattr(ids, "__len__") else 0
+
+    def _refuse_unknown(self, name: Hashable, num_tokens: int) -> None:
+        ahead = self._steps_ahead
+        most = f" (steps_ahead={ahead} lets the newest {ahead} be missing)" if ahead else ""
+        raise ValueError(
+            f"request={name!r} has {num_tokens} tokens, and the scheduler's tokens hold "
+            f"{self._num_known(name)} token ids of it{most}; put its prompt there before you add "
+            "or fork it, and each sampled token before you append it"
         )
 
-    def join(self, request: Hashable, into: Hashable) -> None:
-        """Records that a sample shares the token ids of its donor, as in the manager."""
-        self._of[into].num_known = self._of[request].num_known
-
-    def forget(self, request: Hashable) -> None:
-        """Removes a request."""
-        self._of.pop(request, None)
+    def ids_of_step(self, work: Mapping[Hashable, int], starts: np.ndarray) -> np.ndarray:
+        """Returns the token ids of a step, int32[T]; see `Schedule.token_ids`."""
+        if self._tokens is None:
+            raise ValueError(
+                "token_ids need the ids of all requests; pass tokens= when you make the Scheduler"
+            )
+        known, counts = list(map(self._tokens.__getitem__, work)), list(work.values())
+        try:
+            if sum(counts) == len(counts):
+                ids = _ids_of_decodes(known, starts)
+            else:
+                ids = _ids_of_chunks(known, starts, counts)
+        except (TypeError, ValueError):
+            for name, count, start in zip(work, counts, starts.tolist(), strict=True):
+                as_tokens(f"tokens[{name!r}]", self._tokens[name][start : start + count])
+            raise
+        if not self._steps_ahead and (ids == NO_ID).any():
+            for name, count, start in zip(work, counts, starts.tolist(), strict=True):
+                self.is_known(name, start + count)
+        return ids
 
     # --- prefixes -----------------------------------------------------------------
 
-    def find(self, request: Hashable, num_tokens: int) -> tuple[int, int]:
-        """Returns a waiting request's cached tokens, and how many of their blocks others hold."""
+    def find(self, request: Request, num_tokens: int, most: int | None = None) -> tuple[int, int]:
+        """Returns a waiting request's cached tokens, and how many of their blocks others hold.
+
+        Args:
+          request: the request.
+          num_tokens: its tokens.
+          most: the most tokens that it may share; None: all but the last.
+        """
         found = self._look_up(request, num_tokens)
         if found is None or not found.num_cached_tokens:
             return 0, 0
+        if most is not None and found.num_cached_tokens > most:
+            found = self._manager.find_prefix(found, max_cached_tokens=most)
         return found.num_cached_tokens, found.num_held_blocks
 
     def start(
-        self, request: Hashable, num_tokens: int, *, encoder_tokens: int, max_cached_tokens: int
+        self, request: Request, num_tokens: int, *, draft_start: int, max_cached_tokens: int
     ) -> PrefixHit:
-        """Starts a request, with the prefix that `find` has just found."""
-        prompt = self._of[request]
-        found = prompt.found
+        """Starts a request, with the prefix that `find` has just found.
+
+        Args:
+          request: the request.
+          num_tokens: its tokens.
+          draft_start: see `Ledger.draft_starts`.
+          max_cached_tokens: the longest prefix to share.
+        """
+        prompt = request.prompt
         hit = self._manager.start(
-            request,
-            found,
-            boundaries=[n for n in prompt.boundaries if n <= num_tokens],
+            request.name,
+            prompt.found,
+            boundaries=prompt.boundaries,
             max_cached_tokens=max_cached_tokens,
-            encoder_tokens=encoder_tokens,
+            encoder_tokens=request.encoder_tokens,
         )
-        prompt.found, prompt.num_known = None, None if found is None else found.num_tokens
+        prompt.num_known = None if prompt.found is None else prompt.found.num_tokens
+        prompt.found = prompt.ids = None
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
             ends.update(range(self._chunk_tokens, num_tokens, self._chunk_tokens))
-        prompt.chunk_ends = sorted(end for end in ends if end > hit.num_cached_tokens)
+        prompt.chunk_ends = sorted(n for n in ends if hit.num_cached_tokens < n <= draft_start)
         return hit
 
-    def finish(self, request: Hashable) -> None:
+    def finish(self, request: Request) -> None:
         """Ends a request in the manager, which keeps its blocks for later prompts."""
-        prompt = self._of[request]
-        more = None
-        if self._tokens is not None and prompt.num_known is not None and request in self._tokens:
-            more = np.array(self._tokens[request][prompt.num_known :], np.int64)
-        self._manager.finish(request, more)
+        prompt, more = request.prompt, None
+        if self._shares and prompt.num_known is not None:
+            try:
+                more = self._ids(request.name)[prompt.num_known :]
+            except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
+                more = None
+        self._manager.finish(request.name, more)
         prompt.num_known, prompt.chunk_ends = None, ()
 
-    def next_chunk_end(self, request: Hashable, computed: int) -> int | None:
-        """Returns the number of tokens after which the next chunk has to end; None: any."""
-        prompt = self._of[request]
-        prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
-        return prompt.chunk_ends[0] if prompt.chunk_ends else None
+    def rewind(self, requests: Sequence[tuple[Request, int]]) -> None:
+        """Shortens requests, in the manager as well, to numbers of tokens."""
+        self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
+        for request, _ in requests:
+            request.prompt.found = request.prompt.ids = None
 
-    def _look_up(self, request: Hashable, num_tokens: int) -> PrefixMatch | None:
-        """Returns the prefix of a waiting request; None if its token ids are not given.
+    def _must_rewind(self, request: Request, num_tokens: int) -> bool:
+        """Returns whether the manager knows more tokens of a request."""
+        computed = self._manager.computed_by_row[request.row] if request.row >= 0 else 0
+        return num_tokens < max(computed, (request.row >= 0 and request.prompt.num_known) or 0)
+
+    def forget_unknown(self, request: Request, ledger: Ledger) -> None:
+        """Forgets the tokens of a waiting request whose ids are not known."""
+        if self._tokens is not None:
+            known = max(request.prompt_tokens, self._num_known(request.name))
+            if known < ledger.num_tokens[request.index]:
+                ledger.num_tokens[request.index] = known
+                ledger.draft_starts[request.index] = ANYWHERE
+
+    def next_chunk_end(self, request: Request, computed: int) -> int:
+        """Returns the number of tokens after which the next chunk has to end, or `ANYWHERE`."""
+        prompt = request.prompt
+        prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
+        return prompt.chunk_ends[0] if prompt.chunk_ends else ANYWHERE
+
+    def _look_up(self, request: Request, num_tokens: int) -> PrefixMatch | None:
+        """Returns the prefix of a waiting request; None if requests share nothing.
 
         An earlier result is used again unless the cache has changed since.
         """
-        if self._tokens is None or request not in self._tokens:
+        if not self._shares:
             return None
-        prompt, find = self._of[request], self._manager.find_prefix
-        if prompt.found is None or prompt.found.num_tokens > num_tokens:
-            tokens = np.array(self._tokens[request][:num_tokens], np.int64)
-            prompt.found = find(tokens, salt=prompt.salt, extra_keys=prompt.extra_keys)
-        else:
+        prompt, find = request.prompt, self._manager.find_prefix
+        if prompt.found is not None:
             prompt.found = find(prompt.found)
+            return prompt.found
+        ids = self._ids(request.name, num_tokens) if prompt.ids is None else prompt.ids
+        prompt.found = find(ids, salt=prompt.salt, extra_keys=prompt.extra_keys)
+        prompt.ids = None
         return prompt.found
+
+
+def _ids_of_decodes(known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray) -> np.ndarray:
+    """Returns the token ids at one position of each request, int32[N]."""
+    sizes = np.fromiter(map(len, known), np.int64, len(known))
+    if (starts == sizes - 1).all():
+        return as_tokens("tokens", [of[-1] for of in known], np.int32)
+    triples = zip(known, starts.tolist(), sizes.tolist(), strict=True)
+    ids = as_tokens("tokens", [of[at] if at < size else 0 for of, at, size in triples], np.int32)
+    ids[starts >= sizes] = NO_ID
+    return ids
+
+
+def _ids_of_chunks(
+    known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray, counts: Sequence[int]
+) -> np.ndarray:
+    """Returns the token ids of all tokens of a step, int32[T]."""
+    ids, end = np.full(sum(counts), NO_ID, np.int32), 0
+    for of, start, count in zip(known, starts.tolist(), counts, strict=True):
+        part = as_tokens("tokens", of[start : start + count], np.int32)
+        ids[end : end + part.size] = part
+        end += count
+    return ids

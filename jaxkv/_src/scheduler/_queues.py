@@ -7,139 +7,199 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.scheduler._ledger import ANYWHERE, InOrder, Ledger, Request, Running
+from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Ledger, Request, Running, check_name
 
 
 class Waiting:
     """The waiting requests. Iterates over them, the oldest first.
 
     Requests that arrive are the youngest, and join the end. Forks and preempted requests are
-    older than these; they are few, and kept apart, so that none of them costs a look at all.
+    older, and are kept apart, so that their return costs no look at all that wait.
     """
 
     def __init__(self) -> None:
         self._arrived: dict[Hashable, Request] = {}
         self._older: list[Request] = []  # by age
-        self._of: dict[Hashable, Request] = {}
-
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._of
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._arrived) + len(self._older)
 
     def __iter__(self) -> Iterator[Request]:
         return itertools.chain(self._older, self._arrived.values())
 
-    def get(self, name: Hashable) -> Request | None:
-        """Returns a request; None if it does not wait."""
-        return self._of.get(name)
-
     def arrive(self, request: Request) -> None:
         """Adds the youngest of all requests."""
-        self._of[request.name] = self._arrived[request.name] = request
+        self._arrived[request.name] = request
 
     def insert(self, request: Request) -> None:
         """Adds a request ahead of all that are younger."""
-        self._of[request.name] = request
         bisect.insort(self._older, request, key=_age)
 
     def remove(self, request: Request) -> None:
         """Removes a request."""
-        del self._of[request.name]
         if self._arrived.pop(request.name, None) is None:
             del self._older[bisect.bisect_left(self._older, request.age, key=_age)]
 
 
 class Queues:
-    """All requests of a scheduler, in two queues.
+    """All requests of a scheduler.
 
-    waiting: see `Waiting`.
-    running: requests by name, the oldest first.
+    of: all requests by name.
+    waiting: those that wait; see `Waiting`.
+    running: those that run by name, the oldest first.
+    leaders: requests by name that others of the same prompt wait for, to fork from them.
     ledger: token counts of all requests.
     in_chunks: running requests with a chunk that has to end after a given token.
     """
 
     def __init__(self, manager: BlockManager):
         self._manager = manager
+        self.of: dict[Hashable, Request] = {}
         self.waiting = Waiting()
         self.running: dict[Hashable, Request] = {}
+        self.leaders: dict[Hashable, Request] = {}
         self.ledger = Ledger()
-        self.in_chunks: set[Hashable] = set()
+        self.in_chunks: dict[Hashable, Request] = {}
         self._in_order: InOrder | None = None
         self._num_added = 0
 
     # --- reading --------------------------------------------------------------------
 
     @property
-    def has_free_row(self) -> bool:
-        """Whether another request can run."""
-        return len(self.running) < self._manager.max_requests
+    def num_free_rows(self) -> int:
+        """Requests that can run next to those that do."""
+        return self._manager.max_requests - len(self.running)
 
-    def known(self, request: Hashable) -> Request:
-        """Returns a request; raises ValueError if it is unknown."""
-        found = self.running.get(request) or self.waiting.get(request)
-        if found is None:
-            raise ValueError(f"request={request!r} is unknown; add it first")
-        return found
+    @property
+    def waiting_names(self) -> list[Hashable]:
+        """All requests without a row, the oldest first."""
+        held = [sample for leader in self.leaders.values() for sample in leader.samples]
+        if held:
+            return [request.name for request in sorted([*self.waiting, *held], key=_age)]
+        return [request.name for request in self.waiting]
 
-    def num_tokens(self, request: Hashable) -> int:
+    def num_tokens(self, request: Request) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return int(self.ledger.num_tokens[self.ledger.index(request)])
+        return self.ledger.num_tokens.item(request.index)
 
     def num_computed(self, request: Request) -> int:
         """Returns the tokens of a request that are in the cache."""
-        return int(self._manager.computed_by_row[request.row]) if request.row >= 0 else 0
+        return self._manager.computed_by_row.item(request.row) if request.row >= 0 else 0
 
     def check_new(self, requests: Sequence[Hashable]) -> None:
-        """Raises ValueError unless all names are new."""
+        """Raises TypeError or ValueError unless all names are new."""
         for request in requests:
-            if request in self.running or request in self.waiting:
+            check_name(request)
+            if request in self.of:
                 raise ValueError(
                     f"request={request!r} waits or runs already; finish it, or use another name"
                 )
         if len(set(requests)) < len(requests):
             raise ValueError(f"{list(requests)!r} names a request twice")
 
-    def now_running(self) -> Running:
-        """Returns the running requests and their token counts, oldest first."""
+    def waits(self, name: Hashable) -> bool:
+        """Returns whether a request has no row; False if it has ended."""
+        return name in self.of and name not in self.running
+
+    def needs_token(self, name: Hashable) -> bool:
+        """Returns whether all tokens of a request have been computed."""
+        request = self.of[name]
+        if request.row >= 0:
+            return self.num_computed(request) >= self.num_tokens(request)
+        return bool(self.ledger.needs_token[request.index])
+
+    @property
+    def order(self) -> InOrder:
+        """The running requests, oldest first."""
         if self._in_order is None:
             names, requests = list(self.running), self.running.values()
-            rows = np.array([request.row for request in requests], np.int64)
             blocks = (
                 sum([request.blocks[0] for request in requests]),
                 max([request.blocks[1] for request in requests], default=0),
             )
-            self._in_order = InOrder(names, self.ledger.indices(names), rows, blocks)
-        order = self._in_order
-        tokens, _, prefill_tokens, ends = self.ledger.numbers.take(order.index, axis=1)
-        computed, in_chunks = self._manager.computed_by_row[order.rows], bool(self.in_chunks)
-        return Running(order, computed, tokens, prefill_tokens, ends, in_chunks)
+            index = np.array([request.index for request in requests], np.int64)
+            rows = np.array([request.row for request in requests], np.int64)
+            self._in_order = InOrder(names, index, rows, blocks)
+        return self._in_order
+
+    def now_running(self) -> Running:
+        """Returns the running requests and their token counts, oldest first."""
+        order = self.order
+        tokens, _, prefill_tokens, ends, drafts, _, _ = self.ledger.numbers.take(
+            order.index, axis=1
+        )
+        computed = self._manager.computed_by_row[order.rows]
+        return Running(order, computed, tokens, prefill_tokens, ends, drafts)
 
     # --- changes --------------------------------------------------------------------
 
-    def next_age(self, donor: tuple[int, ...]) -> tuple[int, ...]:
+    def next_age(self, donor: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Returns the age of a new request; that of a fork follows its donor's."""
         self._num_added += 1
         return (*donor, self._num_added)
 
+    def enter(self, request: Request, num_tokens: int, max_tokens: int) -> None:
+        """Adds a request that neither waits nor runs yet."""
+        request.index = self.ledger.enter(num_tokens, max_tokens)
+        self.of[request.name] = request
+
     def run(self, request: Request, row: int) -> None:
         """Marks a request as running in a row of the block tables."""
-        request.row = row
+        request.row = self.ledger.rows[request.index] = row
+        self.ledger.needs_token[request.index] = False
         self.running[request.name] = request
         self._in_order = None
 
     def stop(self, request: Request) -> None:
         """Marks a request as no longer running."""
         del self.running[request.name]
-        request.row, self._in_order = -1, None
-        self.in_chunks.discard(request.name)
-        self.ledger.chunk_ends[self.ledger.of[request.name]] = ANYWHERE
+        request.row = self.ledger.rows[request.index] = -1
+        self._in_order = None
+        self.in_chunks.pop(request.name, None)
+        self.ledger.chunk_ends[request.index] = ANYWHERE
+
+    def wait(self, request: Request, *, needs_token: bool) -> None:
+        """Puts a request that ran, or forks, ahead of all that wait and are younger."""
+        self.ledger.needs_token[request.index] = needs_token
+        self.waiting.insert(request)
 
     def sort_running(self) -> None:
         """Restores the order of the running requests, after some were added."""
         by_age = sorted(self.running.values(), key=_age)
         self.running, self._in_order = {request.name: request for request in by_age}, None
+
+    def hold(self, leader: Request, samples: Sequence[Request]) -> None:
+        """Lets requests wait until the prompt of another one is computed, to fork from it."""
+        if samples:
+            leader.samples = list(samples)
+            self.leaders[leader.name] = leader
+        for sample in samples:
+            sample.leader = leader
+
+    def release(self, leader: Request) -> list[Request]:
+        """Returns the requests that wait for the prompt of another one, and forgets that."""
+        samples = leader.samples.copy()
+        leader.samples.clear()
+        self.leaders.pop(leader.name, None)
+        for sample in samples:
+            sample.leader = None
+        return samples
+
+    def remove(self, request: Request) -> None:
+        """Forgets a request; the first of its samples computes the prompt in its place."""
+        leader = request.leader
+        if leader is not None:
+            self.hold(leader, [sample for sample in self.release(leader) if sample is not request])
+        elif request.row >= 0:
+            self.stop(request)
+        else:
+            self.waiting.remove(request)
+        if request.samples:
+            first, *others = self.release(request)
+            self.waiting.insert(first)
+            self.hold(first, others)
+        del self.of[request.name]
+        self.ledger.leave(request.index)
 
 
 def _age(request: Request) -> tuple[int, ...]:

@@ -1,22 +1,21 @@
 """`Scheduler`, which chooses the work of every step. No jax."""
 
-import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
-from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
-from jaxkv._src.scheduler._ledger import Request
-from jaxkv._src.scheduler._prompts import Prompt, Prompts, Tokens
+from jaxkv._src.scheduler._options import Options, Order, Tokens
+from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._step import Schedule
-
-Order = Literal["decode_first", "prefill_first"]
+from jaxkv._src.scheduler._requests import PromptLookup, Request, find
+from jaxkv._src.scheduler._schedule import Schedule
 
 
 class Scheduler:
@@ -24,16 +23,13 @@ class Scheduler:
 
     Example::
 
-        scheduler = jaxkv.Scheduler(manager, max_tokens=8192)
+        scheduler = jaxkv.Scheduler(manager, max_tokens=8192, tokens=tokens)
+        shape = scheduler.shape()
         for name in tokens:                                 # token ids by request: the prompts
             scheduler.add(name, len(tokens[name]))
         while scheduler.has_work:
             schedule = scheduler.schedule()
-            ids = []                                        # token ids of this step
-            for name, count in schedule.work.items():
-                done = manager.num_computed_tokens(name)
-                ids += tokens[name][done : done + count]
-            upload = manager.step(shape, schedule.work, extra=ids)
+            upload = manager.step(shape, schedule.work, extra=schedule.token_ids)
             cache, picked = step(params, cache, upload)     # a token for each request of the step
             for name, index in schedule.samples.items():
                 tokens[name].append(int(picked[index]))
@@ -46,7 +42,8 @@ class Scheduler:
     that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
     requests that arrived later. The same calls give the same schedules.
 
-    The scheduler owns the manager: call only its ``step`` and its methods that change nothing.
+    The scheduler owns the manager: call only its ``step``, its methods that change no request, and
+    `restart` after `BlockManager.reset`.
     """
 
     def __init__(
@@ -61,58 +58,50 @@ class Scheduler:
         tokens: Tokens | None = None,
         cached_tokens: int | None = None,
         chunk_tokens: int | None = None,
+        steps_ahead: int = 0,
     ):
         """Creates a scheduler without requests.
 
         Args:
           manager: a manager without requests.
-          max_tokens: tokens of a step over all its requests, as in its `StepShape`.
-          batch_size: requests of a step; None: the manager's ``max_requests``.
+          max_tokens: the most tokens of a step, over all its requests.
+          batch_size: the most requests of a step; None: the manager's ``max_requests``.
           order: which requests get the tokens of a step first: "decode_first" or "prefill_first".
           preemption: True: admits a request once its prompt fits next to the unfinished prompts.
             False: admits it once all requests fit at their longest, so that none is ever
             preempted; pass ``max_tokens`` to `add` then.
           forks: as for `StepShape.for_plan`.
-          tokens: mapping from requests to token ids that you keep up to date: the prompt, followed
-            by the tokens that were sampled and accepted. With it, requests share prefixes that
-            the cache still holds, and their own blocks are kept for later prompts. Plans with
-            states need ``forks`` for that.
+          tokens: mapping from requests to token ids that you keep up to date: the prompt, then the
+            tokens that were sampled, and drafts while they are verified. With it, requests share
+            prefixes that the cache still holds, and their own blocks are kept for later prompts.
+            Plans with states need ``forks`` for that.
           cached_tokens: as for `StepShape.for_plan`; None: the plan's ``max_model_len``.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
             the same chunks however much of it was cached; None: chunks end anywhere.
+          steps_ahead: how many steps the caller schedules before it knows the tokens of an earlier
+            one. So many of the newest ids of a request may be missing in ``tokens``; leave these
+            out, because any number in their place would be taken for a token.
         """
-        check_count(forks=forks)
-        if tokens is not None and not isinstance(tokens, Mapping):
-            raise TypeError(f"tokens must map requests to token ids, got {type(tokens).__name__}")
-        check_choice(get_args(Order), order=order)
         if not isinstance(manager, BlockManager):
             raise TypeError(f"manager must be a BlockManager, got {type(manager).__name__}")
-        if manager.requests:
-            raise ValueError(f"manager runs {len(manager.requests)} requests; pass a new manager")
-        batch_size = manager.max_requests if batch_size is None else batch_size
-        check_positive(max_tokens=max_tokens, batch_size=batch_size)
-        cached_tokens = manager.plan.max_model_len if cached_tokens is None else cached_tokens
-        check_count(cached_tokens=cached_tokens)
-        check_positive(chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
         self._manager, self._plan = manager, manager.plan
+        self._options = options = Options(
+            manager=manager,
+            max_tokens=max_tokens,
+            batch_size=manager.max_requests if batch_size is None else batch_size,
+            order=order,
+            preemption=preemption,
+            forks=forks,
+            tokens=tokens,
+            cached_tokens=self._plan.max_model_len if cached_tokens is None else cached_tokens,
+            chunk_tokens=chunk_tokens,
+            steps_ahead=steps_ahead,
+        )
         self._queues = Queues(manager)
         self._ledger = self._queues.ledger
-        self._prompts = Prompts(manager, tokens, chunk_tokens=chunk_tokens, forks=forks)
-        self._admission = Admission(
-            manager, self._queues, self._prompts, preempts=preemption, forks=forks
-        )
-        self._chooser = Chooser(
-            manager,
-            self._queues,
-            self._prompts,
-            self._admission,
-            max_tokens=max_tokens,
-            batch_size=batch_size,
-            decode_first=order == "decode_first",
-            preempts=preemption,
-            forks=forks,
-            cached_tokens=cached_tokens,
-        )
+        self._prompts = Prompts(options)
+        self._admission = Admission(options, self._queues, self._prompts)
+        self._chooser = Chooser(options, self._queues, self._prompts, self._admission)
 
     def __repr__(self) -> str:
         return (
@@ -120,7 +109,7 @@ class Scheduler:
             f"{self._manager.num_free_blocks:,} blocks free)"
         )
 
-    # --- requests -----------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------
 
     @property
     def running(self) -> tuple[Any, ...]:
@@ -130,46 +119,346 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[Any, ...]:
         """Requests that have no row, in the order in which they will be admitted."""
-        return tuple([request.name for request in self._queues.waiting])
+        return tuple(self._queues.waiting_names)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has tokens to compute."""
-        running = self._queues.now_running()
-        return bool(len(self._queues.waiting)) or bool(
-            (running.num_tokens > running.computed).any()
-        )
+        """Whether any request has not been finished."""
+        return bool(self._queues.of)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Known tokens of all requests that the cache does not hold."""
+        computed = self._manager.computed_by_row[self._queues.order.rows]
+        return int(self._ledger.num_tokens.sum()) - int(computed.sum())
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
-        return self._queues.num_tokens(request)
+        return self._queues.num_tokens(find(self._queues.of, request))
+
+    def shape(
+        self,
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        tokens_per_request: int | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        extra: int | None = None,
+    ) -> StepShape:
+        """Returns a shape for steps of this scheduler.
+
+        Example::
+
+            mixed = scheduler.shape()
+            decode = scheduler.shape(max_query_len=1)
+
+        Args:
+          max_tokens: tokens of the step; None: the scheduler's, or less if ``batch_size`` requests
+            of ``max_query_len`` tokens have less.
+          batch_size: requests of the step; None: the scheduler's.
+          tokens_per_request: for a rectangular batch; needs ``chunk_tokens`` of at most as many.
+          max_query_len, max_seq_len: as for `StepShape.for_plan`.
+          extra: integers of your own that travel with the upload; None: as many as
+            `Schedule.token_ids` needs.
+
+        Raises:
+          TypeError, ValueError: as for `StepShape.for_plan`.
+        """
+        options = self._options
+        batch = options.batch_size if batch_size is None else batch_size
+        check_positive(batch_size=batch)
+        if tokens_per_request is not None:
+            check_positive(tokens_per_request=tokens_per_request)
+            if options.chunk_tokens is None or options.chunk_tokens > tokens_per_request:
+                raise ValueError(
+                    f"tokens_per_request={tokens_per_request} needs chunks of at most as many "
+                    f"tokens, and the scheduler has chunk_tokens={options.chunk_tokens}; pass "
+                    f"chunk_tokens={tokens_per_request} when you make the Scheduler"
+                )
+        elif max_tokens is None:
+            check_positive(max_query_len=1 if max_query_len is None else max_query_len)
+            max_tokens = min(options.max_tokens, batch * (max_query_len or options.max_tokens))
+        if extra is None:
+            extra = batch * tokens_per_request if tokens_per_request else max_tokens or 0
+        return StepShape.for_plan(
+            self._plan,
+            max_requests=self._manager.max_requests,
+            max_tokens=max_tokens,
+            batch_size=batch,
+            tokens_per_request=tokens_per_request,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            forks=options.forks,
+            cached_tokens=options.cached_tokens if options.shares or options.forks else 0,
+            extra=extra,
+        )
+
+    # --- requests -----------------------------------------------------------------
 
     def add(
         self,
         request: Hashable,
         num_tokens: int,
         *,
+        samples: int = 1,
         max_tokens: int | None = None,
         encoder_tokens: int = 0,
         salt: str | None = None,
         extra_keys: Sequence[ExtraKey] = (),
         boundaries: Sequence[int] = (),
     ) -> None:
-        """Queues a request.
+        """Queues a request, or several of one prompt.
 
         Args:
           request: any hashable name.
           num_tokens: tokens of its prompt.
+          samples: how many requests have this prompt: ``request``, and ``(request, 1)`` to
+            ``(request, samples - 1)``. The prompt is computed once, and the others fork from
+            it: `Schedule.samples` of the step that completes it names those that run then. Any
+            other computes the prompt once it gets a row, as far as the cache has lost it.
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
           encoder_tokens: encoder tokens of the request, for cross attention.
           salt, extra_keys, boundaries: as for `BlockManager.start`.
 
         Raises:
-          TypeError, ValueError: a name that is in use, more tokens than the plan admits, or
-            fewer token ids in the scheduler's ``tokens`` than ``num_tokens``.
+          TypeError, ValueError: a name that is in use, more tokens than the plan admits, anything
+            that `BlockManager.start` refuses, fewer token ids in the scheduler's ``tokens`` than
+            ``num_tokens``, or samples of a scheduler without ``forks``; nothing is added.
         """
+        self._change()
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
+        check_positive(samples=samples)
+        if samples > 1:
+            self._check_forks()
+        self._check_lengths(num_tokens, longest, max_tokens, encoder_tokens)
+        names = [request, *((request, sample) for sample in range(1, samples))]
+        self._queues.check_new(names)
+        check_content(salt, extra_keys)
+        keys = tuple(extra_keys)
+        check_ranges(keys, num_tokens)
+        check_boundaries(boundaries, num_tokens)
+        steady = self._plan.steady_blocks(longest)
+        blocks = steady, self._plan.admission_blocks(longest) - steady
+        age = self._queues.next_age()
+        added = [
+            Request(
+                name,
+                age if name is request else self._queues.next_age(age),
+                num_tokens,
+                encoder_tokens,
+                blocks,
+                PromptLookup(salt, keys, tuple(boundaries), ids),
+            )
+            for name, ids in [
+                (name, self._prompts.first_ids(name, num_tokens, is_new=True)) for name in names
+            ]
+        ]
+        for one in added:
+            self._queues.enter(one, num_tokens, longest)
+        self._queues.waiting.arrive(added[0])
+        self._queues.hold(added[0], added[1:])
+
+    def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
+        """Starts more samples of a request, which share the blocks of its computed tokens.
+
+        Call it after the step that computed the prompt, and `append` the first token of every
+        sample. If no row or no blocks are left for a sample, or the state is in the block of a
+        draft, the sample waits like a new request and computes the prompt itself.
+
+        Args:
+          request: the request whose computed tokens the samples start with.
+          into: names of the samples.
+
+        Raises:
+          TypeError, ValueError: a request that does not run or has not computed its prompt, a name
+            that is in use, fewer token ids of a sample in the scheduler's ``tokens`` than it
+            starts with, or a scheduler without ``forks``; nothing is started.
+        """
+        self._change()
+        queues, ledger = self._queues, self._ledger
+        donor = find(queues.of, request)
+        if isinstance(into, str) or not isinstance(into, Sequence):
+            raise TypeError(f"into must be a sequence of names, got {into!r}")
+        self._check_forks()
+        queues.check_new(into)
+        computed = queues.num_computed(donor)
+        if computed < ledger.prefill_tokens[donor.index] or donor.row < 0:
+            raise ValueError(
+                f"request={request!r} has computed {computed} of {queues.num_tokens(donor)} "
+                "tokens; fork it after the step that computes its prompt"
+            )
+        for name in into:
+            self._prompts.first_ids(name, computed, is_new=False)
+        for name in into:
+            sample = Request(
+                name,
+                queues.next_age(donor.age),
+                donor.prompt_tokens,
+                donor.encoder_tokens,
+                donor.blocks,
+                donor.prompt.again(),
+            )
+            queues.enter(sample, computed, ledger.max_tokens.item(donor.index))
+            if not self._admission.fork(donor, sample):
+                queues.wait(sample, needs_token=True)
+        queues.sort_running()
+
+    def append(self, num_tokens: Mapping[Any, int]) -> None:
+        """Gives requests more tokens to compute: a sampled one, and drafts to verify with it.
+
+        One step computes all of them, unless they are more than a step takes, so that `rewind` can
+        take back rejected drafts.
+
+        Args:
+          num_tokens: mapping from requests to numbers of tokens, usually 1.
+
+        Raises:
+          TypeError, ValueError: an unknown request, one whose last token no step has computed
+            since the last call, or more tokens than its ``max_tokens``; nothing is appended.
+        """
+        self._change()
+        index, counts, ledger = self._indices(num_tokens), _as_counts(num_tokens), self._ledger
+        before, rows = ledger.num_tokens[index], ledger.rows[index]
+        computed = self._manager.computed_by_row[rows]
+        early, waits = computed < before, rows < 0
+        if waits.any():
+            early[waits] = ledger.needs_token[index[waits]] == 0
+        if early.any():
+            at = int(early.argmax())
+            done = computed[at] if rows[at] >= 0 else 0
+            raise ValueError(
+                f"request={list(num_tokens)[at]!r} has computed {done} of its {before[at]} tokens; "
+                "append to each request once, after a step that has it in its samples"
+            )
+        over = before + counts > ledger.max_tokens[index]
+        if over.any():
+            at = int(over.argmax())
+            raise ValueError(
+                f"request={list(num_tokens)[at]!r} would have {before[at] + counts[at]} tokens, "
+                f"more than its max_tokens={ledger.max_tokens[index[at]]}; finish it"
+            )
+        ledger.num_tokens[index] = before + counts
+        ledger.draft_starts[index] = before
+        if waits.any():
+            ledger.needs_token[index] = False
+
+    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
+        """Removes the last tokens of requests: drafts that were rejected.
+
+        Args:
+          num_tokens: mapping from requests to the number of tokens that stay.
+
+        Raises:
+          TypeError, ValueError: an unknown request, more tokens than it has, fewer than its
+            prompt has, or as `BlockManager.rewind`; nothing is taken back.
+        """
+        self._change()
+        index, counts, queues = self._indices(num_tokens), _as_counts(num_tokens), self._queues
+        requests = [queues.of[name] for name in num_tokens]
+        for request, count in zip(requests, counts.tolist(), strict=True):
+            known = queues.num_tokens(request)
+            if not request.prompt_tokens <= count <= known:
+                raise ValueError(
+                    f"num_tokens={count} of request={request.name!r} must be in "
+                    f"{request.prompt_tokens}..{known}, the tokens of its prompt and all its "
+                    "tokens; give the number of tokens that stay"
+                )
+        pairs = list(zip(requests, counts.tolist(), strict=True))
+        self._prompts.rewind(pairs)
+        self._ledger.num_tokens[index] = counts
+        self._ledger.draft_starts[index] = np.minimum(self._ledger.draft_starts[index], counts)
+        for request in requests:
+            self._chooser.forget(request.name)
+            may_copy = request.row >= 0 and self._manager.may_copy_by_row[request.row]
+            if may_copy and not self._options.forks:  # no step has room for the copy
+                self._chooser.preempt(request)
+
+    def finish(self, request: Hashable) -> None:
+        """Removes a request that has ended or is aborted, and gives back its blocks.
+
+        Raises:
+          ValueError: an unknown request.
+        """
+        self._change()
+        known = find(self._queues.of, request)
+        self._chooser.forget(request)
+        if known.row >= 0:
+            self._prompts.finish(known)
+        self._queues.remove(known)
+
+    def restart(self) -> None:
+        """Lets all requests that run wait and be computed again, in the order of their arrival.
+
+        Call it after `BlockManager.reset`, because the blocks are gone, or for new weights after
+        `BlockManager.new_epoch`. Tokens whose ids are not in the scheduler's ``tokens`` are
+        forgotten, because the steps that sample them may not have run, and schedules so far are
+        to be neither carried out nor answered.
+        """
+        for request in reversed(self._queues.running.copy().values()):
+            if request.name in self._manager.requests:
+                self._chooser.preempt(request)
+            else:
+                self._chooser.drop(request)
+        self._chooser.forget()
+        for request in self._queues.of.values():
+            self._ledger.needs_token[request.index] = False
+            self._prompts.forget_unknown(request, self._ledger)
+
+    # --- steps --------------------------------------------------------------------
+
+    def schedule(self, *, max_tokens: int | None = None) -> Schedule:
+        """Chooses the work of the next step, and takes blocks for it.
+
+        A schedule that is not carried out by a `BlockManager.step` comes again as it was, less
+        requests that have been finished or rewound since.
+
+        Args:
+          max_tokens: the most tokens of this step; None: as many as of any.
+
+        Returns:
+          The work, the requests to sample from, those preempted, and the prefix hits. There is work
+          unless all requests wait for your answer to earlier ``samples``.
+
+        Raises:
+          ValueError: all requests still wait for that when they are scheduled again, or token ids
+            are missing in ``tokens``; see ``steps_ahead``. Nothing is changed.
+        """
+        max_tokens = self._options.max_tokens if max_tokens is None else max_tokens
+        check_positive(max_tokens=max_tokens)
+        self._settle()
+        return self._chooser.schedule(max_tokens)
+
+    def _change(self) -> None:
+        """Notes that the caller changes requests."""
+        self._chooser.is_idle = False
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forks the samples of requests whose prompt was computed."""
+        queues = self._queues
+        for leader in list(queues.leaders.values()):
+            if queues.num_computed(leader) < leader.prompt_tokens:
+                continue
+            for place, sample in enumerate(queues.release(leader)):
+                is_sampled = place < leader.num_sampled
+                if not (is_sampled and self._admission.fork(leader, sample)):
+                    queues.wait(sample, needs_token=is_sampled)
+            queues.sort_running()
+
+    # --- checks -------------------------------------------------------------------
+
+    def _check_forks(self) -> None:
+        if not self._options.forks:
+            raise ValueError(
+                "samples share no blocks with forks=0; pass forks= when you make the Scheduler, "
+                "and make its shapes by Scheduler.shape"
+            )
+
+    def _check_lengths(
+        self, num_tokens: int, longest: int, max_tokens: int | None, encoder_tokens: int
+    ) -> None:
         if not isinstance(num_tokens, int):
             raise TypeError(
                 "num_tokens must be an int, the length of the prompt, got "
@@ -177,9 +466,6 @@ class Scheduler:
             )
         check_positive(num_tokens=num_tokens, max_tokens=longest)
         check_count(encoder_tokens=encoder_tokens)
-        check_content(salt, extra_keys)
-        check_boundaries(boundaries, num_tokens)
-        self._queues.check_new([request])
         if not num_tokens <= longest <= self._plan.max_model_len:
             given = "" if max_tokens is None else f"max_tokens={max_tokens}, which must be at most "
             raise ValueError(
@@ -191,127 +477,6 @@ class Scheduler:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
-        prompt = Prompt(salt=salt, extra_keys=extra_keys, boundaries=boundaries)
-        self._prompts.add(request, num_tokens, prompt)
-        steady = self._plan.steady_blocks(longest)
-        blocks = steady, self._plan.admission_blocks(longest) - steady
-        self._ledger.enter(request, num_tokens, longest)
-        age = self._queues.next_age(())
-        self._queues.waiting.arrive(Request(request, age, encoder_tokens, blocks))
-
-    def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
-        """Starts more samples of a request, which share the blocks of its computed tokens.
-
-        Call it after the step that computed the prompt, and `append` the first token of every
-        sample. If no row, no blocks or no ``forks`` are left for a sample, or the state is in the
-        block of a draft, the sample waits like a new request and computes the prompt itself.
-
-        Args:
-          request: the request whose computed tokens the samples start with.
-          into: names of the samples.
-
-        Raises:
-          ValueError: a request that does not run or has not computed its prompt, or a name
-            that is in use; nothing is started.
-        """
-        queues, ledger = self._queues, self._ledger
-        donor = queues.known(request)
-        if isinstance(into, str) or not isinstance(into, Sequence):
-            raise TypeError(f"into must be a sequence of names, got {into!r}")
-        queues.check_new(into)
-        computed, at = queues.num_computed(donor), ledger.of[request]
-        if computed < ledger.prefill_tokens[at] or donor.row < 0:
-            raise ValueError(
-                f"request={request!r} has computed {computed} of {self.num_tokens(request)} "
-                "tokens; fork it after the step that computes its prompt"
-            )
-        for name in into:
-            index = ledger.enter(name, computed, int(ledger.max_tokens[at]))
-            sample = dataclasses.replace(donor, name=name, age=queues.next_age(donor.age), row=-1)
-            self._prompts.fork(request, name)
-            if self._admission.fork(request, sample):
-                ledger.prefill_tokens[index] = computed
-            else:
-                queues.waiting.insert(sample)
-        queues.sort_running()
-
-    def append(self, num_tokens: Mapping[Any, int]) -> None:
-        """Gives requests more tokens to compute: sampled ones, and drafts to verify with them.
-
-        Args:
-          num_tokens: mapping from requests to numbers of tokens, usually 1.
-
-        Raises:
-          TypeError, ValueError: an unknown request, or more tokens than its ``max_tokens``;
-            nothing is appended.
-        """
-        index, counts = self._indices(num_tokens), _as_counts(num_tokens)
-        totals = self._ledger.num_tokens[index] + counts
-        over = totals > self._ledger.max_tokens[index]
-        if over.any():
-            at = int(over.argmax())
-            raise ValueError(
-                f"request={list(num_tokens)[at]!r} would have {totals[at]} tokens, more than its "
-                f"max_tokens={self._ledger.max_tokens[index[at]]}; finish it"
-            )
-        self._ledger.num_tokens[index] = totals
-
-    def rewind(self, num_tokens: Mapping[Any, int]) -> None:
-        """Removes the last tokens of requests: drafts that were rejected.
-
-        Args:
-          num_tokens: mapping from requests to the number of tokens that stay.
-
-        Raises:
-          TypeError, ValueError: an unknown request, more tokens than it has, or as
-            `BlockManager.rewind`; nothing is taken back.
-        """
-        index, counts = self._indices(num_tokens), _as_counts(num_tokens)
-        over = counts > self._ledger.num_tokens[index]
-        if over.any():
-            at = int(over.argmax())
-            raise ValueError(
-                f"num_tokens={counts[at]} is more than the {self._ledger.num_tokens[index[at]]} "
-                f"tokens of request={list(num_tokens)[at]!r}; give the number of tokens that stay"
-            )
-        computed = [self._queues.num_computed(self._queues.known(name)) for name in num_tokens]
-        lost = {
-            name: n
-            for (name, n), done in zip(num_tokens.items(), computed, strict=True)
-            if done > n
-        }
-        if lost:
-            self._manager.rewind(lost)
-        self._ledger.num_tokens[index] = counts
-
-    def finish(self, request: Hashable) -> None:
-        """Removes a request that has ended or is aborted, and gives back its blocks.
-
-        Raises:
-          ValueError: an unknown request.
-        """
-        known = self._queues.known(request)
-        if known.row >= 0:
-            self._prompts.finish(request)
-            self._queues.stop(known)
-        else:
-            self._queues.waiting.remove(known)
-        self._ledger.leave(request)
-        self._prompts.forget(request)
-
-    # --- steps --------------------------------------------------------------------
-
-    def schedule(self) -> Schedule:
-        """Chooses the work of the next step, and takes blocks for it.
-
-        If a schedule is not carried out, the next call chooses its work again.
-
-        Returns:
-          The work, the requests to sample from, those preempted, and the prefix hits.
-        """
-        return self._chooser.schedule()
-
-    # --- checks -------------------------------------------------------------------
 
     def _indices(self, requests: Mapping[Hashable, object]) -> np.ndarray:
         """Returns the indices of requests in the ledger, int64[N]."""
@@ -319,7 +484,7 @@ class Scheduler:
             raise TypeError(
                 f"num_tokens must map requests to numbers of tokens, got {type(requests).__name__}"
             )
-        return self._ledger.indices(requests)
+        return self._ledger.indices(self._queues.of, list(requests))
 
 
 def _as_counts(num_tokens: Mapping[Any, int]) -> np.ndarray:
@@ -330,4 +495,6 @@ def _as_counts(num_tokens: Mapping[Any, int]) -> np.ndarray:
     if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
         for count in counts:
             check_positive(num_tokens=count)
+    if counts and max(counts) > INT32_MAX:
+        raise ValueError(f"num_tokens={max(counts)} must be at most {INT32_MAX}")
     return np.array(counts, np.int64)

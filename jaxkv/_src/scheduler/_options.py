@@ -1,0 +1,58 @@
+"""`Options`, the arguments of `Scheduler`. No jax."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from jaxkv._src.blocks import BlockManager
+from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+
+Order = Literal["decode_first", "prefill_first"]
+Tokens = Mapping[Any, Sequence[int] | np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """The arguments of `Scheduler`, checked."""
+
+    manager: BlockManager
+    max_tokens: int
+    batch_size: int
+    order: Order
+    preemption: bool
+    forks: int
+    tokens: Tokens | None
+    cached_tokens: int
+    chunk_tokens: int | None
+    steps_ahead: int
+
+    def __post_init__(self) -> None:
+        check_positive(max_tokens=self.max_tokens, batch_size=self.batch_size)
+        check_positive(chunk_tokens=1 if self.chunk_tokens is None else self.chunk_tokens)
+        check_count(
+            forks=self.forks, cached_tokens=self.cached_tokens, steps_ahead=self.steps_ahead
+        )
+        check_choice(get_args(Order), order=self.order)
+        if self.tokens is not None and not isinstance(self.tokens, Mapping):
+            kind = type(self.tokens).__name__
+            raise TypeError(f"tokens must map requests to token ids, got {kind}")
+        if self.manager.requests:
+            raise ValueError(
+                f"manager runs {len(self.manager.requests)} requests; pass a new manager"
+            )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a group overwrites its states.
+
+        A request that starts with a prefix then copies the state at its end.
+        """
+        growths = [group.growth for group in self.manager.plan.groups]
+        return any(g.stores == "state" and g.cache_mode != "all" for g in growths)
+
+    @property
+    def shares(self) -> bool:
+        """Whether requests share prefixes."""
+        return self.tokens is not None and (not self.has_states or self.forks > 0)

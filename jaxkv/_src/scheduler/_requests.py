@@ -1,0 +1,209 @@
+"""The requests of a scheduler, and their token counts in arrays. No jax."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.blocks import PrefixMatch
+from jaxkv._src.prefixes import ExtraKey
+
+ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
+
+
+@dataclasses.dataclass(slots=True)
+class PromptLookup:
+    """The arguments of a prompt's prefix lookup, and its latest result.
+
+    ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
+    found: the latest result while the request waits; None: none yet.
+    num_known: number of token ids that the request was started with; None: it had none.
+    chunk_ends: numbers of tokens after which a later chunk has to end.
+    """
+
+    salt: str | None = None
+    extra_keys: Sequence[ExtraKey] = ()
+    boundaries: Sequence[int] = ()
+    ids: np.ndarray | None = None  # int32[N]
+    found: PrefixMatch | None = None
+    num_known: int | None = None
+    chunk_ends: Sequence[int] = ()
+
+    def again(self) -> "PromptLookup":
+        """Returns the lookup of another request of the same prompt."""
+        return PromptLookup(self.salt, self.extra_keys, self.boundaries)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """A waiting or running request.
+
+    age: its place in the order of arrival, which a preemption does not change.
+    index: of its counts in the `Ledger`.
+    blocks: the most blocks that it holds while it decodes, and the most that computing its prompt
+      takes in addition.
+    row: its row in the block tables while it runs; -1: it waits.
+    leader: a request of the same prompt, from which it forks once the prompt is computed.
+    samples: requests of which this one is the leader.
+    num_sampled: how many of ``samples`` get a token from the step that computes the prompt.
+    """
+
+    name: Hashable
+    age: tuple[int, ...]
+    prompt_tokens: int
+    encoder_tokens: int
+    blocks: tuple[int, int]
+    prompt: PromptLookup
+    index: int = -1
+    row: int = -1
+    leader: "Request | None" = None
+    samples: list["Request"] = dataclasses.field(default_factory=list)
+    num_sampled: int = 0
+
+
+class Ledger:
+    """Token counts of all requests, in arrays that a step reads at once.
+
+    numbers: int64[7, N], the properties of this class.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = np.zeros((7, 64), np.int64)
+        self._free: list[int] = list(range(64))
+        self._last: tuple[list[Hashable], np.ndarray] | None = None  # of `indices`
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Known tokens of each request: prompt, sampled tokens and drafts, int64[N]."""
+        return self.numbers[0]
+
+    @property
+    def max_tokens(self) -> np.ndarray:
+        """The most tokens that each request will have, int64[N]."""
+        return self.numbers[1]
+
+    @property
+    def prefill_tokens(self) -> np.ndarray:
+        """Tokens of each request that were known when it was admitted, int64[N]."""
+        return self.numbers[2]
+
+    @property
+    def chunk_ends(self) -> np.ndarray:
+        """Tokens after which the next chunk of each request has to end, int64[N]; or `ANYWHERE`."""
+        return self.numbers[3]
+
+    @property
+    def draft_starts(self) -> np.ndarray:
+        """Tokens from which on one step computes all that each request has, int64[N].
+
+        A sampled token and its drafts are verified, and rejected, together.
+        """
+        return self.numbers[4]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Row of each request that runs, int64[N]; -1: it waits."""
+        return self.numbers[5]
+
+    @property
+    def needs_token(self) -> np.ndarray:
+        """Whether each waiting request was sampled from, and waits for that token, int64[N]."""
+        return self.numbers[6]
+
+    def enter(self, num_tokens: int, max_tokens: int) -> int:
+        """Adds a request, and returns its index in the arrays."""
+        if not self._free:
+            size = self.numbers.shape[1]
+            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
+            self._free = list(range(size, 2 * size))
+        index = self._free.pop()
+        self.numbers[:, index] = num_tokens, max_tokens, 0, ANYWHERE, ANYWHERE, -1, 0
+        return index
+
+    def leave(self, index: int) -> None:
+        """Removes a request."""
+        self.numbers[:, index] = 0
+        self._free.append(index)
+        self._last = None
+
+    def indices(self, of: Mapping[Hashable, Request], names: Sequence[Hashable]) -> np.ndarray:
+        """Returns the indices of requests in the arrays, int64[N].
+
+        Raises:
+          ValueError: an unknown request.
+        """
+        if self._last is not None:
+            # Compared by identity, because `==` of a name may return an array.
+            known, index = self._last
+            if len(known) == len(names) and all(map(operator.is_, known, names)):
+                return index
+        index = np.array([find(of, name).index for name in names], np.int64)
+        self._last = list(names), index
+        return index
+
+
+def find(of: Mapping[Hashable, Request], name: Hashable) -> Request:
+    """Returns the request of a name; raises ValueError if it is unknown."""
+    check_name(name)
+    if name not in of:
+        raise ValueError(f"request={name!r} is unknown; add it first")
+    return of[name]
+
+
+def check_name(name: Hashable) -> None:
+    """Raises TypeError unless a name is hashable."""
+    try:
+        hash(name)
+    except TypeError:
+        raise TypeError(
+            f"request={name!r} must be a hashable name, such as an int or a str"
+        ) from None
+
+
+@dataclasses.dataclass(eq=False)
+class InOrder:
+    """The running requests, oldest first; made anew when a request starts or stops running.
+
+    index: their indices in the ledger.
+    blocks: the most blocks that all of them hold while they decode, and the most that computing
+      the prompt of one of them takes in addition.
+    """
+
+    names: list[Hashable]
+    index: np.ndarray  # int64[N]
+    rows: np.ndarray  # int64[N]
+    blocks: tuple[int, int]
+
+    @functools.cached_property
+    def one_each(self) -> dict[Hashable, int]:
+        """The work of a step in which each request computes one token."""
+        return dict.fromkeys(self.names, 1)
+
+    @functools.cached_property
+    def places(self) -> dict[Hashable, int]:
+        """The index of each request among all that run."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+
+class Running(NamedTuple):
+    """The running requests, oldest first, and their token counts."""
+
+    order: InOrder
+    computed: np.ndarray  # int64[N]
+    num_tokens: np.ndarray  # int64[N]
+    prefill_tokens: np.ndarray  # int64[N]
+    chunk_ends: np.ndarray  # int64[N]
+    draft_starts: np.ndarray  # int64[N]
+
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Tokens of each request without the drafts that are not verified yet, int64[N]."""
+        return np.minimum(self.num_tokens, self.draft_starts + 1)
+
+    @property
+    def is_prefill(self) -> np.ndarray:
+        """Whether each request still computes tokens that were known when it started, bool[N]."""
+        return self.computed < self.prefill_tokens

@@ -1,0 +1,43 @@
+"""`Schedule`, the work of one step. No jax."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.blocks import PrefixHit
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The work of one step.
+
+    work: new tokens by request, for `BlockManager.step`.
+    samples: requests to sample the next token of, and the index in the batch of the request whose
+      last token's logits to sample it from. The index is a request's own, except that samples of
+      one prompt (`Scheduler.add`) get their first tokens from the one that computes it. Answer
+      each with `Scheduler.append` or `Scheduler.finish`.
+    preempted: requests that lost their blocks and wait to be computed again: from the start, or
+      from where the cache still holds what they computed.
+    hits: requests that start in this step, and the prefix hit of each.
+    """
+
+    work: dict[Any, int]
+    samples: dict[Any, int]
+    preempted: tuple[Any, ...]
+    hits: dict[Any, PrefixHit]
+    _ids: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The token ids of the step from the scheduler's ``tokens``, int32[sum(work)].
+
+        They lie as in the upload: request by request, in the order of ``work``. An id is -1 if a
+        step in flight samples it (``steps_ahead`` of `Scheduler`): take that token from the device.
+
+        Raises:
+          TypeError, ValueError: the scheduler was made without ``tokens``, or they hold something
+            that is not a token id.
+        """
+        return self._ids()

@@ -1,0 +1,329 @@
+"""Slips of the scheduler's callers are refused by name, change nothing, and stop nobody."""
+
+import itertools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.prefixes import ExtraKey
+from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.specs import LayerSpec, StateSpec
+from tests.test_scheduler import FULL, LAYERS, Server, small_plan
+
+
+class Host:
+    """A caller that does everything right: one more token for each sample.
+
+    tokens: of all requests.
+    """
+
+    def __init__(self, layers: dict[str, LayerSpec] | None = None, blocks: int = 60, **options):
+        plan = small_plan(blocks, layers, in_flight=32)
+        self.manager = BlockManager(plan, max_requests=4)
+        self.tokens: dict[Hashable, Any] = {}
+        options = {"max_tokens": 16, "forks": 2} | options
+        self.scheduler = Scheduler(self.manager, tokens=self.tokens, **options)
+
+    def add(self, name: Hashable, ids: Any, **options) -> None:
+        self.tokens[name] = ids
+        self.scheduler.add(name, len(ids), **options)
+
+    def step(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        self.manager.step(self.scheduler.shape(), schedule.work, extra=schedule.token_ids)
+        return schedule
+
+    def answer(self, schedule: Schedule) -> None:
+        for name in schedule.samples:
+            self.tokens[name].append(7)
+        self.scheduler.append(dict.fromkeys(schedule.samples, 1))
+
+
+def refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+# --- calls ---------------------------------------------------------------------------
+
+MISTAKES = {
+    "an order": (lambda s: Scheduler(s.manager, max_tokens=1, order="lifo"), "order='lifo'"),
+    "a plan": (lambda s: Scheduler(s.manager.plan, max_tokens=1), "must be a BlockManager"),
+    "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
+    "steps": (lambda s: Scheduler(s.manager, max_tokens=1, steps_ahead=-1), "steps_ahead must be"),
+    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' waits or runs already"),
+    "a list": (lambda s: s.scheduler.add(["b"], 3), r"\['b'\] must be a hashable name"),
+    "in a tuple": (lambda s: s.scheduler.finish(("b", [])), "must be a hashable name"),
+    "too long": (lambda s: s.scheduler.add("b", 99), "num_tokens=99 must be at most"),
+    "huge": (lambda s: s.scheduler.add("b", 2**70), "must be at most"),
+    "longer than the plan": (lambda s: s.scheduler.add("b", 3, max_tokens=99), "max_model_len=32"),
+    "encoder": (lambda s: s.scheduler.add("b", 3, encoder_tokens=9), "max_encoder_tokens=0"),
+    "no tokens": (lambda s: s.scheduler.add("b", 0), "num_tokens must be at least 1"),
+    "a number of keys": (lambda s: s.scheduler.add("b", 3, extra_keys=5), "extra_keys must be"),
+    "a str of boundaries": (lambda s: s.scheduler.add("b", 3, boundaries=["a"]), "must be ints"),
+    "no samples": (lambda s: s.scheduler.add("b", 3, samples=0), "samples must be at least 1"),
+    "samples, no forks": (lambda s: s.scheduler.add("b", 3, samples=2), "forks=0; pass forks="),
+    "unknown": (lambda s: s.scheduler.finish("b"), "'b' is unknown; add it first"),
+    "append": (lambda s: s.scheduler.append({"a": 1, "b": 1}), "'b' is unknown"),
+    "append early": (lambda s: s.scheduler.append({"a": 1}), "computed 4 of its 5 tokens"),
+    "append too much": (lambda s: s.scheduler.append({"a": 2**70}), "must be at most 2147483647"),
+    "append halves": (lambda s: s.scheduler.append({"a": 1.0}), "must be an int, got 1.0"),
+    "rewind": (lambda s: s.scheduler.rewind({"a": 9}), r"must be in 5\.\.5"),
+    "rewind the prompt": (lambda s: s.scheduler.rewind({"a": 4}), r"must be in 5\.\.5"),
+    "rewind far": (lambda s: s.scheduler.rewind({"a": 2**64}), "must be at most 2147483647"),
+    "fork": (lambda s: s.scheduler.fork("a", ["b"]), "forks=0; pass forks="),
+    "fork a string": (lambda s: s.scheduler.fork("a", "bc"), "must be a sequence of names"),
+    "a rectangle": (lambda s: s.scheduler.shape(tokens_per_request=2), "chunk_tokens=None; pass"),
+    "ids": (lambda s: s.scheduler.schedule().token_ids, "pass tokens= when you make"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused_by_name_and_change_nothing(mistake: str) -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=4)
+    server.add("a", 5, 12)
+    server.step()
+    refused(lambda: MISTAKES[mistake][0](server), MISTAKES[mistake][1])
+    assert server.scheduler.num_tokens("a") == 5
+    assert server.scheduler.running == ("a",) and not server.scheduler.waiting
+    assert server.step().work == {"a": 1}
+
+
+def test_a_fork_needs_a_computed_prompt_and_the_ids_of_its_samples() -> None:
+    host = Host(max_tokens=4)
+    host.add("a", [1] * 6)
+    host.step()
+    host.tokens["b"] = [1] * 6
+    refused(lambda: host.scheduler.fork("a", ["b"]), "computed 4 of 6 tokens")
+    schedule = host.step()
+    refused(lambda: host.scheduler.fork("a", ["b", "c"]), "hold 0 token ids of it")
+    assert host.scheduler.running == ("a",)
+    host.scheduler.fork("a", ["b"])
+    host.answer(schedule)
+    assert host.step().work == {"a": 1}
+
+
+def test_more_tokens_than_a_request_may_have_are_refused() -> None:
+    host = Host()
+    host.add("a", [1] * 6, max_tokens=7)
+    host.answer(host.step())
+    host.step()
+    refused(lambda: host.scheduler.append({"a": 1}), "would have 8 tokens.*max_tokens=7; finish it")
+
+
+# --- prompts ---------------------------------------------------------------------------
+
+STATES: dict[str, LayerSpec] = {
+    "f": FULL,
+    "s": StateSpec(block_size=4, shapes=((2,),), dtypes=("f32",)),
+}
+PROMPTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "medium past the prompt": ([1] * 6, {"extra_keys": (ExtraKey.mm("image", 0, 8),)}),
+    "overlapping media": (
+        [1] * 6,
+        {"extra_keys": (ExtraKey.mm("image", 0, 4), ExtraKey.mm("other", 2, 5))},
+    ),
+    "boundary of 2.5": ([1] * 6, {"boundaries": [2.5]}),
+    "boundary True": ([1] * 6, {"boundaries": [True]}),
+    "boundary past the prompt": ([1] * 6, {"boundaries": [7]}),
+    "-1": ([-1] * 6, {}),
+    "past int32": ([2**31] * 6, {}),
+    "far past int32": ([2**70] * 6, {}),
+    "floats": ([1.5] * 6, {}),
+    "an array of floats": (np.ones(6), {}),
+    "columns": (np.ones((6, 1), int), {}),
+    "ragged": ([[1], [1, 2], 3, 4, 5, 6], {}),
+    "None": ([None] * 6, {}),
+    "bools": ([True] * 6, {}),
+    "a str": ("abcdef", {}),
+    "a salt": ([1] * 6, {"salt": 5}),
+    "a key": ([1] * 6, {"extra_keys": ["lora"]}),
+}
+
+
+@pytest.mark.parametrize("what", PROMPTS)
+def test_a_wrong_prompt_is_refused_when_it_is_added_and_stops_nobody(what: str) -> None:
+    host = Host(STATES)
+    host.add("good", [1, 2, 3])
+    ids, options = PROMPTS[what]
+    refused(lambda: host.add("bad", ids, **options), "tokens|extra_keys|boundaries|salt")
+    assert host.scheduler.waiting == ("good",)
+    for _ in range(4):
+        host.answer(host.step())
+    assert host.scheduler.num_tokens("good") == 6  # one chunk ends before the last token
+    host.add("bad", [1] * 6)
+    assert host.step().work == {"good": 1, "bad": 5}
+
+
+def test_ids_that_go_bad_later_stop_nobody_from_ending_or_being_preempted() -> None:
+    host = Host(blocks=9, forks=0)
+    for name in "ab":
+        host.add(name, [1] * 12)
+        host.answer(host.step())
+    host.tokens["b"][5:] = [-1] * 8
+    preempted: tuple[Hashable, ...] = ()
+    while not preempted:
+        schedule = host.scheduler.schedule()
+        preempted = schedule.preempted
+        host.manager.step(host.scheduler.shape(), schedule.work)
+        host.answer(schedule)
+    assert preempted == ("b",)
+    host.scheduler.finish("b")
+    host.step()
+    host.scheduler.finish("a")
+    assert not host.manager.requests
+
+
+def test_ids_that_are_not_known_are_left_out_and_numbers_in_their_place_refused() -> None:
+    host = Host(steps_ahead=2)
+    host.add("a", [1, 2, 3])
+    host.step()
+    host.scheduler.append({"a": 1})  # its id is not known yet
+    assert host.step().token_ids.tolist() == [-1]
+    host.scheduler.append({"a": 1})
+    host.tokens["a"].append(-1)
+    schedule = host.scheduler.schedule()
+    assert schedule.token_ids.tolist() == [-1]
+    host.manager.step(host.scheduler.shape(), schedule.work)
+    host.tokens["a"].append(-1)
+    host.scheduler.append({"a": 1})
+    host.tokens["a"].append(-1)
+    refused(lambda: host.scheduler.schedule().token_ids, r"tokens\['a'\] must be in 0")
+
+
+# --- the loop ------------------------------------------------------------------------
+
+
+def test_a_token_that_is_appended_twice_is_refused() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.answer(host.step())
+    refused(lambda: host.scheduler.append({"a": 1}), "computed 3 of its 4 tokens; append to each")
+    assert host.step().work == {"a": 1}
+
+
+def test_a_token_for_a_request_that_was_not_sampled_is_refused() -> None:
+    host = Host(max_tokens=4)
+    host.add("a", [1] * 6)
+    host.add("b", [1] * 6)
+    schedule = host.step()
+    assert "a" in schedule.work and not schedule.samples
+    for name in "ab":
+        refused(lambda name=name: host.scheduler.append({name: 1}), "of its 6 tokens")
+
+
+def test_a_token_that_is_not_noted_is_noticed() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.step()
+    host.scheduler.append({"a": 1})
+    refused(host.scheduler.schedule, "'a' has 4 tokens, .* hold 3 token ids of it")
+    host.tokens["a"].append(9)
+    assert host.step().token_ids.tolist() == [9]
+
+
+def test_ids_of_running_requests_that_disappear_are_noticed() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.answer(host.step())
+    ids = host.tokens.pop("a")
+    refused(host.scheduler.schedule, "hold 0 token ids")
+    host.tokens["a"] = ids
+    assert host.step().work == {"a": 1}
+
+
+def test_samples_that_are_never_answered_are_noticed() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.add("b", [1, 2, 3])
+    schedule = host.step()
+    assert list(schedule.samples) == ["a", "b"]
+    host.scheduler.finish("b")
+    assert host.scheduler.has_work
+    assert not host.scheduler.schedule().work  # there is time to answer
+    refused(host.scheduler.schedule, "'a' was in the samples .* append its token, or finish it")
+    host.scheduler.finish("a")
+    assert not host.scheduler.has_work
+    assert not host.scheduler.schedule().work
+
+
+def test_a_host_ahead_may_ask_again_while_all_requests_wait_for_tokens() -> None:
+    host = Host(steps_ahead=1)
+    host.add("a", [1, 2, 3])
+    schedule = host.step()
+    for _ in range(3):
+        assert not host.scheduler.schedule().work
+    host.answer(schedule)
+    assert host.step().work == {"a": 1}
+
+
+def test_finishing_in_the_manager_is_noticed() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.answer(host.step())
+    host.manager.finish("a")
+    refused(host.scheduler.schedule, "manager runs 0 requests, and its scheduler 1")
+
+
+def test_work_of_a_request_that_has_ended_since_is_refused_and_chosen_again_without_it() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.add("b", [1, 2, 3])
+    schedule = host.scheduler.schedule()
+    host.scheduler.finish("a")
+    refused(lambda: host.manager.step(host.scheduler.shape(), schedule.work), "'a' is not running")
+    assert host.step().work == {"b": 3}
+
+
+def test_odd_names() -> None:
+    """Lists of names are compared, and ``==`` of NumPy's scalars and tuples is an array."""
+    host = Host()
+    names = [np.int64(1), (1,), (1, 2), "1", frozenset({1}), None]
+    for name in names:
+        host.add(name, [3, 4, 5])
+        host.answer(host.step())
+        host.scheduler.finish(name)
+    for first, second in itertools.pairwise(names):
+        host.add(first, [3, 4, 5])
+        host.add(second, [3, 4, 5])
+        schedule = host.step()
+        for name in (first, second):
+            host.tokens[name].append(1)
+            host.scheduler.append({name: 1})
+        assert list(schedule.samples) == [first, second]
+        assert host.step().work == {first: 1, second: 1}
+        host.scheduler.finish(first)
+        host.scheduler.finish(second)
+
+
+def test_a_schedule_with_an_error_leaves_nothing_half_applied(monkeypatch) -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    host.answer(host.step())
+    host.add("b", [1, 2, 3])
+    before = host.manager.num_free_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockManager, "find_prefix", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            host.scheduler.schedule()
+    assert host.manager.num_free_blocks == before
+    assert host.scheduler.waiting == ("b",)
+    assert host.step().work == {"a": 1, "b": 3}
+
+
+def test_shapes_are_the_schedulers() -> None:
+    host = Host(LAYERS["windows"], forks=3, max_tokens=16, cached_tokens=64, chunk_tokens=4)
+    options = {"max_requests": 4, "forks": 3, "cached_tokens": 64}
+    plan = host.manager.plan
+    assert host.scheduler.shape() == StepShape.for_plan(
+        plan, max_tokens=16, batch_size=4, extra=16, **options
+    )
+    assert host.scheduler.shape(max_query_len=1) == StepShape.for_plan(
+        plan, max_tokens=4, batch_size=4, max_query_len=1, extra=4, **options
+    )
+    assert host.scheduler.shape(batch_size=2, tokens_per_request=4, extra=1) == StepShape.for_plan(
+        plan, batch_size=2, tokens_per_request=4, extra=1, **options
+    )

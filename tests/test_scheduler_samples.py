@@ -1,0 +1,182 @@
+"""Several samples of one prompt: it is computed once, and all first tokens come from its end."""
+
+import random
+from collections.abc import Hashable
+
+import pytest
+
+from jaxkv._src.blocks import BlockManager
+from jaxkv._src.scheduler import Schedule, Scheduler
+from tests.reference_prefixes import Content, Story
+from tests.test_prefixes import LAYERS, plan_of
+
+
+class Server:
+    """An engine over `Content`, whose next token follows from a sample's number and tokens.
+
+    computed: tokens that were computed for all requests.
+    """
+
+    def __init__(self, plan, *, max_requests: int = 6, forks: int = 6, **options):
+        self.manager = BlockManager(plan, max_requests=max_requests, checkpoint_share=0.5)
+        self.tokens: dict[Hashable, list[int]] = {}
+        self.limits: dict[Hashable, int] = {}
+        self.scheduler = Scheduler(
+            self.manager, max_tokens=16, forks=forks, tokens=self.tokens, **options
+        )
+        self.shape = self.scheduler.shape()
+        self.content, self.story = Content(self.manager), Story()
+        self.computed = 0
+        self.answers: dict[Hashable, list[int]] = {}
+
+    def add(self, name: Hashable, prompt: list[int], length: int, samples: int) -> None:
+        for sample in (name, *((name, i) for i in range(1, samples))):
+            self.tokens[sample], self.limits[sample] = list(prompt), length
+        self.scheduler.add(name, len(prompt), max_tokens=length, samples=samples)
+
+    def step(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        ids: list[int] = []
+        for name, count in schedule.work.items():
+            done = self.computed_of(name)
+            ids += self.tokens[name][done : done + count]
+        assert schedule.token_ids.tolist() == ids
+        before = {name: self.computed_of(name) for name in schedule.work}
+        upload = self.manager.step(self.shape, schedule.work, extra=schedule.token_ids)
+        assert upload.parts()["extra"][: len(ids)].tolist() == ids
+        self.content.apply(upload)
+        for name, count in schedule.work.items():
+            story, row = self.story.of((), self.tokens[name]), self.manager.requests[name]
+            self.content.compute(row, story, before[name], before[name] + count)
+        self.computed += len(ids)
+        return schedule
+
+    def computed_of(self, name: Hashable) -> int:
+        return self.manager.num_computed_tokens(name)
+
+    def answer(self, schedule: Schedule) -> None:
+        names = list(schedule.work)
+        assert len(schedule.samples) <= self.manager.max_requests
+        for name, index in schedule.samples.items():
+            leader = names[index]
+            assert self.tokens[name] == self.tokens[leader] or name == leader
+        ends = [name for name in schedule.samples if len(self.tokens[name]) == self.limits[name]]
+        for name in schedule.samples:
+            if name not in ends:
+                number = name[1] if isinstance(name, tuple) else 0
+                self.tokens[name].append((sum(self.tokens[name][-5:]) * 7 + number) % 5)
+        self.scheduler.append({name: 1 for name in schedule.samples if name not in ends})
+        for name in ends:
+            self.scheduler.finish(name)
+            self.answers[name] = self.tokens.pop(name)
+
+    def serve(self) -> dict[Hashable, list[int]]:
+        for _ in range(3000):
+            if not self.scheduler.has_work:
+                break
+            self.answer(self.step())
+        assert not self.scheduler.has_work, "requests starve"
+        assert not self.manager.requests
+        return self.answers
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
+    server = Server(plan_of("full", 150), cached_tokens=100)
+    server.add("a", [1, 2, 3, 4, 0] * 4, 30, samples=4)
+    assert server.scheduler.waiting == ("a", ("a", 1), ("a", 2), ("a", 3))
+    first = server.step()
+    assert first.work == {"a": 12} and not first.samples
+    server.answer(first)
+    second = server.step()
+    assert second.work == {"a": 8}
+    assert second.samples == {"a": 0, ("a", 1): 0, ("a", 2): 0, ("a", 3): 0}
+    server.answer(second)
+    assert server.computed == 20
+    assert server.scheduler.running == ("a", ("a", 1), ("a", 2), ("a", 3))
+    third = server.step()
+    assert third.work == dict.fromkeys(server.scheduler.running, 1)
+    assert list(third.samples.values()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_samples_are_those_of_requests_that_are_added_one_by_one(name: str) -> None:
+    saved = 0
+    for seed in range(4):
+        draw = random.Random(seed)
+        plan, rows = plan_of(name, draw.choice([40, 150])), draw.choice([2, 6])
+        together, alone = (Server(plan, max_requests=rows) for _ in range(2))
+        for group in range(3):
+            prompt = [draw.randrange(5) for _ in range(draw.randint(1, 28))]
+            length, count = draw.randint(len(prompt) + 1, 40), draw.randint(1, 5)
+            together.add(group, prompt, length, samples=count)
+            for sample in range(count):
+                own = group if sample == 0 else (group, sample)
+                alone.tokens[own], alone.limits[own] = list(prompt), length
+                alone.scheduler.add(own, len(prompt), max_tokens=length)
+            for _ in range(draw.randint(0, 3)):
+                for server in (together, alone):
+                    if server.scheduler.has_work:
+                        server.answer(server.step())
+        assert together.serve() == alone.serve()
+        saved += alone.computed - together.computed
+    assert saved > 0
+
+
+def test_samples_without_a_row_compute_what_is_left_of_the_prompt_later() -> None:
+    server = Server(plan_of("full", 150), max_requests=2)
+    server.add("a", [1] * 10, 14, samples=4)
+    schedule = server.step()
+    assert schedule.samples == {"a": 0, ("a", 1): 0}
+    server.answer(schedule)
+    assert server.scheduler.waiting == (("a", 2), ("a", 3))
+    answers = server.serve()
+    assert sorted(map(str, answers)) == sorted(map(str, ["a", ("a", 1), ("a", 2), ("a", 3)]))
+    assert server.computed < 10 + 4 * 4 + 2 * 5  # two blocks of the prompt were found again
+
+
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+@pytest.mark.parametrize("who", ["a", ("a", 1)])
+def test_a_sample_may_be_aborted_at_any_time(when: str, who: Hashable) -> None:
+    server = Server(plan_of("full", 150))
+    server.add("a", [1] * 20, 24, samples=3)
+    server.add("b", [2] * 4, 6, samples=2)
+    if when != "before":
+        server.answer(server.step())
+    if when == "after":
+        server.answer(server.step())
+    server.scheduler.finish(who)
+    others = {"a", ("a", 1), ("a", 2), "b", ("b", 1)} - {who}
+    assert {*server.scheduler.running, *server.scheduler.waiting} == others
+    assert set(server.serve()) == others
+
+
+def test_a_sample_that_ends_with_its_first_token() -> None:
+    server = Server(plan_of("full", 150))
+    server.add("a", [1] * 8, 20, samples=3)
+    schedule = server.step()
+    server.scheduler.finish("a")
+    server.scheduler.finish(("a", 2))
+    server.tokens["a", 1].append(3)
+    server.scheduler.append({("a", 1): 1})
+    assert server.step().work == {("a", 1): 1}
+    assert list(schedule.samples) == ["a", ("a", 1), ("a", 2)]
+
+
+def test_a_lost_schedule_names_its_samples_again() -> None:
+    server = Server(plan_of("full", 150))
+    server.add("a", [1] * 8, 20, samples=3)
+    lost = server.scheduler.schedule()
+    server.scheduler.finish(("a", 1))
+    again = server.step()
+    assert again.work == lost.work
+    assert again.samples == {"a": 0, ("a", 2): 0}
+    server.answer(again)
+    assert server.scheduler.running == ("a", ("a", 2))
+
+
+def test_samples_need_their_own_ids() -> None:
+    server = Server(plan_of("full", 150))
+    server.tokens["a"] = [1] * 8
+    with pytest.raises(ValueError, match=r"\('a', 1\) has 8 tokens, .* hold 0 token ids"):
+        server.scheduler.add("a", 8, samples=2)
+    assert not server.scheduler.has_work
