@@ -24,6 +24,7 @@ TOKENS, REQUESTS, HEADS = 64, 2, 4
 FULL = jaxkv.FullAttentionSpec(**KV)
 WINDOW = jaxkv.SlidingWindowSpec(sliding_window=20, **KV)
 STATE = jaxkv.StateSpec(block_size=16, shapes=((4, 16), (8, 8)), dtypes=("bf16", "f32"))
+DELTA = jaxkv.StateSpec(block_size=16, shapes=((3, 256), (2, 64, 64)), dtypes=("bf16", "f32"))
 LATENT = jaxkv.MLASpec(block_size=16, head_size=192, value_size=128)
 
 
@@ -58,6 +59,14 @@ def keep_states(cache, layer, batch, x):
     return cache, x + sum(state.sum(dtype=x.dtype) for state in states)
 
 
+def recur(cache, layer, batch, x):
+    qkv, gates = x.reshape(len(x), -1), x[:, :2, 0]
+    weights = jnp.ones((4, qkv.shape[1]), x.dtype)
+    given = {"conv_weights": weights, "num_key_heads": 1}
+    cache, out = jaxkv.gated_delta(cache, layer, batch, qkv, -gates, gates, **given)
+    return cache, x + jnp.concatenate([out, out], axis=1)
+
+
 class Model(NamedTuple):
     """A model of alike layers: what it does in each, and the functions that do it.
 
@@ -80,6 +89,7 @@ MODELS = {
     "latents": Model(of(4, LATENT), attend_to_latents, {"_attend": 1}),
     "tokens": Model(of(5, FULL), write_then_read, {"_write_tokens": 1, "_read_tokens": 1}),
     "rows": Model(of(5, FULL), write_rows_then_read, {"_write_rows": 1, "_read_rows": 1}),
+    "recurrent": Model(of(4, DELTA), recur, {"_recur": 1}),
     "states": Model(of(4, STATE), keep_states, {"_write_state": 1, "_read_state": 1}),
 }
 
@@ -171,11 +181,11 @@ def test_kernels_are_as_many_as_for_one_layer(max_tokens: int) -> None:
 # --- in place -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["attend", "tokens", "states"])
+@pytest.mark.parametrize("name", ["attend", "tokens", "states", "recurrent"])
 @pytest.mark.parametrize("stacked", [None, False], ids=["stacked", "unstacked"])
 def test_sharing_copies_no_pool(name: str, stacked: bool | None) -> None:
     model = MODELS[name]
-    plan = plan_of(model, num_blocks=40_000 if name == "states" else 2000)
+    plan = plan_of(model, num_blocks={"states": 40_000, "recurrent": 200}.get(name, 2000))
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, stacked=stacked)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
