@@ -53,7 +53,7 @@ def _changes(
     totals: np.ndarray,
 ) -> Changes:
     growth, before, aligned = state.growth, state.held(rows), state.growth.aligned
-    after, sent = before.copy(), state.sent.take(rows, axis=1)
+    after = before.copy()
     first, end = after[1], after[2]
     np.maximum(end, growth.end_column(totals), out=end)
     if growth.crossed.size:
@@ -65,15 +65,18 @@ def _changes(
         np.maximum(first, growth.first_column(computed), out=first)
         dropped = Cells.between(rows, before[1], np.minimum(first, before[2]))
         fresh_from = np.maximum(before[2], first)
-    fresh = Cells.between(rows, fresh_from, end)
+    fresh, sent = Cells.between(rows, fresh_from, end), None
     if aligned.size:
+        sent = state.sent.take(rows, axis=1)
         after[:, aligned] = growth.aligned_columns(computed, totals)
         more, less = _aligned_changes(state, rows, before, after, sent)
         fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
     shared: Sequence[SharedCell] = ()
     if state.any_may_share(rows):
         shared = _shared_cells(state, rows.tolist(), after.transpose(2, 0, 1).tolist())
-        at = {row: i for i, row in enumerate(rows.tolist())} if shared else {}
+    if shared:
+        sent = state.sent.take(rows, axis=1) if sent is None else sent
+        at = {row: i for i, row in enumerate(rows.tolist())}
         for group, row, column, *_ in shared:
             sent[group, at[row]] = min(sent[group, at[row]], column)
     until = growth.needs_no_change_until(computed, after)

@@ -13,6 +13,8 @@ from jaxkv._src.blocks._shape import StepShape
 from jaxkv._src.blocks._state import Changes, Copy, RequestState
 from jaxkv._src.blocks._write import Sizes, write_copies, write_entries, write_zero_ids
 
+NONE_LAGS = np.zeros(0, bool)
+
 
 class News(NamedTuple):
     """Changes that an upload tells the device of.
@@ -45,15 +47,14 @@ def find_news(
       rows: int64[N], rows of the step.
       totals: int64[N], tokens of each row after the step.
     """
-    told = state.lags.take(rows) if state.has_lagging else np.zeros(rows.size, bool)
-    if (state.has_lagging and np.count_nonzero(told)) or (changes is not None and changes.shared):
+    news, lags = None, state.lags.take(rows) if state.has_lagging else NONE_LAGS
+    if np.count_nonzero(lags) or (changes is not None and changes.shared):
+        told = lags if lags.size else np.zeros(rows.size, bool)
         news = _news_of_rows(state, rows, totals, told, changes)
     elif changes is not None:  # the device knows the rows as they were before the changes
         cells = changes.fresh
         num_zeroed = _num_zeroed(state, cells, changes) if state.zeroes else 0
         news = News(changes.rows, cells, changes.held[2], False, num_zeroed, 0)
-    else:
-        news = None
     if state.copies:
         if news is None:
             nothing = np.zeros((3, len(state.column_tokens), 0), np.int64)
@@ -83,7 +84,9 @@ def _news_of_rows(
     held, sent = state.held(rows), state.sent.take(rows, axis=1)
     if changes is not None:
         at = (np.add.accumulate(told) - 1)[changes.index]
-        held[:, :, at], sent[:, at] = changes.held, changes.sent
+        held[:, :, at] = changes.held
+        if changes.sent is not None:
+            sent[:, at] = changes.sent
     source, first, end = held
     needed = growth.end_column(totals[index])
     for groups in (growth.crossed, growth.aligned):
@@ -106,12 +109,15 @@ def _num_zeroed(state: RequestState, cells: Cells, changes: Changes | None) -> i
     """Returns how many blocks an upload zeroes: fresh ones, unless they start as copies."""
     zeroed, num = state.groups_to_zero, 0
     if changes is not None:
-        num = int(np.count_nonzero(zeroed[changes.fresh.groups]))
+        num = changes.fresh.num
+        if num and not state.zeroes_all:
+            num = int(np.count_nonzero(zeroed[changes.fresh.groups]))
         if cells is changes.fresh:
             return num
     taken = state.ids_at(cells)  # by an earlier `grow`
     taken = taken[state.pool.is_fresh[taken] & zeroed[cells.groups]]
-    num += np.unique(taken).size if taken.size else 0
+    # Rows share the encoder blocks of a request that only grew.
+    num += np.unique(taken).size if state.growth.crossed.size else taken.size
     if changes is not None and changes.shared:
         told = set(zip(*(part.tolist() for part in cells), strict=True))
         fresh = [cell for cell in changes.shared if zeroed[cell.group] and not cell.is_read]
@@ -161,16 +167,21 @@ def write_news(
     """Writes news into an upload, after the changes were made, and notes what the device has.
 
     Args:
-      ids: the blocks of the cells, if they are known.
+      ids: the blocks of the cells, if all of them were taken just now.
     """
     groups, rows, columns = cells = news.cells
-    ids, ends = state.ids_at(cells) if ids is None else ids, state.group_ends(groups)
+    are_fresh = ids is not None
+    ids = state.ids_at(cells) if ids is None else ids
+    ends = state.group_ends(groups)
     write_entries(shape, data, (rows, columns, ids), ends, news.rows, news.sent)
-    if news.num_zeroed:
-        fresh = state.pool.is_fresh[ids] & state.groups_to_zero[groups]
-        at = slice(None) if fresh.all() else fresh.nonzero()[0]
+    if news.num_zeroed and are_fresh and state.zeroes_all:
+        write_zero_ids(shape, data, ids, ends)
+    elif news.num_zeroed:
+        fresh = state.groups_to_zero[groups]
+        if not are_fresh:
+            fresh &= state.pool.is_fresh[ids]
+        at = fresh.nonzero()[0]
         if state.growth.crossed.size:  # rows share the encoder blocks of a request that only grew
-            at = fresh.nonzero()[0]
             at = np.sort(at[np.unique(ids[at], return_index=True)[1]])
         write_zero_ids(shape, data, ids[at], state.group_ends(groups[at]))
         state.pool.is_fresh[ids[at]] = False

@@ -37,7 +37,7 @@ class Changes(NamedTuple):
     shared: cells that get a new block in place of a shared or kept one.
     held: source, first and end of the rows after the step, see `RequestState`.
     needs_no_change_until: see `RequestState`.
-    sent: `RequestState.sent` of the rows after these changes, and before an upload.
+    sent: `RequestState.sent` of the rows after these changes; None if they leave it as it is.
     index: index of each row in the step.
     given_up: blocks whose content is no longer kept for later prompts.
     """
@@ -48,7 +48,7 @@ class Changes(NamedTuple):
     shared: Sequence[SharedCell]
     held: np.ndarray  # int64[3, G, N]
     needs_no_change_until: np.ndarray  # int64[N]
-    sent: np.ndarray  # int64[G, N]
+    sent: np.ndarray | None  # int64[G, N]
     index: np.ndarray  # int64[N]
     given_up: np.ndarray = NO_IDS
 
@@ -88,7 +88,7 @@ class RequestState:
     unsent_tokens: int64[R], computed tokens of a row of which the device has no column yet.
     copies: copies that the next upload makes, by their new block.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
-    zeroes: whether those of any group are.
+    zeroes, zeroes_all: whether those of any group are, or those of all groups.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class RequestState:
         groups_to_zero: Sequence[bool],
     ):
         self.pool, self.growth, self.row_blocks = pool, growth, tuple(row_blocks)
-        self.groups_to_zero, self.zeroes = np.array(groups_to_zero, bool), any(groups_to_zero)
+        self.groups_to_zero = np.array(groups_to_zero, bool)
+        self.zeroes, self.zeroes_all = any(groups_to_zero), all(groups_to_zero)
         self._starts = [0, *itertools.accumulate(row_blocks)]
         self.starts, self._each_group = np.array(self._starts), np.arange(len(growth.growths))
         self.table = np.zeros((max_requests, self._starts[-1]), np.int32)
@@ -184,8 +185,12 @@ class RequestState:
 
     # --- steps --------------------------------------------------------------------
 
-    def apply(self, changes: Changes) -> np.ndarray:
+    def apply(self, changes: Changes, *, is_told: bool = False) -> np.ndarray:
         """Releases the blocks of dropped cells, then takes blocks for fresh and shared cells.
+
+        Args:
+          changes: of a step.
+          is_told: whether the upload of the step zeroes all that is taken.
 
         Returns:
           The ids of these blocks, ordered by group.
@@ -201,7 +206,7 @@ class RequestState:
             ids = self.pool.take(fresh.num)
             self._cells[self._at(fresh)] = ids
             if self.zeroes:
-                self.pool.is_fresh[ids] = True
+                self.pool.is_fresh[ids] = not is_told
             if self.copies:  # those into blocks that were given back since
                 for block_id in ids.tolist():
                     self.copies.pop(block_id, None)
@@ -229,7 +234,7 @@ class RequestState:
 
     def note_unsent(self, changes: Changes) -> None:
         """Records that the device does not know of changes yet."""
-        if changes.shared or self.growth.aligned.size:
+        if changes.sent is not None:
             put_columns(self.sent, changes.rows, changes.sent)
         self.lags[changes.rows] = self.has_lagging = True
 

@@ -66,8 +66,9 @@ class Steps:
         write_batch(shape, data, batch, computed, encoder_lens, own)
         ids = None
         if changes is not None and news is not None:
-            taken = state.apply(changes)
-            ids = taken if news.cells is changes.fresh else None
+            is_told = news.cells is changes.fresh
+            taken = state.apply(changes, is_told=is_told)
+            ids = taken if is_told else None
         if news is not None:
             write_news(state, shape, data, news, ids)
         state.advance(batch.rows, computed, totals)

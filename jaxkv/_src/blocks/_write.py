@@ -153,8 +153,10 @@ def write_entries(
     _put(data, starts["changed_rows"], changed_rows)
     _put(data, starts["row_lengths"], row_lengths.T.reshape(-1))
     if cells[0].size:
-        for name, values in zip(("rows", "columns", "ids"), cells, strict=True):
-            _put(data, starts[f"entry_{name}"], values)
+        rows, columns, ids = cells
+        _put(data, starts["entry_rows"], rows)
+        _put(data, starts["entry_columns"], columns)
+        _put(data, starts["entry_ids"], ids)
         _put(data, starts["entry_ends"], ends)
 
 

@@ -5,6 +5,7 @@ jax arrays.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ CacheMode = Literal["none", "align", "all"]
 Stores = Literal["tokens", "state", "encoder"]
 
 
+@functools.cache
 def _numpy() -> Any:
     """Returns NumPy, which planning never needs: it is half of the time to start the command."""
     import numpy as np
@@ -63,7 +65,8 @@ class _Columns:
 
     def end_column(self: Any, num_tokens: Any) -> Any:
         """Returns one past the last column of rows of at least one token."""
-        return cdiv(num_tokens, self.column_tokens) + self.speculative_blocks
+        end = cdiv(num_tokens, self.column_tokens)
+        return end + self.speculative_blocks if self.has_drafts else end
 
     def source_column(self: Any, num_computed_tokens: Any) -> Any:
         """Returns the column of the state that the next token resumes from; -1 for none."""
@@ -104,6 +107,11 @@ class Growth(_Columns):
     def keeps_all_tokens(self) -> bool:
         """Whether a request holds the blocks of all its tokens until it ends."""
         return self.kind == "full"
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a request holds blocks for the states of drafts."""
+        return self.speculative_blocks > 0
 
     @property
     def column_tokens(self) -> int:
@@ -220,6 +228,7 @@ class GrowthTable(_Columns):
       the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
     aligned: int64[...], indices of the groups with "align" states.
     crossed: int64[...], indices of the groups that store encoder tokens.
+    has_drafts: whether rows hold columns for the states of drafts.
     has_windows: whether rows give back blocks that no later token reads.
     """
 
@@ -237,6 +246,7 @@ class GrowthTable(_Columns):
         self.chunk = column("chunk") if "chunked" in kinds else None
         self.aligned = np.array(aligned, bool).nonzero()[0]
         self.crossed = np.array([kind == "cross" for kind in kinds], bool).nonzero()[0]
+        self.has_drafts = bool(self.speculative_blocks.any())
         self.has_windows = "sliding" in kinds or "chunked" in kinds
 
     def aligned_columns(self, num_computed_tokens: Any, num_tokens: Any) -> LiveColumns:
@@ -258,7 +268,8 @@ class GrowthTable(_Columns):
         """
         np = _numpy()
         source, first, end = held
-        until = (end - self.speculative_blocks) * self.column_tokens
+        until = end - self.speculative_blocks if self.has_drafts else end
+        until = until * self.column_tokens
         if self.has_windows:  # the first held block leaves the window, or a new chunk begins
             left = (first + 1) * self.column_tokens
             left += self.window - 1
