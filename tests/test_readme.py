@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from jaxkv.__main__ import main
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TEXTS = README, (ROOT / "CONTRIBUTING.md").read_text()
-MAX_LINES, MAX_LINES_OF_CODE = 170, 27
+MAX_LINES, MAX_LINES_OF_CODE = 190, 27
 
 
 def blocks(language: str) -> list[str]:
@@ -26,40 +25,37 @@ def blocks(language: str) -> list[str]:
 
 def without_a_cache(params, ids: list[int]) -> np.ndarray:
     """Returns the logits of every token of a request, computed by the README's model at once."""
-    params = np.asarray(params)
-    x = params[0, ids]
+    x = np.asarray(params["embed"])[ids]
     for _ in ("layers.0", "layers.1"):
-        stored = x.astype(jnp.bfloat16).astype(np.float32)
-        scores = np.einsum("qhd,khd->hqk", x, stored) / np.sqrt(x.shape[-1])
+        scores = np.einsum("qhd,khd->hqk", x, x) / np.sqrt(x.shape[-1])
         scores = np.where(np.tri(len(ids), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        x = x + np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), stored)
-    return np.einsum("thd,vhd->tv", x, params[1])
+        x = x + np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), x)
+    return np.einsum("thd,vhd->tv", x, np.asarray(params["head"]))
 
 
-def test_the_example_serves_what_the_model_says_without_a_cache() -> None:
+def test_the_example_prints_what_is_shown_and_serves_the_model_without_a_cache(capsys) -> None:
     scope: dict = {}
-    for example in blocks("python"):
-        exec(compile(example, "README.md", "exec"), scope)
-    prompts = {"a": 5, "b": 3}
-    assert scope["step"]._cache_size() == 1
-    for name, ids in scope["tokens"].items():
-        first = prompts[name] - 1
-        logits = without_a_cache(scope["params"], ids)[first:-1]
-        picked = np.take_along_axis(logits, np.array(ids)[first + 1 :, None], axis=1)[:, 0]
-        assert len(picked) == 20 and len(set(ids)) > 5
-        assert (picked >= logits.max(axis=1) - 1e-2 * np.abs(logits).max()).all()
+    (example,) = blocks("python")
+    exec(compile(example, "README.md", "exec"), scope)
+    assert capsys.readouterr().out == blocks("text")[0]
+    prompts = [[3, 1, 4, 1, 5], [2, 7, 1]]
+    for output in scope["engine"].generate(prompts, jaxkv.Sampling(max_tokens=20)):
+        prompt = prompts[output.request]
+        logits = without_a_cache(scope["params"], [*prompt, *output.tokens])[len(prompt) - 1 : -1]
+        assert output.tokens == logits.argmax(axis=1).tolist()
 
 
 def test_the_examples_run_on_one_device_too() -> None:
     """The suite has eight virtual ones."""
-    examples = "\n".join(blocks("python"))
+    (example,) = blocks("python")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    subprocess.run([sys.executable, "-c", examples], check=True, env=environment)
+    printed = subprocess.check_output([sys.executable, "-c", example], env=environment, text=True)
+    assert printed == blocks("text")[0]
 
 
 def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture) -> None:
-    (command,), (shown,) = blocks("sh"), blocks("text")
+    (command,), (_, shown) = blocks("sh"), blocks("text")
     python, module, package, *arguments = shlex.split(command)
     assert (python, module, package) == ("python", "-m", "jaxkv")
     assert main(arguments) == 0
