@@ -91,7 +91,9 @@ def main() -> None:
         picture.box(28, y, COLOURS[name], name)
         picture.text(62, y + 18, f"{count + (name == 'a')} tokens", 14)
 
-    picture.panel(204, 186, "Books", "BlockManager, Scheduler", ["who holds which block,", "shared prefixes"])
+    picture.panel(
+        204, 186, "Books", "BlockManager, Scheduler", ["who holds which block,", "shared prefixes"]
+    )
     for i, (name, ids) in enumerate(blocks.items()):
         y = 124 + 56 * i
         picture.box(218, y, COLOURS[name], name)
@@ -104,7 +106,13 @@ def main() -> None:
         picture.box(424 + 46 * (i % 2), 120 + 33 * (i // 2), "#ffffff", number, 40)
     picture.text(424, 270, "...", 18)
 
-    picture.panel(550, 250, "Tables and pool", "one pytree on the device", ["immutable: a step returns", "the next one, in place"])
+    picture.panel(
+        550,
+        250,
+        "Tables and pool",
+        "one pytree on the device",
+        ["immutable: a step returns", "the next one, in place"],
+    )
     for i, ids in enumerate(blocks.values()):
         for j in range(4):
             picture.box(564 + 29 * j, 118 + 30 * i, "#ffffff", ids[j] if j < len(ids) else 0)
@@ -120,7 +128,9 @@ def main() -> None:
                     f'fill="{COLOURS[name]}"/>'
                 )
 
-    picture.panel(820, 166, "Attend", "in your model", ["each layer writes,", "then reads its pages"])
+    picture.panel(
+        820, 166, "Attend", "in your model", ["each layer writes,", "then reads its pages"]
+    )
     for i, name in enumerate(TOKENS):
         y = 130 + 56 * i
         picture.box(834, y, COLOURS[name], "q")

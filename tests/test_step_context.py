@@ -130,6 +130,37 @@ def test_states_and_calls_of_others() -> None:
     np.testing.assert_array_equal(keys[0, :5], 1)
 
 
+def test_recurrent_layers() -> None:
+    """Two layers over one cache, one over tokens with a batch axis."""
+    delta = jaxkv.StateSpec(block_size=4, shapes=((2, 12), (2, 4, 2)), dtypes=("f32", "f32"))
+    conv = jaxkv.StateSpec(block_size=4, shapes=((2, 6),), dtypes=("f32",))
+    plan = jaxkv.plan_cache({"delta": delta, "conv": conv}, 2**20, max_model_len=32)
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2)), "beta": abs(random(8, 2)) / 4}
+    weights, inputs, kernel = random(3, 12), random(8, 6), random(3, 6)
+
+    def by_name(cache, upload):
+        step = Step(cache, upload)
+        given = {name: x[None] for name, x in tokens.items()}
+        out = step.gated_delta("delta", **given, conv_weights=weights, num_key_heads=1)
+        mixed = step.short_conv("conv", inputs, conv_weights=kernel)
+        return step.done(), (out[0], mixed)
+
+    def by_hand(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        options = {"conv_weights": weights, "num_key_heads": 1}
+        cache, out = jaxkv.gated_delta(cache, "delta", batch, **tokens, **options)
+        cache, mixed = jaxkv.short_conv(cache, "conv", batch, inputs, conv_weights=kernel)
+        return cache, (out, mixed)
+
+    given = made(None, plan)
+    assert_same_bytes(jax.jit(by_name)(*given), jax.jit(by_hand)(*given))
+
+
 # --- slips ----------------------------------------------------------------------------
 
 
@@ -206,7 +237,8 @@ def test_a_shape_without_token_ids() -> None:
     manager = jaxkv.BlockManager(PLAN, max_requests=2)
     manager.start("a")
     shape = jaxkv.StepShape.for_plan(PLAN, max_requests=2, max_tokens=8)
+    without_ids, ids = manager.step(shape, {"a": 1}), jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match=r"extra=0 and 8 tokens: send their ids"):
-        Step(cache, manager.step(shape, {"a": 1}))
+        jax.eval_shape(lambda *given: Step(*given).token_ids, cache, without_ids)
     with pytest.raises(ValueError, match=r"token_ids has shape \(3,\); this step wants \(8,\)"):
-        Step(cache, upload, token_ids=jnp.zeros(3, jnp.int32))
+        jax.eval_shape(lambda *given: Step(*given, token_ids=ids).token_ids, cache, upload)

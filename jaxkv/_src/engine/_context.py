@@ -13,6 +13,7 @@ from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.pool import read_state, write_state
+from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_conv
 from jaxkv._src.step import apply_step
 from pallas_kernels import Implementation
 
@@ -154,9 +155,28 @@ class StepContext:
         """
         if keys is None and write and values is None:
             self._check_readable(layer, period)
-        arrays, restore = _without_batch_axis(self._batch, 2, (queries, keys, values))
-        writes = keys is not None
-        return restore(self._call(attend, layer, *arrays, writes=writes, period=period, **options))
+        options |= {"period": period, "writes": keys is not None}
+        return self._over_tokens(attend, 2, layer, queries, keys, values, **options)
+
+    def gated_delta(
+        self, layer: str, qkv: Array, log_decay: Array, beta: Array, **options: Any
+    ) -> Array:
+        """Runs the gated delta rule over a layer's states; see `jaxkv.gated_delta`."""
+        return self._over_tokens(gated_delta, 1, layer, qkv, log_decay, beta, **options)
+
+    def mamba2(
+        self, layer: str, xbc: Array, log_decay: Array, steps: Array, **options: Any
+    ) -> Array:
+        """Runs Mamba-2 over a layer's states; see `jaxkv.mamba2`."""
+        return self._over_tokens(mamba2, 1, layer, xbc, log_decay, steps, **options)
+
+    def linear_attention(self, layer: str, qkv: Array, log_decay: Array, **options: Any) -> Array:
+        """Runs linear attention with decay over states; see `jaxkv.linear_attention`."""
+        return self._over_tokens(linear_attention, 1, layer, qkv, log_decay, **options)
+
+    def short_conv(self, layer: str, inputs: Array, **options: Any) -> Array:
+        """Runs a causal convolution over a layer's last inputs; see `jaxkv.short_conv`."""
+        return self._over_tokens(short_conv, 1, layer, inputs, **options)
 
     def read_state(
         self, layer: str, *, at: Array | None = None, period: Period = None
@@ -213,6 +233,19 @@ class StepContext:
         return self._cache
 
     # --- checks -------------------------------------------------------------------
+
+    def _over_tokens(
+        self,
+        function: Callable[..., Any],
+        features: int,
+        layer: str,
+        *arrays: Array | None,
+        writes: bool = True,
+        **options: Any,
+    ) -> Array:
+        """Calls a layer over arrays of tokens; the first has ``features`` axes besides."""
+        given, restore = _without_batch_axis(self._batch, features, arrays)
+        return restore(self._call(function, layer, *given, writes=writes, **options))
 
     def _call(
         self,
