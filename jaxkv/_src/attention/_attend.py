@@ -57,9 +57,9 @@ def attend(
     tokens. Bytes that its request did not write never reach the output, whatever they hold, because
     values are masked as well as scores. Padding gets zeros.
 
-    Layers that are alike share one trace and one lowering, so loop over them in Python: XLA computes
-    once per step what they have in common. In ``jax.lax.scan``, by ``period``, it computes that in
-    every iteration, in about ten small kernels.
+    Layers that are alike share one trace and one lowering, so loop over them in Python: XLA
+    computes once per step what they have in common. In ``jax.lax.scan``, by ``period``, it computes
+    that in every iteration, in about ten small kernels.
 
     A batch of another step than the cache's sets an error flag (`jaxkv.check_errors`).
 
