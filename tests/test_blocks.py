@@ -603,6 +603,12 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
         manager.fork("r", ["s"])
     manager.rewind({"r": 5})
     manager.fork("r", ["first"])
+    manager.step(shape, {"first": 7})
+    manager.rewind({"first": 11})  # the state after the last token but one of a chunk
+    with unchanged(manager), pytest.raises(ValueError, match="fork after a step of one token"):
+        manager.fork("first", ["s"])
+    manager.finish("first")
+    manager.fork("r", ["first"])
     manager.step(shape, {"r": 1})
     manager.fork("r", ["second"])
     assert manager.computed_tokens == {"r": 6, "prompt": 4, "first": 5, "second": 6}
