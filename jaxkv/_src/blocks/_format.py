@@ -1,14 +1,20 @@
-"""Offsets of a step's integers in its upload. No jax."""
+"""An upload as an array: its parts, checks of their sizes, and how they are written. No jax."""
 
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxkv._src.internal.numbers import INT32_MAX
+
 if TYPE_CHECKING:
     from jaxkv._src.blocks._shape import StepShape
+
+
+Ints = Sequence[int] | np.ndarray
 
 
 class UploadFormat:
@@ -39,7 +45,7 @@ class UploadFormat:
 
     @functools.cached_property
     def room(self) -> tuple[int, ...]:
-        """The most that a step changes, in the order of `jaxkv.blocks._write.Sizes`."""
+        """The most that a step changes, in the order of `Sizes`."""
         shape = self._shape
         changes = (shape.block_ids, shape.zero_ids, shape.block_copies)
         return (shape.batch_size, *changes, shape.extra)
@@ -102,3 +108,177 @@ class UploadFormat:
             self._shape.batch_size, len(self._shape.growths)
         )
         return parts
+
+
+class Batch(NamedTuple):
+    """The requests of a step: distinct rows, and at least one new token for each."""
+
+    rows: np.ndarray  # int[N]
+    counts: np.ndarray  # int[N], new tokens
+    ends: np.ndarray  # int[N], cumulative sums of counts
+    num_tokens: int
+    longest: int  # most new tokens of one request
+
+    @classmethod
+    def of(cls, rows: np.ndarray, counts: np.ndarray) -> "Batch":
+        if not rows.size:
+            return cls(rows, counts, counts, 0, 0)
+        ends = np.add.accumulate(counts)
+        return cls(rows, counts, ends, int(ends[-1]), int(np.maximum.reduce(counts)))
+
+
+class Sizes(NamedTuple):
+    """Sizes of what a step changes, by the names of a `StepShape`."""
+
+    batch_size: int = 0
+    block_ids: int = 0
+    zero_ids: int = 0
+    block_copies: int = 0
+    extra: int = 0
+
+
+def check_batch(shape: "StepShape", batch: Batch, longest: int) -> None:
+    """Raises ValueError unless the requests of a step fit its shape.
+
+    Args:
+      longest: most tokens of one request after the step.
+    """
+    if (
+        batch.rows.size <= shape.batch_size
+        and batch.num_tokens <= shape.max_tokens
+        and batch.longest <= shape.max_query_len
+        and longest <= shape.max_seq_len
+    ):
+        return
+    _refuse(
+        shape,
+        batch_size=batch.rows.size,
+        max_tokens=batch.num_tokens,
+        max_query_len=batch.longest,
+        max_seq_len=longest,
+    )
+
+
+def check_room(shape: "StepShape", sizes: Sizes) -> None:
+    """Raises ValueError unless the changes of a step fit its shape."""
+    if any(map(operator.gt, sizes, shape.format.room)):
+        _refuse(shape, **sizes._asdict())
+
+
+_REMEDIES = {
+    "block_ids": "more cached_tokens=, for prompts whose beginning is in the cache, or forks=",
+    "block_copies": "more forks=",
+}
+
+
+def _refuse(shape: "StepShape", **sizes: int) -> None:
+    for name, size in sizes.items():
+        room = getattr(shape, name)
+        if size > room:
+            raise ValueError(
+                f"the step needs {name}={size} and its shape has {room}; use "
+                f"{_REMEDIES.get(name, 'a larger shape')} (see StepShape.for_plan)"
+            )
+
+
+def as_int32(name: str, values: Ints) -> np.ndarray:
+    """Returns flat ints as int32[N].
+
+    Raises:
+      TypeError: values that are not ints.
+      ValueError: a value that does not fit int32, or an array that is not flat.
+    """
+    array = values if isinstance(values, np.ndarray) else np.array(values)
+    if not array.size:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
+    if array.dtype == np.int32:
+        return array
+    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+        raise TypeError(f"{name} must be ints, got {array.dtype}")
+    if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
+        raise ValueError(f"{name} holds a value that does not fit int32")
+    return array.astype(np.int32)
+
+
+def write_batch(
+    shape: "StepShape",
+    data: np.ndarray,
+    batch: Batch,
+    computed: np.ndarray,
+    encoder_lens: np.ndarray,
+    extra: np.ndarray,
+) -> None:
+    """Fills an upload with padding and the requests of a step."""
+    starts, size = shape.format.starts, batch.rows.size
+    rows, positions = starts["request_rows"], starts["num_computed_tokens"]
+    data[:] = shape.format.padding
+    data[rows : rows + size] = batch.rows
+    data[positions : positions + size] = computed
+    if size:
+        first = starts["query_start_loc"] + 1
+        data[first : first + size] = batch.ends
+        data[first + size : first + shape.batch_size] = batch.num_tokens
+    if encoder_lens.size and shape.format.has_encoder:
+        _put(data, starts["encoder_lens"], encoder_lens)
+    if extra.size:
+        write_extra(shape, data, extra)
+
+
+def write_extra(shape: "StepShape", data: np.ndarray, extra: np.ndarray) -> None:
+    """Writes the caller's own integers, int32[N]."""
+    _put(data, shape.format.starts["extra"], extra)
+
+
+def write_entries(
+    shape: "StepShape",
+    data: np.ndarray,
+    cells: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ends: np.ndarray,
+    changed_rows: np.ndarray,
+    row_lengths: np.ndarray,
+) -> None:
+    """Writes table entries, and the lengths of rows that change.
+
+    Args:
+      cells: rows, columns and block ids, int[K] each, ordered by group.
+      ends: int[G], the end of each group's entries.
+      changed_rows: int[E].
+      row_lengths: int[G, E].
+    """
+    starts = shape.format.starts
+    _put(data, starts["changed_rows"], changed_rows)
+    _put(data, starts["row_lengths"], row_lengths.T.reshape(-1))
+    if cells[0].size:
+        rows, columns, ids = cells
+        _put(data, starts["entry_rows"], rows)
+        _put(data, starts["entry_columns"], columns)
+        _put(data, starts["entry_ids"], ids)
+        _put(data, starts["entry_ends"], ends)
+
+
+def write_zero_ids(
+    shape: "StepShape", data: np.ndarray, ids: np.ndarray, ends: np.ndarray | Sequence[int]
+) -> None:
+    """Writes the ids of blocks to zero, ordered by group, and the end of each group's ids."""
+    if ids.size:
+        _put(data, shape.format.starts["zero_ids"], ids)
+        _put(data, shape.format.starts["zero_ends"], ends)
+
+
+def write_copies(
+    shape: "StepShape", data: np.ndarray, copies: Sequence[tuple[int, int, int]]
+) -> None:
+    """Writes copies of blocks: group, source and destination of each, ordered by group."""
+    if copies:
+        groups, sources, destinations = np.array(copies).T
+        starts = shape.format.starts
+        _put(data, starts["copy_sources"], sources)
+        _put(data, starts["copy_destinations"], destinations)
+        ends = groups.searchsorted(np.arange(len(shape.growths)), "right")
+        _put(data, starts["copy_ends"], ends)
+
+
+def _put(data: np.ndarray, start: int, values: np.ndarray | Sequence[int]) -> None:
+    data[start : start + len(values)] = values

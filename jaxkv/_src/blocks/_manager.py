@@ -9,6 +9,7 @@ from typing import Any, Concatenate
 
 import numpy as np
 
+from jaxkv._src.blocks._format import Ints
 from jaxkv._src.blocks._pool import BlockPool, BlockUse
 from jaxkv._src.blocks._prefix_events import PrefixEvents
 from jaxkv._src.blocks._prefixes import Prefixes
@@ -18,7 +19,6 @@ from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import Ring, Steps
-from jaxkv._src.blocks._write import Ints
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan

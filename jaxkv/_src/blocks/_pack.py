@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._shape import StepShape, Upload
-from jaxkv._src.blocks._write import (
+from jaxkv._src.blocks._format import (
     Batch,
     Ints,
     Sizes,
@@ -18,6 +17,7 @@ from jaxkv._src.blocks._write import (
     write_entries,
     write_zero_ids,
 )
+from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.internal.checks import check_count
 
 MAX_SHOWN = 8  # ids of a group that a repr shows

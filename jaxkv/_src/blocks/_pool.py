@@ -1,18 +1,16 @@
 """Free list and reference counts of block ids, as arrays. No jax."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._queue import BlockQueue
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
 # An eviction makes a few more blocks cold than a step needs, so that most steps evict none.
 MAX_SPARE_BLOCKS, BLOCKS_PER_SPARE = 64, 256
-Ids = Sequence[int] | np.ndarray
 
 
 class OutOfBlocksError(RuntimeError):
@@ -158,27 +156,13 @@ class BlockPool:
             self._more_holders[held] += 1
             self._num_shared += held.size
 
-    def share(self, block_ids: Ids) -> None:
-        """Adds one reference per id to blocks that are held already.
-
-        Raises:
-          ValueError: an id that is not held. Nothing is shared then.
-        """
-        ids = self._held(block_ids, each_at_least=1)
+    def share(self, ids: np.ndarray) -> None:
+        """Adds one reference per id to blocks that are held already."""
         np.add.at(self._more_holders, ids, 1)
         self._num_shared += ids.size
 
-    def free(self, block_ids: Ids) -> None:
-        """Drops one reference per id; a block without references becomes free.
-
-        Raises:
-          ValueError: an id that is not held, the null block, or one id more often than
-            it has references. Nothing is freed then.
-        """
-        self.release(self._held(block_ids))
-
     def release(self, ids: np.ndarray) -> None:
-        """Drops one reference per id; the caller knows that the blocks are held."""
+        """Drops one reference per id of held blocks; those without references become free."""
         if self._num_shared:
             ids = self._left_by_all(ids)
         if self.has_kept:
@@ -226,22 +210,75 @@ class BlockPool:
         """Returns whether a holder must copy a block before it writes from a position on."""
         return (self._more_holders[ids] > 0) | (self.frozen_before[ids] > position)
 
-    def _held(self, block_ids: Ids, each_at_least: int | None = None) -> np.ndarray:
-        ids = np.asarray(block_ids)
-        if not ids.size:
-            return np.zeros(0, np.int32)
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"block_ids must be a flat sequence of ints, got {block_ids!r}")
-        named, counts = np.unique(ids, return_counts=True)
-        in_pool = (named > NULL_BLOCK) & (named < self.num_blocks)
-        held = np.where(in_pool, self.references_of(np.where(in_pool, named, 0)), 0)
-        bad = np.flatnonzero(held < (counts if each_at_least is None else each_at_least))
-        if bad.size:
-            raise ValueError(
-                f"block_ids names block {named[bad[0]]} {counts[bad[0]]} time(s), but it has "
-                f"{held[bad[0]]} references; pass ids in 1..{self.num_blocks - 1} that are held"
-            )
-        return ids.astype(np.int32)
+
+class BlockQueue:
+    """A first-in, first-out queue of block ids that can also be removed from its middle.
+
+    Every operation works on slices. A removed id leaves a hole, and when the array is full, all
+    ids move to its beginning, which closes the holes. `contains` notes the indices of ids when it
+    needs them, because most ids are never looked up.
+
+    size: ids in the queue.
+    """
+
+    def __init__(self, num_blocks: int):
+        # 0: a hole, or past the end. Filled now, so that no step waits for page faults.
+        self._ids = np.full(2 * num_blocks, 0, np.int32)
+        # The index of each id before `_noted`; an old index of all other ids. intp, because NumPy
+        # indexes with it several times as fast as with int32.
+        self._index_of = np.full(num_blocks, 0, np.intp)
+        self._head = self._tail = self._noted = self.size = 0
+
+    def push(self, ids: np.ndarray) -> None:
+        """Appends distinct ids that are not in the queue."""
+        if self._tail + ids.size > self._ids.size:
+            self._make_space()
+        self._ids[self._tail : self._tail + ids.size] = ids
+        self._tail += ids.size
+        self.size += ids.size
+
+    def remove(self, ids: np.ndarray) -> np.ndarray:
+        """Removes those of distinct ids that are in the queue. Returns which were, bool[N]."""
+        ids = ids.astype(np.intp, copy=False)
+        is_there = self.contains(ids)
+        there = ids if is_there.all() else ids[is_there]
+        self._ids[self._index_of[there]] = 0
+        self.size -= there.size
+        return is_there
+
+    def pop(self, count: int) -> np.ndarray:
+        """Removes the first ``count`` ids, int32[count]; the queue must hold that many."""
+        end = self._head + count
+        if self.size < self._tail - self._head:  # there are holes
+            while np.count_nonzero(self._ids[self._head : end]) < count:
+                end = min(end + count, self._tail)
+            found = self._ids[self._head : end].nonzero()[0][:count] + self._head
+            ids = self._ids[found]
+            end = int(found[-1]) + 1 if count else self._head
+        else:
+            ids = self._ids[self._head : end].copy()
+        self._head = end
+        self.size -= count
+        return ids
+
+    def contains(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which ids are in the queue, bool of the ids' shape."""
+        ids = ids.astype(np.intp, copy=False)
+        if self._noted < self._tail:
+            begin = max(self._noted, self._head)
+            new = self._ids[begin : self._tail].astype(np.intp)
+            self._index_of[new] = np.arange(begin, self._tail)
+            self._noted = self._tail
+        at = self._index_of[ids]
+        return (at >= self._head) & (self._ids[at] == ids)
+
+    def _make_space(self) -> None:
+        """Moves all ids to the beginning of the array; their noted indices become invalid."""
+        ids = self._ids[self._head : self._tail]
+        ids = ids[ids > 0] if self.size < ids.size else ids
+        self._ids[: ids.size] = ids
+        self._ids[ids.size : self._tail] = 0
+        self._head, self._tail, self._noted = 0, ids.size, 0
 
 
 def _nothing_more(ids: np.ndarray) -> np.ndarray:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
+from jaxkv._src.blocks._format import Ints
 from jaxkv._src.blocks._prefix_events import KeyChain, PrefixEvents
 from jaxkv._src.blocks._prompts import Counts, Namespace, PrefixMatch, PrefixStats, Prompt
 from jaxkv._src.blocks._resuming import columns_to_share
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.blocks._write import Ints
 from jaxkv._src.internal.checks import check_count
 from jaxkv._src.prefixes import (
     MAX_TOKEN,

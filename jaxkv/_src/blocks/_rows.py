@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._write import Batch
+from jaxkv._src.blocks._format import Batch
 from jaxkv._src.internal.numbers import INT32_MAX
 
 Work = Mapping[Any, int]
