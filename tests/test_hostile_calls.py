@@ -1,6 +1,6 @@
 """Random valid and invalid calls of block managers, and very long requests. No jax.
 
-``JAXKV_SOAK_STEPS=100000`` sets the number of random calls.
+``JAXKV_HOSTILE_CALLS=100000`` sets the number of random calls.
 """
 
 import gc
@@ -36,7 +36,7 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 
-CALLS = int(os.environ.get("JAXKV_SOAK_STEPS", "1000"))
+CALLS = int(os.environ.get("JAXKV_HOSTILE_CALLS", "1000"))
 INT32_MAX = 2**31 - 1
 KV = {"num_kv_heads": 1, "head_size": 4}
 FULL = FullAttentionSpec(block_size=4, **KV)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.blocks import BlockManager, StepShape, Upload, pack_step
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape, Upload, pack_step
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
@@ -26,7 +27,12 @@ from jaxkv._src.planning import plan_cache
 from jaxkv._src.pool import read_rows, write_tokens
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
 from jaxkv._src.step import UploadRing, apply_step
-from jaxkv.testing import assert_in_place, assert_no_recompilation, assert_unchanged
+from jaxkv.testing import (
+    assert_in_place,
+    assert_no_recompilation,
+    assert_unchanged,
+    count_compilations,
+)
 from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, pointers
 
 PLAN = hybrid_plan()
@@ -425,3 +431,36 @@ def test_a_rectangular_decode_step_may_hold_requests_without_a_token() -> None:
     check_errors(cache)
     assert batch.token_requests.tolist() == [[-1], [1], [-1], [-1]]
     assert (batch.slot_mapping("full.0") >= 0).tolist() == [[False], [True], [False], [False]]
+
+
+def test_random_steps_compile_nothing_and_keep_memory_flat() -> None:
+    """Requests come, fork and end, in one compiled step over the same buffers."""
+    rng, names = np.random.default_rng(0), itertools.count()
+    manager, cache = BlockManager(PLAN, max_requests=4), make_cache(PLAN, max_requests=4)
+    where, most = pointers(cache), PLAN.max_model_len
+
+    def serve() -> None:
+        nonlocal cache
+        running = manager.computed_tokens
+        if len(running) == 4 or (running and rng.random() < 0.2):
+            manager.finish(min(running))
+        elif running and rng.random() < 0.5:
+            manager.fork(max(running), [next(names)])
+        else:
+            manager.start(next(names))
+        left = {name: most - done for name, done in manager.computed_tokens.items()}
+        work = {name: min(n, int(rng.integers(1, 5))) for name, n in left.items() if n}
+        try:
+            cache, _ = step(cache, manager.step(SHAPE, work))
+        except OutOfBlocksError:
+            manager.finish(min(manager.requests))
+
+    for _ in range(5):
+        serve()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    with count_compilations() as compilations:
+        for _ in range(300):
+            serve()
+    check_errors(cache)
+    assert not compilations and pointers(cache) == where
+    assert sum(array.nbytes for array in jax.live_arrays()) <= before

@@ -91,11 +91,11 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
       TypeError: entries that are not int32.
       ValueError: shapes that do not fit each other or the tables.
     """
-    cache, problems = write_entries(cache, entries)
+    cache, problems = append_block_ids_flagged(cache, entries)
     return report(cache, problems)
 
 
-def write_entries(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array]:
+def append_block_ids_flagged(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array]:
     """Does the work of `append_block_ids`, and returns error flags, int32[max(K, E * G)]."""
     layout = cache.layout
     _check_shapes(entries, len(layout.growths))

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.block_tables import TableEntries, gather_batch, write_entries
+from jaxkv._src.block_tables import TableEntries, append_block_ids_flagged, gather_batch
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv._src.internal.checks import check_int32
@@ -97,7 +97,7 @@ def _apply(
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))
     number = parts["number"][0]
-    cache, bad_entries = write_entries(cache, _entries(parts))
+    cache, bad_entries = append_block_ids_flagged(cache, _entries(parts))
     batch, bad_batch = gather_batch(
         cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
     )
