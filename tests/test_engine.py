@@ -13,7 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._sampling import pack
+from jaxkv._src.engine._sampling import Kind, pack
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
 from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
@@ -181,7 +181,7 @@ def engine_on_two_devices() -> jaxkv.Engine:
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
 def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one() -> None:
     engine, requests = engine_on_two_devices(), random_requests(2, 6)
-    engine.warm_up()
+    engine.warm_up(*[sampling for _, sampling in requests])
     with count_compilations() as compilations:
         assert_right(run(engine, requests), requests, ("full",))
     assert not compilations
@@ -206,7 +206,7 @@ def test_limits_keep_what_sorting_keeps() -> None:
     ]
     table = np.stack([pack(sampling, 1) for sampling in samplings], axis=1)
     table[1], table[2] = range(40), 7
-    tokens, _ = jax.jit(draw)(logits, table)
+    tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.LIMITED)
     drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
     wanted = [
         int((kept(row.astype(np.float64), sampling) + g).argmax())
@@ -221,7 +221,7 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
     column = pack(Sampling(temperature=0.5, seed=3), 0)
     table = np.repeat(column[:, None], count, axis=1)
     table[1], table[2] = 0, np.arange(count)
-    tokens, _ = jax.jit(draw)(logits, table)
+    tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.DRAWN)
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count
     np.testing.assert_allclose(found, parts / parts.sum(), atol=0.03)
@@ -285,10 +285,10 @@ def test_a_lost_call_runs_again(monkeypatch) -> None:
     failures = iter([False, True, False, True, True])
     right = engine._run
 
-    def sometimes(*args: Any) -> Any:
+    def sometimes(*args: Any, **options: Any) -> Any:
         if next(failures, False):
             raise KeyboardInterrupt
-        return right(*args)
+        return right(*args, **options)
 
     monkeypatch.setattr(engine, "_run", sometimes)
     for name, (prompt, sampling) in enumerate(requests):

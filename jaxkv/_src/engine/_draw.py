@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.engine._sampling import ROWS
+from jaxkv._src.engine._sampling import ROWS, Kind
 
 
-def draw(logits: Array, table: Array) -> tuple[Array, Array]:
+def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
     """Draws the next token of every sample.
 
     Args:
       logits: float[B, vocab].
       table: int32[len(ROWS), S], a column for each sample; ``index`` is its row of the logits.
+      kind: the most that any of them needs. It is static, because a condition on the device keeps
+        the host from running ahead.
 
     Returns:
       int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
@@ -22,20 +24,15 @@ def draw(logits: Array, table: Array) -> tuple[Array, Array]:
     of = dict(zip(ROWS, table, strict=True))
     floats = {name: _as_float(of[name])[:, None] for name in ("temperature", "top_p", "min_p")}
     logits = logits.astype(jnp.float32)[of["index"]]
-    is_drawn = floats["temperature"] > 0
-
-    def drawn() -> Array:
-        scaled = logits / jnp.where(is_drawn, floats["temperature"], 1)
-        limits = of["top_k"][:, None], floats["top_p"], floats["min_p"]
-        has_limits = (limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)
-        kept = lax.cond(
-            (has_limits & is_drawn).any(), lambda: _keep(scaled, *limits), lambda: scaled
-        )
+    scores = logits
+    if kind != Kind.GREEDY:
+        is_drawn = floats["temperature"] > 0
+        scores = logits / jnp.where(is_drawn, floats["temperature"], 1)
+        if kind == Kind.LIMITED:
+            scores = _keep(scores, of["top_k"][:, None], floats["top_p"], floats["min_p"])
         keys = jax.vmap(_key)(of["seed"], of["sample"], of["position"])
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-        return jnp.where(is_drawn, kept + noise, logits)
-
-    scores = lax.cond(is_drawn.any(), drawn, lambda: logits)
+        scores = jnp.where(is_drawn, scores + noise, logits)
     tokens = scores.argmax(axis=-1).astype(jnp.int32)
     picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return tokens, picked - jax.nn.logsumexp(logits, axis=-1)

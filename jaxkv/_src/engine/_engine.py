@@ -15,12 +15,12 @@ from jax import Array
 from jaxkv._src.blocks import BlockManager, StepShape, Upload
 from jaxkv._src.cache import CacheError, KVCache, make_cache
 from jaxkv._src.engine._ladder import Ladder
-from jaxkv._src.engine._queue import Queue, Schedule
-from jaxkv._src.engine._sampling import ROWS, Output, Sample, Sampling, as_prompt
+from jaxkv._src.engine._sampling import ROWS, Kind, Output, Sample, Sampling, as_prompt
 from jaxkv._src.engine._step import Forward, State, check_same, ring_for, run_steps
 from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
+from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
 from jaxkv._src.step import COMPILER_OPTIONS
 
@@ -81,7 +81,7 @@ class Engine:
     prefixes of prompts are computed once.
 
     Not thread-safe. After an exception the engine goes on with its next `step`: an upload that was
-    packed is kept and runs first.
+    packed is kept and runs first. If an upload was lost nevertheless, call `restart`.
     """
 
     def __init__(
@@ -122,12 +122,13 @@ class Engine:
         check_positive(decode_steps=decode_steps)
         self._manager = BlockManager(plan, max_requests=max_requests)
         self._tokens: dict[Hashable, list[int]] = {}  # by name of the sample
-        self._scheduler = Queue(
+        self._scheduler = Scheduler(
             self._manager,
             max_tokens=max_tokens,
             forks=min(max_requests, 32) if forks is None else forks,
             tokens=self._tokens,
             chunk_tokens=chunk_tokens,
+            steps_ahead=CALLS_AHEAD * decode_steps,
         )
         self._ladder = Ladder(self._scheduler, max_requests, max_tokens)
         self._plan, self._decode_steps = plan, decode_steps
@@ -142,6 +143,7 @@ class Engine:
         self._run = jax.jit(
             functools.partial(run_steps, forward, self._note_vocab_size),
             donate_argnums=1,
+            static_argnames="kind",
             compiler_options=COMPILER_OPTIONS,
         )
         self._samples: dict[Hashable, Sample] = {}  # that have not ended, by name
@@ -151,6 +153,7 @@ class Engine:
         self._packed: collections.deque[_Call] = collections.deque()
         self._in_flight: collections.deque[_Call] = collections.deque()
         self._changed: dict[Sample, None] = {}  # with tokens or an end that no output has held
+        self._kind = Kind.GREEDY  # of the sampler that is compiled: the widest wanted so far
         self.stats = Stats()
         self._vocab_size: int | None = None  # known once a step is traced
         self._trace_smallest()
@@ -271,10 +274,7 @@ class Engine:
         self._params = params
         self._manager.new_epoch()
         if in_flight == "restart":
-            self._holders = [None] * self._manager.max_requests
-            for sample in self._samples.values():
-                sample.restart()
-            self._scheduler.restart()
+            self._again(from_prompts=True)
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -289,9 +289,8 @@ class Engine:
         self._settle()
         self._cache = sleep(self._awake(), level=level)
         if level == 2:
-            self._scheduler.restart()
+            self._again()
             self._manager.reset_prefixes()
-            self._holders = [None] * self._manager.max_requests
         return self._cache.released_bytes
 
     def wake_up(self) -> None:
@@ -300,18 +299,36 @@ class Engine:
             raise RuntimeError("the engine is awake; call sleep first")
         self._cache = wake_up(self._cache)
 
-    def warm_up(self) -> None:
+    def restart(self) -> None:
+        """Computes all requests again, with the tokens that they have.
+
+        For a cache that lost its content or an upload, as `CacheError` says.
+        """
+        self._packed.clear()
+        self._in_flight.clear()
+        self._manager.reset()
+        self._again()
+
+    def warm_up(self, *samplings: Sampling) -> None:
         """Compiles the step for every shape, so that serving never does; shows its progress.
 
         jax keeps compiled steps for later processes, if it is told where:
         ``jax.config.update("jax_compilation_cache_dir", directory)``.
+
+        Args:
+          samplings: kinds of sampling that will come. A step that draws, or draws within limits
+            (``top_k``, ``top_p``, ``min_p``), is compiled anew when the first request asks for it.
         """
+        self._kind = max([self._kind, *(sampling.kind for sampling in samplings)])
         counts = {shape: {1} for shape in self._ladder.shapes}
         for shape in self._ladder.decode.values():
             counts[shape].add(self._decode_steps)
         calls = [self._idle(shape, n) for shape, sizes in counts.items() for n in sorted(sizes)]
         state = State(self._awake(), self._newest)
-        lowered = [self._run.lower(self._params, state, c.uploads, c.tables) for c in calls]
+        lowered = [
+            self._run.lower(self._params, state, c.uploads, c.tables, kind=self._kind)
+            for c in calls
+        ]
         with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside of the GIL
             compiling = [pool.submit(step.compile) for step in lowered]
             for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
@@ -338,16 +355,13 @@ class Engine:
 
     def _advance(self) -> None:
         """Sends one call if there is work for it, and collects all but the newest ones."""
-        preemptions = self.stats.preemptions
         if not self._packed:
             self._packed.extend(self._pack())
         is_busy = bool(self._packed)
-        was_preempted = self.stats.preemptions > preemptions
         while self._packed:
             self._in_flight.append(self._send(self._packed[0]))
             self._packed.popleft()
         ahead = CALLS_AHEAD - 1 if is_busy else max(0, len(self._in_flight) - 1)
-        ahead = 0 if was_preempted else ahead  # to start again, all ids have to be known
         if self._samples and not self._in_flight:
             raise RuntimeError(f"{self._scheduler!r} found no work, although requests wait")
         while len(self._in_flight) > ahead:
@@ -358,7 +372,8 @@ class Engine:
         calls: list[_Call] = []
         shape: StepShape | None = None
         while len(calls) < self._decode_steps and self._samples:
-            schedule = self._scheduler.schedule()
+            most = self._ladder.fill(self._scheduler.wanted_tokens)
+            schedule = self._scheduler.schedule(max_tokens=most)
             if not schedule.work:
                 break
             fitting = self._ladder.fitting(schedule)
@@ -411,7 +426,7 @@ class Engine:
 
     def _send(self, call: _Call) -> _Call:
         state = State(self._awake(), self._newest)
-        state, call.out = self._run(self._params, state, call.uploads, call.tables)
+        state, call.out = self._run(self._params, state, call.uploads, call.tables, kind=self._kind)
         self._cache, self._newest = state.cache, state.newest_tokens
         call.out.copy_to_host_async()
         self.stats.calls += 1
@@ -471,6 +486,7 @@ class Engine:
                 del self._tokens[sample.name]
             raise
         self._samples |= {sample.name: sample for sample in samples}
+        self._kind = max(self._kind, first.sampling.kind)
         self._live[first.request] = len(samples)
         self.stats.prompt_tokens += first.num_prompt
 
@@ -481,6 +497,13 @@ class Engine:
         if not self._live[sample.request]:
             del self._live[sample.request]
         self._changed[sample] = None
+
+    def _again(self, *, from_prompts: bool = False) -> None:
+        """Lets all requests wait, to be computed again; nothing is in flight."""
+        for sample in self._samples.values():
+            sample.restart(from_prompts=from_prompts)
+        self._scheduler.restart()
+        self._holders = [None] * self._manager.max_requests
 
     def _idle(self, shape: StepShape, count: int) -> _Call:
         """Returns a call of steps without requests."""
@@ -495,7 +518,7 @@ class Engine:
         shape, state = self._ladder.shapes[0], State(self._awake(), self._newest)
         # Not of the ring: such an upload has a number, and nothing runs it.
         tables = _empty_table(shape)[None]
-        self._run.eval_shape(self._params, state, (shape.idle(),), tables)
+        self._run.eval_shape(self._params, state, (shape.idle(),), tables, kind=self._kind)
 
     def _note_vocab_size(self, size: int) -> None:
         self._vocab_size = size

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from jaxkv._src.blocks import StepShape
-from jaxkv._src.engine._queue import Queue, Schedule
+from jaxkv._src.scheduler import Schedule, Scheduler
 
+FULL_ENOUGH = 0.75  # of a step's tokens; below that, a smaller step takes what fits
 SMALLEST_MIXED = 16  # tokens; smaller steps take as long
 
 
@@ -15,7 +16,7 @@ class Ladder:
     mixed: by number of tokens: ``max_tokens`` and its halves.
     """
 
-    def __init__(self, scheduler: Queue, max_requests: int, max_tokens: int):
+    def __init__(self, scheduler: Scheduler, max_requests: int, max_tokens: int):
         if max_tokens < max_requests:
             raise ValueError(
                 f"max_tokens={max_tokens} is less than max_requests={max_requests}: a step holds a "
@@ -34,6 +35,13 @@ class Ladder:
     def shapes(self) -> list[StepShape]:
         """All shapes, the smallest first."""
         return [*self.decode.values(), *self.mixed.values()]
+
+    def fill(self, wanted: int) -> int:
+        """Returns the most tokens of a step for which so many wait: what fills a shape well."""
+        sizes = list(self.mixed)
+        above = next((size for size in sizes if size >= wanted), sizes[-1])
+        below = sizes[max(0, sizes.index(above) - 1)]
+        return below if wanted < FULL_ENOUGH * above else above
 
     def fitting(self, schedule: Schedule) -> StepShape:
         """Returns the smallest shape that holds a schedule."""

@@ -1,6 +1,7 @@
 """`Sampling` and `Output`: what a request asks for, and what it gets. No jax."""
 
 import dataclasses
+import enum
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,14 @@ import numpy as np
 from jaxkv._src.internal.checks import check_count, check_positive
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class Kind(enum.IntEnum):
+    """The work of a sampler, from the least to the most."""
+
+    GREEDY = 0  # the most likely tokens
+    DRAWN = 1
+    LIMITED = 2  # drawn, some with top_k, top_p or min_p
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,14 @@ class Sampling:
         for token in self.stop_token_ids:
             check_count(stop_token_ids=token)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def kind(self) -> Kind:
+        """The sampler that this needs."""
+        if self.temperature == 0:
+            return Kind.GREEDY
+        has_limits = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return Kind.LIMITED if has_limits else Kind.DRAWN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,11 +165,13 @@ class Sample:
             self.reason = "length"
         return self.reason is not None
 
-    def restart(self) -> None:
-        """Drops all tokens but the prompt."""
-        del self.tokens[self.num_prompt :]
-        self.logprobs.clear()
-        self.num_drawn = self.num_sent = self.num_prompt
+    def restart(self, *, from_prompts: bool) -> None:
+        """Forgets what is in flight, or all tokens but the prompt."""
+        if from_prompts:
+            del self.tokens[self.num_prompt :]
+            self.logprobs.clear()
+            self.num_sent = self.num_prompt
+        self.num_drawn = len(self.tokens)
 
     def output(self, start: int | None = None) -> Output:
         """Returns the tokens from ``start`` on; None: those that no output has held."""

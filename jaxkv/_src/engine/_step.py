@@ -13,7 +13,7 @@ from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache
 from jaxkv._src.engine._context import StepContext
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._sampling import ROWS
+from jaxkv._src.engine._sampling import ROWS, Kind
 from jaxkv._src.step import UploadRing
 
 Forward = Callable[[Any, StepContext], Any]
@@ -38,6 +38,8 @@ def run_steps(
     state: State,
     uploads: tuple[Upload, ...],
     tables: Array,
+    *,
+    kind: Kind,
 ) -> tuple[State, Array]:
     """Runs steps of one shape, each over the tokens that those before it drew.
 
@@ -45,6 +47,7 @@ def run_steps(
       forward: the model, see `Engine`.
       note_vocab_size: called with the width of the logits while the step is traced.
       tables: int32[steps, len(ROWS), S], a column for each sample to draw; see `draw`.
+      kind: of the sampler; static.
 
     Returns:
       The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and the
@@ -58,7 +61,7 @@ def run_steps(
         _check_logits(logits, context)
         note_vocab_size(logits.shape[-1])
         cache = context.done()
-        tokens, logprobs = draw(logits, step[1])
+        tokens, logprobs = draw(logits, step[1], kind)
         rows = step[1][ROWS.index("row")]
         rows = jnp.where(rows < 0, state.newest_tokens.size, rows)
         newest = state.newest_tokens.at[rows].set(tokens, mode="drop")
