@@ -17,7 +17,7 @@ import pytest
 import jaxkv
 from jaxkv.cache import LOST_UPLOAD, STALE_BATCH
 from jaxkv.testing import assert_in_place, assert_same_bytes
-from tests.helpers import needs_mosaic
+from tests.helpers import HAS_MOSAIC, ON_GPU, needs_mosaic
 
 KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
 TOKENS, REQUESTS, HEADS = 64, 2, 4
@@ -184,6 +184,8 @@ def test_kernels_are_as_many_as_for_one_layer(max_tokens: int) -> None:
 @pytest.mark.parametrize("name", ["attend", "tokens", "states", "recurrent"])
 @pytest.mark.parametrize("stacked", [None, False], ids=["stacked", "unstacked"])
 def test_sharing_copies_no_pool(name: str, stacked: bool | None) -> None:
+    if name == "states" and not (HAS_MOSAIC or ON_GPU):
+        pytest.skip("XLA's CPU backend of jax 0.10 drops barriers before it places copies")
     model = MODELS[name]
     plan = plan_of(model, num_blocks={"states": 40_000, "recurrent": 200}.get(name, 2000))
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, stacked=stacked)
