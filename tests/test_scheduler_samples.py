@@ -180,3 +180,78 @@ def test_samples_need_their_own_ids() -> None:
     with pytest.raises(ValueError, match=r"\('a', 1\) has 8 tokens, .* hold 0 token ids"):
         server.scheduler.add("a", 8, samples=2)
     assert not server.scheduler.has_work
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "none", "align"])
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_restart_changes_no_answer(name: str, loses: bool) -> None:
+    """After an upload that was packed and never run, or for all requests to be computed anew."""
+    answers = []
+    for at in (None, 2, 4, 7):
+        server = Server(plan_of(name, 150))
+        for group, count in enumerate((1, 3, 2)):
+            server.add(group, [group + 1, 2, 3, 4] * 3, 24, samples=count)
+        for number in range(10):
+            if number == at:
+                if loses:
+                    server.manager.step(server.shape, server.scheduler.schedule().work)
+                    server.manager.reset()
+                running = server.scheduler.running
+                server.scheduler.restart()
+                again = [n for n in server.scheduler.waiting if n in running]
+                assert again == list(running)
+                assert not server.manager.requests
+            server.answer(server.step())
+        answers.append(server.serve())
+    assert answers[1:] == answers[:1] * 3
+
+
+def test_a_restart_forgets_tokens_that_no_step_will_bring() -> None:
+    plan = plan_of("full", 150)
+    manager, tokens = BlockManager(plan, max_requests=2), {"a": [1] * 6}
+    scheduler = Scheduler(manager, max_tokens=8, tokens=tokens, steps_ahead=3)
+    scheduler.add("a", 6)
+    for _ in range(3):
+        manager.step(scheduler.shape(), scheduler.schedule().work)
+        scheduler.append({"a": 1})
+    tokens["a"].append(5)  # of the first step; the others are lost
+    manager.reset()
+    scheduler.restart()
+    assert scheduler.num_tokens("a") == 7
+    assert scheduler.schedule().work == {"a": 7}
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_host_ahead_gets_the_same_answers(ahead: int) -> None:
+    """Ids are noted ``ahead`` steps late; an end is noticed late, and preemptions wait for ids."""
+    draw = random.Random(0)
+    for blocks in (24, 150):
+        late = Server(plan_of("full", blocks), steps_ahead=ahead)
+        prompts = [[draw.randrange(5) for _ in range(draw.randint(1, 20))] for _ in range(6)]
+        for name, prompt in enumerate(prompts):
+            late.add(name, prompt, 24, samples=1 + name % 3)
+        in_flight: list[list[Hashable]] = []
+        preempted = steps = 0
+        while late.scheduler.has_work:
+            steps += 1
+            schedule = late.scheduler.schedule()
+            preempted += len(schedule.preempted)
+            assert schedule.work or in_flight
+            late.manager.step(late.shape, schedule.work, extra=schedule.token_ids)
+            missing = int((schedule.token_ids < 0).sum())
+            assert missing <= ahead * len(schedule.work)
+            goes_on = [n for n in schedule.samples if late.scheduler.num_tokens(n) < 24]
+            late.scheduler.append(dict.fromkeys(goes_on, 1))
+            in_flight.append(list(schedule.samples))
+            if len(in_flight) > ahead or not schedule.work:
+                for name in in_flight.pop(0):
+                    if len(late.tokens[name]) == 24:
+                        late.scheduler.finish(name)
+                    else:
+                        late.tokens[name].append(sum(late.tokens[name]) % 5)
+            assert steps < 2000
+        assert preempted or blocks > 24
+        for name, tokens in late.tokens.items():
+            start = len(prompts[name[0] if isinstance(name, tuple) else name])
+            for at in range(start, 24):
+                assert tokens[at] == sum(tokens[:at]) % 5
