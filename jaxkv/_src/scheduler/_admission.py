@@ -57,7 +57,8 @@ class Admission:
             # Only a request that has all the room of a step to itself may take a part of a prefix.
             most = cached_left if cached_left == self._options.cached_tokens else None
             cached, held = self._prompts.find(request, num_tokens, most)
-            if not self._has_room(request, room, held):
+            owed = self._prompt_blocks(request) - held
+            if not self._has_room(request, room, owed):
                 break
             copies_state = bool(cached) and self._options.has_states
             if cached > cached_left or (copies_state and not step.forks):
@@ -68,7 +69,7 @@ class Admission:
             cached_left -= cached
             step.forks -= copies_state
             step.has_shared |= cached > 0
-            room.take(request, self._prompt_blocks(request) - held)
+            room.take(request, owed)
             entrants.append(request)
         return entrants
 
@@ -136,7 +137,8 @@ class Admission:
         held = 0
         if step.has_shared:
             _, held = self._prompts.find(request, num_tokens, step.cached_tokens)
-        if not self._has_room(request, room, held):
+        blocks = self._prompt_blocks(request)
+        if not self._has_room(request, room, blocks - held):
             return None
         draft_start = self._queues.ledger.draft_starts.item(request.index)
         hit = self._prompts.start(
@@ -147,7 +149,7 @@ class Admission:
         step.take_back(name)
         step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
-        room.take(request, self._prompt_blocks(request) - sum(hit.shared_blocks))
+        room.take(request, blocks - sum(hit.shared_blocks))
         return hit
 
     def grows(self, work: dict[Hashable, int]) -> bool:
@@ -168,20 +170,13 @@ class Admission:
                 owed += self._owed_blocks(self._queues.running[running.order.names[at]])
         return Room(owed, running.order.blocks)
 
-    def _has_room(self, request: Request, room: Room, held: int = 0) -> bool:
-        """Returns whether a request can start; see ``preemption``.
-
-        Args:
-          request: the request.
-          room: the room that is left.
-          held: blocks of its prefix that running requests hold already.
-        """
+    def _has_room(self, request: Request, room: Room, owed: int = 0) -> bool:
+        """Returns whether a request can start, whose prompt takes ``owed`` free blocks."""
         if not self._options.preemption:
             steady, in_flight = request.blocks
             most = room.steady + steady + max(room.in_flight, in_flight)
             return most <= self._plan.usable_blocks
-        needed = room.owed + self._prompt_blocks(request) - held
-        return needed <= self._manager.num_free_blocks
+        return room.owed + owed <= self._manager.num_free_blocks
 
     def _owed_blocks(self, request: Request) -> int:
         """Returns the blocks that a running request will still take until it decodes."""
@@ -198,10 +193,8 @@ class Admission:
     def num_forks(self, donor: Request) -> int:
         """Returns how many samples of a request can share its blocks now."""
         tokens = max(donor.prompt_tokens, self._queues.num_computed(donor))
-        if (
-            not self._options.forks or tokens > self._options.cached_tokens
-        ):  # no step could bring them all
-            return 0
+        if not self._options.forks or tokens > self._options.cached_tokens:
+            return 0  # no step has room for the copies, or for the tokens
         count, free_rows = 0, self._queues.num_free_rows
         if self._options.preemption:
             return free_rows
