@@ -208,7 +208,8 @@ class ReferenceManager:
         if not newest and not _is_kept(spec, donor, num_tokens):
             raise KeyError(num_tokens)
         in_step, rewound = num_tokens - donor.resumed, donor.reached > num_tokens
-        if newest and in_step > 1 and (in_step <= 1 + spec.speculative_blocks or rewound):
+        drafts = spec.speculative_blocks
+        if newest and drafts and in_step > 1 and (in_step <= 1 + drafts or rewound):
             raise KeyError(num_tokens)  # the state may lie in the block of a draft
         return {"none": [0], "align": [last], "all": list(range(last + 1))}[spec.cache_mode]
 

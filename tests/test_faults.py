@@ -394,13 +394,13 @@ def test_a_state_that_is_yet_to_be_copied_is_not_kept_for_later_prompts() -> Non
     layers = {"s": state("none"), "a": FULL}
     served = device(layers, 30, 24, 3)
     manager = served.manager
-    manager.start("donor", [1] * 6)
-    served.step({"donor": 5})
+    manager.start("donor", [1] * 9)
+    served.step({"donor": 4})
     manager.fork("donor", ["fork"])
     manager.grow({"fork": 1})
     manager.finish("fork")
     served.step({"donor": 1}, 100.0)
-    manager.start("later", [1] * 6)
+    manager.start("later", [1] * 9)
     cached = manager.num_computed_tokens("later")
     assert served.step({"later": 1}).tolist() == [cached]
 
@@ -424,7 +424,7 @@ def test_a_request_that_began_with_a_cached_prefix_cannot_go_back_to_its_first_t
 
 def test_names_are_told_apart_by_what_they_are() -> None:
     """NumPy compares a number with a tuple element by element, so equality says little."""
-    _, manager, shape = serving({"a": FULL})
+    _, manager, shape = serving({"a": FULL, "s": state("align")})
     names = [np.int64(1), (1,), (1, 2)]
     for name in names:
         manager.start(name)

@@ -52,8 +52,8 @@ def _state_to_share(
     column = cdiv(num_tokens, state.column_tokens[group]) - 1
     newest = num_tokens == state.computed[row]
     in_step = int(num_tokens - state.step_start[row])
-    was_draft = in_step <= 1 + drafts or num_tokens < state.max_computed[row]
-    if newest and in_step > 1 and was_draft:
+    rewound = num_tokens < state.max_computed[row]
+    if newest and drafts and in_step > 1 and (in_step <= 1 + drafts or rewound):
         raise ValueError(
             f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
             f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
