@@ -142,6 +142,21 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
     jaxkv.check_errors(after)
 
 
+@pytest.mark.parametrize("case", PERIODS, ids=str)
+def test_gpus_and_cpus_read_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs gather elements, and CPUs bytes; here a CPU does both."""
+    cache, _, batch = poisoned(case)
+    reads = {}
+    for branch in ("cuda", "default"):
+        choose = lambda *operands, by=branch, **branches: branches[by](*operands)  # noqa: E731
+        monkeypatch.setattr(lax, "platform_dependent", choose)
+        jax.clear_caches()
+        reads[branch] = {x: cases.read(cache, x, batch) for x in cases.layers_of(case.plan)}
+    assert_same_bytes(reads["cuda"], reads["default"])
+    assert all(np.asarray(array).tobytes().strip(b"\0") for array in jax.tree.leaves(reads))
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("case", PERIODS[:2], ids=str)
 def test_a_scan_over_periods_is_in_place(case: Case) -> None:
     cache, step = case.cache(20_000), cases.fixed_step(case.plan)
