@@ -84,7 +84,7 @@ class ReferenceManager:
         self.start(name, source.encoder_tokens)
         request = self.requests[name]
         request.computed, request.blocks = num_tokens, taken
-        request.reached = num_tokens
+        request.reached = request.resumed = num_tokens
         for group, spec in enumerate(self.specs):
             request.lengths[group] = max(taken[group], default=-1) + 1
             if not isinstance(spec, StateSpec | CrossAttentionSpec):

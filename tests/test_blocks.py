@@ -594,6 +594,8 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
     manager.fork("r", ["first"])
     manager.step(shape, {"r": 1})
     manager.fork("r", ["second"])
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"second": 5})  # only the donor's newest state is shared
     assert manager.computed_tokens == {"r": 6, "prompt": 4, "first": 5, "second": 6}
 
 

@@ -325,7 +325,8 @@ class RequestState:
           columns: per group, source, first and end of the columns to share.
         """
         self.start(row, int(self.encoder_tokens[donor]))
-        self.computed[row] = self.max_computed[row] = self.unsent_tokens[row] = num_tokens
+        self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
+        self.unsent_tokens[row] = num_tokens
         for group, (source, first, end) in enumerate(columns):
             mine, theirs = self.columns_of(row, group), self.columns_of(donor, group)
             mine[first:end] = theirs[first:end]
