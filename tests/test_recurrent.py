@@ -146,12 +146,11 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     [
         ("gated_delta", "all", None),
         ("mamba2", "align", None),
-        ("linear_attention", "none", None),
         ("short_conv", "all", None),
         ("gated_delta", "align", 5),
     ],
 )
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, data) -> None:
     plan = plan_of(kind, mode)
@@ -163,7 +162,7 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
     for request in computed:
         manager.start(request)
     blocks = -(-(columns or TOKENS) // BLOCK) + 1 if mode == "all" else 1
-    for _ in range(4):
+    for _ in range(3):
         most = columns or TOKENS // 2
         counts = {r: min(data.draw(st.integers(0, most)), LENGTH - computed[r]) for r in computed}
         work = {request: count for request, count in counts.items() if count}
@@ -201,7 +200,7 @@ def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(mode, acce
     upload = manager.step(shape, {"a": 3})
     cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), none)
     computed = 5 + accepted
-    manager.rewind("a", computed)
+    manager.rewind({"a": computed})
     x = inputs_of({"a": 1}, {"a": computed}, None)
     upload = manager.step(shape, {"a": 1})
     cache, out, _ = step("gated_delta", cache, upload, x, zeros, as_ids([accepted, 0]))

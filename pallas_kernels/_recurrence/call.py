@@ -20,7 +20,7 @@ from pallas_kernels._recurrence.limits import (
     why_not_convolution,
     why_not_step,
 )
-from pallas_kernels._recurrence.pages import StatePages
+from pallas_kernels._recurrence.pages import StatePages, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.xla import convolve_xla, recur_xla, run_chunks
 
@@ -206,7 +206,7 @@ def causal_conv1d(
     data, out = _choose(
         implementation,
         unsupported,
-        functools.partial(_convolve_mosaic, convolution, inputs, requests, most),
+        functools.partial(_convolve_mosaic, convolution, inputs, requests, most=most),
         functools.partial(convolve_xla, convolution, inputs, requests),
     )
     return data, _of_requests(requests, out)
@@ -283,10 +283,10 @@ def _run_mosaic(
     from pallas_kernels._recurrence.step import can_fuse, step_mosaic
 
     if conv is not None and not can_fuse(rule, tokens, requests, conv):
+        run = functools.partial(_convolve_mosaic, most=most)
         if why_not_convolution(conv, requests, most):
-            tokens = _after(tokens, *convolve_xla(conv, tokens.inputs, requests))
-        else:
-            tokens = _after(tokens, *_convolve_mosaic(conv, tokens.inputs, requests, most))
+            run = _convolve_elements
+        tokens = _after(tokens, *run(conv, tokens.inputs, requests))
         conv = None
     if requests.counts is None or most <= MAX_STEP_TOKENS:
         return step_mosaic(rule, tokens, requests, conv, most, out)
@@ -294,16 +294,25 @@ def _run_mosaic(
     assert requests.starts is not None
     single = requests.counts == 1
     data, outputs = step_mosaic(rule, tokens, requests.only(single), None, 1, out)
-    tokens = _after(tokens, data, tokens.inputs)
-    data, others = run_chunks(rule, tokens, requests.only(~single), out)
+    states = tokens.states._replace(data=data)
+    tokens = tokens._replace(states=states.as_elements())
+    elements, others = run_chunks(rule, tokens, requests.only(~single), out)
     count = outputs.shape[0]
     place = jnp.where(single, requests.starts, count)
     is_single = jnp.zeros(count, bool).at[place].set(True, mode="drop")
-    return data, jnp.where(is_single[:, None, None], outputs, others)
+    outputs = jnp.where(is_single[:, None, None], outputs, others)
+    return from_rows(elements, data), outputs
+
+
+def _convolve_elements(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
+    """Convolves by XLA on a GPU, where elements are scattered faster than their bytes."""
+    typed = conv._replace(pages=conv.pages.as_elements())
+    elements, out = convolve_xla(typed, inputs, requests)
+    return from_rows(elements, conv.pages.data), out
 
 
 def _convolve_mosaic(
-    conv: Convolution, inputs: Array, requests: Requests, most: int
+    conv: Convolution, inputs: Array, requests: Requests, *, most: int
 ) -> tuple[Array, Array]:
     from pallas_kernels._recurrence.conv import convolve_mosaic
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import call_kernel
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
-from pallas_kernels._recurrence.rule import Convolution, Requests, as_rows, from_rows
+from pallas_kernels._recurrence.pages import as_rows, from_rows
+from pallas_kernels._recurrence.rule import Convolution, Requests
 
 
 def convolve_mosaic(

@@ -1,7 +1,7 @@
 """Pages of recurrent states, and where they lie in memory."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -45,6 +45,13 @@ class StatePages(NamedTuple):
     def extent_bytes(self) -> int:
         return self.data.shape[1] * self.data.dtype.itemsize
 
+    def as_elements(self) -> Self:
+        """Returns the same pages with ``data`` in their dtype: without a copy on GPUs."""
+        width = self.extent_bytes // self.itemsize
+        if self.extent_bytes % self.itemsize:
+            return self
+        return self._replace(data=as_rows(self.data, self.dtype, width))
+
     def knows(self, ids: Array) -> Array:
         """Returns which ids are those of pages."""
         return (ids >= 0) & (ids < self.num_pages)
@@ -85,3 +92,24 @@ class StatePages(NamedTuple):
             return data.reshape(shape)
         split = (*shape, self.itemsize) if self.itemsize > 1 else shape
         return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))
+
+
+def as_rows(data: Array, dtype: DTypeLike, width: int) -> Array:
+    """Returns ``data`` as rows of elements of another dtype, without a copy on GPUs."""
+    dtype, size = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
+    if data.dtype == dtype:
+        return data.reshape(-1, width)
+    if size < 1:
+        return lax.bitcast_convert_type(data, dtype).reshape(-1, width)
+    split = (-1, width, size) if size > 1 else (-1, width)
+    return lax.bitcast_convert_type(data.reshape(split), dtype)
+
+
+def from_rows(rows: Array, like: Array) -> Array:
+    """Undoes `as_rows`."""
+    if rows.dtype == like.dtype:
+        return rows.reshape(like.shape)
+    size = rows.dtype.itemsize // like.dtype.itemsize
+    if size < 1:
+        rows = rows.reshape(*rows.shape[:-1], -1, like.dtype.itemsize // rows.dtype.itemsize)
+    return lax.bitcast_convert_type(rows, like.dtype).reshape(like.shape)

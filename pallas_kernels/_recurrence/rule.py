@@ -1,8 +1,7 @@
 """The rules of recurrent layers, and the arrays of a call."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -131,24 +130,3 @@ class Tokens(NamedTuple):
     log_decay: Array
     beta: Array
     states: StatePages
-
-
-def as_rows(data: Array, dtype: Any, width: int) -> Array:
-    """Returns ``data`` as rows of elements of another dtype, without a copy on GPUs."""
-    dtype, size = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
-    if data.dtype == dtype:
-        return data.reshape(-1, width)
-    if size < 1:
-        return jax.lax.bitcast_convert_type(data, dtype).reshape(-1, width)
-    split = (-1, width, size) if size > 1 else (-1, width)
-    return jax.lax.bitcast_convert_type(data.reshape(split), dtype)
-
-
-def from_rows(rows: Array, like: Array) -> Array:
-    """Undoes `as_rows`."""
-    if rows.dtype == like.dtype:
-        return rows.reshape(like.shape)
-    size = rows.dtype.itemsize // like.dtype.itemsize
-    if size < 1:
-        rows = rows.reshape(*rows.shape[:-1], -1, like.dtype.itemsize // rows.dtype.itemsize)
-    return jax.lax.bitcast_convert_type(rows, like.dtype).reshape(like.shape)

@@ -23,21 +23,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import (
     NORM_EPSILON,
     Convolution,
     Requests,
     Rule,
     Tokens,
-    as_rows,
-    from_rows,
 )
 
 # Interpret mode cannot reshape references. With False, values are reshaped instead.
 RESHAPES_REFERENCES = True
 PIECE_BYTES = 16 * 1024  # of a state, that a thread block works on at once
 STAGES = 4  # pieces that a thread block holds
-SPLITS = 1  # thread blocks that share a value head
 LEAST_ITEMS = 2  # per SM, for the convolution to be a part of the kernel
 
 
@@ -51,7 +49,6 @@ class StepShape(NamedTuple):
     packed: inputs of the convolution in an element of the pages, 1 or 2.
     decay_per_key: whether every key channel has a decay of its own.
     heads: value heads of an item, which are of one key head.
-    splits: items that share the rows of these heads.
     rows: of a state in a piece.
     page: dtype of the pages.
     inner: dtype of the convolution's inputs.
@@ -66,7 +63,6 @@ class StepShape(NamedTuple):
     packed: int
     decay_per_key: bool
     heads: int
-    splits: int
     rows: int
     stages: int
     page: jnp.dtype
@@ -79,11 +75,11 @@ class StepShape(NamedTuple):
     @property
     def pieces(self) -> int:
         """Returns the pieces of an item."""
-        return self.heads * self.rule.value_size // self.rows // self.splits
+        return self.heads * self.rule.value_size // self.rows
 
     @property
     def items(self) -> int:
-        return self.batch * self.rule.value_heads // self.heads * self.splits
+        return self.batch * self.rule.value_heads // self.heads
 
     @property
     def channels(self) -> int:
@@ -165,8 +161,7 @@ def _shape(
     heads = rule.group if conv is not None else 1
     while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
         heads *= 2
-    splits = SPLITS if conv is None and heads == 1 else 1
-    stages = min(STAGES, heads * rule.value_size // rows // splits)
+    stages = min(STAGES, heads * rule.value_size // rows)
     return StepShape(
         rule=rule,
         tokens=most,
@@ -176,7 +171,6 @@ def _shape(
         packed=1 if conv is None else size // conv.pages.itemsize,
         decay_per_key=tokens.log_decay.ndim == 3,
         heads=heads,
-        splits=splits,
         rows=rows,
         stages=stages,
         page=jnp.dtype(states.dtype),
@@ -251,7 +245,6 @@ class _Item(NamedTuple):
     request: Array
     key_head: Array
     head: Array
-    piece: Array  # first piece of the heads
     token: Array  # first of the request
     count: Array  # tokens of the request
     page: Array  # first row of the page to read
@@ -295,9 +288,8 @@ class _Stepper:
 
     def _locate(self) -> _Item:
         shape, index = self.shape, lax.axis_index("cta")
-        parts = self.rule.value_heads // shape.heads * shape.splits
-        request, part = lax.div(index, parts), lax.rem(index, parts)
-        head, split = lax.div(part, shape.splits) * shape.heads, lax.rem(part, shape.splits)
+        parts = self.rule.value_heads // shape.heads
+        request, head = lax.div(index, parts), lax.rem(index, parts) * shape.heads
         page, is_known = self._page(self.read_ids[request])
         if self.starts is None:
             token, count = request, jnp.int32(1)
@@ -309,7 +301,6 @@ class _Stepper:
             request=request,
             key_head=lax.div(head, self.rule.group),
             head=head,
-            piece=split * shape.pieces,
             token=token,
             count=count,
             page=page,
@@ -325,9 +316,7 @@ class _Stepper:
     def _rows(self, page: Array, item: _Item, piece: Array | int) -> Any:
         """Returns a piece of the state in a page."""
         rows = self.shape.rows
-        start = (
-            page + self.head_row + item.head * self.rule.value_size + (item.piece + piece) * rows
-        )
+        start = page + self.head_row + item.head * self.rule.value_size + piece * rows
         return self.pages.at[pl.ds(start, rows)]
 
     def _fetch(self, item: _Item, piece: Array | int, stage: Array | int) -> None:
@@ -459,7 +448,7 @@ class _Stepper:
         """Updates a piece of a state by all tokens of the request."""
         shape, loaded = self.shape, self.loaded.at[stage]
         size = (shape.rows, self.rule.key_size)
-        values = self._values(0, item.piece + piece)
+        values = self._values(0, piece)
         plgpu.barrier_wait(self.full.at[stage])
         state = _load(loaded, self.tile)
         state = jnp.where(lax.broadcast(item.is_known, size), state, 0.0)
@@ -482,7 +471,7 @@ class _Stepper:
         gates: tuple[Any, Any],
     ) -> Array:
         """Updates a piece of a state by one of several tokens, which may be none."""
-        values = self._values(t, item.piece + piece)
+        values = self._values(t, piece)
         updated, out = self._update(state, values, self._vectors(t), gates, t, j)
         is_there = t < item.count
         state = jnp.where(lax.broadcast(is_there, state.shape), updated, state)
@@ -540,7 +529,7 @@ class _Stepper:
 
     def _give(self, item: _Item, t: int, j: int, piece: Array, out: Array) -> None:
         rows = self.shape.rows
-        start = lax.rem(item.piece + piece, self.rule.value_size // rows) * rows
+        start = lax.rem(piece, self.rule.value_size // rows) * rows
         target = self.out.at[item.token + t, item.head + j, pl.ds(start, rows)]
         _store(target, out.astype(target.dtype))
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels._recurrence.chunks import CHUNK, cut_chunks
+from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.rule import NORM_EPSILON, Convolution, Requests, Rule, Tokens
+
+TOGETHER = 32  # chunks whose tokens are combined at once, which takes 4 to 5 MB each
 
 
 def recur_xla(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
@@ -72,41 +74,72 @@ def run_chunks(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tupl
     """Computes any number of tokens of each request, chunk by chunk.
 
     Within a chunk, tokens are combined by matrix products (Yang et al. 2024, arXiv:2412.06464,
-    section 3.3). A loop carries the state from chunk to chunk.
+    section 3.3), of `TOGETHER` chunks at once. A loop carries the state from chunk to chunk.
     """
     count = tokens.inputs.shape[0]
     chunks = cut_chunks(requests, count, CHUNK)
-    place = chunks.first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]  # [N, C]
+    together = min(TOGETHER, chunks.first.size)
+
+    def run_some(turn: Array, carry: _Carry) -> _Carry:
+        index = turn * together + jnp.arange(together, dtype=jnp.int32)
+        mine = jax.tree.map(
+            lambda array: array.at[index].get(mode="clip"), chunks._replace(count=index)
+        )
+        parts, inside = _parts(rule, tokens, mine)
+        some = jnp.minimum(together, chunks.count - turn * together)
+        run_one = functools.partial(_run_chunk, tokens, mine, parts, inside)
+        return lax.fori_loop(0, some, run_one, carry)
+
+    carry = _Carry(
+        tokens.states.data,
+        jnp.zeros((count + CHUNK, rule.value_heads, rule.value_size), out),
+        jnp.zeros((rule.value_heads, rule.value_size, rule.key_size), jnp.float32),
+    )
+    done = lax.fori_loop(0, -(-chunks.count // together), run_some, carry)
+    return done.data, done.outputs[:count]
+
+
+class _Carry(NamedTuple):
+    """The loop's arrays: the pages, the outputs, and the state after the last chunk."""
+
+    data: Array
+    outputs: Array
+    state: Array
+
+
+def _run_chunk(
+    tokens: Tokens, chunks: Chunks, parts: _Parts, inside: Array, i: Array, carry: _Carry
+) -> _Carry:
+    """Adds one of some chunks to the outputs and to the state."""
+    data, outputs, state = carry
+    pages = tokens.states._replace(data=data)
+    mine = jax.tree.map(lambda array: array[i], parts)
+    resumed = pages.read(chunks.read_ids[i]).astype(jnp.float32)
+    state = jnp.where(chunks.is_first[i], resumed, state)
+    added = mine.values - jnp.einsum("hck,hvk->hcv", mine.erased, state)
+    given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
+    given += jnp.einsum("hcd,hdv->hcv", mine.inner, added)
+    state = state * mine.decay[:, None] + jnp.einsum("hcv,hck->hvk", added, mine.keys)
+    data = pages.write(chunks.write_ids[i][None], state[None])
+    # Rows past the chunk's end stay what they are.
+    before = lax.dynamic_slice_in_dim(outputs, chunks.first[i], CHUNK)
+    given = jnp.swapaxes(given, 0, 1).astype(outputs.dtype)
+    given = jnp.where(inside[i][:, None, None], given, before)
+    outputs = lax.dynamic_update_slice_in_dim(outputs, given, chunks.first[i], axis=0)
+    return _Carry(data, outputs, state)
+
+
+def _parts(rule: Rule, tokens: Tokens, chunks: Chunks) -> tuple[_Parts, Array]:
+    """Returns the parts of some chunks, and which tokens they have, bool[N, C]."""
+    place = chunks.first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
     inside = place < chunks.end[:, None]
 
     def take(array: Array) -> Array:
         rows = array.at[place].get(mode="clip").astype(jnp.float32)
         return jnp.where(jnp.expand_dims(inside, range(2, rows.ndim)), rows, 0)
 
-    parts = _combine(rule, take(tokens.inputs), take(tokens.log_decay), take(tokens.beta))
-    outputs = jnp.zeros((count + CHUNK, rule.value_heads, rule.value_size), jnp.float32)
-    state = jnp.zeros((rule.value_heads, rule.value_size, rule.key_size), jnp.float32)
-
-    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        data, outputs, state = carry
-        pages = tokens.states._replace(data=data)
-        mine = jax.tree.map(lambda array: array[i], parts)
-        resumed = pages.read(chunks.read_ids[i]).astype(jnp.float32)
-        state = jnp.where(chunks.is_first[i], resumed, state)
-        added = mine.values - jnp.einsum("hck,hvk->hcv", mine.erased, state)
-        given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
-        given += jnp.einsum("hcd,hdv->hcv", mine.inner, added)
-        state = state * mine.decay[:, None] + jnp.einsum("hcv,hck->hvk", added, mine.keys)
-        data = pages.write(chunks.write_ids[i][None], state[None])
-        # Rows past the chunk's end stay what they are.
-        mine = lax.dynamic_slice_in_dim(outputs, chunks.first[i], CHUNK)
-        given = jnp.where(inside[i][:, None, None], jnp.swapaxes(given, 0, 1), mine)
-        outputs = lax.dynamic_update_slice_in_dim(outputs, given, chunks.first[i], axis=0)
-        return data, outputs, state
-
-    carry = tokens.states.data, outputs, state
-    data, outputs, _ = lax.fori_loop(0, chunks.count, body, carry)
-    return data, outputs[:count].astype(out)
+    given = take(tokens.inputs), take(tokens.log_decay), take(tokens.beta)
+    return _combine(rule, *given), inside
 
 
 def _combine(rule: Rule, inputs: Array, log_decay: Array, beta: Array) -> _Parts:

@@ -19,7 +19,7 @@ from pallas_kernels import (
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import step
+from pallas_kernels._recurrence import step, xla
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
     RecurrentCase,
@@ -35,7 +35,8 @@ EXTREMES = [-1, PAGES, -(2**31), 2**31 - 1]
 
 
 @pytest.fixture(autouse=True)
-def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "TOGETHER", 2)  # so that several turns are needed
     if HAS_MOSAIC and not ON_GPU:
         monkeypatch.setattr(step, "RESHAPES_REFERENCES", False)
 
@@ -234,15 +235,17 @@ def as_case(layer: Layer, given: Arrays, inputs: np.ndarray) -> RecurrentCase:
     )
 
 
-def check(layer: Layer, given: Arrays, implementation: str, **how: Any) -> None:
+def check(
+    layer: Layer, given: Arrays, implementation: str, in_chunks: bool = False, **how: Any
+) -> None:
     with kernels_run():
         data, outputs = run(
             layer, jax.tree.map(jnp.array, given), implementation=implementation, **how
         )
     states, windows, expected = expect(layer, given)
-    close = functools.partial(
-        np.testing.assert_allclose, rtol=layer.tolerance, atol=5 * layer.tolerance
-    )
+    # The products of chunks are of the precision that jax chooses: TF32 on a GPU.
+    bound = max(layer.tolerance, 5e-3) if in_chunks and ON_GPU else layer.tolerance
+    close = functools.partial(np.testing.assert_allclose, rtol=bound, atol=5 * bound)
     close(np.asarray(outputs, np.float64), expected)
     close(states_in(layer, data), states)
     if windows is not None:
@@ -275,7 +278,6 @@ def draw_ids(data: st.DataObject, batch: int, writes: int) -> dict[str, np.ndarr
 
 
 STEPS = (
-    Layer(),
     Layer(rule="delta per key", key_heads=2, state="bfloat16", key=64, value=64),
     Layer(rule="scan", key=64, width=3, bias=True, state="float16", value_heads=2, value=64),
     Layer(key=128, value=128, width=4, conv="bfloat16", inputs="bfloat16"),
@@ -310,7 +312,7 @@ def without(given: Arrays, idle: list[int]) -> Arrays:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layer", STEPS[1:3], ids=str)
+@pytest.mark.parametrize("layer", STEPS[1:2], ids=str)
 @settings(max_examples=1)
 @given(data=st.data())
 def test_the_state_after_each_draft_is_kept(implementation, layer, data) -> None:
@@ -323,14 +325,11 @@ def test_the_state_after_each_draft_is_kept(implementation, layer, data) -> None
         write_after=as_ids([[1, 2, 3]] * 3),
         **draw_ids(data, 3, 3),
     )
-    check(layer, given, implementation, ragged=True, most=3)
+    in_chunks = implementation == "xla"
+    check(layer, given, implementation, in_chunks=in_chunks, ragged=True, most=3)
 
 
-PROMPTS = (
-    Layer(),
-    Layer(rule="delta per key", key_heads=2, state="bfloat16"),
-    Layer(rule="scan", width=4, bias=True),
-)
+PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, state="bfloat16"))
 
 
 @pytest.mark.parametrize("layer", PROMPTS, ids=str)
@@ -350,7 +349,7 @@ def test_chunks_are_equal_to_tokens_one_by_one(layer, data) -> None:
         write_after=as_ids(after),
         **draw_ids(data, 3, 2),
     )
-    check(layer, given, "xla", ragged=True, most=None)
+    check(layer, given, "xla", in_chunks=True, ragged=True, most=None)
 
 
 @needs_mosaic
@@ -365,7 +364,7 @@ def test_decodes_and_prompts_go_together_through_the_kernels() -> None:
         write_ids=as_ids([[1], [5], [3]]),
         write_after=as_ids([[1], [70], [1]]),
     )
-    check(layer, given, "mosaic_gpu", ragged=True, most=None)
+    check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
 
 
 def test_padding_gives_zeros() -> None:
@@ -386,7 +385,7 @@ def test_padding_gives_zeros() -> None:
         assert np.isfinite(outputs[0]).all() and not np.asarray(outputs[1]).any()
 
 
-@pytest.mark.parametrize(("layer", "ragged"), [(STEPS[0], False), (STEPS[2], True)], ids=str)
+@pytest.mark.parametrize(("layer", "ragged"), [(STEPS[0], False), (STEPS[1], True)], ids=str)
 def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
     """Nothing as large as the states of a step is made beside them, and the pool is aliased."""
     heads = 64
@@ -412,7 +411,7 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("layer", "ragged"), [*zip(STEPS, [False] * 5, strict=True), (STEPS[1], True)], ids=str
+    ("layer", "ragged"), [(STEPS[0], True), (STEPS[1], False), (STEPS[2], False)], ids=str
 )
 def test_the_cuda_lowering_is_aliased(layer: Layer, ragged: bool, monkeypatch) -> None:
     monkeypatch.setattr(step, "RESHAPES_REFERENCES", True)
