@@ -14,6 +14,7 @@ from tests.benchmarks import (
     host,
     planner,
     prefixes,
+    recurrent,
     served,
     sharded,
     sleep,
@@ -32,6 +33,7 @@ PARTS = {
     "zero": zero.run,
     "copies": copies.run,
     "attention": attention.run,
+    "recurrent": recurrent.run,
     "sharded": sharded.run,
     "devices": devices.run,
     "served": served.run,
@@ -40,7 +42,7 @@ PARTS = {
     "compile": compile.run,
 }
 # The others read the host's clock alone.
-READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharded")
+READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "recurrent", "sharded")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ folder holds ``vllm/``, as unzipped from a wheel::
     unzip -q vllm-0.33.0-*.whl 'vllm/*.py' '*/_vllm_fa3_C.abi3.so' -d DIR
 """
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -49,6 +50,19 @@ ATTENTION_MODULES = (
     "vllm.v1.attention.ops.triton_unified_attention",
     "vllm.v1.attention.ops.triton_attention_helpers",
 )
+RECURRENT_OPS, MAMBA_OPS = (
+    "vllm.third_party.flash_linear_attention.ops",
+    "vllm.model_executor.layers.mamba.ops",
+)
+# The kernels that are timed, by the module that holds them; these import others of their folders.
+RECURRENT_KERNELS = {
+    "chunk_gated_delta_rule": f"{RECURRENT_OPS}.chunk",
+    "fused_recurrent_gated_delta_rule": f"{RECURRENT_OPS}.fused_recurrent",
+    "fused_recurrent_gated_delta_rule_packed_decode": f"{RECURRENT_OPS}.fused_recurrent",
+    "causal_conv1d_fn": f"{MAMBA_OPS}.causal_conv1d",
+    "causal_conv1d_update": f"{MAMBA_OPS}.causal_conv1d",
+    "selective_state_update": f"{MAMBA_OPS}.mamba_ssm",
+}
 FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
@@ -99,6 +113,16 @@ class VllmPeer:
         module = importlib.import_module(ATTENTION_MODULES[0])
         return types.SimpleNamespace(unified_attention=module.unified_attention)
 
+    @functools.cached_property
+    def recurrent(self) -> types.SimpleNamespace:
+        """Triton code of recurrent layers, by the names of `RECURRENT_KERNELS`."""
+        modules = {
+            name: importlib.import_module(where) for name, where in RECURRENT_KERNELS.items()
+        }
+        return types.SimpleNamespace(
+            **{name: getattr(module, name) for name, module in modules.items()}
+        )
+
     def flash_attention_3(self) -> Any:
         """Returns the forward pass of FA3, as torch knows it.
 
@@ -141,6 +165,18 @@ class _Platform(_Anything):
 
         return torch.float8_e4m3fn
 
+    @staticmethod
+    def is_cuda() -> bool:
+        return True
+
+    @staticmethod
+    def is_cuda_alike() -> bool:
+        return True
+
+    @staticmethod
+    def is_arch_support_pdl() -> bool:
+        return False
+
 
 class _StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
@@ -158,8 +194,11 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.split(".")[0] != "vllm":
             return None
-        if fullname in (*MANAGER_MODULES, *TABLE_MODULES, *ATTENTION_MODULES):
-            file = self._root / (fullname.replace(".", "/") + ".py")
+        file = self._root / (fullname.replace(".", "/") + ".py")
+        is_recurrent = (
+            fullname.startswith((f"{RECURRENT_OPS}.", f"{MAMBA_OPS}.")) and file.is_file()
+        )
+        if is_recurrent or fullname in (*MANAGER_MODULES, *TABLE_MODULES, *ATTENTION_MODULES):
             return importlib.util.spec_from_file_location(fullname, file)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -177,23 +216,28 @@ def _real_names(module: str) -> dict[str, Any]:
     if module == "vllm.triton_utils":
         import triton
         import triton.language as tl
+        from triton.language.extra import libdevice
 
-        return {"tl": tl, "triton": triton}
+        return {"tl": tl, "triton": triton, "tldevice": libdevice, "HAS_TRITON": True}
     return {
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
-        "vllm.utils.platform_utils": {"is_uva_available": lambda: True},
+        "vllm.utils.platform_utils": {
+            "is_uva_available": lambda: True,
+            "get_device_name_as_file_name": lambda: "NVIDIA_H200",
+        },
+        "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": contextlib.nullcontext},
         "vllm.utils.torch_utils": {
             "async_tensor_h2d": _async_tensor_h2d,
             "get_accelerator_view_from_cpu_tensor": _device_view,
             "get_dtype_size": {"bf16": 2, "f32": 4}.__getitem__,
         },
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_TUNED_CONFIG_FOLDER": None},
         "vllm.platforms": {"current_platform": _Platform},
         "vllm.v1.attention.backends.registry": {
             "MambaAttentionBackendEnum": enum.Enum("MambaAttentionBackendEnum", "MAMBA2")
         },
-        "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1},
+        "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1, "NULL_BLOCK_ID": 0},
         "vllm.v1.utils": {"ConstantList": lambda values: values},  # theirs refuses to be changed
     }.get(module, {})
 
@@ -205,7 +249,7 @@ def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any
     if isinstance(data, list):
         staged = torch.tensor(data, dtype=dtype, pin_memory=True, device="cpu")
     else:
-        given = torch.from_numpy(data)
+        given = data if torch.is_tensor(data) else torch.from_numpy(data)
         staged = torch.empty(given.shape, dtype=dtype or given.dtype, pin_memory=True).copy_(given)
     if out is not None:
         return out.copy_(staged, non_blocking=True)

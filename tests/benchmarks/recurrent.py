@@ -1,0 +1,172 @@
+"""Recurrent layers over states in pages, and vLLM's Triton kernels.
+
+Pages are shuffled over a pool that is larger than the L2 cache, and decodes of few requests take
+turns with other pages. Times count the convolution: ours is a part of the kernel, vLLM's a call of
+its own. Bytes are those of the states, read and written once.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import (
+    Convolution,
+    Implementation,
+    StatePages,
+    default_implementation,
+    gated_delta_rule,
+    selective_scan,
+)
+from tests.benchmarks.timing import ON_GPU, Report, Times, by_size, measure
+from tests.benchmarks.vllm_peer import VllmPeer
+
+POOL = 257  # pages
+
+
+class RecurrentSpec(NamedTuple):
+    """Requests with so many tokens each, and the layer that they pass.
+
+    drafts: tokens after which a state is written, other than the last one, of each request.
+    """
+
+    name: str
+    counts: tuple[int, ...]
+    rule: str = "delta"
+    key_heads: int = 16
+    value_heads: int = 32
+    key: int = 128
+    value: int = 128
+    state: str = "float32"
+    drafts: int = 0
+    width: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.value_heads, self.value, self.key
+
+    @property
+    def state_bytes(self) -> int:
+        return int(np.prod(self.state_shape)) * jnp.dtype(self.state).itemsize
+
+    @property
+    def conv_bytes(self) -> int:
+        return (self.width - 1) * self.channels * 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states, read once, and written once or after each token."""
+        return len(self.counts) * (2 + self.drafts) * self.state_bytes
+
+    def smaller(self, times: int) -> "RecurrentSpec":
+        """Returns the same with fewer and shorter requests, and fewer heads; itself for 1."""
+        if times == 1:
+            return self
+        counts = tuple(-(-count // times) if count > 8 else count for count in self.counts[:4])
+        return self._replace(counts=counts, key_heads=1, value_heads=2)
+
+
+MAMBA: dict[str, Any] = {"rule": "scan", "key_heads": 8, "value_heads": 128, "value": 64}
+SPECS = (
+    RecurrentSpec("delta, decode 16", (1,) * 16),
+    RecurrentSpec("delta, decode 64", (1,) * 64),
+    RecurrentSpec("delta, decode 256", (1,) * 256),
+    RecurrentSpec("delta, decode 256, bf16 states", (1,) * 256, state="bfloat16"),
+    RecurrentSpec("delta, drafts 64 x 4", (4,) * 64, drafts=3),
+    RecurrentSpec("delta, prompt 1 x 8k", (8192,)),
+    RecurrentSpec("delta, prompts 8 x 1k, ragged", tuple(768 + 73 * i for i in range(8))),
+    RecurrentSpec("delta, 63 decodes and 2k", (*[1] * 63, 2048)),
+    RecurrentSpec("Mamba-2, decode 64", (1,) * 64, **MAMBA),
+    RecurrentSpec("Mamba-2, decode 256", (1,) * 256, **MAMBA),
+    RecurrentSpec("Mamba-2, prompt 1 x 8k", (8192,), **MAMBA),
+)
+SMALL = ("delta, decode 16", "delta, 63 decodes and 2k", "Mamba-2, decode 64")
+
+
+def run(report: Report, peer: VllmPeer | None) -> None:
+    report.title("Recurrent layers over states in pages: GPU time of a call and its convolution")
+    small = tuple(spec for spec in SPECS if spec.name in SMALL)
+    for spec in by_size(full=SPECS, small=small, smallest=small):
+        spec = spec.smaller(by_size(full=1, small=16, smallest=64))
+        is_step = max(spec.counts) <= 8
+        add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
+        ours = add(default_implementation(), time_ours(spec))
+        if ON_GPU and is_step and not spec.drafts:
+            add("XLA", time_ours(spec, "xla"), base=ours)
+        if peer is not None and peer.has_tables:
+            from tests.benchmarks.recurrent_peers import time_peer
+
+            try:
+                add("vLLM, Triton", time_peer(spec, peer), base=ours)
+            except Exception as error:
+                report.note(f"vLLM fails: {type(error).__name__}: {str(error)[:200]}")
+
+
+class Arrays(NamedTuple):
+    inputs: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    weights: jax.Array
+
+
+def make_arrays(spec: RecurrentSpec) -> Arrays:
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (sum(spec.counts), spec.value_heads)
+    return Arrays(
+        jax.random.normal(keys[0], (heads[0], spec.channels), jnp.bfloat16),
+        -jax.random.exponential(keys[1], heads) / 8,
+        jax.random.uniform(keys[2], heads),
+        jax.random.normal(keys[3], (spec.width, spec.channels), jnp.bfloat16),
+    )
+
+
+def page_sets(spec: RecurrentSpec) -> list[np.ndarray]:
+    """Returns ids of disjoint pages, int32[B, states]: calls take turns with them."""
+    pages = np.random.default_rng(0).permutation(np.arange(1, POOL)).astype(np.int32)
+    size = len(spec.counts) * (1 + spec.drafts)
+    return [pages[i : i + size].reshape(len(spec.counts), -1)
+            for i in range(0, max(1, POOL - size), size)]  # fmt: skip
+
+
+def time_ours(spec: RecurrentSpec, implementation: Implementation | None = None) -> Times:
+    arrays, batch = make_arrays(spec), len(spec.counts)
+    size = -(-(spec.conv_bytes + spec.state_bytes) // 4096) * 4096
+    counts = np.asarray(spec.counts, np.int32)
+    is_step = counts.max() == 1
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    after = np.tile(np.arange(1, 2 + spec.drafts, dtype=np.int32), (batch, 1))
+    after = after if spec.drafts else counts[:, None]
+    start = -(-spec.conv_bytes // 512) * 512
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def call(data: jax.Array, arrays: Arrays, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        states = StatePages(data, jnp.dtype(spec.state), spec.state_shape, POOL, start=start)
+        windows = StatePages(data, jnp.bfloat16, (spec.width - 1, spec.channels), POOL)
+        options: dict[str, Any] = {
+            "convolution": Convolution(windows, arrays.weights),
+            "implementation": implementation,
+        }
+        requests: tuple[Any, ...] = ids[:, 0], ids[:, 0]
+        if not is_step:
+            requests = ids[:, 0], ids, jnp.asarray(starts)
+            options |= {"write_after": jnp.asarray(after), "max_query_len": int(counts.max())}
+        given = arrays.inputs, arrays.log_decay, arrays.beta, states, *requests
+        if spec.rule == "scan":
+            return selective_scan(*given, num_groups=spec.key_heads, **options)
+        return gated_delta_rule(*given, num_key_heads=spec.key_heads, **options)
+
+    held = [jnp.full((POOL, size), 1, jnp.uint8)]  # small numbers in every dtype
+    turns = itertools.cycle([jnp.asarray(ids) for ids in page_sets(spec)])
+
+    def step() -> jax.Array:
+        held[0], out = call(held[0], arrays, next(turns))
+        return out
+
+    return measure(step)
