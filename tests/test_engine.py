@@ -264,8 +264,8 @@ def test_requests_go_on_after_sleep(level: int) -> None:
     def note(new: list[Output]) -> None:
         for o in new:
             old = outputs.get((o.request, o.sample), Output(0, 0, [], [], None))
-            outputs[o.request, o.sample] = dataclasses.replace(
-                o, tokens=old.tokens + o.tokens, logprobs=old.logprobs + o.logprobs
+            outputs[o.request, o.sample] = o._replace(
+                tokens=old.tokens + o.tokens, logprobs=(old.logprobs or []) + (o.logprobs or [])
             )
 
     for _ in range(5):
@@ -303,6 +303,29 @@ def test_a_lost_call_runs_again(monkeypatch) -> None:
             interrupts += 1
     assert interrupts == 3
     monkeypatch.undo()
+    assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+
+
+def test_an_engine_restarts_after_a_lost_upload() -> None:
+    engine, requests = make_engine(), random_requests(0, 6)
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    tokens: dict[Any, list[int]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            tokens.setdefault((output.request, output.sample), []).extend(output.tokens)
+
+    for _ in range(4):
+        step()
+    engine._pack()  # what is packed here is lost
+    with pytest.raises(jaxkv.CacheError, match="an upload was lost"):
+        while engine.has_work:
+            step()
+    engine.restart()
+    while engine.has_work:
+        step()
+    assert_all_free(engine)
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
 
 

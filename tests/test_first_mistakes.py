@@ -1,6 +1,8 @@
 """Mistakes of the first hour: each error names the argument, what was given and what to change."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -462,6 +464,159 @@ MISTAKES = {
         "not an array; pass its arrays",
     ),
 }
+
+
+# --- slips that would give wrong tokens, or a loop without an end --------------------------
+
+
+class Loop:
+    """An engine's loop over one request of 20 tokens, in steps of 16; `silent` slips go in it."""
+
+    def __init__(self, *, steps: int = 2, forks: int = 0):
+        plan = plan_cache({"a": FULL, "b": FULL}, 2**20, max_model_len=64)
+        self.manager, self.tokens = BlockManager(plan, max_requests=4), {"r": list(range(20))}
+        self.scheduler = jaxkv.Scheduler(
+            self.manager, max_tokens=16, tokens=self.tokens, forks=forks
+        )
+        self.scheduler.add("r", 20)
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        chosen = self.scheduler.schedule()
+        self.manager.step(self.scheduler.shape(), chosen.work, extra=chosen.token_ids)
+
+    def append(self, *names: str, noted: int = 1) -> "Loop":
+        self.tokens["r"] += [7] * noted
+        for name in names:
+            self.scheduler.append({name: 1})
+        return self
+
+    def threads(self) -> None:
+        """Calls a manager that is in a call, as a second thread would."""
+
+        class Tokens(list):
+            def __len__(tokens) -> int:
+                with pytest.raises(RuntimeError) as found:
+                    self.manager.start("s")
+                raise found.value
+
+        self.manager.start("q", Tokens())
+
+
+def traced(model: Any, layers: Sequence[str] = ("a", "b")) -> None:
+    """Traces a model over a step of one request."""
+    plan = plan_cache(dict.fromkeys(layers, FULL), 2**20, max_model_len=64)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=8, extra=8)
+
+    def step(cache, upload):
+        step = jaxkv.StepContext(cache, upload)
+        model(step)
+        return step.done()
+
+    jax.eval_shape(step, make_cache(plan, max_requests=1), shape.idle())
+
+
+def stale_batch(is_dropped: bool) -> None:
+    """Attends by the batch of the step before, or to the cache of before the step."""
+    plan = plan_cache({"a": FULL}, 2**20, max_model_len=64)
+    manager, cache = BlockManager(plan, max_requests=1), make_cache(plan, max_requests=1)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=8)
+    manager.start("r")
+
+    @jax.jit
+    def two_steps(cache, first, second):
+        cache, old = jaxkv.apply_step(cache, first)
+        new_cache, new = jaxkv.apply_step(cache, second)
+        pair = (cache, new) if is_dropped else (new_cache, old)
+        return jaxkv.attend(pair[0], "a", pair[1], KEYS, KEYS, KEYS)[0]
+
+    uploads = [manager.step(shape, {"r": 4}) for _ in range(2)]
+    jaxkv.check_errors(two_steps(cache, *uploads))
+
+
+def new_weights() -> None:
+    """Gives an engine weights that belong to another model."""
+    plan = plan_cache({"a": FULL}, 2**20, max_model_len=64)
+
+    def forward(params, step):
+        x = jnp.ones((*step.token_ids.shape, 2, 4)) * params
+        return step.attend("a", x, x, x)[step.last_tokens, 0]
+
+    engine = jaxkv.Engine(forward, jnp.ones(()), plan, max_requests=1, max_tokens=4)
+    engine.update(jnp.ones(2))
+
+
+SILENT = {
+    "the cache that apply_step returned is dropped": (
+        lambda: stale_batch(True),
+        jaxkv.CacheError,
+        "a batch of another step than the cache's",
+    ),
+    "the batch of another step": (
+        lambda: stale_batch(False),
+        jaxkv.CacheError,
+        "a batch of another step than the cache's",
+    ),
+    "two layers with one name": (
+        lambda: traced(lambda step: [step.attend("a", KEYS, KEYS, KEYS) for _ in "ab"]),
+        ValueError,
+        "layer='a' is written twice in one step",
+    ),
+    "a layer that the model never calls": (
+        lambda: traced(lambda step: step.attend("a", KEYS, KEYS, KEYS)),
+        ValueError,
+        "the step ends, and it never wrote 'b'",
+    ),
+    "keys forgotten": (
+        lambda: traced(lambda step: step.attend("a", KEYS)),
+        ValueError,
+        "layer='a' is read and this step has not written it",
+    ),
+    "a token sampled from the middle of a prompt": (
+        lambda: Loop(steps=1).append("r"),
+        ValueError,
+        "request='r' has computed 16 of its 20 tokens; append to each request once",
+    ),
+    "append twice": (
+        lambda: Loop().append("r", "r"),
+        ValueError,
+        "request='r' has computed 20 of its 21 tokens; append to each request once",
+    ),
+    "a token that is not noted": (
+        lambda: Loop().append("r", noted=0).step(),
+        ValueError,
+        "request='r' has 21 tokens, and the scheduler's tokens hold 20 token ids of it",
+    ),
+    "append forgotten": (
+        lambda: Loop(steps=4),
+        ValueError,
+        "request='r' was in the samples of a schedule and got no token since",
+    ),
+    "a fork whose tokens are unknown": (
+        lambda: Loop(forks=2).scheduler.fork("r", ["q"]),
+        ValueError,
+        "request='q' has 20 tokens, and the scheduler's tokens hold 0 token ids of it",
+    ),
+    "a fork without room for copies": (
+        lambda: Loop().scheduler.fork("r", ["q"]),
+        ValueError,
+        "samples share no blocks with forks=0; pass forks= when you make the Scheduler",
+    ),
+    "other weights": (new_weights, ValueError, r"params is float32\(2,\); the engine was made"),
+    "a manager in two threads": (
+        lambda: Loop().threads(),
+        RuntimeError,
+        "start was called during another call of the same BlockManager",
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SILENT)
+def test_a_slip_is_an_error(slip: str) -> None:
+    call, error, message = SILENT[slip]
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

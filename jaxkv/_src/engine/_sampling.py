@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -83,8 +83,7 @@ class Sampling:
         return Kind.LIMITED if has_limits else Kind.DRAWN
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Tokens of one sample.
 
     request: the name given to `Engine.add`, or the index of the prompt given to `Engine.generate`.
@@ -137,22 +136,29 @@ class Sample:
     """
 
     __slots__ = (
-        *("request", "index", "sampling", "num_prompt", "tokens", "logprobs", "end", "numbers"),
+        *(
+            "name",
+            "request",
+            "index",
+            "sampling",
+            "num_prompt",
+            "tokens",
+            "logprobs",
+            "end",
+            "numbers",
+        ),
         *("num_drawn", "num_sent", "reason", "stops"),
     )
 
     def __init__(self, request: Hashable, index: int, prompt: list[int], end: int, sampling: Any):
         self.request, self.index, self.sampling = request, index, sampling
+        self.name = (request, index) if index else request
         self.tokens, self.num_prompt, self.end = prompt.copy(), len(prompt), end
         self.logprobs: list[float] = []
         self.stops = frozenset(sampling.stop_token_ids)
         self.numbers = pack(sampling, index)
         self.num_drawn = self.num_sent = len(prompt)
         self.reason: FinishReason | None = None
-
-    @property
-    def name(self) -> Hashable:
-        return (self.request, self.index) if self.index else self.request
 
     def note(self, token: int, logprob: float) -> bool:
         """Adds a token. Returns whether it is the last one."""
