@@ -342,3 +342,18 @@ def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks() -> None:
     while "a" not in server.step().samples:
         pass
     assert server.manager.num_computed_tokens("a") == 14
+
+
+def test_drafts_after_rejected_ones_need_no_chunk_of_those() -> None:
+    """A plan with states ends a chunk before the last token that a request started with."""
+    server = Server(plan_of("none", 150), max_tokens=5)
+    server.add("a", [1] * 10, 48)
+    while len(server.tokens["a"]) < 13:
+        server.sample(server.step())
+    server.scheduler.restart()
+    server.manager.reset_prefixes()
+    assert [server.step().work["a"] for _ in range(2)] == [5, 5]  # the next chunk ends after 12
+    server.scheduler.rewind({"a": 10})
+    server.tokens["a"][10:] = [2, 2, 2]
+    server.scheduler.append({"a": 3})
+    assert server.step().work == {"a": 3}

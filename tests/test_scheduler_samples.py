@@ -150,6 +150,15 @@ def test_a_sample_may_be_aborted_at_any_time(when: str, who: Hashable) -> None:
     assert set(server.serve()) == others
 
 
+def test_the_next_sample_takes_the_place_of_one_that_ends_in_the_queue() -> None:
+    server = Server(plan_of("full", 150))
+    for name, samples in (("a", 1), ("b", 3), ("c", 1)):
+        server.add(name, [1] * 4, 8, samples=samples)
+    server.scheduler.finish("b")
+    assert server.scheduler.waiting == ("a", ("b", 1), ("b", 2), "c")
+    assert list(server.step().work) == ["a", ("b", 1), "c"]
+
+
 def test_a_sample_that_ends_with_its_first_token() -> None:
     server = Server(plan_of("full", 150))
     server.add("a", [1] * 8, 20, samples=3)

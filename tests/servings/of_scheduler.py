@@ -1,5 +1,6 @@
 """Random servings of an engine over `Scheduler`."""
 
+import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
@@ -115,24 +116,33 @@ class SchedulerServing(Serving):
     def add(self) -> None:
         request = self.new_request()
         name, count = request.name, len(request.tokens)
+        samples = self.draw.randint(2, 4) if self.options["forks"] and self.chance(0.2) else 1
+        others = [(name, sample) for sample in range(1, samples)]
+        if set(others) & set(self.requests):
+            samples, others = 1, []
         limit = self.draw.choice([count, self.draw.randint(count, self.plan.max_model_len)])
         keys, boundaries = self.keys(request), self.boundaries(request)
         self.say(
-            f"tokens[{name!r}] = {request.tokens}; add({name!r}, {count}, max_tokens={limit}, "
-            f"encoder_tokens={request.encoder_tokens}, boundaries={boundaries}, **{keys})"
+            f"tokens[{name!r}] = {request.tokens}; add({name!r}, {count}, "
+            f"samples={samples}, max_tokens={limit}, encoder_tokens={request.encoder_tokens}, "
+            f"boundaries={boundaries}, **{keys})"
         )
-        self.known[name] = list(request.tokens)
+        for one in (name, *others):
+            self.known[one] = list(request.tokens)
         self.scheduler.add(
             name,
             count,
+            samples=samples,
             max_tokens=limit,
             encoder_tokens=request.encoder_tokens,
             boundaries=boundaries,
             **keys,
         )
-        self.requests[name], self.limits[name] = request, limit
-        self.ages[name] = (next(self.counter),)
-        self.late[name] = deque()
+        age = (next(self.counter),)
+        for one in (name, *others):
+            known = dataclasses.replace(request, name=one, tokens=list(request.tokens))
+            self.requests[one], self.limits[one], self.late[one] = known, limit, deque()
+            self.ages[one] = age if one is name else (*age, next(self.counter))
 
     def add_wrong(self) -> None:
         """Adds a request that cannot be served, and must stop no other."""
@@ -327,6 +337,16 @@ class SchedulerServing(Serving):
 
     def handle(self, schedule: Schedule) -> None:
         """Handles the results of a step: forks, rejected drafts, next tokens, ends."""
+        names = list(schedule.work)
+        samples = {n: names[at] for n, at in schedule.samples.items() if n not in schedule.work}
+        if samples:
+            self.scheduler.append({})  # any call lets the samples of a prompt start
+        for name, leader in samples.items():
+            donor = self.requests[leader]
+            assert donor.tokens == self.requests[name].tokens, "the first token of another prompt"
+            if name in self.scheduler.running:
+                self.oracle.fork(donor, self.requests[name], donor.computed)
+                self.oracle.seen["samples"] += 1
         for name in schedule.samples:
             if not self.drafting(name) and self.chance(0.05):
                 self.fork(name, is_ready=True)

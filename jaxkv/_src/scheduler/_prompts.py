@@ -159,8 +159,10 @@ class Prompts:
     def rewind(self, requests: Sequence[tuple[Request, int]]) -> None:
         """Shortens requests, in the manager as well, to numbers of tokens."""
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
-        for request, _ in requests:
-            request.prompt.found = request.prompt.ids = None
+        for request, count in requests:
+            prompt = request.prompt
+            prompt.found = prompt.ids = None
+            prompt.chunk_ends = [end for end in prompt.chunk_ends if end <= count]
 
     def _must_rewind(self, request: Request, num_tokens: int) -> bool:
         """Returns whether the manager knows more tokens of a request."""

@@ -40,6 +40,15 @@ class Waiting:
         if self._arrived.pop(request.name, None) is None:
             del self._older[bisect.bisect_left(self._older, request.age, key=_age)]
 
+    def replace(self, request: Request, other: Request) -> None:
+        """Puts another request, which is no older than this one, in its place."""
+        if request.name in self._arrived:
+            requests = [other if x is request else x for x in self._arrived.values()]
+            self._arrived = {x.name: x for x in requests}
+        else:
+            self.remove(request)
+            self.insert(other)
+
 
 class Queues:
     """All requests of a scheduler.
@@ -187,17 +196,20 @@ class Queues:
 
     def remove(self, request: Request) -> None:
         """Forgets a request; the first of its samples computes the prompt in its place."""
-        leader = request.leader
+        leader, heir = request.leader, None
         if leader is not None:
             self.hold(leader, [sample for sample in self.release(leader) if sample is not request])
-        elif request.row >= 0:
+        elif request.samples:
+            heir, *others = self.release(request)
+            self.hold(heir, others)
+        if request.row >= 0:
             self.stop(request)
-        else:
+            if heir is not None:
+                self.waiting.insert(heir)
+        elif heir is not None:
+            self.waiting.replace(request, heir)
+        elif leader is None:
             self.waiting.remove(request)
-        if request.samples:
-            first, *others = self.release(request)
-            self.waiting.insert(first)
-            self.hold(first, others)
         del self.of[request.name]
         self.ledger.leave(request.index)
 
