@@ -46,6 +46,8 @@ class _Split(NamedTuple):
         """
         segments = -(-num_lanes // num_tiles) + 1
         warpgroups, width = 1, value_width
+        if value_width % WIDTH_OF_MANY:  # windows of values overlap
+            width = WIDTH_OF_MANY
         if segments > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
         rounds = -(-segments // (warpgroups * ELEMENTS_TOGETHER // width))
@@ -72,23 +74,18 @@ def combine(
     """
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
     num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
+    rows_of_values = segments.out.shape[2]
     split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, split, *refs).run(),
+        lambda *refs: _Combiner(rule, split, _Operands(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
-        grid=(rule.value_width // width, rows // ROWS, rule.kv_heads, num_tiles),
+        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((ROWS, width), out.dtype),
-            plgpu.SMEM((warpgroups, width, ROWS), jnp.float32),
-            plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-            plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=warpgroups),
-        ],
+        scratch_types=[_Scratch.of(split, out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     arrays = [tasks.tiles, tasks.used_tokens, *segments, sinks, value_scale]
@@ -96,29 +93,74 @@ def combine(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Combiner:
-    """The kernel's references, and the code of one thread block."""
+class _Operands(NamedTuple):
+    """References to the arrays of a call, and to the log-sum-exp."""
 
-    def __init__(self, rule: AttentionRule, split: _Split, *refs: Any) -> None:
-        self.rule = rule
+    tiles: jax.Ref
+    used_tokens: jax.Ref
+    segments_out: jax.Ref
+    segments_highest: jax.Ref
+    segments_total: jax.Ref
+    sinks: jax.Ref
+    value_scale: jax.Ref
+    out: jax.Ref
+    lse: jax.Ref
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and a barrier: their types, or references to them.
+
+    staged: rows of the output.
+    parts: the sum of each warpgroup.
+    arrived: barrier; all sums are there.
+    """
+
+    staged: Any
+    parts: PartialSoftmax
+    arrived: Any
+
+    @classmethod
+    def of(cls, split: _Split, dtype: Any) -> Self:
+        """Returns the types for a kernel."""
+        warpgroups, width, _ = split
+        of_rows = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
+        of_values = plgpu.SMEM((warpgroups, width, ROWS), jnp.float32)
+        return cls(
+            staged=plgpu.SMEM((ROWS, width), dtype),
+            parts=PartialSoftmax(of_values, of_rows, of_rows),
+            arrived=plgpu.Barrier(num_arrivals=warpgroups),
+        )
+
+
+class _Combiner:
+    """The code of one thread block."""
+
+    def __init__(
+        self, rule: AttentionRule, split: _Split, operands: _Operands, scratch: _Scratch
+    ) -> None:
+        self.rule, self.operands, self.smem = rule, operands, scratch
         self.warpgroups, self.width, self.together = split
-        self.tiles, self.used_tokens, self.segments = refs[0], refs[1], Segments(*refs[2:5])
-        self.sinks, self.value_scale, self.out, self.lse, self.staged = refs[5:10]
-        self.parts, self.arrived = PartialSoftmax(*refs[10:13]), refs[13]
         self.warpgroup = lax.axis_index("warpgroup")
         self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
         part, row = lax.axis_index("part"), lax.axis_index("row")
-        self.columns, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
+        self.values, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
+        self.columns = self.values
+        if rule.value_width % WIDTH_OF_MANY:  # the last window ends with the value
+            last = rule.value_width - self.width
+            self.columns = pl.ds(jnp.minimum(part * self.width, last), self.width)
         self.first_row = row * ROWS
         self.is_first_part = part == 0
 
     def run(self) -> None:
-        tile = Tile.load(self.tiles, self.index)
+        tile = Tile.load(self.operands.tiles, self.index)
         # Loaded early to hide the latency.
-        used_tokens, value_scale = self.used_tokens[0], self.value_scale[self.head]
-        sinks = self._load_rows(self.sinks.at[self.head])
+        used_tokens, value_scale = (
+            self.operands.used_tokens[0],
+            self.operands.value_scale[self.head],
+        )
+        sinks = self._load_rows(self.operands.sinks.at[self.head])
 
-        @pl.when(tile.count > 0)
+        @pl.when(tile.count * self.rule.group > self.first_row)
         def _() -> None:
             summed = self._sum(tile)
             if self.warpgroups > 1:
@@ -150,20 +192,20 @@ class _Combiner:
 
     def _hand_over(self, summed: PartialSoftmax) -> None:
         """Passes the sum of this warpgroup to the first one."""
-        for ref, value in zip(self.parts, summed, strict=True):
+        for ref, value in zip(self.smem.parts, summed, strict=True):
             store(ref.at[self.warpgroup], value)
-        plgpu.barrier_arrive(self.arrived)
+        plgpu.barrier_arrive(self.smem.arrived)
 
     def _sum_of_all(self) -> PartialSoftmax:
         """Waits for the sums of all warpgroups, and returns their sum."""
-        plgpu.barrier_wait(self.arrived)
+        plgpu.barrier_wait(self.smem.arrived)
         layouts = PartialSoftmax(plgpu.Layout.WGMMA, COLUMNS, COLUMNS)
         return add_up(
             [
                 PartialSoftmax(
                     *[
                         plgpu.load(ref.at[index], layout=layout, optimized=False)
-                        for ref, layout in zip(self.parts, layouts, strict=True)
+                        for ref, layout in zip(self.smem.parts, layouts, strict=True)
                     ]
                 )
                 for index in range(self.warpgroups)
@@ -172,7 +214,7 @@ class _Combiner:
 
     def _write(self, tile: Tile, result: Array) -> None:
         """Writes the tile's rows to their tokens."""
-        store(self.staged.T, result.astype(self.staged.dtype))
+        store(self.smem.staged.T, result.astype(self.smem.staged.dtype))
         plgpu.commit_smem()
         for row in range(ROWS):
             self._write_row(row, tile.token, tile.count)
@@ -183,12 +225,12 @@ class _Combiner:
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
         penalty = jnp.where(index < tile.num_segments, 0.0, -jnp.inf)
         out = plgpu.load(
-            self.segments.out.at[number, self.head, self.columns, self.rows],
+            self.operands.segments_out.at[number, self.head, self.values, self.rows],
             layout=plgpu.Layout.WGMMA,
             optimized=False,
         )
-        highest = self._load_rows(self.segments.highest.at[number, self.head])
-        total = self._load_rows(self.segments.total.at[number, self.head])
+        highest = self._load_rows(self.operands.segments_highest.at[number, self.head])
+        total = self._load_rows(self.operands.segments_total.at[number, self.head])
         return PartialSoftmax(out, highest + penalty, total)
 
     def _load_rows(self, ref: Any) -> Array:
@@ -206,7 +248,7 @@ class _Combiner:
         @pl.when(self.is_first_part)
         def _() -> None:
             lse = jnp.log(total) + finite * (1 / LOG2E)
-            store(self.lse.at[self.index, self.head, self.rows], lse)
+            store(self.operands.lse.at[self.index, self.head, self.rows], lse)
 
         return summed.out * lax.broadcast_in_dim(weight, summed.out.shape, [1])
 
@@ -219,19 +261,20 @@ class _Combiner:
         @pl.when(token < count)
         def _() -> None:
             plgpu.copy_smem_to_gmem(
-                self.staged.at[row], self.out.at[first_token + token, head, self.columns]
+                self.smem.staged.at[row],
+                self.operands.out.at[first_token + token, head, self.columns],
             )
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros for this thread block's share of the padding."""
-        num_tokens, num_tiles = self.out.shape[0], self.tiles.shape[0]
+        num_tokens, num_tiles = self.operands.out.shape[0], self.operands.tiles.shape[0]
         begin = used_tokens + self.index
 
         @pl.when(begin < num_tokens)
         def _() -> None:
             zeros = jnp.zeros((self.width, ROWS), jnp.float32)
             zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-            store(self.staged.T, zeros.astype(self.staged.dtype))
+            store(self.smem.staged.T, zeros.astype(self.smem.staged.dtype))
             plgpu.commit_smem()
 
             @pl.loop(begin, num_tokens, step=num_tiles)

@@ -8,7 +8,7 @@ memory.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,17 @@ class DecodeShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def windows(self) -> list[tuple[int, int]]:
+        """Returns the first column and the width of parts of a value that wgmma takes.
+
+        Their widths are multiples of 64. The last one may overlap the one before, and end with the
+        value.
+        """
+        width = self.rule.value_width
+        whole = width // 64 * 64
+        return [(0, whole)] + [(width - 64, 64)] * (width > whole)
+
+    @property
     def is_small(self) -> bool:
         """Returns whether a thread has registers for the keys and the values of a step at once."""
         return self.rows == 8
@@ -73,7 +84,7 @@ class DecodeShape(NamedTuple):
 class Segments(NamedTuple):
     """Results of segments, or references to them.
 
-    out: float32[S, kv_heads, V, rows], weighted sums of values.
+    out: float32[S, kv_heads, V, rows], weighted sums of values, of one window after another.
     highest: float32[S, kv_heads, rows], highest scores, in base 2.
     total: float32[S, kv_heads, rows], sums of weights.
     """
@@ -101,16 +112,18 @@ def decode(
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rule.kv_heads, rows)
     call = plgpu.kernel(
-        lambda *refs: _Decoder(shape, *refs).run(),
+        lambda *refs: _Decoder(shape, _Operands(*refs[:-1]), refs[-1]).run(),
         out_type=[
-            jax.ShapeDtypeStruct((*results[:2], rule.value_width, rows), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (*results[:2], sum(width for _, width in shape.windows), rows), jnp.float32
+            ),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
         ],
         grid=(rule.kv_heads, shape.num_lanes),
         grid_names=("head", "lane"),
         kernel_name="paged_attention_decode",
-        scratch_types=_scratch(shape),
+        scratch_types=[_Scratch.of(shape)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
@@ -119,52 +132,84 @@ def decode(
         return Segments(*call(*inputs, pages.rows()))
 
 
-def _scratch(shape: DecodeShape) -> list[Any]:
-    rule = shape.rule
-    align = math.gcd(rule.key_width, rule.value_width)
-    scratch = [
-        tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
-        tiled((shape.rows, rule.key_width), shape.compute),
-        tiled((shape.rows, STEP), shape.compute),
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
-        plgpu.Barrier(),
-    ]
-    if shape.widens:
-        scratch.append(tiled((STEP, rule.value_width), shape.compute))
-        if not pieces.OPERANDS_IN_REGISTERS:
-            scratch.append(tiled((STEP, rule.key_width), shape.compute))
-    return scratch
+class _Operands(NamedTuple):
+    """References to the arrays of a call, and to the parts of `Segments`."""
+
+    tiles: jax.Ref
+    lanes: jax.Ref
+    tables: jax.Ref
+    queries: jax.Ref
+    scales: jax.Ref
+    first_row: jax.Ref
+    pages: jax.Ref
+    out: jax.Ref
+    highest: jax.Ref
+    total: jax.Ref
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers: their types, or references to them.
+
+    loaded: stages of steps, each key followed by its value.
+    query: the queries of a tile.
+    weights: of the keys of a step.
+    widened: 8-bit values in 16 bits; None for 16-bit pages.
+    widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
+    """
+
+    loaded: Any
+    query: Any
+    weights: Any
+    loaded_full: Any
+    query_full: Any
+    widened: Any
+    widened_keys: Any
+
+    @classmethod
+    def of(cls, shape: DecodeShape) -> Self:
+        """Returns the types for a kernel."""
+        rule = shape.rule
+        align = math.gcd(rule.key_width, rule.value_width)
+        widened = widened_keys = None
+        if shape.widens:
+            widened = tiled((STEP, rule.value_width), shape.compute)
+            if not pieces.OPERANDS_IN_REGISTERS:
+                widened_keys = tiled((STEP, rule.key_width), shape.compute)
+        return cls(
+            loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
+            query=tiled((shape.rows, rule.key_width), shape.compute, align),
+            weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
+            loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
+            query_full=plgpu.Barrier(),
+            widened=widened,
+            widened_keys=widened_keys,
+        )
 
 
 class _Softmax(NamedTuple):
     """A running softmax. ``total`` is kept per key and column, and summed at the end."""
 
-    out: Array  # [V, columns]
+    out: list[Array]  # [width, columns] for each window
     highest: Array  # [columns]
     total: Array  # [STEP, columns]
 
 
 class _Decoder:
-    """The kernel's references, and the code of one thread block."""
+    """The code of one thread block."""
 
-    def __init__(self, shape: DecodeShape, *refs: Any) -> None:
+    def __init__(self, shape: DecodeShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.tiles, self.lanes, self.tables, self.queries, self.scales = refs[:5]
-        first_row, self.pages = refs[5:7]
-        self.segments = Segments(*refs[7:10])
-        self.loaded, self.query, self.weights, self.loaded_full, self.query_full = refs[10:15]
-        self.widened = refs[15] if shape.widens else None
-        self.widened_keys = refs[16] if len(refs) > 16 else None
+        self.operands, self.smem = operands, scratch
         self.head, self.lane = lax.axis_index("head"), lax.axis_index("lane")
-        self.first_row, column = self.steps.head(first_row, self.head)
+        self.first_row, column = self.steps.head(operands.first_row[0], self.head)
         self.columns = pl.ds(column, self.rule.row_width)
 
     def run(self) -> None:
-        lane = Lane.load(self.lanes, self.lane)
+        lane = Lane.load(self.operands.lanes, self.lane)
 
         @pl.loop(lane.first_tile, lane.last_tile + 1)
         def _(index: Array) -> None:
-            tile = Tile.load(self.tiles, index)
+            tile = Tile.load(self.operands.tiles, index)
             begin = jnp.maximum(lane.line_begin, tile.line_begin)
             num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
             first_step = tile.first_step + begin - tile.line_begin
@@ -172,7 +217,9 @@ class _Decoder:
             @pl.when(num_steps > 0)
             def _() -> None:
                 plgpu.copy_gmem_to_smem(
-                    self.queries.at[index, self.head], self.query, self.query_full
+                    self.operands.queries.at[index, self.head],
+                    self.smem.query,
+                    self.smem.query_full,
                 )
                 self._segment(tile, first_step, num_steps, self.lane + index)
 
@@ -184,8 +231,8 @@ class _Decoder:
             places, found = self._locate(tile, first_step + stage)
             holes |= found << (stage * granules)
             pl.when(stage < num_steps)(lambda p=places, s=stage: self._fetch(p, s))
-        plgpu.barrier_wait(self.query_full)
-        scale = self.scales[self.head]
+        plgpu.barrier_wait(self.smem.query_full)
+        scale = self.operands.scales[self.head]
 
         def step(i: Array, carry: tuple[_Softmax, Array]) -> tuple[_Softmax, Array]:
             running, holes = carry
@@ -201,29 +248,35 @@ class _Decoder:
 
         running, _ = lax.fori_loop(0, num_steps, step, (self._start(), holes))
         place = number, self.head
-        store(self.segments.out.at[place], running.out)
-        store(self.segments.highest.at[place], running.highest)
-        store(self.segments.total.at[place], running.total.sum(axis=0))
+        first = 0
+        for out in running.out:
+            store(self.operands.out.at[(*place, pl.ds(first, len(out)))], out)
+            first += len(out)
+        store(self.operands.highest.at[place], running.highest)
+        store(self.operands.total.at[place], running.total.sum(axis=0))
 
     def _start(self) -> _Softmax:
         rows, columns = plgpu.Layout.WGMMA, self.shape.rows
         return _Softmax(
-            plgpu.layout_cast(jnp.zeros((self.rule.value_width, columns), jnp.float32), rows),
+            [
+                plgpu.layout_cast(jnp.zeros((width, columns), jnp.float32), rows)
+                for _, width in self.shape.windows
+            ],
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), COLUMNS),
             plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), rows),
         )
 
     def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
-        return self.steps.locate(self.tables, tile.request, step, self.first_row)
+        return self.steps.locate(self.operands.tables, tile.request, step, self.first_row)
 
     def _fetch(self, places: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             plgpu.copy_gmem_to_smem(
-                self.pages.at[pl.ds(place, n), self.columns],
-                self.loaded.at[stage, pl.ds(j * n, n)],
-                self.loaded_full.at[stage],
+                self.operands.pages.at[pl.ds(place, n), self.columns],
+                self.smem.loaded.at[stage, pl.ds(j * n, n)],
+                self.smem.loaded_full.at[stage],
             )
 
     def _step(
@@ -231,13 +284,13 @@ class _Decoder:
     ) -> _Softmax:
         """Adds the 64 keys in a stage to a running softmax."""
         shape = (STEP, self.shape.rows)
-        plgpu.barrier_wait(self.loaded_full.at[stage])
-        values = self.loaded.at[stage, :, pl.ds(self.rule.key_width, self.rule.value_width)]
-        clean = values if self.widened is None else self.widened
+        plgpu.barrier_wait(self.smem.loaded_full.at[stage])
+        values = self.smem.loaded.at[stage, :, pl.ds(self.rule.key_width, self.rule.value_width)]
+        clean = values if self.smem.widened is None else self.smem.widened
         keys = self._keys(stage)
 
         def multiply_keys(products: Any) -> Array:
-            plgpu.wgmma(products, keys, self.query.T)
+            plgpu.wgmma(products, keys, self.smem.query.T)
             if self.shape.is_small:  # while the tensor cores work
                 self._clean_values(tile, step, holes, values, clean)
             return products[...]
@@ -252,25 +305,27 @@ class _Decoder:
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
-        self.weights.T[...] = weights.astype(self.shape.compute)
+        self.smem.weights.T[...] = weights.astype(self.shape.compute)
         if not self.shape.is_small:
             self._clean_values(tile, step, holes, values, clean)
         plgpu.commit_smem()
-        added = multiply(clean.T, self.weights.T)
-        out = running.out * lax.broadcast_in_dim(shrink, added.shape, [1]) + added
+        out: list[Array] = []
+        for (first, width), before in zip(self.shape.windows, running.out, strict=True):
+            added = multiply(clean.at[:, pl.ds(first, width)].T, self.smem.weights.T)
+            out.append(before * lax.broadcast_in_dim(shrink, added.shape, [1]) + added)
         return _Softmax(out, highest, total)
 
     def _keys(self, stage: Array) -> Any:
         """Returns a step's keys in 16 bits."""
-        keys = self.loaded.at[stage, :, pl.ds(0, self.rule.key_width)]
+        keys = self.smem.loaded.at[stage, :, pl.ds(0, self.rule.key_width)]
         if not self.shape.widens:
             return keys
         widened = keys[...].astype(self.shape.compute)
-        if self.widened_keys is None:
+        if self.smem.widened_keys is None:
             return widened
-        self.widened_keys[...] = widened
+        self.smem.widened_keys[...] = widened
         plgpu.commit_smem()
-        return self.widened_keys
+        return self.smem.widened_keys
 
     def _seen(self, tile: Tile, step: Array, holes: Array, shape: tuple[int, int]) -> Array:
         """Returns bool[STEP, columns]: which keys of a step each query sees."""
@@ -289,7 +344,7 @@ class _Decoder:
         def _() -> None:
             pieces.zero_unseen(values, clean, self.steps, holes, key, (tile.begin, tile.end))
 
-        if self.widened is not None:
+        if self.smem.widened is not None:
 
             @pl.when(~partial)
             def _() -> None:

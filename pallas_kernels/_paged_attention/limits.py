@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule
 
-MAX_WIDTH = 256  # of keys and of values
+MIN_WIDTH, MAX_WIDTH = 64, 256  # of keys and of values
+WIDTHS, WIDTHS_IN_8_BITS = 16, 64  # widths are multiples of these
 MAX_GROUP = 64  # rows of the queries of one token
 GRANULE = 8  # rows; a copy of a page begins at a multiple of it, and has a multiple of it
 # Of latent rows, whose value is a part of the key: what shared memory holds.
@@ -21,21 +22,26 @@ def why_not_paged_attention(arrays: AttentionArrays, rule: AttentionRule) -> str
         return f"pages are {pages} and queries {queries}: 16-bit pages must be as queries are"
     if rule.row_packing is not None and queries != jnp.bfloat16:
         return f"queries are {queries}, and the kernel of packed rows takes bfloat16"
-    return _why_not_shape(rule) or _why_not_place(arrays)
+    return _why_not_shape(rule, pages.itemsize) or _why_not_place(arrays)
 
 
-def _why_not_shape(rule: AttentionRule) -> str | None:
+def _why_not_shape(rule: AttentionRule, page_bytes: int) -> str | None:
     if rule.page_tokens % GRANULE:
         return f"pages have {rule.page_tokens} tokens, and the kernels take multiples of {GRANULE}"
     if rule.values_in_keys:
         return _why_not_latents(rule)
-    if rule.key_width % 64 or rule.value_width % 64:
+    unit = WIDTHS if page_bytes > 1 else WIDTHS_IN_8_BITS
+    if rule.key_width % unit or rule.value_width % unit:
         return (
             f"keys are {rule.key_width} wide and values {rule.value_width}, and the kernels take "
-            "multiples of 64"
+            f"multiples of {unit} in pages of {8 * page_bytes} bits"
         )
-    if max(rule.key_width, rule.value_width) > MAX_WIDTH:
-        return f"keys or values are wider than {MAX_WIDTH}"
+    widths = rule.key_width, rule.value_width
+    if not MIN_WIDTH <= min(widths) <= max(widths) <= MAX_WIDTH:
+        return (
+            f"keys are {rule.key_width} wide and values {rule.value_width}, and the kernels take "
+            f"widths from {MIN_WIDTH} to {MAX_WIDTH}"
+        )
     if rule.group > MAX_GROUP:
         return f"a KV head has {rule.group} query heads, and the kernels take at most {MAX_GROUP}"
     return None

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that combines the segments of latent attention into the output."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, rows_each, *refs).run(),
+        lambda *refs: _Combiner(rule, together, rows_each, _Operands(*refs)).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -57,23 +57,35 @@ def combine_latents(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Combiner:
-    """The kernel's references, and the code of one thread block."""
+class _Operands(NamedTuple):
+    """References to the arrays of a call, and to the log-sum-exp."""
 
-    def __init__(self, rule: AttentionRule, together: int, rows: int, *refs: Any) -> None:
-        self.rule, self.together = rule, together
-        self.tiles, self.used_tokens, self.segments = refs[0], refs[1], Segments(*refs[2:5])
-        self.sinks, self.value_scale, self.out, self.lse = refs[5:9]
+    tiles: jax.Ref
+    used_tokens: jax.Ref
+    segments_out: jax.Ref
+    segments_highest: jax.Ref
+    segments_total: jax.Ref
+    sinks: jax.Ref
+    value_scale: jax.Ref
+    out: jax.Ref
+    lse: jax.Ref
+
+
+class _Combiner:
+    """The code of one thread block."""
+
+    def __init__(self, rule: AttentionRule, together: int, rows: int, operands: _Operands) -> None:
+        self.rule, self.together, self.operands = rule, together, operands
         first, self.index = lax.axis_index("rows") * rows, lax.axis_index("tile")
         self.rows = [first + row for row in range(rows)]
         vector = math.gcd(4, rule.value_width // LANES)
         self.layout = plgpu.Layout.WG_STRIDED((rule.value_width,), vec_size=vector)
 
     def run(self) -> None:
-        tile = Tile.load(self.tiles, self.index)
+        tile = Tile.load(self.operands.tiles, self.index)
         # Loaded early to hide the latency.
-        used_tokens, value_scale = self.used_tokens[0], self.value_scale[0]
-        sinks = [self.sinks[row] for row in self.rows]
+        used_tokens, value_scale = self.operands.used_tokens[0], self.operands.value_scale[0]
+        sinks = [self.operands.sinks[row] for row in self.rows]
 
         @pl.when(lax.div(self.rows[0], self.rule.group) < tile.count)
         def _() -> None:
@@ -100,10 +112,10 @@ class _Combiner:
     def _load(self, tile: Tile, row: Array, index: Array) -> PartialSoftmax:
         """Loads a row of a segment of the tile, or an empty one past the last segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
-        out = plgpu.load(self.segments.out.at[number, row], layout=self.layout)
-        highest = self.segments.highest[number, row]
+        out = plgpu.load(self.operands.segments_out.at[number, row], layout=self.layout)
+        highest = self.operands.segments_highest[number, row]
         highest = jnp.where(index < tile.num_segments, highest, -jnp.inf)
-        return PartialSoftmax(out, highest, self.segments.total[number, row])
+        return PartialSoftmax(out, highest, self.operands.segments_total[number, row])
 
     def _finish(self, row: Array, sink: Array, summed: PartialSoftmax) -> Array:
         """Returns the output of a row without the scale, and writes its log-sum-exp."""
@@ -112,7 +124,7 @@ class _Combiner:
         shrink = jnp.exp2(summed.highest - finite)
         total = summed.total * shrink + jnp.exp2(sink - finite)
         # Nothing seen: the output is 0, and log(0) is the -inf that the log-sum-exp has to be.
-        self.lse[self.index, 0, row] = jnp.log(total) + finite * (1 / LOG2E)
+        self.operands.lse[self.index, 0, row] = jnp.log(total) + finite * (1 / LOG2E)
         return summed.out * (shrink / jnp.where(total > 0, total, 1.0))
 
     def _write(self, tile: Tile, row: Array, out: Array) -> None:
@@ -121,16 +133,18 @@ class _Combiner:
 
         @pl.when(token < tile.count)
         def _() -> None:
-            self.out.at[tile.token + token, head][...] = out.astype(self.out.dtype)
+            self.operands.out.at[tile.token + token, head][...] = out.astype(
+                self.operands.out.dtype
+            )
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros to the tokens of padding that this thread block has to clear."""
-        num_tokens, num_tiles = self.out.shape[0], self.tiles.shape[0]
-        zeros = jnp.zeros((self.rule.value_width,), self.out.dtype)
+        num_tokens, num_tiles = self.operands.out.shape[0], self.operands.tiles.shape[0]
+        zeros = jnp.zeros((self.rule.value_width,), self.operands.out.dtype)
         cleared = plgpu.layout_cast(zeros, self.layout)
         for row in self.rows:
             first = jnp.where(row < self.rule.group, used_tokens + self.index, num_tokens)
 
             @pl.loop(first, num_tokens, step=num_tiles)
             def _(token: Array, row: Array = row) -> None:
-                self.out.at[token, row][...] = cleared
+                self.operands.out.at[token, row][...] = cleared

@@ -7,7 +7,7 @@ Two thread blocks with the same keys are a pair: each loads half of the keys for
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def decode_latents(
     results = (tasks.num_segments, rows)
     clusters: Any = {"cluster": (2,), "cluster_names": ("pair",)} if is_paired(shape) else {}
     call = plgpu.kernel(
-        lambda *refs: _Decoder(shape, *refs).run(),
+        lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[
             jax.ShapeDtypeStruct((*results, rule.value_width), jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
@@ -90,7 +90,7 @@ def decode_latents(
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_mla_decode",
-        scratch_types=_scratch(shape),
+        scratch_types=[_Scratch.of(shape)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
@@ -103,27 +103,74 @@ def decode_latents(
         return Segments(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
 
 
-def _scratch(shape: DecodeShape) -> list[Any]:
-    kind = _kind_of_rows(shape)
-    loaded, others = kind.scratch(shape)
-    arrivals: Any = {"num_barriers": kind.stages, "num_arrivals": HALVES}
-    free: Any = plgpu.Barrier(**arrivals)
-    if is_paired(shape):
-        free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
-    copies = shape.steps.granules * kind.num_copies
-    return [
-        tiled((1, ROWS, shape.rule.key_width), shape.compute),
-        loaded,
-        tiled((1, ROWS, STEP), shape.compute),
-        plgpu.SMEM((ROWS,), jnp.float32),
-        plgpu.Barrier(),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=kind.stages, num_arrivals=copies),
-        free,
-        plgpu.Barrier(),
-        plgpu.Barrier(),
-        *others,
-    ]
+class _Operands(NamedTuple):
+    """References to the arrays of a call, to views of its pages, and to the results."""
+
+    tiles: jax.Ref
+    lanes: jax.Ref
+    full_steps: jax.Ref
+    tables: jax.Ref
+    queries: jax.Ref
+    scales: jax.Ref
+    first_row: jax.Ref
+    pages: tuple[jax.Ref, ...]
+    segments: Segments
+
+    @classmethod
+    def of(cls, *refs: jax.Ref) -> Self:
+        tiles, lanes, full_steps, tables, queries, scales, first_row, *rest = refs
+        arrays = tiles, lanes, full_steps, tables, queries, scales, first_row
+        return cls(*arrays, tuple(rest[:-3]), Segments(*rest[-3:]))
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers: their types, or references to them.
+
+    query: the queries of a tile.
+    loaded: stages of rows as they are loaded.
+    weights: of the keys of a step.
+    shrink: the factor by which the output shrinks.
+    loaded_full, loaded_free: barriers, one for each stage of ``loaded``.
+    weighed: barrier; the weights are there, and the factor.
+    taken: barrier; the second warpgroup no longer needs these two.
+    others: all that a kind of rows needs besides.
+    """
+
+    query: Any
+    loaded: Any
+    weights: Any
+    shrink: Any
+    query_full: Any
+    query_free: Any
+    loaded_full: Any
+    loaded_free: Any
+    weighed: Any
+    taken: Any
+    others: Any
+
+    @classmethod
+    def of(cls, shape: DecodeShape) -> Self:
+        """Returns the types for a kernel."""
+        kind = _kind_of_rows(shape)
+        loaded, others = kind.scratch(shape)
+        arrivals: Any = {"num_barriers": kind.stages, "num_arrivals": HALVES}
+        free: Any = plgpu.Barrier(**arrivals)
+        if is_paired(shape):
+            free = plgpu.ClusterBarrier(collective_axes=("pair",), **arrivals)
+        copies = shape.steps.granules * kind.num_copies
+        return cls(
+            query=tiled((1, ROWS, shape.rule.key_width), shape.compute),
+            loaded=loaded,
+            weights=tiled((1, ROWS, STEP), shape.compute),
+            shrink=plgpu.SMEM((ROWS,), jnp.float32),
+            query_full=plgpu.Barrier(),
+            query_free=plgpu.Barrier(),
+            loaded_full=plgpu.Barrier(num_barriers=kind.stages, num_arrivals=copies),
+            loaded_free=free,
+            weighed=plgpu.Barrier(),
+            taken=plgpu.Barrier(),
+            others=others,
+        )
 
 
 class _Segment:
@@ -131,11 +178,11 @@ class _Segment:
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
         lane, self.index = decoder.lane, index
-        self.tile = tile = Tile.load(decoder.tiles, index)
+        self.tile = tile = Tile.load(decoder.operands.tiles, index)
         self.begin = jnp.maximum(lane.line_begin, tile.line_begin)
         self.end = jnp.minimum(lane.line_end, tile.line_end)
         self.shift = tile.first_step - tile.line_begin  # from places on the line to steps
-        full = decoder.full_steps[index] - self.shift
+        full = decoder.operands.full_steps[index] - self.shift
         self.full = jnp.maximum(self.begin, jnp.minimum(full, self.end))
         self.number = decoder.number + index
 
@@ -152,27 +199,17 @@ class _Softmax(NamedTuple):
 
 
 class _Decoder:
-    """The kernel's references, and the code of one thread block.
+    """The code of one thread block."""
 
-    loaded_full, loaded_free: barriers, one for each stage of keys in shared memory.
-    weighed: barrier; the weights are there, and the factor by which the output shrinks.
-    taken: barrier; the second warpgroup no longer needs these two.
-    """
-
-    def __init__(self, shape: DecodeShape, *refs: Any) -> None:
+    def __init__(self, shape: DecodeShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.tiles, lanes, self.full_steps, self.tables, self.queries, self.scales = refs[:6]
-        first_row, kind = refs[6], _kind_of_rows(shape)
-        pages, refs = refs[7 : 7 + kind.num_views], refs[7 + kind.num_views :]
-        self.segments = Segments(*refs[:3])
-        self.query, self.loaded, self.weights, self.shrink = refs[3:7]
-        self.query_full, self.query_free, self.loaded_full, self.loaded_free = refs[7:11]
-        self.weighed, self.taken = refs[11:13]
-        self.step_rows = kind(shape, pages, self.loaded, *refs[13:])
+        self.operands, self.smem = operands, scratch
+        kind = _kind_of_rows(shape)
+        self.step_rows = kind(shape, operands.pages, scratch.loaded, *scratch.others)
         self.widened = self.step_rows if isinstance(self.step_rows, WidenedRows) else None
-        self.first_page_row = first_row[0]
+        self.first_page_row = operands.first_row[0]
         self.number = lax.axis_index("lane")
-        self.lane = Lane.load(lanes, self.number)
+        self.lane = Lane.load(operands.lanes, self.number)
         self.paired = is_paired(shape)
         row = lax.axis_index("row")
         if self.paired:
@@ -198,7 +235,9 @@ class _Decoder:
 
     def _locate(self, segment: _Segment, place: Array) -> tuple[list[Array], Array]:
         step = place + segment.shift
-        return self.steps.locate(self.tables, segment.tile.request, step, self.first_page_row)
+        return self.steps.locate(
+            self.operands.tables, segment.tile.request, step, self.first_page_row
+        )
 
     # The third warpgroup loads.
 
@@ -208,13 +247,13 @@ class _Decoder:
         if self.paired:  # the other thread block signals this one, which must not end before
             for stage in range(self.step_rows.stages):
                 used = self.lane.line_end - self.lane.line_begin > stage
-                pl.when(used)(lambda s=stage: plgpu.barrier_wait(self.loaded_free.at[s]))
+                pl.when(used)(lambda s=stage: plgpu.barrier_wait(self.smem.loaded_free.at[s]))
 
     def _load(self, segment: _Segment) -> None:
         first = segment.begin == self.lane.line_begin
-        pl.when(~first)(lambda: plgpu.barrier_wait(self.query_free))
-        source = self.queries.at[segment.index, 0, self.rows]
-        plgpu.copy_gmem_to_smem(source, self.query.at[0], self.query_full)
+        pl.when(~first)(lambda: plgpu.barrier_wait(self.smem.query_free))
+        source = self.operands.queries.at[segment.index, 0, self.rows]
+        plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
 
         @pl.loop(segment.begin, segment.end)
         def _(place: Array) -> None:
@@ -222,10 +261,10 @@ class _Decoder:
             granules, _ = self._locate(segment, place)
             stage, n = self._stage(place), self.steps.granule
             used = place - self.lane.line_begin >= self.step_rows.stages
-            pl.when(used)(lambda: plgpu.barrier_wait(self.loaded_free.at[stage]))
+            pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
             for j, granule in enumerate(granules):
                 axes = "pair" if self.paired else None
-                self.step_rows.fetch(granule, stage, j * n, self.loaded_full, axes)
+                self.step_rows.fetch(granule, stage, j * n, self.smem.loaded_full, axes)
 
     # The first warpgroup scores, and adds up the left half of the output.
 
@@ -235,12 +274,12 @@ class _Decoder:
 
     def _score(self, segment: _Segment) -> None:
         """Attends from the rows to the keys of a segment, without the right half of the output."""
-        scale = self.scales[0]
+        scale = self.operands.scales[0]
 
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
             return lambda place, running: self._score_step(segment, place, scale, masked, running)
 
-        plgpu.barrier_wait(self.query_full)
+        plgpu.barrier_wait(self.smem.query_full)
         running = _Softmax(
             self._no_output(),
             plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
@@ -248,11 +287,13 @@ class _Decoder:
         )
         running = lax.fori_loop(segment.begin, segment.full, step(False), running)
         running = lax.fori_loop(segment.full, segment.end, step(True), running)
-        plgpu.barrier_arrive(self.query_free)
+        plgpu.barrier_arrive(self.smem.query_free)
         # A row that saw nothing has weights of keys that it does not see.
         known, place = running.highest > UNSEEN, (segment.number, self.rows)
-        store(self.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
-        store(self.segments.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0))
+        store(self.operands.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))
+        store(
+            self.operands.segments.total.at[place], jnp.where(known, running.total.sum(axis=1), 0.0)
+        )
         self._store_output(segment, 0, running.out)
 
     def _score_step(
@@ -260,11 +301,13 @@ class _Decoder:
     ) -> _Softmax:
         """Adds 64 keys to the running softmax."""
         stage = self._stage(place)
-        plgpu.barrier_wait(self.loaded_full.at[stage])
+        plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
             self._widen(self.widened, segment, place, masked, 0)
             plgpu.barrier_wait(self.widened.full)
-        products = multiply(self.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T)
+        products = multiply(
+            self.smem.query.at[opaque_zero(place)], self.step_rows.keys(place, stage).T
+        )
         scores, factor = pieces.cap(self.rule, products, scale)
         if masked:
             if self.widened is None:
@@ -277,16 +320,16 @@ class _Decoder:
         shrink = jnp.exp2(running.highest - highest)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
         used = place > self.lane.line_begin
-        pl.when(used)(lambda: plgpu.barrier_wait(self.taken))
-        self.weights[0] = weights.astype(self.shape.compute)
-        store(self.shrink, shrink)
+        pl.when(used)(lambda: plgpu.barrier_wait(self.smem.taken))
+        self.smem.weights[0] = weights.astype(self.shape.compute)
+        store(self.smem.shrink, shrink)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.weighed)
+        plgpu.barrier_arrive(self.smem.weighed)
         total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
         total = pieces.add_columns(total, weights)
         out = self._add_values(running.out, shrink, place, 0)
         if self.widened is None:
-            plgpu.barrier_arrive(self.loaded_free.at[stage])
+            plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
         return _Softmax(out, highest, total)
 
     def _seen(self, segment: _Segment, place: Array, holes: Array) -> Array:
@@ -317,18 +360,18 @@ class _Decoder:
 
     def _add_step(self, segment: _Segment, place: Array, masked: bool, out: Array) -> Array:
         stage = self._stage(place)
-        plgpu.barrier_wait(self.loaded_full.at[stage])
+        plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         if self.widened is not None:
             self._widen(self.widened, segment, place, masked, 1)
             plgpu.barrier_arrive(self.widened.full)
         elif masked:
             self._clean_values(segment, place, 1)
-        plgpu.barrier_wait(self.weighed)
-        shrink = plgpu.load(self.shrink, layout=PER_ROW, optimized=False)
+        plgpu.barrier_wait(self.smem.weighed)
+        shrink = plgpu.load(self.smem.shrink, layout=PER_ROW, optimized=False)
         out = self._add_values(out, shrink, place, 1)
-        plgpu.barrier_arrive(self.taken)
+        plgpu.barrier_arrive(self.smem.taken)
         if self.widened is None:
-            plgpu.barrier_arrive(self.loaded_free.at[stage])
+            plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
         return out
 
     # The first two warpgroups share what follows.
@@ -340,7 +383,10 @@ class _Decoder:
     def _add_values(self, out: Array, shrink: Array, place: Array, half: int) -> Array:
         """Returns half of an output, shrunk, and with the weighted values of a step added."""
         out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
-        weights, columns = self.weights.at[opaque_zero(place)], pl.ds(half * self.half, self.half)
+        weights, columns = (
+            self.smem.weights.at[opaque_zero(place)],
+            pl.ds(half * self.half, self.half),
+        )
         values = self.step_rows.values(place, self._stage(place), columns)
         if not pieces.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
@@ -354,7 +400,7 @@ class _Decoder:
         """Widens the columns of a step that belong to a half, and frees the stage they were in."""
         stage, known = self._stage(place), self._known(segment, place) if masked else None
         rows.widen(place, stage, half, known)
-        plgpu.barrier_arrive(self.loaded_free.at[stage])
+        plgpu.barrier_arrive(self.smem.loaded_free.at[stage])
 
     def _known(self, segment: _Segment, place: Array) -> Array:
         """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
@@ -378,7 +424,7 @@ class _Decoder:
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))
         def _() -> None:
             for first in range(half * self.half, (half + 1) * self.half, COLUMNS):
-                part = self.loaded.at[stage, :, pl.ds(first, COLUMNS)]
+                part = self.smem.loaded.at[stage, :, pl.ds(first, COLUMNS)]
                 pieces.zero_unseen(part, part, self.steps, holes, key, (tile.begin, tile.end))
 
         plgpu.commit_smem()
@@ -386,4 +432,4 @@ class _Decoder:
 
     def _store_output(self, segment: _Segment, half: int, out: Array) -> None:
         columns = pl.ds(half * self.half, self.half)
-        store(self.segments.out.at[segment.number, self.rows, columns], out)
+        store(self.operands.segments.out.at[segment.number, self.rows, columns], out)

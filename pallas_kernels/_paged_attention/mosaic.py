@@ -9,13 +9,8 @@ from jax import Array
 from pallas_kernels._paged_attention.combine import combine
 from pallas_kernels._paged_attention.decode import DecodeShape, decode
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps
-from pallas_kernels._paged_attention.prefill import (
-    ROWS,
-    PrefillArrays,
-    PrefillShape,
-    prefill,
-)
-from pallas_kernels._paged_attention.prefill_tasks import KEYS, QUERIES, prefill_tiles
+from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
+from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
 from pallas_kernels._paged_attention.tasks import STEP, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
@@ -27,6 +22,7 @@ from pallas_kernels._paged_attention.tiles import (
 )
 
 MIN_QUERIES, MAX_QUERIES, MAX_ROWS = 4, 8, 64  # of a tile of decoding
+MAX_ELEMENTS = 128 * 128  # keys of a step times the width of values, for which there are registers
 
 
 def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
@@ -37,50 +33,60 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
     size = _decode_size(arrays, rule)
-    if not can_prefill(arrays, rule, size):
+    shape = _prefill_shape(arrays, rule) if may_prefill(arrays, size) else None
+    if shape is None:
         tiles = _decode_tiles(arrays, rule, Cut(size))
         lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
         return jax.freeze(out), lse
     tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
     lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
-    lse_tiles = _prefill(arrays, rule, tiles, out)
+    queries = _whole_octets(arrays.queries).astype(shape.compute)
+    lse_tiles = _prefill(arrays, shape, tiles, queries, out)
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
     warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
     octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
-    row += jnp.maximum(octets - (num_tokens - ROWS) // 8, 0) * 8
+    row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
     return jax.freeze(out), jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
 
 
-def can_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
-    """Returns whether the kernel for many queries supports the call."""
-    num_tokens = arrays.queries.shape[0]
-    return (
-        arrays.query_start_loc is not None
-        and num_tokens > size
-        and num_tokens >= ROWS
-        and num_tokens % 8 == 0
-        and max(rule.key_width, rule.value_width) <= 128
-        and rule.page_tokens % 16 == 0
-    )
+def may_prefill(arrays: AttentionArrays, size: int) -> bool:
+    """Returns whether any request may have more queries than tiles of decoding, and enough."""
+    return arrays.query_start_loc is not None and arrays.queries.shape[0] >= max(ROWS, size + 1)
 
 
-def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
-    """Writes the output of tiles; returns their log-sum-exp, float32[N, heads, 2, 64]."""
+def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape | None:
+    """Returns the shape of the kernel for many queries, None if it does not support the call."""
     page, compute = page_and_compute_dtype(arrays)
-    shape = PrefillShape(rule, step_sizes(arrays, KEYS), page, compute)
-    no_sinks = jnp.full(arrays.queries.shape[1], -jnp.inf, jnp.float32)
+    for keys in (128, 64):
+        shape = PrefillShape(rule, step_sizes(arrays, keys), page, compute)
+        if shape.staged_width and rule.value_width * keys <= MAX_ELEMENTS:
+            return shape
+    return None
+
+
+def _whole_octets(queries: Array) -> Array:
+    """Returns queries with padding to a multiple of 8 tokens."""
+    missing = -queries.shape[0] % 8
+    return jnp.pad(queries, ((0, missing), (0, 0), (0, 0))) if missing else queries
+
+
+def _prefill(
+    arrays: AttentionArrays, shape: PrefillShape, tiles: QueryTiles, queries: Array, out: Any
+) -> Array:
+    """Writes the output of tiles; returns their log-sum-exp, float32[N, heads, 2, 64]."""
+    rule = shape.rule
+    scales = jnp.repeat(arrays.key_scale * jnp.float32(rule.scale), rule.group)
+    value_scale = jnp.repeat(arrays.value_scale, rule.group)
+    no_sinks = jnp.full_like(scales, -jnp.inf)
+    sinks = no_sinks if arrays.sinks is None else arrays.sinks * LOG2E
     inputs = PrefillArrays(
-        tiles=prefill_tiles(arrays, rule, tiles),
-        num_tiles=jnp.sum(tiles.counts > 0, dtype=jnp.int32).reshape(1),
+        tiles=prefill_tiles(arrays, rule, tiles, shape.keys),
         block_tables=arrays.block_tables,
-        scales=arrays.key_scale * jnp.float32(rule.scale),
-        value_scale=arrays.value_scale,
-        sinks=no_sinks if arrays.sinks is None else arrays.sinks * LOG2E,
-        first_row=arrays.pages.first_row().reshape(1),
+        numbers=jnp.stack([scales, value_scale, sinks], axis=1),
     )
-    return prefill(shape, inputs, arrays.queries.astype(compute), arrays.pages, out)
+    return prefill(shape, inputs, queries, arrays.pages, out)
 
 
 def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:

@@ -140,9 +140,9 @@ class Steps(NamedTuple):
             holes |= jnp.where(held, 0, 1 << j)
         return places, holes
 
-    def head(self, first_row: Any, head: Array) -> tuple[Array, Array | int]:
+    def head(self, first_row: Array, head: Array) -> tuple[Array, Array | int]:
         """Returns the first row of a head in the first page, and its first column."""
-        return first_row[0] + head * self.head_rows, head * self.head_columns
+        return first_row + head * self.head_rows, head * self.head_columns
 
     def held(self, place: Array, holes: Array) -> Array:
         """Returns whether the keys at these places of a step are in no hole."""

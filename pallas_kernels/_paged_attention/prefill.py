@@ -1,14 +1,16 @@
 """The Mosaic GPU kernel that prefills: many queries of a request over all of its keys.
 
-Two warpgroups, each with 64 queries of one head, take turns on the tensor cores. A third warpgroup
-loads keys and values, and widens 8-bit ones. Steps whose keys every query sees skip the masks.
-Thread blocks are persistent: they run many tiles, long ones first, and load the first keys of the
-next tile in advance.
+Two warpgroups compute, each with 64 queries of one head, and a third one loads keys and values,
+and widens 8-bit ones. A warpgroup scores the keys of a step and adds up the values of the
+step before at the same time, and computes the softmax of a step while the tensor cores add up.
+Steps whose keys every query sees skip the masks. Thread blocks are persistent: they run many tiles,
+long ones first, and load the first keys of the next tile in advance.
 """
 
+import itertools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention import pieces
+from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps, multiply, store, tiled
-from pallas_kernels._paged_attention.prefill_tasks import KEYS, QUERIES, PrefillTile
+from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
-WARPGROUPS = 2  # that compute
-ROWS = QUERIES // WARPGROUPS
+WARPGROUPS = QUERIES // ROWS  # that compute
 STAGES = 2  # steps that are loaded ahead
+SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, without barriers
 UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -48,30 +51,51 @@ class PrefillShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def keys(self) -> int:
+        """Returns the keys of a step."""
+        return self.steps.size
+
+    @property
     def registers(self) -> tuple[int, int]:
-        """Returns the registers of a computing and of a loading thread; two and one make 504."""
-        return (216, 72) if self.widens else (232, 40)
+        """Returns the registers of a computing and of a loading thread; all make at most 512."""
+        return (224, 56) if self.widens else (240, 24)
+
+    @property
+    def value_stages(self) -> int:
+        """Returns the steps of values that there is shared memory for."""
+        is_wide = max(self.rule.key_width, self.rule.value_width) > 192
+        return 1 if self.widens and is_wide else STAGES
+
+    @property
+    def staged_width(self) -> int:
+        """Returns the columns of the output that are written at once; 0 if nothing fits."""
+        rule, rows, item = self.rule, WARPGROUPS * ROWS, self.compute.itemsize
+        elements = STAGES * rule.key_width + self.value_stages * rule.value_width
+        used = (rows * rule.key_width + self.keys * elements) * item
+        if self.widens:
+            used += self.keys * (rule.key_width + rule.value_width)
+        if not pieces.OPERANDS_IN_REGISTERS:
+            used += rows * self.keys * item
+        room = (SMEM_BYTES - used) // (rows * item)
+        # Rows begin at multiples of 128 bytes; a width that they do not divide is written by 64s.
+        whole = rule.value_width // 64 if rule.value_width % 64 == 0 else 1
+        return max(
+            (64 * n for n in range(1, whole + 1) if whole % n == 0 and 64 * n <= room), default=0
+        )
 
 
 class PrefillArrays(NamedTuple):
-    """Arrays of a call, or references to them.
+    """Arrays of a call, or references to them; few, because each takes a launch to fill.
 
     tiles: int32[N, ...], a `PrefillTile` per row.
-    num_tiles: int32[1], how many of the tiles count.
     block_tables: int32[B, W].
-    scales: float32[kv_heads], factors of the scores.
-    value_scale: float32[kv_heads].
-    sinks: float32[heads], logits in base 2; -inf for none.
-    first_row: int32[1], the row at which the first page begins.
+    numbers: float32[heads, 3]: the factor of the scores, that of the values, and the logit of the
+      sink in base 2, -inf for none.
     """
 
     tiles: Any
-    num_tiles: Any
     block_tables: Any
-    scales: Any
-    value_scale: Any
-    sinks: Any
-    first_row: Any
+    numbers: Any
 
 
 def prefill(
@@ -79,48 +103,109 @@ def prefill(
 ) -> Array:
     """Writes the output of tiles of queries into ``out``, [T, heads, V].
 
+    Args:
+      queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
+
     Returns:
       The log-sum-exp, float32[N, heads, 2, 64]; undefined for rows without a query.
     """
     num_tiles, heads = arrays.tiles.shape[0], queries.shape[1]
+    results = (num_tiles, heads, WARPGROUPS, ROWS)
     call = plgpu.kernel(
-        lambda *refs: _Prefiller(shape, *refs).run(),
-        out_type=[jax.ShapeDtypeStruct((num_tiles, heads, WARPGROUPS, ROWS), jnp.float32)],
+        lambda *refs: _Prefiller(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
+        out_type=[jax.ShapeDtypeStruct(results, jnp.float32)],
         grid=(min(heads * num_tiles, _capability.max_thread_blocks(1)),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
-        scratch_types=_scratch(shape),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=[_Scratch.of(shape)],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # threads read only what they wrote or waited for
+            reduction_scratch_bytes=0,  # maxima and sums of rows stay within warps
+        ),
     )
     with jax.enable_x64(False):
         return call(*own_buffers([*arrays, queries]), pages.rows(), out)[0]
 
 
-def _scratch(shape: PrefillShape) -> list[Any]:
-    rule, dtype = shape.rule, shape.compute
-    align = math.gcd(rule.key_width, rule.value_width)
-    arrivals = 1 if shape.widens else shape.steps.granules  # that fill a stage
-    scratch = [
-        tiled((WARPGROUPS, ROWS, rule.key_width), dtype),
-        tiled((STAGES, KEYS, rule.key_width), dtype, align),
-        tiled((STAGES, KEYS, rule.value_width), dtype, align),
-        plgpu.SMEM((WARPGROUPS, ROWS, rule.value_width), rule.out_dtype),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_barriers=STAGES, num_arrivals=WARPGROUPS),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
-    ]
-    if shape.widens:
-        for width in (rule.key_width, rule.value_width):
-            scratch.append(tiled((KEYS, width), shape.page, align))
-            scratch.append(plgpu.Barrier(num_arrivals=shape.steps.granules))
-    if not pieces.OPERANDS_IN_REGISTERS:
-        scratch.append(tiled((WARPGROUPS, ROWS, KEYS), dtype))
-    return scratch
+class _Operands(NamedTuple):
+    """References to the arrays of a call, and to the log-sum-exp."""
+
+    arrays: PrefillArrays
+    queries: jax.Ref
+    pages: jax.Ref
+    out: jax.Ref
+    lse: jax.Ref
+
+    @classmethod
+    def of(cls, *refs: jax.Ref) -> Self:
+        return cls(PrefillArrays(*refs[:-4]), *refs[-4:])
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers: their types, or references to them.
+
+    query: the queries of each warpgroup.
+    keys, values: stages of steps.
+    staged: outputs of each warpgroup, all columns or a part of them at a time.
+    *_full, *_free: barriers, of each warpgroup's queries and of each stage.
+    narrow_*: a step of 8-bit keys and values as they are loaded; None for 16-bit ones.
+    weights: operands that interpret mode does not take from registers; None on a GPU.
+    """
+
+    query: Any
+    keys: Any
+    values: Any
+    staged: Any
+    query_full: Any
+    keys_full: Any
+    values_full: Any
+    keys_free: Any
+    values_free: Any
+    narrow_keys: Any
+    narrow_values: Any
+    narrow_keys_full: Any
+    narrow_values_full: Any
+    weights: Any
+
+    @classmethod
+    def of(cls, shape: PrefillShape) -> Self:
+        """Returns the types for a kernel."""
+        rule, dtype = shape.rule, shape.compute
+        align = math.gcd(rule.key_width, rule.value_width)
+        copies = shape.steps.granules
+        narrow_keys = narrow_values = narrow_full = weights = None
+        if shape.widens:
+            narrow_keys = tiled((shape.keys, rule.key_width), shape.page, align)
+            narrow_values = tiled((shape.keys, rule.value_width), shape.page, align)
+            narrow_full = plgpu.Barrier(num_arrivals=copies)
+        if not pieces.OPERANDS_IN_REGISTERS:
+            weights = tiled((WARPGROUPS, ROWS, shape.keys), dtype)
+
+        def full(stages: int) -> Any:
+            return plgpu.Barrier(num_barriers=stages, num_arrivals=1 if shape.widens else copies)
+
+        def free(stages: int) -> Any:
+            return plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+
+        return cls(
+            query=tiled((WARPGROUPS, ROWS, rule.key_width), dtype, align),
+            keys=tiled((STAGES, shape.keys, rule.key_width), dtype, align),
+            values=tiled((shape.value_stages, shape.keys, rule.value_width), dtype, align),
+            staged=plgpu.SMEM((WARPGROUPS, ROWS, shape.staged_width), rule.out_dtype),
+            query_full=plgpu.Barrier(num_barriers=WARPGROUPS),
+            keys_full=full(STAGES),
+            values_full=full(shape.value_stages),
+            keys_free=free(STAGES),
+            values_free=free(shape.value_stages),
+            narrow_keys=narrow_keys,
+            narrow_values=narrow_values,
+            narrow_keys_full=narrow_full,
+            narrow_values_full=narrow_full,
+            weights=weights,
+        )
 
 
 class _Item(NamedTuple):
@@ -142,12 +227,9 @@ class _Item(NamedTuple):
         """Returns how many steps the thread block takes before a step of this tile."""
         return self.steps_before + step - self.tile.first_step
 
-    def stage(self, step: Array) -> Array:
-        return lax.rem(self.steps_until(step), STAGES)
 
-
-class _Softmax(NamedTuple):
-    """A running softmax.
+class _Running(NamedTuple):
+    """A running softmax, and the weights of the last step, whose values are not added yet.
 
     Each thread adds up a part of ``total``; the sum of the parts is taken at the end.
     """
@@ -155,21 +237,21 @@ class _Softmax(NamedTuple):
     out: Array  # [ROWS, V]
     highest: Array  # [ROWS]
     total: Array  # [ROWS, 8]
+    weights: Array  # [ROWS, keys], in 16 bits
 
 
 class _Prefiller:
-    """The kernel's references, and the code of one thread block."""
+    """The code of one thread block."""
 
-    def __init__(self, shape: PrefillShape, *refs: Any) -> None:
+    def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.arrays = PrefillArrays(*refs[:7])
-        self.queries, self.pages, self.out, self.lse = refs[7:11]
-        self.query, self.keys, self.values, self.staged = refs[11:15]
-        self.query_full, self.keys_full, self.values_full = refs[15:18]
-        self.keys_free, self.values_free, self.turn, *self.others = refs[18:]
+        self.arrays, self.queries, self.pages, self.out, self.lse = operands
+        self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
-        self.num_items = self.arrays.num_tiles[0] * self.queries.shape[1]
+        first_tile = PrefillTile.load(self.arrays.tiles, 0)
+        self.num_tiles, self.heads_together = first_tile.num_tiles, first_tile.heads_together
+        self.num_items = self.num_tiles * self.queries.shape[1]
         self.num_rounds = lax.div(self.num_items + (self.num_blocks - 1), self.num_blocks)
 
     def run(self) -> None:
@@ -177,14 +259,13 @@ class _Prefiller:
         def _() -> None:
             plgpu.set_max_registers(self.shape.registers[0], action="increase")
             pl.when(self._is_item(0))(lambda: self._load_queries(0))
-            pl.when(self._is_item(0) & (self.warpgroup == 1))(self._swap)
             self._each_item(self._compute)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(self.shape.registers[1], action="decrease")
-            self._each_item(self._widen if self.shape.widens else self._load)
+            self._each_item(self._load_and_widen if self.shape.widens else self._load)
 
     def _each_item(self, do: Callable[[Array, _Item], None]) -> None:
         """Calls ``do(turn, item)`` for every item of this thread block."""
@@ -192,13 +273,9 @@ class _Prefiller:
         def one(turn: Array, steps_before: Array) -> Array:
             tile, head = self._tile(turn)
             kv_head = lax.div(head, self.rule.group)
-            first_row, column = self.steps.head(self.arrays.first_row, kv_head)
+            first_row, column = self.steps.head(tile.first_row, kv_head)
             # Loaded early to hide the latency.
-            numbers = (
-                self.arrays.scales[kv_head],
-                self.arrays.value_scale[kv_head],
-                self.arrays.sinks[head],
-            )
+            numbers = [self.arrays.numbers[head, column] for column in range(3)]
             item = _Item(tile, head, first_row, column, steps_before, *numbers)
             pl.when(self._is_item(turn))(lambda: do(turn, item))
             return item.steps_until(tile.last_step)
@@ -216,88 +293,123 @@ class _Prefiller:
 
     def _tile(self, turn: Array | int) -> tuple[PrefillTile, Array]:
         """Returns the tile and the head of an item; past the last item, those of the last."""
-        number = jnp.minimum(self._number(turn), self.num_items - 1)
-        heads = self.queries.shape[1]
-        return PrefillTile.load(self.arrays.tiles, lax.div(number, heads)), lax.rem(number, heads)
+        number = jnp.maximum(jnp.minimum(self._number(turn), self.num_items - 1), 0)
+        heads = self.heads_together * self.rule.group
+        of_section = jnp.maximum(self.num_tiles * heads, 1)
+        section, within = lax.div(number, of_section), lax.rem(number, of_section)
+        # From long to short tiles, back in the next section, and to short ones in the last: so
+        # neighbours are alike, which balances the load.
+        is_back = lax.rem(lax.div(self.queries.shape[1], heads) - section, 2) == 0
+        index = lax.div(within, heads)
+        index = jnp.where(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
+        head = section * heads + lax.rem(within, heads)
+        return PrefillTile.load(self.arrays.tiles, index), head
 
-    # --- the third warpgroup: loads -----------------------------------------------
+    # --- the last warpgroup: loads ------------------------------------------------
 
     def _load(self, turn: Array, item: _Item) -> None:
+        """Loads the keys of each step, and the values of the step before, which are used later."""
         del turn
-        buffers = (
-            (self.keys, self.keys_full, self.keys_free),
-            (self.values, self.values_full, self.values_free),
-        )
+        keys, values = self._parts(item)
+        first, last = item.tile.first_step, item.tile.last_step
 
-        @pl.loop(item.tile.first_step, item.tile.last_step)
-        def _(step: Array) -> None:
+        def fetch(places: list[Array], step: Array, part: _Part) -> None:
+            stage = self._reuse(item, step, part)
+            self._fetch(places, part.columns, part.wide.at[stage], part.full.at[stage])
+
+        places, _ = self._locate(item, first)
+        fetch(places, first, keys)
+
+        def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
             places, _ = self._locate(item, step)
-            for columns, (buffer, full, free) in zip(self._columns(item), buffers, strict=True):
-                stage = self._reuse(item, step, free)
-                self._fetch(places, columns, buffer.at[stage], full.at[stage])
+            fetch(places, step, keys)
+            fetch(before, step - 1, values)
+            return places
 
-    def _widen(self, turn: Array, item: _Item) -> None:
+        places = lax.fori_loop(first + 1, last, load, places)
+        fetch(places, last - 1, values)
+
+    def _load_and_widen(self, turn: Array, item: _Item) -> None:
         """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
         del turn
-        narrow_keys, keys_came, narrow_values, values_came = self.others[:4]
-        parts = (
-            (narrow_keys, keys_came, self.keys, self.keys_full, self.keys_free),
-            (narrow_values, values_came, self.values, self.values_full, self.values_free),
-        )
+        keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
         places, _ = self._locate(item, first)
+        for part in keys, values:
+            self._fetch(places, part.columns, part.narrow, part.narrow_full)
 
-        @pl.when(first < last)
-        def _() -> None:
-            for columns, (narrow, came, *_) in zip(self._columns(item), parts, strict=True):
-                self._fetch(places, columns, narrow, came)
+        def widen(step: Array, part: _Part, later: list[Array]) -> None:
+            self._widen(item, step, part)
+            given = later, part.columns, part.narrow, part.narrow_full
+            pl.when(step + 1 < last)(lambda: self._fetch(*given))
 
-        @pl.loop(first, last)
-        def _(step: Array) -> None:
+        later, _ = self._locate(item, first + 1)
+        widen(first, keys, later)
+
+        def load(step: Array, places: list[Array]) -> list[Array]:
             later, _ = self._locate(item, step + 1)
-            for columns, part in zip(self._columns(item), parts, strict=True):
-                narrow, came, wide, full, free = part
-                stage = self._reuse(item, step, free)
-                plgpu.barrier_wait(came)
-                for begin in range(0, KEYS, 64):
-                    rows = pl.ds(begin, 64)
-                    wide[stage, rows] = narrow[rows].astype(self.shape.compute)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(full.at[stage])
-                given = later, columns, narrow, came
-                pl.when(step + 1 < last)(lambda given=given: self._fetch(*given))
+            widen(step, keys, later)
+            widen(step - 1, values, places)
+            return later
 
-    def _reuse(self, item: _Item, step: Array, free: Any) -> Array:
+        later = lax.fori_loop(first + 1, last, load, later)
+        widen(last - 1, values, later)
+
+    def _widen(self, item: _Item, step: Array, part: "_Part") -> None:
+        """Widens a step of keys or of values."""
+        stage = self._reuse(item, step, part)
+        plgpu.barrier_wait(part.narrow_full)
+        width = math.gcd(part.columns.size, 128)  # at once, because registers are short
+        starts = range(0, self.shape.keys, 64), range(0, part.columns.size, width)
+        for row, column in itertools.product(*starts):
+            piece = pl.ds(row, 64), pl.ds(column, width)
+            part.wide[(stage, *piece)] = part.narrow[piece].astype(self.shape.compute)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(part.full.at[stage])
+
+    def _reuse(self, item: _Item, step: Array, part: "_Part") -> Array:
         """Waits until the stage of a step is free, and returns it."""
-        stage = item.stage(step)
-        pl.when(item.steps_until(step) >= STAGES)(lambda: plgpu.barrier_wait(free.at[stage]))
+        steps = item.steps_until(step)
+        stage = lax.rem(steps, part.stages)
+        pl.when(steps >= part.stages)(lambda: plgpu.barrier_wait(part.free.at[stage]))
         return stage
 
-    def _columns(self, item: _Item) -> tuple[pl.Slice, pl.Slice]:
-        """Returns the columns of the keys and of the values in a row."""
-        rule, first = self.rule, item.first_column
-        return pl.ds(first, rule.key_width), pl.ds(first + rule.key_width, rule.value_width)
+    def _parts(self, item: _Item) -> tuple["_Part", "_Part"]:
+        """Returns the keys and the values of a row."""
+        rule, first, smem = self.rule, item.first_column, self.smem
+        keys = _Part(
+            pl.ds(first, rule.key_width),
+            STAGES,
+            *(smem.keys, smem.keys_full, smem.keys_free, smem.narrow_keys, smem.narrow_keys_full),
+        )
+        values = _Part(
+            pl.ds(first + rule.key_width, rule.value_width),
+            self.shape.value_stages,
+            *(smem.values, smem.values_full, smem.values_free),
+            *(smem.narrow_values, smem.narrow_values_full),
+        )
+        return keys, values
 
     def _fetch(self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any) -> None:
         """Starts loading the keys or the values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
-            source = self.pages.at[pl.ds(place, n), columns]
+            source = self.pages.at[pl.ds(pl.multiple_of(place, GRANULE), n), columns]
             plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(j * n, n)], full)
 
     def _locate(self, item: _Item, step: Array) -> tuple[list[Array], Array]:
         request, tables = item.tile.request, self.arrays.block_tables
         return self.steps.locate(tables, request, step, item.first_row)
 
-    # --- the other two warpgroups: attention --------------------------------------
+    # --- the other warpgroups: attention ------------------------------------------
 
     def _load_queries(self, turn: Array | int) -> None:
         """Starts loading the queries of an item."""
         tile, head = self._tile(turn)
         source = self.queries.at[pl.ds(self._octet(tile) * 8, ROWS), head]
-        target = self.query.at[self.warpgroup]
-        plgpu.copy_gmem_to_smem(source, target, self.query_full.at[self.warpgroup])
+        target = self.smem.query.at[self.warpgroup]
+        plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
 
     def _octet(self, tile: PrefillTile) -> Array:
         """Returns the first row of this warpgroup, in multiples of 8 tokens.
@@ -311,125 +423,175 @@ class _Prefiller:
         tile, index = item.tile, self.warpgroup
         octet = self._octet(tile)
         shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
-        plgpu.barrier_wait(self.query_full.at[index])
-        position = tile.position + shift
-        running = self._start()
-        if self.rule.window is not None or self.rule.chunk is not None:
-            running = self._steps(item, position, tile.first_step, tile.full_begin, True, running)
-        running = self._steps(item, position, tile.full_begin, tile.full_end, False, running)
-        running = self._steps(item, position, tile.full_end, tile.last_step, True, running)
-        goes_on = self._is_item(turn + 1)
-        # The other warpgroup may continue meanwhile; the second one takes the last turn.
-        swaps = goes_on | (index == 0)
-        pl.when(swaps)(lambda: plgpu.barrier_arrive(self.turn))
-        pl.when(goes_on)(lambda: self._load_queries(turn + 1))
+        plgpu.barrier_wait(self.smem.query_full.at[index])
+        running = self._attend(item, tile.position + shift)
+        plgpu.commit_smem()  # a barrier: all warps have read the queries
+        pl.when(self._is_item(turn + 1))(lambda: self._load_queries(turn + 1))
+        stage = self._value_stage(item, tile.last_step - 1)
+        out = self._add_product(running, stage)
+        plgpu.barrier_arrive(self.smem.values_free.at[stage])
         begin = jnp.maximum(tile.skip, index * ROWS) - shift
         end = jnp.minimum(tile.count, (index + 1) * ROWS) - shift
-        self._write(item, running, octet, begin, end)
-        pl.when(swaps)(lambda: plgpu.barrier_wait(self.turn))
+        self._write(item, running._replace(out=out), octet, begin, end)
 
-    def _start(self) -> _Softmax:
-        zeros = jnp.zeros((ROWS, self.rule.value_width), jnp.float32)
-        return _Softmax(
+    def _attend(self, item: _Item, position: Array) -> _Running:
+        """Attends to all keys of a tile; the values of the last step are not added yet."""
+        first, last = item.tile.first_step, item.tile.last_step
+
+        def step(step: Array, running: _Running) -> _Running:
+            return self._step(item, position, step, running)
+
+        return lax.fori_loop(first + 1, last, step, self._first_step(item, position))
+
+    def _key_stage(self, item: _Item, step: Array) -> Array:
+        return lax.rem(item.steps_until(step), STAGES)
+
+    def _value_stage(self, item: _Item, step: Array) -> Array:
+        return lax.rem(item.steps_until(step), self.shape.value_stages)
+
+    def _first_step(self, item: _Item, position: Array) -> _Running:
+        """Returns the softmax of a tile's first step."""
+        step, rule = item.tile.first_step, self.rule
+        stage = self._key_stage(item, step)
+        plgpu.barrier_wait(self.smem.keys_full.at[stage])
+        scores = multiply(self.smem.query.at[self.warpgroup], self.smem.keys.at[stage].T)
+        plgpu.barrier_arrive(self.smem.keys_free.at[stage])
+        highest = plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW)
+        highest, _, weights = self._softmax(item, position, step, scores, highest)
+        plgpu.barrier_wait(self.smem.values_full.at[self._value_stage(item, step)])
+        self._clean_values(item, step)
+        zeros = jnp.zeros((ROWS, rule.value_width), jnp.float32)
+        total = plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+        return _Running(
             plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA),
+            highest,
+            pieces.add_columns(total, weights),
+            weights.astype(self.shape.compute),
         )
 
-    def _swap(self) -> None:
-        """Passes the tensor cores to the other warpgroup, and waits until it passes them back."""
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+    def _step(self, item: _Item, position: Array, step: Array, running: _Running) -> _Running:
+        """Scores a step of keys, while it adds the values of the step before."""
+        stage, before = self._key_stage(item, step), self._value_stage(item, step - 1)
+        values_full = self.smem.values_full.at[self._value_stage(item, step)]
+        plgpu.barrier_wait(self.smem.keys_full.at[stage])
 
-    def _steps(
-        self,
-        item: _Item,
-        position: Array,
-        begin: Array,
-        end: Array,
-        masked: bool,
-        running: _Softmax,
-    ) -> _Softmax:
-        def step(i: Array, running: _Softmax) -> _Softmax:
-            return self._step(item, position, i, masked, running)
+        def soften(scores: Array) -> tuple[Array, Array, Array, Array]:
+            plgpu.barrier_arrive(self.smem.keys_free.at[stage])
+            found = self._softmax(item, position, step, scores, running.highest)
+            highest, shrink, weights = found
+            total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
+            total = pieces.add_columns(total, weights)
+            softened = lax.optimization_barrier((highest, shrink, weights, total))
+            # A wait between the softmax and the end of the sums, or the compiler moves the softmax
+            # behind that end.
+            if self.shape.value_stages > 1:
+                plgpu.barrier_wait(values_full)
+                self._clean_values(item, step)
+            return softened
 
-        return lax.fori_loop(begin, end, step, running)
+        keys = self.smem.keys.at[stage].T
+        out, (highest, shrink, weights, total) = self._score_and_add(running, keys, before, soften)
+        plgpu.barrier_arrive(self.smem.values_free.at[before])
+        if self.shape.value_stages == 1:
+            plgpu.barrier_wait(values_full)
+            self._clean_values(item, step)
+        out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
+        return _Running(out, highest, total, weights.astype(self.shape.compute))
 
-    def _step(
-        self, item: _Item, position: Array, step: Array, masked: bool, running: _Softmax
-    ) -> _Softmax:
-        """Adds a step of keys to a running softmax."""
-        stage = item.stage(step)
-        holes = jnp.int32(0)
-        if masked:
-            _, holes = self._locate(item, step)
-            plgpu.barrier_wait(self.values_full.at[stage])
-            self._clean_values(item, step, stage, holes)
-        plgpu.barrier_wait(self.keys_full.at[stage])
+    def _score_and_add(
+        self, running: _Running, keys: Any, before: Array, soften: Callable[[Array], Any]
+    ) -> tuple[Array, Any]:
+        """Returns the output with the values of the step before, and ``soften(scores)``.
 
-        def score(product: Any) -> Array:
-            plgpu.wgmma(product, self.query.at[self.warpgroup], self.keys.at[stage].T)
-            self._swap()
-            return product[...]
+        The tensor cores add values while scores are softened.
+        """
+        query, values = self.smem.query.at[self.warpgroup], self.smem.values.at[before]
+        if not pieces.OPERANDS_IN_REGISTERS:
+            softened = soften(multiply(query, keys))
+            return self._add_product(running, before), softened
+        shape = (ROWS, self.shape.keys)
 
-        scores = pl.run_scoped(score, plgpu.ACC((ROWS, KEYS), jnp.float32))
-        plgpu.barrier_arrive(self.keys_free.at[stage])
-        scores, scale = pieces.cap(self.rule, scores, item.scale)
-        if masked:
-            scores = jnp.where(self._seen(item, position, step, holes), scores * scale, UNSEEN)
-            scale = 1.0
-        highest = jnp.maximum(running.highest, scores.max(axis=1) * scale)
-        shrink = jnp.exp2(running.highest - highest)
+        def both(refs: Sequence[Any]) -> None:
+            sums, *results = refs
+
+            def run(product: Any) -> None:
+                plgpu.wgmma(product, query, keys)
+                plgpu.wgmma(sums, running.weights, values)
+                scores = plgpu.wgmma_accumulator_load(product, wait_n=1)
+                for ref, value in zip(results, soften(scores), strict=True):
+                    ref[...] = value
+
+            pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+        # In 16 bits, weights would take the registers of those that the tensor cores still read.
+        weights = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        places = running.highest, running.highest, weights, running.total
+        start: Any = (plgpu.ACC.init(running.out), *places)
+        out, *softened = pl.run_state(both)(start)
+        return out, softened
+
+    def _softmax(
+        self, item: _Item, position: Array, step: Array, products: Array, before: Array
+    ) -> tuple[Array, Array, Array]:
+        """Returns the highest scores, the factor by which sums shrink, and the weights of keys."""
+        scores, scale = pieces.cap(self.rule, products, item.scale)
+        scale = jnp.asarray(scale, jnp.float32)
+
+        def mask(scores: Array) -> tuple[Array, Array]:
+            seen = self._seen(item, position, step)
+            return jnp.where(seen, scores * scale, UNSEEN), jnp.float32(1)
+
+        is_full = (step >= item.tile.full_begin) & (step < item.tile.full_end)
+        scores, scale = lax.cond(is_full, lambda scores: (scores, scale), mask, scores)
+        highest = jnp.maximum(before, scores.max(axis=1) * scale)
+        shrink = jnp.exp2(before - highest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(highest, scores.shape, [0]))
-        out = running.out * lax.broadcast_in_dim(shrink, running.out.shape, [0])
-        narrow = weights.astype(self.shape.compute)
-        total = running.total * lax.broadcast_in_dim(shrink, running.total.shape, [0])
-        total = pieces.add_columns(total, weights)
-        out, total, highest, narrow = lax.optimization_barrier((out, total, highest, narrow))
-        plgpu.barrier_arrive(self.turn)  # the softmax is done
-        if not masked:
-            plgpu.barrier_wait(self.values_full.at[stage])
-        plgpu.barrier_wait(self.turn)  # the tensor cores are free
-        out = self._add_product(out, narrow, self.values.at[stage])
-        plgpu.barrier_arrive(self.values_free.at[stage])
-        return _Softmax(out, highest, total)
+        return highest, shrink, weights
 
-    def _add_product(self, out: Array, weights: Array, values: Any) -> Array:
-        """Returns an output plus the weighted sum of more values."""
+    def _add_product(self, running: _Running, stage: Array) -> Array:
+        """Returns the output plus the weighted sum of the values in a stage."""
+        values = self.smem.values.at[stage]
         if pieces.OPERANDS_IN_REGISTERS:
-            start: Any = plgpu.ACC.init(out)
+            start: Any = plgpu.ACC.init(running.out)
+            weights = running.weights
             sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)
             return sums
-        staged: Any = self.others[-1].at[self.warpgroup]
-        staged[...] = weights
+        staged = self.smem.weights.at[self.warpgroup]
+        staged[...] = running.weights
         plgpu.commit_smem()
-        return out + multiply(staged, values)
+        return running.out + multiply(staged, values)
 
-    def _seen(self, item: _Item, position: Array, step: Array, holes: Array) -> Array:
-        """Returns bool[ROWS, KEYS]: which keys of a step each query sees."""
-        shape, layout = (ROWS, KEYS), plgpu.Layout.WGMMA
+    def _seen(self, item: _Item, position: Array, step: Array) -> Array:
+        """Returns bool[ROWS, keys]: which keys of a step each query sees."""
+        keys = self.shape.keys
+        shape, layout = (ROWS, keys), plgpu.Layout.WGMMA
         place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
-        seen = pieces.sees(self.rule, item.tile, queries, place + step * KEYS)
-        return seen & self.steps.held(place, holes)
+        seen = pieces.sees(self.rule, item.tile, queries, place + step * keys)
+        return seen & self.steps.held(place, self._locate(item, step)[1])
 
-    def _clean_values(self, item: _Item, step: Array, stage: Array, holes: Array) -> None:
+    def _clean_values(self, item: _Item, step: Array) -> None:
         """Overwrites the values that no query of the tile sees with zeros.
 
-        Both warpgroups do so, and write the same values.
+        All warpgroups do so, and write the same values.
         """
-        tile, key = item.tile, step * KEYS
+        tile, keys = item.tile, self.shape.keys
+        key, stage = step * keys, self._value_stage(item, step)
 
-        @pl.when((key < tile.begin) | (key + KEYS > tile.end) | (holes != 0))
+        @pl.when((key < tile.begin) | (key + keys > tile.end) | (tile.has_holes != 0))
         def _() -> None:
-            for first in range(0, KEYS, 64):
-                part = self.values.at[stage, pl.ds(first, 64)]
+            _, holes = self._locate(item, step)
+            width = math.gcd(self.rule.value_width, 64)  # registers are short
+            for first, column in itertools.product(
+                range(0, keys, 64), range(0, self.rule.value_width, width)
+            ):
+                part = self.smem.values.at[stage, pl.ds(first, 64), pl.ds(column, width)]
                 seen = tile.begin, tile.end
                 pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
             plgpu.commit_smem()
 
     def _write(
-        self, item: _Item, running: _Softmax, octet: Array, begin: Array, end: Array
+        self, item: _Item, running: _Running, octet: Array, begin: Array, end: Array
     ) -> None:
         """Writes rows ``begin`` to ``end - 1`` to their tokens."""
         index, sink = self.warpgroup, item.sink
@@ -444,21 +606,49 @@ class _Prefiller:
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
         known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
-        out = jnp.where(known, out, jnp.zeros_like(out))
-        staged = self.staged.at[index]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous item is read
-        store(staged, out.astype(self.rule.out_dtype))
+        out = jnp.where(known, out, jnp.zeros_like(out)).astype(self.rule.out_dtype)
+        width, rows = self.shape.staged_width, _Rows(octet * 8, begin, end)
+        for start in range(0, self.rule.value_width, width):
+            first = min(start, self.rule.value_width - width)  # the last part may overlap
+            part = lax.slice(out, (0, first), (ROWS, first + width))
+            self._write_columns(part, self.out.at[:, item.head, pl.ds(first, width)], rows)
+
+    def _write_columns(self, part: Array, out: Any, rows: "_Rows") -> None:
+        """Writes some columns of the rows of an output."""
+        staged = self.smem.staged.at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+        store(staged, part)
         plgpu.commit_smem()
-        whole = (begin == 0) & (end == ROWS)
+        whole = (rows.begin == 0) & (rows.end == ROWS)
 
         @pl.when(whole)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(octet * 8, ROWS), item.head])
+            plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(rows.token, ROWS)])
 
         @pl.when(~whole)
         def _() -> None:
-            @pl.loop(begin, end)
+            @pl.loop(rows.begin, rows.end)
             def _(row: Array) -> None:
                 plgpu.copy_smem_to_gmem(
-                    staged.at[pl.ds(row, 1)], self.out.at[pl.ds(octet * 8 + row, 1), item.head]
+                    staged.at[pl.ds(row, 1)], out.at[pl.ds(rows.token + row, 1)]
                 )
+
+
+class _Part(NamedTuple):
+    """The keys, or the values: their columns in a row of pages, and their shared memory."""
+
+    columns: pl.Slice
+    stages: int
+    wide: Any
+    full: Any
+    free: Any
+    narrow: Any
+    narrow_full: Any
+
+
+class _Rows(NamedTuple):
+    """Rows ``begin`` to ``end - 1`` of a warpgroup, whose first row is a token."""
+
+    token: Array
+    begin: Array
+    end: Array

@@ -7,7 +7,8 @@ from jax import Array
 
 from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, QueryTiles
 
-QUERIES, KEYS = 128, 128  # of a tile, and of a step
+QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
+CACHED_BYTES = 96 * 2**20  # some of which are gone from the 50 MB of L2 cache when they are needed
 
 
 class PrefillTile(NamedTuple):
@@ -22,6 +23,10 @@ class PrefillTile(NamedTuple):
     begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
     first_step, last_step: the steps of keys, ``last_step`` excluded.
     full_begin, full_end: steps in which every query sees all keys, ``full_end`` excluded.
+    has_holes: whether any page of the request holds no keys.
+    num_tiles: how many tiles count, in every row.
+    heads_together: KV heads whose tiles come together; see `_heads_together`.
+    first_row: the row at which the first page begins, in every row.
     """
 
     index: Array
@@ -38,30 +43,40 @@ class PrefillTile(NamedTuple):
     full_begin: Array
     full_end: Array
     last_step: Array
+    has_holes: Array
+    num_tiles: Array
+    heads_together: Array
+    first_row: Array
 
     @classmethod
-    def load(cls, tiles: Any, index: Array) -> Self:
+    def load(cls, tiles: Any, index: Array | int) -> Self:
         """Loads a row of the tiles within a kernel."""
         return cls(*[tiles[index, column] for column in range(len(cls._fields))])
 
 
-def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns int32[N, ...], a `PrefillTile` per row: the longest first, empty ones last."""
-    first = tiles.begins // KEYS
-    last = jnp.where(tiles.ends > tiles.begins, (tiles.ends + (KEYS - 1)) // KEYS, first)
+def prefill_tiles(
+    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int
+) -> Array:
+    """Returns int32[N, ...], a `PrefillTile` per row: the longest first, empty ones last.
+
+    Every tile has at least one step, even if its queries see no key.
+
+    Args:
+      keys: keys of a step.
+    """
+    first = tiles.begins // keys
+    last = jnp.maximum((tiles.ends + (keys - 1)) // keys, first + 1)
     first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (KEYS - 1)) // KEYS
-    full_end = tiles.ends // KEYS
+    full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (keys - 1)) // keys
+    full_end = tiles.ends // keys
     if rule.causal:
         seen_by_all = rule.held_before(first_query + 1, arrays.rank)
         seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
-        full_end = jnp.minimum(seen_by_all, tiles.ends) // KEYS
+        full_end = jnp.minimum(seen_by_all, tiles.ends) // keys
     full_begin = jnp.clip(full_begin, first, last)
     full_end = jnp.clip(full_end, full_begin, last)
     holed = has_holes(arrays, rule, tiles)
-    if rule.window is None and rule.chunk is None:
-        full_begin = first
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
         request=tiles.requests,
@@ -77,15 +92,34 @@ def prefill_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTile
         full_begin=full_begin,
         full_end=jnp.where(holed, full_begin, full_end),
         last_step=last,
+        has_holes=holed.astype(jnp.int32),
+        num_tiles=jnp.broadcast_to(jnp.sum(tiles.counts > 0, dtype=jnp.int32), last.shape),
+        heads_together=jnp.broadcast_to(_heads_together(arrays, rule), last.shape),
+        first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
-    steps = jnp.where(tiles.counts > 0, last - first + 1, 0)
-    rows = jnp.stack(tile, axis=1)
-    # Ranks by comparison, because XLA's sort of so few rows takes many kernels.
+    steps = jnp.where(tiles.counts > 0, last - first, 0)
+    # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
     before = (steps[None] > steps[:, None]) | (
         (steps[None] == steps[:, None]) & (tile.index[None] < tile.index[:, None])
     )
     rank = before.sum(axis=1, dtype=jnp.int32)
-    return jnp.zeros_like(rows).at[rank].set(rows, unique_indices=True)
+    order = jnp.where(rank[None] == tile.index[:, None], tile.index[None], 0).sum(axis=1)
+    return jnp.stack(tile, axis=1)[order]
+
+
+def _heads_together(arrays: AttentionArrays, rule: AttentionRule) -> Array:
+    """Returns how many KV heads are attended to together: a divisor of all, at least 1.
+
+    All tiles of these heads come before those of others, so that their keys and values stay in the
+    L2 cache; with few bytes those of all heads do.
+    """
+    tokens = jnp.sum(arrays.seq_lens, dtype=jnp.float32)
+    row_bytes = rule.row_width * arrays.pages.itemsize
+    together = jnp.int32(1)
+    for heads in range(2, rule.kv_heads + 1):
+        if rule.kv_heads % heads == 0:
+            together = jnp.where(tokens * (row_bytes * heads) <= CACHED_BYTES, heads, together)
+    return together
 
 
 def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:

@@ -14,6 +14,7 @@ from jax import Array
 from pallas_kernels._paged_attention.tiles import QueryTiles
 
 STEP = 64  # keys of a step
+MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
 
 
 class Tile(NamedTuple):
@@ -86,7 +87,7 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
     """Divides the steps of tiles among lanes."""
     steps = (tiles.ends + (STEP - 1)) // STEP - tiles.begins // STEP
     steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
-    line_ends = jnp.cumsum(steps, dtype=jnp.int32)
+    line_ends = _running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
     least, longer = total // num_lanes, total % num_lanes  # ``longer`` lanes have one step more
     lanes = jnp.arange(num_lanes, dtype=jnp.int32)
@@ -121,6 +122,14 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
         num_segments=jnp.where(steps > 0, last_lane - first_lane + 1, 0),
     )
     return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), used_tokens.reshape(1))
+
+
+def _running_sum(counts: Array) -> Array:
+    """Returns the sums of counts up to each of them."""
+    if counts.size > MAX_COMPARED:
+        return jnp.cumsum(counts, dtype=jnp.int32)
+    index = jnp.arange(counts.size, dtype=jnp.int32)  # one kernel, where a scan takes several
+    return jnp.where(index[None] <= index[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _tile_at(line_ends: Array, steps: Array) -> Array:

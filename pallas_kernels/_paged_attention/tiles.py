@@ -166,12 +166,30 @@ class Cut(NamedTuple):
     least: int = 1
     most: int | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Returns whether a request has at most one tile."""
+        return self.most is not None and self.most <= self.size
+
     def max_tiles(self, batch: int, num_tokens: int) -> int:
-        """Returns the most tiles that a batch of that shape needs."""
-        begun = min(batch, num_tokens // self.least)
-        if self.most is not None and self.most <= self.size:
-            return begun
-        return begun + (num_tokens + begun * (self.align - 1) - begun) // self.size
+        """Returns the number of tiles, some of which may be empty, for a batch of that shape."""
+        if self.is_single or self.size == 1:
+            return batch if self.is_single else num_tokens
+        return batch + num_tokens // self.size
+
+    def first_tiles(self, first_rows: Array) -> Array:
+        """Returns the index of the first tile of each request, int32[B].
+
+        Rows and requests both ascend, so tiles are numbered by both: a request's tiles end before
+        those of the next one begin, and no sum over requests is needed.
+
+        Args:
+          first_rows: int32[B], the first row of each request's first tile, multiples of ``align``.
+        """
+        index = jnp.arange(first_rows.shape[0], dtype=jnp.int32)
+        if self.is_single or self.size == 1:
+            return index if self.is_single else first_rows
+        return index + first_rows // self.size
 
 
 def one_query_each(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
@@ -195,17 +213,16 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     counted = query_lens >= cut.least
     if cut.most is not None:
         counted &= query_lens <= cut.most
-    per_request = (loc[1:] - first_rows + (cut.size - 1)) // cut.size
-    tile_ends = jnp.cumsum(jnp.where(counted, per_request, 0), dtype=jnp.int32)
-    first_tiles = tile_ends - jnp.where(counted, per_request, 0)
-
+    first_tiles = cut.first_tiles(first_rows)
     index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)), dtype=jnp.int32)
-    owner = _count_ended(tile_ends, index)
-    requests = jnp.minimum(owner, batch - 1)
+    if cut.is_single:
+        requests = index
+    else:
+        requests = jnp.maximum(_count_ended(first_tiles, index) - 1, 0)
     tokens = first_rows[requests] + (index - first_tiles[requests]) * cut.size
     counts = jnp.clip(loc[1:][requests] - tokens, 0, cut.size)
-    counts = jnp.where(owner < batch, counts, 0)
-    tokens = jnp.where(owner < batch, tokens, 0)
+    counts = jnp.where(counted[requests], counts, 0)
+    tokens = jnp.where(counts > 0, tokens, 0)
     skips = jnp.clip(loc[requests] - tokens, 0, cut.size)
     positions = jnp.maximum(arrays.seq_lens, 0)[requests] - loc[1:][requests] + tokens
 

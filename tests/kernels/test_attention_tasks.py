@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._paged_attention.prefill_tasks import KEYS, PrefillTile, prefill_tiles
+from pallas_kernels._paged_attention.prefill_tasks import CACHED_BYTES, PrefillTile, prefill_tiles
 from pallas_kernels._paged_attention.tasks import STEP, Lane, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
@@ -61,7 +61,7 @@ def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionAr
             tables[rng.random(tables.shape) < 0.05] = rng.choice([-1, PAGES])
         yield AttentionArrays(
             queries=np.zeros((BATCH if each_one else TOKENS, 1, 64)),
-            pages=types.SimpleNamespace(num_pages=PAGES),
+            pages=types.SimpleNamespace(itemsize=2, num_pages=PAGES, first_row=lambda: 0),
             block_tables=as_ids(tables),
             seq_lens=as_ids(lens),
             query_start_loc=None if each_one else as_ids(np.cumsum([0, *counts])),
@@ -125,7 +125,15 @@ def check_tiles(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles,
     assert (tiles.of_token[outside] == -1).all()
 
 
-CUTS = [Cut(8), Cut(16, align=8), Cut(64, least=2), Cut(4, most=4), Cut(16, align=8, least=5)]
+KEYS = 128  # of a step
+CUTS = [
+    Cut(8),
+    Cut(16, align=8),
+    Cut(64, least=2),
+    Cut(4, most=4),
+    Cut(1),
+    Cut(16, align=8, least=5),
+]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -196,7 +204,7 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
     unmasked = 0
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, cut)
-        found = np.asarray(prefill_tiles(arrays, rule, tiles))
+        found = np.asarray(prefill_tiles(arrays, rule, tiles, KEYS))
         rows = [PrefillTile(*row) for row in found.tolist()]
         assert sorted(row.index for row in rows) == list(range(len(rows)))
         lengths = [row.last_step - row.first_step if row.count else -1 for row in rows]
@@ -219,3 +227,16 @@ def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) 
             for page in tables[step * KEYS // 64 : (step + 1) * KEYS // 64]:
                 assert 0 <= page < PAGES, "a step without a mask has a hole"
     return len(full) if row.count > row.skip else 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 12])
+def test_as_many_heads_come_together_as_the_cache_holds(kv_heads: int) -> None:
+    rule = rule_of("all keys")._replace(kv_heads=kv_heads)
+    arrays = next(iter(batches(rule)))
+    for tokens in (0, 1_000, 100_000, 2**31 - 1):
+        given = arrays._replace(seq_lens=as_ids([tokens, *[0] * (BATCH - 1)]))
+        tiles = cut_queries(given, rule, Cut(16, align=8))
+        found = PrefillTile(*prefill_tiles(given, rule, tiles, KEYS)[0])
+        bytes_each = tokens * rule.row_width * 2
+        fits = [n for n in range(1, kv_heads + 1) if n * bytes_each <= CACHED_BYTES]
+        assert found.heads_together == max((n for n in fits if kv_heads % n == 0), default=1)

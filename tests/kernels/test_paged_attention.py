@@ -370,6 +370,20 @@ MOSAIC_CASES = {
     "chunk, from its middle on": Case(tokens=200, width=12, chunk=72, firsts=True, place="NHD"),
     "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
     "interleaved": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
+    "80 wide": Case(key=80, value=80, heads=8, sinks=True),
+    "112 wide, long": Case(tokens=9, key=112, value=112, holes=True, width=600, batch=2),
+    "240 and 176 wide": Case(tokens=9, key=240, value=176, heads=2),
+    "prefill, 80 wide": Case(tokens=200, width=20, key=80, value=80, window=70, place="HND"),
+    "prefill, 96 wide": Case(tokens=203, width=40, key=96, value=96, sinks=True, page_tokens=8),
+    "prefill, 192 and 128 wide": Case(tokens=328, width=20, heads=2, key=192, value=128, cap=9.0),
+    "prefill, 256 wide": Case(tokens=323, width=20, key=256, value=256, sinks=True),
+    "prefill, 256 wide, window": Case(
+        *(2, 1, 256, 256, 8), tokens=200, width=40, window=70, scaled=True
+    ),
+    "prefill, 256 wide in int8": Case(
+        tokens=203, width=20, key=256, value=256, pages="int8", scaled=True, place="NHD"
+    ),
+    "prefill of few": Case(*(2, 1, 128, 128), tokens=65, width=20, window=70),
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
@@ -377,12 +391,15 @@ PREFILL = Case(1, 1, batch=2, page_tokens=48, width=3, tokens=72, window=80, hol
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
 )
+WIDE = Case(2, 2, 80, 96, batch=2, page_tokens=8, width=9, tokens=67, sinks=True)
 INTERPRETED = {
     "decode": (Case(batch=2, page_tokens=32, width=4, heads=2, kv_heads=1), [128, 0], None),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     "a decode and a prefill": (PREFILL, [90, 125], [0, 1, 70]),
     "a prefill in int8": (INTERLEAVED, [190], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
+    "80 and 96 wide": (WIDE._replace(heads=1, kv_heads=1, tokens=0), [70, 3], None),
+    "67 tokens of two prefills, 80 and 96 wide": (WIDE, [70, 41], [0, 40, 66]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
@@ -417,9 +434,10 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypatch) -> None:
     """All but the operands that a GPU takes from registers."""
-    from pallas_kernels._paged_attention import pieces
+    from pallas_kernels._paged_attention import pieces, prefill_tasks
 
     monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     case, lens, loc = INTERPRETED[name]
     for seed in range(2):
@@ -468,13 +486,18 @@ class Shape(NamedTuple):
     page_tokens: int
     pages: str
     launches: int
+    value: int = 0  # width of values; 0: as wide as keys
+
+    @property
+    def row(self) -> int:
+        return self.width + (self.value or self.width)
 
     def arguments(self, per_request: bool) -> list[jax.ShapeDtypeStruct]:
         struct, ids = jax.ShapeDtypeStruct, jnp.int32
         loc = [] if per_request else [struct((self.batch + 1,), ids)]
         return [
             struct((self.tokens, self.heads, self.width), jnp.bfloat16),
-            struct((999, self.page_tokens, self.kv_heads, 2 * self.width), self.pages),
+            struct((999, self.page_tokens, self.kv_heads, self.row), self.pages),
             struct((self.batch, 64), ids),
             struct((self.batch,), ids),
             *loc,
@@ -490,6 +513,10 @@ SHAPES = [
     Shape(8, 1024, 32, 8, 128, 16, "bfloat16", 3),
     Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 3),
     Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 3),
+    Shape(8, 1023, 16, 2, 256, 8, "bfloat16", 3),
+    Shape(8, 1024, 16, 2, 256, 16, "int8", 3),
+    Shape(8, 1024, 8, 8, 192, 16, "bfloat16", 3, value=128),
+    Shape(8, 1024, 32, 8, 112, 16, "bfloat16", 3),
 ]
 
 
@@ -504,7 +531,7 @@ def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
     text = lower(attend, shape.arguments(per_request=shape.tokens == shape.batch))
     assert text.count("custom_call @mosaic_gpu") == shape.launches
     # The pages go straight to kernels: nothing else has as many elements.
-    pages = f"tensor<999x{shape.page_tokens}x{shape.kv_heads}x{2 * shape.width}x"
+    pages = f"tensor<999x{shape.page_tokens}x{shape.kv_heads}x{shape.row}x"
     users = [line for line in text.splitlines() if pages in line and "func" not in line]
     assert users and all("reshape" in line or "call" in line for line in users)
 
@@ -533,8 +560,13 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
     [
         (Case(queries="float32"), "queries are float32, and the kernels take bfloat16"),
         (Case(pages="float16"), "pages are float16 and queries bfloat16"),
-        (Case(key=96), "keys are 96 wide and values 64, and the kernels take multiples of 64"),
-        (Case(key=320), "keys or values are wider than 256"),
+        (Case(key=72), "keys are 72 wide and values 64, and the kernels take multiples of 16 in"),
+        (
+            Case(key=96, pages="int8"),
+            "keys are 96 wide and values 64, and the kernels take multiples of 64 in pages of 8",
+        ),
+        (Case(key=320), "keys are 320 wide and values 64, and the kernels take widths from 64"),
+        (Case(value=48), "keys are 64 wide and values 48, and the kernels take widths from 64"),
         (
             Case(heads=65, kv_heads=1),
             "a KV head has 65 query heads, and the kernels take at most 64",
