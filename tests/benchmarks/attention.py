@@ -23,11 +23,13 @@ PACKED: RowPacking = "fp8_ds_mla"
 
 
 class AttentionSpec(NamedTuple):
-    """Requests of these lengths, with so many queries each; None: one, by themselves.
+    """Requests of these lengths, with so many queries, all or each; None: one, by themselves.
 
     pages: their dtype, or `PACKED` for packed latent rows.
-    value: width of values that are the first elements of latent rows; None: keys and values of
-      one width lie side by side.
+    value: width of values that are the first elements of latent rows; None: keys and values lie
+      side by side.
+    own_value: width of these values; None: as wide as keys.
+    window: keys that a query sees; None: all up to its own.
     """
 
     name: str
@@ -37,15 +39,24 @@ class AttentionSpec(NamedTuple):
     width: int
     page_tokens: int
     pages: str = "bfloat16"
-    queries: int | None = None
+    queries: int | tuple[int, ...] | None = None
     value: int | None = None
+    own_value: int | None = None
+    window: int | None = None
 
     @property
     def row(self) -> int:
         """Elements that a token and KV head have; of packed rows bytes."""
         if self.pages == PACKED:
             return self.packed_row.row_bytes
-        return 2 * self.width if self.value is None else self.width
+        return self.width + (self.own_value or self.width) * (self.value is None)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Queries of each request."""
+        if isinstance(self.queries, tuple):
+            return self.queries
+        return (self.queries or 1,) * len(self.lens)
 
     @property
     def packed_row(self) -> PackedRow:
@@ -65,21 +76,24 @@ class AttentionSpec(NamedTuple):
     @property
     def num_operations(self) -> int:
         """Additions and multiplications of what queries see."""
-        count = self.queries or 1
-        pairs = sum(count * (length - count) + count * (count + 1) // 2 for length in self.lens)
-        return 2 * self.heads * (self.width + (self.value or self.width)) * pairs
+        pairs, window = 0, self.window or max(self.lens)
+        for length, count in zip(self.lens, self.counts, strict=True):
+            seen = np.arange(length - count, length) + 1
+            pairs += int(np.minimum(seen, window).sum())
+        return 2 * self.heads * (self.width + (self.value or self.row - self.width)) * pairs
 
     def shorter(self, times: int) -> "AttentionSpec":
         """Returns the same with fewer and shorter requests; itself for 1."""
         if times == 1:
             return self
         page = self.page_tokens
-        lens = [-(-length // times // page) * page for length in self.lens[:4]]
-        queries = None if self.queries is None else min(self.queries, *lens)
-        return self._replace(lens=tuple(lens), queries=queries)
+        lens = [-(-length // times // page) * page for length in self.lens[-4:]]
+        counts = tuple(map(min, self.counts[-4:], lens))
+        return self._replace(lens=tuple(lens), queries=self.queries and counts)
 
 
 FP8 = "float8_e4m3fn"
+UNLIKE = (300, 700, 1200, 1800, 2400, 3000)
 SPECS = (
     AttentionSpec("bf16 32/8, 64 x 8k, page 16", (8192,) * 64, 32, 8, 128, 16),
     AttentionSpec("bf16 32/8, 32 x 4k, page 64", (4096,) * 32, 32, 8, 128, 64),
@@ -108,6 +122,37 @@ SPECS = (
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
     AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
+    AttentionSpec("bf16 32/8, prefill 1 x 32k", (32_768,), 32, 8, 128, 16, queries=32_768),
+    AttentionSpec("bf16 32/8, prefill 8 x 1k", (1024,) * 8, 32, 8, 128, 16, queries=1024),
+    AttentionSpec("bf16 32/8, prefill of 6, 300 to 3k", UNLIKE, 32, 8, 128, 16, queries=UNLIKE),
+    AttentionSpec(
+        "bf16 32/8, 4 x 4k, window 1k", (4096,) * 4, 32, 8, 128, 16, queries=4096, window=1024
+    ),
+    AttentionSpec("bf16 64/8 x 64, prefill 4 x 2k", (2048,) * 4, 64, 8, 64, 16, queries=2048),
+    AttentionSpec("bf16 32/8 x 96, prefill 4 x 2k", (2048,) * 4, 32, 8, 96, 16, queries=2048),
+    AttentionSpec("bf16 16/2 x 256, prefill 2 x 8k", (8192,) * 2, 16, 2, 256, 16, queries=8192),
+    AttentionSpec(
+        *("bf16 16/8 x 256, 4 x 4k, window 1k", (4096,) * 4, 16, 8, 256, 16),
+        queries=4096,
+        window=1024,
+    ),
+    AttentionSpec(
+        *("bf16 128/128 x 192 + 128, prefill 2 x 4k", (4096,) * 2, 128, 128, 192, 16),
+        queries=4096,
+        own_value=128,
+    ),
+    AttentionSpec("fp8 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, FP8, 8192),
+    AttentionSpec("fp8 16/2 x 256, prefill 2 x 8k", (8192,) * 2, 16, 2, 256, 16, FP8, 8192),
+    AttentionSpec(
+        *("bf16 32/8, 64 over 4k and a chunk of 2k", (4096,) * 65, 32, 8, 128, 16),
+        queries=(*(1,) * 64, 2048),
+    ),
+    AttentionSpec(
+        *("bf16 32/8, 128 over 2k, 4 chunks of 224", (2048,) * 128 + (1024,) * 4, 32, 8, 128, 16),
+        queries=(1,) * 128 + (224,) * 4,
+    ),
+    AttentionSpec("bf16 32/8, 4 each over 64 x 4k", (4096,) * 64, 32, 8, 128, 16, queries=4),
+    AttentionSpec("fp8 32/8, 4 each over 64 x 4k", (4096,) * 64, 32, 8, 128, 16, FP8, 4),
 )
 SMALL = ("bf16 32/8, 4 x 4k, page 16", "bf16 32/8, prefill 2 x 8k, page 16")
 LONGEST_OF_XLA = 64  # queries: prefills by XLA take too long to wait for
@@ -122,7 +167,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         ours = add(default_implementation(), time_ours(spec))
         if ours.kernels is not None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
-        if ON_GPU and (spec.queries or 1) <= LONGEST_OF_XLA:
+        if ON_GPU and max(spec.counts) <= LONGEST_OF_XLA:
             add("XLA", time_ours(spec, "xla"), base=ours)
             if spec.row_bytes <= MAX_ROW_BYTES:
                 add("reading alone", time_bytes(spec), base=ours)
@@ -153,14 +198,14 @@ class Arrays(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def make_arrays(spec: AttentionSpec) -> Arrays:
-    counts = [length // spec.page_tokens for length in spec.lens]
+    counts = [-(-length // spec.page_tokens) for length in spec.lens]
     shape = (sum(counts) + 1, spec.page_tokens, spec.kv_heads, spec.row)
     ids = np.random.default_rng(0).permutation(np.arange(1, shape[0]))
     tables = np.zeros((len(counts), max(counts)), np.int32)
     for row, count, end in zip(tables, counts, np.cumsum(counts), strict=True):
         row[:count] = ids[end - count : end]
-    tokens = len(spec.lens) * (spec.queries or 1)
-    loc = np.arange(len(spec.lens) + 1, dtype=np.int32) * (spec.queries or 1)
+    tokens = sum(spec.counts)
+    loc = np.cumsum([0, *spec.counts], dtype=np.int32)
 
     @jax.jit
     def make() -> tuple[jax.Array, jax.Array]:
@@ -178,16 +223,22 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
 
 
 @functools.cache
-def compiled(
-    implementation: str | None, value: int | None = None, packing: RowPacking | None = None
-) -> Callable[..., jax.Array]:
-    options = {"implementation": implementation, "value_width": value, "row_packing": packing}
-    return jax.jit(functools.partial(paged_attention, **options))
+def compiled(spec: AttentionSpec, implementation: str | None = None) -> Callable[..., jax.Array]:
+    packing: RowPacking | None = PACKED if spec.pages == PACKED else None
+    return jax.jit(
+        functools.partial(
+            paged_attention,
+            implementation=implementation,
+            value_width=spec.value or spec.own_value,
+            row_packing=packing,
+            sliding_window=spec.window,
+        )
+    )
 
 
 def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
     arrays = make_arrays(spec)
-    attend = compiled(implementation, spec.value, PACKED if spec.pages == PACKED else None)
+    attend = compiled(spec, implementation)
     return measure(lambda: attend(*arrays))
 
 
@@ -197,12 +248,14 @@ def time_bytes(spec: AttentionSpec) -> Times:
 
 
 def time_peer(
-    spec: AttentionSpec, peer: VllmPeer, make_call: Callable[[VllmPeer, Tensors], Callable]
+    spec: AttentionSpec,
+    peer: VllmPeer,
+    make_call: Callable[[VllmPeer, Tensors, int | None], Callable],
 ) -> Times:
     """Times code of vLLM, after a look at what it gives."""
     arrays = make_arrays(spec)
-    call = make_call(peer, as_tensors(*arrays))
-    theirs, ours = call().float(), compiled(None)(*arrays)
+    call = make_call(peer, as_tensors(*arrays), spec.window)
+    theirs, ours = call().float(), compiled(spec)(*arrays)
     ours = ours.astype(jnp.float32)
     off = abs(jnp.asarray(theirs.cpu().numpy()) - ours).max() / abs(ours).max()
     if not off < 0.2:  # 8-bit queries are off by some percent

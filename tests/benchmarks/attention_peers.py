@@ -50,7 +50,7 @@ def as_tensors(
         tensors[0],
         rows[..., :width],
         rows[..., width:],
-        torch.empty_like(tensors[0]),
+        tensors[0].new_empty((*queries.shape[:2], rows.shape[-1] - width)),
         *tensors[1:],
         torch.from_dlpack(block_tables),
         most_queries=int(jnp.diff(query_start_loc).max()),
@@ -58,7 +58,7 @@ def as_tensors(
     )
 
 
-def triton_call(peer: VllmPeer, given: Tensors) -> Callable[[], Any]:
+def triton_call(peer: VllmPeer, given: Tensors, window: int | None) -> Callable[[], Any]:
     """Returns a call of vLLM's unified attention; queries keep their 16 bits."""
     import torch
 
@@ -86,7 +86,7 @@ def triton_call(peer: VllmPeer, given: Tensors) -> Callable[[], Any]:
             max_seqlen_k=given.longest,
             softmax_scale=width**-0.5,
             causal=True,
-            window_size=(-1, -1),
+            window_size=window_size(window),
             block_table=given.block_tables,
             softcap=0,
             q_descale=None,
@@ -103,7 +103,12 @@ def triton_call(peer: VllmPeer, given: Tensors) -> Callable[[], Any]:
     return call
 
 
-def fa3_call(peer: VllmPeer, given: Tensors) -> Callable[[], Any]:
+def window_size(window: int | None) -> tuple[int, int]:
+    """Returns the keys that a query sees on its left and right, besides its own; -1: all."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def fa3_call(peer: VllmPeer, given: Tensors, window: int | None) -> Callable[[], Any]:
     """Returns a call of FA3. Of 8-bit pages it wants 8-bit queries, which it then gets."""
     import torch
 
@@ -121,7 +126,7 @@ def fa3_call(peer: VllmPeer, given: Tensors) -> Callable[[], Any]:
             *(None, given.seq_lens, given.most_queries, given.longest, given.block_tables),
             *(None, None, None, None, None),  # batch, padding on the left, rotation
             *(scale, scale, scale),
-            *(queries.shape[-1] ** -0.5, True, -1, -1, 0.0, True),
+            *(queries.shape[-1] ** -0.5, True, *window_size(window), 0.0, True),
             *(None, 0, None, 0, None),  # the scheduler's own choice of splits
             *(1, 0, None),  # context parallelism
         )[0]
