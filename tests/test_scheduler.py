@@ -446,6 +446,30 @@ def test_a_lost_schedule_comes_again_as_it_was_less_what_ended_or_changed() -> N
     assert server.step().work == {"b": 2}
 
 
+def test_a_request_named_none_ends_alone() -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=4)
+    server.add(None, 2, 30)
+    server.add("b", 6, 30)
+    assert server.step(carry_out=False).work == {None: 2, "b": 2}
+    server.scheduler.finish(None)
+    server.arrived.remove(None)
+    assert server.step().work == {"b": 2}
+
+
+def test_a_sample_of_a_request_that_is_scheduled_already_waits() -> None:
+    """The step was chosen without room for a copy of the block that they share."""
+    server = Server(small_plan(40), max_requests=4, max_tokens=8, forks=2)
+    server.add("a", 6, 30)
+    server.sample(server.step())
+    lost = server.step(carry_out=False)
+    server.scheduler.fork("a", ["b"])
+    assert server.scheduler.waiting == ("b",)
+    server.arrived.append("b")
+    server.scheduler.append({"b": 1})
+    assert server.step() == lost
+    assert server.step().work == {"b": 7}
+
+
 def test_a_lost_schedule_is_forgotten_once_any_step_is_packed() -> None:
     server = Server(small_plan(40), max_requests=4, max_tokens=8)
     server.add("a", 6, 30)

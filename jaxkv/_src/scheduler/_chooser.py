@@ -49,12 +49,19 @@ class Chooser:
             functools.partial(self._token_ids, step.work.copy(), places, computed),
         )
 
-    def forget(self, name: Hashable | None = None) -> None:
-        """Takes a request, or None for all, out of the schedule that was not carried out."""
-        if name is None:
-            self._last = None
-        elif self._last is not None and name in self._last[0].work:
+    def is_chosen(self, name: Hashable) -> bool:
+        """Returns whether a request is in a schedule that was not carried out yet."""
+        is_carried_out = self._num_uploads != self._manager.num_uploads
+        return self._last is not None and not is_carried_out and name in self._last[0].work
+
+    def forget(self, name: Hashable) -> None:
+        """Takes a request out of the schedule that was not carried out."""
+        if self._last is not None and name in self._last[0].work:
             self._last[0].take_back(name)
+
+    def forget_all(self) -> None:
+        """Forgets the schedule that was not carried out."""
+        self._last = None
 
     def _choose(
         self, max_tokens: int

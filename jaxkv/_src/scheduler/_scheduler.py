@@ -264,8 +264,9 @@ class Scheduler:
         """Starts more samples of a request, which share the blocks of its computed tokens.
 
         Call it after the step that computed the prompt, and `append` the first token of every
-        sample. If no row or no blocks are left for a sample, or the state is in the block of a
-        draft, the sample waits like a new request and computes the prompt itself.
+        sample. If no row or no blocks are left for a sample, the state is in the block of a draft,
+        or the next step of the request was scheduled already, the sample waits like a new request
+        and computes the prompt itself.
 
         Args:
           request: the request whose computed tokens the samples start with.
@@ -301,7 +302,8 @@ class Scheduler:
                 donor.prompt.again(),
             )
             queues.enter(sample, computed, ledger.max_tokens.item(donor.index))
-            if not self._admission.fork(donor, sample):
+            # A step that was chosen has no room for the copy of a block that is shared only now.
+            if self._chooser.is_chosen(request) or not self._admission.fork(donor, sample):
                 queues.wait(sample, needs_token=True)
         queues.sort_running()
 
@@ -401,7 +403,7 @@ class Scheduler:
                 self._chooser.preempt(request)
             else:
                 self._chooser.drop(request)
-        self._chooser.forget()
+        self._chooser.forget_all()
         for request in self._queues.of.values():
             self._ledger.needs_token[request.index] = False
             self._prompts.forget_unknown(request, self._ledger)
