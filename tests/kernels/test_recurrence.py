@@ -19,7 +19,7 @@ from pallas_kernels import (
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import step, xla
+from pallas_kernels._recurrence import step_convolution, xla
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
     RecurrentCase,
@@ -38,7 +38,7 @@ EXTREMES = [-1, PAGES, -(2**31), 2**31 - 1]
 def small_and_interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "TOGETHER", 2)  # so that several turns are needed
     if HAS_MOSAIC and not ON_GPU:
-        monkeypatch.setattr(step, "RESHAPES_REFERENCES", False)
+        monkeypatch.setattr(step_convolution, "RESHAPES_REFERENCES", False)
 
 
 class Layer(NamedTuple):
@@ -414,7 +414,7 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
     ("layer", "ragged"), [(STEPS[0], True), (STEPS[1], False), (STEPS[2], False)], ids=str
 )
 def test_the_cuda_lowering_is_aliased(layer: Layer, ragged: bool, monkeypatch) -> None:
-    monkeypatch.setattr(step, "RESHAPES_REFERENCES", True)
+    monkeypatch.setattr(step_convolution, "RESHAPES_REFERENCES", True)
     given = make(
         layer,
         [1] * 2,

@@ -1,0 +1,274 @@
+"""The code of one thread block in the kernel of a recurrent step."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._recurrence.rule import NORM_EPSILON
+from pallas_kernels._recurrence.step_convolution import StepConvolution
+from pallas_kernels._recurrence.step_pieces import Item, load, store, tile_layout
+from pallas_kernels._recurrence.step_shape import StepShape
+
+
+class Stepper:
+    """The kernel's references, and the code of one thread block."""
+
+    def __init__(
+        self,
+        shape: StepShape,
+        head_row: int,
+        conv_start: int,
+        has_bias: bool,
+        refs: tuple[Any, ...],
+    ) -> None:
+        self.shape, self.rule = shape, shape.rule
+        self.head_row = head_row
+        rest = iter(refs)
+        self.first, self.read_ids, self.write_ids = (next(rest) for _ in range(3))
+        self.starts: Any = next(rest) if shape.ragged else None
+        self.counts: Any = next(rest) if shape.ragged else None
+        self.write_after: Any = next(rest) if shape.ragged else None
+        self.log_decay, self.beta, self.inputs = (next(rest) for _ in range(3))
+        weights = next(rest) if shape.conv_width else None
+        bias = next(rest) if has_bias else None
+        self.pages, self.out, self.loaded, self.staged = (next(rest) for _ in range(4))
+        self.decays: Any = next(rest) if shape.decay_per_key else None
+        self.conv: StepConvolution | None = None
+        if shape.conv_width:
+            given = self.pages, conv_start, weights, bias, self.staged, next(rest)
+            self.conv = StepConvolution(shape, *given)
+        self.full, self.ready = next(rest), next(rest)
+        self.tile = tile_layout(shape.page.itemsize)
+        self.row, self.column = self.tile.reduce(1), self.tile.reduce(0)
+
+    def run(self) -> None:
+        item = self._locate()
+        pl.when(item.is_needed)(lambda: self._run_item(item))
+        if not self.shape.ragged:
+            pl.when(~item.is_needed)(lambda: self._give_zeros(item))
+
+    def _locate(self) -> Item:
+        shape, index = self.shape, lax.axis_index("cta")
+        parts = self.rule.value_heads // shape.heads
+        request, head = lax.div(index, parts), lax.rem(index, parts) * shape.heads
+        page, is_known = self._page(self.read_ids[request])
+        if self.starts is None:
+            token, count = request, jnp.int32(1)
+            is_needed = is_known | self._page(self.write_ids[request, 0])[1]
+        else:
+            token, count = self.starts[request], self.counts[request]
+            is_needed = count > 0
+        return Item(
+            request=request,
+            key_head=lax.div(head, self.rule.group),
+            head=head,
+            token=token,
+            count=count,
+            page=page,
+            is_known=is_known,
+            is_needed=is_needed,
+        )
+
+    def _page(self, page: Array) -> tuple[Array, Array]:
+        """Returns the first row of a page, and whether there is one."""
+        is_known = (page >= 0) & (page < self.shape.num_pages)
+        return self.first[0] + jnp.where(is_known, page, 0) * self.shape.page_rows, is_known
+
+    def _rows(self, page: Array, item: Item, piece: Array | int) -> Any:
+        """Returns a piece of the state in a page."""
+        rows = self.shape.rows
+        start = page + self.head_row + item.head * self.rule.value_size + piece * rows
+        return self.pages.at[pl.ds(start, rows)]
+
+    def _fetch(self, item: Item, piece: Array | int, stage: Array | int) -> None:
+        plgpu.copy_gmem_to_smem(
+            self._rows(item.page, item, piece), self.loaded.at[stage], self.full.at[stage]
+        )
+
+    def _fetch_inputs(self, item: Item) -> None:
+        """Starts loading the inputs of an item, and those that its convolution remembers."""
+        shape, packed, width = self.shape, self.shape.packed, self.rule.key_size
+        for t in range(shape.staged):
+            token = item.token
+            if not shape.conv_width:
+                token += jnp.clip(item.count - 1, 0, t)
+            for place, column, n in shape.segments(item.head, item.key_head):
+                source = self.inputs.at[token, pl.ds(lax.div(column, packed), n // packed)]
+                if self.conv is not None and t < shape.conv_width - 1:
+                    source = self.conv.words(item.page, t, column, n // packed)
+                target = self.staged.at[t, pl.ds(place // packed, n // packed)]
+                plgpu.copy_gmem_to_smem(source, target, self.ready)
+            if self.decays is not None and t < shape.tokens:
+                for j in range(shape.heads):
+                    source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
+                    target = self.decays.at[t, pl.ds(j * width, width)]
+                    plgpu.copy_gmem_to_smem(source, target, self.ready)
+
+    def _run_item(self, item: Item) -> None:
+        shape = self.shape
+        self._fetch_inputs(item)
+        for stage in range(shape.stages):
+            self._fetch(item, stage, stage)
+        write = self._page(self.write_ids[item.request, 0])
+        gates = [[self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)]
+        taps = None if self.conv is None else self.conv.taps(item)
+        plgpu.barrier_wait(self.ready)
+        if self.conv is not None:
+            self.conv.run(item, taps, *write)
+        vectors = None if shape.ragged else self._vectors(0)
+        per_head = shape.pieces // shape.heads
+        for j in range(shape.heads):
+
+            @pl.loop(0, per_head)
+            def _(c: Array, j: int = j) -> None:
+                piece = j * per_head + c
+                stage = lax.rem(piece, shape.stages)
+                self._run_piece(item, stage, j, piece, vectors, gates[j], write)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                # The stage of the piece before this one is free.
+                ahead = piece + shape.stages - 1
+
+                @pl.when((piece > 0) & (ahead < shape.pieces))
+                def _() -> None:
+                    self._fetch(item, ahead, lax.rem(ahead, shape.stages))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _give_zeros(self, item: Item) -> None:
+        zeros = plgpu.layout_cast(jnp.zeros(self.shape.rows, jnp.float32), self.row)
+        per_head = self.shape.pieces // self.shape.heads
+        for j in range(self.shape.heads):
+
+            @pl.loop(0, per_head)
+            def _(c: Array, j: int = j) -> None:
+                self._give(item, 0, j, j * per_head + c, zeros)
+
+    def _gates(self, item: Item, t: int, j: int) -> tuple[Any, Any]:
+        """Returns the decay and beta of a token and head; no decay if each key has its own."""
+        token = jnp.minimum(item.token + t, self.beta.shape[0] - 1)
+        head = item.head + j
+        decay = None if self.decays is not None else jnp.exp(self.log_decay[token, head])
+        return decay, self.beta[token, head]
+
+    def _vectors(self, t: int) -> tuple[Array, Array, Array]:
+        """Returns a token's query and key as columns, and their product."""
+        width = self.rule.key_size
+        source = self._inputs(t)
+        query = load(source.at[pl.ds(0, width)], self.column)
+        key = load(source.at[pl.ds(width, width)], self.column)
+        if self.rule.normalize:
+            query *= lax.rsqrt(jnp.sum(query * query) + NORM_EPSILON) * self.rule.scale
+            key *= lax.rsqrt(jnp.sum(key * key) + NORM_EPSILON)
+        elif self.rule.scale != 1.0:
+            query *= self.rule.scale
+        return query, key, jnp.sum(query * key)
+
+    def _values(self, t: int, piece: Array) -> Array:
+        source = self._inputs(t)
+        start = 2 * self.rule.key_size + piece * self.shape.rows
+        return load(source.at[pl.ds(start, self.shape.rows)], self.row)
+
+    def _inputs(self, t: int) -> Any:
+        """Returns a reference to the queries, keys and values of a token."""
+        return self.staged.at[t] if self.conv is None else self.conv.outputs
+
+    def _run_piece(
+        self,
+        item: Item,
+        stage: Array,
+        j: int,
+        piece: Array,
+        vectors: tuple[Array, Array, Array] | None,
+        gates: list[tuple[Any, Any]],
+        write: tuple[Array, Array],
+    ) -> None:
+        """Updates a piece of a state by all tokens of the request."""
+        shape, loaded = self.shape, self.loaded.at[stage]
+        size = (shape.rows, self.rule.key_size)
+        values = self._values(0, piece)
+        plgpu.barrier_wait(self.full.at[stage])
+        state = load(loaded, self.tile)
+        state = jnp.where(lax.broadcast(item.is_known, size), state, 0.0)
+        if not shape.ragged:
+            state, out = self._update(state, values, vectors, gates[0], 0, j)
+            self._leave(item, loaded, state, piece, *write)
+            self._give(item, 0, j, piece, out)
+            return
+        for t in range(shape.tokens):
+            state = self._run_token(item, loaded, state, t, j, piece, gates[t])
+
+    def _run_token(
+        self,
+        item: Item,
+        loaded: Any,
+        state: Array,
+        t: int,
+        j: int,
+        piece: Array,
+        gates: tuple[Any, Any],
+    ) -> Array:
+        """Updates a piece of a state by one of several tokens, which may be none."""
+        values = self._values(t, piece)
+        updated, out = self._update(state, values, self._vectors(t), gates, t, j)
+        is_there = t < item.count
+        state = jnp.where(lax.broadcast(is_there, state.shape), updated, state)
+        pl.when(is_there)(lambda: self._give(item, t, j, piece, out))
+        for w in range(self.shape.writes):
+            page, is_known = self._page(self.write_ids[item.request, w])
+            after = self.write_after[item.request, w]
+            due = is_known & (after == t + 1) & is_there
+
+            @pl.when(due)
+            def _(page: Array = page, due: Array = due) -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._leave(item, loaded, state, piece, page, due)
+
+        return state
+
+    def _update(
+        self,
+        state: Array,
+        values: Array,
+        vectors: tuple[Array, Array, Array] | None,
+        gates: tuple[Any, Any],
+        t: int,
+        j: int,
+    ) -> tuple[Array, Array]:
+        """Returns the state after a token, and the token's output."""
+        assert vectors is not None
+        (query, key, product), (decay, beta), size = vectors, gates, state.shape
+        if decay is None:
+            place = pl.ds(j * self.rule.key_size, self.rule.key_size)
+            decays = jnp.exp(load(self.decays.at[t, place], self.column))
+            state = state * lax.broadcast_in_dim(decays, size, [1])
+        else:
+            state = state * decay
+        keys = lax.broadcast_in_dim(key, size, [1])
+        seen = (state * lax.broadcast_in_dim(query, size, [1])).sum(axis=1)
+        if self.rule.delta:
+            values = values - (state * keys).sum(axis=1)
+        added = values * beta
+        state = state + lax.broadcast_in_dim(added, size, [0]) * keys
+        return state, seen + added * product
+
+    def _leave(
+        self, item: Item, loaded: Any, state: Array, piece: Array, page: Array, is_known: Array
+    ) -> None:
+        """Starts writing a piece of a state to its page, from where it was loaded to."""
+        store(loaded, state.astype(self.shape.page))
+        plgpu.commit_smem()
+
+        @pl.when(is_known)
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(loaded, self._rows(page, item, piece), commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def _give(self, item: Item, t: int, j: int, piece: Array, out: Array) -> None:
+        rows = self.shape.rows
+        start = lax.rem(piece, self.rule.value_size // rows) * rows
+        target = self.out.at[item.token + t, item.head + j, pl.ds(start, rows)]
+        store(target, out.astype(target.dtype))

@@ -1,0 +1,113 @@
+"""The constants of the kernel of a recurrent step."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+
+PIECE_BYTES = 16 * 1024  # of a state, that a thread block works on at once
+STAGES = 4  # pieces that a thread block holds
+
+
+class StepShape(NamedTuple):
+    """Constants of a compiled kernel.
+
+    tokens: most tokens of a request.
+    writes: states that are written of each request.
+    conv_width: of the convolution; 0: none.
+    silu: whether SiLU follows the convolution.
+    packed: inputs of the convolution in an element of the pages, 1 or 2.
+    decay_per_key: whether every key channel has a decay of its own.
+    heads: value heads of an item, which are of one key head.
+    rows: of a state in a piece.
+    page: dtype of the pages.
+    inner: dtype of the convolution's inputs.
+    ragged: whether requests have other numbers of tokens than one.
+    """
+
+    rule: Rule
+    tokens: int
+    writes: int
+    conv_width: int
+    silu: bool
+    packed: int
+    decay_per_key: bool
+    heads: int
+    rows: int
+    stages: int
+    page: jnp.dtype
+    inner: jnp.dtype
+    ragged: bool
+    page_rows: int
+    num_pages: int
+    batch: int
+
+    @property
+    def pieces(self) -> int:
+        """Returns the pieces of an item."""
+        return self.heads * self.rule.value_size // self.rows
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.rule.value_heads // self.heads
+
+    @property
+    def channels(self) -> int:
+        """Returns the inputs of an item: queries, keys, and the values of its heads."""
+        return 2 * self.rule.key_size + self.heads * self.rule.value_size
+
+    @property
+    def staged(self) -> int:
+        """Returns the vectors of inputs of an item."""
+        return self.conv_width or self.tokens
+
+    def segments(self, head: Array, key_head: Array) -> list[tuple[int, Array, int]]:
+        """Returns (place among its inputs, first column, width) of the inputs of an item.
+
+        Args:
+          head, key_head: int32[], first value head of the item, and its key head.
+        """
+        rule = self.rule
+        queries, keys, values = rule.starts
+        width, value = rule.key_size, rule.value_size
+        segments = [
+            (0, queries + key_head * width, width),
+            (width, keys + key_head * width, width),
+        ]
+        return segments + [
+            (2 * width + j * value, values + (head + j) * value, value) for j in range(self.heads)
+        ]
+
+
+def step_shape(
+    rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution | None, most: int
+) -> StepShape:
+    """Chooses the constants of a call; ``most``: tokens of a request."""
+    states, width, size = tokens.states, rule.key_size, tokens.states.itemsize
+    rows = max(16, min(rule.value_size, PIECE_BYTES // (width * size)))
+    rows = math.gcd(rows, rule.value_size)
+    heads = rule.group if conv is not None else 1
+    while heads * rule.value_size // rows < STAGES and rule.group % (2 * heads) == 0:
+        heads *= 2
+    stages = min(STAGES, heads * rule.value_size // rows)
+    return StepShape(
+        rule=rule,
+        tokens=most,
+        writes=requests.write_ids.shape[1],
+        conv_width=0 if conv is None else conv.width,
+        silu=conv is not None and conv.silu,
+        packed=1 if conv is None else size // conv.pages.itemsize,
+        decay_per_key=tokens.log_decay.ndim == 3,
+        heads=heads,
+        rows=rows,
+        stages=stages,
+        page=jnp.dtype(states.dtype),
+        inner=tokens.inputs.dtype if conv is None else jnp.dtype(conv.pages.dtype),
+        ragged=requests.starts is not None,
+        page_rows=states.page_step * (states.extent_bytes // (width * size)),
+        num_pages=states.num_pages,
+        batch=requests.batch,
+    )
