@@ -152,14 +152,13 @@ def _as_counts(counts: Sequence[Any]) -> np.ndarray:
         array = np.array(counts) if counts else np.zeros(0, np.int64)
     except ValueError:  # lists of different lengths
         array = np.array(None)
-    if array.ndim == 1 and array.dtype.kind in "iu":
-        if array.dtype == np.uint64:  # else it would wrap
-            array = np.minimum(array, np.uint64(INT32_MAX))
+    if array.ndim == 1 and array.dtype.kind in "iu" and array.dtype != np.uint64:
         return array.astype(np.int64, copy=False)
-    wrong = [n for n in counts if np.ndim(n) or np.array(n).dtype.kind not in "iu"]
-    if array.ndim == 1 and all([type(n) is int for n in wrong]):  # past int64
-        raise ValueError(f"work: {wrong[0]} tokens are more than any plan admits in a step")
-    raise TypeError(
-        f"work must count tokens in ints, got {next(iter(wrong), counts)!r}; give the number of "
-        "new tokens of each request"
-    )
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise TypeError(
+                f"work must count tokens in ints, got {count!r}; give the number of new tokens of "
+                "each request"
+            )
+    # Past int64, and refused for that.
+    return np.array([max(-1, min(int(count), INT32_MAX)) for count in counts], np.int64)
