@@ -27,7 +27,7 @@ RULES: dict[str, dict[str, Any]] = {
     "all keys": {},
     "a window": {"window": 300},
     "a window of few": {"window": 3},
-    "chunks": {"chunk": 256},
+    "chunks": {"chunk": 600},
     "not causal": {"causal": False},
     "interleaved": {"ranks": 2, "interleave_tokens": 16},
 }
@@ -49,10 +49,11 @@ def rule_of(name: str) -> AttentionRule:
 
 def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionArrays]:
     """Requests of any lengths, some without queries or keys, and queries before the first key."""
-    for seed in range(6):
+    for seed in range(9):
         rng = np.random.default_rng(seed)
         counts = rng.multinomial(rng.integers(0, TOKENS + 1), rng.dirichlet([0.7] * BATCH))
         counts[rng.integers(BATCH)] *= rng.integers(2)
+        first = rng.integers(0, min(3, TOKENS - counts.sum()) + 1)  # tokens of no request
         most = COLUMNS * rule.page_tokens * rule.ranks
         lens = np.minimum(rng.integers(0, most, BATCH) * rng.integers(0, 2, BATCH) + counts, most)
         lens[0] = max(0, lens[0] - rng.choice([0, 2]))
@@ -64,7 +65,7 @@ def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionAr
             pages=types.SimpleNamespace(itemsize=2, num_pages=PAGES, first_row=lambda: 0),
             block_tables=as_ids(tables),
             seq_lens=as_ids(lens),
-            query_start_loc=None if each_one else as_ids(np.cumsum([0, *counts])),
+            query_start_loc=None if each_one else as_ids(np.cumsum([first, *counts])),
             chunk_offsets=as_ids(rng.integers(0, 200, BATCH)),
             rank=np.int32(rng.integers(rule.ranks)),
             sinks=None,

@@ -14,7 +14,7 @@ NUM_CALLS = 60  # of a manager
 
 
 def run_serving(seed: int, kind: str | None = None) -> Counter[str]:
-    """Runs a serving; every third is one of a manager alone.
+    """Runs a serving; those of even seeds are of a manager alone.
 
     Args:
       seed: of all that it draws.
@@ -28,7 +28,7 @@ def run_serving(seed: int, kind: str | None = None) -> Counter[str]:
     """
     history: list[str] = []
     try:
-        if seed % 3:
+        if seed % 2:
             serving = SchedulerServing(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))
         return ManagerServing(seed, kind, history).run(NUM_CALLS)

@@ -29,18 +29,18 @@ class ManagerServing(Serving):
 
     def run(self, num_calls: int) -> Counter[str]:
         """Makes random calls, then finishes all requests."""
+        calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
+        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over
+        calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
         for _ in range(num_calls):
-            calls: list[Callable[[], object]] = []
-            if len(self.requests) < self.manager.max_requests:
-                calls += [self.start] * 4
-            if self.requests:
-                calls += [self.step] * 10 + [self.grow, self.grow, self.fork, self.fork]
-                calls += [self.rewind, self.rewind, self.trim, self.finish, self.hand_over]
-            elif self.chance(0.1):
-                calls += [self.lose_content]
-            if self.chance(0.03):
-                calls += [self.new_epoch]
-            self.draw.choice(calls)()
+            (call,) = self.draw.choices(list(calls), list(calls.values()))
+            is_full = len(self.requests) == self.manager.max_requests
+            if self.requests and not (call == self.start and is_full):
+                call()
+            elif not self.requests:
+                self.lose_content() if self.chance(0.03) else self.start()
+            if self.chance(0.01):
+                self.new_epoch()
             self.check()
         for name in list(self.requests):
             self.end(name)
@@ -55,7 +55,7 @@ class ManagerServing(Serving):
         if self.chance(0.2):
             options["max_cached_tokens"] = self.draw.randint(0, len(tokens))
         self.say(f"start({name!r}, {tokens}, boundaries={boundaries}, {keys}, {options})")
-        if self.chance(0.2):  # nothing of it is kept
+        if self.chance(0.1):  # nothing of it is kept
             hit = self.manager.start(name, encoder_tokens=request.encoder_tokens)
             self.prompts[name] = -1
         else:
@@ -120,7 +120,8 @@ class ManagerServing(Serving):
         name = request.name
         count = max(0, request.computed - self.draw.choice([0, 1, 1, 2, 4, 99]))
         known = [columns.keys() for columns in request.states.values()]
-        if count and count < request.computed and not all(count in of for of in known):
+        is_known = count in (0, request.computed) or all(count in of for of in known)
+        if not is_known and self.oracle.may_resume(request, count):
             return  # an engine knows which states it wrote
         self.say(f"rewind({{{name!r}: {count}}})")
         if self.refused(lambda: self.manager.rewind({name: count})):
@@ -141,8 +142,10 @@ class ManagerServing(Serving):
         most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
         for name in self.draw.sample(list(self.requests), self.draw.randint(1, len(self.requests))):
             room = min(most, self.plan.max_model_len - self.requests[name].computed)
+            left = len(self.requests[name].tokens) - self.requests[name].computed
             if room:
-                work[name] = self.draw.choice([1, 1, self.draw.randint(1, room)])
+                rest = min(room, max(left, 1))  # of the prompt
+                work[name] = self.draw.choice([1, rest, rest, self.draw.randint(1, room)])
         return work
 
     def grow(self) -> None:

@@ -67,15 +67,15 @@ class SchedulerServing(Serving):
         )
         self.discards = draw.choice([0, 0, 0.05, 0.3])
         self.edits = draw.random() < 0.4
-        # More tokens than a step takes are computed in several, and cannot be taken back.
-        longest = min(sizes["max_tokens"], plan.limits.max_in_flight_tokens)
-        drafts = min(most_drafts(plan), longest - 1)
-        self.drafts = drafts if not self.ahead and draw.random() < 0.5 else 0
+        self.drafts = most_drafts(plan) if not self.ahead and draw.random() < 0.5 else 0
+        in_step = min(sizes["max_tokens"], plan.limits.max_in_flight_tokens)
+        self.drafts = min(self.drafts, in_step - 1)  # one step verifies them
         self.limits: dict[Hashable, int] = {}
         self.ages: dict[Hashable, tuple[int, ...]] = {}
         self.counter = itertools.count()
         self.late: dict[Hashable, deque[tuple[int, int]]] = {}  # positions whose ids arrive late
         self.time = self.idle = 0
+        self.siblings: dict[Hashable, list[Known]] = {}  # requests of one prompt
         self.lost: Schedule | None = None  # not carried out, and must come again
         self.say(f"plan of {self.kind}: {[g.growth for g in plan.groups]}")
         self.say(f"{plan.num_blocks} blocks, max_model_len={plan.max_model_len}, {plan.limits}")
@@ -116,19 +116,19 @@ class SchedulerServing(Serving):
     def add(self) -> None:
         request = self.new_request()
         name, count = request.name, len(request.tokens)
-        samples = self.draw.randint(2, 4) if self.options["forks"] and self.chance(0.2) else 1
-        others = [(name, sample) for sample in range(1, samples)]
-        if set(others) & set(self.requests):
-            samples, others = 1, []
         limit = self.draw.choice([count, self.draw.randint(count, self.plan.max_model_len)])
         keys, boundaries = self.keys(request), self.boundaries(request)
+        samples = self.draw.choice([1, 1, 1, 2, 3]) if self.options["forks"] else 1
+        others = [(name, number) for number in range(1, samples)]
+        if any(other in self.requests for other in others):
+            samples, others = 1, []
         self.say(
-            f"tokens[{name!r}] = {request.tokens}; add({name!r}, {count}, "
-            f"samples={samples}, max_tokens={limit}, encoder_tokens={request.encoder_tokens}, "
-            f"boundaries={boundaries}, **{keys})"
+            f"tokens[{name!r}] = {request.tokens}; add({name!r}, {count}, max_tokens={limit}, "
+            f"encoder_tokens={request.encoder_tokens}, boundaries={boundaries}, "
+            f"samples={samples}, **{keys})"
         )
-        for one in (name, *others):
-            self.known[one] = list(request.tokens)
+        for each in (name, *others):
+            self.known[each] = list(request.tokens)
         self.scheduler.add(
             name,
             count,
@@ -139,10 +139,13 @@ class SchedulerServing(Serving):
             **keys,
         )
         age = (next(self.counter),)
-        for one in (name, *others):
-            known = dataclasses.replace(request, name=one, tokens=list(request.tokens))
-            self.requests[one], self.limits[one], self.late[one] = known, limit, deque()
-            self.ages[one] = age if one is name else (*age, next(self.counter))
+        for each in (name, *others):
+            own = dataclasses.replace(request, name=each, tokens=list(request.tokens))
+            self.requests[each], self.limits[each] = own, limit
+            self.ages[each] = age if each is name else (*age, next(self.counter))
+            self.late[each] = deque()
+        family = [self.requests[each] for each in (name, *others)]
+        self.siblings |= {each: family for each in (name, *others)}
 
     def add_wrong(self) -> None:
         """Adds a request that cannot be served, and must stop no other."""
@@ -170,6 +173,8 @@ class SchedulerServing(Serving):
         self.forget(name)
         for of_request in (self.known, self.limits, self.ages, self.late):
             del of_request[name]
+        self.join()
+        self.siblings.pop(name, None)
 
     def fork_running(self) -> None:
         running = [name for name in self.scheduler.running if not self.drafting(name)]
@@ -178,7 +183,7 @@ class SchedulerServing(Serving):
 
     def fork(self, name: Hashable, *, is_ready: bool = False) -> None:
         """Forks a request, and gives each sample a token of its own."""
-        if len(self.requests) > len(NAMES) - 4:
+        if len(self.requests) > len(NAMES) - 4 or not self.options["forks"]:
             return
         donor, into = self.requests[name], []
         for _ in range(self.draw.randint(1, 3)):
@@ -189,9 +194,7 @@ class SchedulerServing(Serving):
         for new in into:
             self.known[new] = self.known[name][: donor.computed]
         if self.refused(lambda: self.scheduler.fork(name, into)):
-            assert not (is_ready and self.options["forks"]), (
-                "a fork after the step that computed the prompt is refused"
-            )
+            assert not is_ready, "a fork after the step that computed the prompt is refused"
             self.say("    refused")
             for new in into:
                 del self.known[new]
@@ -206,6 +209,7 @@ class SchedulerServing(Serving):
             *(new, donor.tokens[: donor.computed], donor.salt, donor.adapter),
             media=donor.media,
             encoder_tokens=donor.encoder_tokens,
+            encoder=donor.encoder,
             verified=donor.computed,
         )
         self.requests[new], self.limits[new] = request, self.limits[donor.name]
@@ -233,8 +237,6 @@ class SchedulerServing(Serving):
         if len(request.tokens) >= self.limits[name] or self.chance(0.03):
             self.finish(name)
             return
-        if drafts or not self.ahead:
-            self.known[name][:] = request.tokens
         count = min(1 + self.draw.randint(0, self.drafts), self.limits[name] - len(request.tokens))
         first = len(request.tokens)
         request.tokens += [self._id() for _ in range(count)]
@@ -242,9 +244,19 @@ class SchedulerServing(Serving):
         if self.ahead:
             self.late[name].append((first, self.time + self.ahead))
         else:
-            self.known[name].append(request.tokens[first])
+            self.known[name][:] = request.tokens
         self.say(f"append({{{name!r}: {count}}}) = {request.tokens[first:]}")
         self.scheduler.append({name: count})
+        self.join()
+
+    def join(self) -> None:
+        """Notes the samples that have just forked from the request with their prompt."""
+        for name, family in self.siblings.items():
+            request = self.requests.get(name)
+            if request is not None and name in self.manager.requests and not request.story:
+                known = [other for other in family if other.computed >= request.verified]
+                known.sort(key=lambda other: other.name in self.manager.requests)
+                self.oracle.fork(known[-1], request, request.verified)
 
     def _reject(self, request: Known, accepted: int) -> None:
         self.say(f"rewind({{{request.name!r}: {accepted}}}), drafts rejected")
@@ -258,7 +270,10 @@ class SchedulerServing(Serving):
         if request.name in self.manager.requests:
             self.oracle.rewind(request, num_tokens)
             assert self.manager.num_computed_tokens(request.name) == request.computed
+        else:
+            request.story = []
         del request.tokens[num_tokens:]
+        del self.known[request.name][num_tokens:]
 
     def edit(self) -> None:
         """Replaces the last tokens of a request by others, computed or not."""
@@ -334,19 +349,12 @@ class SchedulerServing(Serving):
         self.oracle.step(upload, self.requests, schedule.work)
         self.check()
         self.handle(schedule)
+        alive = self.requests.values()
+        wanted = sum(len(request.tokens) - max(request.computed, 0) for request in alive)
+        assert self.scheduler.wanted_tokens == wanted, "wanted tokens"
 
     def handle(self, schedule: Schedule) -> None:
         """Handles the results of a step: forks, rejected drafts, next tokens, ends."""
-        names = list(schedule.work)
-        samples = {n: names[at] for n, at in schedule.samples.items() if n not in schedule.work}
-        if samples:
-            self.scheduler.append({})  # any call lets the samples of a prompt start
-        for name, leader in samples.items():
-            donor = self.requests[leader]
-            assert donor.tokens == self.requests[name].tokens, "the first token of another prompt"
-            if name in self.scheduler.running:
-                self.oracle.fork(donor, self.requests[name], donor.computed)
-                self.oracle.seen["samples"] += 1
         for name in schedule.samples:
             if not self.drafting(name) and self.chance(0.05):
                 self.fork(name, is_ready=True)
@@ -373,6 +381,12 @@ class SchedulerServing(Serving):
             left = len(request.tokens) - request.computed
             assert 1 <= count <= left, f"{name!r} computes {count} of {left} tokens"
             assert schedule.samples.get(name) == (index if count == left else None), "samples"
+        for name in set(schedule.samples) - set(work):
+            leader = list(work)[schedule.samples[name]]
+            assert leader in schedule.samples, "the prompt is not computed"
+            assert self.requests[leader] in self.siblings[name], "samples of one prompt"
+        if self.has_tokens:
+            assert schedule.token_ids.tolist() == self._ids(work), "token ids"
         for queue in (running, self.scheduler.waiting):
             assert list(queue) == sorted(queue, key=self.ages.__getitem__), "not by age"
         if schedule.preempted:
@@ -381,6 +395,15 @@ class SchedulerServing(Serving):
         if self.lost is not None:
             again = {n: c for n, c in self.lost.work.items() if n in self.requests}
             assert work == again or not again, f"{work} instead of the lost {again}"
+
+    def _ids(self, work: dict[Hashable, int]) -> list[int]:
+        """Returns the token ids of a step, -1 for those that the host does not know yet."""
+        ids: list[int] = []
+        for name, count in work.items():
+            first, known = self.requests[name].computed, self.known[name]
+            known = known + [-1] * (first + count - len(known))
+            ids += known[first : first + count]
+        return ids
 
     def _check_progress(self, schedule: Schedule, had_work: bool) -> None:
         if schedule.work or schedule.preempted or not had_work:

@@ -5,8 +5,11 @@ media and epochs up to it. The content of a state is that of the last token that
 """
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
 
 from jaxkv import BlockManager
 from jaxkv.blocks import Upload
@@ -19,10 +22,12 @@ class Known:
 
     tokens: its token ids, those that the host does not know yet and drafts included.
     media: identifier, start and end of each medium.
+    encoder: a number for its encoder tokens, which forks have, too.
     story: the stories of its computed tokens; the first is that of its namespace.
     states: by group, the column of the state after each number of tokens that can be resumed.
     partial: by group, the content of the last row of a compressed layer.
     verified: first tokens that are no drafts.
+    resumed, reached: tokens that were computed before and after its last step.
     """
 
     name: Hashable
@@ -31,10 +36,13 @@ class Known:
     adapter: str | None = None
     media: Sequence[tuple[str, int, int]] = ()
     encoder_tokens: int = 0
+    encoder: int = 0
     story: list[int] = dataclasses.field(default_factory=list)
     states: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     partial: dict[int, int] = dataclasses.field(default_factory=dict)
     verified: int = 0
+    resumed: int = 0
+    reached: int = 0
 
     @property
     def computed(self) -> int:
@@ -57,6 +65,7 @@ class Oracle:
 
     def begin(self, request: Known, cached: int) -> None:
         """Starts a request whose first tokens were found in the cache."""
+        request.resumed = request.reached = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
         request.states = {g.index: {} for g in self.groups if g.is_state}
@@ -70,7 +79,8 @@ class Oracle:
     def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
-        request.media = _cut(donor.media, num_tokens)
+        request.resumed = request.reached = num_tokens
+        request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
         }
@@ -83,7 +93,11 @@ class Oracle:
                     f"group {group.index}: a fork shares the state after {num_tokens} tokens, "
                     f"and the donor's states are in columns {columns}"
                 )
-                request.states[group.index][num_tokens] = column
+                request.states[group.index] = {
+                    n: column
+                    for n, column in columns.items()
+                    if n == num_tokens or (group.mode == "all" and n < num_tokens)
+                }
         self.seen["forks"] += 1
 
     def rewind(self, request: Known, num_tokens: int) -> None:
@@ -99,13 +113,27 @@ class Oracle:
         del request.story[num_tokens + 1 :]
         self.seen["rewinds"] += 1
 
+    def may_resume(self, request: Known, num_tokens: int) -> bool:
+        """Returns whether blocks may hold the states after ``num_tokens`` tokens."""
+        for group in self.groups:
+            at_end = num_tokens % group.block == 0
+            if not group.is_state or num_tokens in (0, request.computed):
+                continue
+            if num_tokens > request.resumed and request.reached - num_tokens <= group.drafts:
+                continue
+            if group.mode == "all" and at_end:
+                continue
+            if group.mode != "align" or not at_end or num_tokens != request.resumed:
+                return False
+        return True
+
     def _rewind_state(self, request: Known, group: Group, num_tokens: int) -> None:
         columns = request.states[group.index]
         assert num_tokens in columns, (
             f"group {group.index}: no block holds the state after {num_tokens} tokens, only after "
             f"{sorted(columns)}"
         )
-        if group.mode == "align" and columns[num_tokens] == max(columns.values()):
+        if group.mode != "none" and num_tokens > request.resumed:
             # The step that accepted the tokens wrote their state into the running block.
             row = self.manager.requests[request.name]
             block = self.device.block(row, group.index, columns[num_tokens])
@@ -154,8 +182,9 @@ class Oracle:
             _Step(self, request, request.computed + count, rows[request.name], held).read()
         written: dict[int, Hashable] = {}
         for request, count in zip(named, work.values(), strict=True):
-            before = request.computed
+            before = request.resumed = request.computed
             self._compute(request, before + count)
+            request.reached = request.computed
             step = _Step(self, request, before + count, rows[request.name], held, before)
             for block, position in step.write().items():
                 assert written.setdefault(block, request.name) == request.name, "two writers"
@@ -172,7 +201,9 @@ class Oracle:
         manager, use = self.manager, self.manager.block_use
         holders: Counter[int] = Counter()
         for name in manager.requests:
-            ids = [i for group in manager.block_ids(name) for i in group if i]
+            held = [[i for i in group if i] for group in manager.block_ids(name)]
+            assert manager.held_blocks(name) == tuple(map(len, held)), "held_blocks"
+            ids = list(itertools.chain(*held))
             assert len(set(ids)) == len(ids), f"{name!r} holds a block twice"
             holders.update(ids)
         total = manager.plan.num_blocks - 1
@@ -180,7 +211,10 @@ class Oracle:
         assert free + len(holders) + self.sinks == total, (free, len(holders), total)
         shared = sum(count > 1 for count in holders.values())
         assert (use.own, use.shared) == (len(holders) + self.sinks - shared, shared), use
-        assert use.warm + use.cold == free and use.warm <= manager.prefix_stats().kept_blocks, use
+        ids, pool = np.arange(1, total + 1), manager.block_pool
+        is_kept, is_free = pool.frozen_before[ids] > 0, pool.references_of(ids) == 0
+        assert (use.warm, use.cold) == ((is_kept & is_free).sum(), (~is_kept & is_free).sum()), use
+        assert manager.prefix_stats().kept_blocks == is_kept.sum()
 
 
 def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int, int]]:
@@ -252,7 +286,7 @@ class _Step:
 
     def _encoder_contents(self, group: Group) -> list[tuple[int, int, int]]:
         """Returns column, place and content of the encoder's tokens."""
-        story = self.oracle.stories.begin(("encoder", self.request.encoder_tokens))
+        story = self.oracle.stories.begin(("encoder", self.request.encoder))
         content = self.oracle._content(group, story)
         places = [divmod(i, group.block) for i in range(self.request.encoder_tokens)]
         return [(column, place, content) for column, place in places]
@@ -298,6 +332,8 @@ class _Step:
         if group.mode == "align":  # `Oracle.rewind` writes the accepted one there
             last = group.newest_column(self.total)
             known.update(dict.fromkeys(self._to_verify(), last))
+        elif group.mode == "all":
+            known.update({n: group.newest_column(n) for n in self._to_verify()})
         return written
 
     def _to_verify(self) -> list[int]:
@@ -310,28 +346,11 @@ class _Step:
         counts = self._to_verify() or [total]
         if group.mode == "align" or (group.mode == "none" and len(counts) == 1):
             return {total: last}
-        is_short = total - before <= 1 + group.drafts
-        if group.mode == "none":
+        if group.mode == "none":  # read with at=, after drafts were rejected
+            is_short = total - before <= 1 + group.drafts
             return {n: n - before - 1 if is_short else total - n for n in counts}
         ends = range((before // group.block + 1) * group.block, total + 1, group.block)
-        places = {end: end // group.block - 1 for end in ends}
-        if len(counts) == 1:
-            return places | {total: last}
-        return places | self._draft_places(group, [n for n in counts if n not in places], is_short)
-
-    def _draft_places(self, group: Group, counts: list[int], is_short: bool) -> dict[int, int]:
-        """Returns columns for states within blocks that drafts may end in, for "all"."""
-        end = self.total // group.block * group.block
-        if is_short:
-            start = self.before // group.block
-            if end <= self.before:
-                return {n: start + n - self.before - 1 for n in counts}
-            after = self.total - end
-            return {
-                n: start + n - end if n > end else start + after + n - self.before for n in counts
-            }
-        last = group.newest_column(self.total)
-        return {n: last + self.total - n - (n < end < self.total) for n in counts}
+        return {end: end // group.block - 1 for end in ends} | {total: last}
 
     # --- blocks -----------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The common part of random servings of a scheduler and of a manager."""
 
+import itertools
 import random
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -32,7 +33,8 @@ class Serving:
         self.history = history
         self.requests: dict[Hashable, Known] = {}
         self.forgotten: list[list[int]] = []  # tokens of requests that ended
-        self.roots = [[self._id() for _ in range(48)] for _ in range(2)]
+        self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([1, 2]))]
+        self.encoders = itertools.count()
         self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
         self.has_states = any(g.growth.kind == "state" for g in self.plan.groups)
 
@@ -50,25 +52,26 @@ class Serving:
 
     def prompt(self) -> list[int]:
         """Returns a prompt that often begins like an earlier one."""
-        known = [*self.roots, *self.forgotten[-4:]]
+        known = [*self.roots, *self.roots, *self.forgotten[-3:]]
         root = self.draw.choice(known)
-        tokens = root[: self.draw.randint(0, len(root))]
-        tokens += [self._id() for _ in range(self.draw.randint(0, 6))]
+        tokens = root[: self.draw.choice([8, 16, len(root), self.draw.randint(0, len(root))])]
+        tokens += [self._id() for _ in range(self.draw.choice([0, 1, 3, 6]))]
         return (tokens or [self._id()])[: self.plan.max_model_len - self.draw.randint(0, 3)]
 
     def new_request(self) -> Known:
         tokens = self.prompt()
         request = Known(self.new_name(), tokens, verified=len(tokens))
-        if self.chance(0.2):
-            request.salt = self.draw.choice(["x", "y"])
         if self.chance(0.15):
+            request.salt = self.draw.choice(["x", "y"])
+        if self.chance(0.1):
             request.adapter = self.draw.choice(["v", "w"])
         if self.chance(0.15) and len(tokens) > 1:
-            start = self.draw.randrange(len(tokens) - 1)
+            start = self.draw.choice([0, self.draw.randrange(len(tokens) - 1)])
             end = self.draw.randint(start + 1, len(tokens))
-            request.media = [(self.draw.choice("ij"), start, end)]
+            request.media = [("i", start, end)]
         if self.has_encoder:
             request.encoder_tokens = self.draw.randint(0, 6)
+            request.encoder = next(self.encoders)
         return request
 
     def keys(self, request: Known) -> dict[str, Any]:

@@ -370,7 +370,8 @@ class Scheduler:
         pairs = list(zip(requests, counts.tolist(), strict=True))
         self._prompts.rewind(pairs)
         self._ledger.num_tokens[index] = counts
-        self._ledger.draft_starts[index] = np.minimum(self._ledger.draft_starts[index], counts)
+        for most in (self._ledger.draft_starts, self._ledger.prefill_tokens):
+            most[index] = np.minimum(most[index], counts)
         for request in requests:
             self._chooser.forget(request.name)
             may_copy = request.row >= 0 and self._manager.may_copy_by_row[request.row]

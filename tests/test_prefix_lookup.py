@@ -1,0 +1,77 @@
+"""Reasons of misses and the order of eviction, against their definitions."""
+
+import numpy as np
+import pytest
+
+from jaxkv._src.prefixes import Checkpoint
+from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoints
+from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
+from jaxkv._src.prefixes._tree import Keeping
+from tests.layer_examples import chunked, full, sliding, state
+
+GROWTHS = {
+    "full": full(block_size=4).growth,
+    "window": sliding(6, block_size=4).growth,
+    "chunk": chunked(6, block_size=4).growth,
+    "states": state(block_size=4, cache_mode="all").growth,
+}
+
+
+def columns_read(name: str, position: int) -> range:
+    """The columns that the token at a position reads, where a block ends before it."""
+    oldest = {"full": 0, "window": max(position - 5, 0), "chunk": position // 6 * 6}
+    return range(oldest.get(name, position - 1) // 4, position // 4)
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_a_miss_is_an_eviction_only_if_an_evicted_block_would_be_read(name: str) -> None:
+    keeping, draw, seen = Keeping(GROWTHS[name], 4), np.random.default_rng(0), set()
+    for _ in range(200):
+        columns = draw.choice([EVICTED, 0, 7], 6, p=draw.dirichlet([1, 1, 3]))
+        ends = 4 * np.arange(1, 7)
+        held = [all(columns[c] > 0 for c in columns_read(name, end)) for end in ends]
+        assert _held_at(keeping, columns, ends).tolist() == held
+        assert [_holds_whole(keeping, columns, end) for end in ends.tolist()] == held
+        missing = ends[~np.array(held)]
+        if missing.size:
+            read = {int(columns[c]) for end in missing for c in columns_read(name, end)}
+            hole = "no_checkpoint" if name == "states" else "left_window"
+            seen.add(_why_not_held(keeping, columns, missing))
+            assert _why_not_held(keeping, columns, missing) == (
+                "evicted" if EVICTED in read else hole
+            )
+    assert len(seen) == 2
+
+
+def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_them_out() -> None:
+    draw, max_blocks = np.random.default_rng(0), 8
+    for _ in range(30):
+        kept, order = Checkpoints(), []
+        for position in range(40):
+            if order and draw.random() < 0.3:  # used again, by a request that may not want it
+                at, wanted = order[draw.integers(len(order))], bool(draw.integers(2))
+                kept.touch(at, is_wanted=wanted)
+                order.remove(at)
+                order.append(at)
+                assert at.is_wanted or not wanted
+            made = Checkpoint(position, np.ones(2, np.int32), is_wanted=bool(draw.integers(2)))
+            kept.add(made)
+            order.append(made)
+            wanted = [each for each in order if each.is_wanted]
+            unwanted = [each for each in order if not each.is_wanted]
+            crowd = 2 * len(wanted) > WANTED_PART * max_blocks or not unwanted
+            last = kept.one_too_many(max_blocks)
+            if 2 * len(order) <= max_blocks:
+                assert last is None
+                continue
+            assert last is (wanted if crowd else unwanted)[0]
+            kept.remove(last)
+            order.remove(last)
+            assert last not in kept and kept.num_blocks == 2 * len(order)
+
+
+def test_what_was_wanted_once_stays_wanted() -> None:
+    kept, made = Checkpoints(), Checkpoint(4, np.ones(1, np.int32), is_wanted=True)
+    kept.add(made)
+    kept.touch(made, is_wanted=False)
+    assert made.is_wanted and made in kept
