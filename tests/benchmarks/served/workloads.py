@@ -87,7 +87,7 @@ def requests(trace: Trace, vocab: int) -> list[Request]:
 
 
 class Figures(NamedTuple):
-    """What one engine reached in one workload.
+    """Figures of one engine in one workload.
 
     seconds: of a decode step, of a prefill, or of a whole trace.
     tokens: that the engine made in these seconds.
