@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention.decode import COLUMNS, Segments
+from pallas_kernels._paged_attention.decode import COLUMNS
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up, store
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
@@ -59,7 +59,7 @@ class _Split(NamedTuple):
 def combine(
     rule: AttentionRule,
     tasks: TaskMap,
-    segments: Segments,
+    segments: PartialSoftmax,
     sinks: Array,
     value_scale: Array,
     out: Any,
@@ -78,7 +78,7 @@ def combine(
     split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, split, _Operands(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Combiner(rule, split, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
         grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
@@ -98,13 +98,16 @@ class _Operands(NamedTuple):
 
     tiles: jax.Ref
     used_tokens: jax.Ref
-    segments_out: jax.Ref
-    segments_highest: jax.Ref
-    segments_total: jax.Ref
+    segments: PartialSoftmax
     sinks: jax.Ref
     value_scale: jax.Ref
     out: jax.Ref
     lse: jax.Ref
+
+    @classmethod
+    def of(cls, *refs: jax.Ref) -> Self:
+        tiles, used_tokens, *segments, sinks, value_scale, out, lse = refs
+        return cls(tiles, used_tokens, PartialSoftmax(*segments), sinks, value_scale, out, lse)
 
 
 class _Scratch(NamedTuple):
@@ -225,12 +228,12 @@ class _Combiner:
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
         penalty = jnp.where(index < tile.num_segments, 0.0, -jnp.inf)
         out = plgpu.load(
-            self.operands.segments_out.at[number, self.head, self.values, self.rows],
+            self.operands.segments.out.at[number, self.head, self.values, self.rows],
             layout=plgpu.Layout.WGMMA,
             optimized=False,
         )
-        highest = self._load_rows(self.operands.segments_highest.at[number, self.head])
-        total = self._load_rows(self.operands.segments_total.at[number, self.head])
+        highest = self._load_rows(self.operands.segments.highest.at[number, self.head])
+        total = self._load_rows(self.operands.segments.total.at[number, self.head])
         return PartialSoftmax(out, highest + penalty, total)
 
     def _load_rows(self, ref: Any) -> Array:

@@ -20,7 +20,7 @@ from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import Steps, multiply, store, tiled
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps, multiply, store, tiled
 from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
@@ -81,19 +81,6 @@ class DecodeShape(NamedTuple):
         return max(1, blocks // self.rule.kv_heads)
 
 
-class Segments(NamedTuple):
-    """Results of segments, or references to them.
-
-    out: float32[S, kv_heads, V, rows], weighted sums of values, of one window after another.
-    highest: float32[S, kv_heads, rows], highest scores, in base 2.
-    total: float32[S, kv_heads, rows], sums of weights.
-    """
-
-    out: Any
-    highest: Any
-    total: Any
-
-
 def decode(
     shape: DecodeShape,
     tasks: TaskMap,
@@ -101,18 +88,22 @@ def decode(
     queries: Array,
     pages: StridedPages,
     scales: Array,
-) -> Segments:
-    """Returns the results of all segments; entries without a segment are undefined.
+) -> PartialSoftmax:
+    """Attends from all tiles, and returns the partial softmax of each segment.
 
     Args:
       tables: int32[B, W].
       queries: [N, kv_heads, rows, K].
       scales: float32[kv_heads], factors of the scores.
+
+    Returns:
+      ``out`` float32[S, kv_heads, V, rows], of one window of values after another, ``highest`` and
+      ``total`` float32[S, kv_heads, rows]; undefined where S counts more segments than there are.
     """
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rule.kv_heads, rows)
     call = plgpu.kernel(
-        lambda *refs: _Decoder(shape, _Operands(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[
             jax.ShapeDtypeStruct(
                 (*results[:2], sum(width for _, width in shape.windows), rows), jnp.float32
@@ -129,11 +120,11 @@ def decode(
     first_row = pages.first_row().reshape(1)
     inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales, first_row])
     with jax.enable_x64(False):  # pages.rows() is a whole buffer
-        return Segments(*call(*inputs, pages.rows()))
+        return PartialSoftmax(*call(*inputs, pages.rows()))
 
 
 class _Operands(NamedTuple):
-    """References to the arrays of a call, and to the parts of `Segments`."""
+    """References to the arrays of a call, and to the results of segments."""
 
     tiles: jax.Ref
     lanes: jax.Ref
@@ -142,9 +133,13 @@ class _Operands(NamedTuple):
     scales: jax.Ref
     first_row: jax.Ref
     pages: jax.Ref
-    out: jax.Ref
-    highest: jax.Ref
-    total: jax.Ref
+    segments: PartialSoftmax
+
+    @classmethod
+    def of(cls, *refs: jax.Ref) -> Self:
+        tiles, lanes, tables, queries, scales, first_row, pages, *segments = refs
+        arrays = tiles, lanes, tables, queries, scales, first_row, pages
+        return cls(*arrays, PartialSoftmax(*segments))
 
 
 class _Scratch(NamedTuple):
@@ -250,10 +245,10 @@ class _Decoder:
         place = number, self.head
         first = 0
         for out in running.out:
-            store(self.operands.out.at[(*place, pl.ds(first, len(out)))], out)
+            store(self.operands.segments.out.at[(*place, pl.ds(first, len(out)))], out)
             first += len(out)
-        store(self.operands.highest.at[place], running.highest)
-        store(self.operands.total.at[place], running.total.sum(axis=0))
+        store(self.operands.segments.highest.at[place], running.highest)
+        store(self.operands.segments.total.at[place], running.total.sum(axis=0))
 
     def _start(self) -> _Softmax:
         rows, columns = plgpu.Layout.WGMMA, self.shape.rows

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that combines the segments of latent attention into the output."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._paged_attention.mla_decode import Segments
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
@@ -24,7 +23,7 @@ ROWS = 2  # most rows that a thread block combines, so that more loads overlap
 def combine_latents(
     rule: AttentionRule,
     tasks: TaskMap,
-    segments: Segments,
+    segments: PartialSoftmax,
     sinks: Array,
     value_scale: Array,
     out: Any,
@@ -42,7 +41,7 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, rows_each, _Operands(*refs)).run(),
+        lambda *refs: _Combiner(rule, together, rows_each, _Operands.of(*refs)).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -62,13 +61,16 @@ class _Operands(NamedTuple):
 
     tiles: jax.Ref
     used_tokens: jax.Ref
-    segments_out: jax.Ref
-    segments_highest: jax.Ref
-    segments_total: jax.Ref
+    segments: PartialSoftmax
     sinks: jax.Ref
     value_scale: jax.Ref
     out: jax.Ref
     lse: jax.Ref
+
+    @classmethod
+    def of(cls, *refs: jax.Ref) -> Self:
+        tiles, used_tokens, *segments, sinks, value_scale, out, lse = refs
+        return cls(tiles, used_tokens, PartialSoftmax(*segments), sinks, value_scale, out, lse)
 
 
 class _Combiner:
@@ -112,10 +114,10 @@ class _Combiner:
     def _load(self, tile: Tile, row: Array, index: Array) -> PartialSoftmax:
         """Loads a row of a segment of the tile, or an empty one past the last segment."""
         number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
-        out = plgpu.load(self.operands.segments_out.at[number, row], layout=self.layout)
-        highest = self.operands.segments_highest[number, row]
+        out = plgpu.load(self.operands.segments.out.at[number, row], layout=self.layout)
+        highest = self.operands.segments.highest[number, row]
         highest = jnp.where(index < tile.num_segments, highest, -jnp.inf)
-        return PartialSoftmax(out, highest, self.operands.segments_total[number, row])
+        return PartialSoftmax(out, highest, self.operands.segments.total[number, row])
 
     def _finish(self, row: Array, sink: Array, summed: PartialSoftmax) -> Array:
         """Returns the output of a row without the scale, and writes its log-sum-exp."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention import pieces
-from pallas_kernels._paged_attention.decode import DecodeShape, Segments
+from pallas_kernels._paged_attention.decode import DecodeShape
 from pallas_kernels._paged_attention.mla_rows import (
     COLUMNS,
     HALVES,
@@ -29,7 +29,7 @@ from pallas_kernels._paged_attention.mla_rows import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import multiply, store, tiled
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, multiply, store, tiled
 from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
 
 ROWS = 64  # of queries, in a thread block
@@ -61,7 +61,7 @@ def decode_latents(
     queries: Array,
     pages: StridedPages,
     scales: Array,
-) -> Segments:
+) -> PartialSoftmax:
     """Attends from all tiles, and returns the partial softmax of each segment.
 
     Args:
@@ -100,7 +100,7 @@ def decode_latents(
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, scales, first_row]
     with jax.enable_x64(False):  # pages are a whole buffer already
-        return Segments(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
+        return PartialSoftmax(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
 
 
 class _Operands(NamedTuple):
@@ -114,13 +114,13 @@ class _Operands(NamedTuple):
     scales: jax.Ref
     first_row: jax.Ref
     pages: tuple[jax.Ref, ...]
-    segments: Segments
+    segments: PartialSoftmax
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
         tiles, lanes, full_steps, tables, queries, scales, first_row, *rest = refs
         arrays = tiles, lanes, full_steps, tables, queries, scales, first_row
-        return cls(*arrays, tuple(rest[:-3]), Segments(*rest[-3:]))
+        return cls(*arrays, tuple(rest[:-3]), PartialSoftmax(*rest[-3:]))
 
 
 class _Scratch(NamedTuple):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -30,7 +31,7 @@ def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def store(ref: Any, value: Array) -> None:
+def store(ref: jax.Ref, value: Array) -> None:
     """Stores a value whose size or layout does not allow an optimized store."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -116,7 +117,7 @@ class Steps(NamedTuple):
         return self.size // self.granule
 
     def locate(
-        self, tables: Any, request: Array, step: Array, first_row: Array
+        self, tables: jax.Ref, request: Array, step: Array, first_row: Array
     ) -> tuple[list[Array], Array]:
         """Returns the first row of each granule of a step, and a bit for each hole.
 
@@ -183,7 +184,12 @@ def cap(rule: AttentionRule, products: Array, scale: Array) -> tuple[Array, Arra
 
 
 def zero_unseen(
-    source: Any, target: Any, steps: Steps, holes: Array, key: Array, seen: tuple[Array, Array]
+    source: jax.Ref,
+    target: jax.Ref,
+    steps: Steps,
+    holes: Array,
+    key: Array,
+    seen: tuple[Array, Array],
 ) -> None:
     """Copies 64 rows of values to a buffer, and replaces those that no query sees by zeros.
 

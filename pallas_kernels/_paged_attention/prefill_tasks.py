@@ -1,7 +1,8 @@
 """The tiles of prefill: their queries and keys, and the steps that need masks."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -49,7 +50,7 @@ class PrefillTile(NamedTuple):
     first_row: Array
 
     @classmethod
-    def load(cls, tiles: Any, index: Array | int) -> Self:
+    def load(cls, tiles: jax.Ref, index: Array | int) -> Self:
         """Loads a row of the tiles within a kernel."""
         return cls(*[tiles[index, column] for column in range(len(cls._fields))])
 

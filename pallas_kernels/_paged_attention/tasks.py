@@ -6,8 +6,9 @@ lane computes is a segment. Lane l and tile t share at most one segment, and its
 because both ascend along the line.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
     num_segments: Array
 
     @classmethod
-    def load(cls, tiles: Any, index: Array) -> Self:
+    def load(cls, tiles: jax.Ref, index: Array) -> Self:
         """Loads a row of `TaskMap.tiles` within a kernel."""
         return cls(*[tiles[index, column] for column in range(len(cls._fields))])
 
@@ -60,7 +61,7 @@ class Lane(NamedTuple):
     line_end: Array
 
     @classmethod
-    def load(cls, lanes: Any, index: Array) -> Self:
+    def load(cls, lanes: jax.Ref, index: Array) -> Self:
         """Loads a row of `TaskMap.lanes` within a kernel."""
         return cls(*[lanes[index, column] for column in range(len(cls._fields))])
 
