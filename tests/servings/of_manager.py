@@ -20,7 +20,7 @@ class ManagerServing(Serving):
         self.shape = StepShape.for_plan(
             self.plan,
             max_requests=most,
-            max_tokens=4 * self.plan.max_model_len,
+            max_tokens=most * self.plan.max_model_len,
             forks=most,
             cached_tokens=most * self.plan.max_model_len,
         )
