@@ -212,7 +212,7 @@ def test_the_checker_finds_a_planted_violation(module: str, source: str, text: s
         ("jaxkv._src.planning", "from jaxkv._src.planning._plan import Plan"),
         ("jaxkv._src.planning", "if TYPE_CHECKING:\n    from jax import Array"),
         ("jaxkv._src.plotting", "def f():\n    from jaxkv._src.cache import KVCache"),
-        ("jaxkv._src.demo.engine", "import jaxkv"),
+        ("jaxkv._src.demo.serving", "import jaxkv"),
         ("jaxkv._src.plotting", "import matplotlib.figure"),
     ],
 )

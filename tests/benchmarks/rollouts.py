@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._src.demo.engine import serve_step
 from jaxkv._src.demo.model import Model, Params, init_params
 from tests.benchmarks.timing import Report, by_size
+from tests.hosts.engine import serve_step
 
 Sample = tuple[int, int]  # group, and number in it
 
@@ -167,7 +167,7 @@ def run(report: Report) -> None:
 
     @jax.jit(donate_argnums=1)
     def step(params, cache, upload):
-        cache, logits = serve_step(model, False, None, params, cache, upload)
+        cache, logits = serve_step(model, params, cache, upload)
         return cache, jnp.argmax(logits, axis=-1)
 
     speeds: dict[str, float] = {}

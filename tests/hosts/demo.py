@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.demo.engine import MAX_REQUESTS, MAX_TOKENS, Engine, serve_step
 from jaxkv._src.demo.model import Model, init_params
+from jaxkv._src.demo.serving import MAX_REQUESTS, MAX_TOKENS
 from jaxkv._src.demo.trace import make_trace
 from jaxkv.testing import count_compilations
+from tests.hosts.engine import Engine, serve_step
 
 Step = Callable[..., tuple[jaxkv.KVCache, Any]]
 CONFIG = {"num_hidden_layers": 1, "full_attention_interval": 1, "hidden_size": 64}
@@ -48,21 +49,20 @@ def demo_engine(
         zero_policy="always",
     )
     model, same = Model(config, tuple(layers)), NamedSharding(mesh, PartitionSpec())
-    engine = Engine(model, {}, plan)
     rng = np.random.default_rng(0)
-    engine.params = jax.tree.map(
+    params = jax.tree.map(
         lambda like: everywhere(rng.normal(size=like.shape) / like.shape[0] ** 0.5, same),
         jax.eval_shape(functools.partial(init_params, model), jax.random.key(0)),
     )
-    engine.cache = jaxkv.make_cache(
+    cache = jaxkv.make_cache(
         plan, max_requests=MAX_REQUESTS, mesh=mesh, axis=axis, scales=(0.5, 0.25)
     )
 
     def step(params, cache, upload):
-        cache, logits = serve_step(model, False, None, params, cache, upload)
+        cache, logits = serve_step(model, params, cache, upload)
         return cache, jax.lax.with_sharding_constraint(logits, same)
 
-    engine.step = jax.jit(step, donate_argnums=1)
+    engine = Engine(params, plan, cache, step)
     if not by_head:  # one program is enough
         engine.shapes = engine.shapes[1:] * 2
     return engine
@@ -79,7 +79,7 @@ def serve_demo(engine: Engine, seed: int, around: Callable[[Step], Step]) -> dic
     engine.warm_up()
     trace = make_trace(6, seed, prompt_tokens=(3, 40), new_tokens=(3, 9))
     with count_compilations() as compiled:
-        report = engine.serve(trace, lambda: None)
+        report = engine.serve(trace)
     logits = {name: answer.logits for name, answer in report.answers.items()}
     return {"logits": logits, "compiled": [str(one) for one in compiled], "steps": report.steps}
 
@@ -90,7 +90,7 @@ def tokens_of(result: dict[str, Any]) -> dict[int, list[int]]:
 
 def receive(engine: Engine, mesh: Mesh) -> dict[str, Any]:
     """Runs the steps that another process packs."""
-    for shape in engine.shapes:  # as `Engine.warm_up` does
+    for shape in engine.shapes:  # as ``Engine.warm_up`` does
         upload = jaxkv.step.broadcast_upload(None, engine.shapes, mesh)
         assert upload is not None and upload.shape == shape
         engine.cache, _ = engine.step(engine.params, engine.cache, upload)

@@ -2,17 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import jaxkv
-from jaxkv._src.demo.model import Tokens, causal_attention
+from jaxkv._src.demo.model import Model, Params, Tokens, causal_attention, forward, logits
 from jaxkv._src.layout import row_format
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
-from pallas_kernels import Implementation
+from pallas_kernels import Implementation, default_implementation
 
 KEY_SCALE, VALUE_SCALE = 0.02, 0.02  # per tensor; keys are normalised, values about 1
 
@@ -25,49 +24,68 @@ class PagedMemory:
       masks logits only; otherwise attention is `jaxkv.attend`.
     """
 
-    cache: jaxkv.KVCache
-    batch: jaxkv.StepBatch
+    step: jaxkv.StepContext
     tokens: Tokens
     own_attention: bool
     implementation: Implementation
 
-    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
-        given = self.cache, layer, self.batch
-        if not self.own_attention:
-            implementation = "xla" if self.implementation == "xla" else None
-            narrow = self._narrow(layer, queries)
-            cache, out = jaxkv.attend(*given, narrow, keys, values, implementation=implementation)
-            return dataclasses.replace(self, cache=cache), out.astype(queries.dtype)
-        cache = jaxkv.write_tokens(*given, keys, values, implementation=self.implementation)
-        keys, values = _read_kernel_blocks(cache, layer, self.batch)
-        positions = self.tokens.to_requests(self.batch.positions)
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> Array:
+        if self.own_attention:
+            return self.step.call(self._own_attention, layer, queries, keys, values)
+        implementation = "xla" if self.implementation == "xla" else None
+        narrow = self._narrow(layer, queries)
+        out = self.step.attend(layer, narrow, keys, values, implementation=implementation)
+        return out.astype(queries.dtype)
+
+    def _own_attention(self, cache, layer, batch, queries, keys, values):
+        cache = jaxkv.write_tokens(
+            cache, layer, batch, keys, values, implementation=self.implementation
+        )
+        keys, values = _read_kernel_blocks(cache, layer, batch)
+        positions = self.tokens.to_requests(batch.positions)
         seen = jnp.arange(keys.shape[1])[None, None] <= positions[..., None]
         out = causal_attention(self.tokens.to_requests(queries), keys, values, seen)
-        return dataclasses.replace(self, cache=cache), self.tokens.to_tokens(out)
+        return cache, self.tokens.to_tokens(out)
 
     def _narrow(self, layer: str, queries: Array) -> Array:
         """Returns queries in 16 bits where Mosaic attends, because the model computes in f32."""
-        pages = jnp.dtype(row_format(self.cache.layout.place_of(layer).spec).dtype)
+        pages = jnp.dtype(row_format(self.step.batch.layout.place_of(layer).spec).dtype)
         if self.implementation != "mosaic_gpu" or pages.itemsize > 2:
             return queries
         return queries.astype(pages if pages.itemsize == 2 else jnp.float16)
 
     def read_state(self, layer: str) -> tuple[Array, Array]:
-        conv, state = jaxkv.read_state(self.cache, layer, self.batch)
+        conv, state = self.step.read_state(layer)
         return conv, state
 
-    def write_state(self, layer: str, conv: Array, state: Array) -> Self:
-        cache = jaxkv.write_state(self.cache, layer, self.batch, (conv, state))
-        return dataclasses.replace(self, cache=cache)
+    def write_state(self, layer: str, conv: Array, state: Array) -> None:
+        self.step.write_state(layer, (conv, state))
 
 
-def tokens_of(batch: jaxkv.StepBatch) -> Tokens:
-    """Returns the tokens of a step whose ids are the upload's ``extra``."""
+def forward_step(
+    model: Model,
+    own_attention: bool,
+    implementation: Implementation | None,
+    params: Params,
+    step: jaxkv.StepContext,
+) -> Array:
+    """Computes a step. Returns f32[B, vocab], the logits of each request's last token."""
+    tokens = tokens_of(step)
+    kernels = implementation or default_implementation()
+    with jax.default_matmul_precision("highest"):
+        memory = PagedMemory(step, tokens, own_attention, kernels)
+        x = forward(model, params, tokens, memory)
+        return logits(model, params, x[step.last_tokens])
+
+
+def tokens_of(step: jaxkv.StepContext) -> Tokens:
+    """Returns the tokens of a step, and where those of each request are."""
+    batch = step.batch
     offsets = jnp.arange(batch.shape.max_query_len, dtype=jnp.int32)[None]
     index = batch.query_start_loc[:-1, None] + offsets
     beyond = batch.shape.max_tokens
     index = jnp.where(offsets < batch.query_lens[:, None], index, beyond)
-    return Tokens(batch.extra, batch.positions, index)
+    return Tokens(step.token_ids, step.positions, index)
 
 
 def _read_kernel_blocks(
@@ -87,7 +105,7 @@ class NoMemory:
     layers: Mapping[str, object]
     tokens: Tokens
 
-    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> Array:
         spec = self.layers[layer]
         if not isinstance(spec, FullAttentionSpec):
             raise TypeError(f"layer={layer!r} is not attention")
@@ -100,7 +118,7 @@ class NoMemory:
         queries, keys, values = map(self.tokens.to_requests, (queries, *rounded))
         index = jnp.arange(keys.shape[1])
         seen = (index[None] <= index[:, None])[None]
-        return self, self.tokens.to_tokens(causal_attention(queries, keys, values, seen))
+        return self.tokens.to_tokens(causal_attention(queries, keys, values, seen))
 
     def read_state(self, layer: str) -> tuple[Array, Array]:
         spec, batch = self.layers[layer], self.tokens.by_request.shape[0]
@@ -112,5 +130,5 @@ class NoMemory:
         )
         return conv, state
 
-    def write_state(self, layer: str, conv: Array, state: Array) -> Self:
-        return self
+    def write_state(self, layer: str, conv: Array, state: Array) -> None:
+        pass

@@ -9,7 +9,7 @@ Shapes: T tokens of B requests, up to Q of each, H heads.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 class Memory(Protocol):
     """Memory of the layers for earlier tokens, by layer name."""
 
-    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> tuple[Self, Array]:
+    def attend(self, layer: str, queries: Array, keys: Array, values: Array) -> Array:
         """Keeps [T, H, D] new keys and values. Returns the attention's output, as the queries."""
         ...
 
@@ -46,7 +46,7 @@ class Memory(Protocol):
         """Returns convolution inputs [B, K - 1, channels] and a matrix state [B, H, V, D]."""
         ...
 
-    def write_state(self, layer: str, conv: Array, state: Array) -> Self: ...
+    def write_state(self, layer: str, conv: Array, state: Array) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,18 +97,17 @@ def init_params(model: Model, key: Array) -> Params:
     return params
 
 
-def forward[M: Memory](model: Model, params: Params, tokens: Tokens, memory: M) -> tuple[M, Array]:
-    """Computes all tokens. Returns the memory, and what each token says: [T, hidden]."""
+def forward(model: Model, params: Params, tokens: Tokens, memory: Memory) -> Array:
+    """Computes all tokens. Returns what each of them says, [T, hidden]."""
     config = model.config
     x = params["head"]["embed"][tokens.ids] * math.sqrt(config["hidden_size"])
     for layer in model.layers:
         weights = params[layer]
         mix = _attention if layer.endswith("full_attention") else _delta_net
-        memory, mixed = mix(config, weights, layer, _norm(config, x), tokens, memory)
-        x = x + mixed
+        x = x + mix(config, weights, layer, _norm(config, x), tokens, memory)
         h = _norm(config, x)
         x = x + (jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])) @ weights["down"]
-    return memory, x
+    return x
 
 
 def logits(model: Model, params: Params, x: Array) -> Array:
@@ -139,9 +138,9 @@ def _attention(config, weights, layer, x, tokens, memory):
 
     query = _rotate(config, _norm(config, split(x @ weights["query"])), tokens.positions)
     key = _rotate(config, _norm(config, split(x @ weights["key"])), tokens.positions)
-    memory, mixed = memory.attend(layer, query, key, split(x @ weights["value"]))
+    mixed = memory.attend(layer, query, key, split(x @ weights["value"]))
     gate = jax.nn.sigmoid(x @ weights["query_gate"])
-    return memory, (mixed.reshape(gate.shape) * gate) @ weights["out"]
+    return (mixed.reshape(gate.shape) * gate) @ weights["out"]
 
 
 def _delta_net(config, weights, layer, x, tokens, memory):
@@ -176,9 +175,9 @@ def _delta_net(config, weights, layer, x, tokens, memory):
     inputs = [tokens.to_requests(y) for y in (x @ weights["qkv"], beta, decay)]
     by_token = [jnp.moveaxis(y, 1, 0) for y in (*inputs, valid)]
     (conv, state), out = lax.scan(step, memory.read_state(layer), by_token)
-    memory = memory.write_state(layer, conv, state)
+    memory.write_state(layer, conv, state)
     out = tokens.to_tokens(_norm(config, jnp.moveaxis(out, 0, 1))).reshape(x.shape[0], -1)
-    return memory, (out * jax.nn.silu(x @ weights["out_gate"])) @ weights["out"]
+    return (out * jax.nn.silu(x @ weights["out_gate"])) @ weights["out"]
 
 
 def _channels(config) -> int:

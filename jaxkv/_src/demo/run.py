@@ -10,10 +10,11 @@ from typing import get_args
 import jax
 from tqdm import tqdm
 
-from jaxkv._src.demo.engine import MAX_TOKENS, Engine, Report
 from jaxkv._src.demo.model import Model, Params, init_params
 from jaxkv._src.demo.reference import compare
+from jaxkv._src.demo.serving import MAX_TOKENS, Report, make_engine, serve
 from jaxkv._src.demo.trace import Request, TraceKind, make_trace
+from jaxkv._src.engine import Sampling
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.planning import Plan, plan_cache
@@ -46,9 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(TraceKind),
         help="random: requests of their own; chat: conversations of three turns over three system "
         "prompts; rl: four answers to each prompt (default random)",
-    )
-    parser.add_argument(
-        "--no-sharing", action="store_true", help="compute every prompt of a chat or rl trace anew"
     )
     parser.add_argument(
         "--pool-bytes", type=int, default=1_500_000, help="memory of the pool (default 1500000)"
@@ -114,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     model = Model(config, tuple(layers))
     params = init_params(model, jax.random.key(options.seed))
     trace = make_trace(options.requests, options.seed, options.trace)
-    shares = options.trace != "random" and not options.no_sharing
+    shares = options.trace != "random"
     implementation = options.implementation or default_implementation()
     how = [implementation]
     if plan.context_parallel > 1:
@@ -124,28 +122,27 @@ def run(options: argparse.Namespace) -> int:
     where = jax.devices()[0].device_kind
     _title(f"Serving {len(trace)} requests on {where} ({', '.join(how)})")
 
-    def serve(plan: Plan, own_attention: bool) -> Report:
-        engine = Engine(
+    def run_trace(plan: Plan, own_attention: bool) -> Report:
+        engine = make_engine(
             model,
             params,
             plan,
             implementation=implementation,
             kernel_block_size=options.kernel_block_size,
             own_attention=own_attention,
-            sleep_between_batches=options.sleep_between_batches,
-            share_prefixes=shares,
         )
-        engine.warm_up()
+        kinds = {request.samples > 1 for request in trace}
+        engine.warm_up(*[Sampling(temperature=float(is_drawn)) for is_drawn in kinds])
         with count_compilations() as compilations, _bar(trace, plan) as bar:
-            report = engine.serve(trace, bar.update)
-        _show_report(plan, report, len(compilations), options.sleep_between_batches)
+            report = serve(engine, trace, bar.update, naps=options.sleep_between_batches)
+        _show_report(report, len(compilations))
         return report
 
     if options.no_zeroing:
-        _show_nans(serve(make_plan(zero_policy="never"), own_attention=True))
+        _show_nans(run_trace(make_plan(zero_policy="never"), own_attention=True))
         return 0
     own_attention = options.kernel_block_size is not None and plan.context_parallel == 1
-    report = serve(plan, own_attention)
+    report = run_trace(plan, own_attention)
     agree = _compare(model, params, layers, report, bound_of(options.kv_dtype, implementation))
     if shares:
         figure = plot_block_use(report.uses, preemptions=report.preemptions)
@@ -156,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     if any(plan.groups_to_zero) and options.trace == "random":
         del trace[REQUESTS_WITHOUT_ZEROING:]
         _title(f"{len(trace)} of them without zeroing, by attention that masks logits only")
-        _show_nans(serve(make_plan(zero_policy="never"), own_attention=True))
+        _show_nans(run_trace(make_plan(zero_policy="never"), own_attention=True))
     return 0 if agree else 1
 
 
@@ -190,7 +187,8 @@ def _compare(
     report: Report,
     bound: float,
 ) -> bool:
-    with tqdm(total=len(report.answers), desc="without a cache", unit="request") as bar:
+    count = len(report.answers)
+    with tqdm(total=count, desc="without a cache", unit="request", disable=None) as bar:
         found = compare(
             model,
             params,
@@ -201,45 +199,44 @@ def _compare(
         )
     agree = found.largest_difference <= bound  # never, if one is NaN
     print(
-        f"without a cache   logits of the same tokens differ by {found.largest_difference:.2g} at "
-        f"most (allowed: {bound:g}); {found.num_equal:,} of {found.num_tokens:,} picks equal"
+        f"without a cache   log-probabilities of {found.num_tokens:,} tokens differ by "
+        f"{found.largest_difference:.2g} at most (allowed: {bound:g}); {found.num_equal:,} of "
+        f"{found.num_picked:,} picks equal"
     )
     return agree
 
 
-def _show_report(plan: Plan, report: Report, compilations: int, sleeps: bool) -> None:
-    reuse = report.blocks_allocated / plan.usable_blocks
+def _show_report(report: Report, compilations: int) -> None:
+    steps = len(report.occupancy)
     rows = {
-        "steps": f"{report.steps:,} in {report.seconds:.1f} s, {report.num_tokens:,} new tokens, "
-        f"{report.num_tokens / report.seconds:,.0f} tokens/s",
-        "blocks": f"{report.blocks_allocated:,} handed out: each of {plan.usable_blocks} used "
-        f"{reuse:.1f} times; {len(report.preemptions)} preemptions",
-        "zeroed": f"{report.blocks_zeroed:,} blocks, {report.bytes_zeroed:,} bytes",
+        "steps": f"{steps:,} in {report.seconds:.1f} s, {report.num_tokens:,} new tokens, "
+        f"{report.num_tokens / report.seconds:,.0f} tokens/s; {len(report.preemptions)} "
+        "preemptions",
         "compilations": f"{compilations} after warm-up",
     }
     if report.cached_tokens:
-        part = 100 * report.cached_tokens / report.prompt_tokens
         rows["prefixes"] = (
-            f"{report.cached_tokens:,} of {report.prompt_tokens:,} prompt tokens shared "
-            f"({part:.0f} %)"
+            f"{report.cached_tokens:,} tokens were found in the cache; prompts had "
+            f"{report.prompt_tokens:,}"
         )
-    if sleeps:
+    if report.naps:
         rows["slept"] = f"{report.naps} times, {report.bytes_released:,} bytes released in all"
     for name, text in rows.items():
         print(f"{name:<17} {text}")
 
 
 def _show_nans(report: Report) -> None:
-    first = report.first_nan_request
-    where = "" if first is None else f"; request {first} first"
-    print(f"NaN logits        {report.num_nan:,} of {report.num_tokens:,} rows{where}")
-    if report.num_nan:
+    nans = report.nan_requests
+    where = f"; request {min(nans)} first" if nans else ""
+    print(f"NaN logits        {len(nans):,} of {report.num_tokens:,} rows{where}")
+    if nans:
         print("                  (what zeroing prevents)")
 
 
 def _bar(trace: Sequence[Request], plan: Plan) -> tqdm:
     name = "paged, no zeroing" if plan.zero_policy == "never" else "paged"
-    return tqdm(total=len(trace), desc=name, unit="request")
+    count = sum(request.samples for request in trace)
+    return tqdm(total=count, desc=name, unit="request", disable=None)
 
 
 def _title(text: str) -> None:

@@ -25,7 +25,7 @@ class Request:
     arrival_step: the engine step at which it arrives, at the earliest.
     prompt: byte tokens.
     after: a request that has to end first; its tokens stand before the prompt.
-    sample_of: a request whose prompt it shares: it goes on with the ``rank``-th likely token.
+    samples: of its prompt; several are drawn, a single one is the most likely.
     boundary: tokens of the prompt that others begin with, too; 0: none.
     """
 
@@ -34,8 +34,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     after: int | None = None
-    sample_of: int | None = None
-    rank: int = 0
+    samples: int = 1
     boundary: int = 0
 
 
@@ -50,7 +49,7 @@ def make_trace(
     """Returns requests in order of arrival.
 
     "random": requests of their own. "chat": conversations of three turns over three system
-    prompts; a turn begins with all that was said. "rl": groups of four answers to one prompt.
+    prompts; a turn begins with all that was said. "rl": four samples of each prompt.
 
     Args:
       prompt_tokens, new_tokens: the least and the most of them; lengths are uniform between.
@@ -93,14 +92,14 @@ def _chat(
 def _rl(
     rng: np.random.Generator, arrivals: list[int], prompts: Range, answers: Range
 ) -> list[Request]:
-    trace = []
-    for group in itertools.batched(range(len(arrivals)), SAMPLES):
-        arrival, prompt = arrivals[group[0]], _tokens(rng, prompts)
-        lengths = sorted((_length(rng, answers) for _ in group), reverse=True)
-        for rank, (name, length) in enumerate(zip(group, lengths, strict=True)):
-            donor = None if rank == 0 else group[0]
-            trace.append(Request(name, arrival, prompt, length, sample_of=donor, rank=rank))
-    return trace
+    groups = itertools.batched(range(len(arrivals)), SAMPLES)
+    return [
+        Request(
+            *(group[0], arrivals[group[0]], _tokens(rng, prompts), _length(rng, answers)),
+            samples=len(group),
+        )
+        for group in groups
+    ]
 
 
 def _length(rng: np.random.Generator, bounds: Range) -> int:
