@@ -65,7 +65,7 @@ wheel-check $(LANES): $(VENV)/.test
 
 lanes: $(LANES)
 
-ci: test lanes
+ci: test lanes docs
 
 clean:
 	rm -rf $(VENV) demo_output build dist
