@@ -72,7 +72,7 @@ def test_the_sdist_holds_what_tests_and_readers_need_and_nothing_private(
         *("PKG-INFO", ".gitignore"),  # hatchling's own choice
     }
     held = {name for name in names if "/" in name}
-    suffixes = (".py", ".pyi", ".json", ".typed", ".ipynb", ".md")
+    suffixes = (".py", ".pyi", ".json", ".typed", ".ipynb", ".md", ".svg", ".txt")
     assert held == files_under(*folders, suffixes=suffixes)
 
 
