@@ -119,6 +119,9 @@ def settled(layers: str = "layer") -> dict[str, Any]:
         **{"upload": manager.step(shape, {"before": 1}), "work": {}, "longest": 42},
         **{"params": jnp.zeros(()), "model": jaxkv.apply_step, "forward": forward},
         "prompts": [[1, 2, 3], [4]],
+        "scheduler": jaxkv.Scheduler(
+            jaxkv.BlockManager(plan, max_requests=256), max_tokens=64, tokens={}
+        ),
         "step": lambda params, cache, upload: (cache, np.zeros(256, np.int32)),
         "mesh": jax.make_mesh((1,), ("hosts",), devices=jax.devices()[:1]),
         "entries": pack_entries([jaxkv.TableEntry(0, [[1]])], **ROOM),
