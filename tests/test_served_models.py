@@ -22,6 +22,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "sliding_window_pattern": 2,
     },
+    "hybrid": {
+        **SMALL,
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+    },
     "latent": {
         **SMALL,
         "model_type": "deepseek_v2",
@@ -60,6 +74,28 @@ class WholeStep:
         scores *= scale or queries.shape[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqk,khd->qhd", weights, values)
+
+    def gated_delta(self, layer, qkv, log_decay, beta, *, conv_weights, num_key_heads):
+        """The rule token by token (arXiv 2412.06464), after a causal convolution."""
+        heads, value_size, key_size = self.layers[layer].shapes[1]
+        width, tokens = len(conv_weights), len(qkv)
+        padded = jnp.pad(qkv, ((width - 1, 0), (0, 0)))
+        mixed = jax.nn.silu(sum(padded[i : i + tokens] * conv_weights[i] for i in range(width)))
+        sizes = [num_key_heads * key_size, 2 * num_key_heads * key_size]
+        q, k, v = (rows.reshape(tokens, -1, heads) for rows in jnp.split(mixed, sizes, axis=-1))
+        q, k = (rows.reshape(tokens, num_key_heads, key_size) for rows in (q, k))
+        q, k = (rows / jnp.linalg.norm(rows, axis=-1, keepdims=True) for rows in (q, k))
+        q, k = (jnp.repeat(rows, heads // num_key_heads, axis=1) for rows in (q, k))
+
+        def step(state, token):
+            q, k, v, decay, b = token
+            state = state * decay[:, None, None]
+            old = jnp.einsum("hvk,hk->hv", state, k)
+            state += jnp.einsum("hv,hk->hvk", b[:, None] * (v - old), k)
+            return state, jnp.einsum("hvk,hk->hv", state, q * key_size**-0.5)
+
+        tokens_of = q, k, v.reshape(tokens, heads, value_size), jnp.exp(log_decay), beta
+        return jax.lax.scan(step, jnp.zeros((heads, value_size, key_size)), tokens_of)[1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
