@@ -61,7 +61,9 @@ def attend(
     computes once per step what they have in common. In ``jax.lax.scan``, by ``period``, it computes
     that in every iteration, in about ten small kernels.
 
-    A batch of another step than the cache's sets an error flag (`jaxkv.check_errors`).
+    A batch of another step than the cache's sets an error flag (`jaxkv.check_errors`). Nothing can
+    tell that a model dropped the cache that this function returned, or that a loop kept an old one:
+    the keys are lost. `jaxkv.StepContext` and `jaxkv.Engine` hold the cache for you.
 
     No temporary grows with the pool or with the square of the longest request, provided that the
     keys of each layer depend on the output of the layer before it. Otherwise XLA may write a later

@@ -484,6 +484,11 @@ class BlockManager:
         Either all requests get their blocks or none does. Afterwards the manager counts the new
         tokens as computed, so run each step on the device before the next one.
 
+        The manager does not know what is computed. It cannot see token ids that are too few, or in
+        another order than ``work``, in ``extra``: `jaxkv.Scheduler` makes them
+        (``schedule.token_ids``). After a prefix hit, compute the rest of the prompt only:
+        `num_computed_tokens` says where it begins.
+
         Args:
           shape: the sizes that the upload is padded to.
           work: mapping from requests to the number of tokens that each computes in this step, in

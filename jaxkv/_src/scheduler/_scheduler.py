@@ -43,7 +43,8 @@ class Scheduler:
     requests that arrived later. The same calls give the same schedules.
 
     The scheduler owns the manager: call only its ``step``, its methods that change no request, and
-    `restart` after `BlockManager.reset`.
+    `restart` after `BlockManager.reset`. It cannot see new weights: call `BlockManager.new_epoch`
+    when they come, or later prompts share what the old ones computed.
     """
 
     def __init__(
