@@ -236,6 +236,7 @@ WORDS = {
     "LOST_UPLOAD": "an upload was lost: the numbers of two uploads in a row have a gap",
     "REPEATED_UPLOAD": "an upload was applied twice, or to another cache",
     "BAD_PERIOD": "a period beyond the layers of its group",
+    "STALE_BATCH": "a batch of another step than the cache's: go on with the cache",
 }
 
 
