@@ -57,14 +57,15 @@ def _admitting(name: str, count: int, *, shares: bool, preemption: bool) -> Call
     return scheduler.schedule
 
 
-def _median(make: Callable[[], Callable[[], object]], repeats: int = 5) -> float:
+def _median(make: Callable[[], Callable[[], object]]) -> float:
     seconds: list[float] = []
-    for _ in range(repeats):
+    for _ in range(by_size(full=5, small=5, smallest=1)):
         call = make()
-        gc.collect()
+        gc.disable()
         started = time.thread_time()
         call()
         seconds.append(time.thread_time() - started)
+        gc.enable()
     return float(np.median(seconds))
 
 
