@@ -34,7 +34,8 @@ def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
 def store(ref: jax.Ref, value: Array) -> None:
     """Stores a value whose size or layout does not allow an optimized store."""
     if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
+        # jax annotates the parameter with classes of its own that `jax.Ref` is not one of.
+        plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[bad-argument-type]
     else:  # jax 0.11 has no optimized store
         ref[...] = value
 
