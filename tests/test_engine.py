@@ -108,18 +108,13 @@ def test_many_requests(layers: tuple[str, ...], decode_steps: int) -> None:
         assert_right(run(engine, requests), requests, layers)
 
 
-def test_uploads_of_a_ring_give_the_same_tokens(monkeypatch) -> None:
-    """As on one GPU, where an upload that is packed must also run."""
+def test_several_steps_in_one_call_draw_the_same_tokens(monkeypatch) -> None:
+    """From uploads of a ring, as on one GPU, where an upload that is packed must also run."""
     ring_for = lambda cache, depth: jaxkv.UploadRing(depth=depth)  # noqa: E731
     monkeypatch.setattr("jaxkv._src.engine._engine.ring_for", ring_for)
-    plan, requests = make_plan(("full",), 20), random_requests(1, 4)
-    engine = jaxkv.Engine(forward, make_params(), plan, decode_steps=3, **SIZES)
-    assert_right(run(engine, requests), requests, ("full",))
-
-
-def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
     requests = random_requests(1, 8)
-    several = make_engine(decode_steps=3)
+    plan = make_plan(ALL, TIGHT)
+    several = jaxkv.Engine(forward, make_params(), plan, decode_steps=3, **SIZES)
     assert_right(run(several, requests), requests)
     assert several.stats.calls < several.stats.steps
 
