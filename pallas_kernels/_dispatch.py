@@ -1,4 +1,4 @@
-"""Choice between the two implementations of a kernel, for each buffer."""
+"""Choice between the two implementations of a kernel, for each buffer or for a whole call."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -37,6 +37,34 @@ def run(
         case "mosaic_gpu":
             _check_mosaic(buffers)
             return mosaic_gpu(buffers, operands)
+
+
+def choose(
+    implementation: Implementation | None,
+    unsupported: str | None,
+    *,
+    mosaic_gpu: Callable[[], tuple[Array, ...]],
+    xla: Callable[[], tuple[Array, ...]],
+) -> Any:
+    """Runs the given implementation of a whole call, or with None the best one.
+
+    Args:
+      unsupported: why Mosaic cannot run the call; None: it can.
+
+    Raises:
+      ValueError: an unknown implementation.
+      NotImplementedError: ``"mosaic_gpu"`` for a call or on a machine that it does not support.
+    """
+    check_choice(get_args(Implementation), implementation=implementation)
+    if implementation == "mosaic_gpu":
+        unsupported = _capability.why_unsupported(any_platform=True) or unsupported
+        if unsupported:
+            raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
+        return mosaic_gpu()
+    if implementation == "xla" or unsupported or _capability.default_implementation() == "xla":
+        return xla()
+    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
+    return lax.platform_dependent(cuda=mosaic_gpu, default=xla)
 
 
 def _run_best(

@@ -3,12 +3,12 @@
 from typing import Any, get_args
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import _capability
 from pallas_kernels._arguments import check_choice
 from pallas_kernels._capability import Implementation
+from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention.arguments import check_arguments
 from pallas_kernels._paged_attention.limits import why_not_paged_attention
 from pallas_kernels._paged_attention.packed import RowPacking
@@ -136,18 +136,11 @@ def _run(
     check_choice(get_args(Implementation), implementation=implementation)
     if not arrays.queries.size or not arrays.block_tables.size or not arrays.pages.data.size:
         return _see_nothing(arrays, rule)
-    unsupported = why_not_paged_attention(arrays, rule)
-    if implementation == "mosaic_gpu":
-        unsupported = _capability.why_unsupported(any_platform=True) or unsupported
-        if unsupported:
-            raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
-        return _attend_mosaic(arrays, rule)
-    is_xla = implementation == "xla" or unsupported
-    if is_xla or _capability.default_implementation() == "xla":
-        return attend_xla(arrays, rule)
-    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
-    return lax.platform_dependent(
-        cuda=lambda: _attend_mosaic(arrays, rule), default=lambda: attend_xla(arrays, rule)
+    return choose(
+        implementation,
+        why_not_paged_attention(arrays, rule),
+        mosaic_gpu=lambda: _attend_mosaic(arrays, rule),
+        xla=lambda: attend_xla(arrays, rule),
     )
 
 

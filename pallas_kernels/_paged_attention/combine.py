@@ -78,7 +78,7 @@ def combine(
     split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, split, _Operands.of(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Combiner(rule, split, CombineOperands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
         grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
@@ -93,7 +93,7 @@ def combine(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Operands(NamedTuple):
+class CombineOperands(NamedTuple):
     """References to the arrays of a call, and to the log-sum-exp."""
 
     tiles: jax.Ref
@@ -139,7 +139,7 @@ class _Combiner:
     """The code of one thread block."""
 
     def __init__(
-        self, rule: AttentionRule, split: _Split, operands: _Operands, scratch: _Scratch
+        self, rule: AttentionRule, split: _Split, operands: CombineOperands, scratch: _Scratch
     ) -> None:
         self.rule, self.operands, self.smem = rule, operands, scratch
         self.warpgroups, self.width, self.together = split

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that combines the segments of latent attention into the output."""
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
@@ -41,7 +42,7 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, rows_each, _Operands.of(*refs)).run(),
+        lambda *refs: _Combiner(rule, together, rows_each, CombineOperands.of(*refs)).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -56,27 +57,12 @@ def combine_latents(
         return call(*own_buffers(arrays), out)[0]
 
 
-class _Operands(NamedTuple):
-    """References to the arrays of a call, and to the log-sum-exp."""
-
-    tiles: jax.Ref
-    used_tokens: jax.Ref
-    segments: PartialSoftmax
-    sinks: jax.Ref
-    value_scale: jax.Ref
-    out: jax.Ref
-    lse: jax.Ref
-
-    @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
-        tiles, used_tokens, *segments, sinks, value_scale, out, lse = refs
-        return cls(tiles, used_tokens, PartialSoftmax(*segments), sinks, value_scale, out, lse)
-
-
 class _Combiner:
     """The code of one thread block."""
 
-    def __init__(self, rule: AttentionRule, together: int, rows: int, operands: _Operands) -> None:
+    def __init__(
+        self, rule: AttentionRule, together: int, rows: int, operands: CombineOperands
+    ) -> None:
         self.rule, self.together, self.operands = rule, together, operands
         first, self.index = lax.axis_index("rows") * rows, lax.axis_index("tile")
         self.rows = [first + row for row in range(rows)]

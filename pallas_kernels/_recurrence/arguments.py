@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels._recurrence.pages import StatePages
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
 
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTHS = (2, 3, 4)
@@ -96,7 +96,8 @@ def check_requests(
     if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
         raise ValueError(f"max_query_len={max_query_len!r} must be an int of at least 1, or None")
     most = count if max_query_len is None else min(count, max_query_len)
-    return Requests(read_ids, write_ids, starts[:-1], counts, write_after), most
+    spans = Spans(starts[:-1], counts, write_after)
+    return Requests(read_ids, write_ids, spans), most
 
 
 def check_convolution(conv: Convolution | None, inputs: Array, data: Any) -> None:

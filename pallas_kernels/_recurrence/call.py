@@ -1,15 +1,14 @@
 """Recurrent layers over states in pages."""
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import _capability
-from pallas_kernels._arguments import check_choice
 from pallas_kernels._capability import Implementation
+from pallas_kernels._dispatch import choose
 from pallas_kernels._recurrence.arguments import (
     check_convolution,
     check_requests,
@@ -203,29 +202,13 @@ def causal_conv1d(
     if not inputs.size:
         return convolution.pages.data, inputs
     unsupported = why_not_convolution(convolution, requests, most)
-    data, out = _choose(
+    data, out = choose(
         implementation,
         unsupported,
-        functools.partial(_convolve_mosaic, convolution, inputs, requests, most=most),
-        functools.partial(convolve_xla, convolution, inputs, requests),
+        mosaic_gpu=functools.partial(_convolve_mosaic, convolution, inputs, requests, most=most),
+        xla=functools.partial(convolve_xla, convolution, inputs, requests),
     )
     return data, _of_requests(requests, out)
-
-
-def _choose(
-    implementation: Implementation | None, unsupported: str | None, mosaic_gpu: Any, xla: Any
-) -> tuple[Array, Array]:
-    """Runs the given implementation, or with None the best one."""
-    check_choice(get_args(Implementation), implementation=implementation)
-    if implementation == "mosaic_gpu":
-        unsupported = _capability.why_unsupported(any_platform=True) or unsupported
-        if unsupported:
-            raise NotImplementedError(f'implementation="mosaic_gpu": {unsupported}; use "xla"')
-        return mosaic_gpu()
-    if implementation == "xla" or unsupported or _capability.default_implementation() == "xla":
-        return xla()
-    # Chosen when the program is compiled, which may be for the CPU of a machine with a GPU.
-    return lax.platform_dependent(cuda=mosaic_gpu, default=xla)
 
 
 def _run(
@@ -242,20 +225,20 @@ def _run(
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
         return tokens.states.data, jnp.zeros(shape, out)
     given = rule, tokens, requests, conv
-    data, outputs = _choose(
+    data, outputs = choose(
         implementation,
         why_not_step(rule, tokens),
-        functools.partial(_run_mosaic, *given, most, out),
-        functools.partial(_run_xla, *given, out),
+        mosaic_gpu=functools.partial(_run_mosaic, *given, most, out),
+        xla=functools.partial(_run_xla, *given, out),
     )
     return data, _of_requests(requests, outputs)
 
 
 def _of_requests(requests: Requests, outputs: Array) -> Array:
     """Returns outputs with zeros for tokens of no request."""
-    if requests.starts is None:
+    if requests.spans is None:
         return outputs
-    held = requests.holds(outputs.shape[0])
+    held = requests.spans.holds(outputs.shape[0])
     return jnp.where(held.reshape(-1, *[1] * (outputs.ndim - 1)), outputs, 0)
 
 
@@ -288,17 +271,18 @@ def _run_mosaic(
             run = _convolve_elements
         tokens = _after(tokens, *run(conv, tokens.inputs, requests))
         conv = None
-    if requests.counts is None or most <= MAX_STEP_TOKENS:
+    spans = requests.spans
+    if spans is None or most <= MAX_STEP_TOKENS:
         return step_mosaic(rule, tokens, requests, conv, most, out)
     # Requests of one token and longer ones, each by what is faster for them.
-    assert requests.starts is not None
-    single = requests.counts == 1
-    data, outputs = step_mosaic(rule, tokens, requests.only(single), None, 1, out)
+    single = spans.counts == 1
+    ones = requests._replace(spans=spans.only(single))
+    data, outputs = step_mosaic(rule, tokens, ones, None, 1, out)
     states = tokens.states._replace(data=data)
     tokens = tokens._replace(states=states.as_elements())
-    elements, others = run_chunks(rule, tokens, requests.only(~single), out)
+    elements, others = run_chunks(rule, tokens, requests, spans.only(~single), out)
     count = outputs.shape[0]
-    place = jnp.where(single, requests.starts, count)
+    place = jnp.where(single, spans.starts, count)
     is_single = jnp.zeros(count, bool).at[place].set(True, mode="drop")
     outputs = jnp.where(is_single[:, None, None], outputs, others)
     return from_rows(elements, data), outputs

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._recurrence.rule import Requests
+from pallas_kernels._recurrence.rule import Requests, Spans
 
 CHUNK = 64  # tokens
 
@@ -33,11 +33,10 @@ def max_chunks(num_tokens: int, batch: int, writes: int, size: int) -> int:
     return max(1, min(num_tokens, num_tokens // size + batch * (1 + writes)))
 
 
-def cut_chunks(requests: Requests, num_tokens: int, size: int) -> Chunks:
+def cut_chunks(requests: Requests, spans: Spans, num_tokens: int, size: int) -> Chunks:
     """Cuts the tokens of each request after ``size`` of them, and where a state is written."""
-    starts, counts, after = requests.starts, requests.counts, requests.write_after
+    starts, counts, after = spans
     batch, writes = requests.write_ids.shape
-    assert starts is not None and counts is not None and after is not None
     ends = starts + counts
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     begins = jnp.where(counts > 0, starts, num_tokens)
@@ -45,7 +44,7 @@ def cut_chunks(requests: Requests, num_tokens: int, size: int) -> Chunks:
     places = jnp.concatenate([begins, cuts.reshape(-1)])
     is_cut = jnp.zeros(num_tokens, bool).at[places].set(True, mode="drop")
     run = lax.cummax(jnp.where(is_cut, index, 0))
-    is_first = ((index - run) % size == 0) & requests.holds(num_tokens)
+    is_first = ((index - run) % size == 0) & spans.holds(num_tokens)
     most = max_chunks(num_tokens, batch, writes, size)
     (first,) = jnp.nonzero(is_first, size=most, fill_value=num_tokens)
     first = first.astype(jnp.int32)

@@ -31,12 +31,12 @@ def convolve_mosaic(
     parts = channels // size
     extents = as_rows(pages.data, pages.dtype, pages.extent_bytes // pages.itemsize)
     start = pages.start // pages.itemsize
-    ragged = requests.starts is not None
+    ragged = requests.spans is not None
     operands: list[Any] = [
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
-        *((requests.starts, requests.counts, requests.write_after) if ragged else ()),
+        *(requests.spans or ()),
         inputs,
         conv.weights,
         *(() if conv.bias is None else (conv.bias,)),

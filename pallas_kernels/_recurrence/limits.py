@@ -34,7 +34,7 @@ def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
 
 def why_not_convolution(conv: Convolution, requests: Requests, most: int) -> str | None:
     """Returns why the Mosaic kernel of a convolution does not support a call, or None."""
-    if requests.starts is not None and most > MAX_STEP_TOKENS:
+    if requests.spans is not None and most > MAX_STEP_TOKENS:
         return f"requests have up to {most} tokens, and the kernel takes {MAX_STEP_TOKENS}"
     if not channels_per_thread(conv):
         return f"{conv.weights.shape[1]} channels are no multiple of {THREADS}"

@@ -1,6 +1,6 @@
 """The rules of recurrent layers, and the arrays of a call."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -82,39 +82,46 @@ class Rule(NamedTuple):
 NORM_EPSILON = 1e-6  # added to the squared norm of queries and keys, as the models do
 
 
-class Requests(NamedTuple):
-    """The requests of a call, and the states that they read and write.
+class Spans(NamedTuple):
+    """The tokens of each request of a ragged batch.
 
-    read_ids: int32[B], pages to resume from; other ids than pages': zeros.
-    write_ids: int32[B, W], pages that take a state; other ids: none.
-    starts: int32[B], first token of each request; None: token i is that of request i, alone.
-    counts: int32[B], tokens of each request; None with ``starts``.
-    write_after: int32[B, W], after how many of its tokens a state is written; None with ``starts``.
+    starts: int32[B], first token of each request.
+    counts: int32[B], tokens of each request.
+    write_after: int32[B, W], after how many of its tokens a state is written.
     """
 
-    read_ids: Array
-    write_ids: Array
-    starts: Array | None = None
-    counts: Array | None = None
-    write_after: Array | None = None
-
-    @property
-    def batch(self) -> int:
-        return self.read_ids.shape[0]
+    starts: Array
+    counts: Array
+    write_after: Array
 
     def holds(self, num_tokens: int) -> Array:
         """Returns bool[num_tokens]: which tokens are those of a request."""
-        assert self.starts is not None and self.counts is not None
         has_any = self.counts > 0
         changes = jnp.zeros(num_tokens + 1, jnp.int32)
         changes = changes.at[jnp.where(has_any, self.starts, num_tokens)].add(1)
         changes = changes.at[jnp.where(has_any, self.starts + self.counts, num_tokens)].add(-1)
         return jnp.cumsum(changes)[:num_tokens] > 0
 
-    def only(self, mine: Array) -> "Requests":
+    def only(self, mine: Array) -> Self:
         """Returns the same without the tokens of requests other than those in bool[B]."""
-        assert self.counts is not None
         return self._replace(counts=jnp.where(mine, self.counts, 0))
+
+
+class Requests(NamedTuple):
+    """The requests of a call, and the states that they read and write.
+
+    read_ids: int32[B], pages to resume from; other ids than pages': zeros.
+    write_ids: int32[B, W], pages that take a state; other ids: none.
+    spans: their tokens; None: token i is that of request i, alone.
+    """
+
+    read_ids: Array
+    write_ids: Array
+    spans: Spans | None = None
+
+    @property
+    def batch(self) -> int:
+        return self.read_ids.shape[0]
 
 
 class Tokens(NamedTuple):

@@ -50,9 +50,8 @@ def step_mosaic(
         jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
+        *(requests.spans or ()),
     ]
-    if shape.ragged:
-        places += [requests.starts, requests.counts, requests.write_after]
     log_decay = tokens.log_decay.astype(jnp.float32)
     log_decay = log_decay.reshape(log_decay.shape[0], -1)
     operands: list[Any] = [*places, log_decay, tokens.beta.astype(jnp.float32)]
@@ -113,7 +112,7 @@ def _scratch(shape: StepShape) -> list[Any]:
 def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) -> bool:
     """Returns whether the convolution can be, and is better, a part of the kernel of the step."""
     states, pages = tokens.states, conv.pages
-    if rule.key_size % 128 or rule.value_size % 128 or requests.starts is not None:
+    if rule.key_size % 128 or rule.value_size % 128 or requests.spans is not None:
         return False
     ratio = states.itemsize // pages.itemsize
     if jnp.dtype(pages.dtype) != jnp.dtype(states.dtype) and not (

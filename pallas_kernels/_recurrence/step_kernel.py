@@ -192,7 +192,7 @@ class Stepper:
         plgpu.barrier_wait(self.full.at[stage])
         state = load(loaded, self.tile)
         state = jnp.where(lax.broadcast(item.is_known, size), state, 0.0)
-        if not shape.ragged:
+        if vectors is not None:  # of one token
             state, out = self._update(state, values, vectors, gates[0], 0, j)
             self._leave(item, loaded, state, piece, *write)
             self._give(item, 0, j, piece, out)
@@ -232,13 +232,12 @@ class Stepper:
         self,
         state: Array,
         values: Array,
-        vectors: tuple[Array, Array, Array] | None,
+        vectors: tuple[Array, Array, Array],
         gates: tuple[Any, Any],
         t: int,
         j: int,
     ) -> tuple[Array, Array]:
         """Returns the state after a token, and the token's output."""
-        assert vectors is not None
         (query, key, product), (decay, beta), size = vectors, gates, state.shape
         if decay is None:
             place = pl.ds(j * self.rule.key_size, self.rule.key_size)

@@ -106,7 +106,7 @@ def step_shape(
         stages=stages,
         page=jnp.dtype(states.dtype),
         inner=tokens.inputs.dtype if conv is None else jnp.dtype(conv.pages.dtype),
-        ragged=requests.starts is not None,
+        ragged=requests.spans is not None,
         page_rows=states.page_step * (states.extent_bytes // (width * size)),
         num_pages=states.num_pages,
         batch=requests.batch,

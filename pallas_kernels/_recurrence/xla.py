@@ -9,16 +9,16 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
-from pallas_kernels._recurrence.rule import NORM_EPSILON, Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.rule import NORM_EPSILON, Convolution, Requests, Rule, Spans, Tokens
 
 TOGETHER = 32  # chunks whose tokens are combined at once, which takes 4 to 5 MB each
 
 
 def recur_xla(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
     """Returns the data of the pages with the new states, and the outputs, [T, value_heads, V]."""
-    if requests.starts is None:
+    if requests.spans is None:
         return _step(rule, tokens, requests, out)
-    return run_chunks(rule, tokens, requests, out)
+    return run_chunks(rule, tokens, requests, requests.spans, out)
 
 
 def prepare(rule: Rule, inputs: Array) -> tuple[Array, Array, Array]:
@@ -70,14 +70,16 @@ class _Parts(NamedTuple):
     decay: Array
 
 
-def run_chunks(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
+def run_chunks(
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, out: Any
+) -> tuple[Array, Array]:
     """Computes any number of tokens of each request, chunk by chunk.
 
     Within a chunk, tokens are combined by matrix products (Yang et al. 2024, arXiv:2412.06464,
     section 3.3), of `TOGETHER` chunks at once. A loop carries the state from chunk to chunk.
     """
     count = tokens.inputs.shape[0]
-    chunks = cut_chunks(requests, count, CHUNK)
+    chunks = cut_chunks(requests, spans, count, CHUNK)
     together = min(TOGETHER, chunks.first.size)
 
     def run_some(turn: Array, carry: _Carry) -> _Carry:
@@ -205,10 +207,11 @@ def _solve(lower: Array, right: Array) -> Array:
 def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
     kept = conv.width - 1
-    starts, counts, after = requests.starts, requests.counts, requests.write_after
-    if starts is None or counts is None or after is None:
+    if requests.spans is None:
         starts = jnp.arange(requests.batch, dtype=jnp.int32)
         counts, after = jnp.ones_like(starts), jnp.ones_like(requests.write_ids)
+    else:
+        starts, counts, after = requests.spans
     x = inputs.astype(conv.pages.dtype)
     before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
     total = _convolve(conv, x.astype(jnp.float32), before.astype(jnp.float32), starts, counts)
