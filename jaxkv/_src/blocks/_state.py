@@ -89,6 +89,7 @@ class RequestState:
     copies: copies that the next upload makes, by their new block.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
+    version: number of changes so far.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class RequestState:
         self._has_sharers = False  # whether `may_share` is True for any row
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies: dict[int, Copy] = {}
+        self.version = 0
 
     # --- reading ------------------------------------------------------------------
 
@@ -185,16 +187,13 @@ class RequestState:
 
     # --- steps --------------------------------------------------------------------
 
-    def apply(self, changes: Changes, *, is_told: bool = False) -> np.ndarray:
+    def apply(self, changes: Changes) -> np.ndarray:
         """Releases the blocks of dropped cells, then takes blocks for fresh and shared cells.
-
-        Args:
-          changes: of a step.
-          is_told: whether the upload of the step zeroes all that is taken.
 
         Returns:
           The ids of these blocks, ordered by group.
         """
+        self.version += 1
         rows, fresh, shared, ids = changes.rows, changes.fresh, changes.shared, NO_IDS
         if changes.given_up.size:
             self.pool.give_up(changes.given_up)
@@ -206,7 +205,7 @@ class RequestState:
             ids = self.pool.take(fresh.num)
             self._cells[self._at(fresh)] = ids
             if self.zeroes:
-                self.pool.is_fresh[ids] = not is_told
+                self.pool.is_fresh[ids] = True
             if self.copies:  # those into blocks that were given back since
                 for block_id in ids.tolist():
                     self.copies.pop(block_id, None)
@@ -251,6 +250,7 @@ class RequestState:
         """Releases the blocks that the next token of each row does not attend to."""
         if not (self.growth.has_windows and rows.size):
             return
+        self.version += 1
         _, first, end = self.held(rows)
         seen = np.maximum(first, self.growth.first_column(self.computed[rows]))
         seen = np.minimum(seen, end)
@@ -266,6 +266,7 @@ class RequestState:
 
     def advance(self, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray) -> None:
         """Records that a step took rows from ``computed`` to ``totals`` tokens."""
+        self.version += 1
         self.step_start[rows] = computed
         self.computed[rows] = totals
         self.max_computed[rows] = totals
@@ -283,6 +284,7 @@ class RequestState:
 
     def start(self, row: int, encoder_tokens: int) -> None:
         """Resets a row for a new request, which holds no blocks."""
+        self.version += 1
         self._held[:, :, row] = self._nothing
         self._numbers[:, row] = 0
         self.encoder_tokens[row] = encoder_tokens
@@ -364,6 +366,7 @@ class RequestState:
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Reduces the computed tokens of rows to ``num_tokens``, int64[N]."""
+        self.version += 1
         self.computed[rows] = num_tokens
         if self.growth.aligned.size:
             self.needs_no_change_until[rows] = 0

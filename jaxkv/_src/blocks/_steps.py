@@ -4,6 +4,7 @@ An upload carries the columns that its own requests need and that the device doe
 `RequestState.sent` says. Blocks that other requests have taken wait until these compute.
 """
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,10 +27,8 @@ from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._state import Changes, Copy, RequestState
-from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
-
-NONE_LAGS = np.zeros(0, bool)
 
 
 class Ring(Protocol):
@@ -44,6 +43,46 @@ class Ring(Protocol):
         ...
 
 
+class News(NamedTuple):
+    """Changes that an upload tells the device of.
+
+    rows: rows of the step that change.
+    cells: cells of those rows that the device does not have yet.
+    sent: `RequestState.sent` of the rows afterwards, which are their lengths on the device.
+    lags: bool[E], or one for all: whether the rows hold more than the device has then.
+    num_zeroed, num_copied: blocks to zero and to copy.
+    """
+
+    rows: np.ndarray  # int64[E]
+    cells: Cells
+    sent: np.ndarray  # int64[G, E]
+    lags: np.ndarray | bool = False
+    num_zeroed: int = 0
+    num_copied: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Step:
+    """A step before its upload is packed.
+
+    computed, totals: tokens of each request before and after the step.
+    longest: the largest total.
+    changes: what is still to be changed; None: nothing.
+    news: what its upload tells; None: nothing.
+    version: `RequestState.version` for which this holds.
+    taken: the blocks of ``news.cells``, if the step has taken all of them.
+    """
+
+    batch: Batch
+    computed: np.ndarray  # int64[N]
+    totals: np.ndarray  # int64[N]
+    longest: int
+    changes: Changes | None
+    news: News | None
+    version: int
+    taken: np.ndarray | None = None  # int32[K]
+
+
 class Steps:
     """Takes steps: checks them, changes the state of the requests, and packs the uploads.
 
@@ -54,6 +93,7 @@ class Steps:
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows, self._prefixes = plan, state, rows, prefixes
         self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
+        self._grown: Step | None = None  # the step for which `grow` was called last
         self._is_anew = False  # whether the next upload is the first one after a reset
         self.num_uploads = 0
 
@@ -61,44 +101,54 @@ class Steps:
         """Takes a step; see `BlockManager.step`."""
         if not isinstance(shape, StepShape) or shape not in self._shapes:
             self._check_shape(shape)
-        state, batch = self._state, self._rows.batch(work)
-        computed = state.computed[batch.rows]
-        totals = computed + batch.counts
-        check_batch(shape, batch, self._check_totals(batch, totals))
-        own = _as_extra(extra)
-        changes = plan_changes(state, batch.rows, computed, totals)
-        news = find_news(state, batch.rows, totals, changes)
-        check_room(shape, Sizes(extra=own.size) if news is None else news.sizes(own.size))
+        state, step = self._state, self._planned(work)
+        batch, computed, news = step.batch, step.computed, step.news
+        check_batch(shape, batch, step.longest)
+        own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
+        check_room(shape, _sizes(news, own.size))
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
-        ids = None
-        if changes is not None and news is not None:
-            is_told = news.cells is changes.fresh
-            taken = state.apply(changes, is_told=is_told)
-            ids = taken if is_told else None
+        self._change(step)
         if news is not None:
-            write_news(state, shape, data, news, ids)
-        state.advance(batch.rows, computed, totals)
+            write_news(state, shape, data, news, step.taken)
+        state.advance(batch.rows, computed, step.totals)
         if self._prefixes.is_computing:
             self._prefixes.after_step(batch.rows.tolist())
         return self._numbered(shape, data, ring)
 
     def grow(self, work: Work) -> None:
         """Gives requests the blocks for their next tokens; see `BlockManager.grow`."""
-        batch = self._rows.batch(work)
-        computed = self._state.computed[batch.rows]
-        totals = computed + batch.counts
-        self._check_totals(batch, totals)
-        changes = plan_changes(self._state, batch.rows, computed, totals)
-        if changes is not None:
-            self._state.apply(changes)
-            self._state.note_unsent(changes)
+        step = self._grown = self._planned(work)
+        if step.changes is not None:
+            self._state.note_unsent(step.changes)
+            self._change(step)
 
     def reset(self) -> None:
         """Lets the next upload go on from any state of the device."""
         self._state.copies.clear()
         self._is_anew = True
+
+    def _planned(self, work: Work) -> Step:
+        """Returns the step of ``work``; that of the last `grow`, if it is still valid."""
+        state, batch, grown = self._state, self._rows.batch(work), self._grown
+        if grown is not None and grown.batch is batch and grown.version == state.version:
+            return grown
+        computed = state.computed[batch.rows]
+        totals = computed + batch.counts
+        longest = self._check_totals(batch, totals)
+        changes = plan_changes(state, batch.rows, computed, totals)
+        news = find_news(state, batch.rows, totals, changes)
+        return Step(batch, computed, totals, longest, changes, news, state.version)
+
+    def _change(self, step: Step) -> None:
+        """Makes the changes of a step, after which only its upload is left."""
+        changes, news = step.changes, step.news
+        if changes is not None:
+            taken = self._state.apply(changes)
+            if news is not None and news.cells is changes.fresh:
+                step.taken = taken
+            step.changes, step.version = None, self._state.version
 
     def _numbered(self, shape: StepShape, data: np.ndarray, ring: Ring | None) -> Upload:
         """Counts an upload, writes its number, and returns it."""
@@ -110,11 +160,8 @@ class Steps:
     # --- checks -----------------------------------------------------------------------
 
     def _check_totals(self, batch: Batch, totals: np.ndarray) -> int:
-        """Raises ValueError for a request that grows too long; returns the longest total."""
-        if totals.size == 1:
-            longest = totals.item()
-        else:
-            longest = int(np.maximum.reduce(totals)) if totals.size else 0
+        """Raises ValueError for a request that grows too long; returns the largest total."""
+        longest = int(np.maximum.reduce(totals)) if totals.size else 0
         if longest > self._plan.max_model_len:
             name = self._rows.name(int(batch.rows[totals.argmax()]))
             raise ValueError(
@@ -122,6 +169,7 @@ class Steps:
                 f"max_model_len={self._plan.max_model_len}; finish the request, or plan for longer "
                 "ones"
             )
+        return longest
         return longest
 
     def _check_shape(self, shape: StepShape) -> None:
@@ -143,33 +191,14 @@ class Steps:
         self._shapes.add(shape)
 
 
-def _as_extra(extra: Ints) -> np.ndarray:
-    return NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
+def _sizes(news: News | None, extra: int) -> Sizes:
+    """Returns what news and ``extra`` int32s take of a step's shape."""
+    if news is None:
+        return Sizes(extra=extra)
+    return Sizes(news.rows.size, news.cells.num, news.num_zeroed, news.num_copied, extra)
 
 
 # --- what an upload tells ---------------------------------------------------------------
-
-
-class News(NamedTuple):
-    """Changes that an upload tells the device of.
-
-    rows: rows of the step that change.
-    cells: cells of those rows that the device does not have yet.
-    sent: `RequestState.sent` of the rows afterwards, which are their lengths on the device.
-    lags: bool[E], or one for all: whether the rows hold more than the device has then.
-    num_zeroed, num_copied: blocks to zero and to copy.
-    """
-
-    rows: np.ndarray  # int64[E]
-    cells: Cells
-    sent: np.ndarray  # int64[G, E]
-    lags: np.ndarray | bool
-    num_zeroed: int
-    num_copied: int
-
-    def sizes(self, extra: int) -> Sizes:
-        """Returns what the changes take of a step's shape, next to ``extra`` int32s."""
-        return Sizes(self.rows.size, self.cells.num, self.num_zeroed, self.num_copied, extra)
 
 
 def find_news(
@@ -181,48 +210,34 @@ def find_news(
       rows: int64[N], rows of the step.
       totals: int64[N], tokens of each row after the step.
     """
-    news, lags = None, state.lags.take(rows) if state.has_lagging else NONE_LAGS
-    if np.count_nonzero(lags) or (changes is not None and changes.shared):
-        told = lags if lags.size else np.zeros(rows.size, bool)
-        news = _news_of_rows(state, rows, totals, told, changes)
+    news = None
+    if (changes is not None and changes.shared) or (
+        state.has_lagging and np.count_nonzero(state.lags[rows])
+    ):
+        news = _news_of_rows(state, rows, totals, changes)
     elif changes is not None:  # the device knows the rows as they were before the changes
-        cells = changes.fresh
-        num_zeroed = _num_zeroed(state, cells, changes) if state.zeroes else 0
-        news = News(changes.rows, cells, changes.held[2], False, num_zeroed, 0)
-    if state.copies:
-        if news is None:
-            nothing = np.zeros((3, len(state.column_tokens), 0), np.int64)
-            news = News(nothing[0, 0], NO_CELLS, nothing[0], False, 0, 0)
-        copied, cells = _pending_copies(state, changes, set(news.rows.tolist()))
-        cells = Cells.joined([news.cells, cells])
-        news = news._replace(cells=cells, num_copied=news.num_copied + copied)
-    return news
+        num_zeroed = _num_zeroed(state, changes.fresh, changes) if state.zeroes else 0
+        news = News(changes.rows, changes.fresh, changes.held[2], False, num_zeroed)
+    return _with_copies(state, news, changes) if state.copies else news
 
 
 def _news_of_rows(
-    state: RequestState,
-    rows: np.ndarray,
-    totals: np.ndarray,
-    told: np.ndarray,
-    changes: Changes | None,
+    state: RequestState, rows: np.ndarray, totals: np.ndarray, changes: Changes | None
 ) -> News:
-    """Returns the news of rows that change, and of those that lag.
-
-    Args:
-      told: bool[N], the rows of the step that lag.
-    """
+    """Returns the news of rows that change, and of those that lag."""
+    is_told, growth = state.lags[rows], state.growth
     if changes is not None:
-        told[changes.index] = True
-    index, growth = told.nonzero()[0], state.growth
-    rows = rows[index]
-    held, sent = state.held(rows), state.sent.take(rows, axis=1)
+        is_told[changes.index] = True
+    index = is_told.nonzero()[0]
+    rows, totals = rows[index], totals[index]
+    held, sent, shared = state.held(rows), state.sent.take(rows, axis=1), ()
     if changes is not None:
-        at = (np.add.accumulate(told) - 1)[changes.index]
+        at, shared = index.searchsorted(changes.index), changes.shared
         held[:, :, at] = changes.held
         if changes.sent is not None:
             sent[:, at] = changes.sent
     source, first, end = held
-    needed = growth.end_column(totals[index])
+    needed = growth.end_column(totals)
     for groups in (growth.crossed, growth.aligned):
         if groups.size:  # these need all that they hold
             needed[groups] = end[groups]
@@ -232,57 +247,56 @@ def _news_of_rows(
         cells = Cells.joined([cells, Cells(groups, rows[at], source[groups, at])])
         sent[growth.aligned] = 0  # the newest state may have moved back
     np.maximum(sent, needed, out=sent)
-    lags = sent < end
+    lags = (sent < end).any(axis=0)
     num_zeroed = _num_zeroed(state, cells, changes) if state.zeroes else 0
-    num_copied = 0 if changes is None else sum(cell.is_read for cell in changes.shared)
-    lags = lags.any(axis=0) if np.count_nonzero(lags) else False
-    return News(rows, cells, sent, lags, num_zeroed, num_copied)
+    return News(rows, cells, sent, lags, num_zeroed, sum(cell.is_read for cell in shared))
 
 
 def _num_zeroed(state: RequestState, cells: Cells, changes: Changes | None) -> int:
     """Returns how many blocks an upload zeroes: fresh ones, unless they start as copies."""
-    zeroed, num = state.groups_to_zero, 0
-    if changes is not None:
-        num = changes.fresh.num
-        if num and not state.zeroes_all:
-            num = int(np.count_nonzero(zeroed[changes.fresh.groups]))
-        if cells is changes.fresh:
-            return num
-    taken = state.ids_at(cells)  # by an earlier `grow`
-    taken = taken[state.pool.is_fresh[taken] & zeroed[cells.groups]]
-    # Rows share the encoder blocks of a request that only grew.
-    num += np.unique(taken).size if state.growth.crossed.size else taken.size
-    if changes is not None and changes.shared:
-        told = set(zip(*(part.tolist() for part in cells), strict=True))
-        fresh = [cell for cell in changes.shared if zeroed[cell.group] and not cell.is_read]
-        num += sum(cell[:3] in told for cell in fresh)
+    if changes is not None and cells is changes.fresh:
+        if state.zeroes_all:
+            return cells.num
+        return int(np.count_nonzero(state.groups_to_zero[cells.groups]))
+    ids = state.ids_at(cells)
+    fresh = (ids == NULL_BLOCK) | state.pool.is_fresh[ids]
+    for cell in () if changes is None else changes.shared:
+        at = (cells.groups == cell.group) & (cells.rows == cell.row)
+        fresh[at & (cells.columns == cell.column)] = not cell.is_read
+    fresh &= state.groups_to_zero[cells.groups]
+    num = int(np.count_nonzero(fresh))
+    if state.growth.crossed.size:  # rows share the encoder blocks of a request that only grew
+        known = ids[fresh & (ids != NULL_BLOCK)]
+        num -= known.size - np.unique(known).size
     return num
 
 
-def _pending_copies(
-    state: RequestState, changes: Changes | None, rows: set[int]
-) -> tuple[int, Cells]:
-    """Returns how many copies earlier calls of `grow` left, and their cells outside this step.
+def _with_copies(state: RequestState, news: News | None, changes: Changes | None) -> News:
+    """Adds the copies that earlier calls of `grow` left to news, whoever computes in the step.
 
-    The device learns of these cells together with the copies, so that a later step of their
-    requests has no more to tell than others.
-
-    Args:
-      rows: rows of which the upload tells anyway.
+    The device learns of the cells of these copies at once, so that a later step of their requests
+    has no more to tell than others.
     """
+    if news is None:
+        nothing = np.zeros((1 + len(state.column_tokens), 0), np.int64)
+        news = News(nothing[0], NO_CELLS, nothing[1:])
     gone: set[int] = set()
     if changes is not None:
         dropped = state.ids_at(changes.dropped)
         gone = set(dropped[state.pool.others_of(dropped) == 0].tolist())
     copies = [(copy, new) for copy, new in _copies(state) if new not in gone]
+    told = set(news.rows.tolist())
     cells = [
         (group, row, column)
         for (group, row, column, _), new in copies
-        if row not in rows
+        if row not in told
         and column == state.sent[group, row]
         and state.columns_of(row, group)[column] == new
     ]
-    return len(copies), Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
+    more = Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
+    return news._replace(
+        cells=Cells.joined([news.cells, more]), num_copied=news.num_copied + len(copies)
+    )
 
 
 def _copies(state: RequestState) -> list[tuple[Copy, int]]:
@@ -296,29 +310,26 @@ def _copies(state: RequestState) -> list[tuple[Copy, int]]:
 
 
 def write_news(
-    state: RequestState, shape: StepShape, data: np.ndarray, news: News, ids: np.ndarray | None
+    state: RequestState, shape: StepShape, data: np.ndarray, news: News, taken: np.ndarray | None
 ) -> None:
     """Writes news into an upload, after the changes were made, and notes what the device has.
 
     Args:
-      ids: the blocks of the cells, if all of them were taken just now.
+      taken: the blocks of the cells, if all of them were taken for this step.
     """
     groups, rows, columns = cells = news.cells
-    are_fresh = ids is not None
-    ids = state.ids_at(cells) if ids is None else ids
+    ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)
     write_entries(shape, data, (rows, columns, ids), ends, news.rows, news.sent)
-    if news.num_zeroed and are_fresh and state.zeroes_all:
-        write_zero_ids(shape, data, ids, ends)
-    elif news.num_zeroed:
-        fresh = state.groups_to_zero[groups]
-        if not are_fresh:
-            fresh &= state.pool.is_fresh[ids]
-        at = fresh.nonzero()[0]
-        if state.growth.crossed.size:  # rows share the encoder blocks of a request that only grew
-            at = np.sort(at[np.unique(ids[at], return_index=True)[1]])
-        write_zero_ids(shape, data, ids[at], state.group_ends(groups[at]))
-        state.pool.is_fresh[ids[at]] = False
+    if news.num_zeroed:
+        zeroed = ids
+        if taken is None or not state.zeroes_all:
+            at = (state.pool.is_fresh[ids] & state.groups_to_zero[groups]).nonzero()[0]
+            if state.growth.crossed.size:  # see `_num_zeroed`
+                at = np.sort(at[np.unique(ids[at], return_index=True)[1]])
+            zeroed, ends = ids[at], state.group_ends(groups[at])
+        write_zero_ids(shape, data, zeroed, ends)
+        state.pool.is_fresh[zeroed] = False
     if state.copies:
         copies = _copies(state)
         write_copies(shape, data, [(copy.group, copy.source, new) for copy, new in copies])
