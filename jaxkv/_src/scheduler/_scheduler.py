@@ -1,5 +1,6 @@
 """`Scheduler`, which chooses the work of every step. No jax."""
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -129,9 +130,11 @@ class Scheduler:
 
     @property
     def wanted_tokens(self) -> int:
-        """Known tokens of all requests that the cache does not hold."""
-        computed = self._manager.computed_by_row[self._queues.order.rows]
-        return int(self._ledger.num_tokens.sum()) - int(computed.sum())
+        """Known tokens to compute: of running requests, and of those for which rows are free."""
+        queues, running = self._queues, self._queues.now_running()
+        entrants = itertools.islice(queues.waiting, queues.num_free_rows)
+        entering = sum([queues.num_tokens(request) for request in entrants])
+        return int((running.num_tokens - running.computed).sum()) + entering
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""

@@ -1,0 +1,67 @@
+"""The shapes of an engine's steps, and how full its steps are."""
+
+import numpy as np
+
+from jaxkv._src.blocks import BlockManager
+from jaxkv._src.engine._ladder import FULL_ENOUGH, READING, Ladder
+from jaxkv._src.planning import plan_cache
+from jaxkv._src.scheduler import Scheduler
+from jaxkv._src.specs import FullAttentionSpec
+
+PLAN = plan_cache(
+    {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)},
+    2**28,
+    max_model_len=2048,
+)
+
+
+def make(max_requests: int, max_tokens: int) -> tuple[BlockManager, Scheduler, Ladder]:
+    manager = BlockManager(PLAN, max_requests=max_requests)
+    scheduler = Scheduler(manager, max_tokens=max_tokens)
+    return manager, scheduler, Ladder(scheduler, max_requests, max_tokens)
+
+
+def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
+    _, _, ladder = make(256, 8192)
+    assert list(ladder.decode) == [1, 8, 32, 64, 128, 192, 256]
+    assert list(ladder.mixed) == [256, 512, 1024, 2048, 4096, 8192]
+    for max_requests, max_tokens in [(1, 1), (1, 16), (3, 16), (8, 100), (100, 100), (1000, 3000)]:
+        _, _, ladder = make(max_requests, max_tokens)
+        assert max(ladder.decode) == max_requests
+        assert max(ladder.mixed) == max_tokens
+        assert list(ladder.decode) == sorted(ladder.decode)
+
+
+def test_large_steps_are_filled() -> None:
+    _, _, ladder = make(64, 4096)
+    for wanted in range(1, 10_000):
+        most = ladder.fill(wanted)
+        if most > READING:
+            assert wanted >= FULL_ENOUGH * most
+
+
+def test_steps_of_a_burst_are_padded_little() -> None:
+    """Prompts that arrive at once, of which more wait than run, and that end at random times."""
+    manager, scheduler, ladder = make(32, 2048)
+    rng = np.random.default_rng(0)
+    left = {}
+    for name in range(100):
+        left[name] = int(rng.integers(20, 60))
+        scheduler.add(name, int(rng.integers(100, 800)), max_tokens=1024)
+    computed = padded = 0
+    while left:
+        schedule = scheduler.schedule(max_tokens=ladder.fill(scheduler.wanted_tokens))
+        shape = ladder.fitting(schedule)
+        manager.step(shape, schedule.work)
+        if shape.max_tokens > READING:
+            computed += sum(schedule.work.values())
+            padded += shape.max_tokens - sum(schedule.work.values())
+        for name in schedule.samples:
+            left[name] -= 1
+            if left[name]:
+                scheduler.append({name: 1})
+            else:
+                scheduler.finish(name)
+                del left[name]
+    assert computed > 20_000
+    assert padded < 0.02 * computed
