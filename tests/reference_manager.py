@@ -19,6 +19,8 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 
+NEVER = 2**62
+
 
 class OutOfBlocks(Exception):
     """Fewer blocks are free than a step takes."""
@@ -31,6 +33,8 @@ class Request:
         self.row, self.computed, self.encoder_tokens = row, 0, encoder_tokens
         self.reached = 0  # computed tokens before any rewind
         self.resumed = 0  # computed tokens before the last step
+        #: per group, the first end of a block whose "all" state may lie in the block of a draft
+        self.lost = [NEVER] * groups
         self.blocks: list[dict[int, int]] = [{} for _ in range(groups)]
         self.lengths = [0] * groups  # columns of the table row that are in use
         self.firsts = [0] * groups  # per group, columns before this one were released
@@ -85,6 +89,7 @@ class ReferenceManager:
         request = self.requests[name]
         request.computed, request.blocks = num_tokens, taken
         request.reached = request.resumed = num_tokens
+        request.lost = [end if end <= num_tokens else NEVER for end in source.lost]
         for group, spec in enumerate(self.specs):
             request.lengths[group] = max(taken[group], default=-1) + 1
             if not isinstance(spec, StateSpec | CrossAttentionSpec):
@@ -100,9 +105,10 @@ class ReferenceManager:
         request = self.requests[name]
         for group, spec in enumerate(self.specs):
             if isinstance(spec, StateSpec):
-                drafted = request.reached - num_tokens <= spec.speculative_blocks
+                drafted = request.reached - request.resumed <= 1 + spec.speculative_blocks
                 drafted = drafted and num_tokens > request.resumed
-                kept = num_tokens in (0, request.computed) or _is_kept(spec, request, num_tokens)
+                kept = num_tokens in (0, request.computed)
+                kept = kept or self._is_kept(spec, request, num_tokens)
                 if not drafted and not kept:
                     raise KeyError(group)
                 if spec.cache_mode != "none" and num_tokens:
@@ -169,6 +175,9 @@ class ReferenceManager:
             request.resumed = request.computed
             request.computed += count
             request.reached = request.computed
+            for group, spec in enumerate(self.specs):
+                if request.resumed < request.lost[group]:
+                    request.lost[group] = _lost_end(spec, request.resumed, request.computed)
 
     # --- definitions --------------------------------------------------------------
 
@@ -205,13 +214,26 @@ class ReferenceManager:
         if not isinstance(spec, StateSpec):
             return list(range(_oldest_visible(spec, num_tokens) // size, last + 1))
         newest = num_tokens == donor.computed
-        if not newest and not _is_kept(spec, donor, num_tokens):
+        if not newest and not self._is_kept(spec, donor, num_tokens):
             raise KeyError(num_tokens)
-        in_step, rewound = num_tokens - donor.resumed, donor.reached > num_tokens
-        drafts = spec.speculative_blocks
-        if newest and drafts and in_step > 1 and (in_step <= 1 + drafts or rewound):
-            raise KeyError(num_tokens)  # the state may lie in the block of a draft
+        if newest and 1 < donor.reached - donor.resumed <= 1 + spec.speculative_blocks:
+            running = (donor.reached - 1) // size if spec.cache_mode == "align" else last
+            if num_tokens > donor.resumed + 1 or last != running:
+                raise KeyError(num_tokens)  # the state may lie in the block of a draft
         return {"none": [0], "align": [last], "all": list(range(last + 1))}[spec.cache_mode]
+
+    def _is_kept(self, spec: StateSpec, request: Request, num_tokens: int) -> bool:
+        """Returns whether a block keeps the state after these tokens although newer ones exist.
+
+        With "align", a step that crosses the end of a block does not write the state there. It
+        writes the newest state, and keeps the one that it resumed from, unless that may be a
+        draft's.
+        """
+        resumed = num_tokens == 0
+        if spec.cache_mode == "all":
+            resumed = num_tokens < request.lost[self.specs.index(spec)]
+        resumed = resumed or (num_tokens == request.resumed and not spec.speculative_blocks)
+        return spec.cache_mode != "none" and num_tokens % spec.block_size == 0 and resumed
 
     def _written(self, group: int, request: Request, wanted: Sequence[int]) -> list[int]:
         """Returns the held columns that the request's next tokens may write over."""
@@ -300,12 +322,11 @@ def _dropped(spec: LayerSpec, held: dict[int, int], wanted: Sequence[int]) -> li
     return sorted(column for column in held if wanted and column < wanted[0])
 
 
-def _is_kept(spec: StateSpec, request: Request, num_tokens: int) -> bool:
-    """Returns whether a block keeps the state after these tokens although newer ones exist.
-
-    With "align", a step that crosses the end of a block does not write the state there. It writes
-    the newest state, and keeps the one that it resumed from, unless that may be a draft's.
-    """
-    resumed = num_tokens == 0 or spec.cache_mode == "all"
-    resumed = resumed or (num_tokens == request.resumed and not spec.speculative_blocks)
-    return spec.cache_mode != "none" and num_tokens % spec.block_size == 0 and resumed
+def _lost_end(spec: LayerSpec, before: int, total: int) -> int:
+    """Returns the first end of a block whose "all" state a step may leave in a draft's block."""
+    if isinstance(spec, StateSpec) and spec.cache_mode == "all":
+        if total - before <= 1 + spec.speculative_blocks:
+            for end in range(before + 2, total + 1):
+                if end % spec.block_size == 0:
+                    return end
+    return NEVER

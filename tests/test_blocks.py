@@ -549,15 +549,17 @@ def test_a_state_rewinds_by_at_most_as_many_drafts_as_have_blocks(mode: str) -> 
     state = StateSpec(block_size=8, speculative_blocks=2, cache_mode=mode, **STATE)
     manager, shape = running(small_plan({"s": state}), 8)
     manager.step(shape, {"r": 4})
+    for count in (9, 11):  # more tokens than drafts: a prompt
+        with unchanged(manager), pytest.raises(ValueError, match="speculative_blocks=2"):
+            manager.rewind({"r": count})
+    manager.step(shape, {"r": 3})
     with unchanged(manager), pytest.raises(ValueError, match="speculative_blocks=2"):
-        manager.rewind({"r": 9})
-    manager.rewind({"r": 11})
-    with pytest.raises(ValueError, match="speculative_blocks=2"):
-        manager.rewind({"r": 9})
-    manager.rewind({"r": 10})
+        manager.rewind({"r": 12})
+    manager.rewind({"r": 14})
+    manager.rewind({"r": 13})
     if mode == "all":  # the state at the end of a block is kept
         manager.rewind({"r": 8})
-    assert manager.num_computed_tokens("r") == (8 if mode == "all" else 10)
+    assert manager.num_computed_tokens("r") == (8 if mode == "all" else 13)
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
@@ -587,9 +589,8 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
     manager.rewind({"r": 5})
     manager.fork("r", ["first"])
     manager.step(shape, {"first": 7})
-    manager.rewind({"first": 11})  # the state after the last token but one of a chunk
-    with unchanged(manager), pytest.raises(ValueError, match="fork after a step of one token"):
-        manager.fork("first", ["s"])
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"first": 11})  # the state after the last token but one of a chunk
     manager.finish("first")
     manager.fork("r", ["first"])
     manager.step(shape, {"r": 1})
@@ -597,6 +598,39 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
     with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
         manager.rewind({"second": 5})  # only the donor's newest state is shared
     assert manager.computed_tokens == {"r": 6, "prompt": 4, "first": 5, "second": 6}
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> None:
+    """Where the drafts of a step reach another block, states are not where they belong.
+
+    "align" writes the state after the first token where the state after the last one belongs, and
+    "all" writes the state at the end of the block into the block of a draft.
+    """
+    state = StateSpec(block_size=4, speculative_blocks=2, cache_mode=mode, **STATE)
+    plan, accepted = small_plan({"s": state}), {"align": 3, "all": 5}[mode]
+    manager, shape = BlockManager(plan, max_requests=4), shape_of(plan, 4, forks=4)
+    manager.start("r", [1] * 9)
+    manager.step(shape, {"r": 2})
+    manager.step(shape, {"r": 3})
+    manager.rewind({"r": accepted})
+    shared = min(accepted, 4)
+    if mode == "all":
+        manager.step(shape, {"r": 1})
+        with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+            manager.rewind({"r": 4})
+    with unchanged(manager), pytest.raises(ValueError, match=f"num_tokens={shared}: the"):
+        manager.fork("r", ["s"], num_tokens=shared)
+    manager.finish("r")
+    assert manager.find_prefix([1] * 9, max_cached_tokens=4).num_cached_tokens == 0
+    manager.start("again", [1] * 9)
+    for count in (2, 3):
+        manager.step(shape, {"again": count})
+    manager.rewind({"again": 0})  # it starts over, in one step
+    manager.step(shape, {"again": 8})
+    manager.fork("again", ["s"], num_tokens=8)
+    if mode == "all":
+        manager.rewind({"again": 4})
 
 
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:

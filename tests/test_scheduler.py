@@ -507,6 +507,7 @@ def test_drafts_are_computed_together_so_that_they_can_be_rejected(kind: str, or
 
 
 def test_drafts_of_a_preempted_request_are_computed_together_too() -> None:
+    """They get a step of their own, as the manager cannot tell them from a prompt's tokens."""
     draw = random.Random(0)
     seen = 0
     for _ in range(20):
@@ -519,6 +520,10 @@ def test_drafts_of_a_preempted_request_are_computed_together_too() -> None:
         for _ in range(60):
             schedule = server.step()
             seen += any(name in drafted for name in schedule.preempted)
+            for name in drafted.keys() & schedule.samples.keys():
+                known = server.scheduler.num_tokens(name)
+                if known > drafted[name]:
+                    assert schedule.work[name] == known - drafted[name] + 1
             for name in schedule.samples:
                 if name in drafted:
                     server.scheduler.rewind({name: drafted.pop(name)})

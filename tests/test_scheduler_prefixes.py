@@ -1,5 +1,6 @@
 """The scheduler with token ids: prefixes found, states kept, and the same answers as without."""
 
+import dataclasses
 import random
 from collections.abc import Hashable
 
@@ -13,7 +14,7 @@ from jaxkv._src.prefixes import PrefixTree
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
 from tests.reference_prefixes import Content, Story
-from tests.test_prefixes import LAYERS, plan_of
+from tests.test_prefixes import LAYERS, plan_of, state
 
 
 class Server:
@@ -308,6 +309,30 @@ def test_rejected_drafts_of_a_request_that_started_again_are_not_kept(is_compute
     old, new = [1] * 10 + [0, 0, 2, 2, 0, 0], server.tokens["a"] + [0]
     assert server.manager.find_prefix(old).num_cached_tokens <= 12
     assert server.manager.find_prefix(new).num_cached_tokens == 12
+
+
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_drafts_are_never_found_in_the_cache(mode: str) -> None:
+    """A request could not go back to a state in front of a cached draft."""
+    states = dataclasses.replace(state(mode, 4), speculative_blocks=2)
+    plan = plan_cache({"s": states}, 2**30, max_model_len=48, num_blocks_override=60)
+    server = Server(plan)
+    server.add("b", [1] * 10 + [0, 2, 0, 2], 20, boundaries=[12])
+    while "b" not in server.step().samples:
+        pass
+    server.scheduler.finish("b")
+    server.add("a", [1] * 10, 48)
+    while "a" not in server.step().samples:
+        pass
+    server.tokens["a"] += [0, 2, 0]  # of which two are drafts
+    server.scheduler.append({"a": 3})
+    server.scheduler.restart()
+    schedule = server.step()
+    assert schedule.hits["a"].num_cached_tokens <= 10
+    while "a" not in schedule.samples:
+        schedule = server.step()
+    assert schedule.work == {"a": 3}
+    server.scheduler.rewind({"a": 11})
 
 
 def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:

@@ -161,7 +161,7 @@ class ManagerServing(Serving):
             request = self.requests[name]
             missing = request.computed + count - len(request.tokens)
             request.tokens += [self._id() for _ in range(missing)]
-            drafts = self.draw.randint(0, min(self.drafts, count - 1))
+            drafts = 0 if count > 1 + self.drafts else self.draw.choice([0, count - 1])
             request.verified = request.computed + count - drafts
         uploads: list[Upload] = []
         if self.refused(

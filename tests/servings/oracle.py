@@ -116,10 +116,10 @@ class Oracle:
     def may_resume(self, request: Known, num_tokens: int) -> bool:
         """Returns whether blocks may hold the states after ``num_tokens`` tokens."""
         for group in self.groups:
-            at_end = num_tokens % group.block == 0
+            at_end, most = num_tokens % group.block == 0, 1 + group.drafts
             if not group.is_state or num_tokens in (0, request.computed):
                 continue
-            if num_tokens > request.resumed and request.reached - num_tokens <= group.drafts:
+            if request.resumed < num_tokens and request.reached - request.resumed <= most:
                 continue
             if group.mode == "all" and at_end:
                 continue
@@ -338,7 +338,9 @@ class _Step:
 
     def _to_verify(self) -> list[int]:
         """Returns the numbers of tokens that may turn out to be accepted."""
-        return list(range(max(self.before + 1, self.request.verified), self.total + 1))
+        certain = max(self.before + 1, self.request.verified)
+        assert certain == self.before + 1 or certain >= self.total, "drafts next to other tokens"
+        return list(range(certain, self.total + 1))
 
     def _places(self, group: Group) -> dict[int, int]:
         """Returns the columns into which a step writes states, by numbers of tokens."""
@@ -347,8 +349,7 @@ class _Step:
         if group.mode == "align" or (group.mode == "none" and len(counts) == 1):
             return {total: last}
         if group.mode == "none":  # read with at=, after drafts were rejected
-            is_short = total - before <= 1 + group.drafts
-            return {n: n - before - 1 if is_short else total - n for n in counts}
+            return {n: n - counts[0] for n in counts}
         ends = range((before // group.block + 1) * group.block, total + 1, group.block)
         return {end: end // group.block - 1 for end in ends} | {total: last}
 

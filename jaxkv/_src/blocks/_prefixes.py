@@ -286,6 +286,8 @@ class Prefixes:
                 continue
             first = max(firsts[group], kept // keeping.block)
             end = min(ends[group], count // keeping.block)
+            if lost := self._state.lost_ends.item(group, row):
+                end = min(end, lost // keeping.block - 1)
             found.append((first, self._state.columns_of(row, group)[first:end]))
         return found
 

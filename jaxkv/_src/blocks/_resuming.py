@@ -51,13 +51,11 @@ def _state_to_share(
     mode, drafts = growth.cache_mode, growth.speculative_blocks
     column = cdiv(num_tokens, state.column_tokens[group]) - 1
     newest = num_tokens == state.computed[row]
-    in_step = int(num_tokens - state.step_start[row])
-    rewound = num_tokens < state.max_computed[row]
-    if newest and drafts and in_step > 1 and (in_step <= 1 + drafts or rewound):
+    if newest and _may_lie_elsewhere(state, row, group, column):
         raise ValueError(
-            f"num_tokens={num_tokens}: the last step computed {in_step} of them, so their state "
-            f"may lie in the block of a draft (speculative_blocks={drafts}), which is not shared; "
-            "fork after a step of one token"
+            f"num_tokens={num_tokens}: the last step may have verified drafts, so their state may "
+            f"lie in the block of a draft (speculative_blocks={drafts}), which is not shared; fork "
+            "after a step of one token"
         )
     if not newest and not _is_kept(state, group, np.array([row]), np.array([num_tokens]))[0]:
         return -1, 0, state.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
@@ -67,6 +65,20 @@ def _state_to_share(
         return column, column, column + 1
     # A row that shares a cached prefix holds only the last column of it.
     return -1, min(held_first, column), column + 1
+
+
+def _may_lie_elsewhere(state: RequestState, row: int, group: int, column: int) -> bool:
+    """Returns whether the newest state of a row may lie in another column than its own.
+
+    A step of drafts writes the state after its first token into the column of its last one.
+    """
+    drafts = state.growth.growths[group].speculative_blocks
+    start, end = state.step_start[row], state.max_computed[row]
+    if not 1 < end - start <= 1 + drafts:
+        return False
+    running = cdiv(int(end), state.column_tokens[group]) - 1
+    is_aligned = group in state.growth.aligned
+    return bool(state.computed[row] > start + 1 or (is_aligned and column != running))
 
 
 def check_rewind(
@@ -93,14 +105,12 @@ def _lost_states(
 ) -> np.ndarray:
     """Returns whether no block holds the state after ``num_tokens`` tokens, bool[N].
 
-    Blocks hold the newest state, the states of the last step's tokens that at most
-    ``speculative_blocks`` tokens follow, and the states that are kept at the ends of blocks.
+    Blocks hold the newest state, those after each token of a last step that verified drafts, and
+    those that are kept at the ends of blocks.
     """
-    growth = state.growth.growths[group]
-    drafted = state.max_computed[rows] - num_tokens <= growth.speculative_blocks
-    drafted &= (
-        num_tokens > state.step_start[rows]
-    )  # the step wrote over the state that it began with
+    growth, starts = state.growth.growths[group], state.step_start[rows]
+    drafted = state.max_computed[rows] - starts <= 1 + growth.speculative_blocks
+    drafted &= num_tokens > starts  # the step wrote over the state that it began with
     drafted |= num_tokens == state.computed[rows]
     if growth.cache_mode == "none":
         return ~drafted & (num_tokens > 0)
@@ -119,20 +129,21 @@ def _is_kept(
 ) -> np.ndarray:
     """Returns whether the state after ``num_tokens`` tokens is held next to newer ones, bool[N].
 
-    With ``cache_mode="align"`` only the state that the last step step_start from is kept: a step
-    that crosses the end of a block does not write the state there. With drafts, not even that one
-    is certain, because the step may have step_start from the block of a draft.
+    With ``cache_mode="align"`` only the state that the last step resumed from is kept: a step that
+    crosses the end of a block does not write the state there. With drafts, not even that one is
+    certain, because the step may have resumed from the block of a draft.
     """
     mode = state.growth.growths[group].cache_mode
     if mode == "none":
         return np.zeros(rows.size, bool)
     at_end = num_tokens % state.column_tokens[group] == 0
     if mode == "all":
-        return at_end
-    step_start = (num_tokens == state.step_start[rows]) & (
+        lost = state.lost_ends[group, rows]
+        return at_end & ((lost == 0) | (num_tokens < lost))
+    resumed = (num_tokens == state.step_start[rows]) & (
         state.growth.speculative_blocks[group, 0] == 0
     )
-    return at_end & (step_start | (num_tokens == 0))
+    return at_end & (resumed | (num_tokens == 0))
 
 
 def _why_lost(state: RequestState, group: int) -> str:

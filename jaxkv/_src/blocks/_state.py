@@ -82,6 +82,8 @@ class RequestState:
     may_be_shared_until: int64[R], the number of first positions whose blocks may be shared or kept.
     encoder_tokens: int64[R].
     encoder_columns: int64[G, R], the columns of each request's encoder tokens.
+    lost_ends: int64[G, R], the first end of a block of "all" states whose state may lie in the
+      block of a draft instead of its own; 0: none does.
     sent: int64[G, R], held columns below this one are on the device as they are here.
     lags: bool[R], whether a row holds columns that the device does not have.
     has_lagging: whether any row lags.
@@ -113,11 +115,11 @@ class RequestState:
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
         self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
         self._held[:] = self._nothing[..., None]
-        self._numbers = np.zeros((7 + 2 * groups, max_requests), np.int64)  # all 0 in a free row
+        self._numbers = np.zeros((7 + 3 * groups, max_requests), np.int64)  # all 0 in a free row
         self.computed, self.max_computed, self.step_start = self._numbers[:3]
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
         self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
-        self.encoder_columns, self.sent = self._numbers[7:].reshape(2, *shape)
+        self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
         self.may_share = np.zeros(max_requests, bool)
         self._has_sharers = False  # whether `may_share` is True for any row
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
@@ -270,6 +272,22 @@ class RequestState:
         self.step_start[rows] = computed
         self.computed[rows] = totals
         self.max_computed[rows] = totals
+        for group in self.growth.drafted:
+            self.lost_ends[group, rows] = self._lost_ends(group, rows, computed, totals)
+
+    def _lost_ends(
+        self, group: int, rows: np.ndarray, computed: np.ndarray, totals: np.ndarray
+    ) -> np.ndarray:
+        """Returns ``lost_ends`` of rows after a step.
+
+        A step that verifies drafts writes the state after its first token into its own block, and
+        those after the drafts into the blocks that follow, wherever the ends of blocks lie.
+        """
+        size, lost = self.column_tokens[group], self.lost_ends[group, rows]
+        lost[computed < lost] = 0  # computed anew after a rewind
+        end = ((computed + 1) // size + 1) * size
+        is_short = totals - computed <= 1 + self.growth.speculative_blocks[group, 0]
+        return np.where((lost == 0) & is_short & (end <= totals), end, lost)
 
     def _shares_source(self, rows: np.ndarray) -> np.ndarray:
         """Returns whether a step shorter than its `grow` would overwrite a shared "align" state."""
@@ -333,6 +351,8 @@ class RequestState:
             mine, theirs = self.columns_of(row, group), self.columns_of(donor, group)
             mine[first:end] = theirs[first:end]
             self._held[:, group, row] = source, first, end
+        lost = self.lost_ends[:, donor]
+        self.lost_ends[:, row] = np.where(lost <= num_tokens, lost, 0)
         self.pool.share(self.blocks_of(row))
         ends = [end * n for (_, _, end), n in zip(columns, self.column_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])

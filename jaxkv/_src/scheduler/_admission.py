@@ -10,7 +10,7 @@ from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._requests import Request
+from jaxkv._src.scheduler._requests import ANYWHERE, Request
 
 
 class Room:
@@ -55,16 +55,17 @@ class Admission:
             if ledger.needs_token[request.index] or not self._knows_ids(request):
                 break
             # Only a request that has all the room of a step to itself may take a part of a prefix.
-            most = cached_left if cached_left == self._options.cached_tokens else None
-            cached, held = self._prompts.find(request, num_tokens, most)
+            most = cached_left if cached_left == self._options.cached_tokens else ANYWHERE
+            draft_start = ledger.draft_starts.item(request.index)
+            cached, held = self._prompts.find(request, num_tokens, min(most, draft_start))
             owed = self._prompt_blocks(request) - held
             if not self._has_room(request, room, owed):
                 break
             copies_state = bool(cached) and self._options.has_states
             if cached > cached_left or (copies_state and not step.forks):
                 break
-            draft_start = ledger.draft_starts.item(request.index) - cached
-            if not step.give(request.name, num_tokens - cached, draft_start=draft_start):
+            count = num_tokens - cached
+            if not step.give(request.name, count, draft_start=draft_start - cached):
                 break
             cached_left -= cached
             step.forks -= copies_state
@@ -134,15 +135,15 @@ class Admission:
     def _start(self, step: StepBudget, request: Request, room: Room) -> PrefixHit | None:
         """Starts a request with its cached prefix, if there are blocks for the rest."""
         name, num_tokens = request.name, self._queues.num_tokens(request)
-        held = 0
+        draft_start, held = self._queues.ledger.draft_starts.item(request.index), 0
+        most = min(step.cached_tokens, draft_start)
         if step.has_shared:
-            _, held = self._prompts.find(request, num_tokens, step.cached_tokens)
+            _, held = self._prompts.find(request, num_tokens, most)
         blocks = self._prompt_blocks(request)
         if not self._has_room(request, room, blocks - held):
             return None
-        draft_start = self._queues.ledger.draft_starts.item(request.index)
         hit = self._prompts.start(
-            request, num_tokens, draft_start=draft_start, max_cached_tokens=step.cached_tokens
+            request, num_tokens, draft_start=draft_start, max_cached_tokens=most
         )
         cached = hit.num_cached_tokens
         end = self._prompts.next_chunk_end(request, cached)

@@ -103,18 +103,18 @@ class Prompts:
 
     # --- prefixes -----------------------------------------------------------------
 
-    def find(self, request: Request, num_tokens: int, most: int | None = None) -> tuple[int, int]:
+    def find(self, request: Request, num_tokens: int, most: int) -> tuple[int, int]:
         """Returns a waiting request's cached tokens, and how many of their blocks others hold.
 
         Args:
           request: the request.
           num_tokens: its tokens.
-          most: the most tokens that it may share; None: all but the last.
+          most: the most tokens that it may share.
         """
         found = self._look_up(request, num_tokens)
         if found is None or not found.num_cached_tokens:
             return 0, 0
-        if most is not None and found.num_cached_tokens > most:
+        if found.num_cached_tokens > most:
             found = self._manager.find_prefix(found, max_cached_tokens=most)
         return found.num_cached_tokens, found.num_held_blocks
 
@@ -142,6 +142,8 @@ class Prompts:
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
             ends.update(range(self._chunk_tokens, num_tokens, self._chunk_tokens))
+        if num_tokens > draft_start + 1:
+            ends.add(draft_start)  # drafts are verified in a step of their own
         prompt.chunk_ends = sorted(n for n in ends if hit.num_cached_tokens < n <= draft_start)
         return hit
 

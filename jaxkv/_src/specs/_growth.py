@@ -228,6 +228,7 @@ class GrowthTable(_Columns):
       the tokens of all ranks of context parallelism, and ``chunk`` is None without chunks.
     aligned: int64[...], indices of the groups with "align" states.
     crossed: int64[...], indices of the groups that store encoder tokens.
+    drafted: indices of the groups with "all" states that have blocks for drafts.
     has_drafts: whether rows hold columns for the states of drafts.
     has_windows: whether rows give back blocks that no later token reads.
     """
@@ -246,6 +247,7 @@ class GrowthTable(_Columns):
         self.chunk = column("chunk") if "chunked" in kinds else None
         self.aligned = np.array(aligned, bool).nonzero()[0]
         self.crossed = np.array([kind == "cross" for kind in kinds], bool).nonzero()[0]
+        self.drafted = [i for i, g in enumerate(growths) if g.has_drafts and g.cache_mode == "all"]
         self.has_drafts = bool(self.speculative_blocks.any())
         self.has_windows = "sliding" in kinds or "chunked" in kinds
 

@@ -33,7 +33,9 @@ class StateSpec(LayerSpec):
       block boundaries, so that a prefix can be resumed.
     speculative_blocks: extra states for speculative tokens, in the blocks that follow the
       running state's. With ``"align"`` they move with it: a step that begins another block drops
-      them, so write the accepted state with ``at=0`` in the step that accepts it.
+      them, so write the accepted state with ``at=0`` in the step that accepts it. Verify drafts
+      in a step of their own, of at most ``1 + speculative_blocks`` tokens of the request: a longer
+      one counts as a part of a prompt, whose newest state alone is kept.
     """
 
     shapes: tuple[tuple[int, ...], ...]
