@@ -73,6 +73,8 @@ class Device:
 
     rows: by group and row, block ids by column. Old cells stay, as on the device.
     blocks: by block, contents by place.
+    number: of the last upload.
+    goes_on_anew: whether the next upload is the first one after `BlockManager.reset`.
     """
 
     def __init__(self, plan: Plan, max_requests: int):
@@ -82,13 +84,17 @@ class Device:
         ]
         self.lengths = [[0] * len(plan.groups) for _ in range(max_requests)]
         self.blocks: dict[int, dict[int, int]] = {}
-        self.number = 0
+        self.number, self.goes_on_anew = 0, False
 
     def apply(self, upload: Upload) -> dict[str, np.ndarray]:
         """Applies the changes of an upload; returns its parts."""
         parts = upload.parts()
-        assert parts["number"][0] == self.number + 1, "an upload was lost or repeated"
-        self.number += 1
+        number, self.number = self.number + 1, abs(parts["number"].item())
+        if self.goes_on_anew:  # the numbers may have a gap
+            assert -parts["number"][0] >= number, "the device cannot go on"
+        else:
+            assert parts["number"][0] == number, "an upload was lost or repeated"
+        self.goes_on_anew = False
         self._copy_rows(parts)
         self._write_entries(parts)
         self._copy_blocks(parts)

@@ -41,12 +41,20 @@ class ManagerServing(Serving):
                 self.lose_content() if self.chance(0.03) else self.start()
             if self.chance(0.01):
                 self.new_epoch()
+            if self.chance(0.005):
+                self.reset()
             self.check()
         for name in list(self.requests):
             self.end(name)
         assert not self.manager.requests
         self.check()
         return self.oracle.seen
+
+    def reset(self) -> None:
+        super().reset()
+        for name in list(self.requests):
+            del self.prompts[name]
+            self.forget(name)
 
     def start(self) -> None:
         request, options = self.new_request(), {}
@@ -171,4 +179,6 @@ class ManagerServing(Serving):
             if self.chance(0.5):
                 self.finish()
             return
+        if self.chance(0.01):  # the upload never runs
+            return self.reset()
         self.oracle.step(uploads[0], self.requests, work)

@@ -109,6 +109,8 @@ class SchedulerServing(Serving):
             calls += [self.new_epoch]
         if self.chance(0.1) and not self.manager.requests:
             calls += [self.lose_content]
+        if self.chance(0.1):
+            calls += [self.restart, self.reset]
         self.draw.choice(calls)()
 
     # --- requests ---------------------------------------------------------------------
@@ -175,6 +177,26 @@ class SchedulerServing(Serving):
             del of_request[name]
         self.join()
         self.siblings.pop(name, None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.restart()
+
+    def restart(self) -> None:
+        """Computes all requests again; tokens that are still to arrive are forgotten."""
+        self.say("restart()")
+        self.scheduler.restart()
+        self.oracle.seen["restarts"] += 1
+        assert not self.manager.requests and not self.scheduler.running
+        for name, request in self.requests.items():
+            request.story = []
+            if self.has_tokens:
+                del request.tokens[len(self.known[name]) :]
+            self.known[name][:] = request.tokens
+            request.verified = min(request.verified, len(request.tokens))
+            self.late[name].clear()
+            assert self.scheduler.num_tokens(name) == len(request.tokens), "restarted tokens"
+        self.after_change()
 
     def fork_running(self) -> None:
         running = [name for name in self.scheduler.running if not self.drafting(name)]
@@ -346,8 +368,12 @@ class SchedulerServing(Serving):
             upload = self.manager.step(self.shape, schedule.work)
         except (ValueError, OutOfBlocksError) as error:
             raise AssertionError(f"a schedule is refused: {error}") from error
+        if self.chance(0.003):  # the upload never runs
+            return self.reset()
         self.oracle.step(upload, self.requests, schedule.work)
         self.check()
+        if self.chance(0.003):  # before its samples are answered
+            return self.restart()
         self.handle(schedule)
         self.check_wanted()
 

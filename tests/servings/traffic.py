@@ -100,6 +100,16 @@ class Serving:
         self.oracle.epoch += 1
         self.oracle.device.lose_all(range(self.plan.num_blocks))
 
+    def reset(self) -> None:
+        """Lets the manager go on without its requests, as after an upload that was never run."""
+        self.say("reset()")
+        self.manager.reset()
+        self.oracle.epoch += 1
+        self.oracle.device.goes_on_anew = True
+        self.oracle.seen["resets"] += 1
+        assert not self.manager.requests and self.manager.prefix_stats().kept_blocks == 0
+        assert self.manager.num_free_blocks + self.oracle.sinks == self.plan.num_blocks - 1
+
     def check(self) -> None:
         self.oracle.check_pool()
         self.mirror.follow()
