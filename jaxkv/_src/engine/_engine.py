@@ -26,6 +26,8 @@ from jaxkv._src.step import COMPILER_OPTIONS
 
 InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
+# Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
+FEW_TOKENS = 32
 POSITION = ROWS.index("position")
 
 
@@ -148,12 +150,15 @@ class Engine:
             jnp.zeros(max_requests, jnp.int32), self._cache.status.sharding
         )
         self._ring = ring_for(self._cache, depth=max(16, 4 * decode_steps))
-        self._run = jax.jit(
-            functools.partial(run_steps, forward, self._note_vocab_size),
-            donate_argnums=1,
-            static_argnames="kind",
-            compiler_options=COMPILER_OPTIONS,
-        )
+        self._run, self._run_few = [
+            jax.jit(
+                functools.partial(run_steps, forward, self._note_vocab_size),
+                donate_argnums=1,
+                static_argnames="kind",
+                compiler_options=COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": is_small},
+            )
+            for is_small in (False, True)
+        ]
         self._samples: dict[Hashable, Sample] = {}  # that have not ended, by name
         self._live: collections.Counter[Hashable] = collections.Counter()  # samples by request
         # By table row; the last column is for samples that wait for one.
@@ -340,12 +345,14 @@ class Engine:
             counts[shape].add(self._decode_steps)
         calls = [self._idle(shape, n) for shape, sizes in counts.items() for n in sorted(sizes)]
         state = State(self._awake(), self._newest)
-        lowered = [
-            self._run.lower(self._params, state, c.uploads, c.tables, kind=self._kind)
-            for c in calls
-        ]
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles outside of the GIL
-            compiling = [pool.submit(step.compile) for step in lowered]
+        # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiling = []
+            for call in calls[::-1]:  # the largest take longest
+                lowered = self._run_of(call).lower(
+                    *(self._params, state, call.uploads, call.tables), kind=self._kind
+                )
+                compiling.append(pool.submit(lowered.compile))
             for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
                 done.result()
         for call in calls:
@@ -456,11 +463,16 @@ class Engine:
 
     def _send(self, call: _Call) -> _Call:
         state = State(self._awake(), self._newest)
-        state, call.out = self._run(self._params, state, call.uploads, call.tables, kind=self._kind)
+        run = self._run_of(call)
+        state, call.out = run(self._params, state, call.uploads, call.tables, kind=self._kind)
         self._cache, self._newest = state.cache, state.newest_tokens
         call.out.copy_to_host_async()
         self.stats.calls += 1
         return call
+
+    def _run_of(self, call: _Call) -> Any:
+        """Returns the jitted `run_steps` for a call."""
+        return self._run_few if call.uploads[0].shape.max_tokens <= FEW_TOKENS else self._run
 
     def _collect(self, call: _Call) -> None:
         """Waits for a call, and gives the samples their tokens."""
