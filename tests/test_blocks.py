@@ -602,7 +602,7 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["align", "all"])
 def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> None:
-    """Where the drafts of a step reach another block, states are not where they belong.
+    """Once the drafts of a step reach another block, states are not where they belong.
 
     "align" writes the state after the first token where the state after the last one belongs, and
     "all" writes the state at the end of the block into the block of a draft.
@@ -771,8 +771,8 @@ BAD_CALLS = [
     ("computes 2147483647 tokens", lambda m, s: m.step(s, {"r": 2**63})),
     ("extra must be ints", lambda m, s: m.step(s, {"r": 1}, extra=[0.5])),
     ("shape must be a StepShape", lambda m, s: m.step((4, 8), {"r": 1})),
-    ("another plan or manager", lambda m, s: m.step(shape_of(hybrid_plan(41)), {"r": 1})),
-    ("another plan or manager", lambda m, s: m.step(shape_of(hybrid_plan(), 3), {"r": 1})),
+    ("another plan than the manager", lambda m, s: m.step(shape_of(hybrid_plan(41)), {"r": 1})),
+    ("another plan than the manager", lambda m, s: m.step(shape_of(hybrid_plan(), 3), {"r": 1})),
     ("num_tokens=9 is more than the 8", lambda m, s: m.rewind({"r": 9})),
     ("num_tokens", lambda m, s: m.rewind({"r": -1})),
     ("num_tokens must map", lambda m, s: m.rewind("r")),

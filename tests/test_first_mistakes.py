@@ -232,8 +232,8 @@ MISTAKES = {
     "a shape of other rows": (
         lambda s: s.step({"r": 1}, StepShape.for_plan(PLAN, max_requests=3, max_tokens=8)),
         ValueError,
-        "shape was made for another plan or manager: its max_requests is 3 and this manager's 2; "
-        "use StepShape.for_plan with the same plan and max_requests",
+        "the step shape was made for another plan than the manager: its max_requests is 3 and the "
+        "manager's 2; make cache, manager and shapes from one plan, with one max_requests",
     ),
     "a shape that is too small": (
         lambda s: s.step({"r": 4}, s.smaller(max_tokens=3)),
@@ -335,7 +335,7 @@ MISTAKES = {
     "an upload of other rows": (
         lambda s: jaxkv.apply_step(make_cache(PLAN, max_requests=4), s.upload),
         ValueError,
-        "the upload was made for another plan than the cache: its max_requests is 2 and the "
+        "the step shape was made for another plan than the cache: its max_requests is 2 and the "
         "cache's 4; make cache, manager and shapes from one plan, with one max_requests",
     ),
     "an upload applied twice": (

@@ -189,7 +189,7 @@ def test_an_upload_of_another_plan_is_refused(change, message) -> None:
     if message is None:  # shorter rows of the same blocks do no harm
         apply_step(cache, other.idle())
         return
-    with pytest.raises(ValueError, match=f"upload was made for another plan .* {message}"):
+    with pytest.raises(ValueError, match=f"step shape was made for another plan .* {message}"):
         apply_step(cache, other.idle())
 
 

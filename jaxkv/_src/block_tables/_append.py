@@ -56,23 +56,27 @@ def pack_entries(
     Raises:
       ValueError: more ids or rows than the arrays hold, or ids for another number of groups.
     """
-    (groups, *cells, ids), lengths = list_entries(entries, num_groups, max_requests)
-    for name, count, room in (
-        ("max_block_ids", ids.size, max_block_ids),
-        ("max_rows", len(lengths), max_rows),
-    ):
-        if count > room:
-            raise ValueError(f"the entries need {name}={count}, got {room}")
-    packed: dict[str, Any] = {}
-    for name, values in zip(("rows", "columns", "block_ids"), (*cells, ids), strict=True):
-        packed[name] = np.full(max_block_ids, PAD_ROW, np.int32)
-        packed[name][: ids.size] = values
-    packed["changed_rows"] = np.full(max_rows, PAD_ROW, np.int32)
-    packed["changed_rows"][: len(lengths)] = list(lengths)
-    packed["row_lengths"] = np.zeros((max_rows, num_groups), np.int32)
-    packed["row_lengths"][: len(lengths)] = np.array(list(lengths.values())).reshape(-1, num_groups)
-    packed["ends"] = np.bincount(groups, minlength=num_groups).cumsum().astype(np.int32)
-    return TableEntries(**packed)
+    listed = list_entries(entries, num_groups, max_requests)
+    rooms = {
+        "max_block_ids": (listed.ids, max_block_ids),
+        "max_rows": (listed.changed_rows, max_rows),
+    }
+    for name, (needed, room) in rooms.items():
+        if needed.size > room:
+            raise ValueError(f"the entries need {name}={needed.size}, got {room}")
+
+    def padded(values: np.ndarray, size: int, padding: int = PAD_ROW) -> Any:
+        more = np.full((size - len(values), *values.shape[1:]), padding, np.int32)
+        return np.concatenate([values, more], dtype=np.int32)
+
+    return TableEntries(
+        rows=padded(listed.rows, max_block_ids),
+        columns=padded(listed.columns, max_block_ids),
+        block_ids=padded(listed.ids, max_block_ids),
+        ends=padded(listed.ends, num_groups),
+        changed_rows=padded(listed.changed_rows, max_rows),
+        row_lengths=padded(listed.row_lengths.T, max_rows, 0),
+    )
 
 
 @jit_int32("entries")

@@ -4,12 +4,13 @@
 change, so a step that changes nothing costs one comparison.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells
-from jaxkv._src.blocks._pool import BlockPool, OutOfBlocksError
+from jaxkv._src.blocks._cells import NO_CELLS, Cells
+from jaxkv._src.blocks._pool import OutOfBlocksError
 from jaxkv._src.blocks._state import Changes, RequestState, SharedCell, holds
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
@@ -73,7 +74,7 @@ def _changes(
         fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
     shared: Sequence[SharedCell] = ()
     if state.any_may_share(rows):
-        shared = _shared_cells(state, rows.tolist(), after.transpose(2, 0, 1).tolist())
+        shared = _shared_cells(state, rows, after)
     if shared:
         sent = state.sent.take(rows, axis=1) if sent is None else sent
         at = {row: i for i, row in enumerate(rows.tolist())}
@@ -122,47 +123,48 @@ def _kept_only(state: RequestState, changes: Changes) -> np.ndarray:
 
     When blocks run out, the holder overwrites that content instead.
     """
-    if not changes.shared:
-        return NO_IDS
     ids = np.array([cell.block_id for cell in changes.shared], np.int32)
     return ids[state.pool.others_of(ids) == 0]
 
 
 # --- shared blocks ----------------------------------------------------------------------
 
-Columns = Sequence[Sequence[int]]  # source, first and end of a row, each over the groups
 
-
-def _shared_cells(
-    state: RequestState, rows: Iterable[int], after: Iterable[Columns]
-) -> list[SharedCell]:
+def _shared_cells(state: RequestState, rows: np.ndarray, after: np.ndarray) -> list[SharedCell]:
     """Returns the cells that need a block of their own, because the step writes a shared one.
 
     Args:
-      rows: rows of the step.
-      after: source, first and end of each row after the step.
+      rows: int64[N], rows of the step.
+      after: int64[3, G, N], source, first and end of each row after the step.
     """
-    found: list[SharedCell] = []
-    for row, held in zip(rows, after, strict=True):
-        if state.may_share[row]:
-            found += _of_row(state, row, held)
+    shared: list[SharedCell] = []
+    writers: Counter[int] = Counter()
+    for row, held in zip(rows.tolist(), after.transpose(2, 1, 0).tolist(), strict=True):
+        for cell in _of_row(state, row, held) if state.may_share[row] else ():
+            # Of holders that all write in this step, the last one keeps a block that is not kept.
+            writers[cell.block_id] += 1
+            others = state.pool.others_of(cell.block_id)
+            if writers[cell.block_id] <= others or state.pool.frozen_before[cell.block_id]:
+                shared.append(cell)
     # By group, so that blocks are taken and given back group by group.
-    return sorted(_without_last_holders(state.pool, found), key=lambda cell: cell.group)
+    return sorted(shared, key=lambda cell: cell.group)
 
 
-def _of_row(state: RequestState, row: int, after: Columns) -> list[SharedCell]:
-    found: list[SharedCell] = []
-    computed, before = int(state.computed[row]), state.held_of(row)
-    for group, tokens in enumerate(state.column_tokens):
-        ids = state.columns_of(row, group)
-        _, first, end = (part[group] for part in after)
-        for column in _written(state, group, computed // tokens, [p[group] for p in before]):
+def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> Iterator[SharedCell]:
+    """Yields the cells of a row whose block the row may not overwrite with its next tokens.
+
+    Args:
+      after: per group, source, first and end after the step.
+    """
+    computed, before = int(state.computed[row]), zip(*state.held_of(row), strict=True)
+    for group, (held, (_, first, end)) in enumerate(zip(before, after, strict=True)):
+        ids, tokens = state.columns_of(row, group), state.column_tokens[group]
+        for column in _written(state, group, computed // tokens, held):
             block_id = int(ids[column])
             if first <= column < end and block_id != NULL_BLOCK:
                 if state.pool.must_copy(block_id, computed):
                     is_read = column * tokens < computed
-                    found.append(SharedCell(group, row, column, block_id, is_read))
-    return found
+                    yield SharedCell(group, row, column, block_id, is_read)
 
 
 def _written(
@@ -180,22 +182,3 @@ def _written(
     if group in state.growth.aligned:  # the newest state may move back to any of them
         return sorted({*range(first, end), source} - {-1})
     return range(max(first, next_column), end)
-
-
-def _without_last_holders(pool: BlockPool, shared: Sequence[SharedCell]) -> list[SharedCell]:
-    """Drops the last cell of each block that all its holders are about to write in this step.
-
-    The last holder keeps the block, unless its content is kept for later prompts.
-    """
-    if not shared:
-        return []
-    leaving: dict[int, list[SharedCell]] = {}
-    for cell in shared:
-        leaving.setdefault(cell.block_id, []).append(cell)
-    others = pool.others_of(np.array(list(leaving))).tolist()
-    keeps = {
-        cells[-1]
-        for (block_id, cells), count in zip(leaving.items(), others, strict=True)
-        if len(cells) > count and not pool.frozen_before[block_id]
-    }
-    return [cell for cell in shared if cell not in keeps]

@@ -31,12 +31,25 @@ class UploadFormat:
     @functools.cached_property
     def fields(self) -> Mapping[str, slice]:
         """Slices of all parts of an upload, by name, in order."""
-        lengths = {"number": 1, **self._batch_lengths, **self._change_lengths}
-        ends = itertools.accumulate(lengths.values(), initial=0)
-        return {
-            name: slice(start, stop)
-            for name, (start, stop) in zip(lengths, itertools.pairwise(ends), strict=True)
-        }
+        shape, groups = self._shape, len(self._shape.growths)
+        lengths = {"number": 1}
+        # The requests of the step, which a `StepBatch` keeps.
+        lengths |= dict.fromkeys(("request_rows", "num_computed_tokens"), shape.batch_size)
+        lengths["query_start_loc"] = shape.batch_size + 1
+        lengths["encoder_lens"] = shape.batch_size if self.has_encoder else 0
+        lengths["extra"] = shape.extra
+        # Changes of the cache.
+        lengths["changed_rows"] = shape.batch_size
+        lengths["row_lengths"] = shape.batch_size * groups
+        for ids, ends, length in (
+            (("entry_rows", "entry_columns", "entry_ids"), "entry_ends", shape.block_ids),
+            (("zero_ids",), "zero_ends", shape.zero_ids),
+            (("copy_sources", "copy_destinations"), "copy_ends", shape.block_copies),
+        ):
+            lengths |= dict.fromkeys(ids, length)
+            lengths[ends] = groups
+        ends = itertools.pairwise(itertools.accumulate(lengths.values(), initial=0))
+        return {name: slice(*where) for name, where in zip(lengths, ends, strict=True)}
 
     @functools.cached_property
     def starts(self) -> Mapping[str, int]:
@@ -44,40 +57,9 @@ class UploadFormat:
         return {name: where.start for name, where in self.fields.items()}
 
     @functools.cached_property
-    def room(self) -> tuple[int, ...]:
-        """The most that a step changes, in the order of `Sizes`."""
-        shape = self._shape
-        changes = (shape.block_ids, shape.zero_ids, shape.block_copies)
-        return (shape.batch_size, *changes, shape.extra)
-
-    @property
-    def _batch_lengths(self) -> dict[str, int]:
-        """Lengths of the fields that describe the requests of a step."""
-        return {
-            "request_rows": self._shape.batch_size,
-            "num_computed_tokens": self._shape.batch_size,
-            "query_start_loc": self._shape.batch_size + 1,
-            "encoder_lens": self._shape.batch_size if self.has_encoder else 0,
-            "extra": self._shape.extra,
-        }
-
-    @property
-    def _change_lengths(self) -> dict[str, int]:
-        """Lengths of the fields that change the cache."""
-        groups = len(self._shape.growths)
-        return {
-            "changed_rows": self._shape.batch_size,
-            "row_lengths": self._shape.batch_size * groups,
-            "entry_rows": self._shape.block_ids,
-            "entry_columns": self._shape.block_ids,
-            "entry_ids": self._shape.block_ids,
-            "entry_ends": groups,
-            "zero_ids": self._shape.zero_ids,
-            "zero_ends": groups,
-            "copy_sources": self._shape.block_copies,
-            "copy_destinations": self._shape.block_copies,
-            "copy_ends": groups,
-        }
+    def room(self) -> "Sizes":
+        """The most that a step changes."""
+        return Sizes(*(getattr(self._shape, name) for name in Sizes._fields))
 
     @functools.cached_property
     def batch_fields(self) -> slice:
@@ -125,6 +107,23 @@ class Batch(NamedTuple):
             return cls(rows, counts, counts, 0, 0)
         ends = np.add.accumulate(counts)
         return cls(rows, counts, ends, int(ends[-1]), int(np.maximum.reduce(counts)))
+
+
+class Entries(NamedTuple):
+    """K cells of the block tables of G groups, and the E rows that they change.
+
+    rows, columns, ids: int[K], ordered by group.
+    ends: int[G], the end of each group's cells.
+    changed_rows: int[E].
+    row_lengths: int[G, E], columns in use of each changed row afterwards.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    ids: np.ndarray
+    ends: np.ndarray
+    changed_rows: np.ndarray
+    row_lengths: np.ndarray
 
 
 class Sizes(NamedTuple):
@@ -210,61 +209,35 @@ def write_batch(
     encoder_lens: np.ndarray,
     extra: np.ndarray,
 ) -> None:
-    """Fills an upload with padding and the requests of a step."""
+    """Fills an upload with padding and the requests of a step, and the caller's own integers."""
     starts, size = shape.format.starts, batch.rows.size
     rows, positions = starts["request_rows"], starts["num_computed_tokens"]
+    ends = starts["query_start_loc"]
     data[:] = shape.format.padding
     data[rows : rows + size] = batch.rows
     data[positions : positions + size] = computed
     if size:
-        first = starts["query_start_loc"] + 1
-        data[first : first + size] = batch.ends
-        data[first + size : first + shape.batch_size] = batch.num_tokens
-    if encoder_lens.size and shape.format.has_encoder:
-        _put(data, starts["encoder_lens"], encoder_lens)
+        data[ends + 1 : ends + 1 + size] = batch.ends
+        data[ends + 1 + size : ends + 1 + shape.batch_size] = batch.num_tokens
+    if shape.format.has_encoder:
+        _put(shape, data, encoder_lens=encoder_lens)
     if extra.size:
-        write_extra(shape, data, extra)
+        _put(shape, data, extra=extra)
 
 
-def write_extra(shape: "StepShape", data: np.ndarray, extra: np.ndarray) -> None:
-    """Writes the caller's own integers, int32[N]."""
-    _put(data, shape.format.starts["extra"], extra)
+def write_entries(shape: "StepShape", data: np.ndarray, entries: Entries) -> None:
+    """Writes table entries, and the lengths of rows that change."""
+    rows, columns, ids, ends, changed_rows, row_lengths = entries
+    row_lengths = row_lengths.T.reshape(-1)
+    _put(shape, data, changed_rows=changed_rows, row_lengths=row_lengths)
+    if ids.size:
+        _put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
 
 
-def write_entries(
-    shape: "StepShape",
-    data: np.ndarray,
-    cells: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ends: np.ndarray,
-    changed_rows: np.ndarray,
-    row_lengths: np.ndarray,
-) -> None:
-    """Writes table entries, and the lengths of rows that change.
-
-    Args:
-      cells: rows, columns and block ids, int[K] each, ordered by group.
-      ends: int[G], the end of each group's entries.
-      changed_rows: int[E].
-      row_lengths: int[G, E].
-    """
-    starts = shape.format.starts
-    _put(data, starts["changed_rows"], changed_rows)
-    _put(data, starts["row_lengths"], row_lengths.T.reshape(-1))
-    if cells[0].size:
-        rows, columns, ids = cells
-        _put(data, starts["entry_rows"], rows)
-        _put(data, starts["entry_columns"], columns)
-        _put(data, starts["entry_ids"], ids)
-        _put(data, starts["entry_ends"], ends)
-
-
-def write_zero_ids(
-    shape: "StepShape", data: np.ndarray, ids: np.ndarray, ends: np.ndarray | Sequence[int]
-) -> None:
+def write_zero_ids(shape: "StepShape", data: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> None:
     """Writes the ids of blocks to zero, ordered by group, and the end of each group's ids."""
     if ids.size:
-        _put(data, shape.format.starts["zero_ids"], ids)
-        _put(data, shape.format.starts["zero_ends"], ends)
+        _put(shape, data, zero_ids=ids, zero_ends=ends)
 
 
 def write_copies(
@@ -273,12 +246,12 @@ def write_copies(
     """Writes copies of blocks: group, source and destination of each, ordered by group."""
     if copies:
         groups, sources, destinations = np.array(copies).T
-        starts = shape.format.starts
-        _put(data, starts["copy_sources"], sources)
-        _put(data, starts["copy_destinations"], destinations)
         ends = groups.searchsorted(np.arange(len(shape.growths)), "right")
-        _put(data, starts["copy_ends"], ends)
+        _put(shape, data, copy_sources=sources, copy_destinations=destinations, copy_ends=ends)
 
 
-def _put(data: np.ndarray, start: int, values: np.ndarray | Sequence[int]) -> None:
-    data[start : start + len(values)] = values
+def _put(shape: "StepShape", data: np.ndarray, **parts: np.ndarray) -> None:
+    """Writes values to the beginning of parts of an upload."""
+    starts = shape.format.starts
+    for name, values in parts.items():
+        data[starts[name] : starts[name] + values.size] = values

@@ -1,12 +1,13 @@
 """`pack_step`: uploads for schedulers that assign block ids themselves. No jax."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks._format import (
     Batch,
+    Entries,
     Ints,
     Sizes,
     as_int32,
@@ -81,51 +82,36 @@ def pack_step(
       TypeError: an argument holds values that are not ints.
     """
     groups = len(shape.growths)
-    (group, *cells), lengths = list_entries(entries, groups, shape.max_requests)
-    zeroed = _listed_ids("zero_ids", zero_ids, groups)
-    pairs = [_pairs("copies", of_group) for of_group in copies or ((),) * groups]
-    if len(pairs) != groups:
-        raise ValueError(
-            f"copies has {len(pairs)} groups and the shape has {groups}; give one list per group"
-        )
-    moved = [(g, *pair) for g, of_group in enumerate(pairs) for pair in of_group.tolist()]
-    changed = np.array(list(lengths), np.int32)
-    request_rows = as_int32("rows", rows)
+    listed = list_entries(entries, groups, shape.max_requests)
+    zeroed = [as_int32("zero_ids", ids) for ids in _by_group("zero_ids", zero_ids, groups)]
+    moved = [
+        (group, *pair)
+        for group, pairs in enumerate(_by_group("copies", copies, groups))
+        for pair in _pairs(pairs).tolist()
+    ]
     computed = as_int32("num_computed_tokens", num_computed_tokens)
-    counts = as_int32("num_new_tokens", num_new_tokens)
-    batch = _checked_batch(shape, request_rows, computed, counts)
-    encoder = as_int32("encoder_lens", encoder_lens)
-    if encoder.size not in (0, request_rows.size):
+    batch = _batch(
+        shape, as_int32("rows", rows), computed, as_int32("num_new_tokens", num_new_tokens)
+    )
+    encoder, own = as_int32("encoder_lens", encoder_lens), as_int32("extra", extra)
+    if encoder.size not in (0, batch.rows.size):
         raise ValueError(
-            f"encoder_lens has {encoder.size} entries for {request_rows.size} rows; give one per "
+            f"encoder_lens has {encoder.size} entries for {batch.rows.size} rows; give one per "
             "row, or none"
         )
-    own = as_int32("extra", extra)
-    sizes = Sizes(
-        batch_size=changed.size,
-        block_ids=group.size,
-        zero_ids=sum(of_group.size for of_group in zeroed),
-        block_copies=len(moved),
-        extra=own.size,
-    )
-    check_room(shape, sizes)
+    num_zeroed = sum(ids.size for ids in zeroed)
+    sizes = listed.changed_rows.size, listed.ids.size, num_zeroed, len(moved), own.size
+    check_room(shape, Sizes(*sizes))
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, own)
-    row_lengths = np.array(list(lengths.values()), np.int32).reshape(-1, groups).T
-    ends = group.searchsorted(np.arange(groups), "right")
-    write_entries(shape, data, (cells[0], cells[1], cells[2]), ends, changed, row_lengths)
-    ends = np.cumsum([of_group.size for of_group in zeroed])
-    write_zero_ids(shape, data, np.concatenate(zeroed), ends)
+    write_entries(shape, data, listed)
+    write_zero_ids(shape, data, np.concatenate(zeroed), np.cumsum([ids.size for ids in zeroed]))
     write_copies(shape, data, moved)
     return Upload(data=data, shape=shape)
 
 
-def list_entries(
-    entries: Iterable[TableEntry], groups: int, max_requests: int
-) -> tuple[tuple[np.ndarray, ...], dict[int, list[int]]]:
+def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) -> Entries:
     """Returns the cells of all entries, each once, and the new lengths of their rows.
-
-    Cells are groups, rows, columns and block ids, int32[K] each, ordered by group.
 
     Raises:
       ValueError: an entry does not fit the tables; the message names its row.
@@ -149,35 +135,37 @@ def list_entries(
             for column, block_id in enumerate(new, start):
                 cells[group, row, column] = block_id
     ordered = sorted(cells)
-    flat = as_int32("entries", np.array(ordered, np.int64).reshape(-1))
-    group, row, column = flat.reshape(-1, 3).T
-    ids = as_int32("block_ids", [cells[cell] for cell in ordered])
-    return (group, row, column, ids), lengths
+    group, row, column = as_int32("entries", np.array(ordered).reshape(-1)).reshape(-1, 3).T
+    return Entries(
+        row,
+        column,
+        as_int32("block_ids", [cells[cell] for cell in ordered]),
+        group.searchsorted(np.arange(groups), "right"),
+        np.array(list(lengths), np.int32),
+        np.array(list(lengths.values()), np.int32).reshape(-1, groups).T,
+    )
 
 
-def _listed_ids(name: str, ids: Sequence[Ints] | None, groups: int) -> list[np.ndarray]:
-    if ids is None:
-        return [np.zeros(0, np.int32)] * groups
-    if len(ids) != groups:
+def _by_group(name: str, lists: Sequence[Any] | None, groups: int) -> Sequence[Any]:
+    """Returns one list per group; empty ones for None."""
+    if lists is not None and len(lists) != groups:
         raise ValueError(
-            f"{name} has {len(ids)} groups and the shape has {groups}; give one list per group"
+            f"{name} has {len(lists)} groups and the shape has {groups}; give one list per group"
         )
-    return [as_int32(name, of_group) for of_group in ids]
+    return [()] * groups if lists is None else lists
 
 
-def _pairs(name: str, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     try:
         listed = [(source, destination) for source, destination in pairs]
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name} must be pairs (source, destination); copies takes a list of pairs per group"
+            "copies must be pairs (source, destination); copies takes a list of pairs per group"
         ) from None
-    return as_int32(name, [i for pair in listed for i in pair]).reshape(-1, 2)
+    return as_int32("copies", [i for pair in listed for i in pair]).reshape(-1, 2)
 
 
-def _checked_batch(
-    shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
-) -> Batch:
+def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> Batch:
     """Returns the requests of a step; raises ValueError unless they are valid and fit."""
     if not rows.size == computed.size == counts.size:
         raise ValueError(

@@ -202,7 +202,7 @@ class BlockPool:
         """Returns how many of ``ids`` are held; the others must be warm."""
         return ids.size - int(np.count_nonzero(self._warm.contains(ids)))
 
-    def others_of(self, ids: np.ndarray) -> np.ndarray:
+    def others_of(self, ids: int | np.ndarray) -> np.ndarray:
         """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
         return self._more_holders[ids]
 

@@ -186,29 +186,20 @@ class StepShape:
         """Returns the upload of a step without requests, to compile a step before serving."""
         return Upload(data=self.format.padding.copy(), shape=self)
 
-    def first_difference(
-        self,
-        *,
-        growths: tuple[Growth, ...],
-        num_blocks: int,
-        context_parallel: int,
-        max_requests: int,
-    ) -> tuple[str, object, object] | None:
-        """Returns the first size that differs from those of a plan and its tables.
+    def check_made_for(self, owner: str, **tables: object) -> None:
+        """Raises ValueError unless the shape was made for given tables.
 
-        Returns:
-          Its name, its value here and the value given; None if all agree.
+        Args:
+          owner: "cache" or "manager", whose tables they are.
+          tables: their ``growths``, ``num_blocks``, ``context_parallel`` and ``max_requests``.
         """
-        given = {
-            "growths": growths,
-            "num_blocks": num_blocks,
-            "context_parallel": context_parallel,
-            "max_requests": max_requests,
-        }
-        for name, value in given.items():
-            if getattr(self, name) != value:
-                return name, getattr(self, name), value
-        return None
+        for name, wanted in tables.items():
+            if getattr(self, name) != wanted:
+                raise ValueError(
+                    f"the step shape was made for another plan than the {owner}: its {name} is "
+                    f"{getattr(self, name)!r} and the {owner}'s {wanted!r}; make cache, manager "
+                    "and shapes from one plan, with one max_requests"
+                )
 
     def __repr__(self) -> str:
         form = f"{self.max_tokens} tokens"

@@ -13,6 +13,7 @@ from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells
 from jaxkv._src.blocks._changes import plan_changes
 from jaxkv._src.blocks._format import (
     Batch,
+    Entries,
     Ints,
     Sizes,
     as_int32,
@@ -176,18 +177,13 @@ class Steps:
         """Raises unless the shape belongs to this manager's plan."""
         if not isinstance(shape, StepShape):
             raise TypeError(f"shape must be a StepShape, got {type(shape).__name__}")
-        difference = shape.first_difference(
+        shape.check_made_for(
+            "manager",
             growths=self._state.growth.growths,
             num_blocks=self._plan.num_blocks,
             context_parallel=self._plan.context_parallel,
             max_requests=self._state.computed.size,
         )
-        if difference is not None:
-            name, given, wanted = difference
-            raise ValueError(
-                f"shape was made for another plan or manager: its {name} is {given!r} and this "
-                f"manager's {wanted!r}; use StepShape.for_plan with the same plan and max_requests"
-            )
         self._shapes.add(shape)
 
 
@@ -320,7 +316,7 @@ def write_news(
     groups, rows, columns = cells = news.cells
     ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)
-    write_entries(shape, data, (rows, columns, ids), ends, news.rows, news.sent)
+    write_entries(shape, data, Entries(rows, columns, ids, ends, news.rows, news.sent))
     if news.num_zeroed:
         zeroed = ids
         if taken is None or not state.zeroes_all:

@@ -188,16 +188,10 @@ jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["sha
 
 def check_layout(layout: CacheLayout, shape: StepShape) -> None:
     """Raises ValueError unless a step's shape belongs to the plan of the cache."""
-    difference = shape.first_difference(
+    shape.check_made_for(
+        "cache",
         growths=layout.growths,
         num_blocks=layout.num_blocks,
         context_parallel=layout.context_parallel,
         max_requests=layout.max_requests,
     )
-    if difference is not None:
-        name, given, wanted = difference
-        raise ValueError(
-            f"the upload was made for another plan than the cache: its {name} is {given!r} and "
-            f"the cache's {wanted!r}; make cache, manager and shapes from one plan, with one "
-            "max_requests"
-        )
