@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from tests.benchmarks import served
+from tests.benchmarks.served import workloads
 from tests.benchmarks.served.decoders import Decoder
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
@@ -138,3 +140,34 @@ def test_logits_over_a_cache_equal_those_without_one(name: str) -> None:
             compared += 1
     jaxkv.check_errors(cache)
     assert compared > 15
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+@jax.default_matmul_precision("highest")
+@jax.numpy_rank_promotion("allow")
+def test_requests_of_a_trace_get_the_tokens_that_they_get_alone(name: str) -> None:
+    decoder = Decoder.from_config(CONFIGS[name])
+    params = decoder.init_params(jax.random.key(0), jnp.float32)
+    plan = jaxkv.plan_cache(decoder.layers, 2**20, max_model_len=64)
+    trace = workloads.requests(workloads.Trace(9, (8, 40), (4, 16)), decoder.vocab)
+    prompts = [request.prompt for request in trace]
+    samplings = [
+        jaxkv.Sampling(temperature=0.0, max_tokens=request.answer_tokens) for request in trace
+    ]
+    engine = jaxkv.Engine(decoder.forward, params, plan, max_requests=4, max_tokens=32)
+    outputs = engine.generate(prompts, samplings)
+    among_others = {output.request: output.tokens for output in outputs}
+    for i in (0, 4, 8):
+        engine.manager.reset_prefixes()
+        (alone,) = engine.generate([prompts[i]], samplings[i])
+        assert alone.tokens == among_others[i]
+        assert len(alone.tokens) == trace[i].answer_tokens
+
+
+@pytest.mark.parametrize("case", served.CASES, ids=lambda case: case.name)
+def test_published_models_have_decoders(case: served.Case) -> None:
+    config = served.text_config(case.model)
+    decoder = Decoder.from_config(config, kv_dtype=case.kv_dtype)
+    assert len(decoder.layers) == config["num_hidden_layers"]
+    assert jax.eval_shape(decoder.init_params, jax.random.key(0))["embed"].shape[0] == decoder.vocab
+    assert workloads.load(workloads.dump(case.chosen)) == list(case.chosen)

@@ -1,6 +1,6 @@
 """`jaxkv.Engine` over the workloads, in a process of its own.
 
-    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json
+    python -m tests.benchmarks.served.jaxkv_engine CONFIG.json RESULTS.json WORKLOADS [KV_DTYPE]
 
 The weights are random. The results are a mapping from names of workloads to figures.
 """
@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 import jaxkv
 from tests.benchmarks.served import workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import Prefill, Workload
+from tests.benchmarks.served.workloads import Prefill
 
 MEMORY_SHARE = 0.85  # of the device, for weights and pool, as vLLM's engine is given
 ROOM = 4 * 2**30  # beside weights and pool
@@ -71,9 +71,7 @@ class Server:
         return self.engine.has_work
 
 
-def main(
-    config: str, results: str, kv_dtype: str = "", chosen: Sequence[Workload] = workloads.FULL
-) -> None:
+def main(config: str, results: str, chosen: str, kv_dtype: str = "") -> None:
     """Serves the workloads, and writes the figures after each."""
     started = time.perf_counter()
     server = Server(
@@ -85,10 +83,11 @@ def main(
     server.engine.warm_up()
     workloads.run(server, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
-    for workload in chosen:
-        found[workloads.name_of(workload)] = workloads.run(server, workload)._asdict()
-        print(workloads.name_of(workload), found[workloads.name_of(workload)], flush=True)
+    for workload in [None, *workloads.load(chosen)]:
+        if workload is not None:
+            found[workloads.name_of(workload)] = workloads.run(server, workload)._asdict()
         pathlib.Path(results).write_text(json.dumps(found))
+        print(*list(found.items())[-1], flush=True)
     stats = jax.devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use", 0)
     found["memory"] = {"beyond": peak - server.weights_bytes - server.pool_bytes}

@@ -1,6 +1,6 @@
 """vLLM's engine over the workloads, in a process of its own: no jax, and no network.
 
-    python -m tests.benchmarks.served.vllm_engine FOLDER CONFIG.json RESULTS.json
+    python -m tests.benchmarks.served.vllm_engine CONFIG.json RESULTS.json WORKLOADS FOLDER OPTIONS
 
 FOLDER holds vLLM and what it needs beside torch, as ``pip install --target`` leaves them. The
 configuration is that of the model; its weights are random. The results are a mapping from names of
@@ -79,7 +79,7 @@ class Engine:
         return self.engine.has_unfinished_requests()
 
 
-def main(folder: str, config: str, results: str, options: str = "{}") -> None:
+def main(config: str, results: str, chosen: str, folder: str, options: str) -> None:
     """Serves the workloads, and writes the figures after each."""
     sys.path.insert(0, folder)
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
@@ -87,8 +87,9 @@ def main(folder: str, config: str, results: str, options: str = "{}") -> None:
     engine = Engine(json.loads(pathlib.Path(config).read_text()), json.loads(options))
     workloads.run(engine, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
-    for workload in workloads.FULL:
+    for workload in workloads.load(chosen):
         found[workloads.name_of(workload)] = workloads.run(engine, workload)._asdict()
+        print("vLLM:", *list(found.items())[-1], flush=True)
         pathlib.Path(results).write_text(json.dumps(found))
 
 

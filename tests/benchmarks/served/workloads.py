@@ -1,8 +1,9 @@
 """Workloads of served models, the same for every engine. No jax and no torch."""
 
+import json
 import statistics
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +57,20 @@ SMALLEST: tuple[Workload, ...] = (
     Prefill(2, 16, repeats=1),
     Trace(4, (8, 24), (2, 6), rate=200.0),
 )
+
+
+def dump(chosen: Sequence[Workload]) -> str:
+    """Returns workloads as text, for a process of its own."""
+    return json.dumps([[type(workload).__name__, list(workload)] for workload in chosen])
+
+
+def load(text: str) -> list[Workload]:
+    """Returns the workloads of `dump`."""
+    kinds = {kind.__name__: kind for kind in (Decode, Prefill, Trace)}
+    return [
+        kinds[name](*(tuple(v) if isinstance(v, list) else v for v in fields))
+        for name, fields in json.loads(text)
+    ]
 
 
 def name_of(workload: Workload) -> str:
