@@ -13,7 +13,8 @@ import pytest
 
 import jaxkv
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._sampling import Kind, pack
+from jaxkv._src.engine._samples import INDEX, POSITION, row_of
+from jaxkv._src.engine._sampling import Kind
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
 from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
@@ -200,8 +201,8 @@ def test_limits_keep_what_sorting_keeps() -> None:
         )
         for i in range(40)
     ]
-    table = np.stack([pack(sampling, 1) for sampling in samplings], axis=1)
-    table[1], table[2] = range(40), 7
+    table = np.stack([row_of(sampling, sample=1, position=7) for sampling in samplings])
+    table[:, INDEX] = range(40)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.LIMITED)
     drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
     wanted = [
@@ -214,9 +215,9 @@ def test_limits_keep_what_sorting_keeps() -> None:
 def test_drawn_tokens_have_the_model_s_distribution() -> None:
     count = 4000
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
-    column = pack(Sampling(temperature=0.5, seed=3), 0)
-    table = np.repeat(column[:, None], count, axis=1)
-    table[1], table[2] = 0, np.arange(count)
+    sampling = Sampling(temperature=0.5, seed=3)
+    table = np.repeat(row_of(sampling, sample=0, position=0)[None], count, axis=0)
+    table[:, POSITION] = np.arange(count)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.DRAWN)
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count
@@ -338,13 +339,14 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
         for output in engine.step():
             if output.finish_reason is not None:
                 ended += 1
-                alive -= {output.request} if not engine._live[output.request] else set()
+                alive -= {output.request} if output.request not in engine._samples.num_of else set()
         if alive and rng.random() < 0.1:
             engine.abort(gone := int(rng.choice(sorted(alive))))
             alive.remove(gone)
     assert_all_free(engine)
     assert ended == sum(sampling.n for _, sampling in requests)
-    assert not engine._tokens and not engine._live and not engine._in_flight
+    samples = engine._samples
+    assert not samples.of and not samples.tokens and not samples.num_of and not engine._in_flight
 
 
 # --- refusals -------------------------------------------------------------------------

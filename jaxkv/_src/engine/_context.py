@@ -76,8 +76,8 @@ class StepContext:
           cache: as the previous step returned it.
           upload: from `BlockManager.step`.
           token_ids: int32[T] or [B, T / B]; None: the first T of the upload's ``extra``.
-          newest_tokens: int32[max_requests], the token that each table row drew last: it stands
-            for the id -1, so that tokens need not pass through the host. None: -1 is an id.
+          newest_tokens: int32[N], tokens that earlier steps drew: the id ``-1 - i`` stands for
+            the i-th of them, so that tokens need not pass through the host. None: ids are as given.
           implementation: as for `jaxkv.apply_step`.
 
         Raises:
@@ -86,8 +86,7 @@ class StepContext:
         self._cache, self._batch = apply_step(cache, upload, implementation=implementation)
         self._token_ids = _token_ids(self._batch, token_ids)
         if newest_tokens is not None:
-            rows = take(self._batch.request_rows, self._batch.token_requests)
-            newest = take(newest_tokens, rows)
+            newest = take(newest_tokens, -1 - self._token_ids)
             self._token_ids = jnp.where(self._token_ids < 0, newest, self._token_ids)
         self._record, self._calls = _Record(), 0
 

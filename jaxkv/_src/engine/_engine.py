@@ -15,7 +15,8 @@ from jax import Array
 from jaxkv._src.blocks import BlockManager, StepShape, Upload
 from jaxkv._src.cache import CacheError, KVCache, make_cache
 from jaxkv._src.engine._ladder import Ladder
-from jaxkv._src.engine._sampling import ROWS, Kind, Output, Sample, Sampling, as_prompt
+from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Samples
+from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, as_prompt
 from jaxkv._src.engine._step import Forward, State, check_same, ring_for, run_steps
 from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
@@ -28,7 +29,6 @@ InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
-POSITION = ROWS.index("position")
 
 
 @dataclasses.dataclass
@@ -55,22 +55,42 @@ class Stats:
     preemptions: int = 0
 
 
+class _Drawn(NamedTuple):
+    """The samples that a step draws a token for.
+
+    slots: int64[S], see `Sample`.
+    answers: to the scheduler, if all of them go on.
+    """
+
+    names: list[Hashable]
+    samples: list[Sample]
+    slots: np.ndarray
+    answers: dict[Hashable, int]
+    wants_logprobs: bool
+
+
+class _Step(NamedTuple):
+    """A step that is packed.
+
+    last: samples of which it draws the last token.
+    num_ended: `Samples.num_ended` when it was packed.
+    """
+
+    upload: Upload
+    drawn: _Drawn
+    last: list[Sample]
+    num_ended: int
+
+
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call of the device: some steps, and the samples that each draws a token for."""
+    """Steps that one call of the device runs."""
 
-    uploads: tuple[Upload, ...]
-    tables: np.ndarray  # int32[steps, len(ROWS), S]
-    samples: list[list[Sample]]
+    steps: list[_Step]
     out: Array | None = None  # int32[steps, 2 * S + 1], once it runs
 
 
-class _DrawnFrom(NamedTuple):
-    """The samples of a step, and the table row of each; -1: it waits for one."""
-
-    names: list[Hashable]
-    rows: np.ndarray  # int64[samples]
-    without_row: list[int]
+NONE_DRAWN = _Drawn([], [], np.zeros(0, np.int64), {}, False)
 
 
 class Engine:
@@ -131,14 +151,14 @@ class Engine:
         """
         check_positive(decode_steps=decode_steps)
         self._manager = BlockManager(plan, max_requests=max_requests)
-        self._tokens: dict[Hashable, list[int]] = {}  # by name of the sample
+        self._samples, steps_ahead = Samples(), CALLS_AHEAD * decode_steps
         self._scheduler = Scheduler(
             self._manager,
             max_tokens=max_tokens,
             forks=min(max_requests, 32) if forks is None else forks,
-            tokens=self._tokens,
+            tokens=self._samples.tokens,
             chunk_tokens=chunk_tokens,
-            steps_ahead=CALLS_AHEAD * decode_steps,
+            steps_ahead=steps_ahead,
         )
         self._ladder = Ladder(self._scheduler, max_requests, max_tokens)
         self._plan, self._decode_steps = plan, decode_steps
@@ -146,9 +166,9 @@ class Engine:
         self._cache: KVCache | SleepingCache
         self._cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
         # Read with the sharding of the cache, to which steps return it.
-        self._newest = jax.device_put(
-            jnp.zeros(max_requests, jnp.int32), self._cache.status.sharding
-        )
+        size = (steps_ahead + 1) * max_requests  # tokens are in the host's memory after that
+        self._on_device = jax.device_put(jnp.zeros(size, jnp.int32), self._cache.status.sharding)
+        self._place = 0  # of the tokens that the newest step draws
         self._ring = ring_for(self._cache, depth=max(16, 4 * decode_steps))
         self._run, self._run_few = [
             jax.jit(
@@ -159,15 +179,8 @@ class Engine:
             )
             for is_small in (False, True)
         ]
-        self._samples: dict[Hashable, Sample] = {}  # that have not ended, by name
-        self._live: collections.Counter[Hashable] = collections.Counter()  # samples by request
-        # By table row; the last column is for samples that wait for one.
-        self._table = np.zeros((len(ROWS), max_requests + 1), np.int32)
-        self._drawn_from = _DrawnFrom([], np.zeros(0, np.int64), [])
-        # Of a step that goes on from the one before: every id is on the device.
-        self._on_device = np.full(max_requests, -1, np.int32)
-        self._in_order = np.arange(max_requests)
-        self._holders: list[Sample | None] = [None] * max_requests
+        self._drawn = NONE_DRAWN  # by the newest step, if its tokens are on the device
+        self._stops: set[int] = set()  # of all requests so far
         self._packed: collections.deque[_Call] = collections.deque()
         self._in_flight: collections.deque[_Call] = collections.deque()
         self._changed: dict[Sample, None] = {}  # with tokens or an end that no output has held
@@ -189,7 +202,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._samples or self._changed)
+        return bool(self._samples.of or self._changed)
 
     def generate(
         self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
@@ -251,11 +264,10 @@ class Engine:
         Raises:
           ValueError: an unknown request, or one that has ended.
         """
-        if not self._live[request]:
+        if request not in self._samples.num_of:
             raise ValueError(f"request={request!r} is unknown, or has ended")
-        for sample in [s for s in self._samples.values() if s.request == request]:
-            sample.reason = "abort"
-            self._end(sample)
+        for sample in [s for s in self._samples.of.values() if s.request == request]:
+            self._end(sample, "abort")
 
     def step(self) -> list[Output]:
         """Sends the next step to the device, and returns what the one before has computed.
@@ -339,19 +351,19 @@ class Engine:
           samplings: kinds of sampling that will come. A step that draws, or draws within limits
             (``top_k``, ``top_p``, ``min_p``), is compiled anew when the first request asks for it.
         """
+        self._settle()
         self._kind = max([self._kind, *(sampling.kind for sampling in samplings)])
         counts = {shape: {1} for shape in self._ladder.shapes}
         for shape in self._ladder.decode.values():
             counts[shape].add(self._decode_steps)
         calls = [self._idle(shape, n) for shape, sizes in counts.items() for n in sorted(sizes)]
-        state = State(self._awake(), self._newest)
+        state = State(self._awake(), self._on_device)
         # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiling = []
             for call in calls[::-1]:  # the largest take longest
-                lowered = self._run_of(call).lower(
-                    *(self._params, state, call.uploads, call.tables), kind=self._kind
-                )
+                run, uploads = self._run_of(call)
+                lowered = run.lower(self._params, state, uploads, kind=self._kind)
                 compiling.append(pool.submit(lowered.compile))
             for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
                 done.result()
@@ -371,7 +383,7 @@ class Engine:
                 self._changed.clear()
                 yield from [sample.output(sample.num_prompt) for sample in ended]
         finally:
-            for request in list(self._live):
+            for request in list(self._samples.num_of):
                 self.abort(request)
             self._changed.clear()
 
@@ -384,16 +396,16 @@ class Engine:
             self._in_flight.append(self._send(self._packed[0]))
             self._packed.popleft()
         ahead = CALLS_AHEAD - 1 if is_busy else max(0, len(self._in_flight) - 1)
-        if self._samples and not self._in_flight:
+        if self._samples.of and not self._in_flight:
             raise RuntimeError(f"{self._scheduler!r} found no work, although requests wait")
         while len(self._in_flight) > ahead:
             self._collect(self._in_flight.popleft())
 
     def _pack(self) -> list[_Call]:
         """Packs the uploads of the next call: some decodes, or one other step."""
-        calls: list[_Call] = []
+        steps: list[_Step] = []
         shape: StepShape | None = None
-        while len(calls) < self._decode_steps and self._samples:
+        while len(steps) < self._decode_steps and self._samples.of:
             most = self._ladder.fill(self._scheduler.wanted_tokens)
             schedule = self._scheduler.schedule(max_tokens=most)
             if not schedule.work:
@@ -403,58 +415,65 @@ class Engine:
             if shape is not None and not (is_decode and fitting.max_tokens <= shape.max_tokens):
                 break  # the schedule comes again
             shape = shape or fitting
-            calls.append(self._pack_one(schedule, shape))
+            steps.append(self._pack_one(schedule, shape))
             if not is_decode:
                 break
-        if len(calls) < max(2, self._decode_steps):
-            return calls
-        uploads = tuple(upload for call in calls for upload in call.uploads)
-        tables = np.concatenate([call.tables for call in calls])
-        return [_Call(uploads, tables, [samples for call in calls for samples in call.samples])]
+        is_whole = len(steps) == self._decode_steps
+        return [_Call(steps)] if is_whole else [_Call([step]) for step in steps]
 
-    def _pack_one(self, schedule: Schedule, shape: StepShape) -> _Call:
+    def _pack_one(self, schedule: Schedule, shape: StepShape) -> _Step:
         names, is_changed = list(schedule.samples), bool(schedule.hits or schedule.preempted)
-        if not is_changed and names == self._drawn_from.names == list(schedule.work):
-            ids, indices = self._on_device[: len(names)], self._in_order[: len(names)]
+        if is_changed or names != self._drawn.names:
+            drawn, ids = self._samples_of(names), self._token_ids(schedule)
+        elif names != list(schedule.work):
+            drawn, ids = self._drawn, self._token_ids(schedule)
         else:
-            ids, indices = schedule.token_ids, list(schedule.samples.values())
-        upload = self._manager.step(shape, schedule.work, extra=ids, ring=self._ring)
-        self._count(schedule, shape, len(ids))
-        samples = [self._samples[name] for name in names]
-        answers = {}
-        for name, sample in zip(names, samples, strict=True):
-            sample.num_drawn += 1
-            if sample.num_drawn < sample.end:
-                answers[name] = 1
+            drawn, ids = self._drawn, None
+        numbers = self._samples.numbers.take(drawn.slots, axis=0)
+        place = (self._place + self._manager.max_requests) % self._on_device.size
+        extra = np.zeros(shape.extra, np.int32)
+        count, tokens = len(names), shape.max_tokens
+        if ids is None:  # the step goes on from the one before
+            extra[:count] = -1 - numbers[:, PLACE]
+        else:
+            extra[: ids.size] = ids
+        numbers[:, POSITION] += 1
+        numbers[:, LEFT] -= 1
+        in_order = np.arange(count)
+        numbers[:, INDEX] = in_order if ids is None else list(schedule.samples.values())
+        numbers[:, PLACE] = place + in_order
+        extra[tokens] = place
+        extra[tokens + 1 : tokens + 1 + count * LEFT] = numbers[:, :LEFT].reshape(-1)
+        upload = self._manager.step(shape, schedule.work, extra=extra, ring=self._ring)
+        self._count(schedule, shape)
+        self._samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
+        last = [drawn.samples[at] for at in np.flatnonzero(numbers[:, LEFT] == 0)]
+        gone = {sample.name for sample in last}
+        answers = {name: 1 for name in names if name not in gone} if gone else drawn.answers
         self._scheduler.append(answers)
-        if is_changed or names != self._drawn_from.names:
-            self._drawn_from = self._hold(names, samples)
-        rows, table = self._drawn_from.rows, _empty_table(shape)
-        count = len(samples)
-        table[:, :count] = self._table[:, rows]
-        for at in self._drawn_from.without_row:  # they wait
-            table[:, at] = samples[at].numbers
-            table[POSITION, at] = samples[at].num_drawn - samples[at].num_prompt - 1
-        self._table[POSITION, rows] += 1
-        table[0, :count] = rows
-        table[0, self._drawn_from.without_row] = -1
-        table[1, :count] = indices
-        return _Call((upload,), table[None], [samples])
+        return _Step(upload, drawn, last, self._samples.num_ended)
 
-    def _hold(self, names: list[Hashable], samples: list[Sample]) -> _DrawnFrom:
-        """Finds the rows of samples, and writes the numbers of those new in theirs to the table."""
-        rows_of = self._manager.requests
-        rows = [rows_of.get(name, -1) for name in names]
-        for sample, row in zip(samples, rows, strict=True):
-            if row >= 0 and self._holders[row] is not sample:
-                self._holders[row] = sample
-                self._table[:, row] = sample.numbers
-                self._table[POSITION, row] = sample.num_drawn - sample.num_prompt - 1
-        without_row = [at for at, row in enumerate(rows) if row < 0]
-        return _DrawnFrom(names, np.array(rows, np.int64), without_row)
+    def _samples_of(self, names: list[Hashable]) -> _Drawn:
+        samples = [self._samples.of[name] for name in names]
+        slots = np.array([sample.slot for sample in samples], np.int64)
+        wants_logprobs = any(sample.sampling.logprobs for sample in samples)
+        return _Drawn(names, samples, slots, dict.fromkeys(names, 1), wants_logprobs)
 
-    def _count(self, schedule: Schedule, shape: StepShape, num_tokens: int) -> None:
-        stats = self.stats
+    def _token_ids(self, schedule: Schedule) -> np.ndarray:
+        """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""
+        ids, work = schedule.token_ids, schedule.work
+        unknown = np.flatnonzero(ids < 0)
+        if unknown.size:  # the last of their requests
+            requests, names = (
+                np.cumsum(list(work.values())).searchsorted(unknown, "right"),
+                list(work),
+            )
+            slots = [self._samples.of[names[at]].slot for at in requests.tolist()]
+            ids[unknown] = -1 - self._samples.numbers[slots, PLACE]
+        return ids
+
+    def _count(self, schedule: Schedule, shape: StepShape) -> None:
+        stats, num_tokens = self.stats, sum(schedule.work.values())
         stats.steps += 1
         stats.computed_tokens += num_tokens
         stats.padded_tokens += shape.max_tokens - num_tokens
@@ -462,35 +481,49 @@ class Engine:
         stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
 
     def _send(self, call: _Call) -> _Call:
-        state = State(self._awake(), self._newest)
-        run = self._run_of(call)
-        state, call.out = run(self._params, state, call.uploads, call.tables, kind=self._kind)
-        self._cache, self._newest = state.cache, state.newest_tokens
+        state, (run, uploads) = State(self._awake(), self._on_device), self._run_of(call)
+        state, call.out = run(self._params, state, uploads, kind=self._kind)
+        self._cache, self._on_device = state.cache, state.drawn
         call.out.copy_to_host_async()
         self.stats.calls += 1
         return call
 
-    def _run_of(self, call: _Call) -> Any:
-        """Returns the jitted `run_steps` for a call."""
-        return self._run_few if call.uploads[0].shape.max_tokens <= FEW_TOKENS else self._run
+    def _run_of(self, call: _Call) -> tuple[Any, tuple[Upload, ...]]:
+        """Returns the jitted `run_steps` for a call, and its uploads."""
+        is_small = call.steps[0].upload.shape.max_tokens <= FEW_TOKENS
+        return self._run_few if is_small else self._run, tuple([s.upload for s in call.steps])
 
     def _collect(self, call: _Call) -> None:
         """Waits for a call, and gives the samples their tokens."""
-        for out, samples in zip(np.asarray(call.out), call.samples, strict=True):
+        for out, step in zip(np.asarray(call.out), call.steps, strict=True):
             if out[-1]:
                 raise CacheError(int(out[-1]))
-            size, count = out.size // 2, len(samples)
-            logprobs = out[size : size + count].view(np.float32)
-            self.stats.nan_tokens += int(np.isnan(logprobs).sum())
-            for sample, token, logprob in zip(
-                samples, out[:count].tolist(), logprobs.tolist(), strict=True
-            ):
-                if sample.reason is not None:  # it ended before this token
-                    continue
-                self._changed[sample] = None
-                self.stats.sampled_tokens += 1
-                if sample.note(token, logprob):
-                    self._end(sample)
+            samples, half = step.drawn.samples, out.size // 2
+            tokens, logprobs = out[: len(samples)], out[half : half + len(samples)]
+            if step.num_ended != self._samples.num_ended:  # some ended before these tokens
+                at = [i for i, sample in enumerate(samples) if sample.reason is None]
+                samples, tokens, logprobs = [samples[i] for i in at], tokens[at], logprobs[at]
+            self._note(step, samples, tokens.tolist(), logprobs.view(np.float32))
+
+    def _note(
+        self, step: _Step, samples: list[Sample], tokens: list[int], logprobs: np.ndarray
+    ) -> None:
+        """Adds a token to each sample, and ends those of which it is the last."""
+        self.stats.sampled_tokens += len(samples)
+        self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
+        for sample, token in zip(samples, tokens, strict=True):
+            sample.tokens.append(token)
+        if step.drawn.wants_logprobs:
+            for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
+                sample.logprobs.append(logprob)
+        self._changed.update(dict.fromkeys(samples))
+        if not self._stops.isdisjoint(tokens):
+            for sample, token in zip(samples, tokens, strict=True):
+                if token in sample.sampling.stop_token_ids:
+                    self._end(sample, "stop")
+        for sample in step.last:
+            if sample.reason is None:
+                self._end(sample, "length")
 
     def _settle(self) -> None:
         """Runs what is packed, and waits for all calls."""
@@ -498,6 +531,7 @@ class Engine:
             self._in_flight.append(self._send(self._packed.popleft()))
         while self._in_flight:
             self._collect(self._in_flight.popleft())
+        self._drawn = NONE_DRAWN
 
     # --- pieces -------------------------------------------------------------------
 
@@ -512,56 +546,66 @@ class Engine:
                 f"{name} of {len(ids)} tokens and max_tokens={sampling.max_tokens} are more than "
                 f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
             )
-        if self._live[request]:
+        if request in self._samples.num_of:
             raise ValueError(f"request={request!r} has not ended; use another name")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        return [Sample(request, i, ids, end, sampling) for i in range(sampling.n)]
+        return [
+            Sample(request, index, sampling, ids.copy(), len(ids), end)
+            for index in range(sampling.n)
+        ]
 
     def _add(self, samples: list[Sample], **options: Any) -> None:
-        first, sizes = samples[0], {"samples": len(samples), "max_tokens": samples[0].end}
-        self._tokens |= {sample.name: sample.tokens for sample in samples}
+        first, sampling = samples[0], samples[0].sampling
+        for sample in samples:
+            self._samples.add(sample)
         try:
-            self._scheduler.add(first.request, first.num_prompt, **sizes, **options)
+            self._scheduler.add(
+                first.request,
+                first.num_prompt,
+                samples=len(samples),
+                max_tokens=first.end,
+                **options,
+            )
         except (TypeError, ValueError):
             for sample in samples:
-                del self._tokens[sample.name]
+                self._samples.remove(sample)
             raise
-        self._samples |= {sample.name: sample for sample in samples}
-        self._kind = max(self._kind, first.sampling.kind)
-        self._live[first.request] = len(samples)
+        self._kind = max(self._kind, sampling.kind)
+        self._stops.update(sampling.stop_token_ids)
         self.stats.prompt_tokens += first.num_prompt
 
-    def _end(self, sample: Sample) -> None:
+    def _end(self, sample: Sample, reason: FinishReason) -> None:
         self._scheduler.finish(sample.name)
-        del self._samples[sample.name], self._tokens[sample.name]
-        self._live[sample.request] -= 1
-        if not self._live[sample.request]:
-            del self._live[sample.request]
+        self._samples.remove(sample)
+        sample.reason = reason
         self._changed[sample] = None
 
     def _again(self, *, from_prompts: bool = False) -> None:
         """Lets all requests wait, to be computed again; nothing is in flight."""
-        for sample in self._samples.values():
-            sample.restart(from_prompts=from_prompts)
+        for sample in self._samples.of.values():
+            if from_prompts:
+                del sample.tokens[sample.num_prompt :]
+                sample.logprobs.clear()
+                sample.num_sent = 0
+            self._samples.restart(sample)
         self._scheduler.restart()
-        self._holders = [None] * self._manager.max_requests
-        self._drawn_from = self._drawn_from._replace(names=[])
+        self._drawn = NONE_DRAWN
 
     def _idle(self, shape: StepShape, count: int) -> _Call:
         """Returns a call of steps without requests."""
-        if self._ring is None:
-            uploads = tuple(shape.idle() for _ in range(count))
-        else:
-            uploads = tuple(self._manager.step(shape, {}, ring=self._ring) for _ in range(count))
-        return _Call(uploads, np.stack([_empty_table(shape)] * count), [[]] * count)
+        uploads = [
+            shape.idle() if self._ring is None else self._manager.step(shape, {}, ring=self._ring)
+            for _ in range(count)
+        ]
+        return _Call([_Step(upload, NONE_DRAWN, [], 0) for upload in uploads])
 
     def _trace_smallest(self) -> None:
         """Traces the step of the smallest shape, so that mistakes of a model are said now."""
-        shape, state = self._ladder.shapes[0], State(self._awake(), self._newest)
+        state = State(self._awake(), self._on_device)
         # Not of the ring: such an upload has a number, and nothing runs it.
-        tables = _empty_table(shape)[None]
-        self._run.eval_shape(self._params, state, (shape.idle(),), tables, kind=self._kind)
+        upload = self._ladder.shapes[0].idle()
+        self._run.eval_shape(self._params, state, (upload,), kind=self._kind)
 
     def _note_vocab_size(self, size: int) -> None:
         self._vocab_size = size
@@ -574,17 +618,9 @@ class Engine:
     def _check_idle(self) -> None:
         if self.has_work:
             raise ValueError(
-                f"the engine has {len(self._samples)} samples that have not ended: generate needs "
-                "it for itself; take their outputs with step, or add these prompts to them"
+                f"the engine has {len(self._samples.of)} samples that have not ended: generate "
+                "needs it for itself; take their outputs with step, or add these prompts to them"
             )
-
-
-def _empty_table(shape: StepShape) -> np.ndarray:
-    """Returns a table of samples without any, int32[len(ROWS), S]."""
-    most = shape.batch_size if shape.max_query_len == 1 else shape.max_requests
-    table = np.zeros((len(ROWS), most), np.int32)
-    table[0] = -1
-    return table
 
 
 def _with_progress[T](done: Iterable[T], count: int) -> Iterable[T]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxkv._src.blocks import StepShape
+from jaxkv._src.engine._samples import extra_size
 from jaxkv._src.scheduler import Schedule, Scheduler
 
 FULL_ENOUGH = 0.95  # of a step's tokens; below that, a smaller step takes what fits
@@ -25,12 +26,15 @@ class Ladder:
                 "token of each"
             )
         self.decode = {
-            size: scheduler.shape(batch_size=size, max_tokens=size, max_query_len=1)
+            size: scheduler.shape(
+                batch_size=size, max_tokens=size, max_query_len=1, extra=extra_size(size, size)
+            )
             for size in _of_decodes(max_requests)
         }
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         self.mixed = {
-            size: scheduler.shape(max_tokens=size) for size in _halves(smallest, max_tokens)
+            size: scheduler.shape(max_tokens=size, extra=extra_size(size, max_requests))
+            for size in _halves(smallest, max_tokens)
         }
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -123,78 +123,3 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
             + (", the columns of the logits" if vocab_size else "")
         )
     return ids.tolist()
-
-
-class Sample:
-    """One sample of a request, from its prompt to its end.
-
-    name: in the scheduler.
-    tokens: prompt and generated tokens that are known; the scheduler reads this list.
-    end: tokens that it may have, the prompt's included.
-    num_drawn: tokens that steps have been told to compute or to draw: `tokens` and those in flight.
-    num_sent: tokens that an output has held.
-    """
-
-    __slots__ = (
-        *(
-            "name",
-            "request",
-            "index",
-            "sampling",
-            "num_prompt",
-            "tokens",
-            "logprobs",
-            "end",
-            "numbers",
-        ),
-        *("num_drawn", "num_sent", "reason", "stops"),
-    )
-
-    def __init__(self, request: Hashable, index: int, prompt: list[int], end: int, sampling: Any):
-        self.request, self.index, self.sampling = request, index, sampling
-        self.name = (request, index) if index else request
-        self.tokens, self.num_prompt, self.end = prompt.copy(), len(prompt), end
-        self.logprobs: list[float] = []
-        self.stops = frozenset(sampling.stop_token_ids)
-        self.numbers = pack(sampling, index)
-        self.num_drawn = self.num_sent = len(prompt)
-        self.reason: FinishReason | None = None
-
-    def note(self, token: int, logprob: float) -> bool:
-        """Adds a token. Returns whether it is the last one."""
-        self.tokens.append(token)
-        if self.sampling.logprobs:
-            self.logprobs.append(logprob)
-        if token in self.stops:
-            self.reason = "stop"
-        elif len(self.tokens) == self.end:
-            self.reason = "length"
-        return self.reason is not None
-
-    def restart(self, *, from_prompts: bool) -> None:
-        """Forgets what is in flight, or all tokens but the prompt."""
-        if from_prompts:
-            del self.tokens[self.num_prompt :]
-            self.logprobs.clear()
-            self.num_sent = self.num_prompt
-        self.num_drawn = len(self.tokens)
-
-    def output(self, start: int | None = None) -> Output:
-        """Returns the tokens from ``start`` on; None: those that no output has held."""
-        start = self.num_sent if start is None else start
-        self.num_sent = len(self.tokens)
-        logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
-        return Output(self.request, self.index, self.tokens[start:], logprobs, self.reason)
-
-
-#: the rows of the sampler's table, int32[len(ROWS), samples]; floats by their bits
-ROWS = ("row", "index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
-
-
-def pack(sampling: Sampling, index: int) -> np.ndarray:
-    """Returns a sample's column of the sampler's table, int32[len(ROWS)]."""
-    floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
-    temperature, top_p, min_p = floats.view(np.int32).tolist()
-    seed = int(np.array(sampling.seed, np.uint32).view(np.int32))
-    column = (-1, 0, 0, seed, index, temperature, sampling.top_k or 0, top_p, min_p)
-    return np.array(column, np.int32)

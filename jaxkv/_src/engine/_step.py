@@ -13,7 +13,8 @@ from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache
 from jaxkv._src.engine._context import StepContext
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._sampling import ROWS, Kind
+from jaxkv._src.engine._samples import COLUMNS
+from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.step import UploadRing
 
 Forward = Callable[[Any, StepContext], Any]
@@ -24,11 +25,11 @@ Forward = Callable[[Any, StepContext], Any]
 class State:
     """The device's state between two calls.
 
-    newest_tokens: int32[max_requests], the last token drawn in each table row.
+    drawn: tokens of the latest steps; each step says in its upload where its own begin.
     """
 
     cache: KVCache
-    newest_tokens: Array  # int32[max_requests]
+    drawn: Array  # int32[N]
 
 
 def run_steps(
@@ -37,7 +38,6 @@ def run_steps(
     params: Any,
     state: State,
     uploads: tuple[Upload, ...],
-    tables: Array,
     *,
     kind: Kind,
 ) -> tuple[State, Array]:
@@ -46,7 +46,7 @@ def run_steps(
     Args:
       forward: the model, see `Engine`.
       note_vocab_size: called with the width of the logits while the step is traced.
-      tables: int32[steps, len(ROWS), S], a column for each sample to draw; see `draw`.
+      uploads: their ``extra`` holds what `extra_size` counts, for S samples.
       kind: of the sampler; static.
 
     Returns:
@@ -54,27 +54,25 @@ def run_steps(
       error flags of the cache.
     """
 
-    def one(state: State, step: tuple[Upload, Array]) -> tuple[State, Array]:
-        context = StepContext(state.cache, step[0], newest_tokens=state.newest_tokens)
+    def one(state: State, upload: Upload) -> tuple[State, Array]:
+        context = StepContext(state.cache, upload, newest_tokens=state.drawn)
         result = forward(params, context)
         logits, context = result if isinstance(result, tuple) else (result, context)
         _check_logits(logits, context)
         note_vocab_size(logits.shape[-1])
-        cache = context.done()
-        tokens, logprobs = draw(logits, step[1], kind)
-        rows = step[1][ROWS.index("row")]
-        rows = jnp.where(rows < 0, state.newest_tokens.size, rows)
-        newest = state.newest_tokens.at[rows].set(tokens, mode="drop")
+        cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]
+        tokens, logprobs = draw(logits, extra[1:].reshape(-1, len(COLUMNS)), kind)
+        drawn = lax.dynamic_update_slice(state.drawn, tokens, extra[:1])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         out = jnp.concatenate([tokens, bits, cache.error_flags[None]])
-        return State(cache, newest), out
+        return State(cache, drawn), out
 
     if len(uploads) == 1:
-        state, out = one(state, (uploads[0], tables[0]))
+        state, out = one(state, uploads[0])
         return state, out[None]
     memory = jax.memory.Space.Device  # uploads of a ring are in the host's
     data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
-    return lax.scan(one, state, (Upload(data=data, shape=uploads[0].shape), tables))
+    return lax.scan(one, state, Upload(data=data, shape=uploads[0].shape))
 
 
 def _check_logits(logits: Any, context: Any) -> None:

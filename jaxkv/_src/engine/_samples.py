@@ -1,0 +1,109 @@
+"""The samples of an engine, and the numbers of all of them in one array. No jax."""
+
+import collections
+import dataclasses
+from collections.abc import Hashable
+
+import numpy as np
+
+from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
+
+#: columns of a sampler's table, int32[samples, len(COLUMNS)]; floats by their bits
+COLUMNS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
+INDEX, POSITION = 0, 1
+LEFT, PLACE = len(COLUMNS), len(COLUMNS) + 1
+
+
+def extra_size(tokens: int, samples: int) -> int:
+    """Returns the integers of an upload: token ids, the place of what is drawn, and the table."""
+    return tokens + 1 + samples * len(COLUMNS)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sample:
+    """One sample of a request, from its prompt to its end.
+
+    tokens: prompt and generated tokens that are known; the scheduler reads this list.
+    end: tokens that it may have, the prompt's included.
+    slot: its row of `Samples.numbers`; -1: none.
+    num_sent: tokens that an output has held, the prompt's included.
+    """
+
+    request: Hashable
+    index: int
+    sampling: Sampling
+    tokens: list[int]
+    num_prompt: int
+    end: int
+    slot: int = -1
+    num_sent: int = 0
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def name(self) -> Hashable:
+        """Its name in the scheduler."""
+        return (self.request, self.index) if self.index else self.request
+
+    def output(self, start: int | None = None) -> Output:
+        """Returns the tokens from ``start`` on; None: those that no output has held."""
+        start = max(self.num_sent, self.num_prompt) if start is None else start
+        self.num_sent = len(self.tokens)
+        logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
+        return Output(self.request, self.index, self.tokens[start:], logprobs, self.reason)
+
+
+class Samples:
+    """All samples that have not ended.
+
+    of: by name.
+    tokens: token ids by name, for the scheduler.
+    num_of: number of samples by request.
+    num_ended: how many have ended so far.
+    numbers: int32[N, len(COLUMNS) + 2], a row for each sample: those of `COLUMNS`, where the
+      position is that of the last token that a step draws; ``LEFT``, the tokens that it may still
+      draw; ``PLACE``, where the device keeps the last one, see `State`.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Hashable, Sample] = {}
+        self.tokens: dict[Hashable, list[int]] = {}
+        self.num_of: collections.Counter[Hashable] = collections.Counter()
+        self.num_ended = 0
+        self.numbers = np.zeros((64, len(COLUMNS) + 2), np.int32)
+        self._free = list(range(64))
+
+    def add(self, sample: Sample) -> None:
+        """Adds a sample."""
+        if not self._free:
+            self._free = list(range(len(self.numbers), 2 * len(self.numbers)))
+            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)])
+        sample.slot = self._free.pop()
+        self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
+        self.num_of[sample.request] += 1
+        self.restart(sample)
+
+    def restart(self, sample: Sample) -> None:
+        """Forgets what steps in flight draw for a sample."""
+        drawn, left = len(sample.tokens) - sample.num_prompt, sample.end - len(sample.tokens)
+        row = self.numbers[sample.slot]
+        row[: len(COLUMNS)] = row_of(sample.sampling, sample.index, drawn - 1)
+        row[LEFT] = left
+
+    def remove(self, sample: Sample) -> None:
+        """Removes a sample that ends."""
+        del self.of[sample.name], self.tokens[sample.name]
+        self._free.append(sample.slot)
+        self.num_ended += 1
+        self.num_of[sample.request] -= 1
+        if not self.num_of[sample.request]:
+            del self.num_of[sample.request]
+
+
+def row_of(sampling: Sampling, sample: int, position: int) -> np.ndarray:
+    """Returns a sample's row of the sampler's table, int32[len(COLUMNS)]."""
+    floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
+    temperature, top_p, min_p = floats.view(np.int32).tolist()
+    seed = int(np.array(sampling.seed, np.uint32).view(np.int32))
+    row = (0, position, seed, sample, temperature, sampling.top_k or 0, top_p, min_p)
+    return np.array(row, np.int32)
