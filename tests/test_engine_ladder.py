@@ -51,7 +51,7 @@ def test_steps_of_a_burst_are_padded_little() -> None:
     computed = padded = 0
     while left:
         schedule = scheduler.schedule(max_tokens=ladder.fill(scheduler.wanted_tokens))
-        shape = ladder.fitting(schedule)
+        shape = ladder.fitting(schedule, sum(schedule.work.values()))
         manager.step(shape, schedule.work)
         if shape.max_tokens > READING:
             computed += sum(schedule.work.values())

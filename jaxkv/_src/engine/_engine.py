@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -183,7 +184,9 @@ class Engine:
         self._stops: set[int] = set()  # of all requests so far
         self._packed: collections.deque[_Call] = collections.deque()
         self._in_flight: collections.deque[_Call] = collections.deque()
-        self._changed: dict[Sample, None] = {}  # with tokens or an end that no output has held
+        # With tokens or an end that no output has held, more than once perhaps; those with an end.
+        self._changed: list[Sequence[Sample]] = []
+        self._ended: list[Sample] = []
         self._kind = Kind.GREEDY  # of the sampler that is compiled: the widest wanted so far
         self.stats = Stats()
         self._vocab_size: int | None = None  # known once a step is traced
@@ -280,8 +283,9 @@ class Engine:
           CacheError: the device found an error; see `check_errors`.
         """
         self._advance()
-        outputs = [sample.output() for sample in self._changed]
-        self._changed.clear()
+        changed = self._changed[0] if len(self._changed) == 1 else _once(self._changed)
+        outputs = [sample.output() for sample in changed]
+        self._forget_changed()
         return outputs
 
     # --- weights and memory -------------------------------------------------------
@@ -379,13 +383,13 @@ class Engine:
         try:
             while self.has_work:
                 self._advance()
-                ended = [sample for sample in self._changed if sample.reason is not None]
-                self._changed.clear()
+                ended = self._ended.copy()
+                self._forget_changed()
                 yield from [sample.output(sample.num_prompt) for sample in ended]
         finally:
             for request in list(self._samples.num_of):
                 self.abort(request)
-            self._changed.clear()
+            self._forget_changed()
 
     def _advance(self) -> None:
         """Sends one call if there is work for it, and collects all but the newest ones."""
@@ -406,20 +410,27 @@ class Engine:
         steps: list[_Step] = []
         shape: StepShape | None = None
         while len(steps) < self._decode_steps and self._samples.of:
-            most = self._ladder.fill(self._scheduler.wanted_tokens)
-            schedule = self._scheduler.schedule(max_tokens=most)
+            schedule = self._scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 break
-            fitting = self._ladder.fitting(schedule)
+            num_tokens = sum(schedule.work.values())
+            fitting = self._ladder.fitting(schedule, num_tokens)
             is_decode = fitting.max_query_len == 1
             if shape is not None and not (is_decode and fitting.max_tokens <= shape.max_tokens):
                 break  # the schedule comes again
             shape = shape or fitting
             steps.append(self._pack_one(schedule, shape))
+            self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
             if not is_decode:
                 break
         is_whole = len(steps) == self._decode_steps
         return [_Call(steps)] if is_whole else [_Call([step]) for step in steps]
+
+    def _most_tokens(self) -> int | None:
+        """Returns the most tokens of the next step, so that it fills its shape; None: any."""
+        if len(self._samples.of) == len(self._drawn.names):
+            return None  # all of them have drawn a token, and want one more
+        return self._ladder.fill(self._scheduler.wanted_tokens)
 
     def _pack_one(self, schedule: Schedule, shape: StepShape) -> _Step:
         names, is_changed = list(schedule.samples), bool(schedule.hits or schedule.preempted)
@@ -445,7 +456,6 @@ class Engine:
         extra[tokens] = place
         extra[tokens + 1 : tokens + 1 + count * LEFT] = numbers[:, :LEFT].reshape(-1)
         upload = self._manager.step(shape, schedule.work, extra=extra, ring=self._ring)
-        self._count(schedule, shape)
         self._samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
         last = [drawn.samples[at] for at in np.flatnonzero(numbers[:, LEFT] == 0)]
         gone = {sample.name for sample in last}
@@ -464,19 +474,17 @@ class Engine:
         ids, work = schedule.token_ids, schedule.work
         unknown = np.flatnonzero(ids < 0)
         if unknown.size:  # the last of their requests
-            requests, names = (
-                np.cumsum(list(work.values())).searchsorted(unknown, "right"),
-                list(work),
-            )
-            slots = [self._samples.of[names[at]].slot for at in requests.tolist()]
+            names, ends = list(work), np.cumsum(list(work.values()))
+            requests = [self._samples.of[names[at]] for at in ends.searchsorted(unknown, "right")]
+            slots = [sample.slot for sample in requests]
             ids[unknown] = -1 - self._samples.numbers[slots, PLACE]
         return ids
 
-    def _count(self, schedule: Schedule, shape: StepShape) -> None:
-        stats, num_tokens = self.stats, sum(schedule.work.values())
+    def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
+        stats = self.stats
         stats.steps += 1
         stats.computed_tokens += num_tokens
-        stats.padded_tokens += shape.max_tokens - num_tokens
+        stats.padded_tokens += num_padded
         stats.preemptions += len(schedule.preempted)
         stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
 
@@ -516,7 +524,7 @@ class Engine:
         if step.drawn.wants_logprobs:
             for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
                 sample.logprobs.append(logprob)
-        self._changed.update(dict.fromkeys(samples))
+        self._changed.append(samples)
         if not self._stops.isdisjoint(tokens):
             for sample, token in zip(samples, tokens, strict=True):
                 if token in sample.sampling.stop_token_ids:
@@ -551,7 +559,7 @@ class Engine:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         return [
-            Sample(request, index, sampling, ids.copy(), len(ids), end)
+            Sample(request, index, sampling, ids.copy(), len(ids), end, len(ids))
             for index in range(sampling.n)
         ]
 
@@ -579,7 +587,12 @@ class Engine:
         self._scheduler.finish(sample.name)
         self._samples.remove(sample)
         sample.reason = reason
-        self._changed[sample] = None
+        self._changed.append([sample])
+        self._ended.append(sample)
+
+    def _forget_changed(self) -> None:
+        self._changed.clear()
+        self._ended.clear()
 
     def _again(self, *, from_prompts: bool = False) -> None:
         """Lets all requests wait, to be computed again; nothing is in flight."""
@@ -587,7 +600,7 @@ class Engine:
             if from_prompts:
                 del sample.tokens[sample.num_prompt :]
                 sample.logprobs.clear()
-                sample.num_sent = 0
+                sample.num_sent = sample.num_prompt
             self._samples.restart(sample)
         self._scheduler.restart()
         self._drawn = NONE_DRAWN
@@ -621,6 +634,11 @@ class Engine:
                 f"the engine has {len(self._samples.of)} samples that have not ended: generate "
                 "needs it for itself; take their outputs with step, or add these prompts to them"
             )
+
+
+def _once(samples: Sequence[Sequence[Sample]]) -> Iterable[Sample]:
+    """Returns every sample of some lists, once."""
+    return dict.fromkeys(itertools.chain.from_iterable(samples))
 
 
 def _with_progress[T](done: Iterable[T], count: int) -> Iterable[T]:

@@ -53,14 +53,13 @@ class Ladder:
         below = sizes[max(0, sizes.index(above) - 1)]
         return above if above <= READING or wanted >= FULL_ENOUGH * above else below
 
-    def fitting(self, schedule: Schedule) -> StepShape:
-        """Returns the smallest shape that holds a schedule."""
-        tokens = sum(schedule.work.values())
-        if tokens > len(schedule.work):
-            return next(shape for size, shape in self.mixed.items() if size >= tokens)
-        # A prompt of which one token is computed may have several samples.
-        most = max(tokens, len(schedule.samples))
-        return next(shape for size, shape in self.decode.items() if size >= most)
+    def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
+        """Returns the smallest shape that holds a schedule of so many tokens."""
+        shapes, wanted = self.mixed, num_tokens
+        if num_tokens == len(schedule.work):
+            # A prompt of which one token is computed may have several samples.
+            shapes, wanted = self.decode, max(num_tokens, len(schedule.samples))
+        return next(shape for size, shape in shapes.items() if size >= wanted)
 
 
 def _of_decodes(largest: int) -> Sequence[int]:

@@ -25,8 +25,8 @@ class Sample:
 
     tokens: prompt and generated tokens that are known; the scheduler reads this list.
     end: tokens that it may have, the prompt's included.
-    slot: its row of `Samples.numbers`; -1: none.
     num_sent: tokens that an output has held, the prompt's included.
+    slot: its row of `Samples.numbers`; -1: none.
     """
 
     request: Hashable
@@ -35,8 +35,8 @@ class Sample:
     tokens: list[int]
     num_prompt: int
     end: int
+    num_sent: int
     slot: int = -1
-    num_sent: int = 0
     logprobs: list[float] = dataclasses.field(default_factory=list)
     reason: FinishReason | None = None
 
@@ -47,10 +47,10 @@ class Sample:
 
     def output(self, start: int | None = None) -> Output:
         """Returns the tokens from ``start`` on; None: those that no output has held."""
-        start = max(self.num_sent, self.num_prompt) if start is None else start
-        self.num_sent = len(self.tokens)
+        start = self.num_sent if start is None else start
+        tokens, self.num_sent = self.tokens[start:], len(self.tokens)
         logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
-        return Output(self.request, self.index, self.tokens[start:], logprobs, self.reason)
+        return Output(self.request, self.index, tokens, logprobs, self.reason)
 
 
 class Samples:

@@ -2,18 +2,21 @@
 
 import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._options import Options
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._requests import Request, Running
+from jaxkv._src.scheduler._requests import InOrder, Request, Running
 from jaxkv._src.scheduler._schedule import Schedule
+
+CHECKED_AT_ONCE = 32  # requests whose token ids a step checks that goes on from the last one
 
 
 class Chooser:
@@ -30,12 +33,18 @@ class Chooser:
         self._num_uploads = 0  # when that was chosen
         #: whether the last schedule was empty, and no request has changed since
         self.is_idle = False
+        #: all running requests, if each has got one token since the last schedule; nothing else did
+        self.extended: InOrder | None = None
 
     def schedule(self, max_tokens: int) -> Schedule:
         """Chooses the work of the next step; see `Scheduler.schedule`."""
         is_carried_out = self._num_uploads != self._manager.num_uploads
         if self._last is None or is_carried_out or not self._last[0].work:
-            self._last = self._choose(min(max_tokens, self._options.max_tokens))
+            goes_on = self._last is not None and self._goes_on(self._last[0], max_tokens)
+            if self._last is not None and goes_on:
+                self._last = self._last[0], [], {}
+            else:
+                self._last = self._choose(min(max_tokens, self._options.max_tokens))
             self._num_uploads = self._manager.num_uploads
         step, preempted, hits = self._last
         order, work = self._queues.order, step.work.copy()
@@ -63,6 +72,25 @@ class Chooser:
         """Forgets the schedule that was not carried out."""
         self._last = None
 
+    def _goes_on(self, step: StepBudget, max_tokens: int) -> bool:
+        """Takes blocks for the work of the last step, if that is the work of this one.
+
+        That is so while all running requests decode and none can start. A part of their token ids
+        is checked each time.
+        """
+        order, manager = self._queues.order, self._manager
+        may_admit = len(self._queues.waiting) > 0 and self._queues.num_free_rows > 0
+        if not (order is step.everyone is self.extended) or may_admit:
+            return False
+        may_copy = self._options.forks and manager.block_pool.has_shared_blocks
+        if may_copy and np.count_nonzero(manager.may_copy_by_row[order.rows]):
+            return False
+        turns = cdiv(len(order.names), CHECKED_AT_ONCE)
+        start = CHECKED_AT_ONCE * (manager.num_uploads % turns)
+        checked = slice(start, start + CHECKED_AT_ONCE)
+        self._check(order.names[checked], manager.computed_by_row[order.rows[checked]] + 1)
+        return max_tokens >= len(order.names) and self._admission.grows(step.work)
+
     def _choose(
         self, max_tokens: int
     ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
@@ -74,7 +102,7 @@ class Chooser:
         )
         self._move_chunk_ends()
         running = self._queues.now_running()
-        self._check(running)
+        self._check(running.order.names, running.num_sampled)
         decodes, prefills = self._with_work(step, running)
         first, later = (decodes, prefills), ()
         if self._options.order == "prefill_first":
@@ -126,14 +154,14 @@ class Chooser:
 
     # --- the requests of a step -----------------------------------------------------
 
-    def _check(self, running: Running) -> None:
+    def _check(self, names: Sequence[Hashable], num_tokens: np.ndarray) -> None:
         """Raises ValueError if requests are not in the state in which the scheduler left them."""
         if len(self._manager.requests) != len(self._queues.running):
             raise ValueError(
                 f"the manager runs {len(self._manager.requests)} requests, and its scheduler "
                 f"{len(self._queues.running)}; start and finish them by the scheduler only"
             )
-        self._prompts.check_known(running)
+        self._prompts.check_known(names, num_tokens)
 
     def _check_idle(self, *, with_work: bool) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""

@@ -7,7 +7,7 @@ import numpy as np
 from jaxkv._src.blocks import PrefixHit, PrefixMatch
 from jaxkv._src.prefixes import as_tokens
 from jaxkv._src.scheduler._options import Options
-from jaxkv._src.scheduler._requests import ANYWHERE, Ledger, Request, Running
+from jaxkv._src.scheduler._requests import ANYWHERE, Ledger, Request
 
 NO_ID = -1  # of a token that a step in flight samples
 
@@ -36,18 +36,23 @@ class Prompts:
             self._refuse_unknown(name, num_tokens)
         return found
 
-    def check_known(self, running: Running) -> None:
-        """Raises ValueError if ids of running requests are missing that the caller has to know."""
+    def check_known(self, names: Sequence[Hashable], wanted: np.ndarray) -> None:
+        """Raises ValueError if ids of running requests are missing that the caller has to know.
+
+        Args:
+          names: the requests.
+          wanted: int64[N], the tokens of each that have been scheduled.
+        """
         if self._tokens is None:
             return
-        names, wanted = running.order.names, running.num_sampled
         try:
-            known = list(map(len, map(self._tokens.__getitem__, names)))
+            known = np.fromiter(map(len, map(self._tokens.__getitem__, names)), np.int64)
         except (KeyError, TypeError):
-            known = [self._num_known(name) for name in names]
-        short = wanted - np.array(known, np.int64) > self._steps_ahead
+            known = np.array([self._num_known(name) for name in names], np.int64)
+        short = wanted - known > self._steps_ahead
         if short.any():
-            self._refuse_unknown(names[short.argmax()], wanted.item(short.argmax()))
+            at = int(short.argmax())
+            self._refuse_unknown(names[at], wanted.item(at))
 
     def is_known(self, name: Hashable, num_tokens: int) -> bool:
         """Returns whether the ids of a waiting request are known.

@@ -329,9 +329,10 @@ class Scheduler:
         before, rows = ledger.num_tokens[index], ledger.rows[index]
         computed = self._manager.computed_by_row[rows]
         early, waits = computed < before, rows < 0
-        if waits.any():
+        some_wait = np.count_nonzero(waits) > 0
+        if some_wait:
             early[waits] = ledger.needs_token[index[waits]] == 0
-        if early.any():
+        if np.count_nonzero(early):
             at = int(early.argmax())
             done = computed[at] if rows[at] >= 0 else 0
             raise ValueError(
@@ -339,7 +340,7 @@ class Scheduler:
                 "append to each request once, after a step that has it in its samples"
             )
         over = before + counts > ledger.max_tokens[index]
-        if over.any():
+        if np.count_nonzero(over):
             at = int(over.argmax())
             raise ValueError(
                 f"request={list(num_tokens)[at]!r} would have {before[at] + counts[at]} tokens, "
@@ -347,8 +348,10 @@ class Scheduler:
             )
         ledger.num_tokens[index] = before + counts
         ledger.draft_starts[index] = before
-        if waits.any():
+        if some_wait:
             ledger.needs_token[index] = False
+        elif len(index) == len(self._queues.running) and counts.max(initial=1) == 1:
+            self._chooser.extended = self._queues.order
 
     def rewind(self, num_tokens: Mapping[Any, int]) -> None:
         """Removes the last tokens of requests: drafts that were rejected.
@@ -439,7 +442,7 @@ class Scheduler:
 
     def _change(self) -> None:
         """Notes that the caller changes requests."""
-        self._chooser.is_idle = False
+        self._chooser.is_idle, self._chooser.extended = False, None
         self._settle()
 
     def _settle(self) -> None:
