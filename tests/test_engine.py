@@ -280,14 +280,14 @@ def test_a_lost_call_runs_again(monkeypatch) -> None:
     """The upload that was packed is kept: the next step runs it first."""
     engine, requests = make_engine(), random_requests(0, 6)
     failures = iter([False, True, False, True, True])
-    right = engine._run
+    right = engine._run_of
 
-    def sometimes(*args: Any, **options: Any) -> Any:
+    def sometimes(call: Any) -> Any:
         if next(failures, False):
             raise KeyboardInterrupt
-        return right(*args, **options)
+        return right(call)
 
-    monkeypatch.setattr(engine, "_run", sometimes)
+    monkeypatch.setattr(engine, "_run_of", sometimes)
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     tokens: dict[Any, list[int]] = {}
