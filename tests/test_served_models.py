@@ -142,19 +142,18 @@ def test_logits_over_a_cache_equal_those_without_one(name: str) -> None:
     assert compared > 15
 
 
-@pytest.mark.parametrize("name", ["dense", "hybrid"])
 @jax.default_matmul_precision("highest")
 @jax.numpy_rank_promotion("allow")
-def test_requests_of_a_trace_get_the_tokens_that_they_get_alone(name: str) -> None:
-    decoder = Decoder.from_config(CONFIGS[name])
+def test_requests_of_a_trace_get_the_tokens_that_they_get_alone() -> None:
+    decoder = Decoder.from_config(CONFIGS["hybrid"])
     params = decoder.init_params(jax.random.key(0), jnp.float32)
     plan = jaxkv.plan_cache(decoder.layers, 2**20, max_model_len=64)
-    trace = workloads.requests(workloads.Trace(9, (8, 40), (4, 16)), decoder.vocab)
+    trace = workloads.requests(workloads.Trace(9, (8, 40), (4, 12)), decoder.vocab)
     prompts = [request.prompt for request in trace]
     samplings = [
         jaxkv.Sampling(temperature=0.0, max_tokens=request.answer_tokens) for request in trace
     ]
-    engine = jaxkv.Engine(decoder.forward, params, plan, max_requests=4, max_tokens=32)
+    engine = jaxkv.Engine(decoder.forward, params, plan, max_requests=3, max_tokens=16)
     outputs = engine.generate(prompts, samplings)
     among_others = {output.request: output.tokens for output in outputs}
     for i in (0, 4, 8):
