@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from pallas_kernels._arguments import check_choice
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
+from pallas_kernels._paged_attention.tasks import STEP, segment_steps
 from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, Interleaving
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
@@ -38,6 +39,7 @@ def check_arguments(
     causal: bool,
     first_positions: Any,
     interleaving: Interleaving | None,
+    reproducible: bool,
     out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
     """Checks the arguments of a call, and returns its rule and its arrays.
@@ -80,12 +82,15 @@ def check_arguments(
         row_packing=row_packing,
         ranks=1 if interleaving is None else interleaving.ranks,
         interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
+        reproducible=reproducible,
         out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
     )
     _check_rule(rule)
     chunk_offsets = jnp.zeros_like(seq_lens)
     if first_positions is not None:
         first_positions = _as_int32("first_positions", first_positions, 1, batch)
+        if reproducible:
+            block_tables, first_positions = _whole_segments(rule, block_tables, first_positions)
         seq_lens = seq_lens - first_positions
         chunk_offsets = first_positions % (rule.chunk or 1)
     arrays = AttentionArrays(
@@ -101,6 +106,21 @@ def check_arguments(
         value_scale=_as_scale("value_scale", value_scale, kv_heads),
     )
     return rule, arrays
+
+
+def _whole_segments(
+    rule: AttentionRule, block_tables: Array, first_positions: Array
+) -> tuple[Array, Array]:
+    """Returns tables that begin with a fixed segment: pages before the first one hold no keys."""
+    per_segment = STEP * (segment_steps(rule) or 1)
+    columns = math.lcm(rule.page_tokens, per_segment) // rule.page_tokens
+    moved = (first_positions // rule.page_tokens) % columns
+    index = jnp.arange(block_tables.shape[1] + columns - 1, dtype=jnp.int32)[None] - moved[:, None]
+    rows = jnp.arange(block_tables.shape[0], dtype=jnp.int32)[:, None]
+    tables = block_tables.at[rows, index].get(
+        mode="fill", fill_value=-1, wrap_negative_indices=False
+    )
+    return tables, first_positions - moved * rule.page_tokens
 
 
 def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:

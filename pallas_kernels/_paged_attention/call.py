@@ -36,6 +36,7 @@ def paged_attention(
     causal: bool = True,
     first_positions: Any = None,
     interleaving: Interleaving | None = None,
+    reproducible: bool = False,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -89,6 +90,12 @@ def paged_attention(
         tables that leave out blocks below a window; None: 0.
       interleaving: for pages that hold only one rank's share of the positions of every request;
         ``seq_lens`` still count all positions. None: the pages hold all positions.
+      reproducible: True: the bits of a token's output depend on its own position, query and keys
+        alone, not on other requests, on rows, page ids or the lengths of arrays, nor on whether its
+        request has one query in this call or many. Splits are then fixed ranges of positions, and
+        prompts take the kernel of decodes, which is slower for them. Holds between calls of one
+        implementation on one kind of device, with equal rules, page size and dtypes; of ``"xla"``
+        on CPUs only, because XLA chooses GEMMs on GPUs by their shapes.
       out_dtype: dtype of the output; None: that of queries. Use float32 for outputs that are to be
         combined; ``"mosaic_gpu"`` computes them in the dtype of queries all the same.
       return_lse: also return the log-sum-exp of the scores and sinks, by which outputs over
@@ -123,6 +130,7 @@ def paged_attention(
         causal=causal,
         first_positions=first_positions,
         interleaving=interleaving,
+        reproducible=reproducible,
         out_dtype=out_dtype,
     )
     out, lse = _run(arrays, rule, implementation)

@@ -75,7 +75,8 @@ def combine(
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
     num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
     rows_of_values = segments.out.shape[2]
-    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
+    num_lanes = 0 if rule.reproducible else tasks.lanes.shape[0]  # one warpgroup adds up in order
+    split = _Split.of(rule.value_width, num_lanes, num_tiles, num_blocks)
     warpgroups, width, _ = split
     call = plgpu.kernel(
         lambda *refs: _Combiner(rule, split, CombineOperands.of(*refs[:-1]), refs[-1]).run(),
@@ -187,7 +188,8 @@ class _Combiner:
 
         def add(i: Array, running: PartialSoftmax) -> PartialSoftmax:
             first = (i * self.warpgroups + self.warpgroup) * self.together
-            return add_up([running, *[self._load(tile, first + j) for j in range(self.together)]])
+            parts = [self._load(tile, first + j) for j in range(self.together)]
+            return add_up([running, *parts], in_order=self.rule.reproducible)
 
         each_round = self.warpgroups * self.together
         rounds = lax.div(tile.num_segments + (each_round - 1), each_round)

@@ -21,7 +21,7 @@ from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps, multiply, store, tiled
-from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 SMEM_PER_SM = 227 * 1024
@@ -189,6 +189,9 @@ class _Softmax(NamedTuple):
     total: Array  # [STEP, columns]
 
 
+_Carry = tuple[_Softmax, Array]  # and a bit for each hole of the steps that are being loaded
+
+
 class _Decoder:
     """The code of one thread block."""
 
@@ -216,10 +219,14 @@ class _Decoder:
                     self.smem.query,
                     self.smem.query_full,
                 )
-                self._segment(tile, first_step, num_steps, self.lane + index)
+                self._attend(tile, first_step, num_steps, self.lane + index)
 
-    def _segment(self, tile: Tile, first_step: Array, num_steps: Array, number: Array) -> None:
-        """Attends from a tile's queries to the keys of some steps."""
+    def _attend(self, tile: Tile, first_step: Array, num_steps: Array, number: Array) -> None:
+        """Attends from a tile's queries to the keys of some steps.
+
+        Args:
+          number: of the segment, unless segments are fixed ranges.
+        """
         granules = self.steps.granules
         holes = jnp.int32(0)
         for stage in range(STAGES):
@@ -229,7 +236,7 @@ class _Decoder:
         plgpu.barrier_wait(self.smem.query_full)
         scale = self.operands.scales[self.head]
 
-        def step(i: Array, carry: tuple[_Softmax, Array]) -> tuple[_Softmax, Array]:
+        def step(i: Array, carry: _Carry) -> _Carry:
             running, holes = carry
             stage = lax.rem(i, STAGES)
             # Loads the ids of a later step before the wait for this one, to hide the latency.
@@ -241,7 +248,25 @@ class _Decoder:
             pl.when(i + STAGES < num_steps)(lambda: self._fetch(places, stage))
             return running, (holes & ~(mask << shift)) | (found << shift)
 
-        running, _ = lax.fori_loop(0, num_steps, step, (self._start(), holes))
+        fixed, start = segment_steps(self.rule), (self._start(), holes)
+        if fixed is None:
+            running, _ = lax.fori_loop(0, num_steps, step, start)
+            self._store(number, running)
+            return
+
+        def segment(k: Array, carry: _Carry) -> _Carry:
+            begin = jnp.maximum(k * fixed - first_step, 0)
+            end = jnp.minimum((k + 1) * fixed - first_step, num_steps)
+            running, holes = lax.fori_loop(begin, end, step, carry)
+            self._store(tile.first_segment + k - lax.div(tile.first_step, fixed), running)
+            # The next step multiplies the sums by 0, and loads that are under way go on.
+            return running._replace(highest=self._start().highest), holes
+
+        end = lax.div(first_step + num_steps + (fixed - 1), fixed)
+        lax.fori_loop(lax.div(first_step, fixed), end, segment, start)
+
+    def _store(self, number: Array, running: _Softmax) -> None:
+        """Stores the results of a segment."""
         place = number, self.head
         first = 0
         for out in running.out:

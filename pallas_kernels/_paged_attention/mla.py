@@ -16,7 +16,8 @@ from pallas_kernels._paged_attention.mosaic import (
     used_tokens,
 )
 from pallas_kernels._paged_attention.prefill_tasks import has_holes
-from pallas_kernels._paged_attention.tasks import STEP, share_out
+from pallas_kernels._paged_attention.rounds import in_rounds
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -40,19 +41,18 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
     rows = -(-tiles.size * rule.group // ROWS) * ROWS
     page, compute = page_and_compute_dtype(arrays)
     shape = DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
-    tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays))
-    segments = decode_latents(
-        shape,
-        tasks,
-        _full_steps(arrays, rule, tiles),
-        arrays.block_tables,
-        tile_queries(arrays.queries, tiles, shape),
-        arrays.pages,
-        arrays.key_scale * jnp.float32(rule.scale),
-    )
+    fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
     sinks = tile_sinks(arrays, shape)[0, :filled]
-    lse = combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out)
+
+    def run(tiles: QueryTiles, queries: Array) -> Array:
+        tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays), fixed)
+        full, scales = _full_steps(arrays, rule, tiles), arrays.key_scale * jnp.float32(rule.scale)
+        tables, pages = arrays.block_tables, arrays.pages
+        segments = decode_latents(shape, tasks, full, tables, queries, pages, scales)
+        return combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out)
+
+    lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
     return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
 
 
@@ -64,8 +64,12 @@ def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
 
 
 def _full_steps(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
-    """Returns int32[N]: below this step all queries of a tile see all keys, none in a hole."""
-    if rule.window is not None or rule.chunk is not None:
+    """Returns int32[N]: below this step all queries of a tile see all keys, none in a hole.
+
+    With and without masks, scores differ in their last bits, and the other queries of a tile decide
+    which steps have masks: for reproducible bits, all have.
+    """
+    if rule.window is not None or rule.chunk is not None or rule.reproducible:
         return jnp.zeros_like(tiles.positions)
     seen_by_all = tiles.ends
     if rule.causal:

@@ -92,7 +92,11 @@ class _Combiner:
         def add(i: Array, running: list[PartialSoftmax]) -> list[PartialSoftmax]:
             segments = [i * self.together + j for j in range(self.together)]
             loaded = [[self._load(tile, row, index) for index in segments] for row in self.rows]
-            return [add_up([own, *parts]) for own, parts in zip(running, loaded, strict=True)]
+            in_order = self.rule.reproducible
+            return [
+                add_up([own, *parts], in_order=in_order)
+                for own, parts in zip(running, loaded, strict=True)
+            ]
 
         rounds = lax.div(tile.num_segments + (self.together - 1), self.together)
         return lax.fori_loop(0, rounds, add, [start] * len(self.rows))

@@ -6,6 +6,7 @@ right half, and a third one loads. Weights go from the first to the second throu
 Two thread blocks with the same keys are a pair: each loads half of the keys for both.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -30,7 +31,7 @@ from pallas_kernels._paged_attention.mla_rows import (
 )
 from pallas_kernels._paged_attention.pages import StridedPages
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, multiply, store, tiled
-from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
 
 ROWS = 64  # of queries, in a thread block
 UNSEEN = -1e30  # a score below all others; -inf would need care in every step
@@ -174,7 +175,10 @@ class _Scratch(NamedTuple):
 
 
 class _Segment:
-    """The steps of a tile that one lane takes, as places on the line of all steps."""
+    """The steps of a tile that one lane takes, as places on the line of all steps.
+
+    opens, closes: whether it is the first one of the tile in this lane, or the last one.
+    """
 
     def __init__(self, decoder: "_Decoder", index: Array) -> None:
         lane, self.index = decoder.lane, index
@@ -182,9 +186,29 @@ class _Segment:
         self.begin = jnp.maximum(lane.line_begin, tile.line_begin)
         self.end = jnp.minimum(lane.line_end, tile.line_end)
         self.shift = tile.first_step - tile.line_begin  # from places on the line to steps
-        full = decoder.operands.full_steps[index] - self.shift
-        self.full = jnp.maximum(self.begin, jnp.minimum(full, self.end))
+        self.full_steps = decoder.operands.full_steps[index]
         self.number = decoder.number + index
+        self.opens: Array | bool = True
+        self.closes: Array | bool = True
+
+    @property
+    def full(self) -> Array:
+        """Returns where steps that need masks begin."""
+        return jnp.maximum(self.begin, jnp.minimum(self.full_steps - self.shift, self.end))
+
+    def ranges(self, steps: int) -> tuple[Array, Array]:
+        """Returns the first of the fixed ranges that this segment meets, and one past the last."""
+        first, last = self.begin + self.shift, self.end + self.shift
+        return lax.div(first, steps), lax.div(last + (steps - 1), steps)
+
+    def cut(self, k: Array, steps: int) -> Self:
+        """Returns the part of the segment that lies in a fixed range."""
+        part, tile = copy.copy(self), self.tile
+        part.begin = jnp.maximum(self.begin, k * steps - self.shift)
+        part.end = jnp.minimum(self.end, (k + 1) * steps - self.shift)
+        part.number = tile.first_segment + k - lax.div(tile.first_step, steps)
+        part.opens, part.closes = part.begin == self.begin, part.end == self.end
+        return part
 
 
 class _Softmax(NamedTuple):
@@ -227,8 +251,14 @@ class _Decoder:
 
         @pl.loop(lane.first_tile, lane.last_tile + 1)
         def _(index: Array) -> None:
-            segment = _Segment(self, index)
-            pl.when(segment.end > segment.begin)(lambda: work(segment))
+            segment, fixed = _Segment(self, index), segment_steps(self.rule)
+
+            @pl.when(segment.end > segment.begin)
+            def _() -> None:
+                if fixed is None:
+                    work(segment)
+                else:
+                    pl.loop(*segment.ranges(fixed))(lambda k: work(segment.cut(k, fixed)))
 
     def _stage(self, place: Array) -> Array:
         return lax.rem(place - self.lane.line_begin, self.step_rows.stages)
@@ -251,9 +281,12 @@ class _Decoder:
 
     def _load(self, segment: _Segment) -> None:
         first = segment.begin == self.lane.line_begin
-        pl.when(~first)(lambda: plgpu.barrier_wait(self.smem.query_free))
-        source = self.operands.queries.at[segment.index, 0, self.rows]
-        plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
+
+        @pl.when(segment.opens)
+        def _() -> None:
+            pl.when(~first)(lambda: plgpu.barrier_wait(self.smem.query_free))
+            source = self.operands.queries.at[segment.index, 0, self.rows]
+            plgpu.copy_gmem_to_smem(source, self.smem.query.at[0], self.smem.query_full)
 
         @pl.loop(segment.begin, segment.end)
         def _(place: Array) -> None:
@@ -279,7 +312,7 @@ class _Decoder:
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
             return lambda place, running: self._score_step(segment, place, scale, masked, running)
 
-        plgpu.barrier_wait(self.smem.query_full)
+        pl.when(segment.opens)(lambda: plgpu.barrier_wait(self.smem.query_full))
         running = _Softmax(
             self._no_output(),
             plgpu.layout_cast(jnp.full((ROWS,), UNSEEN, jnp.float32), PER_ROW),
@@ -287,7 +320,7 @@ class _Decoder:
         )
         running = lax.fori_loop(segment.begin, segment.full, step(False), running)
         running = lax.fori_loop(segment.full, segment.end, step(True), running)
-        plgpu.barrier_arrive(self.smem.query_free)
+        pl.when(segment.closes)(lambda: plgpu.barrier_arrive(self.smem.query_free))
         # A row that saw nothing has weights of keys that it does not see.
         known, place = running.highest > UNSEEN, (segment.number, self.rows)
         store(self.operands.segments.highest.at[place], jnp.where(known, running.highest, -jnp.inf))

@@ -11,7 +11,8 @@ from pallas_kernels._paged_attention.decode import DecodeShape, decode
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
-from pallas_kernels._paged_attention.tasks import STEP, share_out
+from pallas_kernels._paged_attention.rounds import in_rounds
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -33,6 +34,9 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
     size = _decode_size(arrays, rule)
+    if rule.reproducible:
+        lse = _decode_all(arrays, rule, size, out)
+        return jax.freeze(out), lse
     shape = _prefill_shape(arrays, rule) if may_prefill(arrays, size) else None
     if shape is None:
         tiles = _decode_tiles(arrays, rule, Cut(size))
@@ -49,6 +53,21 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
     return jax.freeze(out), jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+
+
+def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
+    """Writes the output of all queries, and returns their log-sum-exp.
+
+    One kernel serves requests of few and of many queries, so that a token has the same bits in a
+    decode and in a prompt. Those of many have larger tiles.
+    """
+    if not may_prefill(arrays, size):
+        tiles = _decode_tiles(arrays, rule, Cut(size))
+        return lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
+    few = cut_queries(arrays, rule, Cut(size, most=size))
+    many = cut_queries(arrays, rule, Cut(max(1, MAX_ROWS // rule.group), least=size + 1))
+    lse = [lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule) for tiles in (few, many)]
+    return jnp.where(few.of_token[:, None] < 0, lse[1], lse[0])
 
 
 def may_prefill(arrays: AttentionArrays, size: int) -> bool:
@@ -108,16 +127,15 @@ def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Que
 def _decode(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
     shape = _decode_shape(arrays, rule, tiles.size)
-    tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays))
-    segments = decode(
-        shape,
-        tasks,
-        arrays.block_tables,
-        tile_queries(arrays.queries, tiles, shape),
-        arrays.pages,
-        arrays.key_scale * jnp.float32(rule.scale),
-    )
-    return combine(rule, tasks, segments, tile_sinks(arrays, shape), arrays.value_scale, out)
+    fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
+
+    def run(tiles: QueryTiles, queries: Array) -> Array:
+        tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
+        scales = arrays.key_scale * jnp.float32(rule.scale)
+        segments = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, scales)
+        return combine(rule, tasks, segments, tile_sinks(arrays, shape), arrays.value_scale, out)
+
+    return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
 
 
 def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, size: int) -> DecodeShape:

@@ -1,5 +1,6 @@
 """Code that the Mosaic kernels of `paged_attention` share: operands, pages and masks."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -63,8 +64,15 @@ class PartialSoftmax(NamedTuple):
     total: Any
 
 
-def add_up(parts: Sequence[PartialSoftmax]) -> PartialSoftmax:
-    """Returns the softmax of the keys of all parts."""
+def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> PartialSoftmax:
+    """Returns the softmax of the keys of all parts.
+
+    Args:
+      in_order: adds one part after another, so that the bits do not depend on how many parts are
+        added at once. Parts that saw no key change no bit.
+    """
+    if in_order and len(parts) > 2:
+        return functools.reduce(lambda left, right: add_up([left, right]), parts)
     highest = parts[0].highest
     for part in parts[1:]:
         highest = jnp.maximum(highest, part.highest)

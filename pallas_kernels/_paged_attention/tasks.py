@@ -4,6 +4,9 @@ The steps of all tiles form one line. A lane is an equal part of it, for one thr
 head, so that a long request takes no more time than its bytes cost. The part of a tile that one
 lane computes is a segment. Lane l and tile t share at most one segment, and its number is l + t,
 because both ascend along the line.
+
+For bits that do not depend on the other requests, segments are fixed ranges of positions instead,
+and a lane takes whole segments. The segments of a tile are numbered from ``first_segment`` on.
 """
 
 from typing import NamedTuple, Self
@@ -12,10 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention.tiles import QueryTiles
+from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
 
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
+# Steps of a fixed segment. Those of latent rows are longer, because their results are wider.
+SEGMENT, LATENT_SEGMENT = 8, 32
+
+
+def segment_steps(rule: AttentionRule) -> int | None:
+    """Returns the steps of a fixed segment; None if lanes decide where a segment ends."""
+    if not rule.reproducible:
+        return None
+    return LATENT_SEGMENT if rule.values_in_keys else SEGMENT
 
 
 class Tile(NamedTuple):
@@ -72,21 +84,21 @@ class TaskMap(NamedTuple):
     tiles: int32[N, ...], a `Tile` per row.
     lanes: int32[L, 4], a `Lane` per row.
     used_tokens: int32[1], the number of tokens before the padding.
+    num_segments: the most segments that there can be.
     """
 
     tiles: Array
     lanes: Array
     used_tokens: Array
-
-    @property
-    def num_segments(self) -> int:
-        """Returns the most segments that there can be."""
-        return self.tiles.shape[0] + self.lanes.shape[0]
+    num_segments: int
 
 
-def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
-    """Divides the steps of tiles among lanes."""
-    steps = (tiles.ends + (STEP - 1)) // STEP - tiles.begins // STEP
+def share_out(
+    tiles: QueryTiles, num_lanes: int, used_tokens: Array, fixed: "FixedSegments | None" = None
+) -> TaskMap:
+    """Divides the steps of tiles among lanes; with ``fixed``, in whole segments of fixed ranges."""
+    first_steps, num_tiles = tiles.begins // STEP, tiles.begins.shape[0]
+    steps = (tiles.ends + (STEP - 1)) // STEP - first_steps
     steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
     line_ends = _running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
@@ -94,6 +106,23 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
     lanes = jnp.arange(num_lanes, dtype=jnp.int32)
     begins = lanes * least + jnp.minimum(lanes, longer)
     ends = begins + least + (lanes < longer).astype(jnp.int32)
+
+    def lane_of(step: Array) -> Array:
+        later = step - longer * (least + 1)
+        return jnp.where(later < 0, step // (least + 1), longer + later // jnp.maximum(least, 1))
+
+    if fixed is None:
+        first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
+        first_segments = first_lane + jnp.arange(num_tiles, dtype=jnp.int32)
+        num_segments = jnp.where(steps > 0, last_lane - first_lane + 1, 0)
+        most = num_tiles + num_lanes
+    else:
+        line = line_begins, line_ends, first_steps
+        begins, ends = _to_segments(line, begins, fixed), _to_segments(line, ends, fixed)
+        last = (first_steps + steps - 1) // fixed.steps
+        num_segments = jnp.where(steps > 0, last - first_steps // fixed.steps + 1, 0)
+        first_segments = _running_sum(num_segments) - num_segments
+        most = num_tiles * fixed.per_tile
     busy = begins < ends
     lane = Lane(
         first_tile=jnp.where(busy, _tile_at(line_ends, begins), 0),
@@ -101,12 +130,6 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
         line_begin=begins,
         line_end=ends,
     )
-
-    def lane_of(step: Array) -> Array:
-        later = step - longer * (least + 1)
-        return jnp.where(later < 0, step // (least + 1), longer + later // jnp.maximum(least, 1))
-
-    first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
     tile = Tile(
         request=tiles.requests,
         token=tiles.tokens,
@@ -116,13 +139,40 @@ def share_out(tiles: QueryTiles, num_lanes: int, used_tokens: Array) -> TaskMap:
         rank=tiles.ranks,
         end=tiles.ends,
         begin=tiles.begins,
-        first_step=tiles.begins // STEP,
+        first_step=first_steps,
         line_begin=line_begins,
         line_end=line_ends,
-        first_segment=first_lane + jnp.arange(steps.shape[0], dtype=jnp.int32),
-        num_segments=jnp.where(steps > 0, last_lane - first_lane + 1, 0),
+        first_segment=first_segments,
+        num_segments=num_segments,
     )
-    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), used_tokens.reshape(1))
+    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), used_tokens.reshape(1), most)
+
+
+class FixedSegments(NamedTuple):
+    """Segments of ``steps`` steps each from position 0 on; a tile has at most ``per_tile``."""
+
+    steps: int
+    per_tile: int
+
+    @classmethod
+    def of(cls, rule: AttentionRule, table_width: int) -> Self | None:
+        """Returns the segments of a call; None if lanes decide where a segment ends."""
+        steps = segment_steps(rule)
+        if steps is None:
+            return None
+        return cls(steps, -(-table_width * rule.page_tokens // (steps * STEP)))
+
+
+def _to_segments(line: tuple[Array, Array, Array], places: Array, fixed: FixedSegments) -> Array:
+    """Moves places on the line of all steps to the nearest beginning or end of a segment."""
+    line_begins, line_ends, first_steps = line
+    tile = jnp.minimum(_tile_at(line_ends, places), line_ends.shape[0] - 1)
+    shift = (first_steps - line_begins)[tile]  # from places to steps
+    step = places + shift
+    below = jnp.maximum(step // fixed.steps * fixed.steps, first_steps[tile])
+    above = jnp.minimum((step // fixed.steps + 1) * fixed.steps, line_ends[tile] + shift)
+    moved = jnp.where(step - below <= above - step, below, above) - shift
+    return jnp.where(places < line_ends[-1], moved, places)
 
 
 def _running_sum(counts: Array) -> Array:

@@ -24,6 +24,7 @@ class AttentionRule(NamedTuple):
     values_in_keys: whether a row is only a key, whose first elements are the value.
     row_packing: format of the rows of pages; None: elements of one dtype.
     ranks, interleave_tokens: of the `Interleaving`; 1 rank without one.
+    reproducible: whether the bits of the output depend on the request alone.
     out_dtype: dtype of the output.
     """
 
@@ -41,6 +42,7 @@ class AttentionRule(NamedTuple):
     row_packing: RowPacking | None
     ranks: int
     interleave_tokens: int
+    reproducible: bool
     out_dtype: jnp.dtype
 
     @property

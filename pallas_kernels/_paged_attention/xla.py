@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._paged_attention.rounds import in_parts
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -16,6 +17,7 @@ from pallas_kernels._paged_attention.tiles import (
 
 MAX_TILE = 64  # queries of a tile
 KEYS_AT_ONCE = 512  # keys that a tile reads per round, within `ROUND_BYTES`
+TILES_AT_ONCE = 8  # of one query each, for reproducible bits
 ROUND_BYTES = 2**26  # of gathered rows per round, in float32
 
 Running = tuple[Array, Array, Array]  # highest score, sum of weights, weighted sum of values
@@ -32,6 +34,19 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
     tiles = _cut(arrays, rule)
     queries = _tile_queries(arrays.queries, tiles, rule)
+    if not rule.reproducible:
+        return _finish(_attend(arrays, rule, tiles, queries), tiles, rule, arrays.value_scale)
+    # XLA's code, and with it the bits, depends on shapes: those of a part are always the same.
+    running = in_parts(
+        lambda tiles, queries: _attend(arrays, rule, tiles, queries), tiles, queries, TILES_AT_ONCE
+    )
+    return _finish(running, tiles, rule, arrays.value_scale)
+
+
+def _attend(
+    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, queries: Array
+) -> Running:
+    """Returns the softmax of queries, [N, kv_heads, group, Q, K]."""
     compute = _compute_dtype(arrays)
 
     def one_round(i: Array, running: Running) -> Running:
@@ -49,14 +64,19 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
     span = _blocks_at_once(arrays, tiles, rule) * rule.page_tokens
     tokens = tiles.ends - tiles.begins // rule.page_tokens * rule.page_tokens
     num_rounds = (jnp.max(tokens, initial=0) + (span - 1)) // span
-    running = lax.fori_loop(0, num_rounds, one_round, _start(queries, rule, arrays.sinks))
-    return _finish(running, tiles, rule, arrays.value_scale)
+    return lax.fori_loop(0, num_rounds, one_round, _start(queries, rule, arrays.sinks))
 
 
 def _cut(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
-    """Cuts the queries into tiles of about as many queries as the requests have."""
+    """Cuts the queries into tiles of about as many queries as the requests have.
+
+    For reproducible bits, each query has a tile and rounds of its own: what it reads, and in which
+    order, then depends on its position alone.
+    """
     if arrays.query_start_loc is None:
         return one_query_each(arrays, rule)
+    if rule.reproducible:
+        return cut_queries(arrays, rule, Cut(1))
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
     return cut_queries(arrays, rule, Cut(min(MAX_TILE, 1 << (per_request - 1).bit_length())))
 
@@ -65,6 +85,8 @@ def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionR
     num_tiles, width = tiles.requests.shape[0], arrays.block_tables.shape[1]
     row_bytes = 4 * rule.kv_heads * rule.row_width
     room = ROUND_BYTES // (row_bytes * rule.page_tokens * num_tiles)
+    if rule.reproducible:
+        return -(-KEYS_AT_ONCE // rule.page_tokens)
     return max(1, min(width, -(-KEYS_AT_ONCE // rule.page_tokens), room))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._paged_attention.prefill_tasks import CACHED_BYTES, PrefillTile, prefill_tiles
-from pallas_kernels._paged_attention.tasks import STEP, Lane, Tile, share_out
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, Lane, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -42,6 +42,7 @@ def rule_of(name: str) -> AttentionRule:
         soft_cap=None,
         values_in_keys=False,
         row_packing=None,
+        reproducible=False,
         out_dtype=jnp.dtype("float32"),
         **nothing | RULES[name],
     )
@@ -153,20 +154,28 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
         check_tiles(arrays, rule, tiles._replace(of_token=as_ids(range(BATCH))), queries)
 
 
+@pytest.mark.parametrize("fixed", [None, FixedSegments(1, 30), FixedSegments(4, 8)], ids=str)
 @pytest.mark.parametrize("num_lanes", [1, 3, 17])
-def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(num_lanes: int) -> None:
-    share = jax.jit(share_out, static_argnums=1)
+def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
+    num_lanes: int, fixed: FixedSegments | None
+) -> None:
+    share = jax.jit(share_out, static_argnums=(1, 3))
     for seed in range(20):
         rng = np.random.default_rng(seed)
         begins = rng.integers(0, 700, 6) * rng.integers(0, 2, 6)
         ends = begins + rng.integers(-5, 900, 6) * rng.integers(0, 2, 6)
         zeros = np.zeros(6, np.int32)
         tiles = QueryTiles(1, *[zeros] * 7, as_ids(begins), as_ids(ends), zeros, zeros)
-        tasks = share(tiles, num_lanes, np.int32(0))
-        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, ends)
+        tasks = share(tiles, num_lanes, np.int32(0), fixed)
+        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, ends, fixed)
+        if fixed is not None:
+            last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
+            assert last.first_segment + last.num_segments <= tasks.num_segments == 6 * fixed[1]
 
 
-def check_lanes(tiles: np.ndarray, lanes: np.ndarray, begins, ends) -> None:
+def check_lanes(
+    tiles: np.ndarray, lanes: np.ndarray, begins, ends, fixed: FixedSegments | None
+) -> None:
     segments: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
     steps: list[tuple[int, int]] = []
     lengths = []
@@ -178,16 +187,25 @@ def check_lanes(tiles: np.ndarray, lanes: np.ndarray, begins, ends) -> None:
             first = max(lane.line_begin, tile.line_begin)
             last = min(lane.line_end, tile.line_end)
             if first < last:
-                segments[index].append(number + index)
                 offset = tile.first_step - tile.line_begin
                 steps += [(index, step + offset) for step in range(first, last)]
+                segments[index] += [number + index]
+                if fixed is not None:  # whole ranges, by their order
+                    inner = {offset + first, offset + last} - {
+                        tile.first_step,
+                        tile.line_end + offset,
+                    }
+                    assert all(step % fixed.steps == 0 for step in inner)
+                    ranges = {step // fixed.steps for step in range(first + offset, last + offset)}
+                    base = tile.first_segment - tile.first_step // fixed.steps
+                    segments[index] = segments[index][:-1] + [base + k for k in sorted(ranges)]
     wanted = [
         (tile, step)
         for tile, (begin, end) in enumerate(zip(begins, ends, strict=True))
         for step in range(begin // STEP, -(-end // STEP) if end > begin else 0)
     ]
     assert steps == wanted, "each step once, in order"
-    assert max(lengths) - min(lengths) <= 1
+    assert max(lengths) - min(lengths) <= (1 if fixed is None else fixed.steps + 1)
     numbers = [number for of_tile in segments.values() for number in of_tile]
     assert len(set(numbers)) == len(numbers), "two segments have one place"
     for index, of_tile in segments.items():

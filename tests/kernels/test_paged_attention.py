@@ -47,6 +47,7 @@ class Case(NamedTuple):
     ranks: int = 1  # positions are interleaved, and these pages are the second rank's
     place: str = ""  # of pages among other bytes; see `strided`
     latent: bool = False  # values are the first elements of keys
+    reproducible: bool = False
 
     @property
     def row(self) -> int:
@@ -276,6 +277,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         causal=case.causal,
         first_positions=first_positions,
         interleaving=Interleaving(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
+        reproducible=case.reproducible,
         return_lse=True,
         implementation=implementation,
     )
@@ -333,6 +335,7 @@ XLA_CASES = {
     "interleaved": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
     "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
     "packed": Case(tokens=20, kv_heads=1, key=264, value=256, latent=True, pages=PACKED),
+    "reproducible": Case(tokens=20, window=70, firsts=True, holes=True, reproducible=True),
     "packed, f32": Case(
         *(2, 1, 136, 128), latent=True, pages=PACKED, queries="float32", place="HND", scaled=True
     ),
@@ -384,6 +387,11 @@ MOSAIC_CASES = {
         tokens=203, width=20, key=256, value=256, pages="int8", scaled=True, place="NHD"
     ),
     "prefill of few": Case(*(2, 1, 128, 128), tokens=65, width=20, window=70),
+    "reproducible": Case(tokens=9, width=100, reproducible=True, holes=True, sinks=True),
+    "reproducible prefill": Case(tokens=200, width=100, key=128, value=128, reproducible=True),
+    "reproducible window": Case(
+        tokens=200, width=100, window=70, firsts=True, pages="int8", reproducible=True
+    ),
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
@@ -399,6 +407,11 @@ INTERPRETED = {
     "a prefill in int8": (INTERLEAVED, [190], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
     "80 and 96 wide": (WIDE._replace(heads=1, kv_heads=1, tokens=0), [70, 3], None),
+    "reproducible prefill in two rounds": (
+        Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True),
+        [150, 40],
+        [0, 64, 66],
+    ),
     "67 tokens of two prefills, 80 and 96 wide": (WIDE, [70, 41], [0, 40, 66]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
@@ -434,9 +447,12 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypatch) -> None:
     """All but the operands that a GPU takes from registers."""
-    from pallas_kernels._paged_attention import pieces, prefill_tasks
+    from pallas_kernels._paged_attention import mosaic, pieces, prefill_tasks, rounds, tasks
 
+    monkeypatch.setattr(mosaic, "MAX_ROWS", 16)
     monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(tasks, "SEGMENT", 2)  # of reproducible attention
+    monkeypatch.setattr(rounds, "WORKSPACE", 20_000)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     case, lens, loc = INTERPRETED[name]

@@ -52,6 +52,7 @@ MOSAIC_CASES = {
     "packed, speculation": MLA._replace(tokens=9, width=20, pages=PACKED, holes=True, sinks=True),
     "packed, many steps": MLA._replace(heads=16, batch=2, width=600, pages=PACKED),
     "packed, window": MLA._replace(heads=32, window=70, tokens=30, page_tokens=48, pages=PACKED),
+    "reproducible": MLA._replace(tokens=9, width=300, reproducible=True, sinks=True),
     "packed, among other layers": MLA._replace(
         heads=64, page_tokens=8, width=20, pages=PACKED, place="heads apart"
     ),
@@ -66,6 +67,7 @@ INTERPRETED = {
     "two thread blocks that load together": (PAIRS, [70], None),
     "fp8_e4m3": (ONE._replace(pages="float8_e4m3fn", scaled=True), [70], None),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
+    "reproducible": (ONE._replace(width=9, batch=2, reproducible=True), [270, 30], None),
 }
 
 
@@ -85,12 +87,13 @@ def test_mosaic_attends_to_latents_by_the_definition(name: str) -> None:
 def test_mosaic_attends_to_latents_in_interpret_mode(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pallas_kernels._paged_attention import pieces
+    from pallas_kernels._paged_attention import pieces, tasks
 
     if INTERPRETED[name][0] == PAIRS and jax.__version_info__ < (0, 12):
         pytest.skip("interpret mode of jax 0.11 does not support the barriers of a pair")
     monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
+    monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
     case, lens, loc = INTERPRETED[name]
     check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
 

@@ -70,6 +70,9 @@ def attend(
     layer first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
     ``jax.lax.optimization_barrier((keys, values, out_before))``.
 
+    The bits of a token's output depend on its request alone if the step's shape is ``reproducible``
+    (`StepShape.for_plan`).
+
     With context parallelism each rank attends to the positions that it holds, and the results are
     combined by their log-sum-exp.
 

@@ -69,6 +69,7 @@ def attend_to_layer(
         interleaving=Interleaving(rank, layout.context_parallel, layout.interleave_tokens)
         if is_interleaved
         else None,
+        reproducible=batch.shape.reproducible,
         out_dtype=jnp.float32 if is_interleaved else None,
         return_lse=True,
         implementation=bound.implementation,

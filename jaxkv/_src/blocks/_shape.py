@@ -40,6 +40,7 @@ class StepShape:
     zero_ids: fresh blocks that a step zeroes, over all groups.
     block_copies: blocks that a step copies, over all groups.
     extra: int32s of your own that travel with the step (token ids, say).
+    reproducible: whether the bits that `attend` returns for a token depend on its request alone.
     """
 
     growths: tuple[Growth, ...]
@@ -56,6 +57,7 @@ class StepShape:
     zero_ids: int = 0
     block_copies: int = 0
     extra: int = 0
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
@@ -90,6 +92,7 @@ class StepShape:
         forks: int = 0,
         cached_tokens: int | None = None,
         extra: int = 0,
+        reproducible: bool = False,
     ) -> Self:
         """Derives every size of a step from the plan.
 
@@ -120,6 +123,12 @@ class StepShape:
             there are ``forks``, else 0. Requests that continue after a recurrent state also count
             as ``forks``.
           extra: integers of your own that travel with the upload.
+          reproducible: True: the bits that `attend` returns for a token do not depend on the other
+            requests of its step, on rows and block ids, nor on how its prompt was cut into chunks,
+            found in the cache or computed again after a preemption. See
+            `pallas_kernels.paged_attention`, also for its price. The rest of your model has to
+            keep this up: a GEMM adds up in an order of its own for each shape, so run decodes and
+            prompts in steps of one shape.
 
         Returns:
           The shape.
@@ -166,6 +175,7 @@ class StepShape:
             zero_ids=min(zeroed, plan.num_blocks - 1),
             block_copies=copies,
             extra=extra,
+            reproducible=reproducible,
         )
 
     @property

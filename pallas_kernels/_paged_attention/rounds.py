@@ -1,0 +1,60 @@
+"""Tiles in rounds, so that the results of fixed segments take a bounded part of memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._paged_attention.tasks import FixedSegments
+from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
+
+WORKSPACE = 2**28  # bytes of the results of segments
+
+
+def in_rounds(
+    run: Callable[[QueryTiles, Array], Any],
+    tiles: QueryTiles,
+    queries: Array,
+    rule: AttentionRule,
+    fixed: FixedSegments | None,
+) -> Any:
+    """Attends from tiles, some at a time if they have more segments than fit into `WORKSPACE`.
+
+    Args:
+      run: attends from some of the tiles; returns arrays with one row per tile.
+      queries: [N, kv_heads, rows, K] of all tiles.
+      fixed: the segments of a tile; None: there are few, and the tiles come together.
+
+    Returns:
+      What ``run`` returns, for all tiles.
+    """
+    if fixed is None:
+        return run(tiles, queries)
+    bytes_each = fixed.per_tile * 4 * queries.shape[1] * queries.shape[2] * (rule.value_width + 2)
+    count, most = tiles.requests.shape[0], max(1, WORKSPACE // bytes_each)
+    if count <= most:
+        return run(tiles, queries)
+    rounds = -(-count // most)
+    return in_parts(run, tiles, queries, -(-count // rounds))
+
+
+def in_parts(
+    run: Callable[[QueryTiles, Array], Any], tiles: QueryTiles, queries: Array, size: int
+) -> Any:
+    """Runs ``run`` over exactly so many tiles at a time; see `in_rounds`."""
+    count = tiles.requests.shape[0]
+    rounds = -(-count // size)
+
+    def cut(array: Array) -> Array:  # tiles of padding are empty: all 0
+        padded = jnp.pad(array, ((0, rounds * size - count), *[(0, 0)] * (array.ndim - 1)))
+        return padded.reshape(rounds, size, *array.shape[1:])
+
+    of_tiles = {
+        name: cut(array)
+        for name, array in tiles._asdict().items()
+        if name not in ("size", "of_token", "rows")
+    }
+    found = lax.map(lambda part: run(tiles._replace(**part[0]), part[1]), (of_tiles, cut(queries)))
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:])[:count], found)
