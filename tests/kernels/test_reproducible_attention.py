@@ -62,7 +62,7 @@ def request_of(case: Case) -> Request:
 
 
 class Place(NamedTuple):
-    """Where the request is: its shape and row, its end and last tokens, and all else by a seed."""
+    """A place of the request: shape and row, its end and last tokens, and all else by a seed."""
 
     shape: int
     row: int
