@@ -12,6 +12,7 @@ from tests.benchmarks import (
     copies,
     devices,
     host,
+    overlap,
     planner,
     prefixes,
     recurrent,
@@ -38,6 +39,7 @@ PARTS = {
     "devices": devices.run,
     "served": served.run,
     "sleep": sleep.run,
+    "overlap": overlap.run,
     "planner": planner.run,
     "compile": compile.run,
 }
