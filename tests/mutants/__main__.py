@@ -4,11 +4,13 @@ import argparse
 import concurrent.futures
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 from tests.mutants import ROOT, Slip, read_slips
 
@@ -29,8 +31,14 @@ def main() -> int:
         if not asked.part or any(part in f"{slip.file} {slip.old}" for part in asked.part)
     ]
     began, survivors = time.perf_counter(), []
-    with concurrent.futures.ThreadPoolExecutor(asked.jobs) as threads:
-        found = threads.map(lambda slip: fate(slip, asked.seconds), chosen)
+    copies: queue.Queue[pathlib.Path] = queue.Queue()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(asked.jobs) as threads,
+    ):
+        for job in range(asked.jobs):
+            copies.put(copied(pathlib.Path(folder) / str(job)))
+        found = threads.map(lambda slip: fate(slip, copies, asked.seconds), chosen)
         for slip, (is_found, text) in zip(chosen, found, strict=True):
             survivors += [] if is_found else [slip]
             where = f"{slip.file}: {slip.old} -> {slip.new}"
@@ -40,38 +48,43 @@ def main() -> int:
     return 1 if survivors else 0
 
 
-def fate(slip: Slip, seconds: int) -> tuple[bool, str]:
+def fate(slip: Slip, copies: queue.Queue[pathlib.Path], seconds: int) -> tuple[bool, str]:
     """Returns whether the tests of a slip find it, and which of them or why."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder)
-        for name in COPIED:
-            if (ROOT / name).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-            else:
-                shutil.copy(ROOT / name, copy / name)
+    copy = copies.get()
+    try:
         (copy / slip.file).write_text(slip.planted())
-        for tests in slip.tests:
-            found, text = _run(copy, tests, seconds)
-            if found:
-                return found, text
-    return False, f"by {' '.join(slip.tests)}"
+        return _run(copy, slip.tests, seconds)
+    finally:
+        shutil.copy(ROOT / slip.file, copy / slip.file)
+        copies.put(copy)
 
 
-def _run(copy: pathlib.Path, tests: str, seconds: int) -> tuple[bool, str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
+def copied(folder: pathlib.Path) -> pathlib.Path:
+    """Returns a folder with all that the tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def _run(copy: pathlib.Path, tests: Sequence[str], seconds: int) -> tuple[bool, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return True, f"{tests} takes over {seconds} s"
+        return True, f"takes over {seconds} s"
     if done.returncode == PASSED:
-        return False, ""
+        return False, f"by {' '.join(tests)}"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode == FAILED or lines:
-        return True, lines[0] if lines else tests
+        return True, lines[0] if lines else " ".join(tests)
     raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
