@@ -92,7 +92,7 @@ for name in ("query_start_loc", "num_computed_tokens", "seq_lens", "positions"):
 
 # %%
 print("slot_mapping of window.0:", batch.slot_mapping("window.0"))
-print("block_tables of window.0:", *batch.block_tables("window.0"), sep="\n")
+print("block_tables of window.0:", *batch.kernel_block_tables("window.0"), sep="\n")
 
 # %% [markdown]
 # `write_tokens` and `read_tokens` take the batch, so you never pass slots or block ids yourself.
@@ -116,7 +116,7 @@ print("keys of a:", keys[0, :8, 0, 0])  # whole blocks: 6 and 7 are not written 
 print("blocks of a:       ", manager.block_ids("a")[0])
 for layer in ("full.0", "full.1"):
     view = jaxkv.layer_view(cache, layer)
-    print(f"{layer} as {view.shape}:", batch.block_tables(layer)[0, :6])
+    print(f"{layer} as {view.shape}:", batch.kernel_block_tables(layer)[0, :6])
 
 # %% [markdown]
 # ## Windows start in the middle of a row
@@ -138,7 +138,7 @@ plotting.plot_block_tables(cache, batch=batch)
 
 # %%
 print("the manager's row of a:", manager.block_ids("a")[1])
-print("block_tables of a:     ", batch.block_tables("window.0")[0])
+print("block_tables of a:     ", batch.kernel_block_tables("window.0")[0])
 print("first_positions:       ", batch.first_positions("window.0"), "of seq_lens", batch.seq_lens)
 
 # %% [markdown]

@@ -21,7 +21,7 @@
 # |---|---|
 # | your scheduler | `BlockManager.grow` for each request, then `BlockManager.step` |
 # | your block ids | `pack_step` with `TableEntry` |
-# | your attention kernel | `write_tokens`, `layer_view`, `batch.block_tables(layer)` |
+# | your attention kernel | `write_tokens`, `layer_view`, `batch.kernel_block_tables(layer)` |
 # | your model: `[B, T]` batches, `lax.scan` over layers | `tokens_per_request=`, `period=` |
 #
 # The order of work in any engine:
@@ -170,19 +170,20 @@ for seed, upload in enumerate(uploads):
     cache, batch = write_step(cache, upload, keys, values)
 print("query_start_loc", batch.query_start_loc)
 print("seq_lens       ", batch.seq_lens)
-print("block_tables   ", *batch.block_tables("layers.0")[:2, :6], sep="\n")
+tables = batch.kernel_block_tables("layers.0")
+print("kernel blocks  ", *tables[:2, :6], sep="\n")
 jaxkv.check_errors(cache)
-assert batch.block_tables("layers.0")[0, :4].tolist() == [6, 7, 2, 3]  # of row 2: blocks 3, 1
+assert tables[0, :4].tolist() == [6, 7, 2, 3]  # of row 2: blocks 3, 1
 plotting.plot_block_tables(cache, batch=batch)
 
 # %% [markdown]
 # ## Your attention kernel
 #
-# `layer_view` is the memory of a layer in its own dtype, and `batch.block_tables(layer)` indexes
-# its first axis (in the default order; `make_cache(order=)` has others). On a GPU the view costs
-# nothing inside `jit`. Layers of one size lie in one buffer, one after the other, and the ids of a
-# layer count through them, so you pass the whole view. (With `make_cache(stacked=False)` each has
-# a buffer of its own.) Each head of a token has its key first and its value right after:
+# `layer_view` is the memory of a layer in its own dtype, and `batch.kernel_block_tables(layer)`
+# indexes its first axis (in the default order; `make_cache(order=)` has others). On a GPU the view
+# costs nothing inside `jit`. Layers of one size lie in one buffer, one after the other, and the
+# ids of a layer count through them, so you pass the whole view. (With `make_cache(stacked=False)`
+# each has a buffer of its own.) Each head of a token has its key first and its value right after:
 
 # %%
 plotting.plot_page(spec, block_id=3, kernel_block_size=4)
@@ -192,7 +193,7 @@ plotting.plot_page(spec, block_id=3, kernel_block_size=4)
 
 # %%
 view = jaxkv.layer_view(cache, "layers.1")
-tables = batch.block_tables("layers.1")
+tables = batch.kernel_block_tables("layers.1")
 queries = random_tokens(1, 24, 4)
 _, expected = jax.jit(jaxkv.attend, static_argnums=1)(cache, "layers.1", batch, queries)
 expected = np.asarray(expected)[:4]  # 4 tokens in this step
@@ -405,7 +406,7 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 # | `KVCacheManager.allocate_slots` | `BlockManager.grow`, which raises where None is returned |
 # | `KVCacheManager.free` | `BlockManager.finish` |
 # | `BlockTables.append_block_ids`, `apply_staged_writes` | `BlockManager.step`, `apply_step` |
-# | `gather_block_tables` | `batch.block_tables(layer)` |
+# | `gather_block_tables` | `batch.kernel_block_tables(layer)` |
 # | `compute_slot_mappings`, `PAD_SLOT_ID` | `batch.slot_mapping(layer)`, `jaxkv.cache.PAD_SLOT` |
 # | `query_start_loc`, `seq_lens`, `num_computed_tokens` | the same, of the batch |
 # | `KVBlockZeroer`, `new_block_ids_to_zero` | `plan_cache(zero_policy=)`; `apply_step` zeroes |
@@ -429,7 +430,7 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 # | `table[row, n : n + len(ids)] = ids` | `TableEntry(row, [ids], starts=[n])` |
 # | `table[row] = 0; table[row, : len(ids)] = ids` | `TableEntry(row, [ids])` |
 # | `table[row] = 0` when a request ends | nothing: an entry without `starts` replaces the row |
-# | `jnp.asarray(table[rows, :width])` every step | `batch.block_tables(layer)`, on the device |
+# | `jnp.asarray(table[rows, :width])` each step | `batch.kernel_block_tables(layer)`, a gather |
 # | `table[row, pos // 16] * 16 + pos % 16` | `batch.slot_mapping(layer)`, -1 for padding |
 #
 # These mistakes are then no longer possible: a NumPy buffer that is changed while a step still

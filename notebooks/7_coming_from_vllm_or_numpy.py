@@ -314,7 +314,7 @@ for work in ({0: 9, 2: 7}, {0: 1, 2: 1}, {0: 7, 2: 1}, "row 2 ends", {0: 1, 2: 1
     worst = max(worst, float(np.abs(out[: len(expected)] - expected).max()))
     for row, count in work.items():
         seq_lens[row] += count
-    np.testing.assert_array_equal(batch.block_tables("kv")[:2], table[list(work)])
+    np.testing.assert_array_equal(batch.kernel_block_tables("kv")[:2], table[list(work)])
     print(upload)
 jaxkv.check_errors(own_cache)
 print(f"all outputs equal NumPy's within {worst:.1g}; compilations: {own_step._cache_size()}")

@@ -175,7 +175,7 @@ for layer in layers:
     csr = jaxkv.attention.build_page_csr(cache, layer, batch, q_block_tokens=16)
     jaxkv.check_errors(csr)
     print(f"{layer}: tables")
-    print(batch.block_tables(layer)[:2])
+    print(batch.kernel_block_tables(layer)[:2])
     for tile in range(3):
         at = slice(int(csr.offsets[tile]), int(csr.offsets[tile + 1]))
         pairs = list(zip(csr.requests[at].tolist(), csr.logical_pages[at].tolist(), strict=True))
@@ -248,7 +248,7 @@ print("size of the map", back.logical_pages.shape)
 
 # %% [markdown]
 # **FlashInfer** wants one list per request (`kv_indptr`, `kv_indices`, `kv_last_page_len`), a few
-# lines from `batch.block_tables(layer)` in [notebook 5](5_your_own_engine.ipynb).
+# lines from `batch.kernel_block_tables(layer)` in [notebook 5](5_your_own_engine.ipynb).
 #
 # ## Sizes, before you serve
 #

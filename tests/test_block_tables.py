@@ -114,7 +114,7 @@ def gather(cache, data, shape):
 
 @jax.jit
 def views(batch):
-    tables = [batch.block_tables(name) for name in NAMES]
+    tables = [batch.kernel_block_tables(name) for name in NAMES]
     firsts = [batch.first_positions(name) for name in NAMES]
     growths = batch.layout.growths
     slots = [

@@ -260,7 +260,7 @@ def test_every_function_of_a_step_runs_in_the_strictest_modes_of_jax() -> None:
         (found,) = jaxkv.read_state(cache, "state", batch)
         cache = jaxkv.write_state(cache, "state", batch, [found + 1])
         read = jaxkv.read_tokens(cache, "full", batch), jaxkv.read_rows(cache, "latent", batch)
-        ints = batch.block_tables("full"), batch.slot_mapping("latent"), batch.last_tokens
+        ints = batch.kernel_block_tables("full"), batch.slot_mapping("latent"), batch.last_tokens
         return cache, (one, two, found, *read), ints
 
     manager.start("r")

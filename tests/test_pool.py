@@ -128,7 +128,8 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
             cache = cases.write(cache, layer, batch, **arguments, period=period)
         reads = [cases.read(cache, layer, batch, period=period) for layer in writes]
         slots = [batch.slot_mapping(layer, period=period) + 1 for layer in tokens]
-        return cache, reads, slots, [batch.block_tables(layer, period=period) for layer in writes]
+        tables = [batch.kernel_block_tables(layer, period=period) for layer in writes]
+        return cache, reads, slots, tables
 
     for period in (-1, count, 2**31 - 1, -(2**31)):
         after, *seen = run(cache, batch, jnp.int32(period))
@@ -293,7 +294,7 @@ def test_wrong_input_is_refused_by_name(plan, call, error, message) -> None:
 def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None:
     cache = cases.empty(Case(windows))
     batch = cases.fixed_step(windows()).batch(cache, windows())
-    methods = (batch.block_tables, batch.slot_mapping)
+    methods = (batch.kernel_block_tables, batch.slot_mapping)
     for call in (
         *(functools.partial(call, cache, batch) for call in CALLS),
         *(functools.partial(method, "full.0") for method in methods),

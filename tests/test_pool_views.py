@@ -55,7 +55,7 @@ def test_a_layer_is_described_as_it_lies_in_its_buffer(case: Case) -> None:
         spec, heads = place.spec, row_format(place.spec).heads
         before = sum(buffer.size for buffer in cache.buffers[: buffers.buffer_of(layer)])
         walked = reference.addresses(layer) - before
-        for ids in ("manager", "block_tables"):
+        for ids in ("manager", "kernel"):
             parts = 1 if ids == "manager" else cache.layout.blocks_per_kv_block[place.group]
             rows = walked.reshape(BLOCKS * parts, rows_per_block(spec) // parts, heads, -1)
             steps = [np.diff(rows[:, 0], axis=0), np.diff(rows, axis=1)]
@@ -100,7 +100,7 @@ def test_tables_index_the_view_of_their_layer(case: Case) -> None:
     batch = cases.fixed_step(case.plan).batch(cache, case.plan)
     for layer in cases.layers_of(case.plan):
         view, buffers = all_axes(cache, layer), cache.layout.buffers
-        ids = np.asarray(batch.block_tables(layer))
+        ids = np.asarray(batch.kernel_block_tables(layer))
         assert not ids[2, -1] and ids[0].all(), "a hole stays null, whatever lies before"
         at = buffers.page_placement(layer).layer
         blocks = view.reshape(-1, *view.shape[2:]) if buffers.counts_through else view[at]
@@ -112,7 +112,7 @@ def test_tables_index_the_view_of_their_layer(case: Case) -> None:
         names = buffers.period_layers(layer)
         for name in names:
             period = jnp.int32(names.index(layer))
-            np.testing.assert_array_equal(batch.block_tables(name, period=period), ids)
+            np.testing.assert_array_equal(batch.kernel_block_tables(name, period=period), ids)
             slots = batch.slot_mapping(name, period=period)
             np.testing.assert_array_equal(slots, batch.slot_mapping(layer))
 
@@ -207,7 +207,7 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
     layouts = [jax.eval_shape(functools.partial(make, stacked=s)).layout for s in (True, False)]
     batch = cases.fixed_step(windows()).batch(cases.empty(Case(windows)), windows())
     stacked, apart = (dataclasses.replace(batch, layout=layout) for layout in layouts)
-    for name in ("slot_mapping", "block_tables"):
+    for name in ("slot_mapping", "kernel_block_tables"):
         getattr(stacked, name)("layer.0")
         getattr(apart, name)("layer.63")
         with pytest.raises(

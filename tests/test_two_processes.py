@@ -48,7 +48,7 @@ def run_streams(process: int) -> None:
 
 def ids_and_slots(cache, upload):
     cache, batch = jaxkv.apply_step(cache, upload)
-    return cache, batch.block_tables("layer")[:, 0], batch.slot_mapping("layer")
+    return cache, batch.kernel_block_tables("layer")[:, 0], batch.slot_mapping("layer")
 
 
 def packed(shape: jaxkv.StepShape, ids: np.ndarray) -> jaxkv.blocks.Upload:

@@ -53,7 +53,7 @@ def apply_step(cache: jaxkv.KVCache, upload: Upload) -> tuple[jaxkv.KVCache, Inp
     """Applies a step, and computes what the first layer of each group reads."""
     cache, batch = jaxkv.apply_step(cache, upload)
     layers = [f"layers.{group}" for group in range(len(batch.tables))]
-    tables = [batch.block_tables(layer) for layer in layers]
+    tables = [batch.kernel_block_tables(layer) for layer in layers]
     same_width = [list(group) for _, group in itertools.groupby(tables, key=lambda t: t.shape)]
     inputs = Inputs(
         block_tables=tuple(jnp.stack(group) for group in same_width),

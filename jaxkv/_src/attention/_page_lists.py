@@ -129,7 +129,7 @@ def build_page_lists(
 
     Returns:
       Lists whose ids index the block axis of ``layer_view(cache, layer)``, like those of
-      ``batch.block_tables(layer)``. Shapes are those of `page_list_sizes`.
+      ``batch.kernel_block_tables(layer)``. Shapes are those of `page_list_sizes`.
 
     Raises:
       TypeError: a layer that stores no tokens of its requests, or arguments of other types.

@@ -7,7 +7,6 @@ error flag of the cache remembers it until `jaxkv.check_errors` raises it on the
 from jaxkv._src.block_tables._append import (
     TableEntries,
     append_block_ids,
-    append_block_ids_flagged,
     pack_entries,
     report,
 )
@@ -16,7 +15,6 @@ from jaxkv._src.block_tables._gather import gather_batch
 __all__ = [
     "TableEntries",
     "append_block_ids",
-    "append_block_ids_flagged",
     "gather_batch",
     "pack_entries",
     "report",

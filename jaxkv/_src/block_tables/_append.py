@@ -12,7 +12,7 @@ from jax import Array
 from jaxkv._src.blocks import TableEntry, list_entries
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
 from jaxkv._src.internal.checks import check_same_shape
-from jaxkv._src.internal.indexing import bit, gather_bits, group_of, lay_over, take, within
+from jaxkv._src.internal.indexing import bit, gather_bits, group_of, take, within
 from jaxkv._src.internal.jit_int32 import jit_int32
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
@@ -95,12 +95,6 @@ def append_block_ids(cache: KVCache, entries: TableEntries) -> KVCache:
       TypeError: entries that are not int32.
       ValueError: shapes that do not fit each other or the tables.
     """
-    cache, problems = append_block_ids_flagged(cache, entries)
-    return report(cache, problems)
-
-
-def append_block_ids_flagged(cache: KVCache, entries: TableEntries) -> tuple[KVCache, Array]:
-    """Does the work of `append_block_ids`, and returns error flags, int32[max(K, E * G)]."""
     layout = cache.layout
     _check_shapes(entries, len(layout.growths))
     index = jnp.arange(entries.rows.shape[0], dtype=jnp.int32)
@@ -121,7 +115,7 @@ def append_block_ids_flagged(cache: KVCache, entries: TableEntries) -> tuple[KVC
         is_entry & known_row & known_column,
     )
     lengths, bad_rows = _length_cells(entries, layout)
-    return _set_cells(cache, [ids, lengths]), lay_over(problems, bad_rows)
+    return report(_set_cells(cache, [ids, lengths]), problems, bad_rows)
 
 
 class _Cells(NamedTuple):
@@ -164,10 +158,11 @@ def _set_cells(cache: KVCache, cells: Sequence[_Cells]) -> KVCache:
     return dataclasses.replace(cache, rows=changed)
 
 
-def report(cache: KVCache, problems: Array) -> KVCache:
-    """Adds error flags, an int32 array of any shape, to those that the cache remembers."""
-    flags = cache.status[0] | gather_bits(problems)
-    return dataclasses.replace(cache, status=cache.status.at[0].set(flags))
+def report(cache: KVCache, *problems: Array) -> KVCache:
+    """Adds error flags, int32 arrays of any shape, to those that the cache remembers."""
+    is_flags = jnp.arange(2, dtype=jnp.int32) == 0  # elementwise, so that XLA need not copy it
+    status = cache.status | jnp.where(is_flags, gather_bits(*problems), 0)
+    return dataclasses.replace(cache, status=status)
 
 
 def _check_shapes(entries: TableEntries, num_groups: int) -> None:

@@ -180,7 +180,7 @@ class StepShape:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of a step's table, per group; see `StepBatch.block_tables`."""
+        """Columns of a step's table, per group; see `StepBatch.kernel_block_tables`."""
         longest = cdiv(self.max_seq_len, self.context_parallel)
         query = self.max_query_len
         return tuple(

@@ -25,9 +25,9 @@ class StepBatch:
     Example::
 
         cache, batch = jaxkv.apply_step(cache, upload)
-        positions = batch.positions               # int32[T]; -1 for padding
-        tables = batch.block_tables("layer")      # int32[B, W], kernel blocks of each request
-        slots = batch.slot_mapping("layer")       # int32[T]; -1 for padding
+        positions = batch.positions                  # int32[T]; -1 for padding
+        tables = batch.kernel_block_tables("layer")  # int32[B, W]; 0 for padding
+        slots = batch.slot_mapping("layer")          # int32[T]; -1 for padding
 
     B is the number of requests, T the number of tokens and W the width of a table. In a flat batch
     the tokens of all requests lie end to end: those of request i are at ``query_start_loc[i] :
@@ -150,7 +150,7 @@ class StepBatch:
 
     # --- layers -------------------------------------------------------------------
 
-    def block_tables(self, layer: str, *, period: Period = None) -> Array:
+    def kernel_block_tables(self, layer: str, *, period: Period = None) -> Array:
         """Returns the kernel blocks of each request, int32[B, W * k], for a layer's kernel.
 
         Ids index the block axis of ``layer_view(cache, layer)``, which may hold several layers;
@@ -178,7 +178,7 @@ class StepBatch:
         return jnp.where(jnp.repeat(is_null, parts, axis=-1), NULL_BLOCK, kernel_ids)
 
     def first_positions(self, layer: str) -> Array:
-        """Returns int32[B], the position of the first token of each row of `block_tables`."""
+        """Returns int32[B], the position of the first token of each row of a table."""
         group = self.layout.place_of(layer).group
         return self.in_group(group).first_positions
 
@@ -187,9 +187,9 @@ class StepBatch:
 
         A slot is ``block_id * block_size + offset``, which is also ``kernel_block_id *
         kernel_block_size + offset`` for every kernel block size. Slots index the first two axes
-        of ``layer_view(cache, layer)`` in order LBNHC, flattened into one; like `block_tables`,
-        they count the layers that lie before this one in the view. Divide them by
-        ``compress_ratio`` where tokens share a row.
+        of ``layer_view(cache, layer)`` in order LBNHC, flattened into one; like
+        `kernel_block_tables`, they count the layers that lie before this one in the view. Divide
+        them by ``compress_ratio`` where tokens share a row.
 
         Args:
           layer: name of a layer that stores tokens.

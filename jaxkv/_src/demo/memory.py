@@ -92,7 +92,7 @@ def _read_kernel_blocks(
     cache: jaxkv.KVCache, layer: str, batch: jaxkv.StepBatch
 ) -> tuple[Array, Array]:
     """Reads kernel blocks of the layer's typed view by their ids."""
-    rows = jaxkv.layer_view(cache, layer)[batch.block_tables(layer)]
+    rows = jaxkv.layer_view(cache, layer)[batch.kernel_block_tables(layer)]
     rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:]).astype(jnp.float32)
     width = row_format(cache.layout.place_of(layer).spec).key_elements
     return rows[..., :width] * KEY_SCALE, rows[..., width:] * VALUE_SCALE

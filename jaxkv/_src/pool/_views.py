@@ -14,8 +14,8 @@ from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
 from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
 from jaxkv._src.pool._tokens import check_rank_known, token_spec
 
-#: the ids that a block axis counts: of `StepBatch.block_tables`, or of `BlockManager.block_ids`
-Ids = Literal["block_tables", "manager"]
+#: the ids of a block axis: of `StepBatch.kernel_block_tables`, or of `BlockManager.block_ids`
+Ids = Literal["kernel", "manager"]
 
 
 def layer_view(cache: KVCache, layer: str) -> Array:
@@ -25,7 +25,7 @@ def layer_view(cache: KVCache, layer: str) -> Array:
 
         cache, batch = jaxkv.apply_step(cache, upload)
         pages = jaxkv.layer_view(cache, "layer")                # [blocks, block_size, heads, K + V]
-        tables = batch.block_tables("layer")                    # ids on the first axis of pages
+        tables = batch.kernel_block_tables("layer")             # ids on the first axis of pages
         lens = batch.seq_lens, batch.query_start_loc
         out = pallas_kernels.paged_attention(queries, pages, tables, *lens)
 
@@ -95,7 +95,7 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
     return on_devices(replace, cache, view, in_specs=in_specs, out_specs=cache.partition_specs())
 
 
-def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> LayerView:
+def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "kernel") -> LayerView:
     """Returns the shape, strides and offset of a layer's elements in its buffer.
 
     Example::
@@ -106,8 +106,8 @@ def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "block_tables") -> 
     Args:
       cache: with a pool.
       layer: name of a layer.
-      ids: the ids that the block axis counts. "block_tables", for kernels: the kernel blocks of
-        ``batch.block_tables(layer)``, which run through all layers of the buffer if those of
+      ids: the ids that the block axis counts. "kernel": the kernel blocks of
+        ``batch.kernel_block_tables(layer)``, which run through all layers of the buffer if those of
         `layer_view` do. "manager", for connectors that move blocks: the whole blocks of this
         layer, as in `BlockManager.block_ids`.
 

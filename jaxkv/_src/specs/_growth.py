@@ -144,7 +144,7 @@ class Growth(_Columns):
         return LiveColumns(self.source_column(num_computed_tokens), first, end)
 
     def step_start(self, num_computed_tokens: Any, num_tokens: Any, xp: Any = None) -> Any:
-        """Returns the first column that a step's table lists; see `StepBatch.block_tables`.
+        """Returns the first column that a step's table lists; see `StepBatch.kernel_block_tables`.
 
         For tokens, the block of the first visible token. For a state, the block that the
         state after the next token belongs to.

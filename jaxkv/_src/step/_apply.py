@@ -8,11 +8,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.block_tables import TableEntries, append_block_ids_flagged, gather_batch
+from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch, report
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv._src.internal.checks import check_int32
-from jaxkv._src.internal.indexing import bit, gather_bits
+from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.pool import copy_blocks, on_devices, zero_blocks
 from pallas_kernels import Implementation
@@ -97,12 +97,13 @@ def _apply(
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))
     number = parts["number"][0]
-    cache, bad_entries = append_block_ids_flagged(cache, _entries(parts))
+    bad_number = _check_number(cache, number)
+    cache = dataclasses.replace(cache, status=_next_status(cache.status, number))
+    cache = append_block_ids(cache, _entries(parts))
     batch, bad_batch = gather_batch(
         cache, jnp.asarray(upload.data)[shape.format.batch_fields], shape
     )
-    problems = gather_bits(_check_number(cache, number), bad_entries, bad_batch)
-    cache = dataclasses.replace(cache, status=_next_status(cache.status, number, problems))
+    cache = report(cache, bad_number, bad_batch)
     if shape.block_copies:  # before zeroing: a source may be free, and fresh, by now
         pairs = parts["copy_sources"], parts["copy_destinations"]
         cache = copy_blocks(cache, *pairs, parts["copy_ends"], implementation=implementation)
@@ -135,11 +136,11 @@ def _check_number(cache: KVCache, number: Array) -> Array:
     return problems | bit(REPEATED_UPLOAD, (number > 0) & (number <= last))
 
 
-def _next_status(status: Array, number: Array, problems: Array) -> Array:
-    """Returns the status after an upload: elementwise, so that XLA need not copy it.
+def _next_status(status: Array, number: Array) -> Array:
+    """Returns the status before an upload's own errors: elementwise, so that XLA need not copy it.
 
     The first upload after a reset clears the flags of steps whose results were given up.
     """
     is_flags = jnp.arange(2, dtype=jnp.int32) == 0
     before = jnp.where(number < 0, 0, status)
-    return jnp.where(is_flags, before | problems, jnp.where(number == 0, status, jnp.abs(number)))
+    return jnp.where(is_flags, before, jnp.where(number == 0, status, jnp.abs(number)))
