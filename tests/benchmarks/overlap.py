@@ -1,6 +1,5 @@
 """Blocks copied to and from page-locked host memory beside steps, and the share that is hidden."""
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,22 +47,19 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     )
     data = _make(sizes)
     moved = data.parked.nbytes
-    alone = _seconds(_step, data, sizes.steps)
+    alone = _seconds(data, sizes.steps, _program(_step))
     report.note(f"{'a step alone':<44} {1e3 * alone:8.3f}", seconds=alone)
     for what, move in {"stored": _store, "loaded": _load}.items():
-        by_itself = _seconds(move, data, sizes.steps)
-        rate = moved / by_itself / 1e9
-        name = f"{moved / 2**20:g} MiB {what}"
+        by_itself = _seconds(data, sizes.steps, _program(move))
+        rate = data.parked.nbytes / by_itself / 1e9
+        name = f"{data.parked.nbytes / 2**20:g} MiB {what}"
         report.note(f"{name:<44} {1e3 * by_itself:8.3f}, {rate:.1f} GB/s", seconds=by_itself)
-        for where, run_both, options in (
-            ("in steps", _both(move), {}),
-            ("in steps, hiding latency", _both(move), HIDING),
-            ("between steps", None, {}),
-        ):
-            if run_both is None:
-                seconds = _seconds_between(move, data, sizes.steps)
-            else:
-                seconds = _seconds(run_both, data, sizes.steps, options)
+        for where, programs in {
+            "in steps": [_program(_step, move)],
+            "in steps, hiding latency": [_program(_step, move, options=HIDING)],
+            "between steps": [_program(_step), _program(move)],
+        }.items():
+            seconds = _seconds(data, sizes.steps, *programs)
             hidden = min(1.0, max(0.0, 1 - (seconds - alone) / by_itself))
             text = f"{1e3 * seconds:8.3f}, {hidden:.0%} of the copy hidden"
             report.note(f"{name + ' ' + where:<44} {text}", seconds=seconds)
@@ -83,68 +79,54 @@ def _make(sizes: Sizes) -> Data:
     )
 
 
-# --- pieces: each takes the data, and returns them with its results in place ----------
+# --- pieces: each takes the data, and returns what changes ----------------------------
+
+Piece = Callable[[Data], dict[str, Any]]
 
 
-def _step(data: Data) -> Data:
+def _step(data: Data) -> dict[str, Any]:
     """Reads all weights, as the matrix products of a decode step do."""
     tokens = data.tokens
     for weights in data.weights:
         tokens = jnp.tanh(tokens + (tokens @ weights)[:, : tokens.shape[1]])
-    return data._replace(tokens=tokens)
+    return {"tokens": tokens}
 
 
-def _store(data: Data) -> Data:
-    return data._replace(parked=jax.device_put(data.pool[:, data.ids], HOST))
+def _store(data: Data) -> dict[str, Any]:
+    return {"parked": jax.device_put(data.pool[:, data.ids], HOST)}
 
 
-def _load(data: Data) -> Data:
+def _load(data: Data) -> dict[str, Any]:
     blocks = jax.device_put(data.parked, DEVICE)
-    return data._replace(pool=data.pool.at[:, data.ids].set(blocks, unique_indices=True))
-
-
-def _both(move: Callable[[Data], Data]) -> Callable[[Data], Data]:
-    return lambda data: move(_step(data))
+    return {"pool": data.pool.at[:, data.ids].set(blocks, unique_indices=True)}
 
 
 # --- clocks ---------------------------------------------------------------------------
 
 
-def _seconds(
-    call: Callable[[Data], Data], data: Data, steps: int, options: dict[str, Any] | None = None
-) -> float:
-    """Returns the seconds of each of some calls in a row."""
-    return _time(_jitted(call, options), data, steps)
-
-
-def _seconds_between(move: Callable[[Data], Data], data: Data, steps: int) -> float:
-    """Returns the seconds of a step and then a copy, each a program of its own."""
-    step, between = _jitted(_step), _jitted(move)
-    return _time(lambda data: between(step(data)), data, steps)
-
-
-def _jitted(
-    call: Callable[[Data], Data], options: dict[str, Any] | None = None
-) -> Callable[[Data], Data]:
-    """Returns a jitted call that updates what changes of the data, and returns them whole."""
-
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options or None)
-    def changed(pool: Array, tokens: Array, weights: Any, ids: Array, parked: Array) -> Any:
-        after = call(Data(weights, tokens, pool, ids, parked))
-        return after.pool, after.tokens, after.parked
-
-    def run(data: Data) -> Data:
-        pool, tokens, parked = changed(data.pool, data.tokens, data.weights, data.ids, data.parked)
-        return data._replace(pool=pool, tokens=tokens, parked=parked)
-
-    return run
-
-
-def _time(call: Callable[[Data], Data], data: Data, steps: int) -> float:
-    data = data._replace(pool=data.pool.copy())  # the calls donate it
-    data = jax.block_until_ready(call(call(data)))
-    started = time.perf_counter()
-    for _ in range(steps):
-        data = call(data)
+def _seconds(data: Data, steps: int, *programs: Callable[[Data], Data]) -> float:
+    """Returns the seconds of some programs one after another, repeated."""
+    data = data._replace(pool=data.pool.copy())  # programs donate it
+    for i in range(steps + 2):
+        if i == 2:
+            jax.block_until_ready(data)
+            started = time.perf_counter()
+        for program in programs:
+            data = program(data)
     jax.block_until_ready(data)
     return (time.perf_counter() - started) / steps
+
+
+def _program(*pieces: Piece, options: dict[str, Any] | None = None) -> Callable[[Data], Data]:
+    """Returns a jitted program of some pieces, which changes a pool in place."""
+
+    def changes(pool: Array, others: Data) -> dict[str, Any]:
+        data, changed = others._replace(pool=pool), {}
+        for piece in pieces:
+            new = piece(data)
+            data, changed = data._replace(**new), changed | new
+        return changed
+
+    donated = 0 if _load in pieces else ()
+    jitted = jax.jit(changes, donate_argnums=donated, compiler_options=options or None)
+    return lambda data: data._replace(**jitted(data.pool, data._replace(pool=data.ids)))
