@@ -46,7 +46,6 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         smallest=Sizes(2, (32, 64), 8, 16, 2, 2),
     )
     data = _make(sizes)
-    moved = data.parked.nbytes
     alone = _seconds(data, sizes.steps, _program(_step))
     report.note(f"{'a step alone':<44} {1e3 * alone:8.3f}", seconds=alone)
     for what, move in {"stored": _store, "loaded": _load}.items():
