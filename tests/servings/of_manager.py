@@ -25,12 +25,13 @@ class ManagerServing(Serving):
             cached_tokens=most * self.plan.max_model_len,
         )
         self.drafts = most_drafts(self.plan)
-        self.prompts: dict[Hashable, int] = {}  # tokens that the manager knows
+        self.prompts: dict[Hashable, int] = {}  # tokens that requests started with; -1: none
+        self.cut: set[Hashable] = set()  # requests that went back into their prompt
 
     def run(self, num_calls: int) -> Counter[str]:
         """Makes random calls, then finishes all requests."""
         calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
-        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over
+        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
         calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
         for _ in range(num_calls):
             (call,) = self.draw.choices(list(calls), list(calls.values()))
@@ -54,6 +55,7 @@ class ManagerServing(Serving):
         super().reset()
         for name in list(self.requests):
             del self.prompts[name]
+            self.cut.discard(name)
             self.forget(name)
 
     def start(self) -> None:
@@ -79,6 +81,9 @@ class ManagerServing(Serving):
             )
             self.prompts[name] = len(tokens)
         self.say(f"    hit {hit.num_cached_tokens}")
+        if self.prompts[name] >= 0 and not request.media:
+            limit = min(len(tokens) - 1, options.get("max_cached_tokens", len(tokens)))
+            assert hit.num_cached_tokens >= self.oracle.whole.least(request, limit), "a missed hit"
         self.requests[name] = request
         self.oracle.begin(request, hit.num_cached_tokens)
 
@@ -92,7 +97,22 @@ class ManagerServing(Serving):
             more = request.tokens[known : self.draw.choice([len(request.tokens), request.computed])]
         self.say(f"finish({name!r}, {more})")
         self.manager.finish(name, more)
+        if name not in self.cut:
+            self.note_whole(request, known + len(more or ()))
+        self.cut.discard(name)
         self.forget(name)
+
+    def note_whole(self, request: Known, known: int) -> None:
+        """Notes a request that later prompts have to find, as far as it is computed."""
+        if known > 0 and request.epoch == self.oracle.epoch:
+            self.oracle.whole.add(request, min(known, request.computed))
+
+    def grow_and_share(self) -> None:
+        """Forks or ends a request that has grown, and lets others grow, before any step."""
+        self.grow()
+        self.draw.choice([self.fork, self.fork, self.finish])()
+        if self.requests:
+            self.grow()
 
     def fork(self) -> None:
         donor = self.requests[self.draw.choice(list(self.requests))]
@@ -115,6 +135,8 @@ class ManagerServing(Serving):
             request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
             self.oracle.fork(donor, request, count)
             self.requests[name], self.prompts[name] = request, min(count, self.prompts[donor.name])
+            if donor.name in self.cut or count < self.prompts[donor.name]:
+                self.cut.add(name)
 
     def hand_over(self) -> None:
         """Forks a request and finishes it, as an engine does with a prompt of several samples."""
@@ -134,11 +156,13 @@ class ManagerServing(Serving):
         self.say(f"rewind({{{name!r}: {count}}})")
         if self.refused(lambda: self.manager.rewind({name: count})):
             self.say("    refused")
+            assert count < request.computed, "a rewind to where a request is, is refused"
             return
         self.oracle.rewind(request, count)
         request.tokens[count:] = [self._id() for _ in request.tokens[count:]]
         request.verified = len(request.tokens)
-        self.prompts[name] = min(self.prompts[name], count)
+        if count < self.prompts[name]:
+            self.cut.add(name)
 
     def trim(self) -> None:
         names = self.draw.choices(list(self.requests), k=2)
@@ -182,3 +206,6 @@ class ManagerServing(Serving):
         if self.chance(0.01):  # the upload never runs
             return self.reset()
         self.oracle.step(uploads[0], self.requests, work)
+        for name in work:
+            if name not in self.cut:
+                self.note_whole(self.requests[name], self.prompts[name])

@@ -6,8 +6,10 @@ media and epochs up to it. The content of a state is that of the last token that
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ class Known:
     partial: by group, the content of the last row of a compressed layer.
     verified: first tokens that are no drafts.
     resumed, reached: tokens that were computed before and after its last step.
+    epoch: in which it, or the request that it was forked from, started.
     """
 
     name: Hashable
@@ -43,10 +46,50 @@ class Known:
     verified: int = 0
     resumed: int = 0
     reached: int = 0
+    epoch: int = 0
 
     @property
     def computed(self) -> int:
         return len(self.story) - 1
+
+
+class Whole:
+    """Prompts whose whole blocks have to be found, of plans that keep all tokens.
+
+    They are forgotten as soon as anything is evicted.
+    """
+
+    def __init__(self, manager: BlockManager):
+        self.manager = manager
+        plan = manager.plan
+        self.is_known = all(group.growth.keeps_all_tokens for group in plan.groups)
+        sizes = [group.block_size * plan.context_parallel for group in plan.groups]
+        self.size = math.lcm(*sizes)
+        self.forget()
+
+    def forget(self) -> None:
+        self._evicted = self.manager.prefix_stats().evicted_blocks
+        self._prompts: set[Hashable] = set()
+
+    def add(self, request: Known, num_tokens: int) -> None:
+        """Notes that the first tokens of a request are computed, and known to the manager."""
+        self._check_evicted()
+        if self.is_known and not request.media:
+            for end in range(self.size, num_tokens + 1, self.size):
+                self._prompts.add(self._key(request, end))
+
+    def least(self, request: Known, limit: int) -> int:
+        """Returns the tokens of a prompt that have to be found, at most ``limit``."""
+        self._check_evicted()
+        ends = range(limit // self.size * self.size, 0, -self.size)
+        return next((end for end in ends if self._key(request, end) in self._prompts), 0)
+
+    def _check_evicted(self) -> None:
+        if self.manager.prefix_stats().evicted_blocks > self._evicted:
+            self.forget()
+
+    def _key(self, request: Known, end: int) -> Hashable:
+        return request.salt, request.adapter, tuple(request.tokens[:end])
 
 
 class Oracle:
@@ -59,12 +102,15 @@ class Oracle:
         self.stories = Stories()
         self.sinks = sum(map(len, manager.sink_block_ids))
         self.epoch = 0
+        self.is_fresh_epoch = True  # whether no request has started in it
+        self.whole = Whole(manager)
         self.seen: Counter[str] = Counter()
 
     # --- requests ---------------------------------------------------------------------
 
     def begin(self, request: Known, cached: int) -> None:
         """Starts a request whose first tokens were found in the cache."""
+        self.is_fresh_epoch, request.epoch = False, self.epoch
         request.resumed = request.reached = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
@@ -80,6 +126,7 @@ class Oracle:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
         request.resumed = request.reached = num_tokens
+        request.epoch = donor.epoch
         request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
@@ -196,6 +243,33 @@ class Oracle:
         self.seen["steps"] += 1
         self.seen["copies"] += parts["copy_sources"].size
 
+    def new_epoch(self) -> None:
+        """Notes that the cache has forgotten all prefixes."""
+        self.epoch += 1
+        self.is_fresh_epoch = True
+        self.whole.forget()
+
+    def check_kept(self, request: Known, keys: Mapping[str, Any]) -> None:
+        """Checks all that the cache would give to a prompt with the tokens of a request."""
+        found = self.manager.find_prefix(request.tokens, **keys).found
+        tokens = Known(None, request.tokens, request.salt, request.adapter, request.media)
+        tokens.story = [self.stories.begin((tokens.salt, tokens.adapter))]
+        self._compute(tokens, found.num_tokens)
+        for group, columns in zip(
+            self.groups, found.columns if tokens.computed else (), strict=False
+        ):
+            blocks = [self.device.blocks.get(i, {}) for i in columns.block_ids.tolist()]
+            if group.is_state:
+                assert blocks[-1].get(0) == self._content(group, tokens.story[-1]), "a kept state"
+                continue
+            for row in range(group.oldest_visible(tokens.computed) // group.ratio, tokens.computed):
+                if (end := (row + 1) * group.ratio) > tokens.computed:
+                    break
+                column, place = divmod(row * group.ratio, group.block)
+                content = blocks[column - columns.first].get(place // group.ratio)
+                assert content == self._content(group, tokens.story[end]), f"kept token {end - 1}"
+        self.seen["kept tokens"] += tokens.computed
+
     def check_pool(self) -> None:
         """Checks that each block is free or held, and counted so."""
         manager, use = self.manager, self.manager.block_use
@@ -215,6 +289,7 @@ class Oracle:
         is_kept, is_free = pool.frozen_before[ids] > 0, pool.references_of(ids) == 0
         assert (use.warm, use.cold) == ((is_kept & is_free).sum(), (~is_kept & is_free).sum()), use
         assert manager.prefix_stats().kept_blocks == is_kept.sum()
+        assert not (self.is_fresh_epoch and is_kept.any()), "blocks of an older epoch are kept"
 
 
 def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int, int]]:

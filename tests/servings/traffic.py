@@ -32,7 +32,8 @@ class Serving:
         self.oracle, self.mirror = Oracle(self.manager), Mirror(self.manager, self.log)
         self.history = history
         self.requests: dict[Hashable, Known] = {}
-        self.forgotten: list[list[int]] = []  # tokens of requests that ended
+        self.forgotten: list[Known] = []  # requests that ended
+        self.num_checks = 0
         self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([1, 2]))]
         self.encoders = itertools.count()
         self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
@@ -52,7 +53,7 @@ class Serving:
 
     def prompt(self) -> list[int]:
         """Returns a prompt that often begins like an earlier one."""
-        known = [*self.roots, *self.roots, *self.forgotten[-3:]]
+        known = [*self.roots, *self.roots, *(request.tokens for request in self.forgotten[-3:])]
         root = self.draw.choice(known)
         tokens = root[: self.draw.choice([8, 16, len(root), self.draw.randint(0, len(root))])]
         tokens += [self._id() for _ in range(self.draw.choice([0, 1, 3, 6]))]
@@ -86,25 +87,25 @@ class Serving:
         return sorted(set(chosen)) if self.chance(0.4) else []
 
     def forget(self, name: Hashable) -> None:
-        self.forgotten.append(self.requests.pop(name).tokens)
+        self.forgotten.append(self.requests.pop(name))
 
     def new_epoch(self) -> None:
         self.say("new_epoch()")
         self.manager.new_epoch()
-        self.oracle.epoch += 1
+        self.oracle.new_epoch()
 
     def lose_content(self) -> None:
         """Sleeps at level 2, which no running request survives."""
         self.say("reset_prefixes()")
         self.manager.reset_prefixes()
-        self.oracle.epoch += 1
+        self.oracle.new_epoch()
         self.oracle.device.lose_all(range(self.plan.num_blocks))
 
     def reset(self) -> None:
         """Lets the manager go on without its requests, as after an upload that was never run."""
         self.say("reset()")
         self.manager.reset()
-        self.oracle.epoch += 1
+        self.oracle.new_epoch()
         self.oracle.device.goes_on_anew = True
         self.oracle.seen["resets"] += 1
         assert not self.manager.requests and self.manager.prefix_stats().kept_blocks == 0
@@ -113,6 +114,11 @@ class Serving:
     def check(self) -> None:
         self.oracle.check_pool()
         self.mirror.follow()
+        self.num_checks += 1
+        if self.num_checks % 8 == 0 and not self.has_encoder:
+            for request in (*self.forgotten[-4:], *self.requests.values()):
+                if request.tokens:
+                    self.oracle.check_kept(request, self.keys(request))
 
     def refused(self, call: Callable[[], object], error: type[Exception] = ValueError) -> bool:
         """Makes a call that may be refused. Returns whether it was; it then changed nothing."""
