@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jaxkv import ExtraKey, OutOfBlocksError, Scheduler, StepShape
+from jaxkv.blocks import Upload
 from jaxkv.scheduler import Schedule
 from tests.servings.oracle import Known
 from tests.servings.plans import most_drafts
@@ -368,6 +369,7 @@ class SchedulerServing(Serving):
             upload = self.manager.step(self.shape, schedule.work)
         except (ValueError, OutOfBlocksError) as error:
             raise AssertionError(f"a schedule is refused: {error}") from error
+        self._check_budgets(schedule, upload)
         if self.chance(0.003):  # the upload never runs
             return self.reset()
         self.oracle.step(upload, self.requests, schedule.work)
@@ -431,6 +433,16 @@ class SchedulerServing(Serving):
         if self.lost is not None:
             again = {n: c for n, c in self.lost.work.items() if n in self.requests}
             assert work == again or not again, f"{work} instead of the lost {again}"
+
+    def _check_budgets(self, schedule: Schedule, upload: Upload) -> None:
+        """Checks what a step takes of ``cached_tokens`` and ``forks``."""
+        cached, longest = self.options["cached_tokens"], self.plan.max_model_len
+        taken = sum(self.requests[name].unsent for name in schedule.work)
+        assert taken <= (longest if cached is None else cached), f"{taken} cached tokens"
+        copied = set(upload.parts()["copy_destinations"].tolist())
+        ids = [self.manager.block_ids(name) for name in self.manager.requests]
+        copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
+        assert copying <= self.options["forks"], f"{copying} requests copy blocks"
 
     def _ids(self, work: dict[Hashable, int]) -> list[int]:
         """Returns the token ids of a step, -1 for those that the host does not know yet."""

@@ -30,6 +30,7 @@ class Known:
     partial: by group, the content of the last row of a compressed layer.
     verified: first tokens that are no drafts.
     resumed, reached: tokens that were computed before and after its last step.
+    unsent: cached tokens, or those of its donor, until it first computes.
     epoch: in which it, or the request that it was forked from, started.
     """
 
@@ -46,6 +47,7 @@ class Known:
     verified: int = 0
     resumed: int = 0
     reached: int = 0
+    unsent: int = 0
     epoch: int = 0
 
     @property
@@ -111,7 +113,7 @@ class Oracle:
     def begin(self, request: Known, cached: int) -> None:
         """Starts a request whose first tokens were found in the cache."""
         self.is_fresh_epoch, request.epoch = False, self.epoch
-        request.resumed = request.reached = cached
+        request.resumed = request.reached = request.unsent = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
         request.states = {g.index: {} for g in self.groups if g.is_state}
@@ -125,7 +127,7 @@ class Oracle:
     def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
-        request.resumed = request.reached = num_tokens
+        request.resumed = request.reached = request.unsent = num_tokens
         request.epoch = donor.epoch
         request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
         request.partial = {
@@ -231,7 +233,7 @@ class Oracle:
         for request, count in zip(named, work.values(), strict=True):
             before = request.resumed = request.computed
             self._compute(request, before + count)
-            request.reached = request.computed
+            request.reached, request.unsent = request.computed, 0
             step = _Step(self, request, before + count, rows[request.name], held, before)
             for block, position in step.write().items():
                 assert written.setdefault(block, request.name) == request.name, "two writers"
