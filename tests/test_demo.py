@@ -143,17 +143,17 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
         exchanged = cache.rows.at[rows].set(cache.rows[rows[::-1]])
         return dataclasses.replace(cache, rows=exchanged)
 
-    def exchanged(run, params, state, *given, **options):
-        state = dataclasses.replace(state, cache=exchange_rows(state.cache))
-        state, out = run(params, state, *given, **options)
-        return dataclasses.replace(state, cache=exchange_rows(state.cache)), out
+    def run_exchanged(uploads):
+        is_wrong = next(steps) == 3
+        if is_wrong:
+            device._cache = exchange_rows(device.cache)
+        out = right(uploads)
+        if is_wrong:
+            device._cache = exchange_rows(device.cache)
+        return out
 
-    def run_of(call):
-        run, uploads = right(call)
-        return functools.partial(exchanged, run) if next(steps) == 3 else run, uploads
-
-    right = engine._run_of
-    monkeypatch.setattr(engine, "_run_of", run_of)
+    device, right = engine._device, engine._device.run
+    monkeypatch.setattr(device, "run", run_exchanged)
     wrong = serve_and_compare(engine, trace).found.largest_difference
     assert wrong > 5 * BOUNDS["fp8_e4m3"]
     monkeypatch.undo()
@@ -193,7 +193,7 @@ def test_the_demo_s_own_model_fits_its_cache() -> None:
     plan = plan_cache(layers, 1_500_000, max_model_len=model_len(DEMO))
     assert [len(group.layers) for group in plan.groups] == [2] * 4
     engine = make_engine(model, init_params(model, jax.random.key(0)), plan)  # traces a step
-    assert engine._vocab_size == DEMO["vocab_size"]
+    assert engine._device.vocab_size == DEMO["vocab_size"]
 
 
 @needs_mosaic

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._draw import draw
 from jaxkv._src.engine._samples import INDEX, POSITION, row_of
 from jaxkv._src.engine._sampling import Kind
@@ -109,15 +110,37 @@ def test_many_requests(layers: tuple[str, ...], decode_steps: int) -> None:
         assert_right(run(engine, requests), requests, layers)
 
 
-def test_several_steps_in_one_call_draw_the_same_tokens(monkeypatch) -> None:
-    """From uploads of a ring, as on one GPU, where an upload that is packed must also run."""
-    ring_for = lambda cache, depth: jaxkv.UploadRing(depth=depth)  # noqa: E731
-    monkeypatch.setattr("jaxkv._src.engine._engine.ring_for", ring_for)
-    requests = random_requests(1, 8)
-    plan = make_plan(ALL, TIGHT)
-    several = jaxkv.Engine(forward, make_params(), plan, decode_steps=3, **SIZES)
-    assert_right(run(several, requests), requests)
-    assert several.stats.calls < several.stats.steps
+@functools.cache
+def engine_of_three_steps() -> jaxkv.Engine:
+    """With uploads of a ring, as on one GPU, where an upload that is packed must also run."""
+    plan, sizes = make_plan(("full", "state"), 40), {"max_requests": 2, "max_tokens": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "ring", lambda self, depth: jaxkv.UploadRing(depth=depth))
+        return jaxkv.Engine(forward, make_params(), plan, decode_steps=3, **sizes)
+
+
+def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
+    engine, requests = engine_of_three_steps(), random_requests(1, 8)
+    assert_right(run(engine, requests), requests, ("full", "state"))
+    assert engine.stats.calls < engine.stats.steps
+
+
+def test_a_sample_that_stops_within_a_call_writes_nothing_more() -> None:
+    engine, prompt = engine_of_three_steps(), [1, 2, 3]
+    (whole,) = engine.generate([prompt], Sampling(max_tokens=NEW))
+    at = next(i for i, token in enumerate(whole.tokens) if i and token not in whole.tokens[:i])
+    sampling = Sampling(stop_token_ids=[0, whole.tokens[at]], max_tokens=20)
+    engine.sleep(level=2)
+    engine.wake_up()
+    group, held, tokens = engine._device.cache.layout.place_of("full").group, set(), []
+    engine.add("r", prompt, sampling)
+    while engine.has_work:
+        tokens += [token for output in engine.step() for token in output.tokens]
+        if "r" in engine.manager.requests:
+            held |= set(engine.manager.block_ids("r")[group])
+    assert tokens == whole.tokens[: at + 1]
+    rows = np.asarray(jaxkv.layer_view(engine._device.cache, "full"))[sorted(held)]
+    assert rows.any(axis=(2, 3)).sum() == len(prompt) + at
 
 
 def test_a_stop_token_ends_a_sample_and_is_its_last() -> None:
@@ -182,7 +205,7 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one()
         outputs = run(engine, requests)
     assert not compilations
     assert_right(outputs, requests, ("full",))
-    assert [shape.max_tokens for shape in engine._ladder.shapes] == [1, 4, 16]
+    assert [shape.max_tokens for shape in engine._packer.ladder.shapes] == [1, 4, 16]
 
 
 # --- the sampler ----------------------------------------------------------------------
@@ -280,14 +303,14 @@ def test_a_lost_call_runs_again(monkeypatch) -> None:
     """The upload that was packed is kept: the next step runs it first."""
     engine, requests = make_engine(), random_requests(0, 6)
     failures = iter([False, True, False, True, True])
-    right = engine._run_of
+    right = engine._device.run
 
-    def sometimes(call: Any) -> Any:
+    def sometimes(uploads: Any) -> Any:
         if next(failures, False):
             raise KeyboardInterrupt
-        return right(call)
+        return right(uploads)
 
-    monkeypatch.setattr(engine, "_run_of", sometimes)
+    monkeypatch.setattr(engine._device, "run", sometimes)
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     tokens: dict[Any, list[int]] = {}
@@ -315,7 +338,7 @@ def test_an_engine_restarts_after_a_lost_upload() -> None:
 
     for _ in range(4):
         step()
-    engine._pack()  # what is packed here is lost
+    engine._packer.pack(1)  # what is packed here is lost
     with pytest.raises(jaxkv.CacheError, match="an upload was lost"):
         while engine.has_work:
             step()

@@ -1,7 +1,7 @@
 """A step as a model sees it, and an engine that generates tokens with a model."""
 
 from jaxkv._src.engine._context import StepContext
-from jaxkv._src.engine._engine import Engine, Stats
-from jaxkv._src.engine._sampling import Output, Sampling
+from jaxkv._src.engine._engine import Engine
+from jaxkv._src.engine._sampling import Output, Sampling, Stats
 
 __all__ = ["Engine", "Output", "Sampling", "Stats", "StepContext"]

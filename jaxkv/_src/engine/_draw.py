@@ -22,7 +22,7 @@ def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
     Returns:
       int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
     """
-    of = dict(zip(COLUMNS, table.T, strict=True))
+    of = dict(zip(COLUMNS, table.T, strict=True))  # and one of the stop tokens
     floats = {name: _as_float(of[name])[:, None] for name in ("temperature", "top_p", "min_p")}
     logits = logits.astype(jnp.float32)[of["index"]]
     scores = logits

@@ -10,6 +10,8 @@ from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
 
 #: columns of a sampler's table, int32[samples, len(COLUMNS)]; floats by their bits
 COLUMNS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
+NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
+COLUMNS += ("stop",) * NUM_STOPS
 INDEX, POSITION = 0, 1
 LEFT, PLACE = len(COLUMNS), len(COLUMNS) + 1
 
@@ -83,8 +85,12 @@ class Samples:
         self.num_of[sample.request] += 1
         self.restart(sample)
 
-    def restart(self, sample: Sample) -> None:
-        """Forgets what steps in flight draw for a sample."""
+    def restart(self, sample: Sample, *, from_prompts: bool = False) -> None:
+        """Forgets what steps in flight draw for a sample, or all that it has drawn."""
+        if from_prompts:
+            del sample.tokens[sample.num_prompt :]
+            sample.logprobs.clear()
+            sample.num_sent = sample.num_prompt
         drawn, left = len(sample.tokens) - sample.num_prompt, sample.end - len(sample.tokens)
         row = self.numbers[sample.slot]
         row[: len(COLUMNS)] = row_of(sample.sampling, sample.index, drawn - 1)
@@ -105,5 +111,6 @@ def row_of(sampling: Sampling, sample: int, position: int) -> np.ndarray:
     floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
     temperature, top_p, min_p = floats.view(np.int32).tolist()
     seed = int(np.array(sampling.seed, np.uint32).view(np.int32))
-    row = (0, position, seed, sample, temperature, sampling.top_k or 0, top_p, min_p)
+    stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
+    row = (0, position, seed, sample, temperature, sampling.top_k or 0, top_p, min_p, *stops)
     return np.array(row, np.int32)

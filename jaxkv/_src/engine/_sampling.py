@@ -123,3 +123,27 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
             + (", the columns of the logits" if vocab_size else "")
         )
     return ids.tolist()
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counts of an engine since it was made.
+
+    steps: steps, and calls of the device.
+    prompt_tokens: of all prompts, each prompt once; cached_tokens: those of requests that started,
+      which the cache held.
+    computed_tokens, padded_tokens: tokens of steps that belong to requests, and that fill shapes.
+    sampled_tokens: of all outputs.
+    nan_tokens: those of them whose log-probability is NaN.
+    preemptions: of running requests.
+    """
+
+    steps: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    padded_tokens: int = 0
+    sampled_tokens: int = 0
+    nan_tokens: int = 0
+    preemptions: int = 0

@@ -1,0 +1,222 @@
+"""The device's side of an engine: weights, cache, and the steps compiled for them."""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxkv._src.blocks import Upload
+from jaxkv._src.cache import KVCache
+from jaxkv._src.engine._context import StepContext, leave_ended_out
+from jaxkv._src.engine._draw import draw
+from jaxkv._src.engine._samples import COLUMNS, INDEX, NUM_STOPS
+from jaxkv._src.engine._sampling import Kind
+from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
+from jaxkv._src.step import COMPILER_OPTIONS, UploadRing
+
+Forward = Callable[[Any, StepContext], Any]
+Uploads = tuple[Upload, ...]  # of one shape
+# Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
+FEW_TOKENS = 32
+
+
+class Device:
+    """Weights and cache on the device, and the model's steps.
+
+    kind: of the sampler that is compiled: the widest wanted so far.
+    vocab_size: columns of the logits; None: no step was traced yet.
+    """
+
+    def __init__(self, forward: Forward, params: Any, cache: KVCache, num_drawn: int):
+        """Puts what is missing on the device.
+
+        Args:
+          forward: the model, see `Engine`.
+          params: its weights.
+          cache: from `make_cache`, which is donated.
+          num_drawn: tokens of the latest steps to keep for the steps that follow.
+        """
+        self.params, self.kind = params, Kind.GREEDY
+        self.vocab_size: int | None = None
+        self._cache: KVCache | SleepingCache = cache
+        # With the sharding of the cache, to which steps return it.
+        self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
+        self._few, self._many = [
+            jax.jit(
+                functools.partial(run_steps, forward, self._note_vocab_size),
+                donate_argnums=1,
+                static_argnames="kind",
+                compiler_options=COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": are_few},
+            )
+            for are_few in (True, False)
+        ]
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache, which must be awake."""
+        if isinstance(self._cache, SleepingCache):
+            raise RuntimeError("the engine sleeps; call wake_up first")
+        return self._cache
+
+    def run(self, uploads: Uploads) -> Array:
+        """Starts steps, and returns what they will draw; see `run_steps`."""
+        state, out = self._step_of(uploads)(*self._arguments(uploads), kind=self.kind)
+        self._cache, self._drawn = state.cache, state.drawn
+        out.copy_to_host_async()
+        return out
+
+    def trace(self, uploads: Uploads) -> None:
+        """Traces steps, so that mistakes of a model are said."""
+        self._step_of(uploads).eval_shape(*self._arguments(uploads), kind=self.kind)
+
+    def compile(self, calls: Sequence[Uploads]) -> None:
+        """Compiles steps, and shows the progress."""
+        # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiling = []
+            for uploads in calls:
+                step = self._step_of(uploads).lower(*self._arguments(uploads), kind=self.kind)
+                compiling.append(pool.submit(step.compile))
+            for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
+                done.result()
+
+    def update(self, params: Any) -> None:
+        """Takes other weights; raises ValueError if their shapes or dtypes are others."""
+        _check_same(self.params, params)
+        self.params = params
+
+    def sleep(self, level: int) -> int:
+        """Gives the memory of the cache back; returns its bytes."""
+        self._cache = sleep(self.cache, level=level)
+        return self._cache.released_bytes
+
+    def wake_up(self) -> None:
+        """Takes the memory of the cache again."""
+        if isinstance(self._cache, KVCache):
+            raise RuntimeError("the engine is awake; call sleep first")
+        self._cache = wake_up(self._cache)
+
+    def ring(self, depth: int) -> UploadRing | None:
+        """Returns a ring of page-locked uploads, for a cache on one GPU."""
+        first, *others = self.cache.status.devices()
+        if others or first.platform != "gpu":
+            return None
+        return UploadRing(depth=depth, device=first)
+
+    def _step_of(self, uploads: Uploads) -> Any:
+        return self._few if uploads[0].shape.max_tokens <= FEW_TOKENS else self._many
+
+    def _arguments(self, uploads: Uploads) -> tuple[Any, "State", Uploads]:
+        return self.params, State(self.cache, self._drawn), uploads
+
+    def _note_vocab_size(self, size: int) -> None:
+        self.vocab_size = size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """The device's state between two calls.
+
+    drawn: tokens of the latest steps; each step says in its upload where its own begin. -1 in
+      place of a token that no step shall go on from.
+    """
+
+    cache: KVCache
+    drawn: Array  # int32[N]
+
+
+def run_steps(
+    forward: Forward,
+    note_vocab_size: Callable[[int], object],
+    params: Any,
+    state: State,
+    uploads: Uploads,
+    *,
+    kind: Kind,
+) -> tuple[State, Array]:
+    """Runs steps of one shape, each over the tokens that those before it drew.
+
+    Where they are several, a sample that draws a stop token writes nothing to the cache from there
+    on, and what it draws is void.
+
+    Args:
+      forward: the model, see `Engine`.
+      note_vocab_size: called with the width of the logits while the step is traced.
+      uploads: their ``extra`` holds what `extra_size` counts, for S samples.
+      kind: of the sampler; static.
+
+    Returns:
+      The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and the
+      error flags of the cache.
+    """
+
+    def one(state: State, upload: Upload) -> tuple[State, Array]:
+        context = StepContext(state.cache, upload, newest_tokens=state.drawn)
+        has_ended = leave_ended_out(context) if len(uploads) > 1 else None
+        result = forward(params, context)
+        logits, context = result if isinstance(result, tuple) else (result, context)
+        _check_logits(logits, context)
+        note_vocab_size(logits.shape[-1])
+        cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]
+        table = extra[1:].reshape(-1, len(COLUMNS))
+        tokens, logprobs = draw(logits, table, kind)
+        drawn = tokens
+        if has_ended is not None:
+            is_last = (tokens[:, None] == table[:, -NUM_STOPS:]).any(axis=1)
+            drawn = jnp.where(is_last | has_ended[table[:, INDEX]], -1, tokens)
+        drawn = lax.dynamic_update_slice(state.drawn, drawn, extra[:1])
+        bits = lax.bitcast_convert_type(logprobs, jnp.int32)
+        out = jnp.concatenate([tokens, bits, cache.error_flags[None]])
+        return State(cache, drawn), out
+
+    if len(uploads) == 1:
+        state, out = one(state, uploads[0])
+        return state, out[None]
+    memory = jax.memory.Space.Device  # uploads of a ring are in the host's
+    data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
+    return lax.scan(one, state, Upload(data=data, shape=uploads[0].shape))
+
+
+def _check_logits(logits: Any, context: Any) -> None:
+    if not isinstance(context, StepContext):
+        raise TypeError(
+            f"forward returned a pair whose second element is {type(context).__name__}; it returns "
+            "logits, or (logits, step)"
+        )
+    batch, shape = context.batch.shape.batch_size, getattr(logits, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != batch:
+        raise ValueError(
+            f"forward returned {type(logits).__name__} of shape {shape}; it returns the logits of "
+            f"each request's last token, [{batch}, vocab]: index with step.last_tokens"
+        )
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"forward returned logits of dtype {logits.dtype}; they are floats")
+
+
+def _check_same(old: Any, new: Any) -> None:
+    """Raises ValueError unless two pytrees have the same structure, shapes and dtypes."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError("params has another tree structure than the engine was made with")
+    olds, news = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    for (path, was), now in zip(olds, news, strict=True):
+        if (np.shape(was), jnp.result_type(was)) != (np.shape(now), jnp.result_type(now)):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(now)}{np.shape(now)}; the "
+                f"engine was made with {jnp.result_type(was)}{np.shape(was)}"
+            )
+
+
+def _with_progress[T](done: Iterable[T], count: int) -> Iterable[T]:
+    """Yields what is done, and shows how much it is if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return done
+    return tqdm(done, desc="compiling", total=count, unit="shape", disable=None)
