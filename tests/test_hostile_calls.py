@@ -216,7 +216,8 @@ def view(manager: BlockManager) -> object:
         ids = [i for group in row for i in group if i]
         assert len(set(ids)) == len(ids), "a row holds a block twice"
         held.update(ids)
-    assert all(manager.block_pool.references(i) == count for i, count in held.items())
+    references = manager.block_pool.references_of(np.array([*held], np.int64))
+    assert references.tolist() == list(held.values())
     assert manager.num_free_blocks + len(held) == manager.plan.usable_blocks
     computed = dict(manager.computed_tokens)
     return rows, dict(manager.requests), computed, manager.num_free_blocks, manager.num_uploads

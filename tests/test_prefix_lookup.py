@@ -6,7 +6,7 @@ import pytest
 from jaxkv._src.prefixes import Checkpoint
 from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoints
 from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
-from jaxkv._src.prefixes._tree import Keeping
+from jaxkv._src.prefixes._tree import PrefixPolicy
 from tests.layer_examples import chunked, full, sliding, state
 
 GROWTHS = {
@@ -25,19 +25,19 @@ def columns_read(name: str, position: int) -> range:
 
 @pytest.mark.parametrize("name", GROWTHS)
 def test_a_miss_is_an_eviction_only_if_an_evicted_block_would_be_read(name: str) -> None:
-    keeping, draw, seen = Keeping(GROWTHS[name], 4), np.random.default_rng(0), set()
+    policy, draw, seen = PrefixPolicy(GROWTHS[name], 4), np.random.default_rng(0), set()
     for _ in range(200):
         columns = draw.choice([EVICTED, 0, 7], 6, p=draw.dirichlet([1, 1, 3]))
         ends = 4 * np.arange(1, 7)
         held = [all(columns[c] > 0 for c in columns_read(name, end)) for end in ends]
-        assert _held_at(keeping, columns, ends).tolist() == held
-        assert [_holds_whole(keeping, columns, end) for end in ends.tolist()] == held
+        assert _held_at(policy, columns, ends).tolist() == held
+        assert [_holds_whole(policy, columns, end) for end in ends.tolist()] == held
         missing = ends[~np.array(held)]
         if missing.size:
             read = {int(columns[c]) for end in missing for c in columns_read(name, end)}
             hole = "no_checkpoint" if name == "states" else "left_window"
-            seen.add(_why_not_held(keeping, columns, missing))
-            assert _why_not_held(keeping, columns, missing) == (
+            seen.add(_why_not_held(policy, columns, missing))
+            assert _why_not_held(policy, columns, missing) == (
                 "evicted" if EVICTED in read else hole
             )
     assert len(seen) == 2

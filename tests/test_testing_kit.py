@@ -327,7 +327,8 @@ def lose(*parts: str):
 
 def short(columns_to_share):
     return lambda *arguments: [
-        (source, first, max(first, end - 1)) for source, first, end in columns_to_share(*arguments)
+        part._replace(end=max(part.first, part.end - 1), block_ids=part.block_ids[:-1])
+        for part in columns_to_share(*arguments)
     ]
 
 
@@ -338,7 +339,7 @@ BUGS = {  # where, and its replacement made of what was there
     "a block is not given back": (
         BlockPool, "release", lambda release: lambda pool, ids: release(pool, ids[:-1])
     ),
-    "sharing is not counted": (BlockPool, "share", lambda _: lambda pool, ids: None),
+    "sharing is not counted": (BlockPool, "hold", lambda _: lambda pool, ids: None),
     "a window loses its oldest block": (
         GrowthTable, "first_column", lambda first: lambda growth, n: first(growth, n + 2)
     ),

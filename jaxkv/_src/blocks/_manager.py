@@ -11,14 +11,13 @@ import numpy as np
 
 from jaxkv._src.blocks._format import Ints
 from jaxkv._src.blocks._pool import BlockPool, BlockUse
-from jaxkv._src.blocks._prefix_events import PrefixEvents
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.blocks._steps import Ring, Steps
+from jaxkv._src.blocks._steps import Ring, StepPlanner
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
@@ -105,14 +104,11 @@ class BlockManager:
         self._rows = RowAllocator(max_requests, plan.limits.max_in_flight_tokens)
         self._prefixes = Prefixes(
             self._state,
+            plan,
             checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
-            shares_rows=[
-                any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs)
-                for group in plan.groups
-            ],
-            events=None if events is None else PrefixEvents(events, plan),
+            events=events,
         )
-        self._steps = Steps(plan, self._state, self._rows, self._prefixes)
+        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
         self._lock = threading.Lock()  # held while a call changes anything
 
     def __repr__(self) -> str:
@@ -250,9 +246,9 @@ class BlockManager:
                 f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
             )
         self._rows.check_new([request])
-        prompt = found = None
+        looked_up = None
         if tokens is not None and not self._prefixes.has_encoder:
-            prompt, found = self._prefixes.look_up(
+            looked_up = self._prefixes.look_up(
                 tokens,
                 salt=salt,
                 extra_keys=extra_keys,
@@ -261,10 +257,10 @@ class BlockManager:
             )
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)
-        if prompt is None or found is None:
-            return PrefixHit.nothing(row, len(self._growths))
-        self._prefixes.begin(row, prompt, found)
-        return PrefixHit.of(row, prompt, found)
+        if looked_up is None:
+            none = len(self._growths)
+            return PrefixHit(row, 0, (0,) * none, ("not_looked_up",) * none, ())
+        return self._prefixes.start(row, *looked_up)
 
     @_alone
     def fork(

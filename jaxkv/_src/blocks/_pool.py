@@ -156,11 +156,6 @@ class BlockPool:
             self._more_holders[held] += 1
             self._num_shared += held.size
 
-    def share(self, ids: np.ndarray) -> None:
-        """Adds one reference per id to blocks that are held already."""
-        np.add.at(self._more_holders, ids, 1)
-        self._num_shared += ids.size
-
     def release(self, ids: np.ndarray) -> None:
         """Drops one reference per id of held blocks; those without references become free."""
         if self._num_shared:
@@ -186,12 +181,6 @@ class BlockPool:
             gone = gone[np.sort(last)]
         self._num_shared -= ids.size - gone.size
         return gone
-
-    def references(self, block_id: int) -> int:
-        """Returns the number of holders of a block; 0: it is free."""
-        if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"block_id={block_id} is not in 0..{self.num_blocks - 1}")
-        return int(self.references_of(np.array([block_id]))[0])
 
     def references_of(self, ids: np.ndarray) -> np.ndarray:
         """Returns the number of holders of each block, int64 of the ids' shape."""

@@ -1,22 +1,35 @@
 """Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
 from jaxkv._src.blocks._format import Ints
-from jaxkv._src.blocks._prefix_events import KeyChain, PrefixEvents
-from jaxkv._src.blocks._prompts import Counts, Namespace, PrefixMatch, PrefixStats, Prompt
+from jaxkv._src.blocks._prompts import (
+    CachedPrompt,
+    Namespace,
+    PrefixHit,
+    PrefixMatch,
+    PrefixStats,
+)
 from jaxkv._src.blocks._resuming import columns_to_share
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.internal.checks import check_count
+from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import (
     MAX_TOKEN,
+    CachedPrefix,
+    EventGroup,
+    EventLog,
     ExtraKey,
-    Found,
-    Keeping,
+    GroupKind,
+    KeyChain,
+    PrefixEvents,
+    PrefixPolicy,
     PrefixTree,
     Reason,
     TokenCodes,
@@ -36,31 +49,38 @@ class Prefixes:
     def __init__(
         self,
         state: RequestState,
+        plan: Plan,
         *,
         checkpoint_blocks: int,
-        shares_rows: Sequence[bool],
-        events: PrefixEvents | None = None,
+        events: EventLog | None = None,
     ):
         growth, pool = state.growth, state.pool
-        self._events = events
+        self._events = None if events is None else PrefixEvents(events, _event_groups(plan))
         self._state, self._max_checkpoint_blocks = state, checkpoint_blocks
-        keepings = [
-            Keeping(*of_group)
+        shares_rows = [
+            any(getattr(spec, "compress_ratio", 1) > 1 for spec in group.specs)
+            for group in plan.groups
+        ]
+        policies = [
+            PrefixPolicy(*of_group)
             for of_group in zip(growth.growths, state.column_tokens, shares_rows, strict=True)
         ]
         # tokens of a column in each group that keeps whole columns
-        self._whole = tuple(keeping.block for keeping in keepings if not keeping.by_checkpoint)
-        self._smallest = min((keeping.block for keeping in keepings), default=1)
+        self._whole = tuple(policy.block for policy in policies if not policy.by_checkpoint)
+        self._smallest = min((policy.block for policy in policies), default=1)
         self._tree = PrefixTree(
-            keepings, pool.frozen_before, max_tokens=4 * pool.num_blocks * self._smallest
+            policies, pool.frozen_before, max_tokens=4 * pool.num_blocks * self._smallest
         )
         self.has_encoder = bool(growth.crossed.size)
-        self._prompts: dict[int, Prompt] = {}  # by row
+        self._prompts: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self._epoch = 0
         self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
         self._codes = TokenCodes()
-        self._counts = Counts()
+        self._counts = Counter(
+            requests=0, hits=0, prompt_tokens=0, cached_tokens=0, evicted_blocks=0
+        )
+        self._reasons: Counter[str] = Counter()
         pool.on_evict = self._evicted
 
     # --- requests -----------------------------------------------------------------
@@ -82,9 +102,9 @@ class Prefixes:
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
         self._tree.touch(path)
-        keys, pool, found = tuple(extra_keys), self._state.pool, find(self._tree, path, seen, limit)
-        state = self._tree.state
-        return PrefixMatch(namespace, encoded, salt, keys, path, seen, limit, found, state, pool)
+        found = find(self._tree, path, seen, limit)
+        of_prompt = namespace, encoded, salt, tuple(extra_keys)
+        return PrefixMatch(*of_prompt, path, limit, found, self._tree.state, self._state.pool)
 
     def _renewed(self, known: PrefixMatch, max_cached_tokens: int | None) -> PrefixMatch:
         if known.state is not self._tree.state:
@@ -98,7 +118,7 @@ class Prefixes:
         limit = _limit(known.tokens, max_cached_tokens)
         if limit == known.limit:
             return known
-        found = find(self._tree, known.path, known.num_seen, limit)
+        found = find(self._tree, known.path, known.found.num_seen, limit)
         return known._replace(limit=limit, found=found)
 
     def look_up(
@@ -109,8 +129,8 @@ class Prefixes:
         extra_keys: Sequence[ExtraKey],
         boundaries: Sequence[int],
         max_cached_tokens: int | None,
-    ) -> tuple[Prompt, Found]:
-        """Finds the longest prefix of a prompt, for the arguments of `BlockManager.start`."""
+    ) -> tuple[CachedPrompt, CachedPrefix]:
+        """Finds the prefix of a prompt, for `start`; the arguments are of `BlockManager.start`."""
         prefix = self.find(
             tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
         )
@@ -119,34 +139,45 @@ class Prefixes:
         first_block = b""
         if found.num_seen < self._smallest <= encoded.size:
             first_block = self._first_block(encoded)
-            reasons = self._elsewhere(namespace, first_block, found.reasons)
-            if reasons is not found.reasons:
-                found = found._replace(reasons=reasons)
+            found = found._replace(reasons=self._elsewhere(namespace, first_block, found.reasons))
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
+        self._counts.update(
+            requests=1,
+            hits=found.num_tokens > 0,
+            prompt_tokens=encoded.size,
+            cached_tokens=found.num_tokens,
+        )
+        self._reasons.update({*found.reasons} - {"complete", "other_groups"})
         ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
-        self._counts.add(encoded.size, found)
-        used = [] if found.checkpoint is None else [found.checkpoint]
-        prompt = Prompt(namespace, encoded, ends, wanted, found.num_tokens, used)
-        prompt.first_block = first_block
-        if self._events is not None:
-            prompt.chain = KeyChain(prefix.salt, prefix.extra_keys)
+        prompt = CachedPrompt(
+            namespace,
+            encoded,
+            chunk_ends=ends,
+            wanted=wanted,
+            num_kept=found.num_tokens,
+            checkpoints=[] if found.checkpoint is None else [found.checkpoint],
+            chain=None if self._events is None else KeyChain(prefix.salt, prefix.extra_keys),
+            first_block=first_block,
+        )
         return prompt, found
 
-    def begin(self, row: int, prompt: Prompt, found: Found) -> None:
+    def start(self, row: int, prompt: CachedPrompt, found: CachedPrefix) -> PrefixHit:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self._prompts[row] = prompt
         self._computing.add(row)
         if found.num_tokens:
             self._state.share(row, found.num_tokens, found.columns)
+        shared = tuple([columns.block_ids.size for columns in found.columns])
+        return PrefixHit(row, found.num_tokens, shared, found.reasons, prompt.chunk_ends)
 
     def _chunk_ends(
-        self, num_tokens: int, found: Found, boundaries: Sequence[int]
+        self, num_tokens: int, found: CachedPrefix, boundaries: Sequence[int]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
         """Returns the numbers of tokens after which the states of a prompt are to be kept.
 
         Returns:
-          The ``chunk_ends`` and ``wanted`` of a `Prompt`.
+          The ``chunk_ends`` and ``wanted`` of a `CachedPrompt`.
         """
         if not self._tree.has_states:
             return (), frozenset()
@@ -245,7 +276,7 @@ class Prefixes:
                 self._tree.checkpoints.touch(checkpoint, is_wanted=False)
                 self._state.pool.warm_again(checkpoint.blocks[checkpoint.blocks > 0])
 
-    def _keep(self, row: int, prompt: Prompt, count: int, *, is_end: bool) -> None:
+    def _keep(self, row: int, prompt: CachedPrompt, count: int, *, is_end: bool) -> None:
         """Keeps the whole blocks of a row's first ``count`` tokens.
 
         Args:
@@ -280,14 +311,14 @@ class Prefixes:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
         _, firsts, ends = self._state.held_of(row)
-        for group, keeping in enumerate(self._tree.keepings):
-            if keeping.by_checkpoint:
+        for group, policy in enumerate(self._tree.policies):
+            if policy.by_checkpoint:
                 found.append((0, NO_IDS))
                 continue
-            first = max(firsts[group], kept // keeping.block)
-            end = min(ends[group], count // keeping.block)
+            first = max(firsts[group], kept // policy.block)
+            end = min(ends[group], count // policy.block)
             if lost := self._state.lost_ends.item(group, row):
-                end = min(end, lost // keeping.block - 1)
+                end = min(end, lost // policy.block - 1)
             found.append((first, self._state.columns_of(row, group)[first:end]))
         return found
 
@@ -301,10 +332,9 @@ class Prefixes:
         except ValueError:
             return None
         ends = np.zeros(len(columns), np.int32)
-        for group, (_, _, end) in enumerate(columns):
-            keeping = self._tree.keepings[group]
-            if keeping.by_checkpoint or count % keeping.block:
-                ends[group] = self._state.columns_of(row, group)[end - 1]
+        for group, policy in enumerate(self._tree.policies):
+            if policy.by_checkpoint or count % policy.block:
+                ends[group] = columns[group].block_ids[-1]
         return ends
 
     def _bound_checkpoints(self) -> None:
@@ -315,7 +345,7 @@ class Prefixes:
     def _first_block(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._smallest].astype(np.int64).tobytes()
 
-    def _remember_first(self, prompt: Prompt) -> None:
+    def _remember_first(self, prompt: CachedPrompt) -> None:
         if prompt.tokens.size >= self._smallest:
             prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
             known = self._first_blocks.setdefault(prompt.first_block, {})
@@ -325,7 +355,7 @@ class Prefixes:
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
-        self._counts.evicted_blocks += ids.size
+        self._counts["evicted_blocks"] += ids.size
         if self._events is not None:
             self._events.removed(ids.tolist())
         return np.array(self._tree.forget(ids), np.int32)
@@ -350,7 +380,8 @@ class Prefixes:
     def stats(self) -> PrefixStats:
         """Returns the counts so far."""
         return PrefixStats(
-            **dataclasses.asdict(self._counts),
+            **self._counts,
+            reasons=dict(self._reasons),
             kept_blocks=int(np.count_nonzero(self._tree.frozen_before)),
             checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
@@ -369,6 +400,19 @@ class Prefixes:
             raise ValueError("tokens is empty; give the token ids of the prompt, at least one")
         adapters = frozenset([key for key in extra_keys if key.end is None])
         return Namespace(self._epoch, salt, adapters), codes
+
+
+def _event_groups(plan: Plan) -> list[EventGroup]:
+    """Returns the groups of a plan as events describe them."""
+    return [
+        EventGroup(
+            index=index,
+            kind=cast(GroupKind, group.specs[0].kind),
+            block_size=group.block_size * plan.context_parallel,
+            window=group.growth.window if group.growth.kind == "sliding" else None,
+        )
+        for index, group in enumerate(plan.groups)
+    ]
 
 
 def _limit(tokens: np.ndarray, max_cached_tokens: int | None) -> int:

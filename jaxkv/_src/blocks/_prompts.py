@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks._pool import BlockPool
-from jaxkv._src.blocks._prefix_events import KeyChain
-from jaxkv._src.prefixes import Checkpoint, ExtraKey, Found, Node, Reason
+from jaxkv._src.prefixes import CachedPrefix, Checkpoint, ExtraKey, KeyChain, Node, Reason
 
 
 class Namespace(NamedTuple):
@@ -26,7 +25,7 @@ class PrefixMatch(NamedTuple):
     prompt, and looks the prompt up again only if the cache has changed.
 
     namespace, tokens, salt, extra_keys: of the prompt; see `TokenCodes`.
-    path, num_seen: see `PrefixTree.walk`.
+    path: see `PrefixTree.walk`.
     limit: the most tokens that may be shared.
     found: the prefix, of at most ``limit`` tokens.
     state: of the tree during the lookup; ``found`` is valid until the tree has another one.
@@ -38,9 +37,8 @@ class PrefixMatch(NamedTuple):
     salt: str | None
     extra_keys: tuple[ExtraKey, ...]
     path: Sequence[Node]
-    num_seen: int
     limit: int
-    found: Found
+    found: CachedPrefix
     state: object
     pool: BlockPool
 
@@ -90,20 +88,9 @@ class PrefixHit(NamedTuple):
     reasons: tuple[Reason, ...]
     chunk_ends: tuple[int, ...]
 
-    @classmethod
-    def of(cls, row: int, prompt: "Prompt", found: Found) -> "PrefixHit":
-        shared = tuple([columns.block_ids.size for columns in found.columns])
-        return cls(row, found.num_tokens, shared, found.reasons, prompt.chunk_ends)
-
-    @classmethod
-    def nothing(cls, row: int, num_groups: int) -> "PrefixHit":
-        """Returns the hit of a request whose prompt was not looked up."""
-        none: tuple[Reason, ...] = ("not_looked_up",) * num_groups
-        return cls(row, 0, (0,) * num_groups, none, ())
-
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Prompt:
+class CachedPrompt:
     """The tokens of a running request, as far as they are known.
 
     namespace: see `Namespace`.
@@ -126,28 +113,6 @@ class Prompt:
     may_go_on: bool = True
     chain: KeyChain | None = None
     first_block: bytes = b""
-
-
-@dataclasses.dataclass(slots=True)
-class Counts:
-    """Counts of lookups, hits and evictions, by the names of `PrefixStats`."""
-
-    requests: int = 0
-    hits: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    evicted_blocks: int = 0
-    reasons: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def add(self, num_tokens: int, found: Found) -> None:
-        """Counts the lookup of a prompt of ``num_tokens``."""
-        self.requests += 1
-        self.hits += found.num_tokens > 0
-        self.prompt_tokens += num_tokens
-        self.cached_tokens += found.num_tokens
-        for reason in set(found.reasons):
-            if reason not in ("complete", "other_groups"):
-                self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

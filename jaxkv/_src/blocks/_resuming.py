@@ -6,16 +6,16 @@ import numpy as np
 
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.prefixes import PLAIN_INTS
+from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
 
 
-def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[tuple[int, int, int]]:
-    """Returns, per group, source, first and end of the columns that a prefix is read from.
+def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedColumns]:
+    """Returns the columns, per group, that the token after a row's first tokens reads.
 
     Raises:
       ValueError: the row no longer holds a block that the next token reads.
     """
-    found: list[tuple[int, int, int]] = []
+    found: list[SharedColumns] = []
     held = zip(*state.held_of(row), strict=True)
     for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
         if growth.stores == "state":
@@ -32,7 +32,8 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[tup
                 f"{group} that the next token reads; they left its window, or hold a newer "
                 "state. Pass the number of tokens that the request has computed"
             )
-        found.append((source, first, end))
+        ids = state.columns_of(row, group)[first:end]
+        found.append(SharedColumns(source, first, end, ids))
     return found
 
 

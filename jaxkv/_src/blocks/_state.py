@@ -1,6 +1,5 @@
 """The block tables and the progress of all requests, as arrays. NumPy only."""
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -148,8 +147,7 @@ class RequestState:
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
-        spans = self._spans_of(row)
-        return np.concatenate([NO_IDS, *(self.table[row, span] for span in spans)])
+        return self.table[row, self._held_at(row)]
 
     def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns how many blocks rows hold, int64[G]; a shared block counts once per row."""
@@ -176,16 +174,6 @@ class RequestState:
     def group_ends(self, groups: np.ndarray) -> np.ndarray:
         """Returns the end of each group among the ascending groups of K cells, int64[G]."""
         return groups.searchsorted(self._each_group, "right")
-
-    def _spans_of(self, row: int) -> list[slice]:
-        """Returns the columns of ``table`` that a row holds, over all groups."""
-        spans: list[slice] = []
-        for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
-            if 0 <= source < first:
-                spans.append(slice(start + source, start + source + 1))
-            if first < end:
-                spans.append(slice(start + first, start + end))
-        return spans
 
     # --- steps --------------------------------------------------------------------
 
@@ -318,60 +306,51 @@ class RequestState:
 
     def finish(self, row: int) -> None:
         """Releases every block of a row and resets it."""
-        cells, spans = self.table[row], self._spans_of(row)
-        if spans:
-            parts = [cells[span] for span in spans]
-            ids = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-            self.pool.release(ids[self._from_end(spans)] if self.pool.has_kept else ids)
-            for span in spans:
-                cells[span] = NULL_BLOCK
+        at = self._held_at(row)
+        if at.size:
+            ids = self.table[row, at]
+            self.pool.release(ids[self._from_end(at)] if self.pool.has_kept else ids)
+            self.table[row, at] = NULL_BLOCK
         self.start(row, 0)
 
-    def _from_end(self, spans: Sequence[slice]) -> np.ndarray:
+    def _held_at(self, row: int) -> np.ndarray:
+        """Returns the column in ``table`` of each block that a row holds, group by group."""
+        parts = [NO_IDS]
+        for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
+            if 0 <= source < first:
+                parts.append(np.array([start + source]))
+            parts.append(np.arange(start + first, start + end))
+        return np.concatenate(parts)
+
+    def _from_end(self, at: np.ndarray) -> np.ndarray:
         """Returns an order of blocks that reuses the end of a prefix before its beginning."""
-        positions: list[np.ndarray] = []
-        for span in spans:
-            group = bisect.bisect_right(self._starts, span.start) - 1
-            column, tokens = self._starts[group], self.column_tokens[group]
-            positions.append(np.arange(column - span.start, column - span.stop, -1) * tokens)
-        return np.concatenate(positions).argsort(kind="stable")
+        group = self.starts.searchsorted(at, "right") - 1
+        return ((self.starts[group] - at) * self.growth.column_tokens[group, 0]).argsort(
+            kind="stable"
+        )
 
-    def fork(
-        self, donor: int, row: int, num_tokens: int, columns: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens.
-
-        Args:
-          columns: per group, source, first and end of the columns to share.
-        """
+    def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
+        """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens."""
         self.start(row, int(self.encoder_tokens[donor]))
-        self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
-        self.unsent_tokens[row] = num_tokens
-        for group, (source, first, end) in enumerate(columns):
-            mine, theirs = self.columns_of(row, group), self.columns_of(donor, group)
-            mine[first:end] = theirs[first:end]
-            self._held[:, group, row] = source, first, end
+        self.share(row, num_tokens, columns)
         lost = self.lost_ends[:, donor]
         self.lost_ends[:, row] = np.where(lost <= num_tokens, lost, 0)
-        self.pool.share(self.blocks_of(row))
-        ends = [end * n for (_, _, end), n in zip(columns, self.column_tokens, strict=True)]
+        ends = [part.end * n for part, n in zip(columns, self.column_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
-        self.lags[row] = self.has_lagging = True
         for sharer in (donor, row):
             self.note_shared(sharer, until)
 
     def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
-        """Gives a row that was just started the blocks of a cached prefix."""
+        """Gives a row that was just started the blocks of a prefix."""
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
-        self.unsent_tokens[row] = num_tokens
+        self.unsent_tokens[row] = self.may_be_shared_until[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
             self.columns_of(row, group)[first:end] = ids
             self._held[:, group, row] = source, first, end
         self.pool.hold(np.concatenate([part.block_ids for part in columns]))
         ends_inside = any([num_tokens % tokens for tokens in self.column_tokens])
         if ends_inside or self.growth.aligned.size:
-            self.note_shared(row, num_tokens)
-        self.may_be_shared_until[row] = num_tokens
+            self.note_shared(row)
         self.lags[row] = self.has_lagging = True
 
     def note_shared(self, row: int, num_tokens: int = 0) -> None:

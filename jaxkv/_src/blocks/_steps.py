@@ -63,7 +63,7 @@ class News(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Step:
+class PlannedStep:
     """A step before its upload is packed.
 
     computed, totals: tokens of each request before and after the step.
@@ -84,7 +84,7 @@ class Step:
     taken: np.ndarray | None = None  # int32[K]
 
 
-class Steps:
+class StepPlanner:
     """Takes steps: checks them, changes the state of the requests, and packs the uploads.
 
     num_uploads: number of uploads so far.
@@ -94,7 +94,7 @@ class Steps:
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows, self._prefixes = plan, state, rows, prefixes
         self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
-        self._grown: Step | None = None  # the step for which `grow` was called last
+        self._grown: PlannedStep | None = None  # the step for which `grow` was called last
         self._is_anew = False  # whether the next upload is the first one after a reset
         self.num_uploads = 0
 
@@ -130,7 +130,7 @@ class Steps:
         self._state.copies.clear()
         self._is_anew = True
 
-    def _planned(self, work: Work) -> Step:
+    def _planned(self, work: Work) -> PlannedStep:
         """Returns the step of ``work``; that of the last `grow`, if it is still valid."""
         state, batch, grown = self._state, self._rows.batch(work), self._grown
         if grown is not None and grown.batch is batch and grown.version == state.version:
@@ -140,9 +140,9 @@ class Steps:
         longest = self._check_totals(batch, totals)
         changes = plan_changes(state, batch.rows, computed, totals)
         news = find_news(state, batch.rows, totals, changes)
-        return Step(batch, computed, totals, longest, changes, news, state.version)
+        return PlannedStep(batch, computed, totals, longest, changes, news, state.version)
 
-    def _change(self, step: Step) -> None:
+    def _change(self, step: PlannedStep) -> None:
         """Makes the changes of a step, after which only its upload is left."""
         changes, news = step.changes, step.news
         if changes is not None:

@@ -1,5 +1,6 @@
 """Prefix caching: a radix tree of prompts, block keys, and events for routers. No jax."""
 
+from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
 from jaxkv._src.prefixes._checkpoints import Checkpoint
 from jaxkv._src.prefixes._event_encoding import (
     END_OF_REPLAY,
@@ -31,9 +32,9 @@ from jaxkv._src.prefixes._extra_keys import (
     extra_keys_by_block,
 )
 from jaxkv._src.prefixes._keys import block_keys, root_key
-from jaxkv._src.prefixes._lookup import Found, Reason, SharedColumns, find
+from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedColumns, find
 from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
-from jaxkv._src.prefixes._tree import PLAIN_INTS, Keeping, Node, PrefixTree
+from jaxkv._src.prefixes._tree import PLAIN_INTS, Node, PrefixPolicy, PrefixTree
 
 __all__ = [
     "END_OF_REPLAY",
@@ -44,6 +45,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
+    "CachedPrefix",
     "Checkpoint",
     "EventBatch",
     "EventFormat",
@@ -52,13 +54,14 @@ __all__ = [
     "EventLog",
     "ExtraKey",
     "ExtraKind",
-    "Found",
     "GroupChoice",
     "GroupKind",
-    "Keeping",
+    "KeyChain",
     "KeyFormat",
     "Medium",
     "Node",
+    "PrefixEvents",
+    "PrefixPolicy",
     "PrefixTree",
     "Reason",
     "SharedColumns",

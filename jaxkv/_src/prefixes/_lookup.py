@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint
-from jaxkv._src.prefixes._tree import Keeping, Node, PrefixTree
+from jaxkv._src.prefixes._tree import Node, PrefixPolicy, PrefixTree
 
 Reason = Literal[
     "complete",
@@ -40,7 +40,7 @@ class SharedColumns(NamedTuple):
 NO_COLUMNS = SharedColumns(-1, 0, 0, np.zeros(0, np.int32))
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The longest prefix of a prompt that a request can share.
 
     num_tokens: tokens of the prefix; 0: none.
@@ -57,7 +57,7 @@ class Found(NamedTuple):
     checkpoint: Checkpoint | None
 
 
-def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> Found:
+def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> CachedPrefix:
     """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
 
     Args:
@@ -68,44 +68,46 @@ def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> F
     seen = min(num_seen, limit)
     if not seen:
         return _nothing_seen(tree, num_seen, limit)
-    columns = [tree.columns(path, g, seen) for g in range(len(tree.keepings))]
+    columns = [tree.columns(path, g, seen) for g in range(len(tree.policies))]
     checkpoint: Checkpoint | None = None
     if tree.has_states:
-        num_tokens, checkpoint = _longest_checkpoint(tree.keepings, path, columns, seen)
-        reasons = _reasons_by_checkpoint(tree.keepings, path, columns, num_tokens, seen, limit)
+        num_tokens, checkpoint = _longest_checkpoint(tree.policies, path, columns, seen)
+        reasons = _reasons_by_checkpoint(tree.policies, path, columns, num_tokens, seen, limit)
     else:
         num_tokens = _longest_whole(tree, columns, seen)
         reasons = _reasons_whole(tree, columns, num_tokens, seen, limit)
     shared = (NO_COLUMNS,) * len(columns)
     if num_tokens:
         partial = [0] * len(columns) if checkpoint is None else checkpoint.blocks.tolist()
-        each = zip(tree.keepings, columns, partial, strict=True)
-        shared = tuple([_shared(keeping, ids, num_tokens, last) for keeping, ids, last in each])
-    return Found(num_tokens, num_seen, shared, reasons, checkpoint)
+        each = zip(tree.policies, columns, partial, strict=True)
+        shared = tuple([_shared(policy, ids, num_tokens, last) for policy, ids, last in each])
+    return CachedPrefix(num_tokens, num_seen, shared, reasons, checkpoint)
 
 
-def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> Found:
+def _nothing_seen(tree: PrefixTree, num_seen: int, limit: int) -> CachedPrefix:
     """Returns the result for a prompt of which nothing is remembered, or nothing may be shared."""
-    num_groups, shortest = len(tree.keepings), 1 if tree.has_states else tree.grid
+    num_groups, shortest = len(tree.policies), 1 if tree.has_states else tree.grid
     reason: Reason = "complete" if limit < shortest else "never_seen"
-    return Found(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
+    return CachedPrefix(0, num_seen, (NO_COLUMNS,) * num_groups, (reason,) * num_groups, None)
 
 
-def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int) -> SharedColumns:
+def _shared(
+    policy: PrefixPolicy, columns: np.ndarray, num_tokens: int, partial: int
+) -> SharedColumns:
     """Returns the columns that the token after a prefix reads.
 
     Args:
       columns: int32[C], the blocks of the group's whole columns.
       partial: the group's block in the checkpoint; 0: none.
     """
-    block = keeping.block
+    block = policy.block
     end = cdiv(num_tokens, block)
-    if keeping.by_checkpoint:
+    if policy.by_checkpoint:
         ids = np.array([partial], np.int32)
-        if keeping.growth.cache_mode == "none":
+        if policy.growth.cache_mode == "none":
             return SharedColumns(-1, 0, 1, ids)
         return SharedColumns(end - 1, end - 1, end, ids)
-    first = end - 1 if keeping.only_last else keeping.first_column(num_tokens)
+    first = end - 1 if policy.only_last else policy.first_column(num_tokens)
     ids = columns[first : num_tokens // block]
     if num_tokens % block:
         ids = np.concatenate([ids, np.array([partial], np.int32)])
@@ -115,75 +117,75 @@ def _shared(keeping: Keeping, columns: np.ndarray, num_tokens: int, partial: int
 # --- plans without states that are overwritten: prefixes of whole blocks ---------------
 
 
-def _held_at(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _held_at(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Returns whether a group holds what the token at each position reads, bool[P].
 
     Args:
       positions: ends of whole blocks, at least one block each.
     """
-    last = positions // keeping.block - 1
-    if keeping.only_last:
+    last = positions // policy.block - 1
+    if policy.only_last:
         return columns[last] > 0
     if (columns > 0).all():
         return np.ones(positions.size, bool)
     index = np.arange(columns.size)
     newest_hole = np.maximum.accumulate(np.where(columns > 0, -1, index))
-    first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+    first = np.asarray(policy.growth.first_visible(positions)) // policy.block
     return newest_hole[last] < first
 
 
-def _holds_whole(keeping: Keeping, columns: np.ndarray, position: int) -> bool:
+def _holds_whole(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bool:
     """As `_held_at`, for one position."""
-    end = position // keeping.block
-    if keeping.only_last:
+    end = position // policy.block
+    if policy.only_last:
         return bool(columns[end - 1] > 0)
-    first = keeping.first_column(position)
+    first = policy.first_column(position)
     return bool((columns[first:end] > 0).all())
 
 
 def _longest_whole(tree: PrefixTree, columns: Sequence[np.ndarray], seen: int) -> int:
-    keepings, grid = tree.keepings, tree.grid
+    policies, grid = tree.policies, tree.grid
     if seen < grid:
         return 0
     longest = seen // grid * grid  # tried first: usually every group holds it
-    if all(_holds_whole(*of_group, longest) for of_group in zip(keepings, columns, strict=True)):
+    if all(_holds_whole(*of_group, longest) for of_group in zip(policies, columns, strict=True)):
         return longest
     positions = np.arange(grid, seen + 1, grid)
     held = np.ones(positions.size, bool)
-    for keeping, ids in zip(keepings, columns, strict=True):
-        held &= _held_at(keeping, ids, positions)
+    for policy, ids in zip(policies, columns, strict=True):
+        held &= _held_at(policy, ids, positions)
     return int(positions[held][-1]) if held.any() else 0
 
 
 def _reasons_whole(
     tree: PrefixTree, columns: Sequence[np.ndarray], hit: int, seen: int, limit: int
 ) -> tuple[Reason, ...]:
-    keepings, grid = tree.keepings, tree.grid
+    policies, grid = tree.policies, tree.grid
     if hit + grid > limit:
-        return ("complete",) * len(keepings)
+        return ("complete",) * len(policies)
     if hit + grid > seen:
-        return ("never_seen" if seen <= hit else "shorter_than_a_block",) * len(keepings)
+        return ("never_seen" if seen <= hit else "shorter_than_a_block",) * len(policies)
     positions = np.arange(hit + grid, seen + 1, grid)
     reasons: list[Reason] = []
-    for keeping, ids in zip(keepings, columns, strict=True):
-        if _held_at(keeping, ids, positions).any():
+    for policy, ids in zip(policies, columns, strict=True):
+        if _held_at(policy, ids, positions).any():
             reasons.append("other_groups")
         else:
-            reasons.append(_why_not_held(keeping, ids, positions))
+            reasons.append(_why_not_held(policy, ids, positions))
     return tuple(reasons)
 
 
-def _why_not_held(keeping: Keeping, columns: np.ndarray, positions: np.ndarray) -> Reason:
+def _why_not_held(policy: PrefixPolicy, columns: np.ndarray, positions: np.ndarray) -> Reason:
     """Returns the reason why a group holds too little for a token at any of these positions."""
-    end = positions // keeping.block
-    if keeping.only_last:
+    end = positions // policy.block
+    if policy.only_last:
         first = end - 1
     else:
-        first = np.asarray(keeping.growth.first_visible(positions)) // keeping.block
+        first = np.asarray(policy.growth.first_visible(positions)) // policy.block
     evicted = np.cumsum(np.concatenate([[0], columns == EVICTED]))
     if (evicted[end] > evicted[first]).any():
         return "evicted"
-    return "no_checkpoint" if keeping.only_last else "left_window"
+    return "no_checkpoint" if policy.only_last else "left_window"
 
 
 # --- plans with states that are overwritten: prefixes that end at a checkpoint ----------
@@ -200,29 +202,29 @@ def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoin
     return sorted(found, key=lambda checkpoint: -checkpoint.position)
 
 
-def _holds(keeping: Keeping, columns: np.ndarray, checkpoint: Checkpoint, group: int) -> bool:
+def _holds(policy: PrefixPolicy, columns: np.ndarray, checkpoint: Checkpoint, group: int) -> bool:
     """Returns whether a group holds what the token after a checkpoint reads."""
     position, block_id = checkpoint.position, int(checkpoint.blocks[group])
-    if keeping.by_checkpoint:
+    if policy.by_checkpoint:
         return block_id > 0
-    if position % keeping.block and block_id <= 0:
+    if position % policy.block and block_id <= 0:
         return False
-    if keeping.only_last and position % keeping.block:
+    if policy.only_last and position % policy.block:
         return True
-    return _holds_whole(keeping, columns, position)
+    return _holds_whole(policy, columns, position)
 
 
 def _longest_checkpoint(
-    keepings: Sequence[Keeping], path: Sequence[Node], columns: Sequence[np.ndarray], seen: int
+    policies: Sequence[PrefixPolicy], path: Sequence[Node], columns: Sequence[np.ndarray], seen: int
 ) -> tuple[int, Checkpoint | None]:
     for checkpoint in _checkpoints(path, 0, seen):
-        if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(keepings)):
+        if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(policies)):
             return checkpoint.position, checkpoint
     return 0, None
 
 
 def _reasons_by_checkpoint(
-    keepings: Sequence[Keeping],
+    policies: Sequence[PrefixPolicy],
     path: Sequence[Node],
     columns: Sequence[np.ndarray],
     hit: int,
@@ -230,19 +232,19 @@ def _reasons_by_checkpoint(
     limit: int,
 ) -> tuple[Reason, ...]:
     if hit == limit:
-        return ("complete",) * len(keepings)
+        return ("complete",) * len(policies)
     if seen <= hit:
-        return ("never_seen",) * len(keepings)
+        return ("never_seen",) * len(policies)
     longer = _checkpoints(path, hit, seen)
     kept = [checkpoint for checkpoint in longer if checkpoint.is_kept]
     gone: Reason = "evicted" if longer else "no_checkpoint"
     reasons: list[Reason] = []
-    for group, keeping in enumerate(keepings):
-        if keeping.by_checkpoint:
+    for group, policy in enumerate(policies):
+        if policy.by_checkpoint:
             reasons.append("other_groups" if kept else gone)
-        elif not kept or any(_holds(keeping, columns[group], at, group) for at in kept):
+        elif not kept or any(_holds(policy, columns[group], at, group) for at in kept):
             reasons.append("other_groups")
         else:
             positions = np.array([at.position for at in kept])
-            reasons.append(_why_not_held(keeping, columns[group], positions))
+            reasons.append(_why_not_held(policy, columns[group], positions))
     return tuple(reasons)

@@ -23,7 +23,7 @@ COLUMNS = (1 << COLUMN_BITS) - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Keeping:
+class PrefixPolicy:
     """The rule by which a group keeps the blocks of a prefix.
 
     growth: block rule of the group.
@@ -103,20 +103,22 @@ class PrefixTree:
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     """
 
-    def __init__(self, keepings: Sequence[Keeping], frozen_before: np.ndarray, *, max_tokens: int):
+    def __init__(
+        self, policies: Sequence[PrefixPolicy], frozen_before: np.ndarray, *, max_tokens: int
+    ):
         """Creates an empty tree.
 
         Args:
-          keepings: one per group.
+          policies: one per group.
           frozen_before: int64[num_blocks], which the tree writes: the position before which no
             token of a block may be overwritten; 0: the block is not kept.
           max_tokens: tokens to remember. Beyond it, the tree forgets tokens without kept blocks,
             the least recently used first.
         """
-        self.keepings = tuple(keepings)
+        self.policies = tuple(policies)
         self.frozen_before = frozen_before
-        self.grid = math.lcm(*(keeping.block for keeping in self.keepings))
-        self.has_states = any(keeping.by_checkpoint for keeping in self.keepings)
+        self.grid = math.lcm(*(policy.block for policy in self.policies))
+        self.has_states = any(policy.by_checkpoint for policy in self.policies)
         self._max_tokens = self._prune_at = max_tokens
         # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
         self._home_of = np.full(frozen_before.size, -1, np.int64)
@@ -165,7 +167,7 @@ class PrefixTree:
 
     def columns(self, path: Sequence[Node], group: int, num_tokens: int) -> np.ndarray:
         """Returns the blocks of a group's whole columns in the first tokens of a path, int32[C]."""
-        count = num_tokens // self.keepings[group].block
+        count = num_tokens // self.policies[group].block
         parts = [node.blocks[group] for node in path]
         if not parts:
             return np.zeros(0, np.int32)
@@ -181,7 +183,7 @@ class PrefixTree:
             self._recent.pop(node, None)
             self._recent[node] = None
 
-    # --- keeping ------------------------------------------------------------------
+    # --- keeping -----------------------------------------------------------------
 
     def keep(
         self,
@@ -220,7 +222,7 @@ class PrefixTree:
         return made
 
     def _keep_columns(self, path: Sequence[Node], group: int, first: int, ids: np.ndarray) -> None:
-        block, ids = self.keepings[group].block, ids.astype(np.intp)  # faster as an index
+        block, ids = self.policies[group].block, ids.astype(np.intp)  # faster as an index
         for node in path:
             begin, end = node.start // block, node.end // block
             low, high = max(begin, first), min(end, first + ids.size)
@@ -242,7 +244,7 @@ class PrefixTree:
 
     def _place(self, node: Node, group: int) -> int:
         """Returns a number for a node and a group, in the bits above the column."""
-        return node.index * len(self.keepings) + group << COLUMN_BITS
+        return node.index * len(self.policies) + group << COLUMN_BITS
 
     def _add_checkpoint(self, node: Node, made: Checkpoint) -> Checkpoint | None:
         position, blocks = made.position, made.blocks
@@ -253,7 +255,7 @@ class PrefixTree:
         node.checkpoints[position] = made
         for group, block_id in enumerate(blocks.tolist()):
             if block_id > 0:
-                until = self.keepings[group].until(position)
+                until = self.policies[group].until(position)
                 self.frozen_before[block_id] = max(int(self.frozen_before[block_id]), until)
                 self._of_block.setdefault(block_id, []).append(made)
                 self._is_in_checkpoint[block_id] = True
@@ -281,11 +283,11 @@ class PrefixTree:
         """Returns the position before which no token of a block may be overwritten."""
         until, home = 0, int(self._home_of[block_id])
         if home >= 0:
-            keeping = self.keepings[(home >> COLUMN_BITS) % len(self.keepings)]
-            until = ((home & COLUMNS) + 1) * keeping.block
+            policy = self.policies[(home >> COLUMN_BITS) % len(self.policies)]
+            until = ((home & COLUMNS) + 1) * policy.block
         for checkpoint in self._of_block.get(block_id, ()):
             group = int((checkpoint.blocks == block_id).argmax())
-            until = max(until, self.keepings[group].until(checkpoint.position))
+            until = max(until, self.policies[group].until(checkpoint.position))
         return until
 
     def forget(self, ids: np.ndarray) -> list[int]:
@@ -310,10 +312,10 @@ class PrefixTree:
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
     def _evict(self, place: int, columns: np.ndarray) -> None:
-        index, group = divmod(place, len(self.keepings))
+        index, group = divmod(place, len(self.policies))
         node = self._nodes[index]
         if node is not None:
-            node.blocks[group][columns - node.start // self.keepings[group].block] = EVICTED
+            node.blocks[group][columns - node.start // self.policies[group].block] = EVICTED
 
     # --- the tree -----------------------------------------------------------------
 
@@ -333,7 +335,7 @@ class PrefixTree:
         return path
 
     def _no_blocks(self, start: int, end: int) -> list[np.ndarray]:
-        return [np.zeros(end // k.block - start // k.block, np.int32) for k in self.keepings]
+        return [np.zeros(end // k.block - start // k.block, np.int32) for k in self.policies]
 
     def _add(self, parent: Node, start: int, tokens: np.ndarray) -> Node:
         node = Node(parent, start, tokens, self._no_blocks(start, start + tokens.size))
@@ -360,7 +362,7 @@ class PrefixTree:
 
     def _split(self, node: Node, at: int) -> None:
         """Splits a node at a position; the second part becomes its only child."""
-        cuts = [at // k.block - node.start // k.block for k in self.keepings]
+        cuts = [at // k.block - node.start // k.block for k in self.policies]
         rest = Node(
             node,
             at,
@@ -377,7 +379,7 @@ class PrefixTree:
         self._enter(rest)
         for group, blocks in enumerate(rest.blocks):
             kept = (blocks > 0).nonzero()[0]
-            first = at // self.keepings[group].block
+            first = at // self.policies[group].block
             self._home_of[blocks[kept]] = kept + first + self._place(rest, group)
 
     def _prune(self) -> None:

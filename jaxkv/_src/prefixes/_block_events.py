@@ -5,23 +5,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import numpy as np
 
-from jaxkv._src.planning import Plan
-from jaxkv._src.prefixes import (
-    MAX_TOKEN,
+from jaxkv._src.prefixes._events import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     EventGroup,
     EventLog,
-    ExtraKey,
-    GroupKind,
-    block_keys,
-    extra_keys_by_block,
 )
+from jaxkv._src.prefixes._extra_keys import ExtraKey, extra_keys_by_block
+from jaxkv._src.prefixes._keys import block_keys
+from jaxkv._src.prefixes._tokens import MAX_TOKEN
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -71,18 +67,9 @@ class PrefixEvents:
     grain: tokens per key, the greatest common divisor of the groups' block sizes.
     """
 
-    def __init__(self, log: EventLog, plan: Plan):
+    def __init__(self, log: EventLog, groups: Sequence[EventGroup]):
         """Creates the events of a plan's groups, for ``log``."""
-        self._log = log
-        self._groups = [
-            EventGroup(
-                index=index,
-                kind=cast(GroupKind, group.specs[0].kind),
-                block_size=group.block_size * plan.context_parallel,
-                window=group.growth.window if group.growth.kind == "sliding" else None,
-            )
-            for index, group in enumerate(plan.groups)
-        ]
+        self._log, self._groups = log, groups
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
         self._names: dict[int, tuple[int, bytes]] = {}  # block id -> group and key
         self._counts: collections.Counter[tuple[int, bytes]] = collections.Counter()
