@@ -16,7 +16,8 @@ class Ladder:
     """Shapes of steps in which every request computes one token, and of all others.
 
     decode: by number of requests: 1, 8, 32, then powers of two and their halves between them.
-    mixed: by number of tokens: ``max_tokens`` and its halves.
+    mixed: by number of tokens: ``max_tokens``, a quarter of it, and so on. Closer ones would save
+      nothing, because `fill` fills them, and each takes seconds to compile.
     """
 
     def __init__(self, scheduler: Scheduler, max_requests: int, max_tokens: int):
@@ -34,7 +35,7 @@ class Ladder:
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         self.mixed = {
             size: scheduler.shape(max_tokens=size, extra=extra_size(size, max_requests))
-            for size in _halves(smallest, max_tokens)
+            for size in _quarters(smallest, max_tokens)
         }
 
     @property
@@ -70,9 +71,11 @@ def _of_decodes(largest: int) -> Sequence[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def _halves(smallest: int, largest: int) -> Sequence[int]:
-    """Returns ``largest`` and its halves, down to ``smallest``."""
+def _quarters(smallest: int, largest: int) -> Sequence[int]:
+    """Returns ``largest`` and its quarters down to ``smallest``, and that if it is far below."""
     sizes = [largest]
-    while sizes[-1] // 2 >= smallest:
-        sizes.append(sizes[-1] // 2)
+    while sizes[-1] // 4 >= smallest:
+        sizes.append(sizes[-1] // 4)
+    if sizes[-1] >= 2 * smallest:
+        sizes.append(smallest)
     return sizes[::-1]

@@ -5,6 +5,7 @@ offsets, scaled embeddings, soft caps) is left out.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
@@ -127,8 +128,7 @@ class Decoder:
         x = params["embed"][step.token_ids]
         for name, p in zip(self.layers, params["layers"], strict=True):
             x = x + self._mix(p, step, name, _norm(x, p["norms"][0]))
-            gate, up = jnp.split(_norm(x, p["norms"][1]) @ p["up"], 2, axis=-1)
-            x = x + (jax.nn.silu(gate) * up) @ p["down"]
+            x = _feed_forward(x, p["norms"][1], p["up"], p["down"])
         x = _norm(x[step.last_tokens], params["norm"])
         head = params["embed"].T if self.tied else params["head"]
         return jnp.matmul(x, head, preferred_element_type=jnp.float32)
@@ -197,12 +197,23 @@ def _matrix(key: Array, *shape: Any) -> Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-2] ** -0.5, dtype)
 
 
+# jit: traced and lowered once for all layers.
+
+
+@jax.jit
+def _feed_forward(x: Array, norm: Array, up: Array, down: Array) -> Array:
+    gate, wide = jnp.split(_norm(x, norm) @ up, 2, axis=-1)
+    return x + (jax.nn.silu(gate) * wide) @ down
+
+
+@jax.jit
 def _norm(x: Array, weights: Array) -> Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + 1e-6)
     return (wide * scale).astype(x.dtype) * weights
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _rotate(x: Array, positions: Array, theta: float) -> Array:
     """Rotates the halves of each head of [T, heads, width] by its position."""
     half = x.shape[-1] // 2
