@@ -105,6 +105,8 @@ def _run_case(report: Report, case: Case) -> None:
     theirs = {}
     if folder and case.has_peer:
         options = OPTIONS | ({"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {})
+        if dtype := config.get("mamba_ssm_dtype"):
+            options |= {"mamba_ssm_cache_dtype": dtype}
         theirs = _in_process("vllm_engine", config, chosen, str(folder), json.dumps(options))
     _compare(report, case.name, ours, theirs)
 
@@ -116,6 +118,8 @@ def text_config(model: str) -> dict[str, Any]:
     text = {**config, **config.get("text_config", {}), **changes}
     for name in ("text_config", "vision_config"):
         text.pop(name, None)
+    if text["model_type"] == "qwen3_5_text":  # else vLLM asks for the positions of images, too
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e7}
     return text | {"architectures": [ARCHITECTURES.get(text["model_type"])]}
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import jaxkv
 from tests.benchmarks.served import workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import Prefill
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill
 
-MEMORY_SHARE = 0.85  # of the device, for weights and pool, as vLLM's engine is given
 ROOM = 4 * 2**30  # beside weights and pool
 MAX_LEN = 16_640
 

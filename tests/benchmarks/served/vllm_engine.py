@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from tests.benchmarks.served import workloads
-from tests.benchmarks.served.workloads import Prefill
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill
 
 # The engine core in this process, nothing fetched, and no kernels that a small install lacks.
 SETTINGS = {
@@ -25,7 +25,9 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
@@ -40,14 +42,17 @@ class Engine:
 
         folder = tempfile.mkdtemp()
         pathlib.Path(folder, "config.json").write_text(json.dumps(config))
-        self.vocab = config.get("text_config", config)["vocab_size"]
+        self.vocab = config["vocab_size"]
+        _register_text_models()
         self.engine = LLM(
             model=folder,
             skip_tokenizer_init=True,
             load_format="dummy",
+            dtype="bfloat16",
             enable_prefix_caching=False,
             disable_log_stats=True,
             max_num_seqs=256,
+            gpu_memory_utilization=MEMORY_SHARE,
             **options,
         ).llm_engine
         self._count = 0
@@ -79,9 +84,22 @@ class Engine:
         return self.engine.has_unfinished_requests()
 
 
+def _register_text_models() -> None:
+    """Registers Qwen3.5's language model by itself; vLLM knows it next to its images alone."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import interfaces, qwen3_5
+
+    whole = qwen3_5.Qwen3_5ForConditionalGeneration
+    names = ("state_dtype_from_config", "state_shape_from_config", "state_copy_func")
+    states = {f"get_mamba_{name}": vars(whole)[f"get_mamba_{name}"] for name in names}
+    text = type("TextModel", (qwen3_5.Qwen3_5ForCausalLM, interfaces.IsHybrid), states)
+    ModelRegistry.register_model("Qwen3_5ForCausalLM", text)
+
+
 def main(config: str, results: str, chosen: str, folder: str, options: str) -> None:
     """Serves the workloads, and writes the figures after each."""
     sys.path.insert(0, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     started = time.perf_counter()
     engine = Engine(json.loads(pathlib.Path(config).read_text()), json.loads(options))

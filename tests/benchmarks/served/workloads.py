@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+MEMORY_SHARE = 0.85  # of the device, for an engine
+
 
 class Decode(NamedTuple):
     """Requests that all decode; each has ``length`` tokens after some steps."""
