@@ -240,7 +240,9 @@ def test_a_scan_over_layers_gives_what_layers_by_name_give() -> None:
         jax.jit(f)(poisoned(jaxkv.make_cache(plan, max_requests=2))) for f in (by_name, scanned)
     ]
     for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours)[..., :], theirs)
+        if ours.dtype == np.uint8:  # the pool, of states in float32; XLA rounds the two differently
+            ours, theirs = (np.asarray(bytes_).view(np.float32) for bytes_ in (ours, theirs))
+        close(ours, theirs)
 
 
 def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:

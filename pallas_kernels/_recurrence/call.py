@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -14,14 +15,16 @@ from pallas_kernels._recurrence.arguments import (
     check_requests,
     check_tokens,
 )
+from pallas_kernels._recurrence.conv_xla import convolve_xla
 from pallas_kernels._recurrence.limits import (
     MAX_STEP_TOKENS,
     why_not_convolution,
+    why_not_prompt,
     why_not_step,
 )
 from pallas_kernels._recurrence.pages import StatePages, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
-from pallas_kernels._recurrence.xla import convolve_xla, recur_xla, run_chunks
+from pallas_kernels._recurrence.xla import recur_xla, run_chunks
 
 
 def gated_delta_rule(
@@ -201,7 +204,7 @@ def causal_conv1d(
     check_convolution(convolution, inputs, convolution.pages.data)
     if not inputs.size:
         return convolution.pages.data, inputs
-    unsupported = why_not_convolution(convolution, requests, most)
+    unsupported = why_not_convolution(convolution)
     data, out = choose(
         implementation,
         unsupported,
@@ -225,13 +228,12 @@ def _run(
         shape = (tokens.inputs.shape[0], rule.value_heads, rule.value_size)
         return tokens.states.data, jnp.zeros(shape, out)
     given = rule, tokens, requests, conv
-    data, outputs = choose(
+    return choose(
         implementation,
         why_not_step(rule, tokens),
         mosaic_gpu=functools.partial(_run_mosaic, *given, most, out),
         xla=functools.partial(_run_xla, *given, out),
     )
-    return data, _of_requests(requests, outputs)
 
 
 def _of_requests(requests: Requests, outputs: Array) -> Array:
@@ -247,7 +249,8 @@ def _run_xla(
 ) -> tuple[Array, Array]:
     if conv is not None:
         tokens = _after(tokens, *convolve_xla(conv, tokens.inputs, requests))
-    return recur_xla(rule, tokens, requests, out)
+    data, outputs = recur_xla(rule, tokens, requests, out)
+    return data, _of_requests(requests, outputs)
 
 
 def _after(tokens: Tokens, data: Array, inputs: Array) -> Tokens:
@@ -263,29 +266,35 @@ def _run_mosaic(
     most: int,
     out: jnp.dtype,
 ) -> tuple[Array, Array]:
+    from pallas_kernels._recurrence.prompt import run_prompts
     from pallas_kernels._recurrence.step import can_fuse, step_mosaic
 
     if conv is not None and not can_fuse(rule, tokens, requests, conv):
         run = functools.partial(_convolve_mosaic, most=most)
-        if why_not_convolution(conv, requests, most):
+        if why_not_convolution(conv):
             run = _convolve_elements
         tokens = _after(tokens, *run(conv, tokens.inputs, requests))
         conv = None
-    spans = requests.spans
-    if spans is None or most <= MAX_STEP_TOKENS:
-        return step_mosaic(rule, tokens, requests, conv, most, out)
+    spans, count = requests.spans, tokens.inputs.shape[0]
+    shape = (count, rule.value_heads, rule.value_size)
+    if spans is None:
+        wanted = jax.ShapeDtypeStruct(shape, out)
+        return step_mosaic(rule, tokens, requests, conv, 1, wanted)
+    zeros = jnp.zeros(shape, out)
+    if most <= MAX_STEP_TOKENS:
+        return step_mosaic(rule, tokens, requests, None, most, zeros)
     # Requests of one token and longer ones, each by what is faster for them.
     single = spans.counts == 1
-    ones = requests._replace(spans=spans.only(single))
-    data, outputs = step_mosaic(rule, tokens, ones, None, 1, out)
-    states = tokens.states._replace(data=data)
-    tokens = tokens._replace(states=states.as_elements())
-    elements, others = run_chunks(rule, tokens, requests, spans.only(~single), out)
-    count = outputs.shape[0]
-    place = jnp.where(single, spans.starts, count)
-    is_single = jnp.zeros(count, bool).at[place].set(True, mode="drop")
-    outputs = jnp.where(is_single[:, None, None], outputs, others)
-    return from_rows(elements, data), outputs
+    ones, others = requests._replace(spans=spans.only(single)), spans.only(~single)
+    data, outputs = step_mosaic(rule, tokens, ones, None, 1, zeros)
+    tokens = tokens._replace(states=tokens.states._replace(data=data))
+    if why_not_prompt(rule, tokens):
+        states = tokens.states.as_elements()
+        tokens = tokens._replace(states=states)
+        elements, longer = run_chunks(rule, tokens, requests, others, out)
+        held = others.holds(count)[:, None, None]
+        return from_rows(elements, data), jnp.where(held, longer, outputs)
+    return run_prompts(rule, tokens, requests, others, outputs)
 
 
 def _convolve_elements(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
@@ -299,5 +308,8 @@ def _convolve_mosaic(
     conv: Convolution, inputs: Array, requests: Requests, *, most: int
 ) -> tuple[Array, Array]:
     from pallas_kernels._recurrence.conv import convolve_mosaic
+    from pallas_kernels._recurrence.prompt_conv import convolve_prompts
 
-    return convolve_mosaic(conv, inputs, requests, most)
+    if requests.spans is None or most <= MAX_STEP_TOKENS:
+        return convolve_mosaic(conv, inputs, requests, most)
+    return convolve_prompts(conv, inputs, requests)

@@ -1,13 +1,13 @@
-"""The chunks of a ragged batch: runs of tokens between the states that are named."""
+"""The chunks of a ragged batch: runs of tokens of one request, each within a tile of tokens."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels._recurrence.rule import Requests, Spans
 
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens of a tile, and most of a chunk
 
 
 class Chunks(NamedTuple):
@@ -17,6 +17,7 @@ class Chunks(NamedTuple):
     is_first: bool[N], whether a chunk is the first one of its request.
     read_ids: int32[N], the page that its request resumes from.
     write_ids: int32[N], the page that takes the state after the chunk; -1: none.
+    begins: int32[B + 1], the first chunk of each request, and ``count`` at last.
     count: int32[].
     """
 
@@ -25,40 +26,42 @@ class Chunks(NamedTuple):
     is_first: Array
     read_ids: Array
     write_ids: Array
+    begins: Array
     count: Array
 
 
 def max_chunks(num_tokens: int, batch: int, writes: int, size: int) -> int:
-    """Returns the most chunks of a batch: each request and each state may end one early."""
-    return max(1, min(num_tokens, num_tokens // size + batch * (1 + writes)))
+    """Returns the most chunks of a batch: each tile, request and state may begin one."""
+    cuts = min(num_tokens, batch) * (1 + writes)
+    return max(1, min(num_tokens, -(-num_tokens // size) + cuts))
 
 
 def cut_chunks(requests: Requests, spans: Spans, num_tokens: int, size: int) -> Chunks:
-    """Cuts the tokens of each request after ``size`` of them, and where a state is written."""
+    """Cuts the tokens of each request where tiles of ``size`` begin, and states are written."""
     starts, counts, after = spans
     batch, writes = requests.write_ids.shape
-    ends = starts + counts
-    index = jnp.arange(num_tokens, dtype=jnp.int32)
-    begins = jnp.where(counts > 0, starts, num_tokens)
-    cuts = jnp.where((after > 0) & (after < counts[:, None]), starts[:, None] + after, num_tokens)
-    places = jnp.concatenate([begins, cuts.reshape(-1)])
-    is_cut = jnp.zeros(num_tokens, bool).at[places].set(True, mode="drop")
-    run = lax.cummax(jnp.where(is_cut, index, 0))
-    is_first = ((index - run) % size == 0) & spans.holds(num_tokens)
-    most = max_chunks(num_tokens, batch, writes, size)
-    (first,) = jnp.nonzero(is_first, size=most, fill_value=num_tokens)
-    first = first.astype(jnp.int32)
-    token = first[:, None]
-    request = jnp.argmax((starts[None] <= token) & (token < ends[None]), axis=1)
+    inner = jnp.where((after > 0) & (after < counts[:, None]), after, counts[:, None])
+    inner = inner if writes == 1 else jnp.sort(inner, axis=1)
+    ends = (starts[:, None] + jnp.append(inner, counts[:, None], axis=1)).reshape(-1)
+    begins = (starts[:, None] + jnp.pad(inner, ((0, 0), (1, 0)))).reshape(-1)
+    # Runs of tokens between these places, some of them empty, and the chunks of each.
+    tiles = jnp.where(ends > begins, (ends - 1) // size - begins // size + 1, 0)
+    until = jnp.cumsum(tiles, dtype=jnp.int32)
+    chunk = jnp.arange(max_chunks(num_tokens, batch, writes, size), dtype=jnp.int32)
+    run = jnp.sum(until[None] <= chunk[:, None], axis=1, dtype=jnp.int32)
+    run = jnp.minimum(run, until.size - 1)
+    tile = begins[run] // size + chunk - (until - tiles)[run]
+    first = jnp.maximum(begins[run], tile * size)
+    end = jnp.minimum(ends[run], (tile + 1) * size)
+    request = run // (writes + 1)
     start = starts[request]
-    end = jnp.minimum(jnp.append(first[1:], num_tokens), ends[request])
     due = after[request] == (end - start)[:, None]  # [N, W]
-    write_ids = jnp.max(jnp.where(due, requests.write_ids[request], -1), axis=1)
     return Chunks(
         first,
         end,
         first == start,
         requests.read_ids[request],
-        write_ids,
-        jnp.sum(is_first, dtype=jnp.int32),
+        jnp.max(jnp.where(due, requests.write_ids[request], -1), axis=1),
+        jnp.append(0, until[writes :: writes + 1]),
+        until[-1],
     )

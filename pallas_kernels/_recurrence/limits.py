@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
+from pallas_kernels._recurrence.rule import Convolution, Rule, Tokens
 
 MAX_STEP_TOKENS = 8  # of a request, for the kernels of a step
 MAX_WIDTH = 256  # of keys and of values
@@ -32,10 +32,22 @@ def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
     return None
 
 
-def why_not_convolution(conv: Convolution, requests: Requests, most: int) -> str | None:
-    """Returns why the Mosaic kernel of a convolution does not support a call, or None."""
-    if requests.spans is not None and most > MAX_STEP_TOKENS:
-        return f"requests have up to {most} tokens, and the kernel takes {MAX_STEP_TOKENS}"
+def why_not_prompt(rule: Rule, tokens: Tokens) -> str | None:
+    """Returns why the Mosaic kernels of prompts do not support a call, or None if they do."""
+    if tokens.inputs.dtype != jnp.bfloat16:
+        return f"inputs are {tokens.inputs.dtype}, and the kernels take bfloat16"
+    if tokens.log_decay.ndim == 3:
+        return "each key channel has a decay of its own"
+    if rule.key_size not in (64, 128) or rule.value_size % 64:
+        return (
+            f"keys are {rule.key_size} wide and values {rule.value_size}, and the kernels take "
+            "keys of 64 and 128, and multiples of 64"
+        )
+    return None
+
+
+def why_not_convolution(conv: Convolution) -> str | None:
+    """Returns why the Mosaic kernels of a convolution do not support it, or None if they do."""
     if not channels_per_thread(conv):
         return f"{conv.weights.shape[1]} channels are no multiple of {THREADS}"
     return None

@@ -31,16 +31,20 @@ LEAST_ITEMS = 2  # per SM, for the convolution to be a part of the kernel
 
 
 def step_mosaic(
-    rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution | None, most: int, out: Any
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    conv: Convolution | None,
+    most: int,
+    outputs: Array | jax.ShapeDtypeStruct,
 ) -> tuple[Array, Array]:
-    """Returns the data of the pages with the new states, and the outputs, [T, value_heads, V].
-
-    Outputs of tokens that belong to no request are undefined.
+    """Returns the data of the pages with the new states, and the outputs of the requests' tokens.
 
     Args:
       conv: the convolution, if it is to be a part of the kernel; then requests have one token.
       most: most tokens of a request.
-      out: dtype of the outputs.
+      outputs: [T, value_heads, V], with what is returned for tokens of no request; or only its
+        shape and dtype, if there are no such tokens.
     """
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
@@ -74,19 +78,20 @@ def step_mosaic(
 
     call = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(
-            (tokens.inputs.shape[0], rule.value_heads, rule.value_size), out
-        ),
+        out_type=[] if isinstance(outputs, Array) else [outputs],
         grid=(shape.items,),
         grid_names=("cta",),
         kernel_name="recurrent_step",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    ref = jax.new_ref(pages)
+    refs = [jax.new_ref(pages)]
+    if isinstance(outputs, Array):
+        refs.append(jax.new_ref(outputs))
     with jax.enable_x64(False):
-        outputs = call(*own_buffers(operands), ref)
-    return from_rows(jax.freeze(ref), states.data), outputs
+        made = call(*own_buffers(operands), *refs)
+    data, *written = map(jax.freeze, refs)
+    return from_rows(data, states.data), (*made, *written)[0]
 
 
 def _scratch(shape: StepShape) -> list[Any]:

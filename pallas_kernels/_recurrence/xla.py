@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
-from pallas_kernels._recurrence.rule import NORM_EPSILON, Convolution, Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.rule import NORM_EPSILON, Requests, Rule, Spans, Tokens
 
 TOGETHER = 32  # chunks whose tokens are combined at once, which takes 4 to 5 MB each
 
@@ -202,50 +202,3 @@ def _solve(lower: Array, right: Array) -> Array:
         inverse = inverse - multiply(inverse, multiply(below, inverse))
         half *= 2
     return multiply(inverse, right)
-
-
-def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
-    """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
-    kept = conv.width - 1
-    if requests.spans is None:
-        starts = jnp.arange(requests.batch, dtype=jnp.int32)
-        counts, after = jnp.ones_like(starts), jnp.ones_like(requests.write_ids)
-    else:
-        starts, counts, after = requests.spans
-    x = inputs.astype(conv.pages.dtype)
-    before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
-    total = _convolve(conv, x.astype(jnp.float32), before.astype(jnp.float32), starts, counts)
-    data = conv.pages.data
-    for w in range(requests.write_ids.shape[1]):
-        index = after[:, w, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]
-        recent = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
-        old = jnp.take_along_axis(before, jnp.clip(kept + index, 0, kept - 1)[..., None], axis=1)
-        due = (after[:, w] > 0) & (after[:, w] <= counts)
-        ids = jnp.where(due, requests.write_ids[:, w], -1)
-        new = jnp.where((index >= 0)[..., None], recent, old)
-        data = conv.pages._replace(data=data).write(ids, new)
-    return data, total.astype(inputs.dtype)
-
-
-def _convolve(conv: Convolution, x: Array, before: Array, starts: Array, counts: Array) -> Array:
-    """Returns the outputs, float32[T, channels].
-
-    Args:
-      before: float32[B, width - 1, channels], inputs before the first token of each request.
-    """
-    kept, count = conv.width - 1, x.shape[0]
-    weights = conv.weights.astype(jnp.float32)
-    token = jnp.arange(count, dtype=jnp.int32)
-    begins = jnp.zeros(count, bool).at[jnp.where(counts > 0, starts, count)].set(True, mode="drop")
-    offset = token - lax.cummax(jnp.where(begins, token, 0))
-    total = x * weights[-1:]
-    for back in range(1, conv.width):
-        shifted = jnp.pad(x, ((back, 0), (0, 0)))[:count]
-        total += jnp.where((offset >= back)[:, None], shifted, 0) * weights[None, -1 - back]
-    for o in range(kept):  # tokens that still see inputs of earlier steps
-        seen = jnp.sum(before[:, o:] * weights[None, : kept - o], axis=1)
-        place = jnp.where(counts > o, starts + o, count)
-        total = total.at[place].add(seen, mode="drop")
-    if conv.bias is not None:
-        total += conv.bias.astype(jnp.float32)[None]
-    return jax.nn.silu(total) if conv.silu else total

@@ -1,0 +1,78 @@
+"""A convolution over the tokens of requests in XLA, and the inputs that it keeps."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._recurrence.rule import Convolution, Requests, Spans
+
+
+def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
+    spans = requests.spans
+    if spans is None:
+        starts = jnp.arange(requests.batch, dtype=jnp.int32)
+        ones = jnp.ones_like(starts)
+        spans = Spans(starts, ones, ones[:, None])
+    x, count = inputs.astype(conv.pages.dtype).astype(jnp.float32), inputs.shape[0]
+    offsets = offsets_of(spans, count, conv.width - 1)
+    total = x * _tap(conv, 0)
+    for back in range(1, conv.width):
+        shifted = jnp.pad(x, ((back, 0), (0, 0)))[:count]
+        total += jnp.where((offsets >= back)[:, None], shifted, 0) * _tap(conv, back)
+    return resume(conv, inputs, requests, spans, _finish(conv, total).astype(inputs.dtype))
+
+
+def offsets_of(spans: Spans, count: int, most: int) -> Array:
+    """Returns int32[count], tokens of the same request before each token, up to ``most``."""
+    places = jnp.where(spans.counts > 0, spans.starts, count)
+    begins = jnp.zeros(count, bool).at[places].set(True, mode="drop")
+    offsets = jnp.full(count, most, jnp.int32)
+    for back in reversed(range(most)):
+        offsets = jnp.where(jnp.pad(begins, (back, 0))[:count], back, offsets)
+    return offsets
+
+
+def resume(
+    conv: Convolution, inputs: Array, requests: Requests, spans: Spans, outputs: Array
+) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new inputs, and the outputs of resumed requests.
+
+    Args:
+      outputs: [T, channels], as if no request had earlier inputs.
+    """
+    kept, count = conv.width - 1, inputs.shape[0]
+    starts, counts, after = spans
+    x = inputs.astype(conv.pages.dtype)
+    before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
+    steps = jnp.arange(kept, dtype=jnp.int32)[None]
+    first = x.at[starts[:, None] + steps].get(mode="clip")
+    window = jnp.concatenate([before, first], axis=1).astype(jnp.float32)
+    totals = [
+        sum(window[:, o + kept - back] * _tap(conv, back) for back in range(conv.width))
+        for o in range(kept)
+    ]
+    resumed = _finish(conv, jnp.stack(totals, axis=1)).astype(outputs.dtype)
+    places = jnp.where(steps < counts[:, None], starts[:, None] + steps, count)
+    outputs = outputs.at[places].set(resumed, mode="drop")
+    data = conv.pages.data
+    for w in range(requests.write_ids.shape[1]):
+        index = after[:, w, None] - kept + steps
+        recent = x.at[starts[:, None] + jnp.maximum(index, 0)].get(mode="clip")
+        old = jnp.take_along_axis(before, jnp.clip(kept + index, 0, kept - 1)[..., None], axis=1)
+        due = (after[:, w] > 0) & (after[:, w] <= counts)
+        ids = jnp.where(due, requests.write_ids[:, w], -1)
+        new = jnp.where((index >= 0)[..., None], recent, old)
+        data = conv.pages._replace(data=data).write(ids, new)
+    return data, outputs
+
+
+def _tap(conv: Convolution, back: int) -> Array:
+    """Returns the weights of the inputs so many tokens back, [1, channels]."""
+    return conv.weights[conv.width - 1 - back][None].astype(jnp.float32)
+
+
+def _finish(conv: Convolution, total: Array) -> Array:
+    if conv.bias is not None:
+        total += conv.bias.reshape(*[1] * (total.ndim - 1), -1).astype(jnp.float32)
+    return jax.nn.silu(total) if conv.silu else total

@@ -1,0 +1,99 @@
+"""Prompts by Mosaic GPU kernels: the parts of all chunks, then the states from chunk to chunk."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
+from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
+from pallas_kernels._recurrence.prompt_parts import find_parts
+from pallas_kernels._recurrence.prompt_shape import PromptShape
+from pallas_kernels._recurrence.prompt_states import KEPT, NOTHING, pass_states
+from pallas_kernels._recurrence.rule import Requests, Rule, Spans, Tokens
+
+TURN_BYTES = 256 * 2**20  # of the parts of the chunks of a turn
+
+
+def run_prompts(
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array
+) -> tuple[Array, Array]:
+    """Returns the data of the pages, and ``outputs`` with those of the requests' tokens.
+
+    Chunks are taken in turns, which bounds the memory of their parts. Requests follow each other,
+    so that at most one of them goes on in the next turn.
+
+    Args:
+      outputs: [T, value_heads, V].
+    """
+    count = outputs.shape[0]
+    padding = -count % CHUNK
+    if padding:
+        inputs, log_decay, beta = (_pad(array, padding) for array in tokens[:3])
+        tokens = Tokens(inputs, log_decay, beta, tokens.states)
+        data, outputs = run_prompts(rule, tokens, requests, spans, _pad(outputs, padding))
+        return data, outputs[:count]
+    states, heads = tokens.states, rule.value_heads
+    chunks = cut_chunks(requests, spans, tokens.inputs.shape[0], CHUNK)
+    most = chunks.first.size
+    operand = tokens.inputs.dtype
+    columns = rule.value_size + CHUNK + rule.key_size * rule.delta
+    turns = -(-most * heads * CHUNK * columns * operand.itemsize // TURN_BYTES)
+    size = -(-most // turns)
+    shape = PromptShape(rule, size, requests.batch, operand, jnp.dtype(states.dtype))
+    rows = _chunk_rows(states, chunks, size * turns)
+    gates = _gates(tokens, rows)
+    pages = jax.new_ref(as_rows(states.data, states.dtype, rule.key_size))
+    out = jax.new_ref(outputs)
+    kept = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
+    for first in range(0, size * turns, size):
+        mine = slice(first, first + size)
+        parts = find_parts(shape, rows[mine], gates[mine], tokens.inputs)
+        runs = _runs(states, requests, chunks, first, size)
+        kept = pass_states(shape, runs, rows[mine], parts, tokens.inputs, kept, pages, out)
+    return from_rows(jax.freeze(pages), states.data), jax.freeze(out)
+
+
+def _pad(array: Array, rows: int) -> Array:
+    return jnp.pad(array, ((0, rows), *[(0, 0)] * (array.ndim - 1)))
+
+
+def _state_rows(states: StatePages, ids: Array) -> Array:
+    """Returns the first row of the states in pages; `NOTHING` for ids that are not pages'."""
+    row_bytes = states.shape[-1] * states.itemsize
+    first = (states.first + ids * states.page_step) * (states.extent_bytes // row_bytes)
+    rows = jnp.asarray(first + states.start // row_bytes, jnp.int32)
+    return jnp.where(states.knows(ids), rows, NOTHING)
+
+
+def _chunk_rows(states: StatePages, chunks: Chunks, count: int) -> Array:
+    """Returns int32[count, 4], the chunks as the kernels take them; empty ones past the last."""
+    tile = chunks.first // CHUNK
+    begin, end = chunks.first - tile * CHUNK, chunks.end - tile * CHUNK
+    fields = tile, begin, end, _state_rows(states, chunks.write_ids)
+    is_there = jnp.arange(tile.size, dtype=jnp.int32) < chunks.count
+    rows = jnp.where(is_there[:, None], jnp.stack(fields, axis=1), 0)
+    return jnp.pad(rows, ((0, count - tile.size), (0, 0)))
+
+
+def _gates(tokens: Tokens, rows: Array) -> Array:
+    """Returns the gates of the tokens of chunks, as `find_parts` takes them."""
+    tile, begin, end = (rows[:, i, None] for i in range(3))
+    place = jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    own = ((place >= begin) & (place < end))[:, None]
+
+    def take(array: Array) -> Array:
+        tiles = array.astype(jnp.float32).reshape(-1, CHUNK, array.shape[1])
+        return jnp.where(own, jnp.swapaxes(tiles[tile[:, 0]], 1, 2), 0.0)
+
+    until = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))
+    log_decay = take(tokens.log_decay)
+    total = jnp.matmul(log_decay, until, precision=lax.Precision.HIGHEST)
+    return jnp.concatenate([total, take(tokens.beta)], axis=2)
+
+
+def _runs(states: StatePages, requests: Requests, chunks: Chunks, first: int, size: int) -> Array:
+    """Returns int32[B, 4], the chunks of each request in a turn; as `pass_states` takes them."""
+    begins, ends = chunks.begins[:-1], chunks.begins[1:]
+    source = jnp.where(begins < first, KEPT, _state_rows(states, requests.read_ids))
+    inside = [jnp.clip(place - first, 0, size) for place in (begins, ends)]
+    return jnp.stack([*inside, source, ends > first + size], axis=1, dtype=jnp.int32)

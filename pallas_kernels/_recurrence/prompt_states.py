@@ -1,0 +1,328 @@
+"""The Mosaic GPU kernel that passes states through the chunks of prompts, in place.
+
+A thread block has 64 values of one head, and goes from chunk to chunk of one request. The state
+stays in registers, where it is an operand of products as it is: everything else is transposed, with
+values as rows.
+"""
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._recurrence import prompt_shape
+from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_shape import (
+    COLUMN,
+    ROW,
+    TILE,
+    PromptParts,
+    PromptShape,
+    along_columns,
+    along_rows,
+    load,
+    multiply,
+    store,
+    tiled,
+    zero_rows,
+)
+
+STAGES = 3  # chunks that are loaded ahead
+SQUARE = (CHUNK, CHUNK)
+NOTHING, KEPT = -1, -2  # instead of rows: zeros or no write, and the state of the turn before
+
+
+def pass_states(
+    shape: PromptShape,
+    runs: Array,
+    chunks: Array,
+    parts: PromptParts,
+    inputs: Array,
+    kept: Array,
+    pages: Any,
+    out: Any,
+) -> Array:
+    """Writes the outputs of a turn's chunks, and the states that its chunks name.
+
+    Args:
+      runs: int32[B, 4], of each request: its first chunk of this turn, one past the last, the
+        first row of the state to resume from, or `NOTHING`, or `KEPT`, and whether to keep the
+        state for the next turn.
+      chunks: int32[N, 4], as for `find_parts`, and at last the first row that takes the state
+        after the chunk, or `NOTHING`.
+      kept: float32[value_heads * V, K], the state that the turn before kept.
+      pages: reference to [rows, K].
+      out: reference to [T, value_heads, V], T a multiple of CHUNK.
+
+    Returns:
+      The state that this turn keeps, as ``kept``; undefined if no run keeps its state.
+    """
+    rule = shape.rule
+    call = plgpu.kernel(
+        lambda *refs: _StatesKernel(shape, refs).run(),
+        out_type=[jax.ShapeDtypeStruct(kept.shape, jnp.float32)],
+        grid=(shape.batch * rule.value_heads * (rule.value_size // CHUNK),),
+        grid_names=("cta",),
+        kernel_name="recurrent_prompt_states",
+        scratch_types=[_Scratch.of(shape, out.dtype)],
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )
+    with jax.enable_x64(False):
+        return call(*own_buffers([runs, chunks, *parts, inputs, kept]), pages, out)[0]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory: its types, or references to it.
+
+    staged, plain: outputs on their way out, of whole tiles and of others.
+    left: operands that interpret mode does not take from registers; None on a GPU.
+    """
+
+    parts: PromptParts
+    queries: Any
+    keys: Any
+    staged: Any
+    plain: Any
+    left: Any
+    loaded: Any
+
+    @classmethod
+    def of(cls, shape: PromptShape, out: Any) -> Self:
+        rule, dtype = shape.rule, shape.operand
+        tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
+        return cls(
+            parts=PromptParts(
+                inner=tiled((STAGES, *SQUARE), dtype),
+                erased=tokens if rule.delta else None,
+                values=tiled((STAGES, *SQUARE), dtype),
+                factors=plgpu.SMEM((STAGES, 3 * CHUNK), jnp.float32),
+            ),
+            queries=tokens,
+            keys=tokens,
+            staged=tiled(SQUARE, out),
+            plain=plgpu.SMEM(SQUARE, out),
+            left=None if prompt_shape.OPERANDS_IN_REGISTERS else tokens_of(shape),
+            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta),
+        )
+
+
+def tokens_of(shape: PromptShape) -> Any:
+    """Returns shared memory for an operand that has been in registers."""
+    return tiled((CHUNK, max(shape.rule.key_size, CHUNK)), shape.operand)
+
+
+class _Chunk(NamedTuple):
+    """A chunk: its tile of tokens, its own rows of that, and the row that takes the state."""
+
+    tile: Array
+    begin: Array
+    end: Array
+    target: Array
+
+    @property
+    def is_whole(self) -> Array:
+        return (self.begin == 0) & (self.end == CHUNK)
+
+
+class _Carry(NamedTuple):
+    """What a thread block carries from chunk to chunk.
+
+    outputs: [CHUNK, CHUNK], values as rows, of the chunk before; not written yet.
+    ahead: the tile of the chunk that is loaded next.
+    """
+
+    state: Array
+    outputs: Array
+    chunk: _Chunk
+    ahead: Array
+
+
+class _StatesKernel:
+    """The code of one thread block."""
+
+    def __init__(self, shape: PromptShape, refs: tuple[Any, ...]) -> None:
+        self.shape, self.rule = shape, shape.rule
+        self.runs, self.chunks = refs[:2]
+        self.parts = PromptParts(*refs[2:6])
+        self.inputs, self.before, self.pages, self.out, self.kept, self.smem = refs[6:]
+        index, pieces = lax.axis_index("cta"), self.rule.value_size // CHUNK
+        self.piece = lax.rem(index, pieces)
+        head = lax.div(index, pieces)
+        self.head = lax.rem(head, self.rule.value_heads)
+        request = lax.div(head, self.rule.value_heads)
+        self.begin, self.end, self.source, self.keeps = (self.runs[request, i] for i in range(4))
+
+    def run(self) -> None:
+        pl.when(self.end > self.begin)(self._run)
+
+    def _run(self) -> None:
+        for stage in range(STAGES):
+            place = self.begin + stage
+
+            @pl.when(place < self.end)
+            def _(place: Array = place, stage: int = stage) -> None:
+                self._fetch(place, self.chunks[place, 0], stage)
+
+        nothing = plgpu.layout_cast(jnp.zeros(SQUARE, self.smem.staged.dtype), TILE)
+        zero = jnp.int32(0)
+        start = _Carry(
+            self._first_state(),
+            nothing,
+            _Chunk(zero, zero, zero, zero),
+            self._tile(self.begin + STAGES),
+        )
+        state, outputs, chunk, _ = lax.fori_loop(self.begin, self.end, self._pass, start)
+        self._give(chunk, outputs)
+
+        @pl.when(self.keeps != 0)
+        def _() -> None:
+            store(self.kept.at[self._rows(0)], state)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _tile(self, place: Array) -> Array:
+        return self.chunks[jnp.minimum(place, self.shape.chunks - 1), 0]
+
+    def _chunk(self, place: Array) -> _Chunk:
+        return _Chunk(*(self.chunks[place, i] for i in range(4)))
+
+    def _rows(self, first: Array | int) -> Any:
+        """Returns the rows of this thread block's piece of a state that begins at a row."""
+        piece = self.head * self.rule.value_size + self.piece * CHUNK
+        return pl.ds(first + piece, CHUNK)
+
+    def _first_state(self) -> Array:
+        """Returns the state to resume from, [CHUNK, K]."""
+        is_known = self.source >= 0
+        held = load(self.pages.at[self._rows(jnp.where(is_known, self.source, 0))], TILE)
+        kept = load(self.before.at[self._rows(0)], TILE)
+        is_kept = lax.broadcast(self.source == KEPT, held.shape)
+        return jnp.where(is_kept, kept, jnp.where(lax.broadcast(is_known, held.shape), held, 0.0))
+
+    def _fetch(self, place: Array, tile: Array, stage: Array | int) -> None:
+        """Starts loading a chunk."""
+        rule, smem = self.rule, self.smem
+        barrier = smem.loaded.at[stage]
+        item = place * rule.value_heads + self.head
+        rows = pl.ds(item * CHUNK, CHUNK)
+        values = pl.ds(item * rule.value_size + self.piece * CHUNK, CHUNK)
+        key_head = lax.div(self.head, rule.group)
+
+        def get(source: Any, target: Any) -> None:
+            plgpu.copy_gmem_to_smem(source, target.at[stage], barrier)
+
+        if rule.delta:
+            get(self.parts.erased.at[rows], smem.parts.erased)
+        get(self.parts.values.at[values], smem.parts.values)
+        tokens = pl.ds(tile * CHUNK, CHUNK)
+        for start, target in zip(rule.starts, (smem.queries, smem.keys), strict=False):
+            columns = pl.ds(start + key_head * rule.key_size, rule.key_size)
+            get(self.inputs.at[tokens, columns], target)
+        get(self.parts.inner.at[rows], smem.parts.inner)
+        get(self.parts.factors.at[place, self.head], smem.parts.factors)
+
+    def _pass(self, place: Array, carry: "_Carry") -> "_Carry":
+        """Passes the state through a chunk."""
+        chunk, later = self._chunk(place), self._tile(place + STAGES + 1)
+        stage = lax.rem(place - self.begin, STAGES)
+        plgpu.barrier_wait(self.smem.loaded.at[stage])
+
+        @pl.when(~chunk.is_whole)
+        def _() -> None:
+            zero_rows(self.smem.keys.at[stage], chunk.begin, chunk.end)
+            plgpu.commit_smem()
+
+        state, outputs = self._update(carry, stage)
+        plgpu.commit_smem()  # a barrier: all warps have read the stage
+
+        @pl.when(place + STAGES < self.end)
+        def _() -> None:
+            self._fetch(place + STAGES, carry.ahead, stage)
+
+        @pl.when(chunk.target >= 0)
+        def _() -> None:
+            store(self.pages.at[self._rows(chunk.target)], state.astype(self.shape.page))
+
+        return _Carry(state, outputs, chunk, later)
+
+    def _update(self, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
+        """Returns the state after a chunk, and its outputs, [values, tokens].
+
+        Writes the outputs of the chunk before while the tensor cores work.
+        """
+        smem, parts, operand = self.smem, self.smem.parts, self.shape.operand
+        factors = parts.factors.at[stage]
+        decay = load(factors.at[pl.ds(2 * CHUNK, CHUNK)], ROW)
+        before = carry.state.astype(operand)
+        values = load(parts.values.at[stage], TILE)
+        state = carry.state * along_rows(decay, carry.state.shape)
+        erased = parts.erased.at[stage].T if self.rule.delta else None
+        queries, keys = smem.queries.at[stage].T, smem.keys.at[stage]
+        inner = parts.inner.at[stage].T
+
+        def weigh(added: Array) -> tuple[Array, Array]:
+            to_end = load(factors.at[pl.ds(CHUNK, CHUNK)], COLUMN)
+            weighed = added * along_columns(to_end, SQUARE)
+            return added.astype(operand), weighed.astype(operand)
+
+        if not prompt_shape.OPERANDS_IN_REGISTERS:
+            self._give(carry.chunk, carry.outputs)
+            if self.rule.delta:
+                values = values + self._multiply(before, erased)
+            added, weighed = weigh(values)
+            state = state + self._multiply(weighed, keys)
+            seen, own = self._multiply(before, queries), self._multiply(added, inner)
+        else:
+
+            def run(sums: Any) -> None:
+                added_sum, state_sum, seen, own = sums
+                if self.rule.delta:
+                    plgpu.wgmma(added_sum, before, erased)
+                plgpu.wgmma(seen, before, queries)
+                self._give(carry.chunk, carry.outputs)
+                found = plgpu.wgmma_accumulator_load(added_sum, wait_n=1)
+                added, weighed = weigh(found)
+                plgpu.wgmma(state_sum, weighed, keys)
+                plgpu.wgmma(own, added, inner)
+
+            zeros = plgpu.layout_cast(jnp.zeros(SQUARE, jnp.float32), TILE)
+            start: Any = tuple(map(plgpu.ACC.init, (values, state, zeros, zeros)))
+            sums: Any = pl.run_state(run)(start)
+            _, state, seen, own = sums
+        from_start = load(factors.at[pl.ds(0, CHUNK)], COLUMN)  # late, because registers are short
+        outputs = seen * along_columns(from_start, SQUARE) + own
+        return state, outputs.astype(smem.staged.dtype)
+
+    def _multiply(self, left: Array, right: Any) -> Array:
+        """Returns a product in interpret mode."""
+        staged = self.smem.left.at[:, pl.ds(0, left.shape[1])]
+        plgpu.commit_smem()
+        staged[...] = left
+        plgpu.commit_smem()
+        return multiply(staged, right)
+
+    def _give(self, chunk: _Chunk, outputs: Array) -> None:
+        """Writes the outputs of a chunk's own tokens."""
+        smem, columns = self.smem, pl.ds(self.piece * CHUNK, CHUNK)
+        out = self.out.at[:, self.head, columns]
+        first = chunk.tile * CHUNK
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+
+        @pl.when(chunk.is_whole)
+        def _() -> None:
+            smem.staged.T[...] = outputs
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.staged, out.at[pl.ds(first, CHUNK)])
+
+        @pl.when(~chunk.is_whole)
+        def _() -> None:
+            store(smem.plain.T, outputs)
+            plgpu.commit_smem()
+
+            @pl.loop(chunk.begin, chunk.end)
+            def _(row: Array) -> None:
+                plgpu.copy_smem_to_gmem(smem.plain.at[pl.ds(row, 1)], out.at[pl.ds(first + row, 1)])
