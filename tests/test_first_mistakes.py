@@ -216,13 +216,14 @@ MISTAKES = {
     "a request without new tokens": (
         lambda s: s.step({"r": 0}),
         ValueError,
-        "work: request 'r' computes 0 tokens; give at least 1, or leave it out",
+        "work: request 'r' computes 0 tokens in a step; give 1 to limits.max_in_flight_tokens=8 of "
+        "the plan: leave the request out",
     ),
     "a chunk beyond the limits of the plan": (
         lambda s: s.step({"r": 9}),
         ValueError,
-        "request 'r' computes 9 tokens in a step; the plan counts on limits.max_in_flight_tokens=8"
-        "; split them, or plan with larger limits",
+        "request 'r' computes 9 tokens in a step; give 1 to limits.max_in_flight_tokens=8 of the "
+        "plan: leave the request out, split its tokens, or plan with larger limits",
     ),
     "work and shape exchanged": (
         lambda s: s.step(s.shape, {"r": 1}),

@@ -34,25 +34,40 @@ def plan_changes(
     index = changing.nonzero()[0]
     if not index.size:
         return None
-    changes = _changes(state, index, rows[index], computed[index], totals[index])
-    needed, free = _blocks_needed(state, changes), state.pool.num_free_blocks
-    if needed > free:
-        kept = _kept_only(state, changes)
-        if needed - kept.size > free:
+    rows = rows[index]
+    changes = _growth_of_rows(state, index, rows, computed[index], totals[index])
+    shared: Sequence[SharedCell] = ()
+    if state.any_may_share(rows):
+        shared = _shared_cells(state, rows, changes.held)
+    needed, free = changes.fresh.num + len(shared), state.pool.num_free_blocks
+    if needed > free and changes.dropped.num:  # those are released first
+        needed -= int((state.pool.others_of(state.ids_at(changes.dropped)) == 0).sum())
+    if needed > free:  # holders overwrite what is only kept for later prompts
+        kept = {cell.block_id for cell in shared if not state.pool.others_of(cell.block_id)}
+        if needed - len(kept) > free:
             raise OutOfBlocksError(needed, free)
-        with state.pool.ignoring(kept):  # `RequestState.apply` gives them up
-            changes = _changes(state, index, rows[index], computed[index], totals[index])
-        changes = changes._replace(given_up=kept)
-    return changes
+        shared = [cell for cell in shared if cell.block_id not in kept]
+        changes = changes._replace(given_up=np.array(list(kept), np.int32))
+    return _with_shared(state, changes, shared) if shared else changes
 
 
-def _changes(
+def _with_shared(state: RequestState, changes: Changes, shared: Sequence[SharedCell]) -> Changes:
+    """Adds cells that get a block of their own to changes; the device has to learn of them."""
+    sent = state.sent.take(changes.rows, axis=1) if changes.sent is None else changes.sent
+    at = {row: i for i, row in enumerate(changes.rows.tolist())}
+    for group, row, column, *_ in shared:
+        sent[group, at[row]] = min(sent[group, at[row]], column)
+    return changes._replace(shared=shared, sent=sent)
+
+
+def _growth_of_rows(
     state: RequestState,
     index: np.ndarray,
     rows: np.ndarray,
     computed: np.ndarray,
     totals: np.ndarray,
 ) -> Changes:
+    """Returns the changes of rows, but for blocks that are shared."""
     growth, before, aligned = state.growth, state.held(rows), state.growth.aligned
     after = before.copy()
     first, end = after[1], after[2]
@@ -72,16 +87,8 @@ def _changes(
         after[:, aligned] = growth.aligned_columns(computed, totals)
         more, less = _aligned_changes(state, rows, before, after, sent)
         fresh, dropped = Cells.joined([fresh, more]), Cells.joined([dropped, less])
-    shared: Sequence[SharedCell] = ()
-    if state.any_may_share(rows):
-        shared = _shared_cells(state, rows, after)
-    if shared:
-        sent = state.sent.take(rows, axis=1) if sent is None else sent
-        at = {row: i for i, row in enumerate(rows.tolist())}
-        for group, row, column, *_ in shared:
-            sent[group, at[row]] = min(sent[group, at[row]], column)
     until = growth.needs_no_change_until(computed, after)
-    return Changes(rows, fresh, dropped, shared, after, until, sent, index)
+    return Changes(rows, fresh, dropped, (), after, until, sent, index)
 
 
 def _aligned_changes(
@@ -107,24 +114,6 @@ def _aligned_changes(
             if cells is fresh:
                 np.minimum.at(sent[group], index, columns[index, at])
     return Cells.joined(fresh), Cells.joined(dropped)
-
-
-def _blocks_needed(state: RequestState, changes: Changes) -> int:
-    """Returns how many free blocks changes need, beyond those that they release first."""
-    needed = changes.fresh.num + len(changes.shared)
-    if needed > state.pool.num_free_blocks and changes.dropped.num:
-        ids = state.ids_at(changes.dropped)
-        needed -= int((state.pool.others_of(ids) == 0).sum())
-    return needed
-
-
-def _kept_only(state: RequestState, changes: Changes) -> np.ndarray:
-    """Returns the blocks with one holder that are replaced because their content is kept.
-
-    When blocks run out, the holder overwrites that content instead.
-    """
-    ids = np.array([cell.block_id for cell in changes.shared], np.int32)
-    return ids[state.pool.others_of(ids) == 0]
 
 
 # --- shared blocks ----------------------------------------------------------------------

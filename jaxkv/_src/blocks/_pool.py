@@ -1,7 +1,6 @@
 """Free list and reference counts of block ids, as arrays. No jax."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -130,16 +129,6 @@ class BlockPool:
     def give_up(self, ids: np.ndarray) -> None:
         """Forgets the kept content of blocks with one holder, which may then overwrite it."""
         self.cool(self.on_evict(ids))
-
-    @contextlib.contextmanager
-    def ignoring(self, ids: np.ndarray) -> Iterator[None]:
-        """Treats the content of blocks as not kept, inside a ``with`` statement."""
-        frozen_before = self.frozen_before[ids]
-        self.frozen_before[ids] = 0
-        try:
-            yield
-        finally:
-            self.frozen_before[ids] = frozen_before
 
     def cool(self, ids: np.ndarray) -> None:
         """Makes the warm blocks of ``ids`` cold, because their content is no longer kept."""

@@ -11,7 +11,6 @@ from jaxkv._src.blocks._cells import NO_IDS
 from jaxkv._src.blocks._format import Ints
 from jaxkv._src.blocks._prompts import (
     CachedPrompt,
-    Namespace,
     PrefixHit,
     PrefixMatch,
     PrefixStats,
@@ -28,10 +27,11 @@ from jaxkv._src.prefixes import (
     ExtraKey,
     GroupKind,
     KeyChain,
+    KnownNamespaces,
+    Namespace,
     PrefixEvents,
     PrefixPolicy,
     PrefixTree,
-    Reason,
     TokenCodes,
     as_tokens,
     check_boundaries,
@@ -75,7 +75,7 @@ class Prefixes:
         self._prompts: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
         self._epoch = 0
-        self._first_blocks: dict[bytes, dict[Namespace, None]] = {}
+        self._known = KnownNamespaces(num_tokens=self._smallest, max_prompts=pool.num_blocks)
         self._codes = TokenCodes()
         self._counts = Counter(
             requests=0, hits=0, prompt_tokens=0, cached_tokens=0, evicted_blocks=0
@@ -136,10 +136,7 @@ class Prefixes:
         )
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
-        first_block = b""
-        if found.num_seen < self._smallest <= encoded.size:
-            first_block = self._first_block(encoded)
-            found = found._replace(reasons=self._elsewhere(namespace, first_block, found.reasons))
+        found = found._replace(reasons=self._known.reasons(namespace, encoded, found))
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
         self._counts.update(
@@ -158,7 +155,6 @@ class Prefixes:
             num_kept=found.num_tokens,
             checkpoints=[] if found.checkpoint is None else [found.checkpoint],
             chain=None if self._events is None else KeyChain(prefix.salt, prefix.extra_keys),
-            first_block=first_block,
         )
         return prompt, found
 
@@ -187,20 +183,6 @@ class Prefixes:
             wanted.add(min(found.num_seen, limit))
         ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
         return tuple(ends), frozenset(wanted)
-
-    def _elsewhere(
-        self, namespace: Namespace, first_block: bytes, reasons: tuple[Reason, ...]
-    ) -> tuple[Reason, ...]:
-        """Returns the reasons, corrected if the first block is known in another namespace."""
-        known = self._first_blocks.get(first_block, ())
-        others = [other for other in known if other != namespace]
-        if not others or "complete" in reasons:
-            return reasons
-        now = [other for other in others if other.epoch == namespace.epoch]
-        reason: Reason = "other_keys" if now else "other_epoch"
-        if any(other.keys == namespace.keys for other in now):
-            reason = "other_salt"
-        return (reason,) * len(reasons)
 
     def fork(self, donor: int, row: int, num_tokens: int) -> None:
         """Gives a forked row the first tokens of its donor's prompt."""
@@ -297,7 +279,7 @@ class Prefixes:
         prompt.num_kept = max(prompt.num_kept, count)
         self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
         self._state.pool.has_kept = True
-        self._remember_first(prompt)
+        self._known.add(prompt.namespace, prompt.tokens)
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
                 kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
@@ -342,17 +324,6 @@ class Prefixes:
         while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
             self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
 
-    def _first_block(self, tokens: np.ndarray) -> bytes:
-        return tokens[: self._smallest].astype(np.int64).tobytes()
-
-    def _remember_first(self, prompt: CachedPrompt) -> None:
-        if prompt.tokens.size >= self._smallest:
-            prompt.first_block = prompt.first_block or self._first_block(prompt.tokens)
-            known = self._first_blocks.setdefault(prompt.first_block, {})
-            known[prompt.namespace] = None
-            if len(self._first_blocks) > self._state.pool.num_blocks:
-                del self._first_blocks[next(iter(self._first_blocks))]
-
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted_blocks"] += ids.size
@@ -374,7 +345,7 @@ class Prefixes:
     def reset(self) -> None:
         """Forgets everything."""
         self.new_epoch()
-        self._first_blocks.clear()
+        self._known.clear()
         self._codes = TokenCodes()
 
     def stats(self) -> PrefixStats:

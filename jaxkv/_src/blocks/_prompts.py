@@ -7,15 +7,15 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks._pool import BlockPool
-from jaxkv._src.prefixes import CachedPrefix, Checkpoint, ExtraKey, KeyChain, Node, Reason
-
-
-class Namespace(NamedTuple):
-    """Everything besides tokens that cached content depends on; only equal namespaces share it."""
-
-    epoch: int
-    salt: str | None
-    keys: frozenset[ExtraKey]  # those of the whole sequence, such as adapters
+from jaxkv._src.prefixes import (
+    CachedPrefix,
+    Checkpoint,
+    ExtraKey,
+    KeyChain,
+    Namespace,
+    Node,
+    Reason,
+)
 
 
 class PrefixMatch(NamedTuple):
@@ -101,7 +101,6 @@ class CachedPrompt:
     checkpoints: the one that the request resumed from, and those that were made of its states.
     may_go_on: whether tokens that the request computes after ``tokens`` may be kept.
     chain: the keys of its blocks; None without an event log.
-    first_block: the tokens of its first block, as `Prefixes` looks them up; empty before that.
     """
 
     namespace: Namespace
@@ -112,7 +111,6 @@ class CachedPrompt:
     checkpoints: list[Checkpoint]
     may_go_on: bool = True
     chain: KeyChain | None = None
-    first_block: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import operator
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,6 @@ from jaxkv._src.internal.numbers import INT32_MAX
 
 Work = Mapping[Any, int]
 PLAIN_NAMES = (str, int, bytes)  # names that are the same if they are equal
-
-
-class LastWork(NamedTuple):
-    """The work of the last step."""
-
-    names: list[Hashable]
-    counts: list[Any]
-    batch: Batch
 
 
 class RowAllocator:
@@ -34,7 +26,7 @@ class RowAllocator:
         self.of: dict[Hashable, int] = {}
         self._free = deque(range(max_requests))
         self._num_odd_names = 0  # running requests whose names are not `PLAIN_NAMES`
-        self._last: LastWork | None = None
+        self._last: tuple[list[Hashable], list[Any], Batch] | None = None  # names, counts
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
@@ -89,17 +81,16 @@ class RowAllocator:
                 f"work must map requests to their new tokens, got {type(work).__name__}"
             )
         names, counts = list(work), list(work.values())
-        last = self._last
-        if last is not None and self._are_same(names, last.names):
-            # Consecutive steps often have the same work.
-            if _sum_is_int(counts) and last.counts == counts:
-                return last.batch
-            rows = last.batch.rows
-        else:
-            rows = self._rows_of(names)
-        batch = Batch.of(rows, _as_counts(counts))
+        rows = None
+        if self._last is not None:  # consecutive steps often have the same work
+            last_names, last_counts, last = self._last
+            if self._are_same(names, last_names):
+                if _sum_is_int(counts) and last_counts == counts:
+                    return last
+                rows = last.rows
+        batch = Batch.of(self._rows_of(names) if rows is None else rows, _as_counts(counts))
         self._check_counts(batch)
-        self._last = LastWork(names, counts, batch)
+        self._last = names, counts, batch
         return batch
 
     def _are_same(self, names: list[Hashable], others: list[Hashable]) -> bool:
@@ -121,20 +112,14 @@ class RowAllocator:
             ) from None
 
     def _check_counts(self, batch: Batch) -> None:
-        if not batch.rows.size:
-            return
-        if np.minimum.reduce(batch.counts) < 1:
-            name = self.name(int(batch.rows[batch.counts.argmin()]))
+        """Raises ValueError for a request that computes no token, or more than the plan admits."""
+        most, counts = self.max_in_flight_tokens, batch.counts
+        if counts.size and (np.minimum.reduce(counts) < 1 or batch.longest > most):
+            at = int(((counts < 1) | (counts > most)).argmax())
             raise ValueError(
-                f"work: request {name!r} computes {batch.counts.min()} tokens; give at least 1, or "
-                "leave it out"
-            )
-        if batch.longest > self.max_in_flight_tokens:
-            name = self.name(int(batch.rows[batch.counts.argmax()]))
-            raise ValueError(
-                f"work: request {name!r} computes {batch.longest} tokens in a step; the plan "
-                f"counts on limits.max_in_flight_tokens={self.max_in_flight_tokens}; split "
-                "them, or plan with larger limits"
+                f"work: request {self.name(int(batch.rows[at]))!r} computes {counts[at]} tokens in "
+                f"a step; give 1 to limits.max_in_flight_tokens={most} of the plan: leave the "
+                "request out, split its tokens, or plan with larger limits"
             )
 
 

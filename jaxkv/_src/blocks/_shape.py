@@ -142,16 +142,13 @@ class StepShape:
         check_count(forks=forks)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
         longest = plan.max_model_len if max_seq_len is None else max_seq_len
-        check_positive(max_seq_len=longest)
-        cached = cached_tokens
-        if cached is None:
-            cached = min(longest, plan.max_model_len) if forks else 0
+        query = tokens if max_query_len is None else max_query_len
+        check_positive(max_seq_len=longest, max_query_len=query)
+        longest = min(longest, plan.max_model_len)
+        query = min(query, tokens, tokens_per_request or tokens, longest)
+        query = min(query, plan.limits.max_in_flight_tokens)
+        cached = (longest if forks else 0) if cached_tokens is None else cached_tokens
         check_count(cached_tokens=cached)
-        query = min(tokens, plan.limits.max_in_flight_tokens, longest)
-        query = min(query, tokens_per_request or query)
-        if max_query_len is not None:
-            check_positive(max_query_len=max_query_len)
-            query = min(query, max_query_len)
         encoder = plan.limits.max_encoder_tokens
         most = [
             _most_new_blocks(group.growth, batch, tokens, query, encoder, plan.context_parallel)
@@ -168,7 +165,7 @@ class StepShape:
             max_tokens=tokens,
             tokens_per_request=tokens_per_request,
             max_query_len=query,
-            max_seq_len=min(longest, plan.max_model_len),
+            max_seq_len=longest,
             max_encoder_tokens=encoder,
             block_ids=min(sum(most) + copies, plan.num_blocks - 1)
             + _most_shared_blocks(plan, batch, cached),
@@ -293,18 +290,14 @@ def _token_sizes(
     tokens_per_request: int | None,
 ) -> tuple[int, int]:
     """Returns the tokens and the requests of a step."""
-    if tokens_per_request is not None:
-        check_positive(tokens_per_request=tokens_per_request)
-        batch = max_requests if batch_size is None else batch_size
-        check_positive(batch_size=batch)
-        tokens = batch * tokens_per_request if max_tokens is None else max_tokens
-    elif max_tokens is None:
+    if max_tokens is None and tokens_per_request is None:
         raise TypeError("max_tokens is missing: pass the tokens of a step over all its requests")
-    else:
-        tokens = max_tokens
-        check_positive(max_tokens=tokens)
-        batch = min(max_requests, tokens) if batch_size is None else batch_size
-    check_positive(max_tokens=tokens, batch_size=batch)
+    batch = max_requests if batch_size is None else batch_size
+    each = 1 if tokens_per_request is None else tokens_per_request
+    tokens = batch * each if max_tokens is None else max_tokens
+    check_positive(max_tokens=tokens, batch_size=batch, tokens_per_request=each)
+    if batch_size is None and tokens_per_request is None:
+        batch = min(batch, tokens)
     return tokens, batch
 
 

@@ -52,18 +52,6 @@ class Changes(NamedTuple):
     given_up: np.ndarray = NO_IDS
 
 
-class Copy(NamedTuple):
-    """A cell whose block starts as a copy of another block, which the next upload makes.
-
-    source: block that has the content before the upload.
-    """
-
-    group: int
-    row: int
-    column: int
-    source: int
-
-
 class RequestState:
     """Block tables of G groups, and the progress of the requests in their R rows.
 
@@ -87,7 +75,8 @@ class RequestState:
     lags: bool[R], whether a row holds columns that the device does not have.
     has_lagging: whether any row lags.
     unsent_tokens: int64[R], computed tokens of a row of which the device has no column yet.
-    copies: copies that the next upload makes, by their new block.
+    copies: cells whose blocks start as copies, which the next upload makes, by their new block;
+      ``block_id`` has the content before the upload.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
     version: number of changes so far.
@@ -122,7 +111,7 @@ class RequestState:
         self.may_share = np.zeros(max_requests, bool)
         self._has_sharers = False  # whether `may_share` is True for any row
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, SharedCell] = {}
         self.version = 0
 
     # --- reading ------------------------------------------------------------------
@@ -233,8 +222,7 @@ class RequestState:
             self.pool.is_fresh[new] = False
             # An upload makes all its copies at once, so none may read what another one writes.
             before = self.copies.get(cell.block_id)
-            source = cell.block_id if before is None else before.source
-            self.copies[new] = Copy(cell.group, cell.row, cell.column, source)
+            self.copies[new] = cell if before is None else cell._replace(block_id=before.block_id)
 
     def trim(self, rows: np.ndarray) -> None:
         """Releases the blocks that the next token of each row does not attend to."""

@@ -27,7 +27,7 @@ from jaxkv._src.blocks._format import (
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
-from jaxkv._src.blocks._state import Changes, Copy, RequestState
+from jaxkv._src.blocks._state import Changes, RequestState, SharedCell
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
 
@@ -284,7 +284,7 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
     told = set(news.rows.tolist())
     cells = [
         (group, row, column)
-        for (group, row, column, _), new in copies
+        for (group, row, column, *_), new in copies
         if row not in told
         and column == state.sent[group, row]
         and state.columns_of(row, group)[column] == new
@@ -295,7 +295,7 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
     )
 
 
-def _copies(state: RequestState) -> list[tuple[Copy, int]]:
+def _copies(state: RequestState) -> list[tuple[SharedCell, int]]:
     """Returns the copies to make and their new blocks, ordered by group.
 
     Blocks that were given back need no copy any more.
@@ -328,7 +328,7 @@ def write_news(
         state.pool.is_fresh[zeroed] = False
     if state.copies:
         copies = _copies(state)
-        write_copies(shape, data, [(copy.group, copy.source, new) for copy, new in copies])
+        write_copies(shape, data, [(cell.group, cell.block_id, new) for cell, new in copies])
         state.copies.clear()
         state.sent[groups, rows] = np.maximum(state.sent[groups, rows], columns + 1)
     state.note_sent(news.rows, news.sent, news.lags)

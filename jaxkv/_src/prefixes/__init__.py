@@ -33,6 +33,7 @@ from jaxkv._src.prefixes._extra_keys import (
 )
 from jaxkv._src.prefixes._keys import block_keys, root_key
 from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedColumns, find
+from jaxkv._src.prefixes._namespaces import KnownNamespaces, Namespace
 from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
 from jaxkv._src.prefixes._tree import PLAIN_INTS, Node, PrefixPolicy, PrefixTree
 
@@ -58,7 +59,9 @@ __all__ = [
     "GroupKind",
     "KeyChain",
     "KeyFormat",
+    "KnownNamespaces",
     "Medium",
+    "Namespace",
     "Node",
     "PrefixEvents",
     "PrefixPolicy",
