@@ -136,7 +136,7 @@ class RequestState:
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
-        return self.table[row, self._held_at(row)]
+        return np.concatenate([NO_IDS, *(self.table[row, span] for span in self._spans_of(row))])
 
     def num_blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns how many blocks rows hold, int64[G]; a shared block counts once per row."""
@@ -294,28 +294,30 @@ class RequestState:
 
     def finish(self, row: int) -> None:
         """Releases every block of a row and resets it."""
-        at = self._held_at(row)
-        if at.size:
-            ids = self.table[row, at]
-            self.pool.release(ids[self._from_end(at)] if self.pool.has_kept else ids)
-            self.table[row, at] = NULL_BLOCK
+        cells, spans = self.table[row], self._spans_of(row)
+        if spans:
+            ids = np.concatenate([cells[span] for span in spans])
+            self.pool.release(ids[self._from_end(spans)] if self.pool.has_kept else ids)
+            for span in spans:
+                cells[span] = NULL_BLOCK
         self.start(row, 0)
 
-    def _held_at(self, row: int) -> np.ndarray:
-        """Returns the column in ``table`` of each block that a row holds, group by group."""
-        parts = [NO_IDS]
+    def _spans_of(self, row: int) -> list[slice]:
+        """Returns the columns of ``table`` that a row holds, over all groups."""
+        spans: list[slice] = []
         for start, source, first, end in zip(self._starts, *self.held_of(row), strict=False):
             if 0 <= source < first:
-                parts.append(np.array([start + source]))
-            parts.append(np.arange(start + first, start + end))
-        return np.concatenate(parts)
+                spans.append(slice(start + source, start + source + 1))
+            if first < end:
+                spans.append(slice(start + first, start + end))
+        return spans
 
-    def _from_end(self, at: np.ndarray) -> np.ndarray:
+    def _from_end(self, spans: Sequence[slice]) -> np.ndarray:
         """Returns an order of blocks that reuses the end of a prefix before its beginning."""
+        at = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         group = self.starts.searchsorted(at, "right") - 1
-        return ((self.starts[group] - at) * self.growth.column_tokens[group, 0]).argsort(
-            kind="stable"
-        )
+        positions = (at - self.starts[group]) * self.growth.column_tokens[group, 0]
+        return (-positions).argsort(kind="stable")
 
     def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
         """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens."""
