@@ -19,7 +19,7 @@ from jaxkv._src.blocks import (
     StepShape,
     TableEntry,
 )
-from jaxkv._src.blocks._pool import BlockQueue
+from jaxkv._src.internal.id_queue import IdQueue
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -85,7 +85,7 @@ def test_the_pool_matches_a_free_list_with_reference_counts(calls) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 7))))
 def test_the_block_queue_matches_a_list(calls) -> None:
-    queue, listed = BlockQueue(8), []
+    queue, listed = IdQueue(8), []
     for call, size in [("push", 7), *calls]:
         if call == "push":
             ids = [i for i in range(7, 0, -1) if i not in listed][:size]

@@ -220,24 +220,18 @@ def write_batch(
         data[ends + 1 : ends + 1 + size] = batch.ends
         data[ends + 1 + size : ends + 1 + shape.batch_size] = batch.num_tokens
     if shape.format.has_encoder:
-        _put(shape, data, encoder_lens=encoder_lens)
+        put(shape, data, encoder_lens=encoder_lens)
     if extra.size:
-        _put(shape, data, extra=extra)
+        put(shape, data, extra=extra)
 
 
 def write_entries(shape: "StepShape", data: np.ndarray, entries: Entries) -> None:
     """Writes table entries, and the lengths of rows that change."""
     rows, columns, ids, ends, changed_rows, row_lengths = entries
     row_lengths = row_lengths.T.reshape(-1)
-    _put(shape, data, changed_rows=changed_rows, row_lengths=row_lengths)
+    put(shape, data, changed_rows=changed_rows, row_lengths=row_lengths)
     if ids.size:
-        _put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
-
-
-def write_zero_ids(shape: "StepShape", data: np.ndarray, ids: np.ndarray, ends: np.ndarray) -> None:
-    """Writes the ids of blocks to zero, ordered by group, and the end of each group's ids."""
-    if ids.size:
-        _put(shape, data, zero_ids=ids, zero_ends=ends)
+        put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
 
 
 def write_copies(
@@ -247,10 +241,10 @@ def write_copies(
     if copies:
         groups, sources, destinations = np.array(copies).T
         ends = groups.searchsorted(np.arange(len(shape.growths)), "right")
-        _put(shape, data, copy_sources=sources, copy_destinations=destinations, copy_ends=ends)
+        put(shape, data, copy_sources=sources, copy_destinations=destinations, copy_ends=ends)
 
 
-def _put(shape: "StepShape", data: np.ndarray, **parts: np.ndarray) -> None:
+def put(shape: "StepShape", data: np.ndarray, **parts: np.ndarray) -> None:
     """Writes values to the beginning of parts of an upload."""
     starts = shape.format.starts
     for name, values in parts.items():

@@ -22,7 +22,6 @@ from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import EventLog, ExtraKey
-from jaxkv._src.specs import GrowthTable
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
 
@@ -93,21 +92,10 @@ class BlockManager:
         self.sink_block_ids = tuple(
             tuple(self.block_pool.allocate(g.reserved_blocks).tolist()) for g in plan.groups
         )
-        self._growths = tuple(group.growth for group in plan.groups)
-        self._state = RequestState(
-            self.block_pool,
-            GrowthTable(self._growths, context_parallel=plan.context_parallel),
-            plan.row_blocks,
-            max_requests=max_requests,
-            groups_to_zero=plan.groups_to_zero,
-        )
+        self._state = RequestState(self.block_pool, plan, max_requests)
         self._rows = RowAllocator(max_requests, plan.limits.max_in_flight_tokens)
-        self._prefixes = Prefixes(
-            self._state,
-            plan,
-            checkpoint_blocks=int(checkpoint_share * plan.num_blocks),
-            events=events,
-        )
+        most = int(checkpoint_share * plan.num_blocks)
+        self._prefixes = Prefixes(self._state, plan, checkpoint_blocks=most, events=events)
         self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
         self._lock = threading.Lock()  # held while a call changes anything
 
@@ -164,9 +152,7 @@ class BlockManager:
     @property
     def computed_by_row(self) -> np.ndarray:
         """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
-        tokens = self._state.computed[:]
-        tokens.flags.writeable = False
-        return tokens
+        return _read_only(self._state.computed)
 
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
@@ -248,18 +234,13 @@ class BlockManager:
         self._rows.check_new([request])
         looked_up = None
         if tokens is not None and not self._prefixes.has_encoder:
-            looked_up = self._prefixes.look_up(
-                tokens,
-                salt=salt,
-                extra_keys=extra_keys,
-                boundaries=boundaries,
-                max_cached_tokens=max_cached_tokens,
-            )
+            prompt = tokens, salt, extra_keys, max_cached_tokens
+            looked_up = self._prefixes.look_up(*prompt, boundaries)
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)
         if looked_up is None:
-            none = len(self._growths)
-            return PrefixHit(row, 0, (0,) * none, ("not_looked_up",) * none, ())
+            groups = len(self._plan.groups)
+            return PrefixHit(row, 0, (0,) * groups, ("not_looked_up",) * groups, ())
         return self._prefixes.start(row, *looked_up)
 
     @_alone
@@ -288,10 +269,7 @@ class BlockManager:
         num_tokens = computed if num_tokens is None else num_tokens
         check_count(num_tokens=num_tokens)
         if num_tokens > computed:
-            raise ValueError(
-                f"num_tokens={num_tokens} is more than the {computed} tokens that {donor!r} has "
-                "computed"
-            )
+            raise _past(num_tokens, computed, donor)
         self._rows.check_new(into)
         columns = columns_to_share(self._state, row, num_tokens)
         for name in into:
@@ -312,8 +290,11 @@ class BlockManager:
         Raises:
           TypeError, ValueError: the request is not running, or tokens are not token ids.
         """
+        self._prefixes.finish(self._rows.row(request), tokens)
+        self._end(request)
+
+    def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)
-        self._prefixes.finish(row, tokens)
         self._state.finish(row)
         self._prefixes.used(row)
         self._rows.give_back(request)
@@ -357,19 +338,17 @@ class BlockManager:
                 "num_tokens must map requests to the tokens that stay in the cache, got "
                 f"{type(num_tokens).__name__}"
             )
-        for count in num_tokens.values():
+        for name, count in num_tokens.items():
             check_count(num_tokens=count)
-        rows = np.array([self._rows.row(name) for name in num_tokens], np.int64)
-        computed = self._state.computed[rows]
-        for (name, count), row in zip(num_tokens.items(), rows.tolist(), strict=True):
-            most = int(self._state.computed[row])
-            if count > max(most, self._prefixes.num_known(row)):
-                raise ValueError(
-                    f"num_tokens={count} is more than the {most} tokens that {name!r} has computed"
-                )
+            row = self._rows.row(name)
+            computed = int(self._state.computed[row])
+            if count > max(computed, self._prefixes.num_known(row)):
+                raise _past(count, computed, name)
+        rows = np.array([self._rows.of[name] for name in num_tokens], np.int64)
         counts = np.array(list(num_tokens.values()), np.int64)
-        check_rewind(self._state, list(num_tokens), rows, np.minimum(counts, computed))
-        self._state.rewind(rows, np.minimum(counts, computed))
+        stay = np.minimum(counts, self._state.computed[rows])
+        check_rewind(self._state, list(num_tokens), rows, stay)
+        self._state.rewind(rows, stay)
         self._prefixes.rewind(rows, counts)
 
     @_alone
@@ -380,10 +359,8 @@ class BlockManager:
         lost: start the requests again, with the same cache. (An upload that is still there can
         simply be run, as long as it is run before the next one.)
         """
-        for request, row in list(self._rows.of.items()):
-            self._state.finish(row)
-            self._prefixes.used(row)
-            self._rows.give_back(request)
+        for request in list(self._rows.of):
+            self._end(request)
         self._prefixes.reset()
         self._steps.reset()
 
@@ -422,9 +399,7 @@ class BlockManager:
         first step. These tokens count as ``cached_tokens`` of that step. 0 for all other rows.
         Read-only.
         """
-        tokens = self._state.unsent_tokens[:]
-        tokens.flags.writeable = False
-        return tokens
+        return _read_only(self._state.unsent_tokens)
 
     def find_prefix(
         self,
@@ -444,9 +419,7 @@ class BlockManager:
         Raises:
           TypeError, ValueError: as for `start`.
         """
-        return self._prefixes.find(
-            tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
-        )
+        return self._prefixes.find(tokens, salt, extra_keys, max_cached_tokens)
 
     def prefix_stats(self) -> PrefixStats:
         """Returns counts of lookups, hits and evictions since the manager was made."""
@@ -518,3 +491,15 @@ class BlockManager:
             admits; nothing is changed.
         """
         self._steps.grow(work)
+
+
+def _past(num_tokens: int, computed: int, request: Hashable) -> ValueError:
+    return ValueError(
+        f"num_tokens={num_tokens} is more than the {computed} tokens that {request!r} has computed"
+    )
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array[:]
+    view.flags.writeable = False
+    return view

@@ -13,10 +13,10 @@ from jaxkv._src.blocks._format import (
     as_int32,
     check_batch,
     check_room,
+    put,
     write_batch,
     write_copies,
     write_entries,
-    write_zero_ids,
 )
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.internal.checks import check_count
@@ -105,7 +105,8 @@ def pack_step(
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, own)
     write_entries(shape, data, listed)
-    write_zero_ids(shape, data, np.concatenate(zeroed), np.cumsum([ids.size for ids in zeroed]))
+    ends = np.cumsum([ids.size for ids in zeroed])
+    put(shape, data, zero_ids=np.concatenate(zeroed), zero_ends=ends)
     write_copies(shape, data, moved)
     return Upload(data=data, shape=shape)
 

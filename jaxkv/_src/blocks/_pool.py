@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.id_queue import IdQueue
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
 # An eviction makes a few more blocks cold than a step needs, so that most steps evict none.
@@ -73,12 +74,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._more_holders = np.zeros(num_blocks, np.int32)  # references beyond the first
         self._num_shared = 0  # sum of `_more_holders`
-        self._cold, self._warm = BlockQueue(num_blocks), BlockQueue(num_blocks)
+        self._cold, self._warm = IdQueue(num_blocks), IdQueue(num_blocks)
         self._cold.push(np.arange(NULL_BLOCK + 1, num_blocks))
-        self.frozen_before = np.full(num_blocks, 0, np.int64)  # filled now, as in `BlockQueue`
+        self.frozen_before = np.full(num_blocks, 0, np.int64)  # filled now, as in `IdQueue`
         self.is_fresh = np.full(num_blocks, False)
         self.has_kept = False
-        self.on_evict: Callable[[np.ndarray], np.ndarray] = _nothing_more
+        self.on_evict: Callable[[np.ndarray], np.ndarray] = lambda ids: ids[:0]
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
@@ -187,77 +188,3 @@ class BlockPool:
     def must_copy(self, ids: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
         """Returns whether a holder must copy a block before it writes from a position on."""
         return (self._more_holders[ids] > 0) | (self.frozen_before[ids] > position)
-
-
-class BlockQueue:
-    """A first-in, first-out queue of block ids that can also be removed from its middle.
-
-    Every operation works on slices. A removed id leaves a hole, and when the array is full, all
-    ids move to its beginning, which closes the holes. `contains` notes the indices of ids when it
-    needs them, because most ids are never looked up.
-
-    size: ids in the queue.
-    """
-
-    def __init__(self, num_blocks: int):
-        # 0: a hole, or past the end. Filled now, so that no step waits for page faults.
-        self._ids = np.full(2 * num_blocks, 0, np.int32)
-        # The index of each id before `_noted`; an old index of all other ids. intp, because NumPy
-        # indexes with it several times as fast as with int32.
-        self._index_of = np.full(num_blocks, 0, np.intp)
-        self._head = self._tail = self._noted = self.size = 0
-
-    def push(self, ids: np.ndarray) -> None:
-        """Appends distinct ids that are not in the queue."""
-        if self._tail + ids.size > self._ids.size:
-            self._make_space()
-        self._ids[self._tail : self._tail + ids.size] = ids
-        self._tail += ids.size
-        self.size += ids.size
-
-    def remove(self, ids: np.ndarray) -> np.ndarray:
-        """Removes those of distinct ids that are in the queue. Returns which were, bool[N]."""
-        ids = ids.astype(np.intp, copy=False)
-        is_there = self.contains(ids)
-        there = ids if is_there.all() else ids[is_there]
-        self._ids[self._index_of[there]] = 0
-        self.size -= there.size
-        return is_there
-
-    def pop(self, count: int) -> np.ndarray:
-        """Removes the first ``count`` ids, int32[count]; the queue must hold that many."""
-        end = self._head + count
-        if self.size < self._tail - self._head:  # there are holes
-            while np.count_nonzero(self._ids[self._head : end]) < count:
-                end = min(end + count, self._tail)
-            found = self._ids[self._head : end].nonzero()[0][:count] + self._head
-            ids = self._ids[found]
-            end = int(found[-1]) + 1 if count else self._head
-        else:
-            ids = self._ids[self._head : end].copy()
-        self._head = end
-        self.size -= count
-        return ids
-
-    def contains(self, ids: np.ndarray) -> np.ndarray:
-        """Returns which ids are in the queue, bool of the ids' shape."""
-        ids = ids.astype(np.intp, copy=False)
-        if self._noted < self._tail:
-            begin = max(self._noted, self._head)
-            new = self._ids[begin : self._tail].astype(np.intp)
-            self._index_of[new] = np.arange(begin, self._tail)
-            self._noted = self._tail
-        at = self._index_of[ids]
-        return (at >= self._head) & (self._ids[at] == ids)
-
-    def _make_space(self) -> None:
-        """Moves all ids to the beginning of the array; their noted indices become invalid."""
-        ids = self._ids[self._head : self._tail]
-        ids = ids[ids > 0] if self.size < ids.size else ids
-        self._ids[: ids.size] = ids
-        self._ids[ids.size : self._tail] = 0
-        self._head, self._tail, self._noted = 0, ids.size, 0
-
-
-def _nothing_more(ids: np.ndarray) -> np.ndarray:
-    return ids[:0]

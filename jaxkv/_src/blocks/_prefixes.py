@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -88,16 +88,23 @@ class Prefixes:
     def find(
         self,
         tokens: Ints | PrefixMatch,
-        *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
-        max_cached_tokens: int | None = None,
+        max_cached_tokens: int | None,
     ) -> PrefixMatch:
         """Finds the longest cached prefix of a prompt; reuses a `PrefixMatch` that is valid."""
         if isinstance(tokens, PrefixMatch):
+            known = tokens
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
-            return self._renewed(tokens, max_cached_tokens)
+            if known.state is self._tree.state:
+                self._tree.touch(known.path)
+                limit = _limit(known.tokens, max_cached_tokens)
+                if limit == known.limit:
+                    return known
+                found = find(self._tree, known.path, known.found.num_seen, limit)
+                return known._replace(limit=limit, found=found)
+            tokens, salt, extra_keys = known.tokens & MAX_TOKEN, known.salt, known.extra_keys
         namespace, encoded = self._encode(tokens, salt, extra_keys)
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
@@ -106,34 +113,16 @@ class Prefixes:
         of_prompt = namespace, encoded, salt, tuple(extra_keys)
         return PrefixMatch(*of_prompt, path, limit, found, self._tree.state, self._state.pool)
 
-    def _renewed(self, known: PrefixMatch, max_cached_tokens: int | None) -> PrefixMatch:
-        if known.state is not self._tree.state:
-            return self.find(
-                known.tokens & MAX_TOKEN,
-                salt=known.salt,
-                extra_keys=known.extra_keys,
-                max_cached_tokens=max_cached_tokens,
-            )
-        self._tree.touch(known.path)
-        limit = _limit(known.tokens, max_cached_tokens)
-        if limit == known.limit:
-            return known
-        found = find(self._tree, known.path, known.found.num_seen, limit)
-        return known._replace(limit=limit, found=found)
-
     def look_up(
         self,
         tokens: Ints | PrefixMatch,
-        *,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
-        boundaries: Sequence[int],
         max_cached_tokens: int | None,
+        boundaries: Sequence[int],
     ) -> tuple[CachedPrompt, CachedPrefix]:
         """Finds the prefix of a prompt, for `start`; the arguments are of `BlockManager.start`."""
-        prefix = self.find(
-            tokens, salt=salt, extra_keys=extra_keys, max_cached_tokens=max_cached_tokens
-        )
+        prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
         found = found._replace(reasons=self._known.reasons(namespace, encoded, found))
@@ -188,14 +177,12 @@ class Prefixes:
         """Gives a forked row the first tokens of its donor's prompt."""
         prompt = self._prompts.get(donor)
         if prompt is not None:
-            tokens, kept = prompt.tokens[:num_tokens], min(prompt.num_kept, num_tokens)
-            may_go_on = prompt.may_go_on and num_tokens >= prompt.tokens.size
             self._prompts[row] = dataclasses.replace(
                 prompt,
-                tokens=tokens,
+                tokens=prompt.tokens[:num_tokens],
                 chunk_ends=(),
-                num_kept=kept,
-                may_go_on=may_go_on,
+                num_kept=min(prompt.num_kept, num_tokens),
+                may_go_on=prompt.may_go_on and num_tokens >= prompt.tokens.size,
                 checkpoints=[*prompt.checkpoints],
                 chain=None if prompt.chain is None else prompt.chain.copy(),
             )
@@ -215,14 +202,11 @@ class Prefixes:
 
     # --- keeping ------------------------------------------------------------------
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether any row has computed only a part of its prompt."""
-        return bool(self._computing)
-
-    def after_step(self, rows: Iterable[int]) -> None:
+    def after_step(self, rows: np.ndarray) -> None:
         """Keeps the prompt tokens that the last step of ``rows`` computed."""
-        for row in [row for row in rows if row in self._computing]:
+        if not self._computing:
+            return
+        for row in [row for row in rows.tolist() if row in self._computing]:
             prompt, computed = self._prompts[row], self._state.computed.item(row)
             size = prompt.tokens.size
             count = min(computed, size)

@@ -96,8 +96,9 @@ def check_rewind(
         group, bad = (int(index[0]) for index in np.nonzero(lost))
         raise ValueError(
             f"num_tokens={num_tokens[bad]}: request {names[bad]!r} no longer holds a block of "
-            f"group {group} that its next token reads ({_why_lost(state, group)}); finish the "
-            "request and compute it again"
+            f"group {group} that its next token reads: it left the window, or holds a newer state "
+            f"(the states of speculative_blocks={state.growth.growths[group].speculative_blocks} "
+            "drafts are kept); finish the request and compute it again"
         )
 
 
@@ -145,13 +146,3 @@ def _is_kept(
         state.growth.speculative_blocks[group, 0] == 0
     )
     return at_end & (resumed | (num_tokens == 0))
-
-
-def _why_lost(state: RequestState, group: int) -> str:
-    growth = state.growth.growths[group]
-    if growth.stores != "state":
-        return "it left the window when more tokens were computed"
-    return (
-        f"speculative_blocks={growth.speculative_blocks} of the layer's StateSpec is the "
-        "number of drafts whose states are kept"
-    )

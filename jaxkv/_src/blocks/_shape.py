@@ -151,11 +151,13 @@ class StepShape:
         check_count(cached_tokens=cached)
         encoder = plan.limits.max_encoder_tokens
         most = [
-            _most_new_blocks(group.growth, batch, tokens, query, encoder, plan.context_parallel)
+            group.growth.most_new_blocks(batch, tokens, query, encoder, plan.context_parallel)
             for group in plan.groups
         ]
         zeroed = sum(n for n, zero in zip(most, plan.groups_to_zero, strict=True) if zero)
         copies = min(forks * len(plan.groups), plan.num_blocks - 1)
+        sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
+        shared = sum(min(batch, cached) + cached // size for size in sizes)
         return cls(
             growths=tuple(group.growth for group in plan.groups),
             num_blocks=plan.num_blocks,
@@ -167,8 +169,7 @@ class StepShape:
             max_query_len=query,
             max_seq_len=longest,
             max_encoder_tokens=encoder,
-            block_ids=min(sum(most) + copies, plan.num_blocks - 1)
-            + _most_shared_blocks(plan, batch, cached),
+            block_ids=min(sum(most) + copies, plan.num_blocks - 1) + shared,
             zero_ids=min(zeroed, plan.num_blocks - 1),
             block_copies=copies,
             extra=extra,
@@ -250,37 +251,28 @@ class Upload:
         ``copy_destinations``, ``copy_ends``.
         """
         parts = self.shape.format.split(np.asarray(self.data))
-        requests = int((parts["request_rows"] >= 0).sum())
-        for name in ("request_rows", "num_computed_tokens", "encoder_lens"):
-            parts[name] = parts[name][:requests]
-        parts["query_start_loc"] = parts["query_start_loc"][: requests + 1]
+        requests, changed = (int((parts[f"{of}_rows"] >= 0).sum()) for of in ("request", "changed"))
+        sizes = dict.fromkeys(("request_rows", "num_computed_tokens", "encoder_lens"), requests)
+        sizes |= {"query_start_loc": requests + 1, "changed_rows": changed, "row_lengths": changed}
         for names, ends in (
             (("entry_rows", "entry_columns", "entry_ids"), "entry_ends"),
             (("zero_ids",), "zero_ends"),
             (("copy_sources", "copy_destinations"), "copy_ends"),
         ):
-            last = int(parts[ends][-1]) if parts[ends].size else 0
-            parts |= {name: parts[name][:last] for name in names}
-        rows = parts["changed_rows"] >= 0
-        parts["changed_rows"], parts["row_lengths"] = (
-            parts[name][rows] for name in ("changed_rows", "row_lengths")
-        )
-        return parts
+            sizes |= dict.fromkeys(names, max(parts[ends].tolist(), default=0))
+        return parts | {name: parts[name][:size] for name, size in sizes.items()}
 
     def __repr__(self) -> str:
         if not isinstance(self.data, np.ndarray):
             return f"Upload({self.shape!r})"
         parts = self.parts()
-        counts = {
-            "requests": parts["request_rows"].size,
-            "tokens": int(parts["query_start_loc"][-1]),
-            "table entries": parts["entry_ids"].size,
-            "blocks to zero": parts["zero_ids"].size,
-            "to copy": parts["copy_sources"].size,
-        }
-        listed = ", ".join(f"{count} {name}" for name, count in counts.items())
-        number = f"number {abs(parts['number'][0])}" if parts["number"][0] else "not numbered"
-        return f"Upload({number}: {listed})"
+        number, tokens = int(parts["number"][0]), int(parts["query_start_loc"][-1])
+        return (
+            f"Upload({f'number {abs(number)}' if number else 'not numbered'}: "
+            f"{parts['request_rows'].size} requests, {tokens} tokens, "
+            f"{parts['entry_ids'].size} table entries, {parts['zero_ids'].size} blocks to zero, "
+            f"{parts['copy_sources'].size} to copy)"
+        )
 
 
 def _token_sizes(
@@ -299,30 +291,3 @@ def _token_sizes(
     if batch_size is None and tokens_per_request is None:
         batch = min(batch, tokens)
     return tokens, batch
-
-
-def _most_shared_blocks(plan: Plan, batch: int, cached_tokens: int) -> int:
-    """Returns the most table entries of requests that find tokens in the cache."""
-    if not cached_tokens:
-        return 0
-    sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
-    return sum(min(batch, cached_tokens) + cached_tokens // size for size in sizes)
-
-
-def _most_new_blocks(
-    growth: Growth, batch: int, tokens: int, query: int, encoder: int, context_parallel: int
-) -> int:
-    """Returns the most blocks of a group that the requests of one step take.
-
-    A request that computes n tokens takes at most ``ceil(n / block_size)`` blocks. Over a batch,
-    the sum is largest if all requests but one compute one token, and that one computes the rest.
-    """
-    each = 1 + growth.speculative_blocks
-    if growth.stores == "encoder":
-        return batch * cdiv(encoder, growth.block_size)
-    if growth.stores == "state" and growth.cache_mode != "all":
-        return batch * each
-    block = growth.block_size * context_parallel
-    requests = min(batch, tokens)
-    most = requests + (tokens - requests) // block
-    return min(most, batch * cdiv(query, block)) + batch * growth.speculative_blocks

@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._src.blocks._cells import NO_IDS, Cells
 from jaxkv._src.blocks._pool import BlockPool
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import SharedColumns
 from jaxkv._src.specs import GrowthTable
 
@@ -82,19 +83,13 @@ class RequestState:
     version: number of changes so far.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        growth: GrowthTable,
-        row_blocks: Sequence[int],
-        *,
-        max_requests: int,
-        groups_to_zero: Sequence[bool],
-    ):
-        self.pool, self.growth, self.row_blocks = pool, growth, tuple(row_blocks)
-        self.groups_to_zero = np.array(groups_to_zero, bool)
-        self.zeroes, self.zeroes_all = any(groups_to_zero), all(groups_to_zero)
-        self._starts = [0, *itertools.accumulate(row_blocks)]
+    def __init__(self, pool: BlockPool, plan: Plan, max_requests: int):
+        growths = [group.growth for group in plan.groups]
+        growth = GrowthTable(growths, context_parallel=plan.context_parallel)
+        self.pool, self.growth, self.row_blocks = pool, growth, tuple(plan.row_blocks)
+        self.groups_to_zero = np.array(plan.groups_to_zero, bool)
+        self.zeroes, self.zeroes_all = any(plan.groups_to_zero), all(plan.groups_to_zero)
+        self._starts = [0, *itertools.accumulate(self.row_blocks)]
         self.starts, self._each_group = np.array(self._starts), np.arange(len(growth.growths))
         self.table = np.zeros((max_requests, self._starts[-1]), np.int32)
         self._cells = self.table.reshape(-1)  # NumPy indexes one axis much faster than two

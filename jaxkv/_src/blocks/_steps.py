@@ -19,10 +19,10 @@ from jaxkv._src.blocks._format import (
     as_int32,
     check_batch,
     check_room,
+    put,
     write_batch,
     write_copies,
     write_entries,
-    write_zero_ids,
 )
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._rows import RowAllocator, Work
@@ -114,8 +114,7 @@ class StepPlanner:
         if news is not None:
             write_news(state, shape, data, news, step.taken)
         state.advance(batch.rows, computed, step.totals)
-        if self._prefixes.is_computing:
-            self._prefixes.after_step(batch.rows.tolist())
+        self._prefixes.after_step(batch.rows)
         return self._numbered(shape, data, ring)
 
     def grow(self, work: Work) -> None:
@@ -290,16 +289,12 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
         and state.columns_of(row, group)[column] == new
     ]
     more = Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
-    return news._replace(
-        cells=Cells.joined([news.cells, more]), num_copied=news.num_copied + len(copies)
-    )
+    num_copied = news.num_copied + len(copies)
+    return news._replace(cells=Cells.joined([news.cells, more]), num_copied=num_copied)
 
 
 def _copies(state: RequestState) -> list[tuple[SharedCell, int]]:
-    """Returns the copies to make and their new blocks, ordered by group.
-
-    Blocks that were given back need no copy any more.
-    """
+    """Returns the copies to make and their new blocks, of those that are held, by group."""
     new = np.array(list(state.copies), np.int32)
     held = state.pool.references_of(new) > 0
     return sorted((state.copies[block_id], block_id) for block_id in new[held].tolist())
@@ -324,7 +319,7 @@ def write_news(
             if state.growth.crossed.size:  # see `_num_zeroed`
                 at = np.sort(at[np.unique(ids[at], return_index=True)[1]])
             zeroed, ends = ids[at], state.group_ends(groups[at])
-        write_zero_ids(shape, data, zeroed, ends)
+        put(shape, data, zero_ids=zeroed, zero_ends=ends)
         state.pool.is_fresh[zeroed] = False
     if state.copies:
         copies = _copies(state)

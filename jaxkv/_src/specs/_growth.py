@@ -206,6 +206,31 @@ class Growth(_Columns):
             case "cross":
                 return cdiv(encoder_tokens, b)
 
+    def most_new_blocks(
+        self, batch: int, tokens: int, query: int, encoder_tokens: int, context_parallel: int
+    ) -> int:
+        """Returns the most blocks that the requests of one step take.
+
+        A request that computes n tokens takes at most ``ceil(n / block_size)`` blocks. Over a
+        batch, the sum is largest if all requests but one compute one token, and that one computes
+        the rest.
+
+        Args:
+          batch: requests of the step.
+          tokens: tokens of the step.
+          query: most tokens of one request in the step.
+          encoder_tokens: longest encoder input.
+          context_parallel: ranks among which the tokens of a request are divided.
+        """
+        if self.stores == "encoder":
+            return batch * cdiv(encoder_tokens, self.block_size)
+        if self.stores == "state" and self.cache_mode != "all":
+            return batch * (1 + self.speculative_blocks)
+        block = self.block_size * context_parallel
+        requests = min(batch, tokens)
+        most = min(requests + (tokens - requests) // block, batch * cdiv(query, block))
+        return most + batch * self.speculative_blocks
+
     def row_blocks(self, num_tokens: int, encoder_tokens: int) -> int:
         """Returns the columns of a block-table row that a request of this length needs.
 
