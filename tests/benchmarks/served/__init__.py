@@ -106,7 +106,7 @@ def _run_case(report: Report, case: Case) -> None:
     if folder and case.has_peer:
         options = OPTIONS | ({"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {})
         if dtype := config.get("mamba_ssm_dtype"):
-            options |= {"mamba_ssm_cache_dtype": dtype}
+            options |= {"mamba_ssm_cache_dtype": dtype, "gdn_prefill_backend": "triton"}
         theirs = _in_process("vllm_engine", config, chosen, str(folder), json.dumps(options))
     _compare(report, case.name, ours, theirs)
 

@@ -32,6 +32,7 @@ SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
+TEXT_MODEL = "Qwen3_5ForCausalLM"
 
 
 class Engine:
@@ -43,7 +44,8 @@ class Engine:
         folder = tempfile.mkdtemp()
         pathlib.Path(folder, "config.json").write_text(json.dumps(config))
         self.vocab = config["vocab_size"]
-        _register_text_models()
+        if config["architectures"] == [TEXT_MODEL]:
+            _register_text_model()
         self.engine = LLM(
             model=folder,
             skip_tokenizer_init=True,
@@ -84,7 +86,7 @@ class Engine:
         return self.engine.has_unfinished_requests()
 
 
-def _register_text_models() -> None:
+def _register_text_model() -> None:
     """Registers Qwen3.5's language model by itself; vLLM knows it next to its images alone."""
     from vllm import ModelRegistry
     from vllm.model_executor.models import interfaces, qwen3_5
@@ -93,7 +95,7 @@ def _register_text_models() -> None:
     names = ("state_dtype_from_config", "state_shape_from_config", "state_copy_func")
     states = {f"get_mamba_{name}": vars(whole)[f"get_mamba_{name}"] for name in names}
     text = type("TextModel", (qwen3_5.Qwen3_5ForCausalLM, interfaces.IsHybrid), states)
-    ModelRegistry.register_model("Qwen3_5ForCausalLM", text)
+    ModelRegistry.register_model(TEXT_MODEL, text)
 
 
 def main(config: str, results: str, chosen: str, folder: str, options: str) -> None:
