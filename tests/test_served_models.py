@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.benchmarks import served
-from tests.benchmarks.served import workloads
+from tests.benchmarks.served import comparison, workloads
 from tests.benchmarks.served.decoders import Decoder
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
@@ -163,9 +162,9 @@ def test_requests_of_a_trace_get_the_tokens_that_they_get_alone() -> None:
         assert len(alone.tokens) == trace[i].answer_tokens
 
 
-@pytest.mark.parametrize("case", served.CASES, ids=lambda case: case.name)
-def test_published_models_have_decoders(case: served.Case) -> None:
-    config = served.text_config(case.model)
+@pytest.mark.parametrize("case", comparison.CASES, ids=lambda case: case.name)
+def test_published_models_have_decoders(case: comparison.Case) -> None:
+    config = comparison.text_config(case.model)
     decoder = Decoder.from_config(config, kv_dtype=case.kv_dtype)
     assert len(decoder.layers) == config["num_hidden_layers"]
     assert jax.eval_shape(decoder.init_params, jax.random.key(0))["embed"].shape[0] == decoder.vocab

@@ -16,13 +16,13 @@ from tests.benchmarks import (
     planner,
     prefixes,
     recurrent,
-    served,
     sharded,
     sleep,
     step,
     timing,
     zero,
 )
+from tests.benchmarks.served import comparison
 from tests.benchmarks.timing import Report
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -37,7 +37,7 @@ PARTS = {
     "recurrent": recurrent.run,
     "sharded": sharded.run,
     "devices": devices.run,
-    "served": served.run,
+    "served": comparison.run,
     "sleep": sleep.run,
     "overlap": overlap.run,
     "planner": planner.run,

@@ -1,0 +1,171 @@
+"""The models and the workloads that both engines serve, and the comparison of their figures."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jaxkv
+from tests.benchmarks import timing
+from tests.benchmarks.served import jaxkv_engine, workloads
+from tests.benchmarks.served.workloads import Decode, Workload
+from tests.benchmarks.timing import Report, by_size
+from tests.benchmarks.vllm_peer import VllmPeer
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+# Models that are not among the presets, as changes to one that is.
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": (
+        "qwen3-8b",
+        {
+            **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+            **{"num_attention_heads": 16, "tie_word_embeddings": True},
+        },
+    ),
+    # Attention of DeepSeek-V2-Lite, with dense layers alone.
+    "deepseek-v2-lite": (
+        "llama-3.1-8b",
+        {
+            **{"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944},
+            **{"num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16},
+            **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
+            **{"v_head_dim": 128, "q_lora_rank": None, "vocab_size": 102_400},
+        },
+    ),
+}
+
+
+class Case(NamedTuple):
+    """A model, the workloads that it serves, and the dtype of its keys and values.
+
+    has_peer: whether vLLM's engine serves it, too.
+    """
+
+    model: str
+    kv_dtype: str | None = None
+    chosen: tuple[Workload, ...] = workloads.FULL
+    has_peer: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.model + (f", {self.kv_dtype}" if self.kv_dtype else "")
+
+
+CASES = (
+    Case("llama-3.1-8b"),
+    Case("llama-3.1-8b", "fp8", (Decode(256, 1024),)),
+    Case("qwen3-0.6b", None, (Decode(1, 2048), Decode(64, 2048))),
+    Case("qwen3.5-4b"),
+    Case("gemma-3-12b"),
+    Case("deepseek-v2-lite", has_peer=False),
+)
+TINY = {
+    **{"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 256},
+    **{"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+TIMEOUT_S = 560
+OPTIONS = {"max_num_batched_tokens": 8192, "max_model_len": jaxkv_engine.MAX_LEN}  # of vLLM
+
+
+def run(report: Report, peer: VllmPeer | None) -> None:
+    """Serves the workloads with both engines, each in a process of its own, in turns."""
+    del peer
+    report.title("Served models: seconds of a decode step, a prefill or a trace, and tokens/s")
+    if timing.vllm_engine is None:
+        report.note("vLLM's engine is not timed: give --vllm-engine the folder that holds it")
+    for case in by_size(full=CASES, small=(), smallest=()):
+        if not timing.every_case and case is not CASES[0]:
+            continue
+        _run_case(report, case)
+    if timing.size != "full":
+        _compare(report, "tiny", _serve_tiny(), {})
+
+
+def _run_case(report: Report, case: Case) -> None:
+    """Serves a model with both engines; ours starts a second time, with jax's compilation cache."""
+    config, folder, chosen = text_config(case.model), timing.vllm_engine, case.chosen
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        kind = case.kv_dtype or ""
+        ours = _in_process("jaxkv_engine", config, chosen, kind)
+        again = _in_process("jaxkv_engine", config, (), kind) if case is CASES[0] else {}
+        del os.environ["JAX_COMPILATION_CACHE_DIR"]
+    if "start" in again:
+        ours["start, compiled before"] = again["start"]
+    theirs = {}
+    if folder and case.has_peer:
+        options = OPTIONS | ({"kv_cache_dtype": case.kv_dtype} if case.kv_dtype else {})
+        if dtype := config.get("mamba_ssm_dtype"):
+            options |= {"mamba_ssm_cache_dtype": dtype, "gdn_prefill_backend": "triton"}
+        theirs = _in_process("vllm_engine", config, chosen, str(folder), json.dumps(options))
+    _compare(report, case.name, ours, theirs)
+
+
+def text_config(model: str) -> dict[str, Any]:
+    """Returns the configuration of a model's text part, as vLLM reads it."""
+    preset, changes = CHANGED.get(model, (model, {}))
+    config = jaxkv.load_config(preset)
+    text = {**config, **config.get("text_config", {}), **changes}
+    for name in ("text_config", "vision_config"):
+        text.pop(name, None)
+    if text["model_type"] == "qwen3_5_text":  # else vLLM asks for the positions of images, too
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e7}
+    return text | {"architectures": [ARCHITECTURES.get(text["model_type"])]}
+
+
+def _serve_tiny() -> dict[str, Any]:
+    """Serves a tiny model in this process, so that the benchmark itself is tested anywhere."""
+    sizes = {"max_requests": 2, "max_tokens": 16, "memory_bytes": 2**20, "max_model_len": 64}
+    server = jaxkv_engine.Server(TINY, **sizes)
+    return {
+        workloads.name_of(workload): workloads.run(server, workload)._asdict()
+        for workload in workloads.SMALLEST
+    }
+
+
+def _in_process(
+    module: str, config: dict[str, Any], chosen: Sequence[Workload], *arguments: str
+) -> dict[str, Any]:
+    """Returns the figures of one engine; those that it reached, if it ended early."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [pathlib.Path(folder, name) for name in ("config.json", "results.json")]
+        paths[0].write_text(json.dumps(config))
+        command = [sys.executable, "-m", f"tests.benchmarks.served.{module}"]
+        command += [*map(str, paths), workloads.dump(chosen), *arguments]
+        try:
+            subprocess.run(command, timeout=TIMEOUT_S, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"  {module} ended early: {error}", flush=True)
+        return json.loads(paths[1].read_text()) if paths[1].exists() else {}
+
+
+def _compare(report: Report, model: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for name, figures in ours.items():
+        if "seconds" not in figures:
+            report.note(f"{model:<17} {name}: {figures}")
+            continue
+        text = f"{model:<17} {name:<28} {1e3 * figures['seconds']:10.2f} ms"
+        extra = {"seconds": figures["seconds"]}
+        if tokens := figures.get("tokens"):
+            text += f" {tokens / figures['seconds']:10,.0f} tokens/s"
+        if any(figures.get("first", ())):
+            first, between = figures["first"], figures["between"]
+            text += f"  first token {first[0]:.3f} and {first[1]:.3f} s (p50, p99)"
+            text += f", between tokens {1e3 * between[0]:.1f} and {1e3 * between[1]:.1f} ms"
+        if other := theirs.get(name):
+            extra["vllm_seconds"] = other["seconds"]
+            ratio = other["seconds"] / figures["seconds"]
+            text += f"  vLLM {1e3 * other['seconds']:.2f} ms: {ratio:.2f} times as fast"
+            if any(other.get("first", ())):
+                text += f" (first {other['first']}, between {other['between']})"
+        report.note(text, **extra)
