@@ -45,7 +45,7 @@ class Admission:
         """Returns the waiting requests that may start, in order, and gives them tokens."""
         entrants: list[Request] = []
         free_rows, ledger = self._queues.num_free_rows, self._queues.ledger
-        if not (len(self._queues.waiting) and free_rows) or step.is_full:
+        if not (self._queues.waiting and free_rows) or step.is_full:
             return entrants
         cached_left, room = step.cached_tokens, self._room()
         for request in self._queues.waiting:
@@ -116,7 +116,7 @@ class Admission:
         if hits and not self.grows({name: step.work[name] for name in hits}):
             started = self._grow_each(step, started)
         for request in started:
-            self._queues.waiting.remove(request)
+            self._queues.admitted(request)
             self._queues.run(request, hits[request.name].row)
             self._queues.ledger.prefill_tokens[request.index] = self._queues.num_tokens(request)
             if request.prompt.chunk_ends:

@@ -79,7 +79,7 @@ class Chooser:
         is checked each time.
         """
         order, manager = self._queues.order, self._manager
-        may_admit = len(self._queues.waiting) > 0 and self._queues.num_free_rows > 0
+        may_admit = self._queues.waiting and self._queues.num_free_rows > 0
         if not (order is step.everyone is self.extended) or may_admit:
             return False
         may_copy = self._options.forks and manager.block_pool.has_shared_blocks

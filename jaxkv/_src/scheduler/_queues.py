@@ -1,8 +1,7 @@
 """The waiting and the running requests of a scheduler. No jax."""
 
 import bisect
-import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -10,51 +9,11 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Ledger, Request, Running, check_name
 
 
-class Waiting:
-    """The waiting requests. Iterates over them, the oldest first.
-
-    Requests that arrive are the youngest, and join the end. Forks and preempted requests are
-    older, and are kept apart, so that their return costs no look at all that wait.
-    """
-
-    def __init__(self) -> None:
-        self._arrived: dict[Hashable, Request] = {}
-        self._older: list[Request] = []  # by age
-
-    def __len__(self) -> int:
-        return len(self._arrived) + len(self._older)
-
-    def __iter__(self) -> Iterator[Request]:
-        return itertools.chain(self._older, self._arrived.values())
-
-    def arrive(self, request: Request) -> None:
-        """Adds the youngest of all requests."""
-        self._arrived[request.name] = request
-
-    def insert(self, request: Request) -> None:
-        """Adds a request ahead of all that are younger."""
-        bisect.insort(self._older, request, key=_age)
-
-    def remove(self, request: Request) -> None:
-        """Removes a request."""
-        if self._arrived.pop(request.name, None) is None:
-            del self._older[bisect.bisect_left(self._older, request.age, key=_age)]
-
-    def replace(self, request: Request, other: Request) -> None:
-        """Puts another request, which is no older than this one, in its place."""
-        if request.name in self._arrived:
-            requests = [other if x is request else x for x in self._arrived.values()]
-            self._arrived = {x.name: x for x in requests}
-        else:
-            self.remove(request)
-            self.insert(other)
-
-
 class Queues:
     """All requests of a scheduler.
 
     of: all requests by name.
-    waiting: those that wait; see `Waiting`.
+    waiting: those that wait to be admitted, the oldest first.
     running: those that run by name, the oldest first.
     leaders: requests by name that others of the same prompt wait for, to fork from them.
     ledger: token counts of all requests.
@@ -64,7 +23,7 @@ class Queues:
     def __init__(self, manager: BlockManager):
         self._manager = manager
         self.of: dict[Hashable, Request] = {}
-        self.waiting = Waiting()
+        self.waiting: list[Request] = []
         self.running: dict[Hashable, Request] = {}
         self.leaders: dict[Hashable, Request] = {}
         self.ledger = Ledger()
@@ -170,7 +129,11 @@ class Queues:
     def wait(self, request: Request, *, needs_token: bool) -> None:
         """Puts a request that ran, or forks, ahead of all that wait and are younger."""
         self.ledger.needs_token[request.index] = needs_token
-        self.waiting.insert(request)
+        bisect.insort(self.waiting, request, key=_age)
+
+    def admitted(self, request: Request) -> None:
+        """Takes a request out of those that wait."""
+        del self.waiting[bisect.bisect_left(self.waiting, request.age, key=_age)]
 
     def sort_running(self) -> None:
         """Restores the order of the running requests, after some were added."""
@@ -204,12 +167,10 @@ class Queues:
             self.hold(heir, others)
         if request.row >= 0:
             self.stop(request)
-            if heir is not None:
-                self.waiting.insert(heir)
-        elif heir is not None:
-            self.waiting.replace(request, heir)
         elif leader is None:
-            self.waiting.remove(request)
+            self.admitted(request)
+        if heir is not None:
+            bisect.insort(self.waiting, heir, key=_age)
         del self.of[request.name]
         self.ledger.leave(request.index)
 

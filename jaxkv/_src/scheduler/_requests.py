@@ -65,59 +65,33 @@ class Request:
 
 
 class Ledger:
-    """Token counts of all requests, in arrays that a step reads at once.
+    """Token counts of all requests, in arrays that a step reads at once: int64[N] each.
 
-    numbers: int64[7, N], the properties of this class.
+    num_tokens: known tokens of each request: prompt, sampled tokens and drafts.
+    max_tokens: the most tokens that it will have.
+    prefill_tokens: tokens that were known when it was admitted.
+    chunk_ends: tokens after which its next chunk has to end; or `ANYWHERE`.
+    draft_starts: tokens from which on one step computes all that it has, because a sampled token
+      and its drafts are verified, and rejected, together; or `ANYWHERE`.
+    rows: its row; -1: it waits.
+    needs_token: whether it waits for a token that was sampled from it.
     """
 
     def __init__(self) -> None:
-        self.numbers = np.zeros((7, 64), np.int64)
+        self._hold(np.zeros((7, 64), np.int64))
         self._free: list[int] = list(range(64))
         self._last: tuple[list[Hashable], np.ndarray] | None = None  # of `indices`
 
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Known tokens of each request: prompt, sampled tokens and drafts, int64[N]."""
-        return self.numbers[0]
-
-    @property
-    def max_tokens(self) -> np.ndarray:
-        """The most tokens that each request will have, int64[N]."""
-        return self.numbers[1]
-
-    @property
-    def prefill_tokens(self) -> np.ndarray:
-        """Tokens of each request that were known when it was admitted, int64[N]."""
-        return self.numbers[2]
-
-    @property
-    def chunk_ends(self) -> np.ndarray:
-        """Tokens after which the next chunk of each request has to end, int64[N]; or `ANYWHERE`."""
-        return self.numbers[3]
-
-    @property
-    def draft_starts(self) -> np.ndarray:
-        """Tokens from which on one step computes all that each request has, int64[N].
-
-        A sampled token and its drafts are verified, and rejected, together.
-        """
-        return self.numbers[4]
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Row of each request that runs, int64[N]; -1: it waits."""
-        return self.numbers[5]
-
-    @property
-    def needs_token(self) -> np.ndarray:
-        """Whether each waiting request was sampled from, and waits for that token, int64[N]."""
-        return self.numbers[6]
+    def _hold(self, numbers: np.ndarray) -> None:
+        self.numbers = numbers
+        self.num_tokens, self.max_tokens, self.prefill_tokens, self.chunk_ends = numbers[:4]
+        self.draft_starts, self.rows, self.needs_token = numbers[4:]
 
     def enter(self, num_tokens: int, max_tokens: int) -> int:
         """Adds a request, and returns its index in the arrays."""
         if not self._free:
             size = self.numbers.shape[1]
-            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
+            self._hold(np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1))
             self._free = list(range(size, 2 * size))
         index = self._free.pop()
         self.numbers[:, index] = num_tokens, max_tokens, 0, ANYWHERE, ANYWHERE, -1, 0

@@ -261,7 +261,7 @@ class Scheduler:
         ]
         for one in added:
             self._queues.enter(one, num_tokens, longest)
-        self._queues.waiting.arrive(added[0])
+        self._queues.waiting.append(added[0])  # the youngest of all
         self._queues.hold(added[0], added[1:])
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
