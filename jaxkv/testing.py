@@ -4,14 +4,13 @@ Slow and plain on purpose. The references are written from the definitions and n
 the rest needs the extra, ``pip install "jaxkv[testing]"``, and is imported when it is first
 used.
 
-- `ReferenceTables`, `ReferencePool`, ``reference_*``: tables, bytes and kernels, as lists and
-  loops, to compare an implementation with, step by step.
+- `ReferenceTables`, ``reference_*``: tables and kernels, as lists and loops, to compare an
+  implementation with, step by step.
 - `ReferenceCache`: the content that every request must read, to check a whole cache, however it is
   made.
 - `count_compilations`, `assert_no_recompilation`: a steady state compiles nothing.
 - ``strategies``: specs, models, plans, traffic and more, for Hypothesis.
 - `CacheStateMachine`: drives a cache of your own; subclass it.
-- `JaxkvStateMachine`: the same over jaxkv itself.
 - `assert_in_place`, `assert_same_bytes`, `assert_unchanged`: pointers, temporary memory, bytes.
 """
 
@@ -26,7 +25,6 @@ from jaxkv._src.testing.reference_cache import place_in_row as place_in_row
 from jaxkv._src.testing.reference_kernels import reference_copy_blocks as reference_copy_blocks
 from jaxkv._src.testing.reference_kernels import reference_write_rows as reference_write_rows
 from jaxkv._src.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
-from jaxkv._src.testing.reference_pool import ReferencePool as ReferencePool
 from jaxkv._src.testing.reference_tables import ReferenceTables as ReferenceTables
 from jaxkv._src.testing.reference_tables import pad_tables as pad_tables
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from jaxkv._src.testing.assertions import assert_in_place as assert_in_place
     from jaxkv._src.testing.assertions import assert_same_bytes as assert_same_bytes
     from jaxkv._src.testing.assertions import assert_unchanged as assert_unchanged
-    from jaxkv._src.testing.jaxkv_state_machine import JaxkvStateMachine as JaxkvStateMachine
     from jaxkv._src.testing.state_machine import CacheStateMachine as CacheStateMachine
 
 _NEED_THE_EXTRA = {
@@ -43,14 +40,11 @@ _NEED_THE_EXTRA = {
     "assert_same_bytes": "assertions",
     "assert_unchanged": "assertions",
     "CacheStateMachine": "state_machine",
-    "JaxkvStateMachine": "jaxkv_state_machine",
 }
 
 __all__ = [
     "CacheStateMachine",
-    "JaxkvStateMachine",
     "ReferenceCache",
-    "ReferencePool",
     "ReferenceTables",
     "Write",
     "assert_in_place",

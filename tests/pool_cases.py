@@ -24,8 +24,9 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
-from jaxkv.testing import ReferencePool, ReferenceTables
+from jaxkv.testing import ReferenceTables
 from tests.helpers import as_ids
+from tests.reference_pool import ReferencePool
 
 BLOCKS, REQUESTS, EACH, LENGTH, ENCODER = 13, 3, 3, 12, 5
 TOKENS = REQUESTS * EACH

@@ -27,7 +27,6 @@ from jaxkv._src.specs import (
 )
 from jaxkv.testing import (
     ReferenceCache,
-    ReferencePool,
     ReferenceTables,
     pad_tables,
     place_in_row,
@@ -36,6 +35,7 @@ from jaxkv.testing import (
     reference_zero_blocks,
     strategies,
 )
+from tests.reference_pool import ReferencePool
 
 HEADS = {"block_size": 4, "num_kv_heads": 2, "head_size": 4}
 FULL = FullAttentionSpec(**HEADS, dtype="fp8_e4m3")

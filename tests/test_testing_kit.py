@@ -37,11 +37,9 @@ from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.pool import zero_blocks
 from jaxkv._src.prefixes import PrefixTree, _tree
 from jaxkv._src.specs import FullAttentionSpec, GrowthTable, Limits, SlidingWindowSpec, StateSpec
-from jaxkv._src.testing import jaxkv_state_machine as machines
 from jaxkv._src.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from jaxkv.testing import (
     CacheStateMachine,
-    JaxkvStateMachine,
     ReferenceCache,
     assert_in_place,
     assert_no_recompilation,
@@ -50,7 +48,9 @@ from jaxkv.testing import (
     count_compilations,
     strategies,
 )
+from tests import jaxkv_state_machine as machines
 from tests.helpers import ON_GPU, hybrid_plan
+from tests.jaxkv_state_machine import JaxkvStateMachine
 from tests.test_example_suite import ToyMachine
 from tests.toy_cache import BLOCK_SIZE, ToyCache
 
@@ -351,10 +351,10 @@ BUGS = {  # where, and its replacement made of what was there
         RequestState, "_note_copy", lambda _: lambda state, cell: None
     ),
     "every holder takes itself for the last": (
-        _changes, "_without_last_holders", lambda _: lambda pool, shared: []
+        _changes, "_shared_cells", lambda _: lambda state, rows, after: []
     ),
     "more blocks are taken than are free": (
-        _changes, "_blocks_needed", lambda _: lambda state, changes: 0
+        _changes, "_blocks_needed", lambda _: lambda state, changes, shared: 0
     ),
     "a lost state is resumed from": (
         _resuming, "_lost_states", lambda _: lambda b, g, rows, n: np.zeros(rows.size, bool)
@@ -697,7 +697,7 @@ import sys
 sys.modules.update(dict.fromkeys({blocked}, None))
 import numpy as np
 import jaxkv.testing
-from jaxkv.testing import ReferenceCache, ReferencePool, ReferenceTables
+from jaxkv.testing import ReferenceCache, ReferenceTables
 with jaxkv.testing.assert_no_recompilation():
     print(jaxkv.testing.reference_zero_blocks(np.ones((2, 1)), [1]).tolist())
 print([module for module in ("hypothesis", "chex") if sys.modules.get(module)])
@@ -709,7 +709,7 @@ for name in {names}:
             print(error)
 """
 NEEDED = {
-    "hypothesis": ["strategies", "CacheStateMachine", "JaxkvStateMachine"],
+    "hypothesis": ["strategies", "CacheStateMachine"],
     "chex": ["assert_in_place", "assert_same_bytes", "assert_unchanged"],
 }
 

@@ -26,8 +26,9 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
-from jaxkv.testing import JaxkvStateMachine, assert_no_recompilation
+from jaxkv.testing import assert_no_recompilation
 from tests.helpers import IMPLEMENTATIONS, ON_GPU, hybrid_plan, kernels_run
+from tests.jaxkv_state_machine import JaxkvStateMachine
 
 plan_small = functools.partial(
     plan_cache, memory_bytes=2**30, max_model_len=24, limits=Limits(max_in_flight_tokens=8)

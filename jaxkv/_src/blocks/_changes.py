@@ -36,12 +36,8 @@ def plan_changes(
         return None
     rows = rows[index]
     changes = _growth_of_rows(state, index, rows, computed[index], totals[index])
-    shared: Sequence[SharedCell] = ()
-    if state.any_may_share(rows):
-        shared = _shared_cells(state, rows, changes.held)
-    needed, free = changes.fresh.num + len(shared), state.pool.num_free_blocks
-    if needed > free and changes.dropped.num:  # those are released first
-        needed -= int((state.pool.others_of(state.ids_at(changes.dropped)) == 0).sum())
+    shared = _shared_cells(state, rows, changes.held) if state.any_may_share(rows) else []
+    needed, free = _blocks_needed(state, changes, shared), state.pool.num_free_blocks
     if needed > free:  # holders overwrite what is only kept for later prompts
         kept = {cell.block_id for cell in shared if not state.pool.others_of(cell.block_id)}
         if needed - len(kept) > free:
@@ -49,6 +45,14 @@ def plan_changes(
         shared = [cell for cell in shared if cell.block_id not in kept]
         changes = changes._replace(given_up=np.array(list(kept), np.int32))
     return _with_shared(state, changes, shared) if shared else changes
+
+
+def _blocks_needed(state: RequestState, changes: Changes, shared: Sequence[SharedCell]) -> int:
+    """Returns how many free blocks changes need, beyond those that they release first."""
+    needed = changes.fresh.num + len(shared)
+    if needed > state.pool.num_free_blocks and changes.dropped.num:
+        needed -= int((state.pool.others_of(state.ids_at(changes.dropped)) == 0).sum())
+    return needed
 
 
 def _with_shared(state: RequestState, changes: Changes, shared: Sequence[SharedCell]) -> Changes:

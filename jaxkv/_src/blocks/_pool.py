@@ -177,10 +177,6 @@ class BlockPool:
         is_held = (ids != NULL_BLOCK) & ~(self._cold.contains(ids) | self._warm.contains(ids))
         return np.where(is_held, 1 + self._more_holders[ids], 0)
 
-    def num_held(self, ids: np.ndarray) -> int:
-        """Returns how many of ``ids`` are held; the others must be warm."""
-        return ids.size - int(np.count_nonzero(self._warm.contains(ids)))
-
     def others_of(self, ids: int | np.ndarray) -> np.ndarray:
         """Returns each held block's holders beyond the first one, int32 of the ids' shape."""
         return self._more_holders[ids]

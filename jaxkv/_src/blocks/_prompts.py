@@ -59,7 +59,7 @@ class PrefixMatch(NamedTuple):
     def num_held_blocks(self) -> int:
         """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
         ids = np.concatenate([columns.block_ids for columns in self.found.columns])
-        return self.pool.num_held(ids)
+        return int(np.count_nonzero(self.pool.references_of(ids)))
 
 
 class PrefixHit(NamedTuple):

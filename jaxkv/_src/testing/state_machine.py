@@ -2,7 +2,7 @@
 
 It checks the promises of a plan: the blocks that a request must hold, who may share them, and
 the content that it must read. The cache under test is reached through the methods that a
-subclass writes; `JaxkvStateMachine` is such a subclass.
+subclass writes.
 """
 
 import itertools

@@ -1,8 +1,4 @@
-"""The state machine over jaxkv itself: block manager, cache and step, as a serving loop uses them.
-
-Subclass it to test a plan, a device, an implementation of the kernels, or a part that you put in
-the place of one of jaxkv's.
-"""
+"""The state machine over jaxkv itself: manager, cache and step, as a serving loop uses them."""
 
 import dataclasses
 import functools
@@ -12,6 +8,7 @@ from typing import ClassVar, override
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis.stateful import invariant
 from jax import Array, lax
 
 from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, Upload, pack_step
@@ -22,14 +19,8 @@ from jaxkv._src.planning import Plan
 from jaxkv._src.pool import describe_bytes, read_rows, write_rows, write_state
 from jaxkv._src.specs import StateSpec
 from jaxkv._src.step import apply_step
-from jaxkv._src.testing._extra import extra
-from jaxkv._src.testing.reference_cache import Write
+from jaxkv.testing import CacheStateMachine, Write
 from pallas_kernels import Implementation
-
-with extra():
-    from hypothesis.stateful import invariant
-
-    from jaxkv._src.testing.state_machine import CacheStateMachine
 
 
 class JaxkvStateMachine(CacheStateMachine):
