@@ -14,11 +14,12 @@
 # %% [markdown]
 # # 5. An engine of your own
 #
-# You have a serving engine, and it has a scheduler, block ids or an attention kernel that it
-# keeps. This notebook replaces the parts of `jaxkv` one at a time:
+# You have a serving engine, and it has a loop, a scheduler, block ids or an attention kernel that
+# it keeps. This notebook replaces the parts of `jaxkv` one at a time:
 #
 # | you keep | you call |
 # |---|---|
+# | your loop and your sampler | `Scheduler`, with `schedule.token_ids` and `scheduler.shape` |
 # | your scheduler | `BlockManager.grow` for each request, then `BlockManager.step` |
 # | your block ids | `pack_step` with `TableEntry` |
 # | your attention kernel | `write_tokens`, `layer_view`, `batch.kernel_block_tables(layer)` |
@@ -59,6 +60,54 @@ apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
 print(plan)
 
 # %% [markdown]
+# ## Your loop
+#
+# `Scheduler` chooses the work of each step. It reads `tokens`, which you keep up to date, so that
+# `schedule.token_ids` has the ids in the order of the upload, and `scheduler.shape` knows all sizes
+# but those that you choose. The model's side is `StepContext`, as in `jaxkv.Engine`. You pick the
+# tokens.
+
+# %%
+tokens = {"a": [5, 6, 7, 8, 9], "b": [5, 6, 7], "c": [1]}  # the prompts
+embed = jax.random.normal(jax.random.key(0), (16, 2, 16))
+
+
+@jax.jit(donate_argnums=0)
+def step(cache, upload):
+    context = jaxkv.StepContext(cache, upload)
+    x = embed[context.token_ids]
+    for layer in layers:
+        x = x + context.attend(layer, x, x, x)
+    logits = jnp.einsum("bhd,vhd->bv", x[context.last_tokens], embed)
+    return context.done(), logits.argmax(axis=-1)  # one token for each request of the step
+
+
+manager = jaxkv.BlockManager(plan, max_requests=4)
+cache = jaxkv.make_cache(plan, max_requests=4)
+scheduler = jaxkv.Scheduler(manager, max_tokens=6, tokens=tokens)
+mixed, decode = scheduler.shape(), scheduler.shape(max_query_len=1)
+for name in tokens:
+    scheduler.add(name, len(tokens[name]))
+while scheduler.has_work:
+    schedule = scheduler.schedule()
+    fitting = decode if max(schedule.work.values()) == 1 else mixed
+    upload = manager.step(fitting, schedule.work, extra=schedule.token_ids)
+    cache, picked = step(cache, upload)
+    for name, index in schedule.samples.items():
+        tokens[name].append(int(picked[index]))
+        if len(tokens[name]) < 12:
+            scheduler.append({name: 1})
+        else:
+            scheduler.finish(name)
+jaxkv.check_errors(cache)
+for name, ids in tokens.items():
+    print(name, ids)
+
+# %% [markdown]
+# The loop waits for each token. One that does not passes `steps_ahead=` to the scheduler, and takes
+# tokens that the host has not seen (-1 in `token_ids`) from an array on the device, which is
+# `newest_tokens=` of `StepContext`.
+#
 # ## Your scheduler, the manager's books
 #
 # `grow` takes the blocks for the next tokens of a request, or raises `OutOfBlocksError` and
@@ -101,9 +150,6 @@ print(len(snapshots), "steps; preempted:", preempted)
 plotting.plot_pool_over_time(plan, snapshots)
 
 # %% [markdown]
-# `jaxkv.Scheduler` is such a loop with admission, chunked prefill, forks and drafts: read
-# `jaxkv/scheduler` before you write the next one.
-#
 # ## Your block ids
 #
 # An engine that hands out block ids by itself needs no manager. A `TableEntry` says which ids a

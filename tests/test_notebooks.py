@@ -17,7 +17,7 @@ HERE = pathlib.Path(__file__).parents[1]
 SOURCES = sorted(
     (HERE / "notebooks").glob("[0-9]*_*.py"), key=lambda path: int(path.stem.split("_")[0])
 )
-WITHOUT_PICTURES = "10_a_hugging_face_model", "11_rollouts_with_flax"
+WITHOUT_PICTURES = "10_a_hugging_face_model", "11_rollouts_with_flax", "12_serving_fast"
 NEEDED = "jupytext", "nbclient", "ipykernel", "matplotlib"
 IN_KERNEL = HERE / "notebooks" / "3_planning.py"
 MAX_BYTES = 150_000  # kept in git, and read on the web

@@ -82,6 +82,50 @@ def in_a_jit(step: Step) -> tuple[Step, jax.Array]:
     return step, x
 
 
+def of_flax(step: Step) -> tuple[Step, jax.Array]:
+    nnx = pytest.importorskip("flax.nnx", reason='pip install "jaxkv[test]"')
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Param(EMBED)
+
+        def __call__(self, step):
+            x = self.embed[step.token_ids]
+            for layer in LAYERS:
+                x = x + step.attend(layer, *keys_of(x))
+            return x
+
+    graphdef, params = nnx.split(Model())
+    return step, nnx.merge(graphdef, params)(step)
+
+
+def of_equinox(step: Step) -> tuple[Step, jax.Array]:
+    equinox = pytest.importorskip("equinox", reason='pip install "jaxkv[test]"')
+
+    class Block(equinox.Module):
+        layer: str = equinox.field(static=True)
+
+        def __call__(self, step, x):
+            return x + step.attend(self.layer, *keys_of(x))
+
+    class Model(equinox.Module):
+        embed: jax.Array
+        blocks: list[Block]
+
+        def __call__(self, step):
+            x = self.embed[step.token_ids]
+            for block in self.blocks:
+                x = block(step, x)
+            return x
+
+    model = Model(EMBED, [Block(layer) for layer in LAYERS])
+    params, static = equinox.partition(model, equinox.is_array)
+    return step, equinox.combine(params, static)(step)
+
+
+MODELS = [by_name, with_a_batch_axis, in_a_scan, in_a_jit, of_flax, of_equinox]
+
+
 def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
     @jax.jit
     def step(cache, upload):
@@ -91,7 +135,7 @@ def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
     return step(*made(*made_of))
 
 
-@pytest.mark.parametrize("model", [by_name, with_a_batch_axis, in_a_scan, in_a_jit])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_and_reads_as_by_hand(model: Callable[[Step], Any]) -> None:
     assert_same_bytes(run(model), jax.jit(by_hand)(*made()))
 

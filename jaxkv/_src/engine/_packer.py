@@ -74,18 +74,25 @@ class Packer:
             steps_ahead=steps_ahead,
         )
         self.ladder = Ladder(self.scheduler, max_requests, max_tokens)
-        self.num_drawn = (steps_ahead + 1) * max_requests  # older ones are known to the host
+        # Those of idle steps, and of steps that the host does not know yet.
+        self.num_drawn = (steps_ahead + 2) * max_requests
         self.ring: UploadRing | None = None
         self._stats = stats
         self._place = 0  # on the device, of the tokens that the newest step draws
         self._drawn = NONE_DRAWN  # by the newest step, if its tokens are on the device
 
     def pack(self, most_steps: int) -> list[Step]:
-        """Packs some decodes of one shape, or one other step; none if there is no work."""
+        """Packs some decodes of one shape, or one other step; none if there is no work.
+
+        Where more than half of the decodes have work, idle ones make them complete.
+        """
         steps: list[Step] = []
         while len(steps) < most_steps and self.samples.of:
             schedule = self.scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
+                if most_steps - len(steps) < len(steps):
+                    idle = self.idle(steps[0].upload.shape, most_steps - len(steps))
+                    steps += [Step(upload, NONE_DRAWN, [], 0) for upload in idle]
                 break
             num_tokens = sum(schedule.work.values())
             shape = self.ladder.fitting(schedule, num_tokens)
@@ -130,7 +137,8 @@ class Packer:
         drawn = drawn if is_same else self._drawn_of(names)
         numbers, count = self.samples.numbers.take(drawn.slots, axis=0), len(names)
         ids = -1 - numbers[:, PLACE] if goes_on else self._token_ids(schedule)
-        place = (self._place + self.manager.max_requests) % self.num_drawn
+        place = self._place % (self.num_drawn - self.manager.max_requests)
+        place += self.manager.max_requests  # those before are of idle steps
         in_order = np.arange(count)
         numbers[:, INDEX] = in_order if goes_on else list(schedule.samples.values())
         numbers[:, POSITION] += 1
