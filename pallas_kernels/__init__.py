@@ -7,7 +7,7 @@ ids that are out of range, and treats all other blocks alike, including block 0.
 - `zero_blocks` and `copy_blocks`: whole blocks of one array, or of every array in a tree.
 - `write_rows`: rows of elements into pages, as when tokens are added to a cache.
 - `paged_attention`: attention over keys and values in pages (`StridedPages`, `Interleaving`,
-  `PackedRow`).
+  `PackedRow`, `SharedPrefixes`).
 - `gated_delta_rule`, `selective_scan` and `causal_conv1d`: recurrent layers over states in pages
   (`StatePages`, `Convolution`).
 - `default_implementation`: the implementation that ``None`` stands for.
@@ -21,6 +21,7 @@ from pallas_kernels._copy_blocks import copy_blocks as copy_blocks
 from pallas_kernels._paged_attention import Interleaving as Interleaving
 from pallas_kernels._paged_attention import PackedRow as PackedRow
 from pallas_kernels._paged_attention import RowPacking as RowPacking
+from pallas_kernels._paged_attention import SharedPrefixes as SharedPrefixes
 from pallas_kernels._paged_attention import StridedPages as StridedPages
 from pallas_kernels._paged_attention import paged_attention as paged_attention
 from pallas_kernels._recurrence import Convolution as Convolution
@@ -37,6 +38,7 @@ __all__ = [
     "Interleaving",
     "PackedRow",
     "RowPacking",
+    "SharedPrefixes",
     "StatePages",
     "StridedPages",
     "causal_conv1d",

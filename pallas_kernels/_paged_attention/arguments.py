@@ -11,8 +11,14 @@ from jax.typing import DTypeLike
 from pallas_kernels._arguments import check_choice
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
+from pallas_kernels._paged_attention.shared import is_worth_sharing
 from pallas_kernels._paged_attention.tasks import STEP, segment_steps
-from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, Interleaving
+from pallas_kernels._paged_attention.tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Interleaving,
+    SharedPrefixes,
+)
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 PAGE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
@@ -40,6 +46,7 @@ def check_arguments(
     first_positions: Any,
     interleaving: Interleaving | None,
     reproducible: bool,
+    shared_prefixes: SharedPrefixes | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
     """Checks the arguments of a call, and returns its rule and its arrays.
@@ -104,8 +111,35 @@ def check_arguments(
         sinks=None if sinks is None else _as_float("sinks", sinks, (heads,)),
         key_scale=_as_scale("key_scale", key_scale, kv_heads),
         value_scale=_as_scale("value_scale", value_scale, kv_heads),
+        shared=_as_shared(rule, shared_prefixes, query_start_loc),
     )
     return rule, arrays
+
+
+def _as_shared(
+    rule: AttentionRule, shared: SharedPrefixes | None, query_start_loc: Array | None
+) -> SharedPrefixes | None:
+    """Checks beginnings that requests share; returns None if there is room for no group."""
+    if shared is None:
+        return None
+    members, ends, lens = shared
+    members = _as_int32("shared_prefixes.members", members, 1, jnp.size(members))
+    ends = _as_int32("shared_prefixes.ends", ends, 1, jnp.size(ends))
+    lens = _as_int32("shared_prefixes.lens", lens, 1, ends.shape[0])
+    refused = {
+        "query_start_loc": query_start_loc is not None,
+        "sliding_window": rule.window is not None,
+        "chunk_size": rule.chunk is not None,
+        "interleaving": rule.ranks > 1,
+        "causal=False": not rule.causal,
+        "reproducible": rule.reproducible,
+    }
+    if any(refused.values()):
+        named = " and ".join(name for name, given in refused.items() if given)
+        raise ValueError(f"shared_prefixes does not go with {named}; leave out one or the other")
+    if not members.size or not ends.size or not is_worth_sharing(rule):
+        return None
+    return SharedPrefixes(members, ends, lens)
 
 
 def _whole_segments(

@@ -12,7 +12,12 @@ from pallas_kernels._dispatch import choose
 from pallas_kernels._paged_attention.arguments import check_arguments
 from pallas_kernels._paged_attention.limits import why_not_paged_attention
 from pallas_kernels._paged_attention.packed import RowPacking
-from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, Interleaving
+from pallas_kernels._paged_attention.tiles import (
+    AttentionArrays,
+    AttentionRule,
+    Interleaving,
+    SharedPrefixes,
+)
 from pallas_kernels._paged_attention.xla import attend_xla
 
 
@@ -37,6 +42,7 @@ def paged_attention(
     first_positions: Any = None,
     interleaving: Interleaving | None = None,
     reproducible: bool = False,
+    shared_prefixes: SharedPrefixes | None = None,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -96,6 +102,12 @@ def paged_attention(
         prompts take the kernel of decodes, which is slower for them. Holds between calls of one
         implementation on one kind of device, with equal rules, page size and dtypes; of ``"xla"``
         on CPUs only, because XLA chooses GEMMs on GPUs by their shapes.
+      shared_prefixes: groups of requests that begin with the same pages, which are then read once
+        for a whole group; see `SharedPrefixes`. For one query each, without a window, a chunk or
+        ``interleaving``, and not ``reproducible``. Of each group, as many whole steps of 64 tokens
+        count as come before the last token of every member. Latent rows with more than 32 heads
+        are read for each request all the same, because their products take longer. None, or groups
+        that share 0 tokens: nothing is shared.
       out_dtype: dtype of the output; None: that of queries. Use float32 for outputs that are to be
         combined; ``"mosaic_gpu"`` computes them in the dtype of queries all the same.
       return_lse: also return the log-sum-exp of the scores and sinks, by which outputs over
@@ -131,6 +143,7 @@ def paged_attention(
         first_positions=first_positions,
         interleaving=interleaving,
         reproducible=reproducible,
+        shared_prefixes=shared_prefixes,
         out_dtype=out_dtype,
     )
     out, lse = _run(arrays, rule, implementation)

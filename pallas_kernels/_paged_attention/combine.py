@@ -12,6 +12,7 @@ from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention.decode import COLUMNS
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up, store
+from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
@@ -22,6 +23,7 @@ MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
 # Some tiles are longer than the others. Loading more takes registers, and is done only while all
 # thread blocks fit into the GPU at once.
 LEAST_TOGETHER, BLOCKS_PER_SM = 4, 5
+IN_ORDER = 16  # segments that are loaded together to be added one after another
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
 
@@ -63,10 +65,12 @@ def combine(
     sinks: Array,
     value_scale: Array,
     out: Any,
+    shared: SharedSegments | None = None,
 ) -> Array:
     """Writes the output of all tiles, and zeros for padding, into ``out``, [T, heads, V].
 
     Args:
+      shared: other segments that tiles take a part in; None: none.
       sinks: float32[kv_heads, rows], logits in base 2; -inf for none.
 
     Returns:
@@ -75,11 +79,15 @@ def combine(
     num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
     num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
     rows_of_values = segments.out.shape[2]
-    num_lanes = 0 if rule.reproducible else tasks.lanes.shape[0]  # one warpgroup adds up in order
-    split = _Split.of(rule.value_width, num_lanes, num_tiles, num_blocks)
+    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
+    if rule.reproducible:  # one warpgroup, to add up in order
+        width = min(rule.value_width, split.width)
+        split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, split, CombineOperands.of(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Combiner(
+            rule, split, CombineOperands.of(*refs[:-1], shared=shared is not None), refs[-1]
+        ).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
         grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
@@ -90,12 +98,13 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     arrays = [tasks.tiles, tasks.used_tokens, *segments, sinks, value_scale]
+    arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
         return call(*own_buffers(arrays), out)[0]
 
 
 class CombineOperands(NamedTuple):
-    """References to the arrays of a call, and to the log-sum-exp."""
+    """References to the arrays of a call, and to the log-sum-exp; ``shared`` may be None."""
 
     tiles: jax.Ref
     used_tokens: jax.Ref
@@ -104,11 +113,14 @@ class CombineOperands(NamedTuple):
     value_scale: jax.Ref
     out: jax.Ref
     lse: jax.Ref
+    shared: SharedSegments | None
 
     @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
-        tiles, used_tokens, *segments, sinks, value_scale, out, lse = refs
-        return cls(tiles, used_tokens, PartialSoftmax(*segments), sinks, value_scale, out, lse)
+    def of(cls, *refs: jax.Ref, shared: bool) -> Self:
+        tiles, used_tokens, *inputs, out, lse = refs
+        segments, (sinks, value_scale, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
+        found: Any = SharedSegments(others[0], PartialSoftmax(*others[1:])) if shared else None
+        return cls(tiles, used_tokens, segments, sinks, value_scale, out, lse, found)
 
 
 class _Scratch(NamedTuple):
@@ -162,7 +174,7 @@ class _Combiner:
             self.operands.used_tokens[0],
             self.operands.value_scale[self.head],
         )
-        sinks = self._load_rows(self.operands.sinks.at[self.head])
+        sinks = self._load_rows(self.operands.sinks.at[self.head], self.rows)
 
         @pl.when(tile.count * self.rule.group > self.first_row)
         def _() -> None:
@@ -186,14 +198,24 @@ class _Combiner:
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMNS),
         )
 
+        own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
+        summed = self._add(start, self.operands.segments, own)
+        if self.operands.shared is not None:
+            links, segments = self.operands.shared
+            summed = self._add(summed, segments, Link.load(links, self.index))
+        return summed
+
+    def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:
+        """Adds this warpgroup's share of some segments."""
+
         def add(i: Array, running: PartialSoftmax) -> PartialSoftmax:
             first = (i * self.warpgroups + self.warpgroup) * self.together
-            parts = [self._load(tile, first + j) for j in range(self.together)]
+            parts = [self._load(segments, link, first + j) for j in range(self.together)]
             return add_up([running, *parts], in_order=self.rule.reproducible)
 
         each_round = self.warpgroups * self.together
-        rounds = lax.div(tile.num_segments + (each_round - 1), each_round)
-        return lax.fori_loop(0, rounds, add, start)
+        rounds = lax.div(link.num_segments + (each_round - 1), each_round)
+        return lax.fori_loop(0, rounds, add, running)
 
     def _hand_over(self, summed: PartialSoftmax) -> None:
         """Passes the sum of this warpgroup to the first one."""
@@ -225,21 +247,22 @@ class _Combiner:
             self._write_row(row, tile.token, tile.count)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _load(self, tile: Tile, index: Array) -> PartialSoftmax:
-        """Loads a segment of the tile; past the last one, an empty segment."""
-        number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
-        penalty = jnp.where(index < tile.num_segments, 0.0, -jnp.inf)
+    def _load(self, segments: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
+        """Loads one of the segments; past the last one, an empty segment."""
+        number = link.first_segment + jnp.minimum(index, link.num_segments - 1)
+        penalty = jnp.where(index < link.num_segments, 0.0, -jnp.inf)
+        rows = pl.ds(link.first_row + self.first_row, ROWS)
         out = plgpu.load(
-            self.operands.segments.out.at[number, self.head, self.values, self.rows],
+            segments.out.at[number, self.head, self.values, rows],
             layout=plgpu.Layout.WGMMA,
             optimized=False,
         )
-        highest = self._load_rows(self.operands.segments.highest.at[number, self.head])
-        total = self._load_rows(self.operands.segments.total.at[number, self.head])
+        highest = self._load_rows(segments.highest.at[number, self.head], rows)
+        total = self._load_rows(segments.total.at[number, self.head], rows)
         return PartialSoftmax(out, highest + penalty, total)
 
-    def _load_rows(self, ref: Any) -> Array:
-        return plgpu.load(ref.at[self.rows], layout=COLUMNS, optimized=False)
+    def _load_rows(self, ref: Any, rows: Any) -> Array:
+        return plgpu.load(ref.at[rows], layout=COLUMNS, optimized=False)
 
     def _finish(self, summed: PartialSoftmax, sinks: Array, value_scale: Array) -> Array:
         """Returns the output of all rows, and writes the log-sum-exp of each."""

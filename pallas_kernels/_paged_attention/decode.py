@@ -37,6 +37,7 @@ class DecodeShape(NamedTuple):
     rows: query heads of a tile, a multiple of 8.
     page: dtype of the pages.
     compute: 16-bit dtype of the products.
+    spare_rows: rows that results have besides, undefined.
     """
 
     rule: AttentionRule
@@ -44,6 +45,7 @@ class DecodeShape(NamedTuple):
     rows: int
     page: jnp.dtype
     compute: jnp.dtype
+    spare_rows: int = 0
 
     @property
     def widens(self) -> bool:
@@ -98,15 +100,16 @@ def decode(
 
     Returns:
       ``out`` float32[S, kv_heads, V, rows], of one window of values after another, ``highest`` and
-      ``total`` float32[S, kv_heads, rows]; undefined where S counts more segments than there are.
+      ``total`` float32[S, kv_heads, rows], and spare rows; undefined where S
+      counts more segments than there are.
     """
     rule, rows = shape.rule, shape.rows
-    results = (tasks.num_segments, rule.kv_heads, rows)
+    results = (tasks.num_segments, rule.kv_heads, rows + shape.spare_rows)
     call = plgpu.kernel(
         lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[
             jax.ShapeDtypeStruct(
-                (*results[:2], sum(width for _, width in shape.windows), rows), jnp.float32
+                (*results[:2], sum(width for _, width in shape.windows), results[2]), jnp.float32
             ),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
@@ -253,27 +256,29 @@ class _Decoder:
             running, _ = lax.fori_loop(0, num_steps, step, start)
             self._store(number, running)
             return
+        first_number = tile.first_segment - lax.div(tile.first_step, fixed)
 
-        def segment(k: Array, carry: _Carry) -> _Carry:
-            begin = jnp.maximum(k * fixed - first_step, 0)
-            end = jnp.minimum((k + 1) * fixed - first_step, num_steps)
-            running, holes = lax.fori_loop(begin, end, step, carry)
-            self._store(tile.first_segment + k - lax.div(tile.first_step, fixed), running)
-            # The next step multiplies the sums by 0, and loads that are under way go on.
-            return running._replace(highest=self._start().highest), holes
+        def step_of_segments(i: Array, carry: _Carry) -> _Carry:
+            running, holes = step(i, carry)
+            end = first_step + i + 1
+            closes = (lax.rem(end, fixed) == 0) | (i + 1 == num_steps)
+            number = first_number + lax.div(end - 1, fixed)
+            pl.when(closes)(lambda: self._store(number, running))
+            # The next step multiplies the sums by 0.
+            highest = running.highest + jnp.where(closes, -jnp.inf, 0.0)
+            return running._replace(highest=highest), holes
 
-        end = lax.div(first_step + num_steps + (fixed - 1), fixed)
-        lax.fori_loop(lax.div(first_step, fixed), end, segment, start)
+        lax.fori_loop(0, num_steps, step_of_segments, start)
 
     def _store(self, number: Array, running: _Softmax) -> None:
         """Stores the results of a segment."""
-        place = number, self.head
+        place, rows = (number, self.head), pl.ds(0, self.shape.rows)
         first = 0
         for out in running.out:
-            store(self.operands.segments.out.at[(*place, pl.ds(first, len(out)))], out)
+            store(self.operands.segments.out.at[(*place, pl.ds(first, len(out)), rows)], out)
             first += len(out)
-        store(self.operands.segments.highest.at[place], running.highest)
-        store(self.operands.segments.total.at[place], running.total.sum(axis=0))
+        store(self.operands.segments.highest.at[(*place, rows)], running.highest)
+        store(self.operands.segments.total.at[(*place, rows)], running.total.sum(axis=0))
 
     def _start(self) -> _Softmax:
         rows, columns = plgpu.Layout.WGMMA, self.shape.rows

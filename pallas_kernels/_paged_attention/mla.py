@@ -10,19 +10,28 @@ from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num
 from pallas_kernels._paged_attention.mosaic import (
     lse_of_tokens,
     page_and_compute_dtype,
+    shared_queries,
     step_sizes,
     tile_queries,
     tile_sinks,
     used_tokens,
 )
+from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.prefill_tasks import has_holes
 from pallas_kernels._paged_attention.rounds import in_rounds
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
+from pallas_kernels._paged_attention.shared import (
+    SharedSegments,
+    own_tiles,
+    row_stride,
+    tile_shared,
+)
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, TaskMap, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,
     QueryTiles,
+    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -34,26 +43,56 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
-    if arrays.query_start_loc is None:
-        tiles = one_query_each(arrays, rule)
+    if arrays.shared is not None:
+        tiles, common = _attend_shared(arrays, rule, arrays.shared)
+    elif arrays.query_start_loc is None:
+        tiles, common = one_query_each(arrays, rule), None
     else:
-        tiles = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule)))
-    rows = -(-tiles.size * rule.group // ROWS) * ROWS
-    page, compute = page_and_compute_dtype(arrays)
-    shape = DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
+        tiles, common = cut_queries(arrays, rule, Cut(_tile_size(arrays, rule))), None
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
+    shape = _shape(arrays, rule, filled)
     sinks = tile_sinks(arrays, shape)[0, :filled]
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
-        tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays), fixed)
-        full, scales = _full_steps(arrays, rule, tiles), arrays.key_scale * jnp.float32(rule.scale)
-        tables, pages = arrays.block_tables, arrays.pages
-        segments = decode_latents(shape, tasks, full, tables, queries, pages, scales)
-        return combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out)
+        tasks, segments = _decode(arrays, shape, tiles, queries, fixed)
+        return combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out, common)
 
     lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
     return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
+
+
+def _attend_shared(
+    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
+) -> tuple[QueryTiles, SharedSegments]:
+    """Attends to what requests share; returns the tiles of the rest, and the segments."""
+    parts = tile_shared(arrays, rule, shared)
+    shape = _shape(arrays, rule._replace(causal=False), parts.tiles.size * row_stride(rule))
+    queries = shared_queries(arrays.queries, parts, shape)
+    tasks, segments = _decode(arrays, shape, parts.tiles, queries, None)
+    return own_tiles(arrays, rule, parts), SharedSegments.of(rule, parts, tasks, segments)
+
+
+def _shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:
+    page, compute = page_and_compute_dtype(arrays)
+    return DecodeShape(rule, step_sizes(arrays, STEP), -(-rows // ROWS) * ROWS, page, compute)
+
+
+def _decode(
+    arrays: AttentionArrays,
+    shape: DecodeShape,
+    tiles: QueryTiles,
+    queries: Array,
+    fixed: FixedSegments | None,
+) -> tuple[TaskMap, PartialSoftmax]:
+    """Attends from tiles; returns their tasks, and the softmax of each segment."""
+    tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays), fixed)
+    full, scales = (
+        _full_steps(arrays, shape.rule, tiles),
+        arrays.key_scale * jnp.float32(shape.rule.scale),
+    )
+    tables, pages = arrays.block_tables, arrays.pages
+    return tasks, decode_latents(shape, tasks, full, tables, queries, pages, scales)
 
 
 def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:

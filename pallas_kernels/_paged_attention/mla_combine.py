@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
+from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
@@ -28,10 +29,12 @@ def combine_latents(
     sinks: Array,
     value_scale: Array,
     out: Any,
+    shared: SharedSegments | None = None,
 ) -> Array:
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
     Args:
+      shared: other segments that tiles take a part in; None: none.
       sinks: float32[R], logits times log2(e), one per row of queries of a tile; -inf for none.
       value_scale: float32[1].
 
@@ -42,7 +45,9 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, together, rows_each, CombineOperands.of(*refs)).run(),
+        lambda *refs: _Combiner(
+            rule, together, rows_each, CombineOperands.of(*refs, shared=shared is not None)
+        ).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -53,6 +58,7 @@ def combine_latents(
         ),
     )
     arrays = [tasks.tiles, tasks.used_tokens, *segments, sinks, value_scale]
+    arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
         return call(*own_buffers(arrays), out)[0]
 
@@ -89,25 +95,41 @@ class _Combiner:
             plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0)
         )
 
+        own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
+        sums = self._add([start] * len(self.rows), self.operands.segments, own)
+        if self.operands.shared is not None:
+            links, segments = self.operands.shared
+            sums = self._add(sums, segments, Link.load(links, self.index))
+        return sums
+
+    def _add(
+        self, running: list[PartialSoftmax], segments: PartialSoftmax, link: Link
+    ) -> list[PartialSoftmax]:
+        """Adds some segments, for each row."""
+
         def add(i: Array, running: list[PartialSoftmax]) -> list[PartialSoftmax]:
-            segments = [i * self.together + j for j in range(self.together)]
-            loaded = [[self._load(tile, row, index) for index in segments] for row in self.rows]
+            indices = [i * self.together + j for j in range(self.together)]
+            loaded = [
+                [self._load(segments, link, row, index) for index in indices] for row in self.rows
+            ]
             in_order = self.rule.reproducible
             return [
                 add_up([own, *parts], in_order=in_order)
                 for own, parts in zip(running, loaded, strict=True)
             ]
 
-        rounds = lax.div(tile.num_segments + (self.together - 1), self.together)
-        return lax.fori_loop(0, rounds, add, [start] * len(self.rows))
+        rounds = lax.div(link.num_segments + (self.together - 1), self.together)
+        return lax.fori_loop(0, rounds, add, running)
 
-    def _load(self, tile: Tile, row: Array, index: Array) -> PartialSoftmax:
-        """Loads a row of a segment of the tile, or an empty one past the last segment."""
-        number = tile.first_segment + jnp.minimum(index, tile.num_segments - 1)
-        out = plgpu.load(self.operands.segments.out.at[number, row], layout=self.layout)
-        highest = self.operands.segments.highest[number, row]
-        highest = jnp.where(index < tile.num_segments, highest, -jnp.inf)
-        return PartialSoftmax(out, highest, self.operands.segments.total[number, row])
+    def _load(
+        self, segments: PartialSoftmax, link: Link, row: Array, index: Array
+    ) -> PartialSoftmax:
+        """Loads a row of one of the segments, or an empty one past the last segment."""
+        number = link.first_segment + jnp.minimum(index, link.num_segments - 1)
+        place = number, link.first_row + row
+        out = plgpu.load(segments.out.at[place], layout=self.layout)
+        highest = jnp.where(index < link.num_segments, segments.highest[place], -jnp.inf)
+        return PartialSoftmax(out, highest, segments.total[place])
 
     def _finish(self, row: Array, sink: Array, summed: PartialSoftmax) -> Array:
         """Returns the output of a row without the scale, and writes its log-sum-exp."""

@@ -6,18 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels._paged_attention.combine import ROWS as COMBINED_ROWS
 from pallas_kernels._paged_attention.combine import combine
 from pallas_kernels._paged_attention.decode import DecodeShape, decode
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
 from pallas_kernels._paged_attention.rounds import in_rounds
+from pallas_kernels._paged_attention.shared import (
+    SharedSegments,
+    SharedTiles,
+    own_tiles,
+    row_stride,
+    tile_shared,
+)
 from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,
     QueryTiles,
+    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -34,6 +43,9 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     num_tokens, heads, _ = arrays.queries.shape
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
     size = _decode_size(arrays, rule)
+    if arrays.shared is not None:
+        lse = _decode_shared(arrays, rule, arrays.shared, out)
+        return jax.freeze(out), lse
     if rule.reproducible:
         lse = _decode_all(arrays, rule, size, out)
         return jax.freeze(out), lse
@@ -124,23 +136,51 @@ def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Que
     return cut_queries(arrays, rule, cut)
 
 
-def _decode(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
+def _decode_shared(
+    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes, out: Any
+) -> Array:
+    """Writes the output of one query each; returns their log-sum-exp, float32[T, heads].
+
+    Attends to what requests share for all of them together, and to the rest for each.
+    """
+    parts, stride = tile_shared(arrays, rule, shared), row_stride(rule)
+    all_seen = rule._replace(causal=False)
+    shape = _decode_shape(arrays, all_seen, parts.tiles.size * stride)
+    shape = shape._replace(spare_rows=COMBINED_ROWS)  # the rows of the last request begin anywhere
+    tasks = share_out(parts.tiles, shape.num_lanes, used_tokens(arrays))
+    scales = arrays.key_scale * jnp.float32(rule.scale)
+    queries = shared_queries(arrays.queries, parts, shape)
+    tables, pages = arrays.block_tables, arrays.pages
+    segments = decode(shape, tasks, tables, queries, pages, scales)
+    common = SharedSegments.of(rule, parts, tasks, segments)
+    tiles = own_tiles(arrays, rule, parts)
+    return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
+
+
+def _decode(
+    arrays: AttentionArrays,
+    rule: AttentionRule,
+    tiles: QueryTiles,
+    out: Any,
+    shared: SharedSegments | None = None,
+) -> Array:
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
-    shape = _decode_shape(arrays, rule, tiles.size)
+    shape = _decode_shape(arrays, rule, tiles.size * rule.group)
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
         scales = arrays.key_scale * jnp.float32(rule.scale)
         segments = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, scales)
-        return combine(rule, tasks, segments, tile_sinks(arrays, shape), arrays.value_scale, out)
+        sinks = tile_sinks(arrays, shape)
+        return combine(rule, tasks, segments, sinks, arrays.value_scale, out, shared)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
 
 
-def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, size: int) -> DecodeShape:
+def _decode_shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:
     page, compute = page_and_compute_dtype(arrays)
-    rows = -(-size * rule.group // 8) * 8
+    rows = -(-rows // 8) * 8
     return DecodeShape(rule, step_sizes(arrays, STEP), rows, page, compute)
 
 
@@ -182,6 +222,19 @@ def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array
         tiled = tiled.reshape(-1, tiles.size, rule.kv_heads, rule.group, rule.key_width)
         tiled = jnp.swapaxes(tiled, 1, 2).reshape(-1, rule.kv_heads, rows, rule.key_width)
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, shape.rows - rows), (0, 0)))
+    return tiled.astype(shape.compute)
+
+
+def shared_queries(queries: Array, shared: SharedTiles, shape: DecodeShape) -> Array:
+    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold other queries, or zeros."""
+    rule, stride = shape.rule, row_stride(shape.rule)
+    tiled = queries[shared.requests].reshape(
+        *shared.requests.shape, rule.kv_heads, rule.group, rule.key_width
+    )
+    tiled = jnp.swapaxes(tiled, 1, 2)
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, 0), (0, stride - rule.group), (0, 0)))
+    tiled = tiled.reshape(*tiled.shape[:2], -1, rule.key_width)
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, shape.rows - tiled.shape[2]), (0, 0)))
     return tiled.astype(shape.compute)
 
 

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._paged_attention.limits import GRANULE
+from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSoftmax
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 LOG2E = math.log2(math.e)
@@ -49,19 +50,6 @@ def multiply(left: Any, right: Any) -> Array:
         return product[...]
 
     return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
-
-
-class PartialSoftmax(NamedTuple):
-    """The softmax of some of the keys; or references to several, or the layouts of its parts.
-
-    out: float32, weighted sums of values.
-    highest: float32, highest scores in base 2, of the last axes of ``out``.
-    total: as ``highest``, sums of weights.
-    """
-
-    out: Any
-    highest: Any
-    total: Any
 
 
 def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> PartialSoftmax:

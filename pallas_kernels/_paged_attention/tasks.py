@@ -100,7 +100,7 @@ def share_out(
     first_steps, num_tiles = tiles.begins // STEP, tiles.begins.shape[0]
     steps = (tiles.ends + (STEP - 1)) // STEP - first_steps
     steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
-    line_ends = _running_sum(steps)
+    line_ends = running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
     least, longer = total // num_lanes, total % num_lanes  # ``longer`` lanes have one step more
     lanes = jnp.arange(num_lanes, dtype=jnp.int32)
@@ -121,7 +121,7 @@ def share_out(
         begins, ends = _to_segments(line, begins, fixed), _to_segments(line, ends, fixed)
         last = (first_steps + steps - 1) // fixed.steps
         num_segments = jnp.where(steps > 0, last - first_steps // fixed.steps + 1, 0)
-        first_segments = _running_sum(num_segments) - num_segments
+        first_segments = running_sum(num_segments) - num_segments
         most = num_tiles * fixed.per_tile
     busy = begins < ends
     lane = Lane(
@@ -175,7 +175,7 @@ def _to_segments(line: tuple[Array, Array, Array], places: Array, fixed: FixedSe
     return jnp.where(places < line_ends[-1], moved, places)
 
 
-def _running_sum(counts: Array) -> Array:
+def running_sum(counts: Array) -> Array:
     """Returns the sums of counts up to each of them."""
     if counts.size > MAX_COMPARED:
         return jnp.cumsum(counts, dtype=jnp.int32)

@@ -102,6 +102,23 @@ class Interleaving(NamedTuple):
     interleave_tokens: int
 
 
+class SharedPrefixes(NamedTuple):
+    """Groups of requests that begin with the same pages.
+
+    The first ``lens[g]`` tokens of all members of group g must be in pages that hold the same. They
+    are read once for the whole group, from the table of its first member.
+
+    members: int32[M], requests, by their index in the batch, group after group; a request is in one
+      group at most. -1: padding.
+    ends: int32[G], ascending: the members of group g end here, and those of the next one begin.
+    lens: int32[G], tokens that the members of each group share; 0: none.
+    """
+
+    members: Array
+    ends: Array
+    lens: Array
+
+
 class AttentionArrays(NamedTuple):
     """The arrays of a call.
 
@@ -114,6 +131,7 @@ class AttentionArrays(NamedTuple):
     rank: int32[], the rank whose pages these are.
     sinks: float32[heads], or None.
     key_scale, value_scale: float32[kv_heads].
+    shared: beginnings that requests share, or None.
     """
 
     queries: Array
@@ -126,6 +144,7 @@ class AttentionArrays(NamedTuple):
     sinks: Array | None
     key_scale: Array
     value_scale: Array
+    shared: SharedPrefixes | None = None
 
 
 class QueryTiles(NamedTuple):
@@ -220,7 +239,7 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     if cut.is_single:
         requests = index
     else:
-        requests = jnp.maximum(_count_ended(first_tiles, index) - 1, 0)
+        requests = jnp.maximum(count_ended(first_tiles, index) - 1, 0)
     tokens = first_rows[requests] + (index - first_tiles[requests]) * cut.size
     counts = jnp.clip(loc[1:][requests] - tokens, 0, cut.size)
     counts = jnp.where(counted[requests], counts, 0)
@@ -229,7 +248,7 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     positions = jnp.maximum(arrays.seq_lens, 0)[requests] - loc[1:][requests] + tokens
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = _count_ended(loc[1:], token)
+    owner = count_ended(loc[1:], token)
     known = (owner < batch) & (token >= loc[0])
     owner = jnp.minimum(owner, batch - 1)
     within = token - first_rows[owner]
@@ -266,6 +285,6 @@ def _tiles(
     )
 
 
-def _count_ended(ends: Array, index: Array) -> Array:
+def count_ended(ends: Array, index: Array) -> Array:
     """Returns how many of the ascending ends are at or before each index."""
     return jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)

@@ -6,11 +6,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels._paged_attention.rounds import in_parts
+from pallas_kernels._paged_attention.shared import own_tiles, tile_shared
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
     Cut,
     QueryTiles,
+    SharedPrefixes,
     cut_queries,
     one_query_each,
 )
@@ -32,6 +34,8 @@ class _Round(NamedTuple):
 
 def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:
     """Returns [T, heads, V], the output, and float32[T, heads], the log-sum-exp."""
+    if arrays.shared is not None:
+        return _attend_shared(arrays, rule, arrays.shared)
     tiles = _cut(arrays, rule)
     queries = _tile_queries(arrays.queries, tiles, rule)
     if not rule.reproducible:
@@ -41,6 +45,31 @@ def attend_xla(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Arr
         lambda tiles, queries: _attend(arrays, rule, tiles, queries), tiles, queries, TILES_AT_ONCE
     )
     return _finish(running, tiles, rule, arrays.value_scale)
+
+
+def _attend_shared(
+    arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
+) -> tuple[Array, Array]:
+    """Attends to what requests share for all of them together, and to the rest for each."""
+    parts = tile_shared(arrays, rule, shared)
+    queries = _split_heads(arrays.queries[parts.requests], rule)
+    of_group = _attend(
+        arrays._replace(sinks=None), rule._replace(causal=False), parts.tiles, queries
+    )
+    tiles = own_tiles(arrays, rule, parts)
+    own = _attend(arrays, rule, tiles, _tile_queries(arrays.queries, tiles, rule))
+    common = [
+        array[parts.of_request, :, :, parts.slots][:, :, :, None] for array in of_group
+    ]  # [B, kv_heads, group, 1, ...]
+    in_none = (parts.of_request < 0)[:, None, None, None]
+    highest = jnp.maximum(own[0], jnp.where(in_none, -jnp.inf, common[0]))
+    weights = [
+        jnp.exp(part - _finite(highest))
+        for part in (own[0], jnp.where(in_none, -jnp.inf, common[0]))
+    ]
+    total = own[1] * weights[0] + common[1] * weights[1]
+    out = own[2] * weights[0][..., None] + common[2] * weights[1][..., None]
+    return _finish((highest, total, out), tiles, rule, arrays.value_scale)
 
 
 def _attend(
@@ -104,7 +133,7 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
     keys = columns[:, :, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)[None, None]
     keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
     inner = jnp.arange(tiles.size, dtype=jnp.int32)[None]
-    seen = held & (keys < tiles.ends[:, None, None])
+    seen = held & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
     if rule.causal:
         queries = (tiles.positions[:, None] + inner)[:, :, None]
         seen &= keys < rule.held_before(queries + 1, arrays.rank)
@@ -115,7 +144,11 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
 def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
     """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold other queries."""
     inner = jnp.arange(tiles.size, dtype=jnp.int32)
-    tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
+    return _split_heads(queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip"), rule)
+
+
+def _split_heads(tiled: Array, rule: AttentionRule) -> Array:
+    """Returns [N, kv_heads, group, Q, K] of [N, Q, heads, K]."""
     tiled = tiled.reshape(*tiled.shape[:2], rule.kv_heads, rule.group, rule.key_width)
     return jnp.moveaxis(tiled, 1, 3)
 

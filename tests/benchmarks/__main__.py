@@ -17,6 +17,7 @@ from tests.benchmarks import (
     prefixes,
     recurrent,
     sharded,
+    sharing,
     sleep,
     step,
     timing,
@@ -34,6 +35,7 @@ PARTS = {
     "zero": zero.run,
     "copies": copies.run,
     "attention": attention.run,
+    "sharing": sharing.run,
     "recurrent": recurrent.run,
     "sharded": sharded.run,
     "devices": devices.run,
@@ -44,7 +46,7 @@ PARTS = {
     "compile": compile.run,
 }
 # The others read the host's clock alone.
-READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "recurrent", "sharded")
+READS_GPU_CLOCK = ("step", "zero", "copies", "attention", "sharing", "recurrent", "sharded")
 
 
 def main() -> None:

@@ -154,6 +154,13 @@ SPECS = (
     AttentionSpec("bf16 32/8, 4 each over 64 x 4k", (4096,) * 64, 32, 8, 128, 16, queries=4),
     AttentionSpec("fp8 32/8, 4 each over 64 x 4k", (4096,) * 64, 32, 8, 128, 16, FP8, 4),
 )
+# As requests would be decoded whose bits must not depend on the others.
+REPRODUCIBLE = {
+    "bf16 32/8, 64 x 8k, page 16",
+    "bf16 32/8, 4 x 4k, page 16",
+    "bf16 8/1, 8 x 128k, page 64",
+    "bf16 32/8, prefill 2 x 8k, page 16",
+}
 SMALL = ("bf16 32/8, 4 x 4k, page 16", "bf16 32/8, prefill 2 x 8k, page 16")
 LONGEST_OF_XLA = 64  # queries: prefills by XLA take too long to wait for
 
@@ -167,6 +174,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         ours = add(default_implementation(), time_ours(spec))
         if ours.kernels is not None:
             report.note(f"{spec.num_operations / ours.kernels / 1e12:.0f} TFLOP/s")
+        if spec.name in REPRODUCIBLE:
+            add("reproducible", time_ours(spec, reproducible=True), base=ours)
         if ON_GPU and max(spec.counts) <= LONGEST_OF_XLA:
             add("XLA", time_ours(spec, "xla"), base=ours)
             if spec.row_bytes <= MAX_ROW_BYTES:
@@ -177,6 +186,9 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         if peer is not None and peer.has_tables and spec.value is None:
             others["vLLM, Triton"] = functools.partial(time_peer, spec, peer, triton_call)
             others["vLLM, FA3"] = functools.partial(time_peer, spec, peer, fa3_call)
+            if spec.name in REPRODUCIBLE:
+                one_split = functools.partial(fa3_call, splits=1)
+                others["FA3, one split"] = functools.partial(time_peer, spec, peer, one_split)
         for name, time in others.items():
             try:
                 add(name, time(), base=ours)
@@ -223,12 +235,15 @@ def make_arrays(spec: AttentionSpec) -> Arrays:
 
 
 @functools.cache
-def compiled(spec: AttentionSpec, implementation: str | None = None) -> Callable[..., jax.Array]:
+def compiled(
+    spec: AttentionSpec, implementation: str | None = None, reproducible: bool = False
+) -> Callable[..., jax.Array]:
     packing: RowPacking | None = PACKED if spec.pages == PACKED else None
     return jax.jit(
         functools.partial(
             paged_attention,
             implementation=implementation,
+            reproducible=reproducible,
             value_width=spec.value or spec.own_value,
             row_packing=packing,
             sliding_window=spec.window,
@@ -236,9 +251,11 @@ def compiled(spec: AttentionSpec, implementation: str | None = None) -> Callable
     )
 
 
-def time_ours(spec: AttentionSpec, implementation: str | None = None) -> Times:
+def time_ours(
+    spec: AttentionSpec, implementation: str | None = None, *, reproducible: bool = False
+) -> Times:
     arrays = make_arrays(spec)
-    attend = compiled(spec, implementation)
+    attend = compiled(spec, implementation, reproducible)
     return measure(lambda: attend(*arrays))
 
 

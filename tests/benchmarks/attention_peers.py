@@ -108,8 +108,15 @@ def window_size(window: int | None) -> tuple[int, int]:
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def fa3_call(peer: VllmPeer, given: Tensors, window: int | None) -> Callable[[], Any]:
-    """Returns a call of FA3. Of 8-bit pages it wants 8-bit queries, which it then gets."""
+def fa3_call(
+    peer: VllmPeer, given: Tensors, window: int | None, splits: int = 0
+) -> Callable[[], Any]:
+    """Returns a call of FA3. Of 8-bit pages it wants 8-bit queries, which it then gets.
+
+    Args:
+      splits: of the keys of a request; 0: its scheduler's choice. With 1, as vLLM sets it for bits
+        that do not depend on the batch, no request is split.
+    """
     import torch
 
     forward, queries, scale = peer.flash_attention_3(), given.queries, None
@@ -127,7 +134,7 @@ def fa3_call(peer: VllmPeer, given: Tensors, window: int | None) -> Callable[[],
             *(None, None, None, None, None),  # batch, padding on the left, rotation
             *(scale, scale, scale),
             *(queries.shape[-1] ** -0.5, True, *window_size(window), 0.0, True),
-            *(None, 0, None, 0, None),  # the scheduler's own choice of splits
+            *(None, splits, None, 0, None),
             *(1, 0, None),  # context parallelism
         )[0]
 

@@ -84,6 +84,7 @@ class Rollout:
                 forks=sizes.samples,
                 cached_tokens=sizes.max_model_len,
                 extra=tokens,
+                shared_prefixes=sizes.groups if shares and longest == 1 else 0,
             )
             for tokens, longest in ((sizes.max_requests, 1), (sizes.chunk, sizes.chunk))
         )

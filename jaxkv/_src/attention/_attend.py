@@ -70,8 +70,9 @@ def attend(
     layer first, and copies the pool for that; make such keys (an encoder's, say) depend on it by
     ``jax.lax.optimization_barrier((keys, values, out_before))``.
 
-    The bits of a token's output depend on its request alone if the step's shape is ``reproducible``
-    (`StepShape.for_plan`).
+    Requests that begin with the same blocks read them together if the step's shape has room for
+    ``shared_prefixes``, in full attention and latent rows. The bits of a token's output depend on
+    its request alone if the shape is ``reproducible``. See `StepShape.for_plan` for both.
 
     With context parallelism each rank attends to the positions that it holds, and the results are
     combined by their log-sum-exp.

@@ -9,7 +9,13 @@ from jaxkv._src.cache import StepBatch, expand_blocks
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.pool import BoundLayer
-from pallas_kernels import Interleaving, RowPacking, StridedPages, paged_attention
+from pallas_kernels import (
+    Interleaving,
+    RowPacking,
+    SharedPrefixes,
+    StridedPages,
+    paged_attention,
+)
 
 
 class AttentionRule(NamedTuple):
@@ -70,6 +76,7 @@ def attend_to_layer(
         if is_interleaved
         else None,
         reproducible=batch.shape.reproducible,
+        shared_prefixes=_shared_prefixes(batch, rule) if one_each and not limited else None,
         out_dtype=jnp.float32 if is_interleaved else None,
         return_lse=True,
         implementation=bound.implementation,
@@ -80,6 +87,12 @@ def attend_to_layer(
         places = _rectangular_places(batch)
         out = out.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return out.reshape(*shape, rule.value_size)
+
+
+def _shared_prefixes(batch: StepBatch, rule: AttentionRule) -> SharedPrefixes | None:
+    if not (batch.shape.shared_prefixes and rule.causal):
+        return None
+    return SharedPrefixes(*batch.prefix_groups)
 
 
 def _pages(bound: BoundLayer) -> StridedPages:

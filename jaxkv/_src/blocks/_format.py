@@ -37,6 +37,8 @@ class UploadFormat:
         lengths |= dict.fromkeys(("request_rows", "num_computed_tokens"), shape.batch_size)
         lengths["query_start_loc"] = shape.batch_size + 1
         lengths["encoder_lens"] = shape.batch_size if self.has_encoder else 0
+        lengths["prefix_members"] = shape.batch_size if shape.shared_prefixes else 0
+        lengths |= dict.fromkeys(("prefix_ends", "prefix_lens"), shape.shared_prefixes)
         lengths["extra"] = shape.extra
         # Changes of the cache.
         lengths["changed_rows"] = shape.batch_size
@@ -76,7 +78,7 @@ class UploadFormat:
         """An upload of a step without requests, int32[size]. Read-only."""
         upload = np.zeros(self.size, np.int32)
         for name in (
-            *("request_rows", "changed_rows", "entry_rows", "zero_ids"),
+            *("request_rows", "prefix_members", "changed_rows", "entry_rows", "zero_ids"),
             *("copy_sources", "copy_destinations"),
         ):
             upload[self.fields[name]] = -1
@@ -232,6 +234,15 @@ def write_entries(shape: "StepShape", data: np.ndarray, entries: Entries) -> Non
     put(shape, data, changed_rows=changed_rows, row_lengths=row_lengths)
     if ids.size:
         put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
+
+
+def write_prefixes(
+    shape: "StepShape", data: np.ndarray, members: np.ndarray, ends: np.ndarray, lens: np.ndarray
+) -> None:
+    """Writes groups of requests that begin with the same tokens; see `StepBatch`."""
+    if members.size:
+        data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
+        put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
 
 
 def write_copies(

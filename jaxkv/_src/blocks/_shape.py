@@ -40,6 +40,7 @@ class StepShape:
     zero_ids: fresh blocks that a step zeroes, over all groups.
     block_copies: blocks that a step copies, over all groups.
     extra: int32s of your own that travel with the step (token ids, say).
+    shared_prefixes: groups of requests whose common blocks are read once; 0: all read their own.
     reproducible: whether the bits that `attend` returns for a token depend on its request alone.
     """
 
@@ -57,12 +58,14 @@ class StepShape:
     zero_ids: int = 0
     block_copies: int = 0
     extra: int = 0
+    shared_prefixes: int = 0
     reproducible: bool = False
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
         positive += ("max_query_len", "max_seq_len")
         counts = ("max_encoder_tokens", "block_ids", "zero_ids", "block_copies", "extra")
+        counts += ("shared_prefixes",)
         check_positive(**{name: getattr(self, name) for name in positive})
         check_count(**{name: getattr(self, name) for name in counts})
         if self.batch_size > self.max_requests:
@@ -77,6 +80,18 @@ class StepShape:
                     f"max_tokens={self.max_tokens} must be batch_size * tokens_per_request = "
                     f"{self.batch_size * self.tokens_per_request} for a rectangular batch"
                 )
+        other = {
+            f"max_query_len={self.max_query_len}": self.max_query_len > 1,
+            f"context_parallel={self.context_parallel}": self.context_parallel > 1,
+            "reproducible=True": self.reproducible,
+        }
+        if self.shared_prefixes and any(other.values()):
+            named = " and ".join(name for name, given in other.items() if given)
+            raise ValueError(
+                f"shared_prefixes={self.shared_prefixes} does not go with {named}; it is for steps "
+                "of one token per request, without context parallelism, that need not be "
+                "reproducible"
+            )
 
     @classmethod
     def for_plan(
@@ -92,6 +107,7 @@ class StepShape:
         forks: int = 0,
         cached_tokens: int | None = None,
         extra: int = 0,
+        shared_prefixes: int = 0,
         reproducible: bool = False,
     ) -> Self:
         """Derives every size of a step from the plan.
@@ -123,6 +139,13 @@ class StepShape:
             there are ``forks``, else 0. Requests that continue after a recurrent state also count
             as ``forks``.
           extra: integers of your own that travel with the upload.
+          shared_prefixes: groups of requests that `attend` may take together, if the shape is of
+            ``max_query_len=1``. Requests that begin with the same blocks, after a fork or because a
+            prompt begins with what the cache holds, read those once for a whole group, in full
+            attention and latent rows. The manager chooses the groups, for each step by the tokens
+            that it saves: a request is in one group at most, a beginning has 256 tokens or more,
+            and all together save an eighth of what the step would read; otherwise, and in uploads
+            of `pack_step`, there are none. 0: every request reads its own.
           reproducible: True: the bits that `attend` returns for a token do not depend on the other
             requests of its step, on rows and block ids, nor on how its prompt was cut into chunks,
             found in the cache or computed again after a preemption. See
@@ -173,6 +196,7 @@ class StepShape:
             zero_ids=min(zeroed, plan.num_blocks - 1),
             block_copies=copies,
             extra=extra,
+            shared_prefixes=shared_prefixes,
             reproducible=reproducible,
         )
 
@@ -244,16 +268,20 @@ class Upload:
 
         ``number`` counts the manager's uploads; it is negative in the first one after
         `BlockManager.reset`. Requests: ``request_rows``,
-        ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Table entries,
-        ordered by group: ``entry_rows``, ``entry_columns``, ``entry_ids``, and the end of each
-        group's entries, ``entry_ends``; ``changed_rows`` and their ``row_lengths``. Blocks,
-        likewise ordered by group: ``zero_ids``, ``zero_ends``; ``copy_sources``,
-        ``copy_destinations``, ``copy_ends``.
+        ``num_computed_tokens``, ``query_start_loc``, ``encoder_lens``, ``extra``. Groups that read
+        common blocks together: ``prefix_members``, and of each group ``prefix_ends`` and
+        ``prefix_lens``. Table entries, ordered by group: ``entry_rows``, ``entry_columns``,
+        ``entry_ids``, and the end of each group's entries, ``entry_ends``; ``changed_rows`` and
+        their ``row_lengths``. Blocks, likewise ordered by group: ``zero_ids``, ``zero_ends``;
+        ``copy_sources``, ``copy_destinations``, ``copy_ends``.
         """
         parts = self.shape.format.split(np.asarray(self.data))
         requests, changed = (int((parts[f"{of}_rows"] >= 0).sum()) for of in ("request", "changed"))
         sizes = dict.fromkeys(("request_rows", "num_computed_tokens", "encoder_lens"), requests)
         sizes |= {"query_start_loc": requests + 1, "changed_rows": changed, "row_lengths": changed}
+        groups = int((parts["prefix_lens"] > 0).sum())
+        sizes |= dict.fromkeys(("prefix_ends", "prefix_lens"), groups)
+        sizes["prefix_members"] = int((parts["prefix_members"] >= 0).sum())
         for names, ends in (
             (("entry_rows", "entry_columns", "entry_ids"), "entry_ends"),
             (("zero_ids",), "zero_ends"),

@@ -81,6 +81,8 @@ class RequestState:
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
     version: number of changes so far.
+    beginnings: number of changes of the first blocks of rows so far, or of their computed tokens
+      other than by steps.
     """
 
     def __init__(self, pool: BlockPool, plan: Plan, max_requests: int):
@@ -107,7 +109,7 @@ class RequestState:
         self._has_sharers = False  # whether `may_share` is True for any row
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies: dict[int, SharedCell] = {}
-        self.version = 0
+        self.version = self.beginnings = 0
 
     # --- reading ------------------------------------------------------------------
 
@@ -184,6 +186,7 @@ class RequestState:
                 for block_id in ids.tolist():
                     self.copies.pop(block_id, None)
         if shared:
+            self.beginnings += 1
             for cell in shared:
                 self._note_copy(cell)
             self.pool.release(np.array([cell.block_id for cell in shared], np.int32))
@@ -274,6 +277,7 @@ class RequestState:
     def start(self, row: int, encoder_tokens: int) -> None:
         """Resets a row for a new request, which holds no blocks."""
         self.version += 1
+        self.beginnings += 1
         self._held[:, :, row] = self._nothing
         self._numbers[:, row] = 0
         self.encoder_tokens[row] = encoder_tokens
@@ -327,6 +331,7 @@ class RequestState:
 
     def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
         """Gives a row that was just started the blocks of a prefix."""
+        self.beginnings += 1
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
         self.unsent_tokens[row] = self.may_be_shared_until[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
@@ -351,6 +356,7 @@ class RequestState:
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Reduces the computed tokens of rows to ``num_tokens``, int64[N]."""
         self.version += 1
+        self.beginnings += 1
         self.computed[rows] = num_tokens
         if self.growth.aligned.size:
             self.needs_no_change_until[rows] = 0

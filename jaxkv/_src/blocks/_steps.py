@@ -23,10 +23,12 @@ from jaxkv._src.blocks._format import (
     write_batch,
     write_copies,
     write_entries,
+    write_prefixes,
 )
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
+from jaxkv._src.blocks._sharing import PrefixFinder
 from jaxkv._src.blocks._state import Changes, RequestState, SharedCell
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
@@ -94,6 +96,7 @@ class StepPlanner:
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows, self._prefixes = plan, state, rows, prefixes
         self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
+        self._sharing = PrefixFinder(state)
         self._grown: PlannedStep | None = None  # the step for which `grow` was called last
         self._is_anew = False  # whether the next upload is the first one after a reset
         self.num_uploads = 0
@@ -113,6 +116,9 @@ class StepPlanner:
         self._change(step)
         if news is not None:
             write_news(state, shape, data, news, step.taken)
+        if shape.shared_prefixes:
+            found = self._sharing.find(batch.rows, computed, shape.shared_prefixes)
+            write_prefixes(shape, data, *found)
         state.advance(batch.rows, computed, step.totals)
         self._prefixes.after_step(batch.rows)
         return self._numbered(shape, data, ring)

@@ -100,6 +100,19 @@ class StepBatch:
         return self._uploaded("encoder_lens")
 
     @property
+    def prefix_groups(self) -> tuple[Array, Array, Array]:
+        """Groups of requests that read what they begin with together, if the shape has room.
+
+        Returns:
+          ``members``, int32[B], requests by their index in the batch, group after group, then -1;
+          ``ends``, int32[G], where the members of each group end; ``lens``, int32[G], the tokens
+          that those of each group have in common blocks.
+        """
+        names = ("prefix_members", "prefix_ends", "prefix_lens")
+        members, ends, lens = (self._uploaded(name) for name in names)
+        return members, ends, lens
+
+    @property
     def extra(self) -> Array:
         """int32[shape.extra], the ``extra`` integers that you passed to `BlockManager.step`."""
         return self._uploaded("extra")

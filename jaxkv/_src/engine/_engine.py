@@ -62,6 +62,7 @@ class Engine:
         decode_steps: int = 1,
         chunk_tokens: int | None = None,
         forks: int | None = None,
+        shared_prefixes: int = 0,
         cache: KVCache | None = None,
         seed: int = 0,
     ):
@@ -78,6 +79,8 @@ class Engine:
             up to twice as many steps late.
           chunk_tokens: as for `Scheduler`.
           forks: samples of one prompt that may start in one step; None: up to 32.
+          shared_prefixes: groups of samples or prompts that read the blocks that they begin with
+            together, in steps of one token for each; see `StepShape.for_plan`. 0: each its own.
           cache: from `make_cache`, for this plan and ``max_requests``: on a mesh, with scales or
             in another order. The engine donates it. None: ``make_cache(plan, max_requests=...)``.
           seed: of the requests that have none.
@@ -96,6 +99,7 @@ class Engine:
             steps_ahead=CALLS_AHEAD * decode_steps,
             chunk_tokens=chunk_tokens,
             forks=forks,
+            shared_prefixes=shared_prefixes,
         )
         self._samples, self._decode_steps = packer.samples, decode_steps
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache

@@ -20,7 +20,13 @@ class Ladder:
       nothing, because `fill` fills them, and each takes seconds to compile.
     """
 
-    def __init__(self, scheduler: Scheduler, max_requests: int, max_tokens: int):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        max_requests: int,
+        max_tokens: int,
+        shared_prefixes: int = 0,
+    ):
         if max_tokens < max_requests:
             raise ValueError(
                 f"max_tokens={max_tokens} is less than max_requests={max_requests}: a step holds a "
@@ -28,7 +34,11 @@ class Ladder:
             )
         self.decode = {
             size: scheduler.shape(
-                batch_size=size, max_tokens=size, max_query_len=1, extra=extra_size(size, size)
+                batch_size=size,
+                max_tokens=size,
+                max_query_len=1,
+                extra=extra_size(size, size),
+                shared_prefixes=min(shared_prefixes, size // 2),  # of two requests at least
             )
             for size in _of_decodes(max_requests)
         }

@@ -63,6 +63,7 @@ class Packer:
         steps_ahead: int,
         chunk_tokens: int | None,
         forks: int | None,
+        shared_prefixes: int,
     ):
         self.manager, self.samples = BlockManager(plan, max_requests=max_requests), Samples()
         self.scheduler = Scheduler(
@@ -73,7 +74,7 @@ class Packer:
             chunk_tokens=chunk_tokens,
             steps_ahead=steps_ahead,
         )
-        self.ladder = Ladder(self.scheduler, max_requests, max_tokens)
+        self.ladder = Ladder(self.scheduler, max_requests, max_tokens, shared_prefixes)
         # Those of idle steps, and of steps that the host does not know yet.
         self.num_drawn = (steps_ahead + 2) * max_requests
         self.ring: UploadRing | None = None

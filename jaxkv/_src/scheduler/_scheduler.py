@@ -149,6 +149,8 @@ class Scheduler:
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
         extra: int | None = None,
+        shared_prefixes: int = 0,
+        reproducible: bool = False,
     ) -> StepShape:
         """Returns a shape for steps of this scheduler.
 
@@ -162,7 +164,7 @@ class Scheduler:
             of ``max_query_len`` tokens have less.
           batch_size: requests of the step; None: the scheduler's.
           tokens_per_request: for a rectangular batch; needs ``chunk_tokens`` of at most as many.
-          max_query_len, max_seq_len: as for `StepShape.for_plan`.
+          max_query_len, max_seq_len, shared_prefixes, reproducible: as for `StepShape.for_plan`.
           extra: integers of your own that travel with the upload; None: as many as
             `Schedule.token_ids` needs.
 
@@ -196,6 +198,8 @@ class Scheduler:
             forks=options.forks,
             cached_tokens=options.cached_tokens if options.shares or options.forks else 0,
             extra=extra,
+            shared_prefixes=shared_prefixes,
+            reproducible=reproducible,
         )
 
     # --- requests -----------------------------------------------------------------

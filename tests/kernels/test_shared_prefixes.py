@@ -1,0 +1,208 @@
+"""Beginnings that requests share are read once, with the results of reading them for each.
+
+On a machine without a GPU the Mosaic kernels run in interpret mode, and are lowered for CUDA.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import SharedPrefixes, _capability, paged_attention
+from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels.test_paged_attention import Arguments, Case, check_output, lower, make
+
+GROUPS, STEP = 3, 64  # that there is room for; tokens that are shared or not together
+
+
+class Forest(NamedTuple):
+    """Requests of these lengths, and groups of them with the tokens that they share."""
+
+    lens: list[int]
+    groups: list[list[int]]
+    shared: list[int]
+    seed: int
+
+
+def share_pages(case: Case, forest: Forest) -> tuple[Arguments, SharedPrefixes]:
+    """Returns arguments whose groups have the same pages first, and poison where nobody looks."""
+    given = make(case, forest.lens, None, forest.seed)
+    tables = given.block_tables.copy()
+    for members, tokens in zip(forest.groups, forest.shared, strict=True):
+        pages = tokens // case.page_tokens
+        # What the longest member holds: the last page of a shorter one is partly poison.
+        longest = max(members, key=lambda member: forest.lens[member])
+        tables[members, :pages] = given.block_tables[longest, :pages]
+    rng = np.random.default_rng(forest.seed)
+    flat = [member for members in forest.groups for member in members]
+    padding = rng.choice([-1, 0, case.batch - 1], case.batch - len(flat))
+    ends = np.cumsum([len(members) for members in forest.groups])
+    spare = GROUPS - len(ends)
+    last = ends[-1] if len(ends) else 0
+    return given._replace(block_tables=tables), SharedPrefixes(
+        as_ids([*flat, *padding]),
+        as_ids([*ends, *[last] * spare]),
+        as_ids([*forest.shared, *rng.integers(0, case.capacity, spare)]),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("case", "implementation"))
+def attend(arguments: Arguments, shared: SharedPrefixes, case: Case, implementation: str) -> Any:
+    queries, pages, tables, lens, _, _, sinks, key_scale, value_scale = arguments
+    return paged_attention(
+        *(queries, pages, tables, lens),
+        soft_cap=case.cap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        value_width=case.value if case.latent else None,
+        shared_prefixes=shared,
+        return_lse=True,
+        implementation=implementation,
+    )
+
+
+def check(case: Case, forest: Forest, implementation: str) -> None:
+    """Checks an output, computed without the members' own pages of what they share."""
+    arguments, shared = share_pages(case, forest)
+    tables = arguments.block_tables.copy()
+    for members, tokens in zip(forest.groups, forest.shared, strict=True):
+        steps = max(0, min(tokens, *[forest.lens[member] - 1 for member in members])) // STEP
+        tables[members[1:], : steps * STEP // case.page_tokens] = -1
+    with kernels_run():
+        given = jax.tree.map(jnp.asarray, (arguments._replace(block_tables=tables), shared))
+        out, lse = attend(*given, case, implementation)
+    check_output(case, arguments, out, lse)
+
+
+@st.composite
+def forests(draw: st.DrawFn, case: Case) -> Forest:
+    """Draws groups of requests, some alone, and parts that end anywhere in their pages."""
+    page = case.page_tokens
+    names = draw(st.permutations(range(case.batch)))
+    cuts = sorted(draw(st.lists(st.integers(0, case.batch), max_size=2 * GROUPS)))
+    groups = [names[begin:end] for begin, end in zip(cuts[::2], cuts[1::2], strict=False)]
+    length = st.sampled_from([1, 64, 65, case.capacity]) | st.integers(1, case.capacity)
+    lens = [draw(length | st.just(0)) for _ in range(case.batch)]
+    groups = [group for group in groups if group]
+    shared = []
+    for group in groups:
+        tokens = draw(st.integers(0, case.capacity // page)) * page
+        shared.append(tokens)
+        for member in group:
+            lens[member] = max(lens[member], 1 if tokens > 128 and draw(st.booleans()) else tokens)
+    return Forest(lens, groups, shared, draw(st.integers(0, 2**16)))
+
+
+XLA_CASES = {
+    "8 bits": Case(batch=5, width=9, page_tokens=48, pages="float8_e4m3fn", scaled=True, cap=9.0),
+    "latent": Case(batch=5, width=20, kv_heads=1, key=72, value=40, latent=True, sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", XLA_CASES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
+    case = XLA_CASES[name]
+    check(case, data.draw(forests(case)), "xla")
+
+
+LATENT = Case(
+    *(8, 1, 192, 128), batch=3, width=7, page_tokens=32, latent=True, sinks=True, scaled=True
+)
+SMALL = Case(batch=4, width=14, page_tokens=16, heads=3, kv_heads=1, sinks=True)
+# An odd number of heads, groups of more requests than a tile has, and one that shares nothing.
+FOREST = Forest([200, 0, 131, 199], [[3, 0, 2]], [130], seed=1)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch) -> None:
+    """A GPU of few thread blocks, and tiles of few requests."""
+    from pallas_kernels._paged_attention import pieces, shared
+
+    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
+    monkeypatch.setattr(shared, "ROWS", 8)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
+def test_mosaic_attends_by_the_definition_in_interpret_mode() -> None:
+    for forest in (FOREST, FOREST._replace(groups=[[1, 3], [2, 0]], shared=[0, 112])):
+        check(SMALL, forest, "mosaic_gpu")
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
+@needs_mosaic
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
+def test_mosaic_attends_to_latents_by_the_definition_in_interpret_mode() -> None:
+    check(LATENT, Forest([200, 70, 131], [[2, 0]], [128], seed=1), "mosaic_gpu")
+
+
+GPU_CASES = {
+    "bf16": Case(batch=40, width=60, heads=32, kv_heads=8, key=128, value=128, sinks=True),
+    "odd": Case(batch=9, width=60, heads=6, kv_heads=2, key=80, value=80, page_tokens=48),
+    "8 bits": Case(
+        batch=20, width=60, heads=16, kv_heads=2, key=256, value=256, pages="float8_e4m3fn"
+    ),
+    "int8": Case(batch=9, width=20, heads=12, kv_heads=1, pages="int8", scaled=True, cap=9.0),
+    "latent": Case(
+        batch=12, width=40, heads=16, kv_heads=1, key=576, value=512, latent=True, sinks=True
+    ),
+    "latent, 8 bits": Case(
+        *(32, 1, 576, 512), batch=5, width=20, page_tokens=64, latent=True, pages="float8_e4m3fn"
+    ),
+}
+
+
+@pytest.mark.skipif(not ON_GPU, reason="takes minutes in interpret mode; on a GPU")
+@needs_mosaic
+@pytest.mark.parametrize("name", GPU_CASES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_mosaic_attends_by_the_definition(name: str, data: st.DataObject) -> None:
+    case = GPU_CASES[name]
+    check(case, data.draw(forests(case)), "mosaic_gpu")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("heads", [16, 64])
+def test_latents_of_many_heads_are_read_for_each(heads: int) -> None:
+    struct: Any = jax.ShapeDtypeStruct
+    ids = functools.partial(struct, dtype=jnp.int32)
+    shared = SharedPrefixes(ids((8,)), ids((2,)), ids((2,)))
+
+    def attend(queries, pages, tables, lens, shared):
+        options: Any = {"value_width": 512, "implementation": "mosaic_gpu"}
+        return paged_attention(queries, pages, tables, lens, shared_prefixes=shared, **options)
+
+    queries = struct((8, heads, 576), jnp.bfloat16)
+    pages = struct((99, 64, 1, 576), jnp.bfloat16)
+    text = lower(attend, [queries, pages, ids((8, 64)), ids((8,)), shared])
+    assert text.count("custom_call @mosaic_gpu") == (3 if heads == 16 else 2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("sliding_window", 4),
+        ("chunk_size", 4),
+        ("causal", False),
+        ("reproducible", True),
+        ("query_start_loc", np.array([0, 1, 2, 3], np.int32)),
+    ],
+)
+def test_what_does_not_go_with_sharing_is_refused(argument: str, value: Any) -> None:
+    given = make(Case(), [3, 2, 1], None)
+    nothing = SharedPrefixes(*(as_ids(array) for array in ([-1] * 3, [0], [0])))
+    with pytest.raises(ValueError, match=f"shared_prefixes does not go with {argument}"):
+        paged_attention(*given[:4], **{"shared_prefixes": nothing, argument: value})
