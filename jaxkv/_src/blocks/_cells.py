@@ -31,15 +31,12 @@ class Cells(NamedTuple):
           rows: int64[N].
           begins, ends: int64[G, N].
         """
-        counts = (ends - begins).reshape(-1)  # flat: NumPy indexes one axis much faster than two
-        at = (counts > 0).nonzero()[0]
-        if not at.size:
+        groups, index = (ends > begins).nonzero()
+        if not index.size:
             return NO_CELLS
-        if len(begins) == 1:
-            groups, index = np.zeros(at.size, np.int64), at
-        else:
-            groups, index = np.divmod(at, rows.size)
-        counts, columns = counts[at], begins.reshape(-1)[at]
+        at = groups * rows.size + index  # NumPy indexes one axis much faster than two
+        columns = begins.reshape(-1)[at]
+        counts = ends.reshape(-1)[at] - columns
         num = int(np.add.reduce(counts))
         if num == at.size:
             return cls(groups, rows[index], columns)
