@@ -1,10 +1,15 @@
-"""Tests of block pool and block manager against references that handle one block at a time."""
+"""Tests of block pool and block manager against references that handle one block at a time.
+
+``JAXKV_SEEDS=2000`` runs that many random histories of a manager of each model.
+"""
 
 import dataclasses
 import itertools
+import os
 import pickle
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,6 +41,7 @@ from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
 from tests.reference_manager import Change, OutOfBlocks, ReferenceManager
 
+SEEDS = int(os.environ.get("JAXKV_SEEDS", "40"))  # 2,800 calls of a manager of each model
 KV = {"num_kv_heads": 1, "head_size": 4}
 FULL = FullAttentionSpec(block_size=4, **KV)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, **KV)
@@ -149,8 +155,15 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
 }  # fmt: skip
 
 
+NO_COUNTS = [-1, 0, 0.5, 2.0, None, "1", [1], float("nan"), 2**31, 2**63, 2**70, np.array([1, 2])]
+NO_TOKENS = [[0.5], "ab", [[1]], [2**70], [-1], [None], [], [0] * 31, 7, {1: 2}, [True]]
+
+
 class Pair:
-    """A manager and its reference under the same calls, and tables fed by the uploads alone."""
+    """A manager and its reference under the same calls, and tables fed by the uploads alone.
+
+    Between them the manager gets calls that it has to refuse, and that change nothing.
+    """
 
     def __init__(self, plan: Plan, seed: int, max_requests: int = 4):
         self.plan, self.rng = plan, random.Random(seed)
@@ -162,6 +175,7 @@ class Pair:
         self.shape = dataclasses.replace(
             self.shape, block_ids=most, zero_ids=most, block_copies=most
         )
+        self.tight = dataclasses.replace(self.shape, block_ids=0)
         self.device = ReferenceTables(plan, max_requests=max_requests)
         self.names = itertools.count()
         self.seen: Counter[str] = Counter()
@@ -172,10 +186,46 @@ class Pair:
         actions = ["start"] * (len(running) < 4)
         if running:
             actions += ["step"] * 6 + ["finish", "grow", "fork", "rewind", "trim"]
-        action = self.rng.choice(actions or ["step"])
+        action = self.rng.choice([*(actions or ["step"]), "refused"])
         getattr(self, f"_{action}")(running)
         self.seen[action] += 1
         self.check()
+
+    def _refused(self, running) -> None:
+        """Makes a call that is refused, whatever the state."""
+        with unchanged(self.manager), pytest.raises((TypeError, ValueError, OutOfBlocksError)):
+            self.rng.choice(self._bad_calls(running))()
+
+    def _bad_calls(self, running) -> list[Callable[[], object]]:
+        manager, most = self.manager, self.plan.limits.max_in_flight_tokens
+        name = self.rng.choice([*running * 4, "nobody"])
+        computed = manager.computed_tokens.get(name, 0)
+        count, tokens = self.rng.choice(NO_COUNTS), self.rng.choice(NO_TOKENS)
+        work = self.rng.choice([{name: count}, {"nobody": 1, name: 1}, [name], ([name], [1]), 7])
+        calls: list[Callable[..., object]] = [
+            lambda: manager.step(self.shape, work),
+            lambda: manager.grow(work),
+            lambda: manager.grow({name: most + 1}),
+            lambda: manager.step(self.rng.choice([shape_of(self.plan, 5), "shape"]), {}),
+            lambda: manager.step(self.shape, {}, extra=self.rng.choice([[0.5], [2**31], [[1]]])),
+            lambda: manager.start(self.rng.choice([name, ["list"], {1: 2}]), encoder_tokens=-1),
+            lambda: manager.start("new", encoder_tokens=self.rng.choice([0.5, 99])),
+            lambda: manager.fork(name, self.rng.choice([["a", "a"], [name], "ab", 3, [["list"]]])),
+            lambda: manager.fork(name, ["new"], num_tokens=computed + 1),
+            lambda: manager.rewind(self.rng.choice([{name: computed + 1}, {"nobody": 0}, name])),
+            lambda: manager.trim([name, "nobody"]),
+            lambda: manager.finish("nobody"),
+            lambda: manager.block_pool.allocate(self.rng.choice([9999, -1, 0.5, None])),
+        ]
+        if all(group.growth.kind != "cross" for group in self.plan.groups):  # which share nothing
+            calls += [
+                lambda: manager.start("new", tokens),
+                lambda: manager.start("new", [1], boundaries=self.rng.choice([[-1], [99], 7])),
+                lambda: manager.start("new", [1], max_cached_tokens=-1),
+            ]
+        if name in running and not any(manager.held_blocks(name)):  # its next step takes one
+            calls += [lambda: manager.step(self.tight, {name: 1})] * 4
+        return calls
 
     def _start(self, running) -> None:
         encoder = self.rng.randint(0, self.plan.limits.max_encoder_tokens)
@@ -261,7 +311,7 @@ class Pair:
         self.seen["copied"] += sum(change.copied is not None for change in changes)
 
     def _check_changes(self, parts, changes) -> None:
-        """Compares the ids to zero, in order, and the copies with those of the reference.
+        """Compares the ids to zero and the copies with those of the reference.
 
         Zeroing may wait until a request needs the block.
         """
@@ -270,7 +320,8 @@ class Pair:
         waiting = {c.block_id for c in self.later if c.copied is None and self._is_zeroed(c)}
         waiting.difference_update(zeroed)  # given back, and taken again
         got = parts["zero_ids"][: parts["zero_ends"][-1]]
-        assert [i for i in got if i not in waiting] == [i for i in zeroed if i in got]
+        assert sorted(set(got) - waiting) == sorted(set(zeroed) & set(got))
+        assert len(set(got)) == len(got)
         self.later = [c for c in (*self.later, *changes) if c.block_id not in got]
         pairs = zip(parts["copy_sources"], parts["copy_destinations"], strict=True)
         pairs = [pair for pair in pairs if pair[0] >= 0]
@@ -326,7 +377,7 @@ class Pair:
 @pytest.mark.parametrize("model", list(MODELS))
 def test_the_manager_equals_the_reference_after_every_call(model: str) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(SEEDS):
         rng = random.Random(seed)
         limits = Limits(max_in_flight_tokens=9, max_encoder_tokens=9)
         roomy = small_plan(MODELS[model], 200, limits=limits)
@@ -338,7 +389,7 @@ def test_the_manager_equals_the_reference_after_every_call(model: str) -> None:
             limits=limits,
         )
         pair = Pair(plan, seed)
-        for _ in range(60):
+        for _ in range(70):
             pair.act()
         seen += pair.seen
         for name in list(pair.reference.requests):
