@@ -168,7 +168,7 @@ def test_ids_that_go_bad_later_stop_nobody_from_ending_or_being_preempted() -> N
     while not preempted:
         schedule = host.scheduler.schedule()
         preempted = schedule.preempted
-        host.manager.step(host.scheduler.shape(), schedule.work)
+        host.manager.step(host.scheduler.shape(extra=0), schedule.work)
         host.answer(schedule)
     assert preempted == ("b",)
     host.scheduler.finish("b")
@@ -187,7 +187,7 @@ def test_ids_that_are_not_known_are_left_out_and_numbers_in_their_place_refused(
     host.tokens["a"].append(-1)
     schedule = host.scheduler.schedule()
     assert schedule.token_ids.tolist() == [-1]
-    host.manager.step(host.scheduler.shape(), schedule.work)
+    host.manager.step(host.scheduler.shape(extra=0), schedule.work)
     host.tokens["a"].append(-1)
     host.scheduler.append({"a": 1})
     host.tokens["a"].append(-1)
@@ -319,11 +319,21 @@ def test_shapes_are_the_schedulers() -> None:
     options = {"max_requests": 4, "forks": 3, "cached_tokens": 64}
     plan = host.manager.plan
     assert host.scheduler.shape() == StepShape.for_plan(
-        plan, max_tokens=16, batch_size=4, extra=16, **options
+        plan, max_tokens=16, batch_size=4, extra=16, token_ids=True, **options
     )
     assert host.scheduler.shape(max_query_len=1) == StepShape.for_plan(
-        plan, max_tokens=4, batch_size=4, max_query_len=1, extra=4, **options
+        plan, max_tokens=4, batch_size=4, max_query_len=1, extra=4, token_ids=True, **options
     )
     assert host.scheduler.shape(batch_size=2, tokens_per_request=4, extra=1) == StepShape.for_plan(
         plan, batch_size=2, tokens_per_request=4, extra=1, **options
     )
+
+
+@pytest.mark.parametrize("ids", [(), [1, 2, 3]], ids=["none", "too few"])
+def test_a_step_without_an_id_for_each_token_is_refused(ids: list[int]) -> None:
+    host = Host()
+    host.add("a", [1] * 12)
+    work, shape = host.scheduler.schedule().work, host.scheduler.shape()
+    said = f"extra holds {len(ids)} token ids for 12 tokens; pass extra=schedule.token_ids"
+    refused(lambda: host.manager.step(shape, work, extra=ids), said)
+    host.step()

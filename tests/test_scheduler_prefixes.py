@@ -31,7 +31,7 @@ class Server:
             tokens=self.tokens if cached else None,
             **({"max_tokens": 16, "forks": max_requests} | options),
         )
-        self.shape = self.scheduler.shape()
+        self.shape = self.scheduler.shape(extra=16)
         self.content, self.story = Content(self.manager), Story()
         self.limits: dict[Hashable, int] = {}
         self.chunks: dict[Hashable, list[int]] = {}
@@ -237,7 +237,7 @@ def test_a_partial_hit_next_to_its_donor_does_not_stop_both() -> None:
         manager, max_tokens=64, order="prefill_first", tokens=tokens, cached_tokens=64
     )
     scheduler.add("x", 512)
-    shape = scheduler.shape()
+    shape = scheduler.shape(extra=0)
     steps = 0
     while scheduler.has_work:
         schedule = scheduler.schedule()

@@ -24,7 +24,7 @@ class Server:
         self.scheduler = Scheduler(
             self.manager, max_tokens=16, forks=forks, tokens=self.tokens, **options
         )
-        self.shape = self.scheduler.shape()
+        self.shape = self.scheduler.shape(extra=16)
         self.content, self.story = Content(self.manager), Story()
         self.computed = 0
         self.answers: dict[Hashable, list[int]] = {}
@@ -221,7 +221,7 @@ def test_a_restart_forgets_tokens_that_no_step_will_bring() -> None:
     scheduler = Scheduler(manager, max_tokens=8, tokens=tokens, steps_ahead=3)
     scheduler.add("a", 6)
     for _ in range(3):
-        manager.step(scheduler.shape(), scheduler.schedule().work)
+        manager.step(scheduler.shape(extra=0), scheduler.schedule().work)
         scheduler.append({"a": 1})
     tokens["a"].append(5)  # of the first step; the others are lost
     manager.reset()

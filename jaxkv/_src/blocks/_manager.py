@@ -453,10 +453,10 @@ class BlockManager:
         Either all requests get their blocks or none does. Afterwards the manager counts the new
         tokens as computed, so run each step on the device before the next one.
 
-        The manager does not know what is computed. It cannot see token ids that are too few, or in
-        another order than ``work``, in ``extra``: `jaxkv.Scheduler` makes them
-        (``schedule.token_ids``). After a prefix hit, compute the rest of the prompt only:
-        `num_computed_tokens` says where it begins.
+        The manager does not know what is computed. It cannot see token ids in another order than
+        ``work``, in ``extra``: `jaxkv.Scheduler` makes them (``schedule.token_ids``). It refuses
+        too few if the shape says that they are there (``token_ids`` of `StepShape`). After a prefix
+        hit, compute the rest of the prompt only: `num_computed_tokens` says where it begins.
 
         Args:
           shape: the sizes that the upload is padded to.
@@ -471,7 +471,7 @@ class BlockManager:
         Raises:
           OutOfBlocksError: too few blocks are free; nothing is changed.
           TypeError, ValueError: a request is not running or computes more tokens than the plan
-            admits, or the step does not fit the shape; nothing is changed.
+            admits, the step does not fit the shape, or token ids are missing; nothing is changed.
         """
         return self._steps.step(shape, work, extra, ring)
 

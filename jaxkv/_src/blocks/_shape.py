@@ -41,6 +41,8 @@ class StepShape:
     block_copies: blocks that a step copies, over all groups.
     extra: int32s of your own that travel with the step (token ids, say).
     shared_prefixes: groups of requests whose common blocks are read once; 0: all read their own.
+    token_ids: whether the first of these are an id for each token of the step, so that a step with
+      fewer is refused.
     reproducible: whether the bits that `attend` returns for a token depend on its request alone.
     """
 
@@ -59,6 +61,7 @@ class StepShape:
     block_copies: int = 0
     extra: int = 0
     shared_prefixes: int = 0
+    token_ids: bool = False
     reproducible: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +111,7 @@ class StepShape:
         cached_tokens: int | None = None,
         extra: int = 0,
         shared_prefixes: int = 0,
+        token_ids: bool = False,
         reproducible: bool = False,
     ) -> Self:
         """Derives every size of a step from the plan.
@@ -146,6 +150,7 @@ class StepShape:
             that it saves: a request is in one group at most, a beginning has 256 tokens or more,
             and all together save an eighth of what the step would read; otherwise, and in uploads
             of `pack_step`, there are none. 0: every request reads its own.
+          token_ids: whether the first of these are the token ids; see `StepShape`.
           reproducible: True: the bits that `attend` returns for a token do not depend on the other
             requests of its step, on rows and block ids, nor on how its prompt was cut into chunks,
             found in the cache or computed again after a preemption. See
@@ -197,6 +202,7 @@ class StepShape:
             block_copies=copies,
             extra=extra,
             shared_prefixes=shared_prefixes,
+            token_ids=token_ids,
             reproducible=reproducible,
         )
 

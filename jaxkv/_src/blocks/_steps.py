@@ -110,6 +110,11 @@ class StepPlanner:
         check_batch(shape, batch, step.longest)
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
         check_room(shape, _sizes(news, own.size))
+        if shape.token_ids and own.size < batch.num_tokens:
+            raise ValueError(
+                f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
+                "extra=schedule.token_ids, or make the shape without token_ids"
+            )
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)

@@ -166,7 +166,8 @@ class Scheduler:
           tokens_per_request: for a rectangular batch; needs ``chunk_tokens`` of at most as many.
           max_query_len, max_seq_len, shared_prefixes, reproducible: as for `StepShape.for_plan`.
           extra: integers of your own that travel with the upload; None: as many as
-            `Schedule.token_ids` needs.
+            `Schedule.token_ids` needs, and no fewer than a step has tokens, if the scheduler has
+            ``tokens``.
 
         Raises:
           TypeError, ValueError: as for `StepShape.for_plan`.
@@ -185,6 +186,7 @@ class Scheduler:
         elif max_tokens is None:
             check_positive(max_query_len=1 if max_query_len is None else max_query_len)
             max_tokens = min(options.max_tokens, batch * (max_query_len or options.max_tokens))
+        has_ids = extra is None and options.tokens is not None
         if extra is None:
             extra = batch * tokens_per_request if tokens_per_request else max_tokens or 0
         return StepShape.for_plan(
@@ -200,6 +202,7 @@ class Scheduler:
             extra=extra,
             shared_prefixes=shared_prefixes,
             reproducible=reproducible,
+            token_ids=has_ids,
         )
 
     # --- requests -----------------------------------------------------------------
