@@ -16,7 +16,7 @@ SPECS: dict[str, Any] = {
     "full": jaxkv.FullAttentionSpec(**KV),
     "window": jaxkv.SlidingWindowSpec(sliding_window=WINDOW, **KV),
     "latent": jaxkv.MLASpec(block_size=4, head_size=HIDDEN, value_size=WIDTH, dtype="f32"),
-    "state": jaxkv.StateSpec(block_size=4, shapes=((4,),), dtypes=("f32",)),
+    "state": jaxkv.StateSpec(block_size=4, shapes=((1, 4, 1),), dtypes=("f32",)),
 }
 Params = dict[str, Any]
 
@@ -74,21 +74,10 @@ def mixed(weights: Params, layer: str, x: jax.Array, step: jaxkv.StepContext) ->
 
 def recurrent(inputs: jax.Array, step: jaxkv.StepContext) -> jax.Array:
     """``state = 0.7 * state + input``, token by token."""
-    batch = step.batch
-    places = jnp.arange(batch.shape.max_query_len)[None]
-    valid = places < batch.query_lens[:, None]
-    at = jnp.where(valid, batch.query_start_loc[:-1, None] + places, len(inputs))
-
-    def one(state, token):
-        new, is_valid = token
-        state = jnp.where(is_valid[:, None], 0.7 * state + new, state)
-        return state, state
-
-    (state,) = step.read_state("state")
-    by_request = inputs.at[at].get(mode="fill", fill_value=0)
-    state, out = jax.lax.scan(one, state, (by_request.swapaxes(0, 1), valid.T))
-    step.write_state("state", [state])
-    return jnp.zeros_like(inputs).at[at.T].set(out, mode="drop")
+    qkv = jnp.concatenate([jnp.ones((len(inputs), 2)), inputs], axis=1)
+    with jax.default_matmul_precision("highest"):
+        out = step.linear_attention("state", qkv, jnp.log(jnp.array([0.7])))
+    return out.reshape(inputs.shape)
 
 
 # --- without it -----------------------------------------------------------------------
