@@ -684,6 +684,18 @@ def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> N
         manager.rewind({"again": 4})
 
 
+def test_a_step_past_the_block_where_drafts_left_a_state_is_refused() -> None:
+    state = StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE)
+    manager, shape = running(small_plan({"s": state}), 6)
+    manager.step(shape, {"r": 3})
+    manager.rewind({"r": 7})  # whose state is in the third block
+    for call in (lambda work: manager.step(shape, work), manager.grow):
+        with unchanged(manager), pytest.raises(ValueError, match="compute one token first"):
+            call({"r": 6})
+    manager.step(shape, {"r": 5})
+    manager.step(shape, {"r": 6})
+
+
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:
     """A fork shares encoder blocks that the donor's next step was to zero."""
     layers = {

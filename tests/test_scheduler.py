@@ -540,6 +540,21 @@ def test_drafts_of_a_preempted_request_are_computed_together_too() -> None:
     assert seen > 3
 
 
+def test_one_token_goes_in_front_of_many_after_rejected_drafts() -> None:
+    """The state that follows the accepted tokens may be in the block of the rejected ones."""
+    state = StateSpec(
+        block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode="align", speculative_blocks=2
+    )
+    server = Server(small_plan(40, {"state": state}), max_requests=2, max_tokens=8)
+    server.add("a", 6, 32)
+    server.step()
+    server.scheduler.append({"a": 3})
+    server.step()
+    server.scheduler.rewind({"a": 7})
+    server.scheduler.append({"a": 12})  # what the user says next
+    assert [server.step().work["a"] for _ in range(3)] == [1, 8, 3]
+
+
 def test_more_tokens_than_a_step_takes_are_computed_in_several() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=6)
     server.add("a", 3, 32)

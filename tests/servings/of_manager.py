@@ -149,8 +149,11 @@ class ManagerServing(Serving):
         request = self.requests[self.draw.choice(list(self.requests))]
         name = request.name
         count = max(0, request.computed - self.draw.choice([0, 1, 1, 2, 4, 99]))
+        waits = request.computed < self.prompts[name] and name not in self.cut
+        if waits and not self.has_encoder and self.chance(0.5):
+            count = self.draw.randint(request.computed, self.prompts[name])
         known = [columns.keys() for columns in request.states.values()]
-        is_known = count in (0, request.computed) or all(count in of for of in known)
+        is_known = count == 0 or count >= request.computed or all(count in of for of in known)
         if not is_known and self.oracle.may_resume(request, count):
             return  # an engine knows which states it wrote
         self.say(f"rewind({{{name!r}: {count}}})")
@@ -177,8 +180,19 @@ class ManagerServing(Serving):
             left = len(self.requests[name].tokens) - self.requests[name].computed
             if room:
                 rest = min(room, max(left, 1))  # of the prompt
-                work[name] = self.draw.choice([1, rest, rest, self.draw.randint(1, room)])
+                counts = [1, rest, rest, self.draw.randint(1, room)]
+                work[name] = 1 if self.has_moved(name) else self.draw.choice(counts)
         return work
+
+    def has_moved(self, name: Hashable) -> bool:
+        """Returns whether drafts have left the state of a request in another block."""
+        request = self.requests[name]
+        return any(
+            group.mode == "align"
+            and request.states[group.index].get(request.computed, 0)
+            > group.newest_column(request.computed)
+            for group in self.oracle.groups
+        )
 
     def grow(self) -> None:
         work = self.work()

@@ -89,8 +89,9 @@ class SchedulerServing(Serving):
         arrivals = num_requests
         while arrivals or self.requests:
             if arrivals and (len(self.requests) < 8) and self.chance(0.25):
-                self.add()
-                arrivals -= 1
+                for _ in range(min(arrivals, self.draw.choice([1, 1, 3]))):
+                    self.add()
+                    arrivals -= 1
             if self.chance(0.3):
                 self.disturb()
             self.step()

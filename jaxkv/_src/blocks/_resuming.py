@@ -4,6 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from jaxkv._src.blocks._format import Batch
+from jaxkv._src.blocks._rows import RowAllocator
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
@@ -99,6 +101,29 @@ def check_rewind(
             f"group {group} that its next token reads: it left the window, or holds a newer state "
             f"(the states of speculative_blocks={state.growth.growths[group].speculative_blocks} "
             "drafts are kept); finish the request and compute it again"
+        )
+
+
+def check_moved(state: RequestState, batch: Batch, rows: RowAllocator, totals: np.ndarray) -> None:
+    """Raises ValueError if a step drops the only block that holds the state of a request.
+
+    A step of drafts that began another block has left the accepted "align" state there, if the
+    accepted tokens end in front of that block. A step beyond it would not read the state.
+    """
+    if not (state.growth.has_drafts and state.growth.aligned.size):
+        return
+    reached, computed = state.max_computed[batch.rows], state.computed[batch.rows]
+    if not (computed < reached).any():
+        return
+    rejected = (computed < reached) & (computed > state.step_start[batch.rows])
+    tokens = state.growth.column_tokens[state.growth.aligned]
+    column, moved, last = (cdiv(n, tokens) for n in (computed, reached, totals))
+    lost = (rejected & (column < moved) & (moved < last)).any(0)
+    if lost.any():
+        at = int(lost.argmax())
+        raise ValueError(
+            f"work: request {rows.name(int(batch.rows[at]))!r} computes {batch.counts[at]} tokens "
+            "after its drafts were rejected at the end of a block; compute one token first"
         )
 
 

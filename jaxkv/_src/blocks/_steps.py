@@ -26,6 +26,7 @@ from jaxkv._src.blocks._format import (
     write_prefixes,
 )
 from jaxkv._src.blocks._prefixes import Prefixes
+from jaxkv._src.blocks._resuming import check_moved
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._sharing import PrefixFinder
@@ -148,6 +149,7 @@ class StepPlanner:
         computed = state.computed[batch.rows]
         totals = computed + batch.counts
         longest = self._check_totals(batch, totals)
+        check_moved(state, batch, self._rows, totals)
         changes = plan_changes(state, batch.rows, computed, totals)
         news = find_news(state, batch.rows, totals, changes)
         return PlannedStep(batch, computed, totals, longest, changes, news, state.version)
@@ -180,7 +182,6 @@ class StepPlanner:
                 f"max_model_len={self._plan.max_model_len}; finish the request, or plan for longer "
                 "ones"
             )
-        return longest
         return longest
 
     def _check_shape(self, shape: StepShape) -> None:

@@ -50,11 +50,8 @@ class StepBudget:
             these are more than a step takes.
         """
         count = min(num_tokens, self._tokens, self._longest, at_most)
-        if draft_start < num_tokens and count < num_tokens:
-            if draft_start > 0:
-                count = min(count, draft_start)
-            elif num_tokens <= self._longest:
-                count = 0
+        if draft_start <= 0 and count < num_tokens <= self._longest:
+            count = 0
         if count < 1 or self.is_full:
             return False
         self._add({name: count}, count)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.numbers import INT32_MAX
 
 Order = Literal["decode_first", "prefill_first"]
 Tokens = Mapping[Any, Sequence[int] | np.ndarray]
@@ -51,6 +52,13 @@ class Options:
         """
         growths = [group.growth for group in self.manager.plan.groups]
         return any(g.stores == "state" and g.cache_mode != "all" for g in growths)
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts after which "align" states may lie in another block; a prompt is longer."""
+        growths = [group.growth for group in self.manager.plan.groups]
+        aligned = [g for g in growths if g.cache_mode == "align" and g.has_drafts]
+        return min([growth.speculative_blocks for growth in aligned], default=INT32_MAX)
 
     @property
     def shares(self) -> bool:

@@ -15,7 +15,7 @@ from jaxkv._src.scheduler._chooser import Chooser
 from jaxkv._src.scheduler._options import Options, Order, Tokens
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._requests import PromptLookup, Request, find
+from jaxkv._src.scheduler._requests import ANYWHERE, PromptLookup, Request, find
 from jaxkv._src.scheduler._schedule import Schedule
 
 
@@ -99,7 +99,7 @@ class Scheduler:
             chunk_tokens=chunk_tokens,
             steps_ahead=steps_ahead,
         )
-        self._queues = Queues(manager)
+        self._queues, self._most_drafts = Queues(manager), options.most_drafts
         self._ledger = self._queues.ledger
         self._prompts = Prompts(options)
         self._admission = Admission(options, self._queues, self._prompts)
@@ -355,10 +355,22 @@ class Scheduler:
             )
         ledger.num_tokens[index] = before + counts
         ledger.draft_starts[index] = before
+        if counts.size and np.maximum.reduce(counts) > 1 + self._most_drafts:
+            self._start_with_one(num_tokens)
         if some_wait:
             ledger.needs_token[index] = False
         elif len(index) == len(self._queues.running) and counts.max(initial=1) == 1:
             self._chooser.extended = self._queues.order
+
+    def _start_with_one(self, num_tokens: Mapping[Any, int]) -> None:
+        """Lets one token go in front of more tokens than drafts; see `BlockManager.step`."""
+        for name, count in num_tokens.items():
+            request = self._queues.of[name]
+            if request.row >= 0 and count > 1 + self._most_drafts:
+                end = self._queues.num_tokens(request) - count + 1
+                request.prompt.chunk_ends = [end]
+                self._queues.in_chunks[name] = request
+                self._ledger.draft_starts[request.index] = ANYWHERE
 
     def rewind(self, num_tokens: Mapping[Any, int]) -> None:
         """Removes the last tokens of requests: drafts that were rejected.
