@@ -43,10 +43,10 @@ class SharingSpec(NamedTuple):
         return tokens * self.attention.row_bytes * self.attention.kv_heads
 
     def shorter(self, times: int) -> "SharingSpec":
-        """Returns the same with shorter requests in smaller groups."""
+        """Returns the same with shorter requests in fewer and smaller groups."""
         page = self.page_tokens
         shared, own = (-(-tokens // times // page) * page for tokens in (self.shared, self.own))
-        return self._replace(size=min(self.size, 4), shared=shared, own=own)
+        return self._replace(groups=min(self.groups, 2), size=2, shared=shared, own=own)
 
 
 SPECS = (

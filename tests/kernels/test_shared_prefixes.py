@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from pallas_kernels import SharedPrefixes, _capability, paged_attention
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
-from tests.kernels.test_paged_attention import Arguments, Case, check_output, lower, make
+from tests.kernels.test_paged_attention import (
+    PACKED,
+    Arguments,
+    Case,
+    check_output,
+    lower,
+    make,
+)
 
 GROUPS, STEP = 3, 64  # that there is room for; tokens that are shared or not together
 
@@ -61,6 +68,7 @@ def attend(arguments: Arguments, shared: SharedPrefixes, case: Case, implementat
         key_scale=key_scale,
         value_scale=value_scale,
         value_width=case.value if case.latent else None,
+        row_packing=PACKED if case.pages == PACKED else None,
         shared_prefixes=shared,
         return_lse=True,
         implementation=implementation,
@@ -157,6 +165,9 @@ GPU_CASES = {
     "int8": Case(batch=9, width=20, heads=12, kv_heads=1, pages="int8", scaled=True, cap=9.0),
     "latent": Case(
         batch=12, width=40, heads=16, kv_heads=1, key=576, value=512, latent=True, sinks=True
+    ),
+    "packed": Case(
+        *(16, 1, 576, 512), batch=5, width=20, page_tokens=64, latent=True, pages=PACKED
     ),
     "latent, 8 bits": Case(
         *(32, 1, 576, 512), batch=5, width=20, page_tokens=64, latent=True, pages="float8_e4m3fn"
