@@ -129,7 +129,7 @@ class _Chunk(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a thread block carries from chunk to chunk.
+    """The state and the outputs of a thread block, on its way from chunk to chunk.
 
     outputs: [CHUNK, CHUNK], values as rows, of the chunk before; not written yet.
     ahead: the tile of the chunk that is loaded next.
