@@ -316,7 +316,14 @@ class Pair:
         Zeroing may wait until a request needs the block.
         """
         zeroed = [c.block_id for c in changes if c.copied is None and self._is_zeroed(c)]
-        copies = [(c.copied, c.block_id) for c in changes if c.copied is not None]
+        origins: dict[int, int] = {}  # of blocks that will be copies: all are copied at once
+        for change in self.later:
+            origins.pop(change.block_id, None)
+            if change.copied is not None:
+                origins[change.block_id] = origins.get(change.copied, change.copied)
+        copies = [
+            (origins.get(c.copied, c.copied), c.block_id) for c in changes if c.copied is not None
+        ]
         waiting = {c.block_id for c in self.later if c.copied is None and self._is_zeroed(c)}
         waiting.difference_update(zeroed)  # given back, and taken again
         got = parts["zero_ids"][: parts["zero_ends"][-1]]
@@ -462,6 +469,7 @@ class unchanged:
 
     def state(self) -> object:
         manager = self.manager
+        manager.block_pool.references_of(np.array([1]))  # lets the queues note where ids are
         parts = manager._state.__dict__, manager.block_pool.__dict__
         return pickle.dumps((parts, dict(manager.requests), manager.num_uploads))
 

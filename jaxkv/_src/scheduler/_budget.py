@@ -74,7 +74,9 @@ class StepBudget:
         counts = np.minimum(counts, self._tokens - (np.add.accumulate(counts) - counts))
         is_cut = counts < wanted
         if is_cut.any() and (running.num_tokens > running.draft_starts)[chosen][is_cut].any():
-            return self._give_each(running, chosen)  # some drafts may not fit
+            for at in chosen.tolist():  # some drafts may not fit
+                self.give_one(running, at)
+            return
         fit = min(int(np.count_nonzero(counts > 0)), self._requests)
         names, num_tokens = running.order.names, int(np.add.reduce(counts[:fit]))
         if num_tokens == fit == len(names) and not self.work:
@@ -87,18 +89,15 @@ class StepBudget:
         if True in unfinished:
             self.unfinished.update(itertools.compress(names, unfinished))
 
-    def _give_each(self, running: Running, chosen: np.ndarray) -> None:
-        """Gives running requests their tokens, one by one."""
-        for at in chosen.tolist():
-            if self.is_full:
-                break
-            computed = running.computed.item(at)
-            self.give(
-                running.order.names[at],
-                running.num_tokens.item(at) - computed,
-                at_most=running.chunk_ends.item(at) - computed,
-                draft_start=running.draft_starts.item(at) - computed,
-            )
+    def give_one(self, running: Running, at: int) -> bool:
+        """Gives a running request its tokens. Returns whether it got any."""
+        computed = running.computed.item(at)
+        return self.give(
+            running.order.names[at],
+            running.num_tokens.item(at) - computed,
+            at_most=running.chunk_ends.item(at) - computed,
+            draft_start=running.draft_starts.item(at) - computed,
+        )
 
     def take_back(self, name: Hashable) -> None:
         """Takes back the tokens of a request."""

@@ -257,10 +257,12 @@ class Chooser:
 
     def _fill(self, step: StepBudget, running: Running, decodes: np.ndarray) -> None:
         """Gives decodes the tokens and blocks that requests which were not admitted left over."""
-        for name in [running.order.names[i] for i in decodes.tolist()]:
+        for at in decodes.tolist():
+            name = running.order.names[at]
             if step.is_full:
                 break
-            if name not in step.work and name in self._queues.running and self._give(step, name):
+            may_run = name not in step.work and name in self._queues.running
+            if may_run and step.give_one(running, at):
                 if not self._admission.grows({name: step.work[name]}):
                     step.take_back(name)
 
@@ -270,23 +272,12 @@ class Chooser:
         The youngest request may have got all tokens of the step, and no blocks.
         """
         preempted: list[Hashable] = []
-        for name in [running.order.names[i] for i in with_work.tolist()]:
-            if name in self._queues.running and self._give(step, name):
+        for at in with_work.tolist():
+            if running.order.names[at] in self._queues.running and step.give_one(running, at):
                 preempted += self._take_by_age(step, set())
                 if step.work:
                     break
         return preempted
-
-    def _give(self, step: StepBudget, name: Hashable) -> bool:
-        """Gives a running request its tokens. Returns whether it got any."""
-        request, ledger = self._queues.running[name], self._ledger
-        computed = self._queues.num_computed(request)
-        return step.give(
-            name,
-            self._queues.num_tokens(request) - computed,
-            at_most=ledger.chunk_ends.item(request.index) - computed,
-            draft_start=ledger.draft_starts.item(request.index) - computed,
-        )
 
     def preempt(self, request: Request) -> None:
         """Takes the blocks of a running request, which waits to be computed again."""

@@ -32,10 +32,6 @@ class PromptLookup:
     num_known: int | None = None
     chunk_ends: Sequence[int] = ()
 
-    def again(self) -> "PromptLookup":
-        """Returns the lookup of another request of the same prompt."""
-        return PromptLookup(self.salt, self.extra_keys, self.boundaries)
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
@@ -62,6 +58,11 @@ class Request:
     leader: "Request | None" = None
     samples: list["Request"] = dataclasses.field(default_factory=list)
     num_sampled: int = 0
+
+    def sample(self, name: Hashable, age: tuple[int, ...]) -> "Request":
+        """Returns another request of the same prompt."""
+        prompt = PromptLookup(self.prompt.salt, self.prompt.extra_keys, self.prompt.boundaries)
+        return Request(name, age, self.prompt_tokens, self.encoder_tokens, self.blocks, prompt)
 
 
 class Ledger:

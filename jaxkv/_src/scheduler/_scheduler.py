@@ -250,26 +250,17 @@ class Scheduler:
         keys = tuple(extra_keys)
         check_ranges(keys, num_tokens)
         check_boundaries(boundaries, num_tokens)
-        steady = self._plan.steady_blocks(longest)
+        ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
+        steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
         blocks = steady, self._plan.admission_blocks(longest) - steady
-        age = self._queues.next_age()
-        added = [
-            Request(
-                name,
-                age if name is request else self._queues.next_age(age),
-                num_tokens,
-                encoder_tokens,
-                blocks,
-                PromptLookup(salt, keys, tuple(boundaries), ids),
-            )
-            for name, ids in [
-                (name, self._prompts.first_ids(name, num_tokens, is_new=True)) for name in names
-            ]
-        ]
-        for one in added:
+        prompt = PromptLookup(salt, keys, tuple(boundaries))
+        leader = Request(request, age, num_tokens, encoder_tokens, blocks, prompt)
+        others = [leader.sample(name, self._queues.next_age(age)) for name in names[1:]]
+        for one, of_one in zip([leader, *others], ids, strict=True):
+            one.prompt.ids = of_one
             self._queues.enter(one, num_tokens, longest)
-        self._queues.waiting.append(added[0])  # the youngest of all
-        self._queues.hold(added[0], added[1:])
+        self._queues.waiting.append(leader)  # the youngest of all
+        self._queues.hold(leader, others)
 
     def fork(self, request: Hashable, into: Sequence[Hashable]) -> None:
         """Starts more samples of a request, which share the blocks of its computed tokens.
@@ -304,14 +295,7 @@ class Scheduler:
         for name in into:
             self._prompts.first_ids(name, computed, is_new=False)
         for name in into:
-            sample = Request(
-                name,
-                queues.next_age(donor.age),
-                donor.prompt_tokens,
-                donor.encoder_tokens,
-                donor.blocks,
-                donor.prompt.again(),
-            )
+            sample = donor.sample(name, queues.next_age(donor.age))
             queues.enter(sample, computed, ledger.max_tokens.item(donor.index))
             # A step that was chosen has no room for the copy of a block that is shared only now.
             if self._chooser.is_chosen(request) or not self._admission.fork(donor, sample):
