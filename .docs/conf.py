@@ -33,6 +33,8 @@ STAR = re.compile(r"(?<=, )\*(?=\w)")  # [B, *shape]
 
 def as_fields(app, what, name, obj, options, lines: list[str]) -> None:
     """Makes fields of the lines ``name: text`` with which classes describe their attributes."""
+    if what == "data" and getattr(obj, "__doc__", None) == type(obj).__doc__:
+        lines.clear()  # that of dict, say
     for i, line in enumerate(lines):
         lines[i] = line = STAR.sub(r"\\*", line) if "::" not in line and "=" not in line else line
         if what == "class" and (found := FIELD.match(line)):
