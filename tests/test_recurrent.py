@@ -185,21 +185,33 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
     jaxkv.check_errors(cache)
 
 
-@pytest.mark.parametrize(("mode", "accepted"), [("none", 0), ("align", 1), ("all", 2)])
-def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(mode, accepted) -> None:
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("given", ["num_drafts", "at"])
+def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
+    """Where a step begins another block, the blocks of drafts are not where the next one looks."""
+    plan = plan_of("gated_delta", mode, 2)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
+    x, numbers = inputs_of({}, {}, None), {given: as_ids([0, 0])}
+    with pytest.raises(ValueError, match=f"cache_mode='{mode}', whose states move"):
+        run_layer("gated_delta", cache, "layer.0", batch, x, **numbers)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) -> None:
     drafts = 2
-    plan = plan_of("gated_delta", mode, drafts)
+    plan = plan_of("gated_delta", "none", drafts)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
     manager.start("a")
-    none, zeros = None, as_ids([0, 0])
+    zeros = as_ids([0, 0])  # and not None, so that one program does for all steps
     x = inputs_of({"a": 4}, {"a": 0}, None)
-    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": 4}), x, none, none)
+    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": 4}), x, zeros, zeros)
     x = inputs_of({"a": 3}, {"a": 4}, None)
     x["inputs"][1 + accepted : 3] = 7.0  # these drafts are not what comes next
     upload = manager.step(shape, {"a": 3})
-    cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), none)
+    cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), zeros)
     computed = 5 + accepted
     manager.rewind({"a": computed})
     x = inputs_of({"a": 1}, {"a": computed}, None)

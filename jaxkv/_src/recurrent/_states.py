@@ -137,6 +137,12 @@ def check_states(
                 raise ValueError(
                     f"{name} has shape {array.shape}; wants {per_request}, one per request"
                 )
+    if (at is not None or num_drafts is not None) and spec.cache_mode != "none":
+        raise ValueError(
+            f"layer={layer!r} has cache_mode={spec.cache_mode!r}, whose states move to other "
+            "blocks between the step that verifies drafts and the next one; plan it with "
+            'cache_mode="none", or call read_state and write_state'
+        )
     if num_drafts is not None and not spec.speculative_blocks:
         raise ValueError(
             f"num_drafts was given, but layer {layer!r} has no blocks for states after drafts; "
