@@ -456,7 +456,8 @@ class BlockManager:
         The manager does not know what is computed. It cannot see token ids in another order than
         ``work``, in ``extra``: `jaxkv.Scheduler` makes them (``schedule.token_ids``). It refuses
         too few if the shape says that they are there (``token_ids`` of `StepShape`). After a prefix
-        hit, compute the rest of the prompt only: `num_computed_tokens` says where it begins.
+        hit, compute the rest of the prompt only: `num_computed_tokens` says where it begins. More
+        tokens are new ones, because a step may go on past a prompt.
 
         Args:
           shape: the sizes that the upload is padded to.

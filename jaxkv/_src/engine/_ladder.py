@@ -1,5 +1,6 @@
 """The shapes of an engine's steps, and the choice among them. No jax."""
 
+import bisect
 from collections.abc import Sequence
 
 from jaxkv._src.blocks import StepShape
@@ -70,7 +71,8 @@ class Ladder:
         if num_tokens == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
             shapes, wanted = self.decode, max(num_tokens, len(schedule.samples))
-        return next(shape for size, shape in shapes.items() if size >= wanted)
+        sizes = list(shapes)
+        return shapes[sizes[bisect.bisect_left(sizes, wanted)]]
 
 
 def _of_decodes(largest: int) -> Sequence[int]:

@@ -150,7 +150,7 @@ class Packer:
         extra[tokens + 1 : tokens + 1 + count * LEFT] = numbers[:, :LEFT].reshape(-1)
         upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
         self.samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
-        last = [drawn.samples[at] for at in np.flatnonzero(numbers[:, LEFT] == 0)]
+        last = [drawn.samples[at] for at in (numbers[:, LEFT] == 0).nonzero()[0]]
         ended = {sample.name for sample in last}
         answers = {name: 1 for name in names if name not in ended} if ended else drawn.answers
         self.scheduler.append(answers)
