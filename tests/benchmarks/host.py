@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,9 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("One request next to 256 others: median us of the wall clock")
     for name in by_size(full=tuple(GROUPS), small=tuple(GROUPS), smallest=("full + 4 windows",)):
         _one_request(report, peer, name, by_size(full=256, small=256, smallest=4))
+    report.title("A step of an Engine on the host, without the call of the device: median us")
+    for count in by_size(full=(1, 16, 256), small=(1, 16, 256), smallest=(2,)):
+        _engine_step(report, count, by_size(full=400, small=400, smallest=4))
     report.title("Objects that the interpreter keeps for decode steps")
     _kept_objects(report, by_size(full=10_000, small=10_000, smallest=50))
 
@@ -229,3 +232,42 @@ def _kept_objects(report: Report, steps: int) -> None:
     gc.collect()
     kept = sys.getallocatedblocks() - before
     report.note(f"{steps:,} steps of {count} requests keep {kept:,} objects", kept=kept)
+
+
+# --- an engine --------------------------------------------------------------------------
+
+
+def _engine_step(report: Report, count: int, steps: int) -> None:
+    """Times decode steps of an engine whose device answers at once."""
+    import jax.numpy as jnp
+
+    from jaxkv._src.engine import Engine, Sampling
+
+    def forward(params: Any, step: Any) -> Any:
+        for layer in step.batch.layout.layer_index:
+            x = jnp.zeros((step.token_ids.size, 1, 1), jnp.bfloat16)
+            step.attend(layer, x, x, x)
+        return jnp.zeros((step.batch.shape.batch_size, 1024))
+
+    plan = make_plan(GROUPS["1 full"], count)
+    engine = Engine(forward, (), plan, max_requests=count, max_tokens=max(count, 2048))
+    packed: list[float] = []
+    pack, engine._device.run = engine._packer.pack, lambda uploads: answer  # no device
+
+    def timed(most_steps: int) -> Any:
+        started = time.perf_counter()
+        made = pack(most_steps)
+        packed.append(1e6 * (time.perf_counter() - started))
+        return made
+
+    engine._packer.pack = timed
+    answer = np.zeros((1, 2 * count + 1), np.int32)
+    for i in range(count):
+        engine.add(i, np.arange(16) + i % 1000, Sampling(max_tokens=4 * steps + 99))
+    for _ in range(50):
+        engine.step()
+    settle()
+    whole = _figure(engine.step, steps)
+    median = float(np.median(packed[-steps:]))
+    text = f"{count:5,} requests  scheduler to dispatch {median:6.1f}, whole step {whole.wall:6.1f}"
+    report.note(text, packed=median, whole=whole.wall)
