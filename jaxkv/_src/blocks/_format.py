@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 Ints = Sequence[int] | np.ndarray
+ROOM = ("batch_size", "block_ids", "zero_ids", "block_copies", "extra")  # of a `StepShape`
 
 
 class UploadFormat:
@@ -59,9 +60,9 @@ class UploadFormat:
         return {name: where.start for name, where in self.fields.items()}
 
     @functools.cached_property
-    def room(self) -> "Sizes":
-        """The most that a step changes."""
-        return Sizes(*(getattr(self._shape, name) for name in Sizes._fields))
+    def room(self) -> tuple[int, ...]:
+        """The most that a step changes, in the order of `ROOM`."""
+        return tuple(getattr(self._shape, name) for name in ROOM)
 
     @functools.cached_property
     def batch_fields(self) -> slice:
@@ -128,16 +129,6 @@ class Entries(NamedTuple):
     row_lengths: np.ndarray
 
 
-class Sizes(NamedTuple):
-    """Sizes of what a step changes, by the names of a `StepShape`."""
-
-    batch_size: int = 0
-    block_ids: int = 0
-    zero_ids: int = 0
-    block_copies: int = 0
-    extra: int = 0
-
-
 def check_batch(shape: "StepShape", batch: Batch, longest: int) -> None:
     """Raises ValueError unless the requests of a step fit its shape.
 
@@ -160,10 +151,18 @@ def check_batch(shape: "StepShape", batch: Batch, longest: int) -> None:
     )
 
 
-def check_room(shape: "StepShape", sizes: Sizes) -> None:
+def check_room(
+    shape: "StepShape",
+    changed_rows: int,
+    block_ids: int,
+    zero_ids: int,
+    block_copies: int,
+    extra: int,
+) -> None:
     """Raises ValueError unless the changes of a step fit its shape."""
+    sizes = changed_rows, block_ids, zero_ids, block_copies, extra
     if any(map(operator.gt, sizes, shape.format.room)):
-        _refuse(shape, **sizes._asdict())
+        _refuse(shape, **dict(zip(ROOM, sizes, strict=True)))
 
 
 _REMEDIES = {

@@ -9,7 +9,6 @@ from jaxkv._src.blocks._format import (
     Batch,
     Entries,
     Ints,
-    Sizes,
     as_int32,
     check_batch,
     check_room,
@@ -100,8 +99,8 @@ def pack_step(
             "row, or none"
         )
     num_zeroed = sum(ids.size for ids in zeroed)
-    sizes = listed.changed_rows.size, listed.ids.size, num_zeroed, len(moved), own.size
-    check_room(shape, Sizes(*sizes))
+    changed, num_ids = listed.changed_rows.size, listed.ids.size
+    check_room(shape, changed, num_ids, num_zeroed, len(moved), own.size)
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, own)
     write_entries(shape, data, listed)

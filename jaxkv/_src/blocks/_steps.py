@@ -15,7 +15,6 @@ from jaxkv._src.blocks._format import (
     Batch,
     Entries,
     Ints,
-    Sizes,
     as_int32,
     check_batch,
     check_room,
@@ -110,7 +109,11 @@ class StepPlanner:
         batch, computed, news = step.batch, step.computed, step.news
         check_batch(shape, batch, step.longest)
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
-        check_room(shape, _sizes(news, own.size))
+        if news is not None:
+            told = news.rows.size, news.cells.num, news.num_zeroed, news.num_copied
+            check_room(shape, *told, own.size)
+        elif own.size:
+            check_room(shape, 0, 0, 0, 0, own.size)
         if shape.token_ids and own.size < batch.num_tokens:
             raise ValueError(
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
@@ -196,13 +199,6 @@ class StepPlanner:
             max_requests=self._state.computed.size,
         )
         self._shapes.add(shape)
-
-
-def _sizes(news: News | None, extra: int) -> Sizes:
-    """Returns what news and ``extra`` int32s take of a step's shape."""
-    if news is None:
-        return Sizes(extra=extra)
-    return Sizes(news.rows.size, news.cells.num, news.num_zeroed, news.num_copied, extra)
 
 
 # --- what an upload tells ---------------------------------------------------------------
