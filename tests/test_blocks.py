@@ -676,8 +676,11 @@ def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> N
     shared = min(accepted, 4)
     if mode == "all":
         manager.step(shape, {"r": 1})
-        with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
-            manager.rewind({"r": 4})
+        manager.fork("r", ["fork"])
+        for name in ("r", "fork"):
+            with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+                manager.rewind({name: 4})
+        manager.finish("fork")
     with unchanged(manager), pytest.raises(ValueError, match=f"num_tokens={shared}: the"):
         manager.fork("r", ["s"], num_tokens=shared)
     manager.finish("r")

@@ -301,3 +301,13 @@ def test_a_found_prefix_keeps_its_salt() -> None:
         manager.start("a", found, salt="b")
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
+
+
+def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one() -> None:
+    manager = BlockManager(plan_of("none"), max_requests=2)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
+    manager.start("a", [1] * 30)
+    for _ in range(3):
+        manager.step(shape, {"a": 10})
+    manager.finish("a")
+    assert manager.start("b", [1] * 20 + [2] * 10).chunk_ends == (20, 29)

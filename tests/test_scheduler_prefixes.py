@@ -382,3 +382,44 @@ def test_drafts_after_rejected_ones_need_no_chunk_of_those() -> None:
     server.tokens["a"][10:] = [2, 2, 2]
     server.scheduler.append({"a": 3})
     assert server.step().work == {"a": 3}
+
+
+def test_a_request_that_starts_again_forgets_where_its_chunk_was_to_end() -> None:
+    server = Server(plan_of("none", 150))
+    server.add("a", [1] * 10, 48, boundaries=[4])
+    assert [server.step().work["a"] for _ in range(2)] == [4, 5]
+    server.scheduler.restart()
+    while "a" not in (schedule := server.step()).samples:
+        pass
+    for _ in range(3):
+        server.sample(schedule)
+        schedule = server.step()
+        assert schedule.work == {"a": 1}
+
+
+def test_what_a_sample_generated_is_found_by_later_prompts() -> None:
+    server = Server(plan_of("full", 150))
+    server.add("a", [1] * 8, 30)
+    server.step()
+    server.tokens["b"], server.limits["b"], server.chunks["b"] = [1] * 8, 30, []
+    server.scheduler.fork("a", ["b"])
+    for token in range(10):
+        for name in "ab":
+            server.tokens[name].append(token + 2 * (name == "b"))
+        server.scheduler.append({"a": 1, "b": 1})
+        server.step()
+    server.scheduler.finish("b")
+    assert server.manager.find_prefix(server.tokens["b"]).num_cached_tokens >= 16
+
+
+def test_a_prompt_waits_for_room_rather_than_share_a_part_of_its_prefix() -> None:
+    server = Server(plan_of("full", 150), cached_tokens=30)
+    server.add("x", [1] * 24, 25)
+    while "x" not in server.step().samples:
+        pass
+    server.scheduler.finish("x")
+    server.add("a", [1] * 24, 30)
+    server.add("b", [1] * 24, 30)
+    for name in "ab":
+        hits = server.step().hits
+        assert {request: hit.num_cached_tokens for request, hit in hits.items()} == {name: 20}

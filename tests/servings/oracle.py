@@ -32,6 +32,7 @@ class Known:
     resumed, reached: tokens that were computed before and after its last step.
     unsent: cached tokens, or those of its donor, until it first computes.
     epoch: in which it, or the request that it was forked from, started.
+    evicted: blocks that had been evicted then.
     """
 
     name: Hashable
@@ -49,6 +50,7 @@ class Known:
     reached: int = 0
     unsent: int = 0
     epoch: int = 0
+    evicted: int = 0
 
     @property
     def computed(self) -> int:
@@ -76,7 +78,7 @@ class Whole:
     def add(self, request: Known, num_tokens: int) -> None:
         """Notes that the first tokens of a request are computed, and known to the manager."""
         self._check_evicted()
-        if self.is_known and not request.media:
+        if self.is_known and not request.media and request.evicted == self._evicted:
             for end in range(self.size, num_tokens + 1, self.size):
                 self._prompts.add(self._key(request, end))
 
@@ -113,6 +115,7 @@ class Oracle:
     def begin(self, request: Known, cached: int) -> None:
         """Starts a request whose first tokens were found in the cache."""
         self.is_fresh_epoch, request.epoch = False, self.epoch
+        request.evicted = self.manager.prefix_stats().evicted_blocks
         request.resumed = request.reached = request.unsent = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
@@ -128,7 +131,7 @@ class Oracle:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
         request.resumed = request.reached = request.unsent = num_tokens
-        request.epoch = donor.epoch
+        request.epoch, request.evicted = donor.epoch, donor.evicted
         request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
