@@ -9,7 +9,7 @@ from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
 from pallas_kernels._recurrence.prompt_parts import find_parts
 from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.prompt_states import KEPT, NOTHING, pass_states
-from pallas_kernels._recurrence.rule import Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, Requests, Rule, Spans, Tokens
 
 TURN_BYTES = 256 * 2**20  # of the parts of the chunks of a turn
 
@@ -86,7 +86,7 @@ def _gates(tokens: Tokens, rows: Array) -> Array:
         return jnp.where(own, jnp.swapaxes(tiles[tile[:, 0]], 1, 2), 0.0)
 
     until = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))
-    log_decay = take(tokens.log_decay)
+    log_decay = jnp.maximum(take(tokens.log_decay), LEAST_LOG_DECAY)
     total = jnp.matmul(log_decay, until, precision=lax.Precision.HIGHEST)
     return jnp.concatenate([total, take(tokens.beta)], axis=2)
 

@@ -79,6 +79,8 @@ class Rule(NamedTuple):
         return queries, keys, values
 
 
+# A decay below exp(-104) is 0 in float32. Sums of logarithms of such would lose other digits.
+LEAST_LOG_DECAY = -104.0
 NORM_EPSILON = 1e-6  # added to the squared norm of queries and keys, as the models do
 
 

@@ -9,7 +9,14 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
-from pallas_kernels._recurrence.rule import NORM_EPSILON, Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.rule import (
+    LEAST_LOG_DECAY,
+    NORM_EPSILON,
+    Requests,
+    Rule,
+    Spans,
+    Tokens,
+)
 
 TOGETHER = 32  # chunks whose tokens are combined at once, which takes 4 to 5 MB each
 
@@ -152,6 +159,7 @@ def _combine(rule: Rule, inputs: Array, log_decay: Array, beta: Array) -> _Parts
     beta = jnp.moveaxis(beta, 2, 1)[..., None]
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
+    log_decay = jnp.maximum(log_decay, LEAST_LOG_DECAY)
     total = jnp.cumsum(jnp.moveaxis(log_decay, 2, 1), axis=2)  # [N, heads, C, 1 or K]
     from_start, to_end = jnp.exp(total), jnp.exp(total[:, :, -1:] - total)
     weights = _products(queries, keys, total)

@@ -140,7 +140,7 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     inputs = rng.normal(size=(num_tokens, layer.channels))
     inputs[sum(counts) :] = np.nan
     per_key = (key,) if layer.rule == "delta per key" else ()
-    strength = rng.choice([0.0, 1e-3, 0.3, 8.0], size=(num_tokens, 1, *[1] * len(per_key)))
+    strength = rng.choice([0.0, 1e-3, 0.3, 8.0, np.inf], size=(num_tokens, 1, *[1] * len(per_key)))
     log_decay = -rng.exponential(size=(num_tokens, heads, *per_key)) * strength
     if num_tokens > 8:  # alike keys, no decay, and all taken away: hard for the chunked form
         inputs[2:7], log_decay[2:7] = inputs[1], 0
