@@ -423,3 +423,22 @@ def test_a_prompt_waits_for_room_rather_than_share_a_part_of_its_prefix() -> Non
     for name in "ab":
         hits = server.step().hits
         assert {request: hit.num_cached_tokens for request, hit in hits.items()} == {name: 20}
+
+
+def test_tokens_that_were_rejected_before_they_were_computed_are_not_kept() -> None:
+    server = Server(plan_of("full", 150))
+    server.add("a", [1] * 10, 48)
+    server.step()
+    server.tokens["a"] += [0] + [2] * 6  # drafts
+    server.scheduler.append({"a": 7})
+    server.scheduler.restart()
+    server.manager.reset_prefixes()
+    assert server.step().work == {"a": 10}
+    rejected = server.tokens["a"].copy()
+    server.scheduler.rewind({"a": 11})
+    del server.tokens["a"][11:]
+    assert server.step().work == {"a": 1}
+    server.tokens["a"] += [1] * 7
+    server.scheduler.append({"a": 7})
+    server.step()
+    assert server.manager.find_prefix(rejected).num_cached_tokens <= 11

@@ -317,11 +317,11 @@ class SchedulerServing(Serving):
         if self.refused(lambda: self.scheduler.rewind({name: count})):
             self.say("    refused")
             return
-        missing = len(request.tokens) - count
+        missing, computed = len(request.tokens) - count, request.computed
         self._rewound(request, count)
         request.verified = count
         self.known[name][:] = request.tokens
-        if request.computed < count:  # tokens follow once all of these are computed
+        if computed < count:  # tokens follow once all of these are computed
             return self.after_change()
         more = [self._id() for _ in range(missing)]
         request.tokens += more
