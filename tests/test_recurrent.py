@@ -188,7 +188,7 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("given", ["num_drafts", "at"])
 def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
-    """Where a step begins another block, the blocks of drafts are not where the next one looks."""
+    """The blocks of drafts are not where the next step looks, if a step begins another block."""
     plan = plan_of("gated_delta", mode, 2)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
