@@ -1,5 +1,6 @@
-"""Code that Mosaic GPU kernels share: launches, and strips of pages."""
+"""Code that Mosaic GPU kernels share: launches, operands of products, and strips of pages."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._tiling import Tiling
+
+# Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
+# With False, operands go through shared memory, and sums are computed separately.
+OPERANDS_IN_REGISTERS = True
 
 
 def call_kernel(
@@ -50,6 +55,32 @@ def own_buffers(operands: Sequence[Array]) -> list[Array]:
     multiples of 256. The barrier keeps XLA from doing so.
     """
     return lax.optimization_barrier(list(operands))
+
+
+def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
+    """Returns shared memory in the layout that wgmma and TMA need.
+
+    Args:
+      align: slices of columns begin at multiples of this many elements; 0: columns are not sliced.
+    """
+    item = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(128, (align or shape[-1]) * item)
+    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """Loads numbers as float32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def store(ref: jax.Ref, value: Array) -> None:
+    """Stores a value whose size or layout does not allow an optimized store."""
+    if hasattr(plgpu, "store"):
+        # jax annotates the parameter with classes of its own that `jax.Ref` is not one of.
+        plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[bad-argument-type]
+    else:  # jax 0.11 has no optimized store
+        ref[...] = value
 
 
 def strip_at(page: int, tiling: Tiling, strip: Array | int) -> pl.Slice:

@@ -127,9 +127,9 @@ def shape_of(setting: Setting, plan: jaxkv.Plan) -> jaxkv.StepShape:
 def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
     """Sums of weights up to 1 with values up to 5, each rounded to 16 bits once by either."""
     if not ON_GPU:
-        from pallas_kernels._paged_attention import pieces
+        from pallas_kernels import _mosaic
 
-        monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+        monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
         monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
     setting = SETTINGS[name]
     layers = ("full.1", "window.0", "chunked.1") if ON_GPU else setting.interpreted

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._mosaic import own_buffers, store
 from pallas_kernels._paged_attention.decode import COLUMNS
-from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up, store
+from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule

@@ -16,11 +16,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels import _capability, _mosaic
+from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps, multiply, store, tiled
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps, multiply
 from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
@@ -171,7 +171,7 @@ class _Scratch(NamedTuple):
         widened = widened_keys = None
         if shape.widens:
             widened = tiled((STEP, rule.value_width), shape.compute)
-            if not pieces.OPERANDS_IN_REGISTERS:
+            if not _mosaic.OPERANDS_IN_REGISTERS:
                 widened_keys = tiled((STEP, rule.key_width), shape.compute)
         return cls(
             loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),

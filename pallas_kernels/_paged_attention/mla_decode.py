@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels import _capability, _mosaic
+from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode import DecodeShape
 from pallas_kernels._paged_attention.mla_rows import (
@@ -30,7 +30,7 @@ from pallas_kernels._paged_attention.mla_rows import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, multiply, store, tiled
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, multiply
 from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
 
 ROWS = 64  # of queries, in a thread block
@@ -421,7 +421,7 @@ class _Decoder:
             pl.ds(half * self.half, self.half),
         )
         values = self.step_rows.values(place, self._stage(place), columns)
-        if not pieces.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             return out + multiply(weights, values)
         start: Any = plgpu.ACC.init(out)
         sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)

@@ -16,30 +16,6 @@ from pallas_kernels._paged_attention.partial import PartialSoftmax as PartialSof
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 LOG2E = math.log2(math.e)
-# Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
-# With False, operands go through shared memory, and sums are computed separately.
-OPERANDS_IN_REGISTERS = True
-
-
-def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
-    """Returns shared memory in the layout that wgmma and TMA need.
-
-    Args:
-      align: slices of columns begin at multiples of this many elements; 0: columns are not sliced.
-    """
-    item = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(128, (align or shape[-1]) * item)
-    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def store(ref: jax.Ref, value: Array) -> None:
-    """Stores a value whose size or layout does not allow an optimized store."""
-    if hasattr(plgpu, "store"):
-        # jax annotates the parameter with classes of its own that `jax.Ref` is not one of.
-        plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[bad-argument-type]
-    else:  # jax 0.11 has no optimized store
-        ref[...] = value
 
 
 def multiply(left: Any, right: Any) -> Array:

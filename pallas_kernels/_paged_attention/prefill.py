@@ -18,12 +18,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels import _capability, _mosaic
+from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import LOG2E, Steps, multiply, store, tiled
+from pallas_kernels._paged_attention.pieces import LOG2E, Steps, multiply
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
@@ -74,7 +74,7 @@ class PrefillShape(NamedTuple):
         used = (rows * rule.key_width + self.keys * elements) * item
         if self.widens:
             used += self.keys * (rule.key_width + rule.value_width)
-        if not pieces.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             used += rows * self.keys * item
         room = (SMEM_BYTES - used) // (rows * item)
         # Rows begin at multiples of 128 bytes; a width that they do not divide is written by 64s.
@@ -181,7 +181,7 @@ class _Scratch(NamedTuple):
             narrow_keys = tiled((shape.keys, rule.key_width), shape.page, align)
             narrow_values = tiled((shape.keys, rule.value_width), shape.page, align)
             narrow_full = plgpu.Barrier(num_arrivals=copies)
-        if not pieces.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             weights = tiled((WARPGROUPS, ROWS, shape.keys), dtype)
 
         def full(stages: int) -> Any:
@@ -506,7 +506,7 @@ class _Prefiller:
         The tensor cores add values while scores are softened.
         """
         query, values = self.smem.query.at[self.warpgroup], self.smem.values.at[before]
-        if not pieces.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             softened = soften(multiply(query, keys))
             return self._add_product(running, before), softened
         shape = (ROWS, self.shape.keys)
@@ -551,7 +551,7 @@ class _Prefiller:
     def _add_product(self, running: _Running, stage: Array) -> Array:
         """Returns the output plus the weighted sum of the values in a stage."""
         values = self.smem.values.at[stage]
-        if pieces.OPERANDS_IN_REGISTERS:
+        if _mosaic.OPERANDS_IN_REGISTERS:
             start: Any = plgpu.ACC.init(running.out)
             weights = running.weights
             sums: Any = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(start)

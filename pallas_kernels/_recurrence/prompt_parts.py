@@ -13,8 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._recurrence import prompt_shape
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import load, own_buffers, store, tiled
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_shape import (
     COLUMN,
@@ -24,9 +24,7 @@ from pallas_kernels._recurrence.prompt_shape import (
     PromptShape,
     along_columns,
     along_rows,
-    load,
     multiply,
-    tiled,
     zero_rows,
 )
 from pallas_kernels._recurrence.rule import NORM_EPSILON
@@ -96,7 +94,7 @@ class _Scratch(NamedTuple):
             split=tiled((2, 2, *SQUARE), dtype),
             gates=plgpu.SMEM((2 * CHUNK,), jnp.float32),
             vector=plgpu.SMEM((CHUNK,), jnp.float32),
-            left=None if prompt_shape.OPERANDS_IN_REGISTERS else tiled((2, *SQUARE), dtype),
+            left=None if _mosaic.OPERANDS_IN_REGISTERS else tiled((2, *SQUARE), dtype),
             loaded=plgpu.Barrier(num_arrivals=4),
         )
 
@@ -210,12 +208,12 @@ class _PartsKernel:
         pair = self._split(left)
         for i, part in enumerate(self._split(right)):
             split[i] = part
-        if not prompt_shape.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             for i, part in enumerate(pair):
                 self.smem.left[i] = part
             pair = self.smem.left.at[0], self.smem.left.at[1]
         plgpu.commit_smem()
-        if not prompt_shape.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             products = [multiply(pair[i], split.at[j]) for i, j in ((0, 0), (0, 1), (1, 0))]
             return sum(products[1:], products[0])
 
@@ -261,5 +259,5 @@ class _PartsKernel:
         factors = queries * jnp.exp(total), keys * jnp.exp(end - total), jnp.exp(end)
         for i, factor in enumerate(factors):
             target = out.factors.at[self.chunk, self.head, pl.ds(i * CHUNK, CHUNK)]
-            prompt_shape.store(target, factor)
+            store(target, factor)
         plgpu.wait_smem_to_gmem(0)

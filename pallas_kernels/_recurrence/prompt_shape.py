@@ -8,12 +8,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mosaic
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.rule import Rule
 
-# Interpret mode supports neither wgmma with an operand in registers nor wgmma that accumulates.
-# With False, operands go through shared memory, and sums are computed separately.
-OPERANDS_IN_REGISTERS = True
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)  # layouts of a number for each row, or column
 
@@ -53,18 +51,6 @@ class PromptParts(NamedTuple):
     factors: Any
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory in the layout that wgmma and TMA need."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def load(ref: Any, layout: Any) -> Array:
-    """Loads numbers as float32."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
 def along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
     """Returns a matrix from a number for each row."""
     return lax.broadcast_in_dim(vector, shape, [0])
@@ -82,7 +68,7 @@ def multiply(left: Any, right: Any) -> Array:
 
 def multiply_sum(pairs: Sequence[tuple[Any, Any]]) -> Array:
     """Returns the sum of the products of pairs of matrices."""
-    if not OPERANDS_IN_REGISTERS and len(pairs) > 1:
+    if not _mosaic.OPERANDS_IN_REGISTERS and len(pairs) > 1:
         first, *others = (multiply(*pair) for pair in pairs)
         return sum(others, first)
 
@@ -102,11 +88,3 @@ def zero_rows(ref: Any, begin: Array, end: Array) -> None:
         values = plgpu.load(part, layout=TILE)
         row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=TILE)
         part[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros_like(values))
-
-
-def store(ref: Any, value: Array) -> None:
-    """Stores a value whose size or layout does not allow an optimized store."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 has no optimized store
-        ref[...] = value

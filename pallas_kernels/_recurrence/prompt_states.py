@@ -13,8 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import own_buffers
-from pallas_kernels._recurrence import prompt_shape
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import load, own_buffers, store, tiled
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_shape import (
     COLUMN,
@@ -24,10 +24,7 @@ from pallas_kernels._recurrence.prompt_shape import (
     PromptShape,
     along_columns,
     along_rows,
-    load,
     multiply,
-    store,
-    tiled,
     zero_rows,
 )
 
@@ -105,7 +102,7 @@ class _Scratch(NamedTuple):
             keys=tokens,
             staged=tiled(SQUARE, out),
             plain=plgpu.SMEM(SQUARE, out),
-            left=None if prompt_shape.OPERANDS_IN_REGISTERS else tokens_of(shape),
+            left=None if _mosaic.OPERANDS_IN_REGISTERS else tokens_of(shape),
             loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta),
         )
 
@@ -269,7 +266,7 @@ class _StatesKernel:
             weighed = added * along_columns(to_end, SQUARE)
             return added.astype(operand), weighed.astype(operand)
 
-        if not prompt_shape.OPERANDS_IN_REGISTERS:
+        if not _mosaic.OPERANDS_IN_REGISTERS:
             self._give(carry.chunk, carry.outputs)
             if self.rule.delta:
                 values = values + self._multiply(before, erased)

@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._recurrence.step_pieces import Item, load, pair_layout, store
+from pallas_kernels._mosaic import load, store
+from pallas_kernels._recurrence.step_pieces import Item, pair_layout
 from pallas_kernels._recurrence.step_shape import StepShape
 
 # Interpret mode cannot reshape references. With False, values are reshaped instead.

@@ -7,9 +7,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic import load, store
 from pallas_kernels._recurrence.rule import NORM_EPSILON
 from pallas_kernels._recurrence.step_convolution import StepConvolution
-from pallas_kernels._recurrence.step_pieces import Item, load, store, tile_layout
+from pallas_kernels._recurrence.step_pieces import Item, tile_layout
 from pallas_kernels._recurrence.step_shape import StepShape
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,19 +26,6 @@ def pair_layout() -> Any:
         lane_dims=(-3, -2),
         vector_dim=-1,
     )
-
-
-def store(ref: Any, value: Array) -> None:
-    """Stores a value whose layout does not allow an optimized store."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 has no optimized store
-        ref[...] = value
-
-
-def load(ref: Any, layout: Any) -> Array:
-    """Loads numbers as float32."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 class Item(NamedTuple):

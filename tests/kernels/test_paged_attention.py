@@ -452,10 +452,11 @@ def test_mosaic_attends_by_the_definition(name: str) -> None:
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypatch) -> None:
     """All but the operands that a GPU takes from registers."""
-    from pallas_kernels._paged_attention import mosaic, pieces, prefill_tasks, rounds, tasks
+    from pallas_kernels import _mosaic
+    from pallas_kernels._paged_attention import mosaic, prefill_tasks, rounds, tasks
 
     monkeypatch.setattr(mosaic, "MAX_ROWS", 16)
-    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(tasks, "SEGMENT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 20_000)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
@@ -468,9 +469,10 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
 @needs_mosaic
 def test_many_segments_are_added_up_by_several_warpgroups_in_several_rounds(monkeypatch) -> None:
-    from pallas_kernels._paged_attention import combine, pieces
+    from pallas_kernels import _mosaic
+    from pallas_kernels._paged_attention import combine
 
-    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(combine, "MANY", 2)
     few = {combine.BLOCKS_PER_SM: 1}  # so that a warpgroup loads one segment at a time
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: few.get(per_sm, 6))

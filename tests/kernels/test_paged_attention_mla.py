@@ -87,11 +87,12 @@ def test_mosaic_attends_to_latents_by_the_definition(name: str) -> None:
 def test_mosaic_attends_to_latents_in_interpret_mode(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pallas_kernels._paged_attention import pieces, tasks
+    from pallas_kernels import _mosaic
+    from pallas_kernels._paged_attention import tasks
 
     if INTERPRETED[name][0] == PAIRS and jax.__version_info__ < (0, 12):
         pytest.skip("interpret mode of jax 0.11 does not support the barriers of a pair")
-    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
     case, lens, loc = INTERPRETED[name]

@@ -15,11 +15,12 @@ from jaxkv.testing import assert_same_bytes
 from pallas_kernels import (
     Convolution,
     StatePages,
+    _mosaic,
     causal_conv1d,
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import prompt, prompt_shape, step_convolution, xla
+from pallas_kernels._recurrence import prompt, step_convolution, xla
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
     RecurrentCase,
@@ -39,7 +40,7 @@ def small_and_interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "TOGETHER", 2)  # so that several turns are needed
     if HAS_MOSAIC and not ON_GPU:
         monkeypatch.setattr(step_convolution, "RESHAPES_REFERENCES", False)
-        monkeypatch.setattr(prompt_shape, "OPERANDS_IN_REGISTERS", False)
+        monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
 
 
 class Layer(NamedTuple):
@@ -463,7 +464,7 @@ def test_the_cuda_lowering_is_aliased(
     layer: Layer, most: int, kernels: int, aliases: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_convolution, "RESHAPES_REFERENCES", True)
-    monkeypatch.setattr(prompt_shape, "OPERANDS_IN_REGISTERS", True)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", True)
     ids = {"read_ids": as_ids([0, 1]), "write_ids": as_ids([[0], [1]])}
     given = make(layer, [most] * 2, 2 * most, 0, write_after=as_ids([[most]] * 2), **ids)
 

@@ -203,9 +203,10 @@ def several_rounds() -> Iterator[None]:
 @pytest.fixture
 def small_gpu(monkeypatch) -> None:
     """A GPU of few thread blocks whose segments are short."""
-    from pallas_kernels._paged_attention import pieces, tasks
+    from pallas_kernels import _mosaic
+    from pallas_kernels._paged_attention import tasks
 
-    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     monkeypatch.setattr(tasks, "SEGMENT", 2)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)

@@ -132,9 +132,10 @@ FOREST = Forest([200, 0, 131, 199], [[3, 0, 2], [1]], [130, 0], seed=1)
 @pytest.fixture
 def small_gpu(monkeypatch) -> None:
     """A GPU of few thread blocks, and tiles of few requests."""
-    from pallas_kernels._paged_attention import pieces, shared
+    from pallas_kernels import _mosaic
+    from pallas_kernels._paged_attention import shared
 
-    monkeypatch.setattr(pieces, "OPERANDS_IN_REGISTERS", False)
+    monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     monkeypatch.setattr(shared, "ROWS", 8)
 
