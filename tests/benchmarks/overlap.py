@@ -65,10 +65,9 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 
 
 def _make(sizes: Sizes) -> Data:
-    host = jax.devices()[0].memory("pinned_host")
     rows = jnp.arange(sizes.layers * sizes.moved * sizes.page, dtype=jnp.int32)
     parked = rows.reshape(sizes.layers, sizes.moved, sizes.page)
-    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=host.kind)
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     return Data(
         [jnp.full(sizes.weights, 0.01, jnp.bfloat16) for _ in range(sizes.layers)],
         jnp.ones((16, sizes.weights[0]), jnp.bfloat16),

@@ -94,12 +94,11 @@ def run(report: Report, peer: VllmPeer | None) -> None:
 def _run_case(report: Report, case: Case) -> None:
     """Serves a model with both engines; ours starts a second time, with jax's compilation cache."""
     config, folder, chosen = text_config(case.model), timing.vllm_engine, case.chosen
+    kind = case.kv_dtype or ""
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-        kind = case.kv_dtype or ""
-        ours = _in_process("jaxkv_engine", config, chosen, kind)
-        again = _in_process("jaxkv_engine", config, (), kind) if case is CASES[0] else {}
-        del os.environ["JAX_COMPILATION_CACHE_DIR"]
+        kept = {"JAX_COMPILATION_CACHE_DIR": cache}
+        ours = _in_process("jaxkv_engine", config, chosen, kind, **kept)
+        again = _in_process("jaxkv_engine", config, (), kind, **kept) if case is CASES[0] else {}
     if "start" in again:
         ours["start, compiled before"] = again["start"]
     theirs = {}
@@ -134,16 +133,24 @@ def _serve_tiny() -> dict[str, Any]:
 
 
 def _in_process(
-    module: str, config: dict[str, Any], chosen: Sequence[Workload], *arguments: str
+    module: str,
+    config: dict[str, Any],
+    chosen: Sequence[Workload],
+    *arguments: str,
+    **variables: str,
 ) -> dict[str, Any]:
-    """Returns the figures of one engine; those that it reached, if it ended early."""
+    """Returns the figures of one engine; those that it reached, if it ended early.
+
+    Args:
+      variables: of its environment, besides those of this one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         paths = [pathlib.Path(folder, name) for name in ("config.json", "results.json")]
         paths[0].write_text(json.dumps(config))
         command = [sys.executable, "-m", f"tests.benchmarks.served.{module}"]
         command += [*map(str, paths), workloads.dump(chosen), *arguments]
         try:
-            subprocess.run(command, timeout=TIMEOUT_S, check=True)
+            subprocess.run(command, timeout=TIMEOUT_S, check=True, env=os.environ | variables)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"  {module} ended early: {error}", flush=True)
         return json.loads(paths[1].read_text()) if paths[1].exists() else {}
