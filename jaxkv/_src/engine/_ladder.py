@@ -61,8 +61,8 @@ class Ladder:
         their matrix products, and requests that decode get a token in each.
         """
         sizes = list(self.mixed)
-        above = next((size for size in sizes if size >= wanted), sizes[-1])
-        below = sizes[max(0, sizes.index(above) - 1)]
+        at = min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)
+        below, above = sizes[max(0, at - 1)], sizes[at]
         return above if above <= READING or wanted >= FULL_ENOUGH * above else below
 
     def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:

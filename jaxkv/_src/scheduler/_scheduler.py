@@ -131,10 +131,11 @@ class Scheduler:
     @property
     def wanted_tokens(self) -> int:
         """Known tokens to compute: of running requests, and of those for which rows are free."""
-        queues, running = self._queues, self._queues.now_running()
+        queues, order = self._queues, self._queues.order
+        known, computed = self._ledger.num_tokens, self._manager.computed_by_row
         entrants = itertools.islice(queues.waiting, queues.num_free_rows)
         entering = sum([queues.num_tokens(request) for request in entrants])
-        return int((running.num_tokens - running.computed).sum()) + entering
+        return int((known[order.index] - computed[order.rows]).sum()) + entering
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
