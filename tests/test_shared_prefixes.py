@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv._src.blocks import _sharing
+from jaxkv._src.prefixes import _beginnings
 
 BLOCK, LONGEST, REQUESTS, GROUPS, VOCAB = 16, 320, 8, 3, 100
 LAYERS = ("full", "window", "latent")
@@ -23,7 +23,7 @@ LAYERS = ("full", "window", "latent")
 
 @pytest.fixture(autouse=True)
 def short_beginnings(monkeypatch) -> None:
-    monkeypatch.setattr(_sharing, "LEAST_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(_beginnings, "LEAST_TOKENS", 2 * BLOCK)
 
 
 @functools.cache
@@ -166,8 +166,8 @@ def check_groups(plan: jaxkv.Plan, groups, ids, computed: list[int]) -> None:
         for of_request, tokens in zip(ids, computed, strict=True)
     ]
     saved = sum((len(group) - 1) * tokens for group, tokens in groups)
-    best = most_saved(beginnings, _sharing.LEAST_TOKENS)
-    if best * _sharing.LEAST_PART < sum(computed):
+    best = most_saved(beginnings, _beginnings.LEAST_TOKENS)
+    if best * _beginnings.LEAST_PART < sum(computed):
         assert not groups
     elif len(groups) < GROUPS:
         assert saved == best

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.prefixes import PrefixGroup
 
 if TYPE_CHECKING:
     from jaxkv._src.blocks._shape import StepShape
@@ -235,11 +236,12 @@ def write_entries(shape: "StepShape", data: np.ndarray, entries: Entries) -> Non
         put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
 
 
-def write_prefixes(
-    shape: "StepShape", data: np.ndarray, members: np.ndarray, ends: np.ndarray, lens: np.ndarray
-) -> None:
+def write_prefixes(shape: "StepShape", data: np.ndarray, groups: Sequence[PrefixGroup]) -> None:
     """Writes groups of requests that begin with the same tokens; see `StepBatch`."""
-    if members.size:
+    if groups:
+        members = np.concatenate([group.members for group in groups])
+        ends = np.cumsum([group.members.size for group in groups])
+        lens = np.array([group.tokens for group in groups])
         data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
         put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
 

@@ -28,10 +28,10 @@ from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._resuming import check_moved
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._shape import StepShape, Upload
-from jaxkv._src.blocks._sharing import PrefixFinder
 from jaxkv._src.blocks._state import Changes, RequestState, SharedCell
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
+from jaxkv._src.prefixes import PrefixGroup, group_by_beginning
 
 
 class Ring(Protocol):
@@ -96,7 +96,12 @@ class StepPlanner:
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows, self._prefixes = plan, state, rows, prefixes
         self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
-        self._sharing = PrefixFinder(state)
+        self._shared = [  # groups of layers in which a token reads all that are before it
+            group
+            for group, growth in enumerate(state.growth.growths)
+            if growth.stores == "tokens" and min(growth.window, growth.chunk) == INT32_MAX
+        ]
+        self._beginnings: tuple[object, list[PrefixGroup]] = None, []  # for what, and what is found
         self._grown: PlannedStep | None = None  # the step for which `grow` was called last
         self._is_anew = False  # whether the next upload is the first one after a reset
         self.num_uploads = 0
@@ -125,9 +130,8 @@ class StepPlanner:
         self._change(step)
         if news is not None:
             write_news(state, shape, data, news, step.taken)
-        if shape.shared_prefixes:
-            found = self._sharing.find(batch.rows, computed, shape.shared_prefixes)
-            write_prefixes(shape, data, *found)
+        if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:
+            self._write_prefixes(shape, data, batch.rows, computed)
         state.advance(batch.rows, computed, step.totals)
         self._prefixes.after_step(batch.rows)
         return self._numbered(shape, data, ring)
@@ -165,6 +169,20 @@ class StepPlanner:
             if news is not None and news.cells is changes.fresh:
                 step.taken = taken
             step.changes, step.version = None, self._state.version
+
+    def _write_prefixes(
+        self, shape: StepShape, data: np.ndarray, rows: np.ndarray, computed: np.ndarray
+    ) -> None:
+        """Writes the requests that begin with the same blocks; looks for them after changes."""
+        state = self._state
+        key = rows.tobytes(), state.beginnings, shape.shared_prefixes
+        if key != self._beginnings[0]:
+            ends = state.starts[:-1] + state.held(rows)[2].max(axis=1, initial=0)
+            tables = [state.table[rows, state.starts[g] : ends[g]] for g in self._shared]
+            sizes = [state.column_tokens[group] for group in self._shared]
+            found = group_by_beginning(tables, sizes, computed, shape.shared_prefixes)
+            self._beginnings = key, found
+        write_prefixes(shape, data, self._beginnings[1])
 
     def _numbered(self, shape: StepShape, data: np.ndarray, ring: Ring | None) -> Upload:
         """Counts an upload, writes its number, and returns it."""

@@ -1,5 +1,6 @@
 """Prefix caching: a radix tree of prompts, block keys, and events for routers. No jax."""
 
+from jaxkv._src.prefixes._beginnings import PrefixGroup, group_by_beginning
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
 from jaxkv._src.prefixes._checkpoints import Checkpoint
 from jaxkv._src.prefixes._event_encoding import (
@@ -64,6 +65,7 @@ __all__ = [
     "Namespace",
     "Node",
     "PrefixEvents",
+    "PrefixGroup",
     "PrefixPolicy",
     "PrefixTree",
     "Reason",
@@ -78,5 +80,6 @@ __all__ = [
     "event_frames",
     "extra_keys_by_block",
     "find",
+    "group_by_beginning",
     "root_key",
 ]
