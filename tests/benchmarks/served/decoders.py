@@ -107,8 +107,7 @@ class Decoder:
         if isinstance(spec, jaxkv.MLASpec):
             rank, rotary, plain, value = self.latent
             return p | {
-                "q": _matrix(keys[2], hidden, self.heads * (plain + rotary), dtype),
-                "latent": _matrix(keys[3], hidden, rank + rotary, dtype),
+                "q_latent": _matrix(keys[2], hidden, self._latent_rows + rank + rotary, dtype),
                 "latent_norm": jnp.ones(rank, dtype),
                 "keys": _matrix(keys[4], self.heads, plain, rank, dtype),
                 "values": _matrix(keys[5], self.heads, rank, value, dtype),
@@ -131,7 +130,7 @@ class Decoder:
             x = _feed_forward(x, p["norms"][1], p["up"], p["down"])
         x = _norm(x[step.last_tokens], params["norm"])
         head = params["embed"].T if self.tied else params["head"]
-        return jnp.matmul(x, head, preferred_element_type=jnp.float32)
+        return (x @ head).astype(jnp.float32)  # in f32 XLA would convert the matrix for one row
 
     def _mix(self, p: Params, step: Step, name: str, x: Array) -> Array:
         spec = self.layers[name]
@@ -157,11 +156,17 @@ class Decoder:
             out = out * jax.nn.sigmoid(gate)
         return out.reshape(len(x), -1) @ p["out"]
 
+    @property
+    def _latent_rows(self) -> int:
+        """Rows of all heads' queries in latent attention."""
+        _, rotary, plain, _ = self.latent
+        return self.heads * (plain + rotary)
+
     def _latent(self, p: Params, step: Step, name: str, x: Array) -> Array:
         """DeepSeek-V2 (arXiv 2405.04434), with the keys' matrix absorbed into the queries."""
         rank, rotary, plain, _ = self.latent
-        q = (x @ p["q"]).reshape(len(x), self.heads, plain + rotary)
-        row = x @ p["latent"]
+        q, row = jnp.split(x @ p["q_latent"], [self._latent_rows], axis=-1)
+        q = q.reshape(len(x), self.heads, plain + rotary)
         shared = _rotate(row[:, None, rank:], step.positions, self.theta)[:, 0]
         row = jnp.concatenate([_norm(row[:, :rank], p["latent_norm"]), shared], axis=-1)
         q = jnp.concatenate(

@@ -155,6 +155,8 @@ def _decode(server: Server, workload: Decode) -> Figures:
         if is_full and was_full:
             seconds.append(now - last)
         last, was_full = now, is_full
+    if not seconds:
+        raise RuntimeError(f"{name_of(workload)}: the cache has no room for all at once")
     return Figures(statistics.median(seconds), workload.requests)
 
 
