@@ -1,7 +1,7 @@
 """`Admission`, which starts waiting requests and forks. No jax."""
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -41,117 +41,67 @@ class Admission:
 
     # --- waiting requests -----------------------------------------------------------
 
-    def entrants(self, step: StepBudget) -> list[Request]:
-        """Returns the waiting requests that may start, in order, and gives them tokens."""
-        entrants: list[Request] = []
-        free_rows, ledger = self._queues.num_free_rows, self._queues.ledger
-        if not (self._queues.waiting and free_rows) or step.is_full:
-            return entrants
-        cached_left, room = step.cached_tokens, self._room()
-        for request in self._queues.waiting:
-            if len(entrants) == free_rows or step.is_full:
-                break
-            num_tokens = self._queues.num_tokens(request)
-            if ledger.needs_token[request.index] or not self._knows_ids(request):
-                break
-            # Only a request that has all the room of a step to itself may take a part of a prefix.
-            most = cached_left if cached_left == self._options.cached_tokens else ANYWHERE
-            draft_start = ledger.draft_starts.item(request.index)
-            cached, held = self._prompts.find(request, num_tokens, min(most, draft_start))
-            owed = self._prompt_blocks(request) - held
-            if not self._has_room(request, room, owed):
-                break
-            copies_state = bool(cached) and self._options.has_states
-            if cached > cached_left or (copies_state and not step.forks):
-                break
-            count = num_tokens - cached
-            if not step.give(request.name, count, draft_start=draft_start - cached):
-                break
-            cached_left -= cached
-            step.forks -= copies_state
-            step.has_shared |= cached > 0
-            room.take(request, owed)
-            entrants.append(request)
-        return entrants
-
-    def _knows_ids(self, request: Request) -> bool:
-        """Returns whether the ids of a waiting request are known, except those of its drafts."""
-        drafts = self._queues.ledger.draft_starts.item(request.index)
-        return self._prompts.is_known(
-            request.name, min(self._queues.num_tokens(request), drafts + 1)
-        )
-
-    def admit(self, step: StepBudget, entrants: Sequence[Request]) -> dict[Hashable, PrefixHit]:
-        """Starts requests in order, for as long as there are blocks; returns their hits."""
+    def admit(self, step: StepBudget) -> dict[Hashable, PrefixHit]:
+        """Starts waiting requests in order, for as long as there is room; returns their hits."""
+        queues, room = self._queues, self._room()
         hits: dict[Hashable, PrefixHit] = {}
-        if not entrants:
-            return hits
-        room, share = self._room(), step.has_shared
-        # A request that shares blocks may find them evicted for the one before it, which then has
-        # to have its blocks first.
-        for together in [[request] for request in entrants] if share else [entrants]:
-            owed = room.owed
-            hits |= self._start_all(step, together, room)
-            if together[-1].row < 0:
-                break
-            if share:
-                room.owed = owed + self._owed_blocks(together[-1])
-        for request in entrants:
-            if request.row < 0:
-                step.take_back(request.name)
-        self._queues.sort_running()
-        return hits
-
-    def _start_all(
-        self, step: StepBudget, requests: Sequence[Request], room: Room
-    ) -> dict[Hashable, PrefixHit]:
-        """Starts requests, and takes the blocks of all of them at once; returns their hits."""
-        hits: dict[Hashable, PrefixHit] = {}
-        for request in requests:
-            hit = self._start(step, request, room)
+        started: list[Request] = []
+        for request in queues.waiting[: queues.num_free_rows]:
+            hit = None if step.is_full else self._start(step, request, room)
             if hit is None:
                 break
             hits[request.name] = hit
-        started = requests[: len(hits)]
-        if hits and not self.grows({name: step.work[name] for name in hits}):
-            started = self._grow_each(step, started)
+            started.append(request)
+        while started and not self.grows({name: step.work[name] for name in hits}):
+            last = started.pop()  # some of the blocks in `Room` are no longer there
+            self._prompts.finish(last)
+            step.take_back(last.name)
+            del hits[last.name]
+        del queues.waiting[: len(started)]
         for request in started:
-            self._queues.admitted(request)
-            self._queues.run(request, hits[request.name].row)
-            self._queues.ledger.prefill_tokens[request.index] = self._queues.num_tokens(request)
+            queues.run(request, hits[request.name].row)
+            queues.ledger.prefill_tokens[request.index] = queues.num_tokens(request)
             if request.prompt.chunk_ends:
-                self._queues.in_chunks[request.name] = request
-        return {request.name: hits[request.name] for request in started}
-
-    def _grow_each(self, step: StepBudget, started: Sequence[Request]) -> Sequence[Request]:
-        """Takes blocks for the first requests, and ends the others; returns the first."""
-        for count, request in enumerate(started):
-            if not self.grows({request.name: step.work[request.name]}):
-                for left_out in started[count:]:
-                    self._prompts.finish(left_out)
-                return started[:count]
-        return started
+                queues.in_chunks[request.name] = request
+        queues.sort_running()
+        return hits
 
     def _start(self, step: StepBudget, request: Request, room: Room) -> PrefixHit | None:
-        """Starts a request with its cached prefix, if there are blocks for the rest."""
-        name, num_tokens = request.name, self._queues.num_tokens(request)
-        draft_start, held = self._queues.ledger.draft_starts.item(request.index), 0
-        most = min(step.cached_tokens, draft_start)
-        if step.has_shared:
-            _, held = self._prompts.find(request, num_tokens, most)
+        """Starts a request with its cached prefix and gives it tokens, if there is room."""
+        name, ledger, limit = request.name, self._queues.ledger, self._options.cached_tokens
+        if ledger.needs_token[request.index] or not self._knows_ids(request):
+            return None
+        num_tokens, draft_start = self._queues.num_tokens(request), self._draft_start(request)
+        # Only a request that has all the room of a step to itself may take a part of a prefix.
+        most = limit if step.cached_tokens == limit else ANYWHERE
+        most = min(most, draft_start)
+        cached, held = self._prompts.find(request, num_tokens, most)
         blocks = self._prompt_blocks(request)
         if not self._has_room(request, room, blocks - held):
+            return None
+        copies_state = bool(cached) and self._options.has_states
+        if cached > step.cached_tokens or copies_state > step.forks:
+            return None
+        if not step.give(name, num_tokens - cached, draft_start=draft_start - cached):
             return None
         hit = self._prompts.start(
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
         )
-        cached = hit.num_cached_tokens
-        end = self._prompts.next_chunk_end(request, cached)
+        end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
         step.take_back(name)
         step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
+        step.forks -= copies_state
         room.take(request, blocks - sum(hit.shared_blocks))
         return hit
+
+    def _draft_start(self, request: Request) -> int:
+        return self._queues.ledger.draft_starts.item(request.index)
+
+    def _knows_ids(self, request: Request) -> bool:
+        """Returns whether the ids of a waiting request are known, except those of its drafts."""
+        tokens = min(self._queues.num_tokens(request), self._draft_start(request) + 1)
+        return self._prompts.is_known(request.name, tokens)
 
     def grows(self, work: dict[Hashable, int]) -> bool:
         """Takes the blocks of requests. Returns False if there are too few, and none is taken."""
@@ -171,7 +121,7 @@ class Admission:
                 owed += self._owed_blocks(self._queues.running[running.order.names[at]])
         return Room(owed, running.order.blocks)
 
-    def _has_room(self, request: Request, room: Room, owed: int = 0) -> bool:
+    def _has_room(self, request: Request, room: Room, owed: int) -> bool:
         """Returns whether a request can start, whose prompt takes ``owed`` free blocks."""
         if not self._options.preemption:
             steady, in_flight = request.blocks
@@ -200,7 +150,7 @@ class Admission:
         if self._options.preemption:
             return free_rows
         room = self._room()
-        while count < free_rows and self._has_room(donor, room):
+        while count < free_rows and self._has_room(donor, room, 0):
             room.take(donor, 0)
             count += 1
         return count

@@ -14,7 +14,6 @@ class StepBudget:
     unfinished: requests of the work that will still have tokens to compute after the step.
     forks, cached_tokens: room for these that is left; see `StepShape.for_plan`.
     everyone: all running requests, if the work is one token of each; else None.
-    has_shared: whether a request that starts in the step has a cached prefix.
     """
 
     def __init__(
@@ -23,7 +22,6 @@ class StepBudget:
         self.work: dict[Hashable, int] = {}
         self.forks, self.cached_tokens = forks, cached_tokens
         self.unfinished: set[Hashable] = set()
-        self.has_shared = False
         self._tokens, self._requests, self._longest = max_tokens, batch_size, longest
         self.everyone: InOrder | None = None
 

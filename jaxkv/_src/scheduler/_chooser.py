@@ -78,8 +78,7 @@ class Chooser:
         is checked each time.
         """
         order, manager = self._queues.order, self._manager
-        may_admit = self._queues.waiting and self._queues.num_free_rows > 0
-        if not (order is step.everyone is self.extended) or may_admit:
+        if not (order is step.everyone is self.extended) or self._queues.may_admit:
             return False
         may_copy = self._options.forks and manager.block_pool.has_shared_blocks
         if may_copy and np.count_nonzero(manager.may_copy_by_row[order.rows]):
@@ -103,18 +102,21 @@ class Chooser:
         running = self._queues.now_running()
         self._check(running.order.names, running.num_sampled)
         decodes, prefills = self._with_work(step, running)
-        first, later = (decodes, prefills), ()
-        if self._options.order == "prefill_first":
-            first, later = (prefills,), (decodes,)
-        for chosen in first:
+        prefill_first, names = self._options.order == "prefill_first", running.order.names
+        for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
             step.give_all(running, chosen)
-        entrants = self._admission.entrants(step)
-        for chosen in later:
-            step.give_all(running, chosen)
-        preempted = self._take_blocks(step, running, entrants)
-        hits = self._admission.admit(step, entrants)
-        for chosen in later:
-            self._fill(step, running, chosen)
+        preempted: list[Hashable] = []
+        hits: dict[Hashable, PrefixHit] = {}
+        if not self._take_blocks(step, names):
+            preempted = self._take_by_age(step, set(itertools.compress(names, running.is_prefill)))
+        elif self._queues.may_admit:
+            # Prompts come before decodes, which keep their blocks and get the tokens that are left.
+            later = [at for at in decodes.tolist() if prefill_first and names[at] in step.work]
+            for at in later:
+                step.take_back(names[at])
+            hits = self._admission.admit(step)
+            for at in later:
+                step.give_one(running, at)
         if not step.work:
             preempted += self._force(step, running, np.union1d(decodes, prefills))
         if not step.work and max_tokens == self._options.max_tokens:
@@ -211,25 +213,11 @@ class Chooser:
 
     # --- blocks of running requests -------------------------------------------------
 
-    def _take_blocks(
-        self, step: StepBudget, running: Running, entrants: list[Request]
-    ) -> list[Hashable]:
-        """Takes the blocks of all running requests with work; returns the preempted requests.
-
-        If there are too few blocks, no waiting request is admitted.
-        """
-        names, work = running.order.names, step.work
-        if entrants:
-            waiting = {request.name for request in entrants}
-            work = {name: count for name, count in work.items() if name not in waiting}
-        if len(work) < len(names):
-            self._manager.trim(name for name in names if name not in work)
-        if self._admission.grows(work):
-            return []
-        for request in entrants:
-            step.take_back(request.name)
-        entrants.clear()
-        return self._take_by_age(step, set(itertools.compress(names, running.is_prefill)))
+    def _take_blocks(self, step: StepBudget, names: Sequence[Hashable]) -> bool:
+        """Takes the blocks of a step of running requests; False: they are too few for all."""
+        if len(step.work) < len(names):
+            self._manager.trim(name for name in names if name not in step.work)
+        return self._admission.grows(step.work)
 
     def _take_by_age(self, step: StepBudget, prefills: set[Hashable]) -> list[Hashable]:
         """Takes blocks request by request, oldest first; returns the preempted requests."""
@@ -253,17 +241,6 @@ class Chooser:
                     step.take_back(preempted[-1])
                 self.preempt(self._queues.running[preempted[-1]])
         return preempted
-
-    def _fill(self, step: StepBudget, running: Running, decodes: np.ndarray) -> None:
-        """Gives decodes the tokens and blocks that requests which were not admitted left over."""
-        for at in decodes.tolist():
-            name = running.order.names[at]
-            if step.is_full:
-                break
-            may_run = name not in step.work and name in self._queues.running
-            if may_run and step.give_one(running, at):
-                if not self._admission.grows({name: step.work[name]}):
-                    step.take_back(name)
 
     def _force(self, step: StepBudget, running: Running, with_work: np.ndarray) -> list[Hashable]:
         """Gives the oldest request its tokens, for which younger ones are preempted.

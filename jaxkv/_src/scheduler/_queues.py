@@ -39,6 +39,11 @@ class Queues:
         return self._manager.max_requests - len(self.running)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether requests wait, and rows are free."""
+        return bool(self.waiting) and self.num_free_rows > 0
+
+    @property
     def waiting_names(self) -> list[Hashable]:
         """All requests without a row, the oldest first."""
         held = [sample for leader in self.leaders.values() for sample in leader.samples]
@@ -131,10 +136,6 @@ class Queues:
         self.ledger.needs_token[request.index] = needs_token
         bisect.insort(self.waiting, request, key=_age)
 
-    def admitted(self, request: Request) -> None:
-        """Takes a request out of those that wait."""
-        del self.waiting[bisect.bisect_left(self.waiting, request.age, key=_age)]
-
     def sort_running(self) -> None:
         """Restores the order of the running requests, after some were added."""
         by_age = sorted(self.running.values(), key=_age)
@@ -168,7 +169,7 @@ class Queues:
         if request.row >= 0:
             self.stop(request)
         elif leader is None:
-            self.admitted(request)
+            del self.waiting[bisect.bisect_left(self.waiting, request.age, key=_age)]
         if heir is not None:
             bisect.insort(self.waiting, heir, key=_age)
         del self.of[request.name]
