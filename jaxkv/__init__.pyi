@@ -16,7 +16,6 @@ from jaxkv._src.cache import make_cache as make_cache
 from jaxkv._src.cache import set_scales as set_scales
 from jaxkv._src.engine import Engine as Engine
 from jaxkv._src.engine import Sampling as Sampling
-from jaxkv._src.engine import StepContext as StepContext
 from jaxkv._src.hf_config import layers_from_config as layers_from_config
 from jaxkv._src.hf_config import load_config as load_config
 from jaxkv._src.planning import KVCacheCapacityError as KVCacheCapacityError
@@ -48,6 +47,7 @@ from jaxkv._src.specs import SharedKVSpec as SharedKVSpec
 from jaxkv._src.specs import SlidingWindowMLASpec as SlidingWindowMLASpec
 from jaxkv._src.specs import SlidingWindowSpec as SlidingWindowSpec
 from jaxkv._src.specs import StateSpec as StateSpec
+from jaxkv._src.step import StepContext as StepContext
 from jaxkv._src.step import UploadRing as UploadRing
 from jaxkv._src.step import apply_step as apply_step
 

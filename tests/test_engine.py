@@ -1,5 +1,6 @@
 """`Engine`: the tokens of a model without a cache, whatever the batch, and nothing lost."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -205,7 +206,7 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one()
         outputs = run(engine, requests)
     assert not compilations
     assert_right(outputs, requests, ("full",))
-    assert [shape.max_tokens for shape in engine._packer.ladder.shapes] == [1, 4, 16]
+    assert [shape.max_tokens for shape in engine._ladder.shapes] == [1, 4, 16]
 
 
 # --- the sampler ----------------------------------------------------------------------
@@ -326,6 +327,32 @@ def test_a_lost_call_runs_again(monkeypatch) -> None:
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
 
 
+def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
+    engine, requests = make_engine(), random_requests(0, 6)
+    right, failures = engine._device.run, iter([False, True, False, True, True])
+
+    class Drawn:
+        def __init__(self, out: jax.Array):
+            self.out = out
+
+        def __array__(self, *args: Any, **options: Any) -> np.ndarray:
+            if next(failures, False):
+                raise KeyboardInterrupt
+            return np.asarray(self.out)
+
+    monkeypatch.setattr(engine._device, "run", lambda uploads: Drawn(right(uploads)))
+    for name, (prompt, sampling) in enumerate(requests):
+        engine.add(name, prompt, sampling)
+    tokens: dict[Any, list[int]] = {}
+    while engine.has_work:
+        with contextlib.suppress(KeyboardInterrupt):
+            for output in engine.step():
+                tokens.setdefault((output.request, output.sample), []).extend(output.tokens)
+    assert not list(failures)
+    monkeypatch.undo()
+    assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+
+
 def test_an_engine_restarts_after_a_lost_upload() -> None:
     engine, requests = make_engine(), random_requests(0, 6)
     for name, (prompt, sampling) in enumerate(requests):
@@ -369,7 +396,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert_all_free(engine)
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
-    assert not samples.of and not samples.tokens and not samples.num_of and not engine._in_flight
+    assert not samples.of and not samples.tokens and not samples.num_of and not engine._calls
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""A step as a model sees it, and an engine that generates tokens with a model."""
+"""An engine that generates tokens with a model, and its sampler."""
 
-from jaxkv._src.engine._context import StepContext
 from jaxkv._src.engine._engine import Engine
 from jaxkv._src.engine._sampling import Output, Sampling, Stats
 
-__all__ = ["Engine", "Output", "Sampling", "Stats", "StepContext"]
+__all__ = ["Engine", "Output", "Sampling", "Stats"]

@@ -13,12 +13,13 @@ from jax import Array, lax
 
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache
-from jaxkv._src.engine._context import StepContext, leave_ended_out
 from jaxkv._src.engine._draw import draw
 from jaxkv._src.engine._samples import COLUMNS, INDEX, NUM_STOPS
 from jaxkv._src.engine._sampling import Kind
+from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
-from jaxkv._src.step import COMPILER_OPTIONS, UploadRing
+from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 
 Forward = Callable[[Any, StepContext], Any]
 Uploads = tuple[Upload, ...]  # of one shape
@@ -159,7 +160,7 @@ def run_steps(
 
     def one(state: State, upload: Upload) -> tuple[State, Array]:
         context = StepContext(state.cache, upload, newest_tokens=state.drawn)
-        has_ended = leave_ended_out(context) if len(uploads) > 1 else None
+        has_ended = _leave_ended_out(context) if len(uploads) > 1 else None
         result = forward(params, context)
         logits, context = result if isinstance(result, tuple) else (result, context)
         _check_logits(logits, context)
@@ -182,6 +183,16 @@ def run_steps(
     memory = jax.memory.Space.Device  # uploads of a ring are in the host's
     data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
     return lax.scan(one, state, Upload(data=data, shape=uploads[0].shape))
+
+
+def _leave_ended_out(step: StepContext) -> Array:
+    """Lets requests whose newest token is -1 write nothing. Returns them, bool[B]."""
+    batch, token_ids = step._batch, step._token_ids
+    has_ended = take(token_ids.reshape(-1), batch.last_tokens) < 0
+    ids = jnp.where(has_ended[:, None], NULL_BLOCK, batch.block_ids)
+    step._batch = dataclasses.replace(batch, block_ids=ids)
+    step._token_ids = jnp.maximum(token_ids, 0)
+    return has_ended
 
 
 def _check_logits(logits: Any, context: Any) -> None:

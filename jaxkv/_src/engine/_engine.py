@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from jax import Array
@@ -12,22 +11,25 @@ from jax import Array
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import CacheError, KVCache, make_cache
 from jaxkv._src.engine._device import Device, Forward
+from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._packer import Packer, Step
-from jaxkv._src.engine._samples import Sample
+from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import FinishReason, Output, Sampling, Stats, as_prompt
 from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
+from jaxkv._src.scheduler import Scheduler
 
 InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
 
 
-class _Call(NamedTuple):
-    """A call of the device: the steps that it runs, and what they will draw, see `run_steps`."""
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A call of the device: its steps, and what they draw (`run_steps`); None: not started yet."""
 
     steps: list[Step]
-    out: Array
+    out: Array | None = None
 
 
 class Engine:
@@ -90,45 +92,39 @@ class Engine:
             the smallest step; logits that are not [B, vocab].
         """
         check_positive(decode_steps=decode_steps)
-        self.stats = Stats()
-        self._packer = packer = Packer(
-            plan,
-            self.stats,
-            max_requests=max_requests,
+        self.stats, self._samples, self._decode_steps = Stats(), Samples(), decode_steps
+        #: the books of its blocks, to read from
+        self.manager = BlockManager(plan, max_requests=max_requests)
+        ahead = CALLS_AHEAD * decode_steps
+        self._scheduler = Scheduler(
+            self.manager,
             max_tokens=max_tokens,
-            steps_ahead=CALLS_AHEAD * decode_steps,
+            forks=min(max_requests, 32) if forks is None else forks,
+            tokens=self._samples.tokens,
             chunk_tokens=chunk_tokens,
-            forks=forks,
-            shared_prefixes=shared_prefixes,
+            steps_ahead=ahead,
         )
-        self._samples, self._decode_steps = packer.samples, decode_steps
+        self._ladder = Ladder(self._scheduler, max_requests, max_tokens, shared_prefixes)
+        parts = self.manager, self._scheduler, self._ladder, self._samples, self.stats
+        self._packer = Packer(*parts, steps_ahead=ahead)
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
-        self._device = Device(forward, params, cache, packer.num_drawn)
-        # Before there is a ring: its uploads have numbers, and have to run.
-        self._device.trace(packer.idle(packer.ladder.shapes[0], 1))
-        packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
+        self._device = Device(forward, params, cache, self._packer.num_drawn)
+        self._device.trace((self._ladder.shapes[0].idle(),))
+        self._packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
         self._seeds = np.random.default_rng(seed)
         self._stops: set[int] = set()  # of all requests so far
-        self._packed: collections.deque[list[Step]] = collections.deque()  # by call
-        self._in_flight: collections.deque[_Call] = collections.deque()
-        # With tokens or an end that no output has held, more than once perhaps; those with an end.
-        self._changed: list[Sequence[Sample]] = []
-        self._ended: list[Sample] = []
+        self._calls: collections.deque[_Call] = collections.deque[_Call]()  # the oldest first
+        self._ended: list[Sample] = []  # whose end no output has held
 
     def __repr__(self) -> str:
-        return f"Engine({self._packer.scheduler!r}, {len(self._packer.ladder.shapes)} shapes)"
+        return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
 
     # --- requests -----------------------------------------------------------------
 
     @property
-    def manager(self) -> BlockManager:
-        """The books of its blocks, to read from."""
-        return self._packer.manager
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._samples.of or self._changed)
+        return bool(self._samples.of or self._ended)
 
     def generate(
         self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
@@ -206,11 +202,8 @@ class Engine:
           CacheError: the device found an error; see `check_errors`.
         """
         self._advance()
-        is_one = len(self._changed) == 1
-        changed = self._changed[0] if is_one else dict.fromkeys(chain.from_iterable(self._changed))
-        outputs = [sample.output() for sample in changed]
-        self._forget_changed()
-        return outputs
+        samples = [*self._take_ended(), *self._samples.of.values()]
+        return [s.output() for s in samples if s.reason or len(s.tokens) > s.num_sent]
 
     # --- weights and memory -------------------------------------------------------
 
@@ -259,8 +252,7 @@ class Engine:
 
         For a cache that lost its content or an upload, as `CacheError` says.
         """
-        self._packed.clear()
-        self._in_flight.clear()
+        self._calls.clear()
         self.manager.reset()
         self._packer.restart(from_prompts=False)
 
@@ -276,7 +268,7 @@ class Engine:
         """
         self._settle()
         self._device.kind = max([self._device.kind, *(sampling.kind for sampling in samplings)])
-        ladder, idle = self._packer.ladder, self._packer.idle
+        ladder, idle = self._ladder, self._packer.idle
         calls = [idle(shape, 1) for shape in ladder.shapes]
         if self._decode_steps > 1:
             calls += [idle(shape, self._decode_steps) for shape in ladder.decode.values()]
@@ -293,44 +285,48 @@ class Engine:
         try:
             while self.has_work:
                 self._advance()
-                ended = self._ended.copy()
-                self._forget_changed()
-                yield from [sample.output(sample.num_prompt) for sample in ended]
+                yield from [sample.output(sample.num_prompt) for sample in self._take_ended()]
         finally:
             for request in list(self._samples.num_of):
                 self.abort(request)
-            self._forget_changed()
+            self._ended.clear()
+
+    def _take_ended(self) -> list[Sample]:
+        ended = self._ended
+        self._ended = []
+        return ended
 
     def _advance(self) -> None:
-        """Sends one call if there is work for it, and collects all but the newest ones."""
-        if not self._packed:
+        """Starts one call if there is work for it, and collects all but the newest ones."""
+        # After an exception there may be calls that have to start, or as many as may run.
+        if len(self._calls) < CALLS_AHEAD and all(call.out is not None for call in self._calls):
             steps = self._packer.pack(self._decode_steps)
             is_whole = len(steps) == self._decode_steps
-            self._packed.extend([steps] if is_whole else [[step] for step in steps])
-        is_busy = bool(self._packed)
-        self._send()
-        ahead = CALLS_AHEAD - 1 if is_busy else max(0, len(self._in_flight) - 1)
-        if self._samples.of and not self._in_flight:
-            raise RuntimeError(f"{self._packer.scheduler!r} found no work, although requests wait")
-        while len(self._in_flight) > ahead:
-            self._collect(self._in_flight.popleft())
+            self._calls.extend(map(_Call, [steps] if is_whole else [[step] for step in steps]))
+        ahead = CALLS_AHEAD - 1 if self._start_calls() else len(self._calls) - 1
+        if self._samples.of and not self._calls:
+            raise RuntimeError(f"{self._scheduler!r} found no work, although requests wait")
+        while len(self._calls) > max(0, ahead):
+            self._collect()
 
-    def _send(self) -> None:
-        """Starts all calls that are packed; those before an exception stay packed."""
-        while self._packed:
-            out = self._device.run(tuple([step.upload for step in self._packed[0]]))
-            self._in_flight.append(_Call(self._packed.popleft(), out))
+    def _start_calls(self) -> int:
+        """Starts all calls that are packed, and counts them; after an exception they stay so."""
+        packed = [call for call in self._calls if call.out is None]
+        for call in packed:
+            call.out = self._device.run(tuple([step.upload for step in call.steps]))
             self.stats.calls += 1
+        return len(packed)
 
-    def _collect(self, call: _Call) -> None:
-        """Waits for a call, and gives the samples their tokens."""
-        for out, step in zip(np.asarray(call.out), call.steps, strict=True):
+    def _collect(self) -> None:
+        """Waits for the oldest call, and gives the samples their tokens."""
+        outs = np.asarray(self._calls[0].out)  # the call stays if this is interrupted
+        for out, step in zip(outs, self._calls.popleft().steps, strict=True):
             if out[-1]:
                 raise CacheError(int(out[-1]))
             samples, half = step.drawn.samples, out.size // 2
             tokens, logprobs = out[: len(samples)], out[half : half + len(samples)]
-            if step.num_ended != self._samples.num_ended:  # some ended before these tokens
-                at = [i for i, sample in enumerate(samples) if sample.reason is None]
+            at = [i for i, sample in enumerate(samples) if sample.reason is None]
+            if len(at) < len(samples):  # some ended before these tokens
                 samples, tokens, logprobs = [samples[i] for i in at], tokens[at], logprobs[at]
             self._note(step, samples, tokens.tolist(), logprobs.view(np.float32))
 
@@ -345,7 +341,6 @@ class Engine:
         if step.drawn.wants_logprobs:
             for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
                 sample.logprobs.append(logprob)
-        self._changed.append(samples)
         if not self._stops.isdisjoint(tokens):
             for sample, token in zip(samples, tokens, strict=True):
                 if token in sample.sampling.stop_token_ids:
@@ -356,9 +351,9 @@ class Engine:
 
     def _settle(self) -> None:
         """Runs what is packed, and waits for all calls."""
-        self._send()
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
+        self._start_calls()
+        while self._calls:
+            self._collect()
         self._packer.forget()
 
     # --- pieces -------------------------------------------------------------------
@@ -389,7 +384,7 @@ class Engine:
         for sample in samples:
             self._samples.add(sample)
         try:
-            self._packer.scheduler.add(
+            self._scheduler.add(
                 first.request,
                 first.num_prompt,
                 samples=len(samples),
@@ -405,15 +400,10 @@ class Engine:
         self.stats.prompt_tokens += first.num_prompt
 
     def _end(self, sample: Sample, reason: FinishReason) -> None:
-        self._packer.scheduler.finish(sample.name)
+        self._scheduler.finish(sample.name)
         self._samples.remove(sample)
         sample.reason = reason
-        self._changed.append([sample])
         self._ended.append(sample)
-
-    def _forget_changed(self) -> None:
-        self._changed.clear()
-        self._ended.clear()
 
     def _check_idle(self) -> None:
         if self.has_work:

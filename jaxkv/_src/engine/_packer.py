@@ -9,7 +9,6 @@ from jaxkv._src.blocks import BlockManager, StepShape, Upload
 from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Samples
 from jaxkv._src.engine._sampling import Stats
-from jaxkv._src.planning import Plan
 from jaxkv._src.scheduler import Schedule, Scheduler
 
 if TYPE_CHECKING:
@@ -34,51 +33,35 @@ NONE_DRAWN = Drawn([], [], np.zeros(0, np.int64), {}, False)
 
 
 class Step(NamedTuple):
-    """A step that is packed.
-
-    last: samples of which it draws the last token.
-    num_ended: `Samples.num_ended` when it was packed.
-    """
+    """A step that is packed; ``last`` are the samples of which it draws the last token."""
 
     upload: Upload
     drawn: Drawn
     last: list[Sample]
-    num_ended: int
 
 
 class Packer:
-    """Chooses the work of steps, and packs their uploads.
+    """Chooses the work of an engine's steps, and packs their uploads.
 
-    samples, scheduler, ladder: of the engine.
     num_drawn: tokens of the latest steps that the device has to keep.
+    ring: for page-locked uploads; None: NumPy arrays.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        manager: BlockManager,
+        scheduler: Scheduler,
+        ladder: Ladder,
+        samples: Samples,
         stats: Stats,
         *,
-        max_requests: int,
-        max_tokens: int,
         steps_ahead: int,
-        chunk_tokens: int | None,
-        forks: int | None,
-        shared_prefixes: int,
     ):
-        self.manager, self.samples = BlockManager(plan, max_requests=max_requests), Samples()
-        self.scheduler = Scheduler(
-            self.manager,
-            max_tokens=max_tokens,
-            forks=min(max_requests, 32) if forks is None else forks,
-            tokens=self.samples.tokens,
-            chunk_tokens=chunk_tokens,
-            steps_ahead=steps_ahead,
-        )
-        self.ladder = Ladder(self.scheduler, max_requests, max_tokens, shared_prefixes)
+        self._manager, self._scheduler, self._ladder = manager, scheduler, ladder
+        self._samples, self._stats = samples, stats
         # Those of idle steps, and of steps that the host does not know yet.
-        self.num_drawn = (steps_ahead + 2) * max_requests
+        self.num_drawn = (steps_ahead + 2) * manager.max_requests
         self.ring: UploadRing | None = None
-        self._stats = stats
         self._place = 0  # on the device, of the tokens that the newest step draws
         self._drawn = NONE_DRAWN  # by the newest step, if its tokens are on the device
 
@@ -88,15 +71,15 @@ class Packer:
         Where more than half of the decodes have work, idle ones make them complete.
         """
         steps: list[Step] = []
-        while len(steps) < most_steps and self.samples.of:
-            schedule = self.scheduler.schedule(max_tokens=self._most_tokens())
+        while len(steps) < most_steps and self._samples.of:
+            schedule = self._scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 if most_steps - len(steps) < len(steps):
                     idle = self.idle(steps[0].upload.shape, most_steps - len(steps))
-                    steps += [Step(upload, NONE_DRAWN, [], 0) for upload in idle]
+                    steps += [Step(upload, NONE_DRAWN, []) for upload in idle]
                 break
             num_tokens = sum(schedule.work.values())
-            shape = self.ladder.fitting(schedule, num_tokens)
+            shape = self._ladder.fitting(schedule, num_tokens)
             if steps:
                 first = steps[0].upload.shape
                 if shape.max_query_len > 1 or shape.max_tokens > first.max_tokens:
@@ -110,9 +93,7 @@ class Packer:
 
     def idle(self, shape: StepShape, count: int) -> tuple[Upload, ...]:
         """Returns the uploads of steps without requests, which must run."""
-        if self.ring is None:
-            return (shape.idle(),) * count
-        return tuple(self.manager.step(shape, {}, ring=self.ring) for _ in range(count))
+        return tuple([self._manager.step(shape, {}, ring=self.ring) for _ in range(count)])
 
     def forget(self) -> None:
         """Notes that the host knows all tokens."""
@@ -120,26 +101,26 @@ class Packer:
 
     def restart(self, *, from_prompts: bool) -> None:
         """Lets all requests wait, to be computed again; nothing is in flight."""
-        for sample in self.samples.of.values():
-            self.samples.restart(sample, from_prompts=from_prompts)
-        self.scheduler.restart()
+        for sample in self._samples.of.values():
+            self._samples.restart(sample, from_prompts=from_prompts)
+        self._scheduler.restart()
         self.forget()
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
-        if len(self.samples.of) == len(self._drawn.names):
+        if len(self._samples.of) == len(self._drawn.names):
             return None  # all of them have drawn a token, and want one more
-        return self.ladder.fill(self.scheduler.wanted_tokens)
+        return self._ladder.fill(self._scheduler.wanted_tokens)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
         names, drawn = list(schedule.samples), self._drawn
         is_same = names == drawn.names and not (schedule.hits or schedule.preempted)
         goes_on = is_same and names == list(schedule.work)
         drawn = drawn if is_same else self._drawn_of(names)
-        numbers, count = self.samples.numbers.take(drawn.slots, axis=0), len(names)
+        numbers, count = self._samples.numbers.take(drawn.slots, axis=0), len(names)
         ids = -1 - numbers[:, PLACE] if goes_on else self._token_ids(schedule)
-        place = self._place % (self.num_drawn - self.manager.max_requests)
-        place += self.manager.max_requests  # those before are of idle steps
+        place = self._place % (self.num_drawn - self._manager.max_requests)
+        place += self._manager.max_requests  # those before are of idle steps
         in_order = np.arange(count)
         numbers[:, INDEX] = in_order if goes_on else list(schedule.samples.values())
         numbers[:, POSITION] += 1
@@ -148,13 +129,13 @@ class Packer:
         extra, tokens = np.zeros(shape.extra, np.int32), shape.max_tokens
         extra[: ids.size], extra[tokens] = ids, place
         extra[tokens + 1 : tokens + 1 + count * LEFT] = numbers[:, :LEFT].reshape(-1)
-        upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
-        self.samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
+        upload = self._manager.step(shape, schedule.work, extra=extra, ring=self.ring)
+        self._samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
         last = [drawn.samples[at] for at in (numbers[:, LEFT] == 0).nonzero()[0]]
         ended = {sample.name for sample in last}
         answers = {name: 1 for name in names if name not in ended} if ended else drawn.answers
-        self.scheduler.append(answers)
-        return Step(upload, drawn, last, self.samples.num_ended)
+        self._scheduler.append(answers)
+        return Step(upload, drawn, last)
 
     def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
         stats = self._stats
@@ -165,7 +146,7 @@ class Packer:
         stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
 
     def _drawn_of(self, names: list[Hashable]) -> Drawn:
-        samples = [self.samples.of[name] for name in names]
+        samples = [self._samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)
         wants_logprobs = any(sample.sampling.logprobs for sample in samples)
         return Drawn(names, samples, slots, dict.fromkeys(names, 1), wants_logprobs)
@@ -176,6 +157,6 @@ class Packer:
         unknown = np.flatnonzero(ids < 0)
         if unknown.size:  # the last of their requests
             names, ends = list(work), np.cumsum(list(work.values()))
-            of = [self.samples.of[names[at]] for at in ends.searchsorted(unknown, "right")]
-            ids[unknown] = -1 - self.samples.numbers[[sample.slot for sample in of], PLACE]
+            of = [self._samples.of[names[at]] for at in ends.searchsorted(unknown, "right")]
+            ids[unknown] = -1 - self._samples.numbers[[sample.slot for sample in of], PLACE]
         return ids

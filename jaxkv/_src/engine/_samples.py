@@ -61,7 +61,6 @@ class Samples:
     of: by name.
     tokens: token ids by name, for the scheduler.
     num_of: number of samples by request.
-    num_ended: how many have ended so far.
     numbers: int32[N, len(COLUMNS) + 2], a row for each sample: those of `COLUMNS`, where the
       position is that of the last token that a step draws; ``LEFT``, the tokens that it may still
       draw; ``PLACE``, where the device keeps the last one, see `State`.
@@ -71,7 +70,6 @@ class Samples:
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, list[int]] = {}
         self.num_of: collections.Counter[Hashable] = collections.Counter()
-        self.num_ended = 0
         self.numbers = np.zeros((64, len(COLUMNS) + 2), np.int32)
         self._free = list(range(64))
 
@@ -100,7 +98,6 @@ class Samples:
         """Removes a sample that ends."""
         del self.of[sample.name], self.tokens[sample.name]
         self._free.append(sample.slot)
-        self.num_ended += 1
         self.num_of[sample.request] -= 1
         if not self.num_of[sample.request]:
             del self.num_of[sample.request]

@@ -1,6 +1,5 @@
 """`StepContext`, a step as a model sees it."""
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -13,10 +12,9 @@ from jaxkv._src.attention import attend
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.indexing import take
-from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.pool import read_state, write_state
 from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_conv
-from jaxkv._src.step import apply_step
+from jaxkv._src.step._apply import apply_step
 from pallas_kernels import Implementation
 
 IN_A_SCAN = (
@@ -312,16 +310,6 @@ class StepContext:
                 f"{what}: this step is used in a scan or a jit that it was not passed to; "
                 f"{IN_A_SCAN}"
             )
-
-
-def leave_ended_out(step: StepContext) -> Array:
-    """Lets requests whose newest token is -1 write nothing. Returns them, bool[B]."""
-    batch, token_ids = step._batch, step._token_ids
-    has_ended = take(token_ids.reshape(-1), batch.last_tokens) < 0
-    ids = jnp.where(has_ended[:, None], NULL_BLOCK, batch.block_ids)
-    step._batch = dataclasses.replace(batch, block_ids=ids)
-    step._token_ids = jnp.maximum(token_ids, 0)
-    return has_ended
 
 
 def _token_ids(batch: StepBatch, token_ids: Array | np.ndarray | None) -> Array:
