@@ -73,7 +73,7 @@ programs = [path for path in pathlib.Path(directory.name).iterdir() if "run_step
 print(len(programs) > 0, "that compiled steps are kept")
 
 # %% [markdown]
-# - A ladder of shapes covers all steps: decodes of 1, 8, 32, 64 requests and so on up to
+# - A ladder of shapes covers all steps: decodes of 8, 32, 64 requests and so on up to
 #   `max_requests`, other steps of up to `max_tokens` tokens. A smaller `max_requests` means fewer
 #   shapes.
 # - A cold start took 51 s, with the 11 shapes of `max_requests=256` and `max_tokens=8192`. What
@@ -131,6 +131,11 @@ print(f"{several.stats.steps} steps in {several.stats.calls} calls, and the same
 # - `xla_gpu_enable_triton_gemm`, True for steps of up to 32 tokens, in which XLA's own matrix
 #   products read weights faster (1 x 8k: 4.6 ms, and 5.9 with cuBLAS), and False for larger ones
 #   (64 x 2k: cuBLAS was 7 % faster).
+#
+# Keep matrices that multiply the same input (queries, keys and values; gate and up) in one array.
+# XLA otherwise may join them anew in every step. A single row is multiplied without tensor cores,
+# and with `preferred_element_type=float32` after the matrix was converted to float32 as a whole:
+# let logits be cast after the product.
 #
 # Two more have good defaults, and are worth knowing when a profile looks odd. **Command buffers**
 # record the kernels of a step as one CUDA graph; in an earlier measurement they saved 8 % of a

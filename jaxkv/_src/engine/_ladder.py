@@ -16,7 +16,7 @@ SMALLEST_MIXED = 16  # tokens
 class Ladder:
     """Shapes of steps in which every request computes one token, and of all others.
 
-    decode: by number of requests: 1, 8, 32, then powers of two and their halves between them.
+    decode: by number of requests: 8, 32, then powers of two and their halves between them.
     mixed: by number of tokens: ``max_tokens``, a quarter of it, and so on. Closer ones would save
       nothing, because `fill` fills them, and each takes seconds to compile.
     """
@@ -76,8 +76,12 @@ class Ladder:
 
 
 def _of_decodes(largest: int) -> Sequence[int]:
-    """Returns sizes of decode steps; those below 64 take about as long as the weights to read."""
-    sizes = [1, 8, 32, 64]
+    """Returns sizes of decode steps.
+
+    Those below 64 take about as long as the weights to read. A step of one request would not be
+    faster than one of eight: XLA multiplies a single row without tensor cores.
+    """
+    sizes = [8, 32, 64]
     while sizes[-1] < largest:
         sizes += [sizes[-1] * 3 // 2, sizes[-1] * 2] if sizes[-1] >= 128 else [sizes[-1] * 2]
     return [size for size in sizes if size < largest] + [largest]
