@@ -2,21 +2,26 @@
 
 import functools
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._src.internal.numbers import INT32_MAX
-from jaxkv._src.prefixes import PrefixGroup
 
 if TYPE_CHECKING:
     from jaxkv._src.blocks._shape import StepShape
 
 
 Ints = Sequence[int] | np.ndarray
-ROOM = ("batch_size", "block_ids", "zero_ids", "block_copies", "extra")  # of a `StepShape`
+
+
+#: parts that are ordered by group, by the part that holds the end of each group in them
+BY_GROUP = {
+    "entry_ends": ("entry_rows", "entry_columns", "entry_ids"),
+    "zero_ends": ("zero_ids",),
+    "copy_ends": ("copy_sources", "copy_destinations"),
+}
 
 
 class UploadFormat:
@@ -45,25 +50,12 @@ class UploadFormat:
         # Changes of the cache.
         lengths["changed_rows"] = shape.batch_size
         lengths["row_lengths"] = shape.batch_size * groups
-        for ids, ends, length in (
-            (("entry_rows", "entry_columns", "entry_ids"), "entry_ends", shape.block_ids),
-            (("zero_ids",), "zero_ends", shape.zero_ids),
-            (("copy_sources", "copy_destinations"), "copy_ends", shape.block_copies),
-        ):
-            lengths |= dict.fromkeys(ids, length)
+        most = shape.block_ids, shape.zero_ids, shape.block_copies
+        for (ends, parts), length in zip(BY_GROUP.items(), most, strict=True):
+            lengths |= dict.fromkeys(parts, length)
             lengths[ends] = groups
         ends = itertools.pairwise(itertools.accumulate(lengths.values(), initial=0))
         return {name: slice(*where) for name, where in zip(lengths, ends, strict=True)}
-
-    @functools.cached_property
-    def starts(self) -> Mapping[str, int]:
-        """Offset of each part of an upload, in int32s."""
-        return {name: where.start for name, where in self.fields.items()}
-
-    @functools.cached_property
-    def room(self) -> tuple[int, ...]:
-        """The most that a step changes, in the order of `ROOM`."""
-        return tuple(getattr(self._shape, name) for name in ROOM)
 
     @functools.cached_property
     def batch_fields(self) -> slice:
@@ -130,49 +122,14 @@ class Entries(NamedTuple):
     row_lengths: np.ndarray
 
 
-def check_batch(shape: "StepShape", batch: Batch, longest: int) -> None:
-    """Raises ValueError unless the requests of a step fit its shape.
-
-    Args:
-      longest: most tokens of one request after the step.
-    """
-    if (
-        batch.rows.size <= shape.batch_size
-        and batch.num_tokens <= shape.max_tokens
-        and batch.longest <= shape.max_query_len
-        and longest <= shape.max_seq_len
-    ):
-        return
-    _refuse(
-        shape,
-        batch_size=batch.rows.size,
-        max_tokens=batch.num_tokens,
-        max_query_len=batch.longest,
-        max_seq_len=longest,
-    )
-
-
-def check_room(
-    shape: "StepShape",
-    changed_rows: int,
-    block_ids: int,
-    zero_ids: int,
-    block_copies: int,
-    extra: int,
-) -> None:
-    """Raises ValueError unless the changes of a step fit its shape."""
-    sizes = changed_rows, block_ids, zero_ids, block_copies, extra
-    if any(map(operator.gt, sizes, shape.format.room)):
-        _refuse(shape, **dict(zip(ROOM, sizes, strict=True)))
-
-
 _REMEDIES = {
     "block_ids": "more cached_tokens=, for prompts whose beginning is in the cache, or forks=",
     "block_copies": "more forks=",
 }
 
 
-def _refuse(shape: "StepShape", **sizes: int) -> None:
+def check_fits(shape: "StepShape", **sizes: int) -> None:
+    """Raises ValueError unless the sizes of a step are at most those of its shape."""
     for name, size in sizes.items():
         room = getattr(shape, name)
         if size > room:
@@ -212,12 +169,9 @@ def write_batch(
     extra: np.ndarray,
 ) -> None:
     """Fills an upload with padding and the requests of a step, and the caller's own integers."""
-    starts, size = shape.format.starts, batch.rows.size
-    rows, positions = starts["request_rows"], starts["num_computed_tokens"]
-    ends = starts["query_start_loc"]
+    ends, size = shape.format.fields["query_start_loc"].start, batch.rows.size
     data[:] = shape.format.padding
-    data[rows : rows + size] = batch.rows
-    data[positions : positions + size] = computed
+    put(shape, data, request_rows=batch.rows, num_computed_tokens=computed)
     if size:
         data[ends + 1 : ends + 1 + size] = batch.ends
         data[ends + 1 + size : ends + 1 + shape.batch_size] = batch.num_tokens
@@ -225,25 +179,6 @@ def write_batch(
         put(shape, data, encoder_lens=encoder_lens)
     if extra.size:
         put(shape, data, extra=extra)
-
-
-def write_entries(shape: "StepShape", data: np.ndarray, entries: Entries) -> None:
-    """Writes table entries, and the lengths of rows that change."""
-    rows, columns, ids, ends, changed_rows, row_lengths = entries
-    row_lengths = row_lengths.T.reshape(-1)
-    put(shape, data, changed_rows=changed_rows, row_lengths=row_lengths)
-    if ids.size:
-        put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
-
-
-def write_prefixes(shape: "StepShape", data: np.ndarray, groups: Sequence[PrefixGroup]) -> None:
-    """Writes groups of requests that begin with the same tokens; see `StepBatch`."""
-    if groups:
-        members = np.concatenate([group.members for group in groups])
-        ends = np.cumsum([group.members.size for group in groups])
-        lens = np.array([group.tokens for group in groups])
-        data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
-        put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
 
 
 def write_copies(
@@ -258,6 +193,7 @@ def write_copies(
 
 def put(shape: "StepShape", data: np.ndarray, **parts: np.ndarray) -> None:
     """Writes values to the beginning of parts of an upload."""
-    starts = shape.format.starts
+    fields = shape.format.fields
     for name, values in parts.items():
-        data[starts[name] : starts[name] + values.size] = values
+        start = fields[name].start
+        data[start : start + values.size] = values

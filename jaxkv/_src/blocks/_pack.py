@@ -10,12 +10,10 @@ from jaxkv._src.blocks._format import (
     Entries,
     Ints,
     as_int32,
-    check_batch,
-    check_room,
+    check_fits,
     put,
     write_batch,
     write_copies,
-    write_entries,
 )
 from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.internal.checks import check_count
@@ -98,12 +96,19 @@ def pack_step(
             f"encoder_lens has {encoder.size} entries for {batch.rows.size} rows; give one per "
             "row, or none"
         )
-    num_zeroed = sum(ids.size for ids in zeroed)
-    changed, num_ids = listed.changed_rows.size, listed.ids.size
-    check_room(shape, changed, num_ids, num_zeroed, len(moved), own.size)
+    check_fits(
+        shape,
+        batch_size=listed.changed_rows.size,
+        block_ids=listed.ids.size,
+        zero_ids=sum(ids.size for ids in zeroed),
+        block_copies=len(moved),
+        extra=own.size,
+    )
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, own)
-    write_entries(shape, data, listed)
+    put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
+    parts = zip(("rows", "columns", "ids", "ends"), listed, strict=False)
+    put(shape, data, **{f"entry_{name}": part for name, part in parts})
     ends = np.cumsum([ids.size for ids in zeroed])
     put(shape, data, zero_ids=np.concatenate(zeroed), zero_ends=ends)
     write_copies(shape, data, moved)
@@ -183,5 +188,11 @@ def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.
             f"num_new_tokens must be at least 1, got {counts.min()}; leave such requests out"
         )
     batch = Batch.of(rows, counts)
-    check_batch(shape, batch, int((computed.astype(np.int64) + counts).max(initial=0)))
+    check_fits(
+        shape,
+        batch_size=batch.rows.size,
+        max_tokens=batch.num_tokens,
+        max_query_len=batch.longest,
+        max_seq_len=int((computed.astype(np.int64) + counts).max(initial=0)),
+    )
     return batch

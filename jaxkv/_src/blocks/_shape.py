@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxkv._src.blocks._format import UploadFormat
+from jaxkv._src.blocks._format import BY_GROUP, UploadFormat
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
@@ -289,11 +289,7 @@ class Upload:
         groups = int((parts["prefix_lens"] > 0).sum())
         sizes |= dict.fromkeys(("prefix_ends", "prefix_lens"), groups)
         sizes["prefix_members"] = int((parts["prefix_members"] >= 0).sum())
-        for names, ends in (
-            (("entry_rows", "entry_columns", "entry_ids"), "entry_ends"),
-            (("zero_ids",), "zero_ends"),
-            (("copy_sources", "copy_destinations"), "copy_ends"),
-        ):
+        for ends, names in BY_GROUP.items():
             sizes |= dict.fromkeys(names, max(parts[ends].tolist(), default=0))
         return parts | {name: parts[name][:size] for name, size in sizes.items()}
 

@@ -106,7 +106,6 @@ class RequestState:
         self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
         self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
         self.may_share = np.zeros(max_requests, bool)
-        self._has_sharers = False  # whether `may_share` is True for any row
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies: dict[int, SharedCell] = {}
         self.version = self.beginnings = 0
@@ -127,9 +126,7 @@ class RequestState:
 
     def any_may_share(self, rows: np.ndarray) -> bool:
         """Returns whether the next tokens of any row may go to a block that is shared or kept."""
-        if not (self._has_sharers and self.pool.has_shared_blocks):
-            return False
-        return bool(self.may_share[rows].any())
+        return self.pool.has_shared_blocks and bool(self.may_share[rows].any())
 
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
@@ -195,9 +192,7 @@ class RequestState:
         else:  # only ends change
             self._held[2][:, rows] = changes.held[2]
         self.needs_no_change_until[rows] = changes.needs_no_change_until
-        if self._has_sharers:
-            self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
-            self._has_sharers = bool(self.may_share.any())
+        self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
         return ids
 
     def note_sent(self, rows: np.ndarray, sent: np.ndarray, lags: np.ndarray | bool) -> None:
@@ -284,9 +279,7 @@ class RequestState:
         if self.has_lagging:
             self.lags[row] = False
             self.has_lagging = bool(self.lags.any())
-        if self._has_sharers:
-            self.may_share[row] = False
-            self._has_sharers = bool(self.may_share.any())
+        self.may_share[row] = False
         for group in self.growth.crossed:
             growth = self.growth.growths[group]
             self.encoder_columns[group, row] = growth.live_columns(0, 1, encoder_tokens).end
@@ -350,7 +343,6 @@ class RequestState:
           num_tokens: first positions of the row whose blocks are shared or kept now.
         """
         self.may_share[row], self.needs_no_change_until[row] = True, 0
-        self._has_sharers = True
         self.may_be_shared_until[row] = max(self.may_be_shared_until[row], num_tokens)
 
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:

@@ -13,16 +13,12 @@ from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells
 from jaxkv._src.blocks._changes import plan_changes
 from jaxkv._src.blocks._format import (
     Batch,
-    Entries,
     Ints,
     as_int32,
-    check_batch,
-    check_room,
+    check_fits,
     put,
     write_batch,
     write_copies,
-    write_entries,
-    write_prefixes,
 )
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._resuming import check_moved
@@ -112,13 +108,22 @@ class StepPlanner:
             self._check_shape(shape)
         state, step = self._state, self._planned(work)
         batch, computed, news = step.batch, step.computed, step.news
-        check_batch(shape, batch, step.longest)
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
+        check_fits(
+            shape,
+            batch_size=batch.rows.size,
+            max_tokens=batch.num_tokens,
+            max_query_len=batch.longest,
+            max_seq_len=step.longest,
+            extra=own.size,
+        )
         if news is not None:
-            told = news.rows.size, news.cells.num, news.num_zeroed, news.num_copied
-            check_room(shape, *told, own.size)
-        elif own.size:
-            check_room(shape, 0, 0, 0, 0, own.size)
+            check_fits(
+                shape,
+                block_ids=news.cells.num,
+                zero_ids=news.num_zeroed,
+                block_copies=news.num_copied,
+            )
         if shape.token_ids and own.size < batch.num_tokens:
             raise ValueError(
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
@@ -182,7 +187,13 @@ class StepPlanner:
             sizes = [state.column_tokens[group] for group in self._shared]
             found = group_by_beginning(tables, sizes, computed, shape.shared_prefixes)
             self._beginnings = key, found
-        write_prefixes(shape, data, self._beginnings[1])
+        groups = self._beginnings[1]
+        if groups:
+            members = np.concatenate([group.members for group in groups])
+            ends = np.cumsum([group.members.size for group in groups])
+            lens = np.array([group.tokens for group in groups])
+            data[shape.format.fields["prefix_ends"]] = members.size  # that of groups to spare
+            put(shape, data, prefix_members=members, prefix_ends=ends, prefix_lens=lens)
 
     def _numbered(self, shape: StepShape, data: np.ndarray, ring: Ring | None) -> Upload:
         """Counts an upload, writes its number, and returns it."""
@@ -337,7 +348,9 @@ def write_news(
     groups, rows, columns = cells = news.cells
     ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)
-    write_entries(shape, data, Entries(rows, columns, ids, ends, news.rows, news.sent))
+    put(shape, data, changed_rows=news.rows, row_lengths=news.sent.T.reshape(-1))
+    if ids.size:
+        put(shape, data, entry_rows=rows, entry_columns=columns, entry_ids=ids, entry_ends=ends)
     if news.num_zeroed:
         zeroed = ids
         if taken is None or not state.zeroes_all:
