@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 Ints = Sequence[int] | np.ndarray
 
 
+SIZES = ("batch_size", "max_tokens", "max_query_len", "max_seq_len")  # of a `StepShape`
+SIZES += ("extra", "block_ids", "zero_ids", "block_copies")
 #: parts that are ordered by group, by the part that holds the end of each group in them
 BY_GROUP = {
     "entry_ends": ("entry_rows", "entry_columns", "entry_ids"),
@@ -56,6 +59,11 @@ class UploadFormat:
             lengths[ends] = groups
         ends = itertools.pairwise(itertools.accumulate(lengths.values(), initial=0))
         return {name: slice(*where) for name, where in zip(lengths, ends, strict=True)}
+
+    @functools.cached_property
+    def room(self) -> tuple[int, ...]:
+        """The largest step of the shape, in the order of `SIZES`."""
+        return tuple(getattr(self._shape, name) for name in SIZES)
 
     @functools.cached_property
     def batch_fields(self) -> slice:
@@ -128,15 +136,15 @@ _REMEDIES = {
 }
 
 
-def check_fits(shape: "StepShape", **sizes: int) -> None:
-    """Raises ValueError unless the sizes of a step are at most those of its shape."""
-    for name, size in sizes.items():
-        room = getattr(shape, name)
-        if size > room:
-            raise ValueError(
-                f"the step needs {name}={size} and its shape has {room}; use "
-                f"{_REMEDIES.get(name, 'a larger shape')} (see StepShape.for_plan)"
-            )
+def check_fits(shape: "StepShape", sizes: Sequence[int]) -> None:
+    """Raises ValueError unless a step, whose first `SIZES` are given, fits its shape."""
+    if any(map(operator.gt, sizes, shape.format.room)):
+        for name, size, room in zip(SIZES, sizes, shape.format.room, strict=False):
+            if size > room:
+                raise ValueError(
+                    f"the step needs {name}={size} and its shape has {room}; use "
+                    f"{_REMEDIES.get(name, 'a larger shape')} (see StepShape.for_plan)"
+                )
 
 
 def as_int32(name: str, values: Ints) -> np.ndarray:
@@ -169,9 +177,12 @@ def write_batch(
     extra: np.ndarray,
 ) -> None:
     """Fills an upload with padding and the requests of a step, and the caller's own integers."""
-    ends, size = shape.format.fields["query_start_loc"].start, batch.rows.size
+    fields, size = shape.format.fields, batch.rows.size
+    rows, positions = fields["request_rows"].start, fields["num_computed_tokens"].start
+    ends = fields["query_start_loc"].start
     data[:] = shape.format.padding
-    put(shape, data, request_rows=batch.rows, num_computed_tokens=computed)
+    data[rows : rows + size] = batch.rows
+    data[positions : positions + size] = computed
     if size:
         data[ends + 1 : ends + 1 + size] = batch.ends
         data[ends + 1 + size : ends + 1 + shape.batch_size] = batch.num_tokens

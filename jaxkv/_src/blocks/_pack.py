@@ -96,14 +96,10 @@ def pack_step(
             f"encoder_lens has {encoder.size} entries for {batch.rows.size} rows; give one per "
             "row, or none"
         )
-    check_fits(
-        shape,
-        batch_size=listed.changed_rows.size,
-        block_ids=listed.ids.size,
-        zero_ids=sum(ids.size for ids in zeroed),
-        block_copies=len(moved),
-        extra=own.size,
-    )
+    rows_told = max(batch.rows.size, listed.changed_rows.size)
+    longest = int((computed.astype(np.int64) + batch.counts).max(initial=0))
+    told = listed.ids.size, sum(ids.size for ids in zeroed), len(moved)
+    check_fits(shape, (rows_told, batch.num_tokens, batch.longest, longest, own.size, *told))
     data = np.empty(shape.format.size, np.int32)
     write_batch(shape, data, batch, computed, encoder, own)
     put(shape, data, changed_rows=listed.changed_rows, row_lengths=listed.row_lengths.T.reshape(-1))
@@ -171,7 +167,7 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> Batch:
-    """Returns the requests of a step; raises ValueError unless they are valid and fit."""
+    """Returns the requests of a step; raises ValueError unless they are valid."""
     if not rows.size == computed.size == counts.size:
         raise ValueError(
             f"rows, num_computed_tokens and num_new_tokens differ in length: {rows.size}, "
@@ -187,12 +183,4 @@ def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.
         raise ValueError(
             f"num_new_tokens must be at least 1, got {counts.min()}; leave such requests out"
         )
-    batch = Batch.of(rows, counts)
-    check_fits(
-        shape,
-        batch_size=batch.rows.size,
-        max_tokens=batch.num_tokens,
-        max_query_len=batch.longest,
-        max_seq_len=int((computed.astype(np.int64) + counts).max(initial=0)),
-    )
-    return batch
+    return Batch.of(rows, counts)

@@ -109,21 +109,10 @@ class StepPlanner:
         state, step = self._state, self._planned(work)
         batch, computed, news = step.batch, step.computed, step.news
         own = NO_IDS if isinstance(extra, tuple) and not extra else as_int32("extra", extra)
-        check_fits(
-            shape,
-            batch_size=batch.rows.size,
-            max_tokens=batch.num_tokens,
-            max_query_len=batch.longest,
-            max_seq_len=step.longest,
-            extra=own.size,
-        )
+        sizes = batch.rows.size, batch.num_tokens, batch.longest, step.longest, own.size
         if news is not None:
-            check_fits(
-                shape,
-                block_ids=news.cells.num,
-                zero_ids=news.num_zeroed,
-                block_copies=news.num_copied,
-            )
+            sizes = *sizes, news.cells.num, news.num_zeroed, news.num_copied
+        check_fits(shape, sizes)
         if shape.token_ids and own.size < batch.num_tokens:
             raise ValueError(
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
