@@ -25,6 +25,7 @@ def call_kernel(
     operands: Sequence[Array],
     refs: Sequence[Any],
     out_type: Sequence[jax.ShapeDtypeStruct] = (),
+    approx_math: bool = False,
 ) -> Sequence[Array]:
     """Runs a kernel on thread blocks, numbered along the axis ``"cta"``.
 
@@ -34,6 +35,7 @@ def call_kernel(
       refs: references that the kernel writes in place, as from ``jax.new_ref``; or arrays to read
         that are known to begin at the start of a buffer.
       out_type: shapes of the arrays that the kernel fills, and that this function returns.
+      approx_math: whether exponentials and roots may be off by an ulp or two.
     """
     call = plgpu.kernel(
         kernel,
@@ -42,7 +44,7 @@ def call_kernel(
         grid_names=("cta",),
         kernel_name=name,
         # No thread reads what another one wrote, so no barriers are needed.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
     )
     with jax.enable_x64(False):  # kernels count in int32, even for callers with x64
         return call(*own_buffers(operands), *refs)

@@ -90,9 +90,8 @@ def check_requests(
     counts = jnp.diff(starts)
     if query_lens is not None:
         counts = _as_int32("query_lens", query_lens, (batch,))
-    if write_after is None:
-        write_after = counts[:, None]
-    write_after = _as_int32("write_after", write_after, (batch, writes))
+    if write_after is not None:
+        write_after = _as_int32("write_after", write_after, (batch, writes))
     if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
         raise ValueError(f"max_query_len={max_query_len!r} must be an int of at least 1, or None")
     most = count if max_query_len is None else min(count, max_query_len)

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -16,15 +15,10 @@ from pallas_kernels._recurrence.arguments import (
     check_tokens,
 )
 from pallas_kernels._recurrence.conv_xla import convolve_xla
-from pallas_kernels._recurrence.limits import (
-    MAX_STEP_TOKENS,
-    why_not_convolution,
-    why_not_prompt,
-    why_not_step,
-)
-from pallas_kernels._recurrence.pages import StatePages, from_rows
+from pallas_kernels._recurrence.limits import why_not_convolution, why_not_step
+from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
-from pallas_kernels._recurrence.xla import recur_xla, run_chunks
+from pallas_kernels._recurrence.xla import recur_xla
 
 
 def gated_delta_rule(
@@ -205,13 +199,13 @@ def causal_conv1d(
     if not inputs.size:
         return convolution.pages.data, inputs
     unsupported = why_not_convolution(convolution)
-    data, out = choose(
+    given = convolution, inputs, requests
+    return choose(
         implementation,
         unsupported,
-        mosaic_gpu=functools.partial(_convolve_mosaic, convolution, inputs, requests, most=most),
-        xla=functools.partial(convolve_xla, convolution, inputs, requests),
+        mosaic_gpu=functools.partial(_convolve_mosaic, *given, most),
+        xla=functools.partial(_convolve_xla, *given),
     )
-    return data, _of_requests(requests, out)
 
 
 def _run(
@@ -248,68 +242,24 @@ def _run_xla(
     rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution | None, out: jnp.dtype
 ) -> tuple[Array, Array]:
     if conv is not None:
-        tokens = _after(tokens, *convolve_xla(conv, tokens.inputs, requests))
+        tokens = tokens.after(*convolve_xla(conv, tokens.inputs, requests))
     data, outputs = recur_xla(rule, tokens, requests, out)
     return data, _of_requests(requests, outputs)
 
 
-def _after(tokens: Tokens, data: Array, inputs: Array) -> Tokens:
-    """Returns the tokens after their convolution."""
-    return tokens._replace(inputs=inputs, states=tokens.states._replace(data=data))
+def _convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
+    data, out = convolve_xla(conv, inputs, requests)
+    return data, _of_requests(requests, out)
 
 
-def _run_mosaic(
-    rule: Rule,
-    tokens: Tokens,
-    requests: Requests,
-    conv: Convolution | None,
-    most: int,
-    out: jnp.dtype,
-) -> tuple[Array, Array]:
-    from pallas_kernels._recurrence.prompt import run_prompts
-    from pallas_kernels._recurrence.step import can_fuse, step_mosaic
+def _run_mosaic(*given: Any) -> tuple[Array, Array]:
+    from pallas_kernels._recurrence.mosaic import run_mosaic
 
-    if conv is not None and not can_fuse(rule, tokens, requests, conv):
-        run = functools.partial(_convolve_mosaic, most=most)
-        if why_not_convolution(conv):
-            run = _convolve_elements
-        tokens = _after(tokens, *run(conv, tokens.inputs, requests))
-        conv = None
-    spans, count = requests.spans, tokens.inputs.shape[0]
-    shape = (count, rule.value_heads, rule.value_size)
-    if spans is None:
-        wanted = jax.ShapeDtypeStruct(shape, out)
-        return step_mosaic(rule, tokens, requests, conv, 1, wanted)
-    zeros = jnp.zeros(shape, out)
-    if most <= MAX_STEP_TOKENS:
-        return step_mosaic(rule, tokens, requests, None, most, zeros)
-    # Requests of one token and longer ones, each by what is faster for them.
-    single = spans.counts == 1
-    ones, others = requests._replace(spans=spans.only(single)), spans.only(~single)
-    data, outputs = step_mosaic(rule, tokens, ones, None, 1, zeros)
-    tokens = tokens._replace(states=tokens.states._replace(data=data))
-    if why_not_prompt(rule, tokens):
-        states = tokens.states.as_elements()
-        tokens = tokens._replace(states=states)
-        elements, longer = run_chunks(rule, tokens, requests, others, out)
-        held = others.holds(count)[:, None, None]
-        return from_rows(elements, data), jnp.where(held, longer, outputs)
-    return run_prompts(rule, tokens, requests, others, outputs)
+    return run_mosaic(*given)
 
 
-def _convolve_elements(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
-    """Convolves by XLA on a GPU, where elements are scattered faster than their bytes."""
-    typed = conv._replace(pages=conv.pages.as_elements())
-    elements, out = convolve_xla(typed, inputs, requests)
-    return from_rows(elements, conv.pages.data), out
+def _convolve_mosaic(*given: Any) -> tuple[Array, Array]:
+    from pallas_kernels._recurrence.mosaic import clear_padding, convolve_mosaic
 
-
-def _convolve_mosaic(
-    conv: Convolution, inputs: Array, requests: Requests, *, most: int
-) -> tuple[Array, Array]:
-    from pallas_kernels._recurrence.conv import convolve_mosaic
-    from pallas_kernels._recurrence.prompt_conv import convolve_prompts
-
-    if requests.spans is None or most <= MAX_STEP_TOKENS:
-        return convolve_mosaic(conv, inputs, requests, most)
-    return convolve_prompts(conv, inputs, requests)
+    data, out = convolve_mosaic(*given)
+    return data, clear_padding(given[2], out)

@@ -38,10 +38,11 @@ def max_chunks(num_tokens: int, batch: int, writes: int, size: int) -> int:
 
 def cut_chunks(requests: Requests, spans: Spans, num_tokens: int, size: int) -> Chunks:
     """Cuts the tokens of each request where tiles of ``size`` begin, and states are written."""
-    starts, counts, after = spans
-    batch, writes = requests.write_ids.shape
-    inner = jnp.where((after > 0) & (after < counts[:, None]), after, counts[:, None])
-    inner = inner if writes == 1 else jnp.sort(inner, axis=1)
+    starts, counts, after = spans.arrays()
+    cuts = after[:, :0] if spans.write_after is None else after
+    batch, writes = cuts.shape
+    inner = jnp.where((cuts > 0) & (cuts < counts[:, None]), cuts, counts[:, None])
+    inner = inner if writes < 2 else jnp.sort(inner, axis=1)
     ends = (starts[:, None] + jnp.append(inner, counts[:, None], axis=1)).reshape(-1)
     begins = (starts[:, None] + jnp.pad(inner, ((0, 0), (1, 0)))).reshape(-1)
     # Runs of tokens between these places, some of them empty, and the chunks of each.

@@ -17,7 +17,7 @@ from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
 
 
-def convolve_mosaic(
+def convolve_step(
     conv: Convolution, inputs: Array, requests: Requests, most: int
 ) -> tuple[Array, Array]:
     """Returns the data of the pages, and the outputs: [T, channels] in the dtype of inputs.
@@ -36,7 +36,7 @@ def convolve_mosaic(
         jnp.asarray(pages.first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
-        *(requests.spans or ()),
+        *(requests.spans.arrays() if requests.spans else ()),
         inputs,
         conv.weights,
         *(() if conv.bias is None else (conv.bias,)),

@@ -9,40 +9,24 @@ from pallas_kernels._recurrence.rule import Convolution, Requests, Spans
 
 def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
-    spans = requests.spans
-    if spans is None:
-        starts = jnp.arange(requests.batch, dtype=jnp.int32)
-        ones = jnp.ones_like(starts)
-        spans = Spans(starts, ones, ones[:, None])
     x, count = inputs.astype(conv.pages.dtype).astype(jnp.float32), inputs.shape[0]
-    offsets = offsets_of(spans, count, conv.width - 1)
     total = x * _tap(conv, 0)
     for back in range(1, conv.width):
-        shifted = jnp.pad(x, ((back, 0), (0, 0)))[:count]
-        total += jnp.where((offsets >= back)[:, None], shifted, 0) * _tap(conv, back)
-    return resume(conv, inputs, requests, spans, _finish(conv, total).astype(inputs.dtype))
-
-
-def offsets_of(spans: Spans, count: int, most: int) -> Array:
-    """Returns int32[count], tokens of the same request before each token, up to ``most``."""
-    places = jnp.where(spans.counts > 0, spans.starts, count)
-    begins = jnp.zeros(count, bool).at[places].set(True, mode="drop")
-    offsets = jnp.full(count, most, jnp.int32)
-    for back in reversed(range(most)):
-        offsets = jnp.where(jnp.pad(begins, (back, 0))[:count], back, offsets)
-    return offsets
+        total += jnp.pad(x, ((back, 0), (0, 0)))[:count] * _tap(conv, back)
+    return resume(conv, inputs, requests, _finish(conv, total).astype(inputs.dtype))
 
 
 def resume(
-    conv: Convolution, inputs: Array, requests: Requests, spans: Spans, outputs: Array
+    conv: Convolution, inputs: Array, requests: Requests, outputs: Array
 ) -> tuple[Array, Array]:
-    """Returns the data of the pages with the new inputs, and the outputs of resumed requests.
+    """Returns the data of the pages with the new inputs, and the outputs of all tokens.
 
     Args:
-      outputs: [T, channels], as if no request had earlier inputs.
+      outputs: [rows, channels], those of a request's first ``width - 1`` tokens still undefined.
     """
-    kept, count = conv.width - 1, inputs.shape[0]
-    starts, counts, after = spans
+    kept = conv.width - 1
+    spans = requests.spans or Spans.of_single_tokens(requests.batch)
+    starts, counts, after = spans.arrays()
     x = inputs.astype(conv.pages.dtype)
     before = conv.pages.read(requests.read_ids)  # [B, width - 1, channels]
     steps = jnp.arange(kept, dtype=jnp.int32)[None]
@@ -53,7 +37,7 @@ def resume(
         for o in range(kept)
     ]
     resumed = _finish(conv, jnp.stack(totals, axis=1)).astype(outputs.dtype)
-    places = jnp.where(steps < counts[:, None], starts[:, None] + steps, count)
+    places = jnp.where(steps < counts[:, None], starts[:, None] + steps, len(outputs))
     outputs = outputs.at[places].set(resumed, mode="drop")
     data = conv.pages.data
     for w in range(requests.write_ids.shape[1]):

@@ -1,5 +1,7 @@
 """Prompts by Mosaic GPU kernels: the parts of all chunks, then the states from chunk to chunk."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,6 +13,7 @@ from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.prompt_states import KEPT, NOTHING, pass_states
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, Requests, Rule, Spans, Tokens
 
+GRANULE = 8  # tokens
 TURN_BYTES = 256 * 2**20  # of the parts of the chunks of a turn
 
 
@@ -23,15 +26,12 @@ def run_prompts(
     so that at most one of them goes on in the next turn.
 
     Args:
-      outputs: [T, value_heads, V].
+      tokens: at least T tokens.
+      outputs: [T, value_heads, V], T a multiple of `GRANULE`.
     """
-    count = outputs.shape[0]
-    padding = -count % CHUNK
-    if padding:
-        inputs, log_decay, beta = (_pad(array, padding) for array in tokens[:3])
-        tokens = Tokens(inputs, log_decay, beta, tokens.states)
-        data, outputs = run_prompts(rule, tokens, requests, spans, _pad(outputs, padding))
-        return data, outputs[:count]
+    tiles = -(-outputs.shape[0] // CHUNK)
+    inputs, log_decay, beta = (_pad(array, tiles * CHUNK) for array in tokens[:3])
+    tokens = Tokens(inputs, log_decay, beta, tokens.states)
     states, heads = tokens.states, rule.value_heads
     chunks = cut_chunks(requests, spans, tokens.inputs.shape[0], CHUNK)
     most = chunks.first.size
@@ -45,16 +45,18 @@ def run_prompts(
     pages = jax.new_ref(as_rows(states.data, states.dtype, rule.key_size))
     out = jax.new_ref(outputs)
     kept = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
+    # Jitted functions, so that turns share one trace and one lowering.
+    find, advance = (jax.jit(functools.partial(run, shape)) for run in (find_parts, pass_states))
     for first in range(0, size * turns, size):
         mine = slice(first, first + size)
-        parts = find_parts(shape, rows[mine], gates[mine], tokens.inputs)
+        parts = find(rows[mine], gates[mine], tokens.inputs)
         runs = _runs(states, requests, chunks, first, size)
-        kept = pass_states(shape, runs, rows[mine], parts, tokens.inputs, kept, pages, out)
+        kept = advance(runs, rows[mine], parts, tokens.inputs, kept, pages, out)
     return from_rows(jax.freeze(pages), states.data), jax.freeze(out)
 
 
 def _pad(array: Array, rows: int) -> Array:
-    return jnp.pad(array, ((0, rows), *[(0, 0)] * (array.ndim - 1)))
+    return jnp.pad(array, ((0, rows - array.shape[0]), (0, 0)))
 
 
 def _state_rows(states: StatePages, ids: Array) -> Array:
@@ -92,8 +94,13 @@ def _gates(tokens: Tokens, rows: Array) -> Array:
 
 
 def _runs(states: StatePages, requests: Requests, chunks: Chunks, first: int, size: int) -> Array:
-    """Returns int32[B, 4], the chunks of each request in a turn; as `pass_states` takes them."""
+    """Returns int32[B, 4], the chunks of requests in a turn, as `pass_states` takes them."""
     begins, ends = chunks.begins[:-1], chunks.begins[1:]
     source = jnp.where(begins < first, KEPT, _state_rows(states, requests.read_ids))
     inside = [jnp.clip(place - first, 0, size) for place in (begins, ends)]
-    return jnp.stack([*inside, source, ends > first + size], axis=1, dtype=jnp.int32)
+    runs = jnp.stack([*inside, source, ends > first + size], axis=1, dtype=jnp.int32)
+    # Long ones first, because thread blocks start in order.
+    length, index = inside[1] - inside[0], jnp.arange(ends.size, dtype=jnp.int32)
+    is_before = length[None] > length[:, None]
+    is_before |= (length[None] == length[:, None]) & (index[None] < index[:, None])
+    return jnp.zeros_like(runs).at[jnp.sum(is_before, axis=1)].set(runs, unique_indices=True)

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel of a convolution over prompts.
 
-A thread block convolves some channels of a tile of tokens, as if no request had earlier inputs. The
-few tokens that see inputs of earlier steps are then computed once more, by XLA.
+A thread block convolves some channels of a run of tokens, as if all were of one request. The first
+tokens of each request are then computed once more, by XLA.
 """
 
 from typing import Any
@@ -13,34 +13,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import call_kernel
-from pallas_kernels._recurrence.conv_xla import offsets_of, resume
+from pallas_kernels._recurrence.conv_xla import resume
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
 from pallas_kernels._recurrence.pages import from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
 
 ROWS = 32  # tokens of a thread block
-TOGETHER = 8  # tokens that are loaded together, to overlap their latencies
+TOGETHER = 4  # tokens that are loaded together, to overlap their latencies
 
 
-def convolve_prompts(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
-    """Returns the data of the pages with the new inputs, and the outputs, [T, channels].
+def convolve_prompts(
+    conv: Convolution, inputs: Array, requests: Requests, rows: int
+) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new inputs, and the outputs, [rows, channels].
 
-    Outputs of tokens of no request are undefined.
+    Outputs of tokens of no request, and of rows past the tokens, are undefined.
     """
-    spans: Any = requests.spans
-    outputs = _convolve(conv, inputs, offsets_of(spans, inputs.shape[0], conv.width - 1))
+    outputs = _convolve(conv, inputs, rows)
     # XLA scatters elements faster than their bytes.
     typed = conv._replace(pages=conv.pages.as_elements())
-    elements, outputs = resume(typed, inputs, requests, spans, outputs)
+    elements, outputs = resume(typed, inputs, requests, outputs)
     return from_rows(elements, conv.pages.data), outputs
 
 
-def _convolve(conv: Convolution, inputs: Array, offsets: Array) -> Array:
-    """Convolves as if no request had earlier inputs.
-
-    Args:
-      offsets: int32[T], as from `offsets_of`.
-    """
+def _convolve(conv: Convolution, inputs: Array, rows: int) -> Array:
+    """Convolves as if all tokens were of one request."""
     count, channels = inputs.shape
     vector = channels_per_thread(conv)
     size, kept = THREADS * vector, conv.width - 1
@@ -48,7 +45,7 @@ def _convolve(conv: Convolution, inputs: Array, offsets: Array) -> Array:
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
     given = (conv.weights, *(() if conv.bias is None else (conv.bias,)))
 
-    def kernel(offsets: Any, x: Any, weights: Any, *rest: Any) -> None:
+    def kernel(x: Any, weights: Any, *rest: Any) -> None:
         bias, out = (None, *rest) if conv.bias is None else rest
         index = lax.axis_index("cta")
         first = lax.div(index, parts) * ROWS
@@ -64,20 +61,20 @@ def _convolve(conv: Convolution, inputs: Array, offsets: Array) -> Array:
         taps = [load(weights.at[t, place]) for t in range(conv.width)]
         constant = None if bias is None else load(bias.at[place])
 
-        def convolve(window: list[Array], offset: Array) -> Array:
-            total = window[-1] * taps[-1]
-            for back in range(1, conv.width):
-                seen = lax.broadcast(offset >= back, (size,))
-                total += jnp.where(seen, window[-1 - back], 0.0) * taps[-1 - back]
-            total = total if constant is None else total + constant
-            return total / (1.0 + jnp.exp(-total)) if conv.silu else total
+        def convolve(window: list[Array]) -> Array:
+            total: Any = constant
+            for value, tap in zip(window, taps, strict=True):
+                total = value * tap if total is None else total + value * tap
+            if not conv.silu:
+                return total
+            root = lax.rsqrt(1.0 + jnp.exp(-total))  # faster than a division
+            return total * (root * root)
 
         def some(turn: Array, before: tuple[Array, ...]) -> tuple[Array, ...]:
             start = first + turn * TOGETHER
             window = [*before, *(token(start + t) for t in range(TOGETHER))]
-            marks = [offsets[jnp.minimum(start + t, count - 1)] for t in range(TOGETHER)]
-            for t, mark in enumerate(marks):
-                result = convolve(window[: kept + t + 1], mark).astype(out.dtype)
+            for t in range(TOGETHER):
+                result = convolve(window[t : t + conv.width]).astype(out.dtype)
 
                 @pl.when(start + t < count)
                 def _(t: int = t, result: Array = result) -> None:
@@ -92,8 +89,9 @@ def _convolve(conv: Convolution, inputs: Array, offsets: Array) -> Array:
         kernel,
         name="causal_conv1d_tiles",
         num_thread_blocks=-(-count // ROWS) * parts,
-        operands=[offsets, inputs, *given],
+        operands=[inputs, *given],
         refs=[],
-        out_type=[jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)],
+        out_type=[jax.ShapeDtypeStruct((rows, channels), inputs.dtype)],
+        approx_math=True,
     )
     return out

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel of what in a prompt does not depend on states: the parts of its chunks.
 
 A thread block computes one chunk of one value head. The inverse of a chunk's triangular matrix
-comes from those of blocks on the diagonal, of 1, 2, 4 ... rows; its products are of float32 split
-into two numbers of 16 bits.
+comes from those of blocks on the diagonal, of 1, 2, 4 ... rows, by products of float16: with keys
+of length 1, all numbers are small, and float16 is more precise than the bfloat16 of the result.
 """
 
 from typing import Any, NamedTuple, Self
@@ -25,11 +25,13 @@ from pallas_kernels._recurrence.prompt_shape import (
     along_columns,
     along_rows,
     multiply,
+    multiply_sum,
     zero_rows,
 )
 from pallas_kernels._recurrence.rule import NORM_EPSILON
 
 SQUARE = (CHUNK, CHUNK)
+SOLVING = jnp.float16
 
 
 def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -> PromptParts:
@@ -63,39 +65,42 @@ def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -
 
 
 class _Scratch(NamedTuple):
-    """Shared memory: its types, or references to it.
+    """Shared memory: its types, or references to it. Matrices are in squares, side by side.
 
-    inner, solved: parts on their way out.
-    split: a matrix of float32 as two of 16 bits, [2, CHUNK, CHUNK]; two of them.
-    vector: a number for each row.
-    left: operands that interpret mode does not take from registers; None on a GPU.
+    queries, keys: also for parts on their way out, when they are not needed any more.
+    lower, inverse, below: the triangular matrix, and operands of the products of its inverse.
+    numbers: of each token, the logarithm of the decay, beta, and the factor of its key.
+    lefts: operands that interpret mode does not take from registers; None on a GPU.
     """
 
     queries: Any
     keys: Any
     values: Any
-    inner: Any
-    solved: Any
-    split: Any
-    gates: Any
-    vector: Any
-    left: Any
+    lower: Any
+    inverse: Any
+    below: Any
+    numbers: Any
+    lefts: Any
     loaded: Any
 
     @classmethod
     def of(cls, shape: PromptShape) -> Self:
-        rule, dtype = shape.rule, shape.operand
+        rule, operand = shape.rule, shape.operand
+        key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
+        small = tiled(SQUARE, SOLVING) if rule.delta else None
+        lefts = None
+        if not _mosaic.OPERANDS_IN_REGISTERS:
+            lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
         return cls(
-            queries=tiled((CHUNK, rule.key_size), dtype),
-            keys=tiled((CHUNK, rule.key_size), dtype),
-            values=tiled((CHUNK, rule.value_size), dtype),
-            inner=tiled(SQUARE, dtype),
-            solved=tiled((rule.value_size, CHUNK), dtype),
-            split=tiled((2, 2, *SQUARE), dtype),
-            gates=plgpu.SMEM((2 * CHUNK,), jnp.float32),
-            vector=plgpu.SMEM((CHUNK,), jnp.float32),
-            left=None if _mosaic.OPERANDS_IN_REGISTERS else tiled((2, *SQUARE), dtype),
-            loaded=plgpu.Barrier(num_arrivals=4),
+            queries=tiled((key_squares, *SQUARE), operand),
+            keys=tiled((key_squares, *SQUARE), operand),
+            values=tiled((value_squares, *SQUARE), operand),
+            lower=small,
+            inverse=small,
+            below=small,
+            numbers=plgpu.SMEM((3 * CHUNK,), jnp.float32),
+            lefts=lefts,
+            loaded=plgpu.Barrier(num_arrivals=1 + 2 * key_squares + value_squares),
         )
 
 
@@ -118,27 +123,50 @@ class _PartsKernel:
     def _run(self) -> None:
         rule, smem = self.rule, self.smem
         gates = self.gates.at[self.chunk, self.head]
-        totals, rates = pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)
+        totals, rates, norms = (pl.ds(i * CHUNK, CHUNK) for i in range(3))
         # A load of one place in two layouts would be one load, in neither of them.
         to_row, rate = load(gates.at[totals], ROW), load(gates.at[rates], ROW)
         last = gates[CHUNK - 1]
         self._load()
-        to_column = load(smem.gates.at[totals], COLUMN)
+        to_column = load(smem.numbers.at[totals], COLUMN)
         queries, keys = self._norms()
         keys_of_columns = self._as_column(keys)
         row, column = (plgpu.broadcasted_iota(jnp.int32, SQUARE, a, layout=TILE) for a in (0, 1))
         between = along_rows(to_row, SQUARE) - along_columns(to_column, SQUARE)
         decay = jnp.exp(jnp.where(row >= column, between, -1e9))
         decay *= along_columns(keys_of_columns, SQUARE)
-        inner = multiply(smem.queries, smem.keys.T) * decay * along_rows(queries, SQUARE)
-        smem.inner[...] = inner.astype(self.shape.operand)
+        inner = self._with_keys(smem.queries) * decay * along_rows(queries, SQUARE)
+        rows = pl.ds(self.item * CHUNK, CHUNK)
+        plgpu.commit_smem()  # a barrier: all warps have read the queries
+        self._put(inner, smem.queries.at[0], self.out.inner.at[rows])
         if rule.delta:
-            lower = multiply(smem.keys, smem.keys.T) * decay * along_rows(rate * keys, SQUARE)
+            lower = self._with_keys(smem.keys) * decay * along_rows(rate * keys, SQUARE)
             solution = self._invert(jnp.where(row > column, lower, 0.0), row, column)
         else:
             solution = jnp.where(row == column, 1.0, 0.0)
-        self._solve(solution, keys_of_columns, to_column, load(smem.gates.at[rates], COLUMN))
-        self._write(to_row, last, queries, keys)
+        self._give_factors(to_row, last, queries, keys)
+        # Loaded again: they would take registers in the meantime.
+        rate = load(smem.numbers.at[rates], COLUMN)
+        to_column, keys_of_columns = (
+            load(ref, COLUMN) for ref in (smem.numbers.at[totals], smem.numbers.at[norms])
+        )
+        solution *= along_columns(rate, SQUARE)
+        if rule.delta:
+            erase = -keys_of_columns * jnp.exp(to_column)
+            self._give_erased(solution * along_columns(erase, SQUARE))
+        self._give_values(solution.astype(self.shape.operand))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _put(self, part: Array, staged: Any, out: Any) -> None:
+        """Writes a part, from where it is staged."""
+        staged[...] = part.astype(self.shape.operand)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, out)
+
+    def _with_keys(self, rows: Any) -> Array:
+        """Returns the products of rows, queries or keys, with the keys."""
+        count = self.rule.key_size // CHUNK
+        return multiply_sum([(rows.at[i], self.smem.keys.at[i].T) for i in range(count)])
 
     def _load(self) -> None:
         """Loads the chunk's tile of tokens; rows that are not its own become zeros."""
@@ -150,15 +178,21 @@ class _PartsKernel:
             (smem.keys, rule.starts[1] + key_head * rule.key_size, rule.key_size),
             (smem.values, rule.starts[2] + self.head * rule.value_size, rule.value_size),
         )
-        for target, start, width in parts:
-            source = self.inputs.at[pl.ds(first, CHUNK), pl.ds(start, width)]
+        squares = [
+            (target.at[i], start + i * CHUNK)
+            for target, start, width in parts
+            for i in range(width // CHUNK)
+        ]
+        for target, start in squares:
+            source = self.inputs.at[pl.ds(first, CHUNK), pl.ds(start, CHUNK)]
             plgpu.copy_gmem_to_smem(source, target, smem.loaded)
-        plgpu.copy_gmem_to_smem(self.gates.at[self.chunk, self.head], smem.gates, smem.loaded)
+        gates = self.gates.at[self.chunk, self.head]
+        plgpu.copy_gmem_to_smem(gates, smem.numbers.at[pl.ds(0, 2 * CHUNK)], smem.loaded)
         plgpu.barrier_wait(smem.loaded)
 
         @pl.when((self.begin > 0) | (self.end < CHUNK))
         def _() -> None:
-            for target, _, _ in parts:
+            for target, _ in squares:
                 zero_rows(target, self.begin, self.end)
             plgpu.commit_smem()
 
@@ -172,17 +206,18 @@ class _PartsKernel:
 
     def _norm(self, ref: Any) -> Array:
         total: Any = None
-        for column in range(0, self.rule.key_size, CHUNK):
-            part = load(ref.at[:, pl.ds(column, CHUNK)], TILE)
+        for i in range(self.rule.key_size // CHUNK):
+            part = load(ref.at[i], TILE)
             squares = (part * part).sum(axis=1)
             total = squares if total is None else total + squares
         return lax.rsqrt(total + NORM_EPSILON)
 
     def _as_column(self, vector: Array) -> Array:
         """Returns a number for each row as one for each column."""
-        self.smem.vector[...] = vector
+        place = self.smem.numbers.at[pl.ds(2 * CHUNK, CHUNK)]
+        place[...] = vector
         plgpu.commit_smem()
-        return load(self.smem.vector, COLUMN)
+        return load(place, COLUMN)
 
     def _invert(self, lower: Array, row: Array, column: Array) -> Array:
         """Returns ``(I + lower)^-1`` of a strictly lower triangular matrix.
@@ -191,73 +226,53 @@ class _PartsKernel:
         """
         apart = row ^ column  # its highest bit is the size of the blocks that part two places
         inverse = jnp.where(row == column, 1.0, jnp.where(apart == 1, -lower, 0.0))
+        self.smem.lower[...] = lower.astype(SOLVING)
         for bit in range(1, CHUNK.bit_length() - 1):
-            below = jnp.where(lax.shift_right_logical(apart, bit) == 1, lower, 0.0)
-            product = self._multiply(below, inverse, 0)
-            inverse = inverse - self._multiply(inverse, product, 1)
+            narrow = inverse.astype(SOLVING)
+            self.smem.inverse[...] = narrow
+            plgpu.commit_smem()
+            product = multiply(self.smem.lower, self.smem.inverse)
+            below = lax.shift_right_logical(apart, bit) == 1
+            self.smem.below[...] = jnp.where(below, product, 0.0).astype(SOLVING)
+            plgpu.commit_smem()
+            inverse = inverse - self._multiply_left(narrow, self.smem.below)
         return inverse
 
-    def _multiply(self, left: Array, right: Array, place: int) -> Array:
-        """Returns the product of two matrices of float32.
-
-        Args:
-          place: place of ``right`` in shared memory; not that of the product before, which other
-            warps may still read.
-        """
-        split = self.smem.split.at[place]
-        pair = self._split(left)
-        for i, part in enumerate(self._split(right)):
-            split[i] = part
-        if not _mosaic.OPERANDS_IN_REGISTERS:
-            for i, part in enumerate(pair):
-                self.smem.left[i] = part
-            pair = self.smem.left.at[0], self.smem.left.at[1]
+    def _multiply_left(self, left: Array, right: Any) -> Array:
+        """Returns the product of a matrix in registers with one in shared memory."""
+        if _mosaic.OPERANDS_IN_REGISTERS:
+            return multiply(left, right)
+        staged = self.smem.lefts[left.dtype == SOLVING]
+        staged[...] = left
         plgpu.commit_smem()
-        if not _mosaic.OPERANDS_IN_REGISTERS:
-            products = [multiply(pair[i], split.at[j]) for i, j in ((0, 0), (0, 1), (1, 0))]
-            return sum(products[1:], products[0])
+        return multiply(staged, right)
 
-        def run(product: Any) -> Array:
-            for i, j in ((0, 1), (1, 0), (0, 0)):
-                plgpu.wgmma(product, pair[i], split.at[j])
-            return product[...]
-
-        return pl.run_scoped(run, plgpu.ACC(SQUARE, jnp.float32))
-
-    def _split(self, matrix: Array) -> tuple[Array, Array]:
-        """Returns two matrices of 16 bits whose sum is about the given one."""
-        high = matrix.astype(self.shape.operand)
-        return high, (matrix - high.astype(jnp.float32)).astype(self.shape.operand)
-
-    def _solve(self, solution: Array, keys: Array, total: Array, rate: Array) -> None:
-        """Stages the values and the erased, from the inverse and factors of its columns."""
-        rule, smem, operand = self.rule, self.smem, self.shape.operand
-        split = smem.split.at[0]
-        split[0] = (solution * along_columns(rate, SQUARE)).astype(operand)
-        if rule.delta:
-            rate = -rate * keys * jnp.exp(total)
-            split[1] = (solution * along_columns(rate, SQUARE)).astype(operand)
-        plgpu.commit_smem()
-        for start in range(0, rule.value_size, CHUNK):
-            values = smem.values.at[:, pl.ds(start, CHUNK)].T
-            smem.solved[pl.ds(start, CHUNK)] = multiply(values, split.at[0].T).astype(operand)
-        if rule.delta:
-            smem.queries[...] = multiply(split.at[1], smem.keys).astype(operand)
-
-    def _write(self, total: Array, last: Array, queries: Array, keys: Array) -> None:
-        """Writes the parts."""
-        out, smem, rule = self.out, self.smem, self.rule
-        plgpu.commit_smem()
+    def _give_erased(self, solution: Array) -> None:
+        smem, solution = self.smem, solution.astype(self.shape.operand)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
         rows = pl.ds(self.item * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(smem.inner, out.inner.at[rows])
-        if rule.delta:
-            plgpu.copy_smem_to_gmem(smem.queries, out.erased.at[rows])
-        values = pl.ds(self.item * rule.value_size, rule.value_size)
-        plgpu.copy_smem_to_gmem(smem.solved, out.values.at[values])
-        end = lax.broadcast_in_dim(last, total.shape, [])
-        end = plgpu.layout_cast(end, ROW)
+        for i in range(self.rule.key_size // CHUNK):
+            erased = self._multiply_left(solution, smem.keys.at[i])
+            columns = pl.ds(i * CHUNK, CHUNK)
+            self._put(erased, smem.queries.at[i], self.out.erased.at[rows, columns])
+
+    def _give_values(self, solution: Array) -> None:
+        """Writes the values that are added, transposed."""
+        rule, smem = self.rule, self.smem
+        plgpu.commit_smem()
+        for i in range(rule.value_size // CHUNK):
+            added = self._multiply_left(solution, smem.values.at[i])
+            if i * CHUNK >= rule.key_size:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+            rows = pl.ds(self.item * rule.value_size + i * CHUNK, CHUNK)
+            staged = smem.keys.at[i % (rule.key_size // CHUNK)]
+            staged.T[...] = added.astype(self.shape.operand)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, self.out.values.at[rows])
+
+    def _give_factors(self, total: Array, last: Array, queries: Array, keys: Array) -> None:
+        end = plgpu.layout_cast(lax.broadcast_in_dim(last, total.shape, []), ROW)
         factors = queries * jnp.exp(total), keys * jnp.exp(end - total), jnp.exp(end)
         for i, factor in enumerate(factors):
-            target = out.factors.at[self.chunk, self.head, pl.ds(i * CHUNK, CHUNK)]
+            target = self.out.factors.at[self.chunk, self.head, pl.ds(i * CHUNK, CHUNK)]
             store(target, factor)
-        plgpu.wait_smem_to_gmem(0)

@@ -53,7 +53,7 @@ def pass_states(
         after the chunk, or `NOTHING`.
       kept: float32[value_heads * V, K], the state that the turn before kept.
       pages: reference to [rows, K].
-      out: reference to [T, value_heads, V], T a multiple of CHUNK.
+      out: reference to [T, value_heads, V], T a multiple of 8.
 
     Returns:
       The state that this turn keeps, as ``kept``; undefined if no run keeps its state.
@@ -129,11 +129,13 @@ class _Carry(NamedTuple):
     """The state and the outputs of a thread block, on its way from chunk to chunk.
 
     outputs: [CHUNK, CHUNK], values as rows, of the chunk before; not written yet.
-    ahead: the tile of the chunk that is loaded next.
+    chunk, ahead: the chunk to come, and the tile of the one to load next; read from memory in
+      advance, to hide the latency.
     """
 
     state: Array
     outputs: Array
+    before: _Chunk
     chunk: _Chunk
     ahead: Array
 
@@ -170,10 +172,11 @@ class _StatesKernel:
             self._first_state(),
             nothing,
             _Chunk(zero, zero, zero, zero),
-            self._tile(self.begin + STAGES),
+            self._chunk(self.begin),
+            self._tile(self.begin + (STAGES - 1)),
         )
-        state, outputs, chunk, _ = lax.fori_loop(self.begin, self.end, self._pass, start)
-        self._give(chunk, outputs)
+        state, outputs, before, _, _ = lax.fori_loop(self.begin, self.end, self._pass, start)
+        self._give(before, outputs)
 
         @pl.when(self.keeps != 0)
         def _() -> None:
@@ -185,6 +188,7 @@ class _StatesKernel:
         return self.chunks[jnp.minimum(place, self.shape.chunks - 1), 0]
 
     def _chunk(self, place: Array) -> _Chunk:
+        place = jnp.minimum(place, self.shape.chunks - 1)
         return _Chunk(*(self.chunks[place, i] for i in range(4)))
 
     def _rows(self, first: Array | int) -> Any:
@@ -224,7 +228,8 @@ class _StatesKernel:
 
     def _pass(self, place: Array, carry: "_Carry") -> "_Carry":
         """Passes the state through a chunk."""
-        chunk, later = self._chunk(place), self._tile(place + STAGES + 1)
+        chunk, next_chunk = carry.chunk, self._chunk(place + 1)
+        later = self._tile(place + STAGES)
         stage = lax.rem(place - self.begin, STAGES)
         plgpu.barrier_wait(self.smem.loaded.at[stage])
 
@@ -233,23 +238,27 @@ class _StatesKernel:
             zero_rows(self.smem.keys.at[stage], chunk.begin, chunk.end)
             plgpu.commit_smem()
 
-        state, outputs = self._update(carry, stage)
-        plgpu.commit_smem()  # a barrier: all warps have read the stage
-
-        @pl.when(place + STAGES < self.end)
-        def _() -> None:
-            self._fetch(place + STAGES, carry.ahead, stage)
+        state, outputs = self._update(place, carry, stage)
 
         @pl.when(chunk.target >= 0)
         def _() -> None:
             store(self.pages.at[self._rows(chunk.target)], state.astype(self.shape.page))
 
-        return _Carry(state, outputs, chunk, later)
+        return _Carry(state, outputs, chunk, next_chunk, later)
 
-    def _update(self, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
+    def _finish_before(self, place: Array, carry: "_Carry") -> None:
+        """Writes the outputs of the chunk before, and loads another one in its stage."""
+        self._give(carry.before, carry.outputs)  # has a barrier: all warps have read the stage
+        later = place + (STAGES - 1)
+
+        @pl.when((place > self.begin) & (later < self.end))
+        def _() -> None:
+            self._fetch(later, carry.ahead, lax.rem(later - self.begin, STAGES))
+
+    def _update(self, place: Array, carry: "_Carry", stage: Array) -> tuple[Array, Array]:
         """Returns the state after a chunk, and its outputs, [values, tokens].
 
-        Writes the outputs of the chunk before while the tensor cores work.
+        Finishes the chunk before while the tensor cores work.
         """
         smem, parts, operand = self.smem, self.smem.parts, self.shape.operand
         factors = parts.factors.at[stage]
@@ -267,7 +276,7 @@ class _StatesKernel:
             return added.astype(operand), weighed.astype(operand)
 
         if not _mosaic.OPERANDS_IN_REGISTERS:
-            self._give(carry.chunk, carry.outputs)
+            self._finish_before(place, carry)
             if self.rule.delta:
                 values = values + self._multiply(before, erased)
             added, weighed = weigh(values)
@@ -280,7 +289,7 @@ class _StatesKernel:
                 if self.rule.delta:
                     plgpu.wgmma(added_sum, before, erased)
                 plgpu.wgmma(seen, before, queries)
-                self._give(carry.chunk, carry.outputs)
+                self._finish_before(place, carry)
                 found = plgpu.wgmma_accumulator_load(added_sum, wait_n=1)
                 added, weighed = weigh(found)
                 plgpu.wgmma(state_sum, weighed, keys)

@@ -89,20 +89,29 @@ class Spans(NamedTuple):
 
     starts: int32[B], first token of each request.
     counts: int32[B], tokens of each request.
-    write_after: int32[B, W], after how many of its tokens a state is written.
+    write_after: int32[B, W], after how many of its tokens a state is written; None: after the last.
     """
 
     starts: Array
     counts: Array
-    write_after: Array
+    write_after: Array | None
+
+    @classmethod
+    def of_single_tokens(cls, batch: int) -> Self:
+        """Returns those of requests with one token each."""
+        starts = jnp.arange(batch, dtype=jnp.int32)
+        return cls(starts, jnp.ones_like(starts), None)
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Returns all three as arrays."""
+        after = self.counts[:, None] if self.write_after is None else self.write_after
+        return self.starts, self.counts, after
 
     def holds(self, num_tokens: int) -> Array:
         """Returns bool[num_tokens]: which tokens are those of a request."""
-        has_any = self.counts > 0
-        changes = jnp.zeros(num_tokens + 1, jnp.int32)
-        changes = changes.at[jnp.where(has_any, self.starts, num_tokens)].add(1)
-        changes = changes.at[jnp.where(has_any, self.starts + self.counts, num_tokens)].add(-1)
-        return jnp.cumsum(changes)[:num_tokens] > 0
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+        begins, ends = self.starts[None], (self.starts + self.counts)[None]
+        return jnp.any((token >= begins) & (token < ends), axis=1)
 
     def only(self, mine: Array) -> Self:
         """Returns the same without the tokens of requests other than those in bool[B]."""
@@ -139,3 +148,7 @@ class Tokens(NamedTuple):
     log_decay: Array
     beta: Array
     states: StatePages
+
+    def after(self, data: Array, inputs: Array) -> Self:
+        """Returns the tokens after their convolution."""
+        return self._replace(inputs=inputs, states=self.states._replace(data=data))

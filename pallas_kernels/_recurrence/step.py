@@ -36,15 +36,14 @@ def step_mosaic(
     requests: Requests,
     conv: Convolution | None,
     most: int,
-    outputs: Array | jax.ShapeDtypeStruct,
+    outputs: jax.ShapeDtypeStruct,
 ) -> tuple[Array, Array]:
-    """Returns the data of the pages with the new states, and the outputs of the requests' tokens.
+    """Returns the data of the pages with the new states, and the outputs.
 
     Args:
       conv: the convolution, if it is to be a part of the kernel; then requests have one token.
       most: most tokens of a request.
-      outputs: [T, value_heads, V], with what is returned for tokens of no request; or only its
-        shape and dtype, if there are no such tokens.
+      outputs: [T or more, value_heads, V]; those of tokens of no request are undefined.
     """
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
@@ -54,7 +53,7 @@ def step_mosaic(
         jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
-        *(requests.spans or ()),
+        *(requests.spans.arrays() if requests.spans else ()),
     ]
     log_decay = tokens.log_decay.astype(jnp.float32)
     log_decay = log_decay.reshape(log_decay.shape[0], -1)
@@ -78,20 +77,17 @@ def step_mosaic(
 
     call = plgpu.kernel(
         kernel,
-        out_type=[] if isinstance(outputs, Array) else [outputs],
+        out_type=outputs,
         grid=(shape.items,),
         grid_names=("cta",),
         kernel_name="recurrent_step",
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    refs = [jax.new_ref(pages)]
-    if isinstance(outputs, Array):
-        refs.append(jax.new_ref(outputs))
+    ref = jax.new_ref(pages)
     with jax.enable_x64(False):
-        made = call(*own_buffers(operands), *refs)
-    data, *written = map(jax.freeze, refs)
-    return from_rows(data, states.data), (*made, *written)[0]
+        written = call(*own_buffers(operands), ref)
+    return from_rows(jax.freeze(ref), states.data), written
 
 
 def _scratch(shape: StepShape) -> list[Any]:

@@ -2,7 +2,8 @@
 
 Pages are shuffled over a pool that is larger than the L2 cache, and decodes of few requests take
 turns with other pages. Times count the convolution: ours is a part of the kernel, vLLM's a call of
-its own. Bytes are those of the states, read and written once.
+its own. Bytes are those of the states, read and written once. Our steps have a multiple of 64
+tokens, as those of an engine do; the last few are padding.
 """
 
 import functools
@@ -118,7 +119,10 @@ class Arrays(NamedTuple):
 
 def make_arrays(spec: RecurrentSpec) -> Arrays:
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (sum(spec.counts), spec.value_heads)
+    count = sum(spec.counts)
+    if max(spec.counts) > 8:
+        count += -count % 64
+    heads = (count, spec.value_heads)
     return Arrays(
         jax.random.normal(keys[0], (heads[0], spec.channels), jnp.bfloat16),
         -jax.random.exponential(keys[1], heads) / 8,

@@ -26,7 +26,6 @@ from tests.reference_recurrence import (
     RecurrentCase,
     convolve,
     normalized,
-    silu,
     state_of,
     write_states,
 )
@@ -401,10 +400,10 @@ def test_prompts_go_through_kernels(layer: Layer, data: st.DataObject) -> None:
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
     layer = PROMPTS_IN_KERNELS[0]
-    monkeypatch.setattr(prompt, "TURN_BYTES", 2 * 64 * 192 * 2)
-    ids = {"read_ids": as_ids([1, 2]), "write_ids": as_ids([[1], [4]])}
-    given = make(layer, [170, 3], 192, 0, write_after=as_ids([[170], [3]]), **ids)
-    check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=172)
+    monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 192 * 2)
+    ids = {"read_ids": as_ids([1]), "write_ids": as_ids([[4]])}
+    given = make(layer, [200], 200, 0, write_after=as_ids([[200]]), **ids)
+    check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=200)
 
 
 def test_padding_gives_zeros() -> None:
@@ -453,10 +452,10 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "most", "kernels", "aliases"),
     [
-        (STEPS[0], 2, 1, 2),  # states and, of ragged requests, outputs
+        (STEPS[0], 2, 2, 2),  # zeros for the tokens of no request come last
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
-        (PROMPTS_IN_KERNELS[2], 64, 4, 4),  # convolution, single tokens, parts, and states
+        (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
     ],
     ids=str,
 )
@@ -481,32 +480,37 @@ def test_the_cuda_lowering_is_aliased(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("width", [2, 4])
-def test_a_convolution_by_itself(implementation: str, width: int) -> None:
+@pytest.mark.parametrize(("width", "counts", "most"), [(2, [3, 0, 1], 3), (4, [12, 1, 2], None)])
+def test_a_convolution_by_itself(
+    implementation: str, width: int, counts: list[int], most: int | None
+) -> None:
     layer = Layer(key_heads=1, value_heads=2, width=width, bias=True)
-    counts = [3, 0, 1]
     given = make(
         layer,
         counts,
-        5,
+        sum(counts) + 2,
         1,
         read_ids=as_ids([3, 4, 99]),
         write_ids=as_ids([[3, 5, 6], [7, 8, 9], [1, -1, 2]]),
         write_after=as_ids([[1, 2, 3]] * 3),
     )
-    _, windows = pages_of(layer, jnp.array(given.data))
-    conv = Convolution(windows, jnp.array(given.weights), jnp.array(given.bias), silu=True)
+    _, pages = pages_of(layer, jnp.array(given.data))
+    conv = Convolution(pages, jnp.array(given.weights), jnp.array(given.bias), silu=True)
     with kernels_run():
         data, out = causal_conv1d(
             given.inputs, conv, given.read_ids, given.write_ids, given.starts,
-            write_after=given.write_after, max_query_len=3, implementation=implementation,
+            write_after=given.write_after, max_query_len=most, implementation=implementation,
         )  # fmt: skip
-    _, expected, _ = expect(layer, given)
-    np.testing.assert_array_equal(windows_in(layer, data), expected)
-    assert not np.asarray(out[4]).any()
-    kept = windows_in(layer, given.data)[3]
-    total = (np.concatenate([kept, given.inputs[:1]]) * given.weights).sum(0) + given.bias
-    np.testing.assert_allclose(out[0], silu(total), rtol=1e-5, atol=1e-5)
+    kept = windows_in(layer, given.data)
+    expected, windows = np.zeros(out.shape), kept.copy()
+    inputs, weights = given.inputs.astype(np.float64), given.weights.astype(np.float64)
+    for i, page in enumerate(given.read_ids):
+        tokens = slice(given.starts[i], given.starts[i + 1])
+        before, bias = state_of(kept, page), given.bias.astype(np.float64)
+        reached, expected[tokens] = convolve(inputs[tokens], before, weights, bias, True)
+        write_states(windows, reached, given.write_ids[i], given.write_after[i])
+    np.testing.assert_array_equal(windows_in(layer, data), windows)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 GOOD = {

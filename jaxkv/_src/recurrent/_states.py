@@ -19,12 +19,12 @@ class StepStates(NamedTuple):
 
     read_ids: int32[B]; -1: zeros.
     write_ids, write_after: int32[B, W], blocks, and after how many tokens of the step the state is
-      theirs; -1 and 0 for none.
+      theirs; -1 and 0 for none. No write_after: after the last one.
     """
 
     read_ids: Array
     write_ids: Array
-    write_after: Array
+    write_after: Array | None
 
 
 def step_states(bound: BoundLayer, at: Array | None, num_drafts: Array | None) -> StepStates:
@@ -40,7 +40,7 @@ def step_states(bound: BoundLayer, at: Array | None, num_drafts: Array | None) -
         read_ids = jnp.where(batch.num_computed_tokens > 0, read_ids, -1)
     if requests.growth.cache_mode != "all" and num_drafts is None:
         write_ids = requests.state_blocks(None, reading=False)[:, None]
-        write_after = batch.query_lens[:, None]
+        write_after = None
     else:
         blocks = range(requests.table.shape[1] - 1)
         places = [jnp.full_like(read_ids, block) for block in blocks]

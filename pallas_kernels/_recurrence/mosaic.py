@@ -1,0 +1,94 @@
+"""Recurrent layers by Mosaic GPU kernels: steps, prompts, and mixtures of both."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.conv import convolve_step
+from pallas_kernels._recurrence.conv_xla import convolve_xla
+from pallas_kernels._recurrence.limits import MAX_STEP_TOKENS, why_not_convolution, why_not_prompt
+from pallas_kernels._recurrence.pages import from_rows
+from pallas_kernels._recurrence.prompt import GRANULE, run_prompts
+from pallas_kernels._recurrence.prompt_conv import convolve_prompts
+from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
+from pallas_kernels._recurrence.step import can_fuse, step_mosaic
+from pallas_kernels._recurrence.xla import run_chunks
+from pallas_kernels._zero_blocks import zero_blocks
+
+
+def run_mosaic(
+    rule: Rule,
+    tokens: Tokens,
+    requests: Requests,
+    conv: Convolution | None,
+    most: int,
+    out: jnp.dtype,
+) -> tuple[Array, Array]:
+    """Returns the data of the pages with the new states, and the outputs, [T, value_heads, V].
+
+    Args:
+      most: most tokens of a request.
+      out: dtype of the outputs.
+    """
+    spans, count = requests.spans, tokens.inputs.shape[0]
+    by_kernels = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens)
+    if conv is not None and not can_fuse(rule, tokens, requests, conv):
+        rows = count + (-count % CHUNK if by_kernels else 0)
+        tokens = tokens.after(*convolve_mosaic(conv, tokens.inputs, requests, most, rows))
+        conv = None
+    rows = count + (-count % GRANULE if by_kernels else 0)
+    wanted = jax.ShapeDtypeStruct((rows, rule.value_heads, rule.value_size), out)
+    if spans is None:
+        return step_mosaic(rule, tokens, requests, conv, 1, wanted)
+    if most <= MAX_STEP_TOKENS:
+        data, outputs = step_mosaic(rule, tokens, requests, None, most, wanted)
+        return data, clear_padding(requests, outputs)
+    # Requests of one token and longer ones, each by what is faster for them.
+    single = spans.counts == 1
+    ones, others = requests._replace(spans=spans.only(single)), spans.only(~single)
+    data, outputs = step_mosaic(rule, tokens, ones, None, 1, wanted)
+    tokens = tokens.after(data, tokens.inputs)
+    run = run_prompts if by_kernels else _run_chunks
+    data, outputs = run(rule, tokens, requests, others, outputs)
+    return data, clear_padding(requests, outputs[:count])
+
+
+def _run_chunks(
+    rule: Rule, tokens: Tokens, requests: Requests, spans: Spans, outputs: Array
+) -> tuple[Array, Array]:
+    """Runs prompts by XLA on a GPU, where elements are scattered faster than their bytes."""
+    data = tokens.states.data
+    tokens = tokens._replace(states=tokens.states.as_elements())
+    elements, longer = run_chunks(rule, tokens, requests, spans, outputs.dtype)
+    held = spans.holds(outputs.shape[0])[:, None, None]
+    return from_rows(elements, data), jnp.where(held, longer, outputs)
+
+
+def convolve_mosaic(
+    conv: Convolution, inputs: Array, requests: Requests, most: int, rows: int | None = None
+) -> tuple[Array, Array]:
+    """Returns the data of the pages, and the outputs: [T, channels] in the dtype of inputs.
+
+    Outputs of tokens of no request are undefined.
+
+    Args:
+      most: most tokens of a request.
+      rows: of the outputs of prompts, at least T; None: T.
+    """
+    if why_not_convolution(conv):
+        typed = conv._replace(pages=conv.pages.as_elements())
+        elements, out = convolve_xla(typed, inputs, requests)
+        return from_rows(elements, conv.pages.data), out
+    if requests.spans is None or most <= MAX_STEP_TOKENS:
+        return convolve_step(conv, inputs, requests, most)
+    return convolve_prompts(conv, inputs, requests, rows or inputs.shape[0])
+
+
+def clear_padding(requests: Requests, outputs: Array) -> Array:
+    """Returns outputs with zeros for tokens of no request."""
+    if requests.spans is None:
+        return outputs
+    token = jnp.arange(outputs.shape[0], dtype=jnp.int32)
+    padding = jnp.where(requests.spans.holds(token.size), -1, token)
+    return zero_blocks(outputs, padding, implementation="mosaic_gpu")
