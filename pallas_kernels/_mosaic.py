@@ -59,6 +59,15 @@ def own_buffers(operands: Sequence[Array]) -> list[Array]:
     return lax.optimization_barrier(list(operands))
 
 
+def writable(array: Array) -> jax.Ref:
+    """Returns a reference to an array that a kernel writes in place.
+
+    XLA may pass a slice of a larger array, and return other bytes than those that the kernel wrote.
+    The barrier keeps XLA from doing so.
+    """
+    return jax.new_ref(lax.optimization_barrier(array))
+
+
 def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
     """Returns shared memory in the layout that wgmma and TMA need.
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import call_kernel, load_strip, strip_at
+from pallas_kernels._mosaic import call_kernel, load_strip, strip_at, writable
 from pallas_kernels._tiling import Tiling, tile_page
 
 STRIPS = 4  # per work item, at most
@@ -49,7 +49,7 @@ def write_pages(
             def _() -> None:
                 _move_part(rows_ref.at[row], pages_ref.at[block_id], offset, tiling, part, parts)
 
-    ref = jax.new_ref(pages)
+    ref = writable(pages)
     call_kernel(
         kernel,
         name="write_rows",

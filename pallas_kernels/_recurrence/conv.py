@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_kernel
+from pallas_kernels._mosaic import call_kernel, writable
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
@@ -97,7 +97,7 @@ def convolve_step(
                         ref = kept_input(target, j)
                         ref[...] = value.astype(pages.dtype)
 
-    ref = jax.new_ref(extents)
+    ref = writable(extents)
     (out,) = call_kernel(
         kernel,
         name="causal_conv1d",

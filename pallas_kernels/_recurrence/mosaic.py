@@ -51,7 +51,7 @@ def run_mosaic(
     tokens = tokens.after(data, tokens.inputs)
     run = run_prompts if by_kernels else _run_chunks
     data, outputs = run(rule, tokens, requests, others, outputs)
-    return data, clear_padding(requests, outputs[:count])
+    return data, clear_padding(requests, outputs)[:count]
 
 
 def _run_chunks(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels._mosaic import writable
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
 from pallas_kernels._recurrence.prompt_parts import find_parts
@@ -42,8 +43,8 @@ def run_prompts(
     shape = PromptShape(rule, size, requests.batch, operand, jnp.dtype(states.dtype))
     rows = _chunk_rows(states, chunks, size * turns)
     gates = _gates(tokens, rows)
-    pages = jax.new_ref(as_rows(states.data, states.dtype, rule.key_size))
-    out = jax.new_ref(outputs)
+    pages = writable(as_rows(states.data, states.dtype, rule.key_size))
+    out = writable(outputs)
     kept = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
     # Jitted functions, so that turns share one trace and one lowering.
     find, advance = (jax.jit(functools.partial(run, shape)) for run in (find_parts, pass_states))

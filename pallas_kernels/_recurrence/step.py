@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._mosaic import own_buffers, writable
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
@@ -84,7 +84,7 @@ def step_mosaic(
         scratch_types=_scratch(shape),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    ref = jax.new_ref(pages)
+    ref = writable(pages)
     with jax.enable_x64(False):
         written = call(*own_buffers(operands), ref)
     return from_rows(jax.freeze(ref), states.data), written

@@ -1,6 +1,7 @@
 """Zeroing against NumPy: pages of every size, bad ids, counts, buffers full of NaN."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,22 @@ def test_256_buffers_with_pages_of_different_sizes_are_zeroed_in_one_call(implem
     )
     for array, buffer in zip(got, buffers, strict=True):
         assert_same_bytes(array, reference_zero_blocks(buffer, [3, 8]))
+
+
+@needs_mosaic
+def test_a_slice_of_an_array_is_zeroed() -> None:
+    """XLA may pass a slice in place, and return other bytes than what a kernel wrote there."""
+
+    @jax.jit
+    def zero_some(array, ids):
+        return zero_blocks((array + array)[:5], ids, implementation="mosaic_gpu")
+
+    array, ids = np.ones((7, 256), np.float32), as_ids([1, 4, 6])
+    with kernels_run():
+        got = zero_some(array, ids)
+    assert_same_bytes(got, reference_zero_blocks(2 * array[:5], [1, 4]))
+    text = zero_some.trace(array, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"optimization_barrier %\w+ : tensor<5x256xf32>", text)
 
 
 @needs_mosaic
