@@ -8,8 +8,12 @@ from jaxkv._src.blocks import (
     PrefixHit,
     Upload,
 )
+from jaxkv._src.tier import HostMemory, Moves, TierStats
 
 __all__ = [
+    "HostMemory",
+    "Moves",
     "PrefixHit",
+    "TierStats",
     "Upload",
 ]

@@ -34,6 +34,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),
     (["blocks", "layout"], []),
+    (["tier"], []),
     (["planning", "hf_config", "prefixes"], []),
     (["specs"], ["internal (jax)"]),
     (["internal"], ["pallas_kernels"]),

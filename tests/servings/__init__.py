@@ -9,16 +9,18 @@ from collections import Counter
 
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_scheduler import SchedulerServing
+from tests.servings.of_tier import TierServing
 
 NUM_CALLS = 60  # of a manager
 
 
-def run_serving(seed: int, kind: str | None = None) -> Counter[str]:
+def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Counter[str]:
     """Runs a serving; those of even seeds are of a manager alone.
 
     Args:
       seed: of all that it draws.
       kind: of the plan, one of `KINDS`; None: any.
+      tier: whether most blocks go to host memory and come back, in a serving of a manager alone.
 
     Returns:
       Counts of what it did.
@@ -28,6 +30,8 @@ def run_serving(seed: int, kind: str | None = None) -> Counter[str]:
     """
     history: list[str] = []
     try:
+        if tier:
+            return TierServing(seed, kind, history).run(NUM_CALLS)
         if seed % 2:
             serving = SchedulerServing(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))

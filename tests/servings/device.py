@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 
 from jaxkv import Plan
-from jaxkv.blocks import Upload
+from jaxkv.blocks import Moves, Upload
 
 NO_WINDOW = 2**31 - 1
 
@@ -73,7 +73,8 @@ class Device:
 
     rows: by group and row, block ids by column. Old cells stay, as on the device.
     blocks: by block, contents by place.
-    number: of the last upload.
+    host: by chunk, its group and the contents of its blocks.
+    number, move_number: of the last upload, and of the last moves.
     goes_on_anew: whether the next upload is the first one after `BlockManager.reset`.
     """
 
@@ -84,7 +85,8 @@ class Device:
         ]
         self.lengths = [[0] * len(plan.groups) for _ in range(max_requests)]
         self.blocks: dict[int, dict[int, int]] = {}
-        self.number, self.goes_on_anew = 0, False
+        self.host: dict[int, tuple[int, list[dict[int, int]]]] = {}
+        self.number, self.move_number, self.goes_on_anew = 0, 0, False
 
     def apply(self, upload: Upload) -> dict[str, np.ndarray]:
         """Applies the changes of an upload; returns its parts."""
@@ -105,6 +107,33 @@ class Device:
         for block in zeroed:
             self.blocks[block] = {}
         return parts
+
+    def move(self, moves: Moves) -> None:
+        """Carries out moves: all stores, then all loads, then host blocks are dropped."""
+        if moves.is_anew:
+            self.host.clear()
+        else:
+            assert moves.number == self.move_number + 1, "moves were lost or repeated"
+        self.move_number = moves.number
+        for number, group, blocks in moves.stores:
+            assert number not in self.host, "a chunk is stored over another"
+            self.host[number] = group, [dict(self.blocks.get(i, {})) for i in blocks.tolist()]
+        loaded: set[int] = set()
+        for number, group, blocks in moves.loads:
+            of_group, contents = self.host[number]
+            assert of_group == group, "a chunk of another group"
+            for block, content in zip(blocks.tolist(), contents, strict=True):
+                if block >= 0:
+                    assert block not in loaded, "two loads into one block"
+                    loaded.add(block)
+                    self.blocks[block] = dict(content)
+        for number in moves.dropped:
+            del self.host[number]
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Spoils the contents of blocks."""
+        for block in blocks:
+            self.blocks[block] = dict.fromkeys(self.blocks.get(block, {}), -1)
 
     def _copy_rows(self, parts) -> None:
         if "row_sources" not in parts:

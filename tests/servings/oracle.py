@@ -213,7 +213,15 @@ class Oracle:
 
     def step(self, upload: Upload, requests: Mapping[Hashable, Known], work: Mapping) -> None:
         """Applies an upload, checks all that the step reads, and writes its tokens."""
+        moves = self.manager.take_moves()
+        if moves is not None:
+            self.device.move(moves)
+            self.seen["stored"] += sum(chunk.block_ids.size for chunk in moves.stores)
+            self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in moves.loads)
+            self._check_host()
         parts = self.device.apply(upload)
+        if self.manager.tier_stats() is not None:
+            self._poison()
         rows, named = self.manager.requests, [requests[name] for name in work]
         assert parts["request_rows"].tolist() == [rows[name] for name in work], "rows"
         computed = [request.computed for request in named]
@@ -248,6 +256,39 @@ class Oracle:
         self.seen["steps"] += 1
         self.seen["copies"] += parts["copy_sources"].size
 
+    def _check_host(self) -> None:
+        """Checks that host memory holds what the books count, within its bytes."""
+        stats, room = self.manager.tier_stats(), self.manager._tier.room
+        sizes = {n: room.block_bytes[g] * len(of) for n, (g, of) in self.device.host.items()}
+        assert sum(sizes.values()) <= stats.num_bytes, "more bytes on the host than it has"
+        # What the step itself has evicted is stored by the next moves, and dropped by them.
+        waiting = np.array([*self.manager._tier._stores], np.int64)
+        used = sum(sizes.values()) - sum(sizes[number] for number in room._dropped)
+        used += room.block_bytes[room.groups(waiting)].sum()
+        assert used == stats.used_bytes <= stats.num_bytes, "bytes on the host"
+
+    def _poison(self) -> None:
+        """Spoils the blocks that nobody holds or keeps; a step has to write them first."""
+        ids = np.arange(1, self.manager.plan.num_blocks)
+        pool = self.manager.block_pool
+        is_cold = (pool.references_of(ids) == 0) & (pool.frozen_before[ids] == 0)
+        is_cold &= ~np.isin(
+            ids, [*self.manager._tier._stores.values()]
+        )  # stored before it is reused
+        self.device.poison(ids[is_cold].tolist())
+
+    def _contents(self, block: int) -> dict[int, int]:
+        """Returns the contents of a kept block, in either memory, after the moves that wait."""
+        tier = self.manager._tier
+        if block >= self.manager.plan.num_blocks:
+            if block in tier._stores:
+                return self.device.blocks[tier._stores[block]]
+            at = block - tier.room.first_id
+            return self.device.host[tier.room._chunk_of[at]][1][tier.room._place_of[at]]
+        if tier is not None and block in tier._loads:
+            return self._contents(tier._loads[block])
+        return self.device.blocks.get(block, {})
+
     def new_epoch(self) -> None:
         """Notes that the cache has forgotten all prefixes."""
         self.epoch += 1
@@ -263,7 +304,7 @@ class Oracle:
         for group, columns in zip(
             self.groups, found.columns if tokens.computed else (), strict=False
         ):
-            blocks = [self.device.blocks.get(i, {}) for i in columns.block_ids.tolist()]
+            blocks = [self._contents(i) for i in columns.block_ids.tolist()]
             if group.is_state:
                 assert blocks[-1].get(0) == self._content(group, tokens.story[-1]), "a kept state"
                 continue

@@ -1,6 +1,7 @@
 """Random small plans: every kind of layer, alone and next to others, in pools of every size."""
 
 import random
+from collections.abc import Sequence
 
 from jaxkv import (
     ChunkedAttentionSpec,
@@ -93,8 +94,15 @@ KINDS = {
 }
 
 
-def random_plan(draw: random.Random, kind: str) -> Plan:
-    """Returns a plan of one of `KINDS`; now and then it barely holds its longest request."""
+ROOM = (1, 1.2, 1.5, 2.5, 5)
+
+
+def random_plan(draw: random.Random, kind: str, room: Sequence[float] = ROOM) -> Plan:
+    """Returns a plan of one of `KINDS`; now and then it barely holds its longest request.
+
+    Args:
+      room: by how much a pool may be larger than its longest request.
+    """
     while True:
         layers = {f"layer{i}": make(draw) for i, make in enumerate(KINDS[kind])}
         length = draw.choice([16, 32, 48])
@@ -112,7 +120,7 @@ def random_plan(draw: random.Random, kind: str) -> Plan:
             continue
         sinks = sum(group.reserved_blocks for group in plan.groups)
         needed = plan.admission_blocks(length)
-        num_blocks = 1 + sinks + int(needed * draw.choice([1, 1.2, 1.5, 2.5, 5]))
+        num_blocks = 1 + sinks + int(needed * draw.choice(room))
         return plan_of(layers, num_blocks, length, **options)
 
 

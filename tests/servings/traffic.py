@@ -5,7 +5,8 @@ import random
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jaxkv import BlockManager, ExtraKey
+from jaxkv import BlockManager, ExtraKey, Plan
+from jaxkv.blocks import HostMemory
 from jaxkv.prefixes import EventLog
 from tests.servings.events import Mirror
 from tests.servings.oracle import Known, Oracle
@@ -21,13 +22,14 @@ class Serving:
     def __init__(self, seed: int, kind: str | None, history: list[str]):
         self.draw = random.Random(seed)
         self.kind = self.draw.choice(list(KINDS)) if kind is None else kind
-        self.plan = random_plan(self.draw, self.kind)
+        self.plan = self.random_plan()
         self.log = EventLog()
         self.manager = BlockManager(
             self.plan,
             max_requests=self.draw.randint(1, 5),
             checkpoint_share=self.draw.choice([0.1, 0.5, 1.0]),
             events=self.log,
+            host_memory=self.host_memory(seed),
         )
         self.oracle, self.mirror = Oracle(self.manager), Mirror(self.manager, self.log)
         self.history = history
@@ -38,6 +40,21 @@ class Serving:
         self.encoders = itertools.count()
         self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
         self.has_states = any(g.growth.kind == "state" for g in self.plan.groups)
+
+    def random_plan(self) -> Plan:
+        return random_plan(self.draw, self.kind)
+
+    def host_memory(self, seed: int) -> HostMemory | None:
+        """Returns host memory for one serving of two; draws apart, so that the rest stays."""
+        draw = random.Random(-1 - seed)
+        if draw.random() < 0.5 or any(g.growth.kind == "cross" for g in self.plan.groups):
+            return None
+        size = max(layout.bytes_per_block for layout in self.plan.layouts)
+        return HostMemory(
+            num_bytes=int(size * draw.choice([0, 0.7, 3, 10, self.plan.num_blocks, 1000])),
+            min_tokens=draw.choice([1, 1, 1, 4, 16]),
+            max_bytes_per_token=draw.choice([2**20, 2**20, size]),
+        )
 
     def _id(self) -> int:
         return self.draw.choice(ALPHABET)

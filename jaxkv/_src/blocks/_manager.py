@@ -22,6 +22,7 @@ from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import EventLog, ExtraKey
+from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
 
@@ -70,6 +71,7 @@ class BlockManager:
         max_requests: int,
         checkpoint_share: float = 0.1,
         events: EventLog | None = None,
+        host_memory: HostMemory | None = None,
     ):
         """Creates a manager whose blocks are all free.
 
@@ -80,6 +82,8 @@ class BlockManager:
             prompts, 0.0 to 1.0; the least recently used states are dropped first.
           events: log to which the manager writes the whole blocks that it keeps for later prompts,
             evicts and clears; None: their keys are not computed. See `jaxkv.prefixes`.
+          host_memory: memory for kept blocks that make room for others on the device; `take_moves`
+            then belongs to every step. None: such blocks are forgotten.
         """
         check_positive(max_requests=max_requests)
         if not 0 <= checkpoint_share <= 1:
@@ -95,7 +99,10 @@ class BlockManager:
         self._state = RequestState(self.block_pool, plan, max_requests)
         self._rows = RowAllocator(max_requests, plan.limits.max_in_flight_tokens)
         most = int(checkpoint_share * plan.num_blocks)
-        self._prefixes = Prefixes(self._state, plan, checkpoint_blocks=most, events=events)
+        self._tier = None if host_memory is None else _tier(host_memory, plan)
+        self._prefixes = Prefixes(
+            self._state, plan, checkpoint_blocks=most, events=events, tier=self._tier
+        )
         self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
         self._lock = threading.Lock()  # held while a call changes anything
 
@@ -363,6 +370,8 @@ class BlockManager:
             self._end(request)
         self._prefixes.reset()
         self._steps.reset()
+        if self._tier is not None:
+            self._tier.reset()
 
     # --- prefixes -----------------------------------------------------------------
 
@@ -425,6 +434,10 @@ class BlockManager:
         """Returns counts of lookups, hits and evictions since the manager was made."""
         return self._prefixes.stats()
 
+    def tier_stats(self) -> TierStats | None:
+        """Returns what host memory holds, and counts of its moves; None without host memory."""
+        return None if self._tier is None else self._tier.stats()
+
     @_alone
     def new_epoch(self) -> None:
         """Starts a new epoch, whose requests share no blocks with those of earlier epochs.
@@ -474,7 +487,20 @@ class BlockManager:
           TypeError, ValueError: a request is not running or computes more tokens than the plan
             admits, the step does not fit the shape, or token ids are missing; nothing is changed.
         """
+        if self._tier is not None and self._tier.is_due:
+            raise RuntimeError(
+                "the moves of the last step were not taken; call take_moves after each step, and "
+                "carry them out before that step runs"
+            )
         return self._steps.step(shape, work, extra, ring)
+
+    @_alone
+    def take_moves(self) -> Moves | None:
+        """Returns the blocks that change memory before the step that was packed last; None: none.
+
+        Carry them out before that step runs. A manager without ``host_memory`` has none.
+        """
+        return None if self._tier is None else self._tier.take_moves()
 
     @_alone
     def grow(self, work: Work) -> None:
@@ -492,6 +518,16 @@ class BlockManager:
             admits; nothing is changed.
         """
         self._steps.grow(work)
+
+
+def _tier(memory: HostMemory, plan: Plan) -> HostTier:
+    if not isinstance(memory, HostMemory):
+        raise TypeError(f"host_memory must be a HostMemory, got {type(memory).__name__}")
+    if any(group.growth.stores == "encoder" for group in plan.groups):
+        raise ValueError(
+            "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out"
+        )
+    return HostTier(memory, plan)
 
 
 def _past(num_tokens: int, computed: int, request: Hashable) -> ValueError:

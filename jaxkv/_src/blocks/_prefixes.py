@@ -1,6 +1,7 @@
 """Prefix caching: keeps the blocks of prompts, and finds them for later prompts. No jax."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -29,6 +30,7 @@ from jaxkv._src.prefixes import (
     KeyChain,
     KnownNamespaces,
     Namespace,
+    Node,
     PrefixEvents,
     PrefixPolicy,
     PrefixTree,
@@ -38,6 +40,7 @@ from jaxkv._src.prefixes import (
     check_content,
     find,
 )
+from jaxkv._src.tier import HostTier
 
 
 class Prefixes:
@@ -53,6 +56,7 @@ class Prefixes:
         *,
         checkpoint_blocks: int,
         events: EventLog | None = None,
+        tier: HostTier | None = None,
     ):
         growth, pool = state.growth, state.pool
         self._events = None if events is None else PrefixEvents(events, _event_groups(plan))
@@ -68,9 +72,18 @@ class Prefixes:
         # tokens of a column in each group that keeps whole columns
         self._whole = tuple(policy.block for policy in policies if not policy.by_checkpoint)
         self._smallest = min((policy.block for policy in policies), default=1)
+        self._tier, frozen_before = tier, pool.frozen_before
+        if tier is not None:  # which has more ids
+            frozen_before = np.full(pool.num_blocks + tier.room.num_ids, 0, np.int64)
+            pool.frozen_before = frozen_before[: pool.num_blocks]
         self._tree = PrefixTree(
-            policies, pool.frozen_before, max_tokens=4 * pool.num_blocks * self._smallest
+            policies,
+            frozen_before,
+            max_tokens=4 * frozen_before.size * self._smallest,
+            host_ids=pool.num_blocks,
         )
+        if tier is not None:
+            tier.attach(self._tree)
         self.has_encoder = bool(growth.crossed.size)
         self._prompts: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
@@ -78,7 +91,7 @@ class Prefixes:
         self._known = KnownNamespaces(num_tokens=self._smallest, max_prompts=pool.num_blocks)
         self._codes = TokenCodes()
         self._counts = Counter(
-            requests=0, hits=0, prompt_tokens=0, cached_tokens=0, evicted_blocks=0
+            requests=0, hits=0, prompt_tokens=0, cached_tokens=0, host_tokens=0, evicted_blocks=0
         )
         self._reasons: Counter[str] = Counter()
         pool.on_evict = self._evicted
@@ -102,16 +115,21 @@ class Prefixes:
                 limit = _limit(known.tokens, max_cached_tokens)
                 if limit == known.limit:
                     return known
-                found = find(self._tree, known.path, known.found.num_seen, limit)
+                found = self._find(known.path, known.found.num_seen, limit)
                 return known._replace(limit=limit, found=found)
             tokens, salt, extra_keys = known.tokens & MAX_TOKEN, known.salt, known.extra_keys
         namespace, encoded = self._encode(tokens, salt, extra_keys)
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.walk(namespace, encoded)
         self._tree.touch(path)
-        found = find(self._tree, path, seen, limit)
+        found = self._find(path, seen, limit)
         of_prompt = namespace, encoded, salt, tuple(extra_keys)
         return PrefixMatch(*of_prompt, path, limit, found, self._tree.state, self._state.pool)
+
+    def _find(self, path: Sequence[Node], num_seen: int, limit: int) -> CachedPrefix:
+        """Returns the longest cached prefix, including blocks on the host that are worth a load."""
+        find_it = functools.partial(find, self._tree, path, num_seen, limit)
+        return find_it() if self._tier is None else self._tier.choose(find_it)
 
     def look_up(
         self,
@@ -125,6 +143,9 @@ class Prefixes:
         prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
+        if found.num_host_tokens and not self._can_load(found):
+            found = find(self._tree, prefix.path, found.num_seen, prefix.limit, on_device=True)
+            found = found._replace(reasons=("on_host",) * len(found.reasons))
         found = found._replace(reasons=self._known.reasons(namespace, encoded, found))
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
@@ -133,6 +154,7 @@ class Prefixes:
             hits=found.num_tokens > 0,
             prompt_tokens=encoded.size,
             cached_tokens=found.num_tokens,
+            host_tokens=found.num_host_tokens,
         )
         self._reasons.update({*found.reasons} - {"complete", "other_groups"})
         ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
@@ -151,10 +173,45 @@ class Prefixes:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self._prompts[row] = prompt
         self._computing.add(row)
+        if self._tier is not None and found.num_host_tokens:
+            found = self._loaded(self._tier, found, prompt)
         if found.num_tokens:
             self._state.share(row, found.num_tokens, found.columns)
+        self._bound_checkpoints()  # a load may have brought one
         shared = tuple([columns.block_ids.size for columns in found.columns])
-        return PrefixHit(row, found.num_tokens, shared, found.reasons, prompt.chunk_ends)
+        numbers = row, found.num_tokens, shared
+        return PrefixHit(*numbers, found.reasons, prompt.chunk_ends, found.num_host_tokens)
+
+    # --- blocks in host memory ----------------------------------------------------
+
+    def _split(self, found: CachedPrefix) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks of a prefix on the device, and those in host memory."""
+        ids = np.concatenate([NO_IDS, *(columns.block_ids for columns in found.columns)])
+        on_host = ids >= self._state.pool.num_blocks
+        return ids[~on_host], ids[on_host].astype(np.int64)
+
+    def _can_load(self, found: CachedPrefix) -> bool:
+        """Returns whether blocks are free for those of a prefix that are in host memory."""
+        pool, (here, on_host) = self._state.pool, self._split(found)
+        num_warm = int(np.count_nonzero(pool.references_of(here) == 0))
+        needed = on_host.size + self._state.copy_sources.size
+        return needed <= pool.num_free_blocks - num_warm
+
+    def _loaded(self, tier: HostTier, found: CachedPrefix, prompt: CachedPrompt) -> CachedPrefix:
+        """Returns a prefix whose blocks are all on the device, once the next moves are made."""
+        pool, (here, on_host) = self._state.pool, self._split(found)
+        pool.hold(here)  # or the blocks that are taken may be these
+        into = tier.load(on_host, self._state.take_to_load)
+        pool.release(np.concatenate([here, into]))  # warm, until the request holds them
+        new = dict(zip(on_host.tolist(), into.tolist(), strict=True))
+        columns = [
+            part._replace(
+                block_ids=np.array([new.get(i, i) for i in part.block_ids.tolist()], np.int32)
+            )
+            for part in found.columns
+        ]
+        self._announce(prompt, [(part.first, part.block_ids) for part in columns])
+        return found._replace(columns=tuple(columns))
 
     def _chunk_ends(
         self, num_tokens: int, found: CachedPrefix, boundaries: Sequence[int]
@@ -203,7 +260,9 @@ class Prefixes:
     # --- keeping ------------------------------------------------------------------
 
     def after_step(self, rows: np.ndarray) -> None:
-        """Keeps the prompt tokens that the last step of ``rows`` computed."""
+        """Keeps the prompt tokens that the last step of ``rows`` computes."""
+        if self._tier is not None:
+            self._tier.seal()
         if not self._computing:
             return
         for row in [row for row in rows.tolist() if row in self._computing]:
@@ -264,14 +323,22 @@ class Prefixes:
         self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
         self._state.pool.has_kept = True
         self._known.add(prompt.namespace, prompt.tokens)
-        if self._events is not None and prompt.chain is not None:
-            for group, (first, ids) in enumerate(columns):
-                kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
-                self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
+        self._announce(prompt, columns)
         if made is not None:
             prompt.checkpoints.append(made)
             self._state.note_shared(row)
             self._bound_checkpoints()
+
+    def _announce(self, prompt: CachedPrompt, columns: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Writes the whole blocks that are kept now into the event log.
+
+        Args:
+          columns: per group, a column and the blocks from that column on.
+        """
+        if self._events is not None and prompt.chain is not None:
+            for group, (first, ids) in enumerate(columns):
+                kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
+                self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
@@ -306,13 +373,19 @@ class Prefixes:
     def _bound_checkpoints(self) -> None:
         tree = self._tree
         while (last := tree.checkpoints.one_too_many(self._max_checkpoint_blocks)) is not None:
-            self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+            if self._tier is None:
+                self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
+            else:
+                ids = last.blocks[last.blocks > 0]
+                self._state.pool.cool(np.concatenate([ids, self._tier.evict(ids)]))
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted_blocks"] += ids.size
         if self._events is not None:
             self._events.removed(ids.tolist())
+        if self._tier is not None:
+            return self._tier.evict(ids)
         return np.array(self._tree.forget(ids), np.int32)
 
     # --- resetting and counting ---------------------------------------------------
@@ -320,8 +393,8 @@ class Prefixes:
     def new_epoch(self) -> None:
         """Forgets all kept blocks, but remembers that their prompts were cached."""
         self._epoch += 1
-        pool = self._state.pool
-        pool.cool(self._tree.clear())
+        pool, kept = self._state.pool, self._tree.clear()
+        pool.cool(kept if self._tier is None else self._tier.clear(kept))
         pool.has_kept = False
         if self._events is not None:
             self._events.cleared()
@@ -337,7 +410,7 @@ class Prefixes:
         return PrefixStats(
             **self._counts,
             reasons=dict(self._reasons),
-            kept_blocks=int(np.count_nonzero(self._tree.frozen_before)),
+            kept_blocks=int(np.count_nonzero(self._state.pool.frozen_before)),
             checkpoint_blocks=self._tree.checkpoints.num_blocks,
         )
 

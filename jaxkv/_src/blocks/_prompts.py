@@ -59,6 +59,7 @@ class PrefixMatch(NamedTuple):
     def num_held_blocks(self) -> int:
         """Blocks of the prefix that requests hold now; sharing them takes no free blocks."""
         ids = np.concatenate([columns.block_ids for columns in self.found.columns])
+        ids = ids[ids < self.pool.num_blocks]  # those in host memory take one each
         return int(np.count_nonzero(self.pool.references_of(ids)))
 
 
@@ -75,11 +76,14 @@ class PrefixHit(NamedTuple):
       taken for other requests. "no_checkpoint": no state was kept there. "left_window": the
       blocks left the window before they could be kept. "other_salt", "other_keys",
       "other_epoch": the same tokens are cached under another salt, with other extra keys, or
-      from before `BlockManager.new_epoch`. "not_looked_up": the request was started without
-      tokens, or the plan stores encoder tokens.
+      from before `BlockManager.new_epoch`. "on_host": the rest is in host memory, and loading it
+      is not worth it (`HostMemory`), or too few blocks are free. "not_looked_up": the request was
+      started without tokens, or the plan stores encoder tokens.
     chunk_ends: numbers of tokens after which a chunk of the prompt should end, ascending, so that
       states can be kept there: the given boundaries, the point where this prompt parts from a
       remembered one, and all tokens but the last. Empty for plans that need no such chunks.
+    num_host_tokens: tokens of the prefix that come from host memory, beyond those that device
+      memory alone holds.
     """
 
     row: int
@@ -87,6 +91,7 @@ class PrefixHit(NamedTuple):
     shared_blocks: tuple[int, ...]
     reasons: tuple[Reason, ...]
     chunk_ends: tuple[int, ...]
+    num_host_tokens: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -121,8 +126,9 @@ class PrefixStats:
     hits: requests that found a prefix.
     prompt_tokens: tokens of all prompts that were looked up.
     cached_tokens: tokens of all prefixes that were found.
+    host_tokens: those of them that came from host memory.
     evicted_blocks: kept blocks that were taken for other requests.
-    kept_blocks: blocks that are kept now.
+    kept_blocks: blocks that are kept now, in device memory.
     checkpoint_blocks: kept blocks that belong to checkpoints of states.
     reasons: number of requests by the reason why their prefix was not longer, as given by the
       groups that ended it.
@@ -132,6 +138,7 @@ class PrefixStats:
     hits: int
     prompt_tokens: int
     cached_tokens: int
+    host_tokens: int
     evicted_blocks: int
     kept_blocks: int
     checkpoint_blocks: int

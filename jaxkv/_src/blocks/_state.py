@@ -158,6 +158,32 @@ class RequestState:
         """Returns the end of each group among the ascending groups of K cells, int64[G]."""
         return groups.searchsorted(self._each_group, "right")
 
+    def take_to_load(self, count: int) -> np.ndarray:
+        """Takes blocks whose content comes from the host before the next upload, int32[count].
+
+        The caller has checked that as many are free next to `copy_sources`, which have to stay as
+        they are until that upload copies them.
+        """
+        sources = self.copy_sources
+        ids = self.pool.take(count + sources.size)
+        is_source = np.isin(ids, sources)
+        spare = np.concatenate([ids[is_source], ids[~is_source][count:]])
+        ids = ids[~is_source][:count]
+        self.pool.release(spare)
+        self.pool.is_fresh[ids] = False
+        self.forget_copies(ids)  # of those that were given back since
+        return ids
+
+    def forget_copies(self, ids: np.ndarray) -> None:
+        """Forgets the copies into blocks that have other content now."""
+        for block_id in ids.tolist() if self.copies else ():
+            self.copies.pop(block_id, None)
+
+    @property
+    def copy_sources(self) -> np.ndarray:
+        """Blocks that the next upload copies, int64[N]."""
+        return np.unique(np.array([cell.block_id for cell in self.copies.values()], np.int64))
+
     # --- steps --------------------------------------------------------------------
 
     def apply(self, changes: Changes) -> np.ndarray:
@@ -179,9 +205,7 @@ class RequestState:
             self._cells[self._at(fresh)] = ids
             if self.zeroes:
                 self.pool.is_fresh[ids] = True
-            if self.copies:  # those into blocks that were given back since
-                for block_id in ids.tolist():
-                    self.copies.pop(block_id, None)
+            self.forget_copies(ids)
         if shared:
             self.beginnings += 1
             for cell in shared:

@@ -117,6 +117,10 @@ class PoolLayout:
         """Returns the tensors that hold a group's layers."""
         return frozenset(self._places[layer].tensor for layer in self.groups[group].layers)
 
+    def group_bytes(self, group: int) -> int:
+        """Returns the bytes of one block in the tensors that hold a group's layers."""
+        return sum(self.tensors[index].page_bytes for index in self.tensors_of(group))
+
     def groups_to_zero(self) -> tuple[bool, ...]:
         """Returns, per group, whether a fresh block can hold bytes of another meaning.
 

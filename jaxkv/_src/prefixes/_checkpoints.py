@@ -35,7 +35,8 @@ class Checkpoints:
     """All checkpoints, the least recently used first.
 
     Most prompts end where no other prompt continues. Checkpoints of such ends are evicted before
-    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks.
+    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks. One that has a
+    block in host memory is parked: it takes no part in this order.
     """
 
     def __init__(self) -> None:
@@ -55,16 +56,20 @@ class Checkpoints:
         self._queues[checkpoint.is_wanted][checkpoint] = None
         self._num_blocks[checkpoint.is_wanted] += checkpoint.num_blocks
 
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Removes a checkpoint."""
-        del self._queues[checkpoint.is_wanted][checkpoint]
-        self._num_blocks[checkpoint.is_wanted] -= checkpoint.num_blocks
+    def remove(self, checkpoint: Checkpoint) -> bool:
+        """Removes a checkpoint, or parks it. Returns whether it was here."""
+        is_here = checkpoint in self
+        if is_here:
+            del self._queues[checkpoint.is_wanted][checkpoint]
+            self._num_blocks[checkpoint.is_wanted] -= checkpoint.num_blocks
+        return is_here
 
     def touch(self, checkpoint: Checkpoint, *, is_wanted: bool) -> None:
         """Marks a checkpoint as just used, and as wanted from now on if ``is_wanted``."""
-        self.remove(checkpoint)
+        is_here = self.remove(checkpoint)
         checkpoint.is_wanted |= is_wanted
-        self.add(checkpoint)
+        if is_here:
+            self.add(checkpoint)
 
     def one_too_many(self, max_blocks: int) -> Checkpoint | None:
         """Returns the checkpoint to evict if checkpoints have more than ``max_blocks`` blocks."""

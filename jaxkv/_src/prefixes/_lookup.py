@@ -20,6 +20,7 @@ Reason = Literal[
     "other_salt",
     "other_keys",
     "other_epoch",
+    "on_host",
     "not_looked_up",
 ]
 
@@ -48,6 +49,7 @@ class CachedPrefix(NamedTuple):
     columns: the shared columns, per group.
     reasons: why the prefix is not longer, per group; see `jaxkv.blocks.PrefixHit`.
     checkpoint: checkpoint at the end of the prefix; None: no group needs one.
+    num_host_tokens: tokens of the prefix beyond what device memory alone holds of it.
     """
 
     num_tokens: int
@@ -55,23 +57,35 @@ class CachedPrefix(NamedTuple):
     columns: tuple[SharedColumns, ...]
     reasons: tuple[Reason, ...]
     checkpoint: Checkpoint | None
+    num_host_tokens: int = 0
 
 
-def find(tree: PrefixTree, path: Sequence[Node], num_seen: int, limit: int) -> CachedPrefix:
+def find(
+    tree: PrefixTree,
+    path: Sequence[Node],
+    num_seen: int,
+    limit: int,
+    *,
+    on_device: bool = False,
+) -> CachedPrefix:
     """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
 
     Args:
       path: nodes from `PrefixTree.walk`.
       num_seen: tokens of the prompt that agree with the path.
       limit: the most tokens to share; less than the prompt, whose last token is always computed.
+      on_device: whether blocks in host memory count as evicted.
     """
     seen = min(num_seen, limit)
     if not seen:
         return _nothing_seen(tree, num_seen, limit)
     columns = [tree.columns(path, g, seen) for g in range(len(tree.policies))]
+    end_id = tree.host_ids if on_device else tree.frozen_before.size
+    if on_device:
+        columns = [np.where(ids < end_id, ids, EVICTED) for ids in columns]
     checkpoint: Checkpoint | None = None
     if tree.has_states:
-        num_tokens, checkpoint = _longest_checkpoint(tree.policies, path, columns, seen)
+        num_tokens, checkpoint = _longest_checkpoint(tree.policies, path, columns, seen, end_id)
         reasons = _reasons_by_checkpoint(tree.policies, path, columns, num_tokens, seen, limit)
     else:
         num_tokens = _longest_whole(tree, columns, seen)
@@ -215,9 +229,15 @@ def _holds(policy: PrefixPolicy, columns: np.ndarray, checkpoint: Checkpoint, gr
 
 
 def _longest_checkpoint(
-    policies: Sequence[PrefixPolicy], path: Sequence[Node], columns: Sequence[np.ndarray], seen: int
+    policies: Sequence[PrefixPolicy],
+    path: Sequence[Node],
+    columns: Sequence[np.ndarray],
+    seen: int,
+    end_id: int,
 ) -> tuple[int, Checkpoint | None]:
     for checkpoint in _checkpoints(path, 0, seen):
+        if not (checkpoint.blocks < end_id).all():
+            continue
         if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(policies)):
             return checkpoint.position, checkpoint
     return 0, None

@@ -101,22 +101,30 @@ class PrefixTree:
     num_tokens: remembered tokens.
     grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
+    host_ids: ids from this one on are of blocks in host memory.
     """
 
     def __init__(
-        self, policies: Sequence[PrefixPolicy], frozen_before: np.ndarray, *, max_tokens: int
+        self,
+        policies: Sequence[PrefixPolicy],
+        frozen_before: np.ndarray,
+        *,
+        max_tokens: int,
+        host_ids: int | None = None,
     ):
         """Creates an empty tree.
 
         Args:
           policies: one per group.
-          frozen_before: int64[num_blocks], which the tree writes: the position before which no
-            token of a block may be overwritten; 0: the block is not kept.
+          frozen_before: int64[N], which the tree writes: the position before which no token of a
+            block may be overwritten; 0: the block is not kept.
+          host_ids: the first id of a block in host memory; None: there are none.
           max_tokens: tokens to remember. Beyond it, the tree forgets tokens without kept blocks,
             the least recently used first.
         """
         self.policies = tuple(policies)
         self.frozen_before = frozen_before
+        self.host_ids = frozen_before.size if host_ids is None else host_ids
         self.grid = math.lcm(*(policy.block for policy in self.policies))
         self.has_states = any(policy.by_checkpoint for policy in self.policies)
         self._max_tokens = self._prune_at = max_tokens
@@ -298,12 +306,7 @@ class PrefixTree:
         """
         self.state = object()
         ids = ids.astype(np.intp)  # faster as an index
-        homes = np.sort(self._home_of[ids])
-        places = homes >> COLUMN_BITS
-        cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
-        for begin, end in itertools.pairwise([0, *cuts.tolist(), homes.size]):
-            if begin < end and places[begin] >= 0:
-                self._evict(int(places[begin]), homes[begin:end] & COLUMNS)
+        self._replace(ids, np.full(ids.size, EVICTED))
         freed: list[int] = []
         for block_id in ids[self._is_in_checkpoint[ids]].tolist():
             for checkpoint in list(self._of_block.get(block_id, ())):
@@ -311,11 +314,73 @@ class PrefixTree:
         self._home_of[ids], self.frozen_before[ids] = -1, 0
         return [block_id for block_id in freed if not (ids == block_id).any()]
 
-    def _evict(self, place: int, columns: np.ndarray) -> None:
-        index, group = divmod(place, len(self.policies))
-        node = self._nodes[index]
-        if node is not None:
-            node.blocks[group][columns - node.start // self.policies[group].block] = EVICTED
+    def _replace(self, ids: np.ndarray, into: np.ndarray) -> None:
+        """Puts other ids, or `EVICTED`, in place of blocks that are kept as whole columns."""
+        order = self._home_of[ids].argsort(kind="stable")
+        homes, into = self._home_of[ids][order], into[order]
+        places = homes >> COLUMN_BITS
+        cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
+        for begin, end in itertools.pairwise([0, *cuts.tolist(), homes.size]):
+            if begin < end and places[begin] >= 0:
+                index, group = divmod(int(places[begin]), len(self.policies))
+                node = self._nodes[index]
+                if node is not None:
+                    first = node.start // self.policies[group].block
+                    node.blocks[group][(homes[begin:end] & COLUMNS) - first] = into[begin:end]
+
+    # --- blocks in host memory ------------------------------------------------------
+
+    def move(self, ids: np.ndarray, into: np.ndarray) -> None:
+        """Keeps distinct blocks' content under other ids, to which it moves between two memories.
+
+        Args:
+          ids: int[N], kept blocks.
+          into: int[N], ids that are not kept.
+        """
+        self.state = object()
+        ids, into = ids.astype(np.intp), into.astype(np.intp)
+        self._replace(ids, into)
+        for array, empty in (
+            (self._home_of, -1),
+            (self.frozen_before, 0),
+            (self._is_in_checkpoint, False),
+        ):
+            array[into], array[ids] = array[ids], empty
+        in_checkpoints = self._is_in_checkpoint[into]
+        pairs = zip(ids[in_checkpoints].tolist(), into[in_checkpoints].tolist(), strict=True)
+        moved: dict[Checkpoint, None] = {}
+        for block_id, new in pairs:
+            self._of_block[new] = self._of_block.pop(block_id)
+            for checkpoint in self._of_block[new]:
+                self.checkpoints.remove(checkpoint)
+                checkpoint.blocks[checkpoint.blocks == block_id] = new
+                moved[checkpoint] = None
+        for checkpoint in moved:
+            if (checkpoint.blocks < self.host_ids).all():
+                self.checkpoints.add(checkpoint)
+
+    def group_of(self, block_id: int) -> int:
+        """Returns the group of a kept block."""
+        home = int(self._home_of[block_id])
+        if home >= 0:
+            return (home >> COLUMN_BITS) % len(self.policies)
+        return int((self._of_block[block_id][0].blocks == block_id).argmax())
+
+    def is_inside(self, block_id: int) -> bool:
+        """Returns whether a prefix that ends where its tokens do reads a kept block.
+
+        Blocks that have left a window by then serve prompts that part from these tokens earlier.
+        """
+        home = int(self._home_of[block_id])
+        if block_id in self._of_block or home < 0:
+            return True
+        index, group = divmod(home >> COLUMN_BITS, len(self.policies))
+        node, policy = self._nodes[index], self.policies[group]
+        if node is None or policy.growth.keeps_all_tokens or policy.only_last:
+            return node is not None
+        column, last = home & COLUMNS, (node.end - 1) // self.grid * self.grid
+        ends = [*node.checkpoints, last, node.end]
+        return any(policy.first_column(n) <= column < cdiv(n, policy.block) for n in ends)
 
     # --- the tree -----------------------------------------------------------------
 

@@ -1,0 +1,8 @@
+"""The books of blocks in host memory: which are there, and which move in a step. No jax."""
+
+from jaxkv._src.tier._books import HostTier
+from jaxkv._src.tier._memory import HostMemory
+from jaxkv._src.tier._moves import Chunk, Moves, TierStats
+from jaxkv._src.tier._room import HostRoom
+
+__all__ = ["Chunk", "HostMemory", "HostRoom", "HostTier", "Moves", "TierStats"]

@@ -1,0 +1,231 @@
+"""`HostTier`, the books of blocks that are evicted to host memory, and come back. NumPy only."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxkv._src.planning import Plan
+from jaxkv._src.prefixes import CachedPrefix, PrefixTree
+from jaxkv._src.tier._memory import HostMemory, block_bytes
+from jaxkv._src.tier._moves import Moves, TierStats
+from jaxkv._src.tier._room import HostRoom
+
+NO_IDS = np.zeros(0, np.int64)
+
+
+class HostTier:
+    """The blocks of a prefix tree that lie in host memory, under ids past those of the device.
+
+    The tree knows a block by its id on the device as long as it is there. A block that was loaded
+    stays in host memory, too, so that it need not be stored again. The books are ahead of the
+    content: what a call changes is carried out by the moves that `seal` makes next, which is before
+    any step writes to the blocks.
+    """
+
+    def __init__(self, memory: HostMemory, plan: Plan):
+        """Creates the books of empty memory."""
+        self._memory = memory
+        self.room = HostRoom(block_bytes(plan), memory.num_bytes, plan.num_blocks)
+        # Blocks on the device and on the host that are copies of each other; 0: there is none.
+        self._copy_of = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
+        # By host block, the position up to which its content is that of the tree.
+        self._until = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
+        self._stores: dict[int, int] = {}  # host block -> block on the device
+        self._loads: dict[int, int] = {}  # block on the device -> host block
+        self._pinned: frozenset[int] = frozenset()  # chunks
+        self._sealed: Moves | None = None
+        self._number, self._is_anew = 0, False
+        self._counts: Counter[str] = Counter()
+
+    def attach(self, tree: PrefixTree) -> None:
+        """Names the tree whose blocks these are."""
+        self._tree = tree
+
+    # --- to the host ----------------------------------------------------------------
+
+    def evict(self, ids: np.ndarray) -> np.ndarray:
+        """Takes blocks out of device memory, and forgets those for which the host has no room.
+
+        Args:
+          ids: int[N], kept blocks on the device.
+
+        Returns:
+          Other blocks on the device that are no longer kept.
+        """
+        ids = self._go_back(ids.astype(np.int64))
+        chosen, groups = self._chosen(ids)
+        sizes = self.room.block_bytes[groups]
+        others = self._make_room(int(sizes.sum()))
+        # A checkpoint that lost a block may have released others of these.
+        fits = self._tree.frozen_before[chosen] > 0
+        fits &= np.cumsum(sizes * fits) <= self.room.num_bytes - self.room.used_bytes
+        fits &= np.cumsum(fits) <= self.room.num_free_ids
+        chosen = chosen[fits]
+        if chosen.size:
+            into = self.room.take(groups[fits])
+            self._tree.move(chosen, into)
+            self._until[into] = self._tree.frozen_before[into]
+            self._stores.update(zip(into.tolist(), chosen.tolist(), strict=True))
+        left = ids[self._tree.frozen_before[ids] > 0]
+        self._counts["skipped_blocks"] += left.size
+        return np.concatenate([others, self._forget(left)])
+
+    def _go_back(self, ids: np.ndarray) -> np.ndarray:
+        """Returns blocks without those that the host still has as they are."""
+        copies = self._copy_of[ids]
+        # A request may have written on behind the end of a prefix that it began with.
+        is_same = (copies > 0) & (self._tree.frozen_before[ids] <= self._until[copies])
+        if is_same.any():
+            self._tree.move(ids[is_same], copies[is_same])
+            self.room.touch(copies[is_same])
+        self._part(ids[copies > 0])
+        self.room.release(copies[(copies > 0) & ~is_same].tolist())
+        return ids[~is_same]
+
+    def _part(self, ids: np.ndarray) -> None:
+        """Notes that blocks are copies of no others any more."""
+        self._copy_of[self._copy_of[ids]] = 0
+        self._copy_of[ids] = 0
+
+    def _chosen(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks to store, as many as host memory can hold, and their groups."""
+        inside = [block_id for block_id in ids.tolist() if self._tree.is_inside(block_id)]
+        groups = np.array([self._tree.group_of(block_id) for block_id in inside], np.int64)
+        # The last ones were used last.
+        fit = np.cumsum(self.room.block_bytes[groups][::-1])[::-1] <= self.room.num_bytes
+        return np.array(inside, np.int64)[fit], groups[fit]
+
+    def _make_room(self, num_bytes: int) -> np.ndarray:
+        """Drops the oldest chunks until as many bytes are free, if they can be.
+
+        Returns:
+          Blocks on the device that are no longer kept.
+        """
+        others = [NO_IDS]
+        while self.room.num_bytes - self.room.used_bytes < num_bytes:
+            gone = self.room.oldest(self._pinned)
+            if gone is None:
+                break
+            self._counts["evicted_blocks"] += len(gone)
+            ids = np.array(gone, np.int64)
+            here = self._copy_of[ids] > 0  # the tree knows these by their id on the device
+            self._part(ids[here])
+            others.append(self._forget(ids[~here]))
+        return np.concatenate(others)
+
+    def _forget(self, ids: np.ndarray) -> np.ndarray:
+        """Forgets blocks in either memory. Returns others on the device that are not kept now."""
+        if not ids.size:
+            return NO_IDS
+        others = np.array(self._tree.forget(ids), np.int64)
+        on_host = others >= self.room.first_id
+        self.room.release(others[on_host].tolist())
+        others = others[~on_host]
+        copied = others[self._copy_of[others] > 0]
+        self.room.release(self._copy_of[copied].tolist())
+        self._part(copied)
+        return others
+
+    # --- back -------------------------------------------------------------------------
+
+    def choose(self, find: Callable[..., CachedPrefix]) -> CachedPrefix:
+        """Returns the longest prefix; that in device memory, if a load is not worth it.
+
+        Args:
+          find: finds the longest one, in device memory if ``on_device``.
+        """
+        found = find()
+        ids = np.concatenate([NO_IDS, *(columns.block_ids for columns in found.columns)])
+        ids = ids[ids >= self.room.first_id]
+        if not ids.size:
+            return found
+        here = find(on_device=True)
+        gained = found.num_tokens - here.num_tokens
+        if self._memory.is_worth_it(gained, self.room.bytes_to_load(ids)):
+            return found._replace(num_host_tokens=gained)
+        return here._replace(reasons=("on_host",) * len(here.reasons))
+
+    def load(self, host_ids: np.ndarray, take: Callable[[int], np.ndarray]) -> np.ndarray:
+        """Brings blocks to the device.
+
+        Args:
+          host_ids: int64[N], blocks that the tree knows by these ids.
+          take: takes as many blocks of the device, int[N], for which it may evict others.
+
+        Returns:
+          These blocks, int64[N].
+        """
+        self._pinned = frozenset(self.room.chunks(host_ids).tolist())
+        into = take(host_ids.size).astype(np.int64)
+        self._pinned = frozenset()
+        self._tree.move(host_ids, into)
+        self._copy_of[into], self._copy_of[host_ids] = host_ids, into
+        self.room.touch(host_ids)
+        self._loads.update(zip(into.tolist(), host_ids.tolist(), strict=True))
+        return into
+
+    # --- moves ------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `take_moves` has any to return."""
+        return self._sealed is not None
+
+    def take_moves(self) -> Moves | None:
+        """Returns the moves that were sealed last; None: there are none, or they were taken."""
+        moves, self._sealed = self._sealed, None
+        return moves
+
+    def seal(self) -> None:
+        """Makes the moves that come before the step that is being packed.
+
+        What changes from here on, the tokens of that step included, is moved before the next one.
+        """
+        if not (self.room.has_changed or self._loads or self._is_anew):
+            return
+        stores = tuple(self.room.seal(self._stores, {*self._loads.values()}))
+        loads = tuple(self.room.loads(self._loads))
+        dropped = self.room.settle()
+        self._number += 1
+        dropped = () if self._is_anew else dropped  # all of them are
+        self._sealed = Moves(self._number, stores, loads, dropped, self._is_anew)
+        for what, chunks in (("stored", stores), ("loaded", loads)):
+            for chunk in chunks:
+                size = int(self.room.block_bytes[chunk.group])
+                self._counts[f"{what}_blocks"] += int((chunk.block_ids >= 0).sum())
+                self._counts[f"{what}_bytes"] += size * chunk.block_ids.size
+        self._stores.clear()
+        self._loads.clear()
+        self._is_anew = False
+
+    # --- forgetting, counting -----------------------------------------------------------
+
+    def clear(self, kept: np.ndarray) -> np.ndarray:
+        """Empties host memory, after a tree has forgotten all blocks.
+
+        Args:
+          kept: these blocks.
+
+        Returns:
+          Those of them on the device.
+        """
+        self.room.release(self.room.alive.tolist())
+        self._copy_of[:] = 0
+        return kept[kept < self.room.first_id]
+
+    def reset(self) -> None:
+        """Lets the next moves go on from any state of host memory, which is empty."""
+        self._stores.clear()
+        self._loads.clear()
+        self._sealed, self._is_anew = None, True
+
+    def stats(self) -> TierStats:
+        """Returns the counts so far."""
+        names = "stored_blocks", "stored_bytes", "loaded_blocks", "loaded_bytes"
+        names += "evicted_blocks", "skipped_blocks"
+        return TierStats(
+            **{name: self._counts[name] for name in names},
+            num_bytes=self.room.num_bytes,
+            used_bytes=self.room.used_bytes,
+        )

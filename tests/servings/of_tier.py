@@ -1,0 +1,69 @@
+"""Random servings of a manager whose kept blocks go to host memory, and come back often."""
+
+import random
+from collections import Counter
+from collections.abc import Hashable
+
+from jaxkv import Plan
+from jaxkv.blocks import HostMemory
+from tests.servings.of_manager import ManagerServing
+from tests.servings.plans import KINDS, random_plan
+
+STORED = [kind for kind in KINDS if kind != "cross"]
+
+
+class TierServing(ManagerServing):
+    """Requests of few prompts in a pool that holds hardly one of them."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        kind = random.Random(seed).choice(STORED) if kind is None else kind
+        super().__init__(seed, kind, history)
+        self.chosen: dict[Hashable, int] | None = None
+        self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
+
+    def random_plan(self) -> Plan:
+        return random_plan(self.draw, self.kind, room=(1, 1.2, 1.5, 2))
+
+    def host_memory(self, seed: int) -> HostMemory:
+        size = max(layout.bytes_per_block for layout in self.plan.layouts)
+        blocks = self.draw.choice([1.5, 4, self.plan.num_blocks, 3 * self.plan.num_blocks])
+        return HostMemory(num_bytes=int(size * blocks), min_tokens=self.draw.choice([1, 1, 1, 8]))
+
+    def prompt(self) -> list[int]:
+        root = self.draw.choice(self.roots)
+        tokens = root[: self.draw.choice([24, 40, 48, self.draw.randint(1, 48)])]
+        tokens += [self._id() for _ in range(self.draw.choice([0, 0, 1, 5]))]
+        return tokens[: self.plan.max_model_len - self.draw.randint(0, 3)]
+
+    def run(self, num_calls: int) -> Counter[str]:
+        """Serves prompts one by one between random calls, then empties host memory."""
+        for _ in range(num_calls // 10):
+            for _ in range(self.draw.randint(1, 6)):
+                self.serve()
+            super().run(self.draw.randint(0, 12))
+        self.new_epoch()
+        self.oracle.step(self.manager.step(self.shape, {}), self.requests, {})  # the moves
+        room = self.manager._tier.room
+        assert not self.oracle.device.host and not room.used_bytes, "host memory leaks"
+        assert room.num_free_ids == room.num_ids, "host ids leak"
+        return self.oracle.seen
+
+    def serve(self) -> None:
+        """Computes a prompt in steps of its own, and ends it."""
+        self.start()
+        name = list(self.requests)[-1]
+        request = self.requests[name]
+        most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)
+        while (left := len(request.tokens) - request.computed) > 0:
+            self.chosen = {name: min(left, most)}
+            before = request.computed
+            self.step()
+            if request.computed == before or name not in self.requests:
+                break
+            self.check()
+        self.chosen = None
+        if name in self.requests:
+            self.end(name)
+
+    def work(self) -> dict[Hashable, int]:
+        return super().work() if self.chosen is None else self.chosen

@@ -1,0 +1,216 @@
+"""Blocks in host memory: the books, checked on a device of dictionaries."""
+
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxkv import BlockManager, FullAttentionSpec, SlidingWindowSpec, StateSpec, StepShape
+from jaxkv.blocks import HostMemory, Moves
+from tests.layer_examples import plan_of
+from tests.servings import run_serving
+from tests.servings.of_tier import STORED
+
+IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, sliding_window=6)
+STATE = StateSpec(block_size=4, shapes=((32,),), dtypes=("f32",), cache_mode="none")
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_requests_read_their_own_bytes_from_both_memories(kind: str) -> None:
+    first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + (2000 if IS_LONG else 2)):
+        seen += run_serving(seed, kind, tier=True)
+    assert seen["stored"] and seen["loaded"], seen
+
+
+class Served:
+    """Requests that compute their prompts one after another."""
+
+    def __init__(self, layers, num_blocks: int, host: HostMemory | None, **options):
+        self.plan = plan_of(layers, num_blocks, 32)
+        self.manager = BlockManager(self.plan, max_requests=4, host_memory=host, **options)
+        self.shape = StepShape.for_plan(
+            self.plan, max_requests=4, max_tokens=64, forks=4, cached_tokens=128
+        )
+        self.moves: list[Moves] = []
+
+    def start(self, name, tokens):
+        return self.manager.start(name, np.asarray(tokens))
+
+    def step(self, work) -> Moves | None:
+        self.manager.step(self.shape, work)
+        moves = self.manager.take_moves()
+        self.moves += [] if moves is None else [moves]
+        return moves
+
+    def run(self, name, tokens):
+        """Starts a request, computes its prompt and ends it; returns its hit."""
+        hit = self.start(name, tokens)
+        at = hit.num_cached_tokens
+        for end in (*hit.chunk_ends, len(tokens)):
+            if end > at:
+                self.step({name: end - at})
+                at = end
+        self.manager.finish(name)
+        return hit
+
+
+def prompt(number: int, size: int = 16) -> np.ndarray:
+    return np.arange(size) + 100 * number
+
+
+def host(blocks: float, layers, **options) -> HostMemory:
+    size = plan_of(layers, 60, 32).layouts[0].bytes_per_block
+    return HostMemory(**{"num_bytes": int(blocks * size), "min_tokens": 1} | options)
+
+
+def test_an_evicted_prefix_comes_back() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    served.run("a", prompt(1, 17))
+    served.run("b", prompt(2, 32))  # all 8 blocks
+    stored = sum(chunk.block_ids.size for moves in served.moves for chunk in moves.stores)
+    assert stored == 4
+    hit = served.start("c", prompt(1, 17))
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (16, 16)
+    assert hit.reasons == ("complete",)
+    moves = served.step({"c": 1})
+    assert moves is not None
+    loaded = [i for chunk in moves.loads for i in chunk.block_ids.tolist() if i >= 0]
+    assert sorted(loaded) == sorted(served.manager.block_ids("c")[0][:4])
+    stats = served.manager.tier_stats()
+    assert stats is not None and stats.loaded_blocks == 4
+    assert served.manager.prefix_stats().host_tokens == 16
+
+
+def test_a_block_that_was_loaded_is_not_stored_again() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    for name in range(6):
+        served.run(name, prompt(name % 2, 32))
+    stats = served.manager.tier_stats()
+    assert stats is not None
+    assert stats.stored_blocks == 16 and stats.loaded_blocks > 16, stats
+
+
+def test_a_load_that_is_not_worth_it_is_not_made() -> None:
+    layers = {"a": FULL}
+    size = plan_of(layers, 9, 32).layouts[0].bytes_per_block
+    for rule in ({"min_tokens": 17}, {"max_bytes_per_token": size // 4 - 1}):
+        served = Served(layers, 9, host(100, layers, **rule))
+        served.run("a", prompt(1, 17))
+        served.run("b", prompt(2, 32))
+        hit = served.start("c", prompt(1, 17))
+        assert (hit.num_cached_tokens, hit.num_host_tokens) == (0, 0)
+        assert hit.reasons == ("on_host",)
+
+
+def test_a_state_is_loaded_with_its_keys() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
+    served.run("a", prompt(1, 18))
+    served.run("b", prompt(2, 32))
+    served.run("c", prompt(3, 32))
+    hit = served.start("d", prompt(1, 18))
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 17)
+    moves = served.step({"d": 1})
+    assert moves is not None and {chunk.group for chunk in moves.loads} == {0, 1}
+
+
+def test_blocks_that_left_the_window_are_not_stored() -> None:
+    layers = {"a": FULL, "w": WINDOW}
+    served = Served(layers, 20, host(100, layers))
+    served.run("a", prompt(1, 32))
+    for number in range(2, 6):
+        served.run(number, prompt(number, 32))
+    stored = Counter[int]()
+    for chunk in (chunk for moves in served.moves for chunk in moves.stores):
+        stored[chunk.group] += chunk.block_ids.size
+    assert 0 < stored[1] < stored[0]
+    hit = served.start("b", prompt(1, 32))
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (28, 28)
+    assert hit.shared_blocks == (7, 2)  # those of positions 23 to 27, and no others
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 5, 12.5])
+def test_host_memory_holds_as_many_blocks_as_it_has_bytes_for(blocks: float) -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(blocks, layers))
+    most = 0
+    for number in range(20):
+        served.run(number, prompt(number, 32))
+        stats = served.manager.tier_stats()
+        assert stats is not None and stats.used_bytes <= stats.num_bytes
+        most = max(most, stats.used_bytes)
+    size = served.plan.layouts[0].bytes_per_block
+    assert most == int(blocks) * size
+
+
+def test_a_block_of_a_group_with_fewer_layers_takes_fewer_bytes() -> None:
+    layers = {name: FULL for name in "abc"} | {name: WINDOW for name in "vw"}
+    plan = plan_of(layers, 60, 32)
+    layout = plan.layouts[0]
+    each = [layout.group_bytes(group) for group in range(len(plan.groups))]
+    assert [len(group.layers) for group in plan.groups] == [2, 1, 2]
+    assert each == [layout.bytes_per_block, layout.bytes_per_block // 2, layout.bytes_per_block]
+    served = Served(layers, 60, HostMemory(num_bytes=1000 * layout.bytes_per_block, min_tokens=1))
+    for number in range(8):
+        served.run(number, prompt(number, 32))
+    stats, stored = served.manager.tier_stats(), Counter[int]()
+    for chunk in (chunk for moves in served.moves for chunk in moves.stores):
+        stored[chunk.group] += chunk.block_ids.size
+    assert stored[0] and stored[1] and stored[2]
+    assert stats is not None
+    assert stats.used_bytes == sum(each[group] * count for group, count in stored.items())
+
+
+def test_moves_that_nobody_took_stop_the_next_step() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    served.run("a", prompt(1, 32))
+    served.start("b", prompt(2, 32))
+    served.manager.step(served.shape, {"b": 32})
+    with pytest.raises(RuntimeError, match="take_moves"):
+        served.manager.step(served.shape, {})
+    assert served.manager.take_moves() is not None
+    assert served.manager.take_moves() is None
+    served.manager.step(served.shape, {})
+
+
+def test_a_new_epoch_empties_host_memory() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    served.run("a", prompt(1, 32))
+    served.run("b", prompt(2, 32))
+    served.manager.new_epoch()
+    hit = served.start("c", prompt(1, 32))
+    assert hit.num_cached_tokens == 0 and hit.reasons == ("other_epoch",)
+    moves, stats = served.step({"c": 1}), served.manager.tier_stats()
+    assert moves is not None and len(moves.dropped) == len(served.moves[0].stores)
+    assert stats is not None and stats.used_bytes == 0
+
+
+def test_a_reset_manager_begins_with_empty_host_memory() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    served.run("a", prompt(1, 32))
+    served.run("b", prompt(2, 32))
+    served.manager.reset()
+    assert served.start("c", prompt(1, 32)).num_cached_tokens == 0
+    moves = served.step({"c": 1})
+    assert moves is not None and moves.is_anew and not moves.stores
+
+
+def test_wrong_host_memory_is_refused() -> None:
+    plan = plan_of({"a": FULL}, 9, 32)
+    with pytest.raises(TypeError, match="host_memory"):
+        BlockManager(plan, max_requests=1, host_memory=100)  # pyrefly: ignore
+    with pytest.raises(ValueError, match="num_bytes"):
+        HostMemory(num_bytes=-1)
+    with pytest.raises(ValueError, match="min_tokens"):
+        HostMemory(num_bytes=1, min_tokens=0)
