@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._samples import INDEX, POSITION, row_of
+from jaxkv._src.engine._samples import INDEX, POSITION, numbers_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
@@ -206,7 +206,7 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one()
         outputs = run(engine, requests)
     assert not compilations
     assert_right(outputs, requests, ("full",))
-    assert [shape.max_tokens for shape in engine._ladder.shapes] == [1, 4, 16]
+    assert [shape.max_tokens for shape in engine._ladder.shapes] == [4, 16]
 
 
 # --- the sampler ----------------------------------------------------------------------
@@ -225,8 +225,8 @@ def test_limits_keep_what_sorting_keeps() -> None:
         )
         for i in range(40)
     ]
-    table = np.stack([row_of(sampling, sample=1, position=7) for sampling in samplings])
-    table[:, INDEX] = range(40)
+    table = np.stack([numbers_of(sampling, 1, 7) for sampling in samplings], axis=1)
+    table[INDEX] = range(40)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.LIMITED)
     drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
     wanted = [
@@ -240,8 +240,8 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
     count = 4000
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
     sampling = Sampling(temperature=0.5, seed=3)
-    table = np.repeat(row_of(sampling, sample=0, position=0)[None], count, axis=0)
-    table[:, POSITION] = np.arange(count)
+    table = np.repeat(numbers_of(sampling, 0, 0)[:, None], count, axis=1)
+    table[POSITION] = np.arange(count)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.DRAWN)
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count

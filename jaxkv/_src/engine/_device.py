@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache
 from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._samples import COLUMNS, INDEX, NUM_STOPS
+from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import NULL_BLOCK
@@ -166,12 +166,12 @@ def run_steps(
         _check_logits(logits, context)
         note_vocab_size(logits.shape[-1])
         cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]
-        table = extra[1:].reshape(-1, len(COLUMNS))
+        table = extra[1:].reshape(len(NUMBERS), -1)
         tokens, logprobs = draw(logits, table, kind)
         drawn = tokens
         if has_ended is not None:
-            is_last = (tokens[:, None] == table[:, -NUM_STOPS:]).any(axis=1)
-            drawn = jnp.where(is_last | has_ended[table[:, INDEX]], -1, tokens)
+            is_last = (tokens[None] == table[-NUM_STOPS:]).any(axis=0)
+            drawn = jnp.where(is_last | has_ended[table[INDEX]], -1, tokens)
         drawn = lax.dynamic_update_slice(state.drawn, drawn, extra[:1])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         out = jnp.concatenate([tokens, bits, cache.error_flags[None]])

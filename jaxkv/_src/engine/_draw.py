@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.engine._samples import COLUMNS
+from jaxkv._src.engine._samples import NUMBERS
 from jaxkv._src.engine._sampling import Kind
 
 
@@ -15,14 +15,14 @@ def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
 
     Args:
       logits: float[B, vocab].
-      table: int32[S, len(COLUMNS)], a row for each sample; ``index`` is its row of the logits.
+      table: int32[len(NUMBERS), S], a column for each sample; ``index`` is its row of the logits.
       kind: the most that any of them needs. It is static, because a condition on the device keeps
         the host from running ahead.
 
     Returns:
       int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
     """
-    of = dict(zip(COLUMNS, table.T, strict=True))  # and one of the stop tokens
+    of = dict(zip(NUMBERS, table, strict=True))  # and one of the stop tokens
     floats = {name: _as_float(of[name])[:, None] for name in ("temperature", "top_p", "min_p")}
     logits = logits.astype(jnp.float32)[of["index"]]
     scores = logits

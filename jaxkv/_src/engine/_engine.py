@@ -114,7 +114,8 @@ class Engine:
         self._seeds = np.random.default_rng(seed)
         self._stops: set[int] = set()  # of all requests so far
         self._calls: collections.deque[_Call] = collections.deque[_Call]()  # the oldest first
-        self._ended: list[Sample] = []  # whose end no output has held
+        # With tokens or an end that no output has held; some more than once.
+        self._changed: list[Sample] = []
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
@@ -124,7 +125,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._samples.of or self._ended)
+        return bool(self._samples.of or self._changed)
 
     def generate(
         self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
@@ -202,8 +203,7 @@ class Engine:
           CacheError: the device found an error; see `check_errors`.
         """
         self._advance()
-        samples = [*self._take_ended(), *self._samples.of.values()]
-        return [s.output() for s in samples if s.reason or len(s.tokens) > s.num_sent]
+        return [sample.output() for sample in self._take_changed()]
 
     # --- weights and memory -------------------------------------------------------
 
@@ -285,16 +285,17 @@ class Engine:
         try:
             while self.has_work:
                 self._advance()
-                yield from [sample.output(sample.num_prompt) for sample in self._take_ended()]
+                ended = [sample for sample in self._take_changed() if sample.reason is not None]
+                yield from [sample.output(sample.num_prompt) for sample in ended]
         finally:
             for request in list(self._samples.num_of):
                 self.abort(request)
-            self._ended.clear()
+            self._changed.clear()
 
-    def _take_ended(self) -> list[Sample]:
-        ended = self._ended
-        self._ended = []
-        return ended
+    def _take_changed(self) -> list[Sample]:
+        changed = list(dict.fromkeys(self._changed))
+        self._changed.clear()
+        return changed
 
     def _advance(self) -> None:
         """Starts one call if there is work for it, and collects all but the newest ones."""
@@ -341,6 +342,7 @@ class Engine:
         if step.drawn.wants_logprobs:
             for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
                 sample.logprobs.append(logprob)
+        self._changed += samples
         if not self._stops.isdisjoint(tokens):
             for sample, token in zip(samples, tokens, strict=True):
                 if token in sample.sampling.stop_token_ids:
@@ -403,7 +405,7 @@ class Engine:
         self._scheduler.finish(sample.name)
         self._samples.remove(sample)
         sample.reason = reason
-        self._ended.append(sample)
+        self._changed.append(sample)
 
     def _check_idle(self) -> None:
         if self.has_work:

@@ -117,21 +117,24 @@ class Packer:
         is_same = names == drawn.names and not (schedule.hits or schedule.preempted)
         goes_on = is_same and names == list(schedule.work)
         drawn = drawn if is_same else self._drawn_of(names)
-        numbers, count = self._samples.numbers.take(drawn.slots, axis=0), len(names)
-        ids = -1 - numbers[:, PLACE] if goes_on else self._token_ids(schedule)
+        numbers, count = self._samples.numbers, len(names)
+        table = numbers.take(drawn.slots, axis=1)
+        ids = -1 - table[PLACE] if goes_on else self._token_ids(schedule)
         place = self._place % (self.num_drawn - self._manager.max_requests)
         place += self._manager.max_requests  # those before are of idle steps
         in_order = np.arange(count)
-        numbers[:, INDEX] = in_order if goes_on else list(schedule.samples.values())
-        numbers[:, POSITION] += 1
-        numbers[:, LEFT] -= 1
-        numbers[:, PLACE] = place + in_order
+        table[INDEX] = in_order if goes_on else list(schedule.samples.values())
+        table[POSITION] += 1
+        table[LEFT] -= 1
+        table[PLACE] = place + in_order
         extra, tokens = np.zeros(shape.extra, np.int32), shape.max_tokens
         extra[: ids.size], extra[tokens] = ids, place
-        extra[tokens + 1 : tokens + 1 + count * LEFT] = numbers[:, :LEFT].reshape(-1)
+        extra[tokens + 1 :].reshape(LEFT, -1)[:, :count] = table[:LEFT]
         upload = self._manager.step(shape, schedule.work, extra=extra, ring=self.ring)
-        self._samples.numbers[drawn.slots], self._place, self._drawn = numbers, place, drawn
-        last = [drawn.samples[at] for at in (numbers[:, LEFT] == 0).nonzero()[0]]
+        for number in (POSITION, LEFT, PLACE):
+            numbers[number][drawn.slots] = table[number]
+        self._place, self._drawn = place, drawn
+        last = [drawn.samples[at] for at in np.flatnonzero(table[LEFT] == 0)]
         ended = {sample.name for sample in last}
         answers = {name: 1 for name in names if name not in ended} if ended else drawn.answers
         self._scheduler.append(answers)
@@ -158,5 +161,5 @@ class Packer:
         if unknown.size:  # the last of their requests
             names, ends = list(work), np.cumsum(list(work.values()))
             of = [self._samples.of[names[at]] for at in ends.searchsorted(unknown, "right")]
-            ids[unknown] = -1 - self._samples.numbers[[sample.slot for sample in of], PLACE]
+            ids[unknown] = -1 - self._samples.numbers[PLACE, [sample.slot for sample in of]]
         return ids

@@ -8,17 +8,17 @@ import numpy as np
 
 from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
 
-#: columns of a sampler's table, int32[samples, len(COLUMNS)]; floats by their bits
-COLUMNS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
+#: rows of a sampler's table, int32[len(NUMBERS), samples]; floats by their bits
+NUMBERS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
-COLUMNS += ("stop",) * NUM_STOPS
+NUMBERS += ("stop",) * NUM_STOPS
 INDEX, POSITION = 0, 1
-LEFT, PLACE = len(COLUMNS), len(COLUMNS) + 1
+LEFT, PLACE = len(NUMBERS), len(NUMBERS) + 1
 
 
 def extra_size(tokens: int, samples: int) -> int:
     """Returns the integers of an upload: token ids, the place of what is drawn, and the table."""
-    return tokens + 1 + samples * len(COLUMNS)
+    return tokens + 1 + samples * len(NUMBERS)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class Sample:
     tokens: prompt and generated tokens that are known; the scheduler reads this list.
     end: tokens that it may have, the prompt's included.
     num_sent: tokens that an output has held, the prompt's included.
-    slot: its row of `Samples.numbers`; -1: none.
+    slot: its column of `Samples.numbers`; -1: none.
     """
 
     request: Hashable
@@ -61,23 +61,24 @@ class Samples:
     of: by name.
     tokens: token ids by name, for the scheduler.
     num_of: number of samples by request.
-    numbers: int32[N, len(COLUMNS) + 2], a row for each sample: those of `COLUMNS`, where the
-      position is that of the last token that a step draws; ``LEFT``, the tokens that it may still
-      draw; ``PLACE``, where the device keeps the last one, see `State`.
+    numbers: int32[len(NUMBERS) + 2, N], a column for each sample: `NUMBERS`, where the position is
+      that of the last token that a step draws; ``LEFT``, the tokens that it may still draw;
+      ``PLACE``, where the device keeps the last one, see `State`.
     """
 
     def __init__(self) -> None:
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, list[int]] = {}
         self.num_of: collections.Counter[Hashable] = collections.Counter()
-        self.numbers = np.zeros((64, len(COLUMNS) + 2), np.int32)
+        self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
         self._free = list(range(64))
 
     def add(self, sample: Sample) -> None:
         """Adds a sample."""
         if not self._free:
-            self._free = list(range(len(self.numbers), 2 * len(self.numbers)))
-            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)])
+            size = self.numbers.shape[1]
+            self._free = list(range(size, 2 * size))
+            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
         sample.slot = self._free.pop()
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
         self.num_of[sample.request] += 1
@@ -90,9 +91,8 @@ class Samples:
             sample.logprobs.clear()
             sample.num_sent = sample.num_prompt
         drawn, left = len(sample.tokens) - sample.num_prompt, sample.end - len(sample.tokens)
-        row = self.numbers[sample.slot]
-        row[: len(COLUMNS)] = row_of(sample.sampling, sample.index, drawn - 1)
-        row[LEFT] = left
+        self.numbers[:LEFT, sample.slot] = numbers_of(sample.sampling, sample.index, drawn - 1)
+        self.numbers[LEFT, sample.slot] = left
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
@@ -103,11 +103,11 @@ class Samples:
             del self.num_of[sample.request]
 
 
-def row_of(sampling: Sampling, sample: int, position: int) -> np.ndarray:
-    """Returns a sample's row of the sampler's table, int32[len(COLUMNS)]."""
+def numbers_of(sampling: Sampling, sample: int, position: int) -> np.ndarray:
+    """Returns a sample's column of the sampler's table, int32[len(NUMBERS)]."""
     floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
     temperature, top_p, min_p = floats.view(np.int32).tolist()
     seed = int(np.array(sampling.seed, np.uint32).view(np.int32))
     stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
-    row = (0, position, seed, sample, temperature, sampling.top_k or 0, top_p, min_p, *stops)
-    return np.array(row, np.int32)
+    limits = sampling.top_k or 0, top_p, min_p
+    return np.array((0, position, seed, sample, temperature, *limits, *stops), np.int32)
