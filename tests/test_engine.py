@@ -453,7 +453,7 @@ MISTAKES = {
     "no logits": (
         lambda e: jaxkv.Engine(no_logits, make_params(), make_plan(), **SIZES),
         ValueError,
-        r"of shape \(1,\); it returns the logits of each request's last token, \[1, vocab\]",
+        r"of shape \(4,\); it returns the logits of each request's last token, \[4, vocab\]",
     ),
     "logits of all tokens": (
         lambda e: jaxkv.Engine(logits_of_all, make_params(), make_plan(), **SIZES),
