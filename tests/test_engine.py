@@ -101,6 +101,23 @@ def test_a_sample_does_not_depend_on_the_batch() -> None:
             assert output.tokens == together[at, output.sample]
 
 
+def test_a_reproducible_engine_draws_the_same_bits_whatever_the_batch() -> None:
+    """Alone and together, in other rows and chunks, after hits and preemptions, by one shape."""
+    plan, requests = make_plan(("full", "window"), 21), random_requests(0, 12)
+    engine = jaxkv.Engine(forward, make_params(), plan, reproducible=True, **SIZES)
+    engine.warm_up()
+    assert len(engine._ladder.shapes) == 1
+    with count_compilations() as compilations:
+        together = {(o.request, o.sample): o for o in run(engine, requests)}
+        assert engine.stats.preemptions and engine.stats.cached_tokens
+        for at in (0, 3, 5):
+            engine.manager.reset_prefixes()
+            for output in run(engine, requests[at : at + 1]):
+                among = together[at, output.sample]
+                assert output.tokens == among.tokens and output.logprobs == among.logprobs
+    assert not compilations
+
+
 @pytest.mark.skipif(not LONG_RUN, reason="JAXKV_ENGINE_REQUESTS=10000 for the long run")
 @pytest.mark.parametrize("layers", [*((layer,) for layer in SPECS), ALL], ids="+".join)
 @pytest.mark.parametrize("decode_steps", [1, 4])
@@ -450,6 +467,18 @@ MISTAKES = {
     "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be above 0"),
     "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k and max_tokens must be positive"),
     "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be a sequence"),
+    "reproducible states": (
+        lambda e: jaxkv.Engine(forward, make_params(), make_plan(), reproducible=True, **SIZES),
+        ValueError,
+        "does not hold for recurrent layers",
+    ),
+    "reproducible decode_steps": (
+        lambda e: jaxkv.Engine(
+            forward, (), make_plan(("full",)), reproducible=True, decode_steps=2, **SIZES
+        ),
+        ValueError,
+        "leave out decode_steps=2",
+    ),
     "no logits": (
         lambda e: jaxkv.Engine(no_logits, make_params(), make_plan(), **SIZES),
         ValueError,

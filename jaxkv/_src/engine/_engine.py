@@ -14,7 +14,7 @@ from jaxkv._src.engine._device import Device, Forward
 from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._packer import Packer, Step
 from jaxkv._src.engine._samples import Sample, Samples
-from jaxkv._src.engine._sampling import FinishReason, Output, Sampling, Stats, as_prompt
+from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats, as_prompt
 from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
@@ -65,6 +65,7 @@ class Engine:
         chunk_tokens: int | None = None,
         forks: int | None = None,
         shared_prefixes: int = 0,
+        reproducible: bool = False,
         cache: KVCache | None = None,
         seed: int = 0,
     ):
@@ -83,6 +84,11 @@ class Engine:
           forks: samples of one prompt that may start in one step; None: up to 32.
           shared_prefixes: groups of samples or prompts that read the blocks that they begin with
             together, in steps of one token for each; see `StepShape.for_plan`. 0: each its own.
+          reproducible: True: the tokens and log-probabilities of a request have the same bits
+            whatever runs next to it, and after hits, preemptions and other chunks. This holds
+            within one engine, for a ``forward`` that computes each token by itself but for
+            `StepContext.attend`; a mixture of experts that drops tokens, say, is none. All steps
+            have one shape then: a decode takes as long as ``max_tokens`` tokens.
           cache: from `make_cache`, for this plan and ``max_requests``: on a mesh, with scales or
             in another order. The engine donates it. None: ``make_cache(plan, max_requests=...)``.
           seed: of the requests that have none.
@@ -92,6 +98,8 @@ class Engine:
             the smallest step; logits that are not [B, vocab].
         """
         check_positive(decode_steps=decode_steps)
+        if reproducible:
+            _check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples, self._decode_steps = Stats(), Samples(), decode_steps
         #: the books of its blocks, to read from
         self.manager = BlockManager(plan, max_requests=max_requests)
@@ -104,11 +112,14 @@ class Engine:
             chunk_tokens=chunk_tokens,
             steps_ahead=ahead,
         )
-        self._ladder = Ladder(self._scheduler, max_requests, max_tokens, shared_prefixes)
+        sizes = max_requests, max_tokens, shared_prefixes
+        self._ladder = Ladder(self._scheduler, *sizes, reproducible=reproducible)
         parts = self.manager, self._scheduler, self._ladder, self._samples, self.stats
         self._packer = Packer(*parts, steps_ahead=ahead)
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
         self._device = Device(forward, params, cache, self._packer.num_drawn)
+        if reproducible:
+            self._device.kind = Kind.LIMITED  # one compiled step for all samplings
         self._device.trace((self._ladder.shapes[0].idle(),))
         self._packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
         self._seeds = np.random.default_rng(seed)
@@ -413,3 +424,17 @@ class Engine:
                 f"the engine has {len(self._samples.of)} samples that have not ended: generate "
                 "needs it for itself; take their outputs with step, or add these prompts to them"
             )
+
+
+def _check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int) -> None:
+    """Raises ValueError for what makes bits depend on other requests."""
+    if any(group.growth.stores == "state" for group in plan.groups):
+        raise ValueError(
+            "reproducible=True does not hold for recurrent layers, whose sums depend on the chunks "
+            "of a prompt; leave it out"
+        )
+    if decode_steps > 1 or shared_prefixes:
+        raise ValueError(
+            f"reproducible=True needs steps of one shape; leave out decode_steps={decode_steps} "
+            f"and shared_prefixes={shared_prefixes}"
+        )

@@ -17,6 +17,7 @@ class Ladder:
     """Shapes of steps in which every request computes one token, and of all others.
 
     decode: by number of requests: 8, 32, then powers of two and their halves between them.
+      None in a reproducible engine, whose steps have one shape.
     mixed: by number of tokens: ``max_tokens``, a quarter of it, and so on. Closer ones would save
       nothing, because `fill` fills them, and each takes seconds to compile.
     """
@@ -27,6 +28,7 @@ class Ladder:
         max_requests: int,
         max_tokens: int,
         shared_prefixes: int = 0,
+        reproducible: bool = False,
     ):
         if max_tokens < max_requests:
             raise ValueError(
@@ -41,12 +43,16 @@ class Ladder:
                 extra=extra_size(size, size),
                 shared_prefixes=min(shared_prefixes, size // 2),  # of two requests at least
             )
-            for size in _of_decodes(max_requests)
+            for size in ([] if reproducible else _of_decodes(max_requests))
         }
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         self.mixed = {
-            size: scheduler.shape(max_tokens=size, extra=extra_size(size, max_requests))
-            for size in _quarters(smallest, max_tokens)
+            size: scheduler.shape(
+                max_tokens=size,
+                extra=extra_size(size, max_requests),
+                reproducible=reproducible,
+            )
+            for size in ([max_tokens] if reproducible else _quarters(smallest, max_tokens))
         }
 
     @property
@@ -68,7 +74,7 @@ class Ladder:
     def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
         """Returns the smallest shape that holds a schedule of so many tokens."""
         shapes, wanted = self.mixed, num_tokens
-        if num_tokens == len(schedule.work):
+        if self.decode and num_tokens == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
             shapes, wanted = self.decode, max(num_tokens, len(schedule.samples))
         sizes = list(shapes)
