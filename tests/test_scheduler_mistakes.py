@@ -337,3 +337,26 @@ def test_a_step_without_an_id_for_each_token_is_refused(ids: list[int]) -> None:
     said = f"extra holds {len(ids)} token ids for 12 tokens; pass extra=schedule.token_ids"
     refused(lambda: host.manager.step(shape, work, extra=ids), said)
     host.step()
+
+
+def test_ids_that_are_not_those_of_the_prompts_are_refused() -> None:
+    """Swapped prompts, and a prompt that is computed again from its beginning after a hit."""
+    host = Host()
+    host.add("a", [*range(6)])
+    host.add("b", [*range(10, 16)])
+    schedule, shape = host.scheduler.schedule(), host.scheduler.shape()
+    swapped = [*schedule.token_ids[6:], *schedule.token_ids[:6]]
+    said = "other token ids for request 'a' than its prompt has from token 0 on"
+    refused(lambda: host.manager.step(shape, schedule.work, extra=swapped), said)
+    host.step()
+    plan = host.manager.plan
+    manager, prompt = BlockManager(plan, max_requests=2), [*range(12)]
+    shape = StepShape.for_plan(
+        plan, max_requests=2, max_tokens=16, cached_tokens=16, extra=16, token_ids=True
+    )
+    manager.start("a", prompt)
+    manager.step(shape, {"a": 12}, extra=prompt)
+    assert manager.start("b", prompt).num_cached_tokens == 8
+    said = "other token ids for request 'b' than its prompt has from token 8 on"
+    refused(lambda: manager.step(shape, {"b": 12}, extra=prompt), said)
+    manager.step(shape, {"b": 4}, extra=prompt[8:])

@@ -466,11 +466,11 @@ class BlockManager:
         Either all requests get their blocks or none does. Afterwards the manager counts the new
         tokens as computed, so run each step on the device before the next one.
 
-        The manager does not know what is computed. It cannot see token ids in another order than
-        ``work``, in ``extra``: `jaxkv.Scheduler` makes them (``schedule.token_ids``). It refuses
-        too few if the shape says that they are there (``token_ids`` of `StepShape`). After a prefix
-        hit, compute the rest of the prompt only: `num_computed_tokens` says where it begins. More
-        tokens are new ones, because a step may go on past a prompt.
+        The manager cannot see what is computed, except by token ids: if the shape says that
+        ``extra`` begins with them (``token_ids`` of `StepShape`), it refuses too few, and others
+        than those of the prompt that a request was started with, as in another order than ``work``
+        or from before a prefix hit. `num_computed_tokens` says where the rest of a prompt begins;
+        more tokens are new ones, because a step may go on past a prompt.
 
         Args:
           shape: the sizes that the upload is padded to.

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
-from jaxkv._src.blocks._format import Ints
+from jaxkv._src.blocks._format import Batch, Ints
 from jaxkv._src.blocks._prompts import (
     CachedPrompt,
     PrefixHit,
@@ -256,6 +256,21 @@ class Prefixes:
             if prompt is not None and count < prompt.tokens.size:
                 prompt.tokens, prompt.may_go_on = prompt.tokens[:count], False
                 prompt.num_kept = min(prompt.num_kept, count)
+
+    def differs(self, batch: Batch, computed: np.ndarray, ids: np.ndarray) -> int | None:
+        """Returns a row of a step whose token ids are not those of its prompt; None: there is none.
+
+        Args:
+          computed: int64[N], tokens of each row before the step.
+          ids: int32[T], the token ids of the step.
+        """
+        ends = batch.ends.tolist() if self._computing else ()
+        for row, start, end, count in zip(batch.rows, computed, ends, batch.counts, strict=False):
+            if row in self._computing:
+                known = self._prompts[row].tokens[start : start + count] & MAX_TOKEN
+                if not np.array_equal(known, ids[end - count :][: known.size]):
+                    return int(row)
+        return None
 
     # --- keeping ------------------------------------------------------------------
 

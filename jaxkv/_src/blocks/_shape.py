@@ -42,7 +42,7 @@ class StepShape:
     extra: int32s of your own that travel with the step (token ids, say).
     shared_prefixes: groups of requests whose common blocks are read once; 0: all read their own.
     token_ids: whether the first of these are an id for each token of the step, so that a step with
-      fewer is refused.
+      fewer is refused, or with others than its prompts have.
     reproducible: whether the bits that `attend` returns for a token depend on its request alone.
     """
 

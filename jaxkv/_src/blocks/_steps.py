@@ -118,6 +118,13 @@ class StepPlanner:
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
                 "extra=schedule.token_ids, or make the shape without token_ids"
             )
+        if shape.token_ids and (row := self._prefixes.differs(batch, computed, own)) is not None:
+            at = int((batch.rows == row).argmax())
+            raise ValueError(
+                f"extra holds other token ids for request {self._rows.name(row)!r} than its prompt "
+                f"has from token {computed[at]} on; give the ids of tokens that are not computed "
+                "yet, in the order of work, or make the shape without token_ids"
+            )
         data = np.empty(shape.format.size, np.int32) if ring is None else ring.buffer(shape)
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
