@@ -66,7 +66,7 @@ directory = tempfile.TemporaryDirectory()
 jax.config.update("jax_compilation_cache_dir", directory.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # 1 s if you leave it out
 
-engine = jaxkv.Engine(forward, params, plan, max_requests=16, max_tokens=64)
+engine = jaxkv.Engine(forward, params, plan, max_requests=8, max_tokens=16)
 engine.warm_up(jaxkv.Sampling(temperature=0.8))  # the kinds of sampling that will come
 print(engine)
 programs = [path for path in pathlib.Path(directory.name).iterdir() if "run_steps" in path.name]
@@ -110,7 +110,7 @@ print(f"{stats.padded_tokens / (stats.padded_tokens + stats.computed_tokens):.0%
 # them.
 
 # %%
-several = jaxkv.Engine(forward, params, plan, max_requests=16, max_tokens=64, decode_steps=8)
+several = jaxkv.Engine(forward, params, plan, max_requests=8, max_tokens=16, decode_steps=8)
 again = list(several.generate(prompts, jaxkv.Sampling(max_tokens=24)))
 key = lambda output: (output.request, output.tokens)  # noqa: E731
 assert sorted(map(key, again)) == sorted(map(key, outputs))

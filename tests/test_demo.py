@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 from jaxkv import KVCache
 from jaxkv.__main__ import main
-from jaxkv._src.demo import run
+from jaxkv._src.demo import run, serving
 from jaxkv._src.demo.memory import forward_step
 from jaxkv._src.demo.model import Model, Params, init_params
 from jaxkv._src.demo.reference import Comparison, compare
@@ -33,6 +33,16 @@ DEMO = load_config("qwen3-next-demo")
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 64}
 CONFIG = DEMO | SMALL | {"intermediate_size": 64, "max_position_embeddings": 192}
 TRACE = make_trace(12, seed=3, prompt_tokens=(16, 150), new_tokens=(8, 30))
+MAX_REQUESTS, MAX_TOKENS = 8, 24  # so that an engine has two shapes to compile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_shapes():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (serving, run):
+            patch.setattr(module, "MAX_TOKENS", MAX_TOKENS)
+        patch.setattr(serving, "MAX_REQUESTS", MAX_REQUESTS)
+        yield
 
 
 class Served(NamedTuple):
@@ -66,7 +76,7 @@ def engine_of(
         2**30,
         max_model_len=max_model_len,
         num_blocks_override=num_blocks,
-        limits=Limits(max_in_flight_tokens=64),
+        limits=Limits(max_in_flight_tokens=MAX_TOKENS),
         context_parallel=ranks,
         zero_policy=zero_policy,
     )
