@@ -273,7 +273,6 @@ def _news_of_rows(
     if growth.aligned.size:
         groups, at = ((source < first) & (source >= sent)).nonzero()
         cells = Cells.joined([cells, Cells(groups, rows[at], source[groups, at])])
-        sent[growth.aligned] = 0  # the newest state may have moved back
     np.maximum(sent, needed, out=sent)
     lags = (sent < end).any(axis=0)
     num_zeroed = _num_zeroed(state, cells, changes) if state.zeroes else 0
