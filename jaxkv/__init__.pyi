@@ -4,9 +4,6 @@ from jaxkv._src.block_tables import append_block_ids as append_block_ids
 from jaxkv._src.block_tables import pack_entries as pack_entries
 from jaxkv._src.blocks import BlockManager as BlockManager
 from jaxkv._src.blocks import OutOfBlocksError as OutOfBlocksError
-from jaxkv._src.blocks import StepShape as StepShape
-from jaxkv._src.blocks import TableEntry as TableEntry
-from jaxkv._src.blocks import pack_step as pack_step
 from jaxkv._src.cache import CacheError as CacheError
 from jaxkv._src.cache import KVCache as KVCache
 from jaxkv._src.cache import StepBatch as StepBatch
@@ -50,5 +47,8 @@ from jaxkv._src.specs import StateSpec as StateSpec
 from jaxkv._src.step import StepContext as StepContext
 from jaxkv._src.step import UploadRing as UploadRing
 from jaxkv._src.step import apply_step as apply_step
+from jaxkv._src.uploads import StepShape as StepShape
+from jaxkv._src.uploads import TableEntry as TableEntry
+from jaxkv._src.uploads import pack_step as pack_step
 
 __version__: str

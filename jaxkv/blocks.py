@@ -4,11 +4,9 @@
 loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 
-from jaxkv._src.blocks import (
-    PrefixHit,
-    Upload,
-)
+from jaxkv._src.blocks import PrefixHit
 from jaxkv._src.tier import HostMemory, Moves, TierStats
+from jaxkv._src.uploads import Upload
 
 __all__ = [
     "HostMemory",

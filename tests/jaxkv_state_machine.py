@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis.stateful import invariant
 from jax import Array, lax
 
-from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, Upload, pack_step
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, check_errors, first_columns, make_cache
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.layout import rows_per_block
@@ -19,6 +19,7 @@ from jaxkv._src.planning import Plan
 from jaxkv._src.pool import describe_bytes, read_rows, write_rows, write_state
 from jaxkv._src.specs import StateSpec
 from jaxkv._src.step import apply_step
+from jaxkv._src.uploads import StepShape, TableEntry, Upload, pack_step
 from jaxkv.testing import CacheStateMachine, Write
 from pallas_kernels import Implementation
 

@@ -11,8 +11,9 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, PrefixHit, Upload
+from jaxkv._src.blocks import BlockManager, PrefixHit
 from jaxkv._src.specs import Growth
+from jaxkv._src.uploads import Upload
 
 GONE = -1  # in place of the id of a block that was kept and then evicted
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from jaxkv._src.block_tables import append_block_ids, gather_batch, pack_entries
-from jaxkv._src.blocks import BlockManager, StepShape, TableEntry, pack_step
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
@@ -51,6 +51,7 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 from jaxkv._src.step import apply_step
+from jaxkv._src.uploads import StepShape, TableEntry, pack_step
 from jaxkv.testing import (
     ReferenceTables,
     assert_in_place,

@@ -17,13 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv._src.blocks import (
-    BlockManager,
-    BlockPool,
-    OutOfBlocksError,
-    StepShape,
-    TableEntry,
-)
+from jaxkv._src.blocks import BlockManager, BlockPool, OutOfBlocksError
 from jaxkv._src.internal.id_queue import IdQueue
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
@@ -37,6 +31,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv._src.uploads import StepShape, TableEntry
 from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
 from tests.reference_manager import Change, OutOfBlocks, ReferenceManager

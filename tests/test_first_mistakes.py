@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape, TableEntry, pack_step
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import make_cache
 from jaxkv._src.planning import KVCacheCapacityError, plan_cache
 from jaxkv._src.sleeping import ClosedOverError
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
+from jaxkv._src.uploads import StepShape, TableEntry, pack_step
 from jaxkv.testing import CacheStateMachine, ReferenceCache, assert_same_bytes, strategies
 from tests.helpers import hybrid_plan
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.step import broadcast_upload, check_same_upload
+from jaxkv._src.uploads import StepShape
 from jaxkv.testing import assert_no_recompilation
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.demo import demo_engine, serve_demo, tokens_of

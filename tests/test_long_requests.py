@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv._src.blocks import (
-    BlockManager,
-    StepShape,
-    TableEntry,
-    pack_step,
-)
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.specs import (
     CacheMode,
@@ -22,6 +17,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv._src.uploads import StepShape, TableEntry, pack_step
 
 INT32_MAX = 2**31 - 1
 KV = {"num_kv_heads": 1, "head_size": 4}

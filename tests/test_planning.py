@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.planning import (
     KVCacheCapacityError,
     Plan,
@@ -23,6 +23,7 @@ from jaxkv._src.planning import (
     plan_cache,
 )
 from jaxkv._src.specs import EncoderOnlySpec, Limits, SharedKVSpec
+from jaxkv._src.uploads import StepShape
 from tests.layer_examples import (
     LIMITS,
     MAX_LEN,

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.prefixes import (
     END_OF_REPLAY,
     AllBlocksCleared,
@@ -25,6 +25,7 @@ from jaxkv._src.prefixes import (
     event_frames,
     root_key,
 )
+from jaxkv._src.uploads import StepShape
 from tests.test_prefixes import LAYERS, Driver, plan_of
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes import PrefixTree
 from jaxkv._src.specs import (
@@ -17,6 +17,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv._src.uploads import StepShape
 from tests.reference_prefixes import Content, ReferencePrefixes
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"  # 14,000 histories in all

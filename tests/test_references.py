@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as hst
 
-from jaxkv._src.blocks import TableEntry
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
 from jaxkv._src.layout import ORDERS
 from jaxkv._src.planning import Plan, plan_cache
@@ -25,6 +24,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv._src.uploads import TableEntry
 from jaxkv.testing import (
     ReferenceCache,
     ReferenceTables,

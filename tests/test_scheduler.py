@@ -9,11 +9,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.uploads import StepShape
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, num_kv_heads=1, head_size=4)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import LayerSpec, StateSpec
+from jaxkv._src.uploads import StepShape
 from tests.test_scheduler import FULL, LAYERS, Server, small_plan
 
 

@@ -7,12 +7,13 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes import PrefixTree
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
+from jaxkv._src.uploads import StepShape
 from tests.reference_prefixes import Content, Story
 from tests.test_prefixes import LAYERS, plan_of, state
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv._src.blocks import BlockManager, OutOfBlocksError, StepShape, Upload, pack_step
+from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_BLOCK_ID,
@@ -27,6 +27,7 @@ from jaxkv._src.planning import plan_cache
 from jaxkv._src.pool import read_rows, write_tokens
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
 from jaxkv._src.step import UploadRing, apply_step
+from jaxkv._src.uploads import StepShape, Upload, pack_step
 from jaxkv.testing import (
     assert_in_place,
     assert_no_recompilation,

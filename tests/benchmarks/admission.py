@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.scheduler import Scheduler
+from jaxkv._src.uploads import StepShape
 from tests.benchmarks.host import GROUPS
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.workload import make_plan

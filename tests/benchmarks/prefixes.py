@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan
+from jaxkv._src.uploads import StepShape
 from tests.benchmarks import rollouts
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer

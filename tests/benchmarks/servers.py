@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv._src.blocks import StepShape, Upload
 from jaxkv._src.planning import Plan
+from jaxkv._src.uploads import StepShape, Upload
 from tests.benchmarks.timing import poll
 from tests.benchmarks.vllm_peer import VllmPeer
 from tests.benchmarks.workload import (

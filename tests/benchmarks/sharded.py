@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.specs import FullAttentionSpec
+from jaxkv._src.uploads import StepShape
 from pallas_kernels import copy_blocks, paged_attention, write_rows, zero_blocks
 from tests.benchmarks import timing
 from tests.benchmarks.attention import AttentionSpec, make_arrays

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 import jaxkv
-from jaxkv._src.blocks import StepShape, Upload
 from jaxkv._src.planning import plan_cache
+from jaxkv._src.uploads import StepShape, Upload
 from tests.benchmarks import timing
 from tests.benchmarks.servers import PARTS, Case, Server, VllmServer, apply_step
 from tests.benchmarks.timing import (

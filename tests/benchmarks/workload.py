@@ -8,9 +8,10 @@ import types
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.uploads import StepShape
 from tests.benchmarks.vllm_peer import VllmPeer
 
 BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_CHUNK = 16, 8192, 8192

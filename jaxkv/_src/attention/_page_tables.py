@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.attention._segments import NULL_PAGE, PageTables
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.cache import (
     BAD_PERIOD,
     KVCache,
@@ -17,6 +16,7 @@ from jaxkv._src.cache import (
 from jaxkv._src.internal.indexing import bit, within
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.layout import PageListSizes
+from jaxkv._src.uploads import StepShape
 
 
 def page_list_sizes(

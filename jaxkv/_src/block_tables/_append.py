@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.blocks import TableEntry, list_entries
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
 from jaxkv._src.internal.checks import check_same_shape
 from jaxkv._src.internal.indexing import bit, gather_bits, group_of, take, within
 from jaxkv._src.internal.jit_int32 import jit_int32
 from jaxkv._src.internal.numbers import NULL_BLOCK
+from jaxkv._src.uploads import TableEntry, list_entries
 
 
 @jax.tree_util.register_dataclass

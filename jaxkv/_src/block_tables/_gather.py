@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.cache import (
     BAD_BATCH,
     BAD_ROW,
@@ -20,6 +19,7 @@ from jaxkv._src.cache import (
 )
 from jaxkv._src.internal.indexing import bit, take_cells, within
 from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
+from jaxkv._src.uploads import StepShape
 
 MISSING, UNREAD = -1, -2  # instead of a column, where a block should be and where none is read
 

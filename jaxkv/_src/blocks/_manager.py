@@ -9,13 +9,11 @@ from typing import Any, Concatenate
 
 import numpy as np
 
-from jaxkv._src.blocks._format import Ints
 from jaxkv._src.blocks._pool import BlockPool, BlockUse
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
 from jaxkv._src.blocks._rows import RowAllocator, Work
-from jaxkv._src.blocks._shape import StepShape, Upload
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import Ring, StepPlanner
 from jaxkv._src.internal.checks import check_count, check_positive
@@ -23,6 +21,7 @@ from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import EventLog, ExtraKey
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
+from jaxkv._src.uploads import Ints, StepShape, Upload
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
 

@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
-from jaxkv._src.blocks._format import Batch, Ints
 from jaxkv._src.blocks._prompts import (
     CachedPrompt,
     PrefixHit,
@@ -41,6 +40,7 @@ from jaxkv._src.prefixes import (
     find,
 )
 from jaxkv._src.tier import HostTier
+from jaxkv._src.uploads import Batch, Ints
 
 
 class Prefixes:

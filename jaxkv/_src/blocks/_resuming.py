@@ -4,11 +4,11 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._format import Batch
 from jaxkv._src.blocks._rows import RowAllocator
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
+from jaxkv._src.uploads import Batch
 
 
 def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[SharedColumns]:

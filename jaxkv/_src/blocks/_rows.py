@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks._format import Batch
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.uploads import Batch
 
 Work = Mapping[Any, int]
 PLAIN_NAMES = (str, int, bytes)  # names that are the same if they are equal

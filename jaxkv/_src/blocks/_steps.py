@@ -11,23 +11,24 @@ import numpy as np
 
 from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells
 from jaxkv._src.blocks._changes import plan_changes
-from jaxkv._src.blocks._format import (
+from jaxkv._src.blocks._prefixes import Prefixes
+from jaxkv._src.blocks._resuming import check_moved
+from jaxkv._src.blocks._rows import RowAllocator, Work
+from jaxkv._src.blocks._state import Changes, RequestState, SharedCell
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.planning import Plan
+from jaxkv._src.prefixes import PrefixGroup, group_by_beginning
+from jaxkv._src.uploads import (
     Batch,
     Ints,
+    StepShape,
+    Upload,
     as_int32,
     check_fits,
     put,
     write_batch,
     write_copies,
 )
-from jaxkv._src.blocks._prefixes import Prefixes
-from jaxkv._src.blocks._resuming import check_moved
-from jaxkv._src.blocks._rows import RowAllocator, Work
-from jaxkv._src.blocks._shape import StepShape, Upload
-from jaxkv._src.blocks._state import Changes, RequestState, SharedCell
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
-from jaxkv._src.planning import Plan
-from jaxkv._src.prefixes import PrefixGroup, group_by_beginning
 
 
 class Ring(Protocol):

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.cache._expand import expand_blocks
 from jaxkv._src.cache._layout import CacheLayout, Period
 from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch
 from jaxkv._src.internal.indexing import group_of, take
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.uploads import StepShape
 
 PAD_ROW = -1  # table row of a batch entry that is padding
 

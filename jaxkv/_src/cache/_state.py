@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxkv._src.blocks import StepShape, Upload
 from jaxkv._src.cache._layout import CacheLayout
 from jaxkv._src.internal.checks import FlagsError
 from jaxkv._src.internal.html import html_table
+from jaxkv._src.uploads import StepShape, Upload
 
 BAD_ROW = 1
 

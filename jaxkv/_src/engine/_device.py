@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache
 from jaxkv._src.engine._draw import draw
 from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
@@ -20,6 +19,7 @@ from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
+from jaxkv._src.uploads import Upload
 
 Forward = Callable[[Any, StepContext], Any]
 Uploads = tuple[Upload, ...]  # of one shape

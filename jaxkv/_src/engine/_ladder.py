@@ -3,9 +3,9 @@
 import bisect
 from collections.abc import Sequence
 
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.engine._samples import extra_size
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.uploads import StepShape
 
 FULL_ENOUGH = 0.95  # of a step's tokens; below that, a smaller step takes what fits
 # Tokens up to which a step takes as long as the weights take to be read: 163 on an H200 in bf16.

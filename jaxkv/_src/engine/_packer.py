@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, StepShape, Upload
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Samples
 from jaxkv._src.engine._sampling import Stats
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.uploads import StepShape, Upload
 
 if TYPE_CHECKING:
     from jaxkv._src.step import UploadRing

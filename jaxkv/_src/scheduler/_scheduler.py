@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager, StepShape
+from jaxkv._src.blocks import BlockManager
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
@@ -17,6 +17,7 @@ from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import ANYWHERE, PromptLookup, Request, find
 from jaxkv._src.scheduler._schedule import Schedule
+from jaxkv._src.uploads import StepShape
 
 
 class Scheduler:

@@ -9,12 +9,12 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch, report
-from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.pool import copy_blocks, on_devices, zero_blocks
+from jaxkv._src.uploads import Upload
 from pallas_kernels import Implementation
 
 

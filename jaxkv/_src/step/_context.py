@@ -9,12 +9,12 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.attention import attend
-from jaxkv._src.blocks import Upload
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.pool import read_state, write_state
 from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_conv
 from jaxkv._src.step._apply import apply_step
+from jaxkv._src.uploads import Upload
 from pallas_kernels import Implementation
 
 IN_A_SCAN = (

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._src.blocks import StepShape, Upload
+from jaxkv._src.uploads import StepShape, Upload
 
 END = -1  # in place of a shape's index: no upload will follow
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.blocks import StepShape
 from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.uploads import StepShape
 
 MEMORY_KIND = "pinned_host"
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks import TableEntry
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import (
@@ -15,6 +14,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from jaxkv._src.uploads import TableEntry
 
 
 class ReferenceTables:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.blocks import TableEntry
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.planning import Plan, WorkerLayers, make_groups, plan_cache
 from jaxkv._src.specs import (
@@ -31,6 +30,7 @@ from jaxkv._src.specs import (
     canonical_dtype,
 )
 from jaxkv._src.testing._extra import extra
+from jaxkv._src.uploads import TableEntry
 
 with extra():
     from hypothesis import strategies as st

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from jaxkv._src.blocks import StepShape, TableEntry
+from jaxkv._src.uploads import StepShape, TableEntry
 
 Part = tuple[list[TableEntry], list[list[int]]]  # entries, and ids to zero per group
 

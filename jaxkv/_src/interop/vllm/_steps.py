@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxkv._src.blocks import StepShape, TableEntry, Upload, pack_step
 from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
 from jaxkv._src.interop.vllm._fields import get
 from jaxkv._src.interop.vllm._output import Arrival, read_arrivals, read_copies, read_work
 from jaxkv._src.interop.vllm._split import split
 from jaxkv._src.planning import Plan
+from jaxkv._src.uploads import StepShape, TableEntry, Upload, pack_step
 
 Ids = tuple[tuple[int, ...], ...]  # per group, the block ids of a request
 

@@ -6,11 +6,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxkv._src.blocks._format import BY_GROUP, UploadFormat
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import Growth
+from jaxkv._src.uploads._format import BY_GROUP, UploadFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

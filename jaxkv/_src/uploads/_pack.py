@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._format import (
+from jaxkv._src.internal.checks import check_count
+from jaxkv._src.uploads._format import (
     Batch,
     Entries,
     Ints,
@@ -15,8 +16,7 @@ from jaxkv._src.blocks._format import (
     write_batch,
     write_copies,
 )
-from jaxkv._src.blocks._shape import StepShape, Upload
-from jaxkv._src.internal.checks import check_count
+from jaxkv._src.uploads._shape import StepShape, Upload
 
 MAX_SHOWN = 8  # ids of a group that a repr shows
 

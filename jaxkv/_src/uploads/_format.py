@@ -11,7 +11,7 @@ import numpy as np
 from jaxkv._src.internal.numbers import INT32_MAX
 
 if TYPE_CHECKING:
-    from jaxkv._src.blocks._shape import StepShape
+    from jaxkv._src.uploads._shape import StepShape
 
 
 Ints = Sequence[int] | np.ndarray

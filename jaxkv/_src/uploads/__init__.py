@@ -1,0 +1,28 @@
+"""The integers of a step in one array, and the static sizes that it is padded to. No jax."""
+
+from jaxkv._src.uploads._format import (
+    Batch,
+    Ints,
+    as_int32,
+    check_fits,
+    put,
+    write_batch,
+    write_copies,
+)
+from jaxkv._src.uploads._pack import TableEntry, list_entries, pack_step
+from jaxkv._src.uploads._shape import StepShape, Upload
+
+__all__ = [
+    "Batch",
+    "Ints",
+    "StepShape",
+    "TableEntry",
+    "Upload",
+    "as_int32",
+    "check_fits",
+    "list_entries",
+    "pack_step",
+    "put",
+    "write_batch",
+    "write_copies",
+]
