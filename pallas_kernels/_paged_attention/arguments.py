@@ -47,6 +47,7 @@ def check_arguments(
     interleaving: Interleaving | None,
     reproducible: bool,
     shared_prefixes: SharedPrefixes | None,
+    max_query_len: int | None,
     out_dtype: DTypeLike | None,
 ) -> tuple[AttentionRule, AttentionArrays]:
     """Checks the arguments of a call, and returns its rule and its arrays.
@@ -90,6 +91,7 @@ def check_arguments(
         ranks=1 if interleaving is None else interleaving.ranks,
         interleave_tokens=1 if interleaving is None else interleaving.interleave_tokens,
         reproducible=reproducible,
+        max_queries=_as_count("max_query_len", max_query_len) or max(1, num_tokens),
         out_dtype=queries.dtype if out_dtype is None else jnp.dtype(out_dtype),
     )
     _check_rule(rule)

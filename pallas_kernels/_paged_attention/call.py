@@ -43,6 +43,7 @@ def paged_attention(
     interleaving: Interleaving | None = None,
     reproducible: bool = False,
     shared_prefixes: SharedPrefixes | None = None,
+    max_query_len: int | None = None,
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -108,6 +109,8 @@ def paged_attention(
         count as come before the last token of every member. Latent rows with more than 32 heads
         are read for each request all the same, because their products take longer. None, or groups
         that share 0 tokens: nothing is shared.
+      max_query_len: most queries of a request; None: T. Few spare a batch of drafts the kernel for
+        many. A request with more is served all the same, but slowly.
       out_dtype: dtype of the output; None: that of queries. Use float32 for outputs that are to be
         combined; ``"mosaic_gpu"`` computes them in the dtype of queries all the same.
       return_lse: also return the log-sum-exp of the scores and sinks, by which outputs over
@@ -144,6 +147,7 @@ def paged_attention(
         interleaving=interleaving,
         reproducible=reproducible,
         shared_prefixes=shared_prefixes,
+        max_query_len=max_query_len,
         out_dtype=out_dtype,
     )
     out, lse = _run(arrays, rule, implementation)

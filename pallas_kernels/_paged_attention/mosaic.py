@@ -49,7 +49,7 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     if rule.reproducible:
         lse = _decode_all(arrays, rule, size, out)
         return jax.freeze(out), lse
-    shape = _prefill_shape(arrays, rule) if may_prefill(arrays, size) else None
+    shape = _prefill_shape(arrays, rule) if may_prefill(arrays, rule, size) else None
     if shape is None:
         tiles = _decode_tiles(arrays, rule, Cut(size))
         lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
@@ -73,7 +73,7 @@ def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: An
     One kernel serves requests of few and of many queries, so that a token has the same bits in a
     decode and in a prompt. Those of many have larger tiles.
     """
-    if not may_prefill(arrays, size):
+    if not may_prefill(arrays, rule, size):
         tiles = _decode_tiles(arrays, rule, Cut(size))
         return lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     few = cut_queries(arrays, rule, Cut(size, most=size))
@@ -82,9 +82,10 @@ def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: An
     return jnp.where(few.of_token[:, None] < 0, lse[1], lse[0])
 
 
-def may_prefill(arrays: AttentionArrays, size: int) -> bool:
+def may_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool:
     """Returns whether any request may have more queries than tiles of decoding, and enough."""
-    return arrays.query_start_loc is not None and arrays.queries.shape[0] >= max(ROWS, size + 1)
+    most = min(rule.max_queries, arrays.queries.shape[0])
+    return arrays.query_start_loc is not None and most > size and arrays.queries.shape[0] >= ROWS
 
 
 def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape | None:
@@ -126,8 +127,8 @@ def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
     At least `MIN_QUERIES`, because with padding in the batch requests have more than the average.
     """
     per_request = -(-arrays.queries.shape[0] // arrays.block_tables.shape[0])
-    usual = max(MIN_QUERIES, 1 << (per_request - 1).bit_length())
-    return min(usual, MAX_QUERIES, max(1, MAX_ROWS // rule.group))
+    usual = min(rule.max_queries, max(MIN_QUERIES, per_request))
+    return min(1 << (usual - 1).bit_length(), MAX_QUERIES, max(1, MAX_ROWS // rule.group))
 
 
 def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> QueryTiles:

@@ -25,6 +25,7 @@ class AttentionRule(NamedTuple):
     row_packing: format of the rows of pages; None: elements of one dtype.
     ranks, interleave_tokens: of the `Interleaving`; 1 rank without one.
     reproducible: whether the bits of the output depend on the request alone.
+    max_queries: queries that requests are expected to have at most; more take longer.
     out_dtype: dtype of the output.
     """
 
@@ -43,6 +44,7 @@ class AttentionRule(NamedTuple):
     ranks: int
     interleave_tokens: int
     reproducible: bool
+    max_queries: int
     out_dtype: jnp.dtype
 
     @property

@@ -43,6 +43,7 @@ def rule_of(name: str) -> AttentionRule:
         values_in_keys=False,
         row_packing=None,
         reproducible=False,
+        max_queries=TOKENS,
         out_dtype=jnp.dtype("float32"),
         **nothing | RULES[name],
     )

@@ -48,6 +48,7 @@ class Case(NamedTuple):
     place: str = ""  # of pages among other bytes; see `strided`
     latent: bool = False  # values are the first elements of keys
     reproducible: bool = False
+    most: int | None = None  # queries of a request, as the caller says
 
     @property
     def row(self) -> int:
@@ -278,6 +279,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         first_positions=first_positions,
         interleaving=Interleaving(RANK, case.ranks, INTERLEAVE) if case.ranks > 1 else None,
         reproducible=case.reproducible,
+        max_query_len=case.most,
         return_lse=True,
         implementation=implementation,
     )
@@ -400,6 +402,7 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
+FP8 = FP8._replace(most=2)  # some have more
 PREFILL = Case(1, 1, batch=2, page_tokens=48, width=3, tokens=72, window=80, holes=True)
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
@@ -510,6 +513,7 @@ class Shape(NamedTuple):
     pages: str
     launches: int
     value: int = 0  # width of values; 0: as wide as keys
+    most: int | None = None  # queries of a request
 
     @property
     def row(self) -> int:
@@ -540,6 +544,7 @@ SHAPES = [
     Shape(8, 1024, 16, 2, 256, 16, "int8", 3),
     Shape(8, 1024, 8, 8, 192, 16, "bfloat16", 3, value=128),
     Shape(8, 1024, 32, 8, 112, 16, "bfloat16", 3),
+    Shape(256, 1024, 32, 8, 128, 16, "bfloat16", 2, most=4),
 ]
 
 
@@ -550,7 +555,12 @@ def lower(function: Any, arguments: list[jax.ShapeDtypeStruct], platform: str = 
 @needs_mosaic
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_shapes_of_models_lower_for_cuda(shape: Shape) -> None:
-    attend = functools.partial(paged_attention, implementation="mosaic_gpu", sliding_window=99)
+    attend = functools.partial(
+        paged_attention,
+        implementation="mosaic_gpu",
+        sliding_window=99,
+        max_query_len=shape.most,
+    )
     text = lower(attend, shape.arguments(per_request=shape.tokens == shape.batch))
     assert text.count("custom_call @mosaic_gpu") == shape.launches
     # The pages go straight to kernels: nothing else has as many elements.
@@ -723,6 +733,7 @@ BAD = [
     ("scale", -1.0, ValueError, "scale=-1.0 must be positive"),
     ("soft_cap", 0.0, ValueError, "soft_cap=0.0 must be positive"),
     ("sliding_window", 0, ValueError, "sliding_window=0 must be an int of at least 1"),
+    ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
     ("chunk_size", 1.5, ValueError, "chunk_size=1.5 must be an int of at least 1"),
     ("sinks", jnp.ones(3), ValueError, r"sinks has shape \(3,\); wants \[4\]"),
     ("sinks", jnp.ones(4, jnp.int32), TypeError, "sinks must be floats, got int32"),

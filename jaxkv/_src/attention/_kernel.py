@@ -77,6 +77,7 @@ def attend_to_layer(
         else None,
         reproducible=batch.shape.reproducible,
         shared_prefixes=_shared_prefixes(batch, rule) if one_each and not limited else None,
+        max_query_len=batch.shape.max_query_len,
         out_dtype=jnp.float32 if is_interleaved else None,
         return_lse=True,
         implementation=bound.implementation,
