@@ -149,8 +149,7 @@ class StepShape:
             attention and latent rows. The manager chooses the groups, for each step by the tokens
             that it saves: a request is in one group at most, a beginning has 256 tokens or more,
             and all together save an eighth of what the step would read; otherwise, and in uploads
-            of `pack_step`, there are none. 0: every request reads its own. The Mosaic kernel for it
-            was tested in interpret mode, and has not run on a GPU yet.
+            of `pack_step`, there are none. 0: every request reads its own.
           token_ids: whether the first of these are the token ids; see `StepShape`.
           reproducible: True: the bits that `attend` returns for a token do not depend on the other
             requests of its step, on rows and block ids, nor on how its prompt was cut into chunks,
