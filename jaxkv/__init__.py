@@ -50,6 +50,8 @@ Use your own kernels and connectors
     layer_view, with_layer_view
 Give device memory back for a while
     sleep, wake_up
+Keep blocks in host memory that make room for others
+    HostMemory, HostBlocks
 
 Modules with more: `jaxkv.planning`, `jaxkv.specs`, `jaxkv.hf_config`, `jaxkv.layout` (physical
 orders), `jaxkv.blocks`, `jaxkv.scheduler`, `jaxkv.cache` (error flags), `jaxkv.pool` (blocks),

@@ -5,11 +5,11 @@ loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requ
 """
 
 from jaxkv._src.blocks import PrefixHit
-from jaxkv._src.tier import HostMemory, Moves, TierStats
+from jaxkv._src.tier import Chunk, Moves, TierStats
 from jaxkv._src.uploads import Upload
 
 __all__ = [
-    "HostMemory",
+    "Chunk",
     "Moves",
     "PrefixHit",
     "TierStats",

@@ -7,8 +7,11 @@ reads bitcast what they gathered, so neither makes a typed copy of the pool on a
 Functions take the cache, a layer's name and the step's batch, and look up the layer's group, block
 size and scales. They work inside ``jit`` and return a new cache; where the old one is donated, they
 work in place. Padding and places outside the pool are never written, and read as zeros.
+
+`jaxkv.HostBlocks` copies whole blocks to host memory and back; `MoveError` says that a copy failed.
 """
 
+from jaxkv._src.moving import MoveError
 from jaxkv._src.pool import (
     copy_blocks,
     describe_layer,
@@ -17,6 +20,7 @@ from jaxkv._src.pool import (
 )
 
 __all__ = [
+    "MoveError",
     "copy_blocks",
     "describe_layer",
     "quantize",

@@ -29,7 +29,7 @@ ROWS: list[tuple[list[str], list[str]]] = [
     (["plotting"], ["testing"]),
     ([], ["engine"]),
     ([], ["step"]),
-    ([], ["attention", "recurrent", "sleeping"]),
+    ([], ["attention", "recurrent", "moving", "sleeping"]),
     ([], ["pool"]),
     ([], ["block_tables"]),
     (["scheduler", "interop"], ["cache"]),

@@ -7,8 +7,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxkv import BlockManager, FullAttentionSpec, SlidingWindowSpec, StateSpec, StepShape
-from jaxkv.blocks import HostMemory, Moves
+from jaxkv import (
+    BlockManager,
+    FullAttentionSpec,
+    HostMemory,
+    SlidingWindowSpec,
+    StateSpec,
+    StepShape,
+)
+from jaxkv.blocks import Moves, TierStats
 from tests.layer_examples import plan_of
 from tests.servings import run_serving
 from tests.servings.of_tier import STORED
@@ -23,7 +30,7 @@ STATE = StateSpec(block_size=4, shapes=((32,),), dtypes=("f32",), cache_mode="no
 def test_requests_read_their_own_bytes_from_both_memories(kind: str) -> None:
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
     seen: Counter[str] = Counter()
-    for seed in range(first, first + (2000 if IS_LONG else 2)):
+    for seed in range(first, first + (2000 if IS_LONG else 3)):
         seen += run_serving(seed, kind, tier=True)
     assert seen["stored"] and seen["loaded"], seen
 
@@ -74,8 +81,7 @@ def test_an_evicted_prefix_comes_back() -> None:
     served = Served(layers, 9, host(100, layers))
     served.run("a", prompt(1, 17))
     served.run("b", prompt(2, 32))  # all 8 blocks
-    stored = sum(chunk.block_ids.size for moves in served.moves for chunk in moves.stores)
-    assert stored == 4
+    assert len(stored_by(served.moves)) == 4
     hit = served.start("c", prompt(1, 17))
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (16, 16)
     assert hit.reasons == ("complete",)
@@ -84,7 +90,7 @@ def test_an_evicted_prefix_comes_back() -> None:
     loaded = [i for chunk in moves.loads for i in chunk.block_ids.tolist() if i >= 0]
     assert sorted(loaded) == sorted(served.manager.block_ids("c")[0][:4])
     stats = served.manager.tier_stats()
-    assert stats is not None and stats.loaded_blocks == 4
+    assert isinstance(stats, TierStats) and stats.loaded_blocks == 4
     assert served.manager.prefix_stats().host_tokens == 16
 
 
@@ -120,6 +126,54 @@ def test_a_state_is_loaded_with_its_keys() -> None:
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 17)
     moves = served.step({"d": 1})
     assert moves is not None and {chunk.group for chunk in moves.loads} == {0, 1}
+
+
+def test_a_block_that_was_written_on_is_stored_again() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
+    served.run("a", prompt(1, 18))
+    served.run("b", prompt(2, 32))
+    served.run("c", prompt(3, 32))
+    served.start("d", prompt(1, 24))
+    served.step({"d": 6})
+    served.step({"d": 1})
+    (_, *_, end, _), _ = served.manager.block_ids("d")  # that of tokens 16 to 19
+    served.manager.finish("d")
+    before = len(served.moves)
+    served.run("e", prompt(4, 32))
+    served.run("f", prompt(5, 32))
+    assert end in stored_by(served.moves[before:])
+
+
+def stored_by(moves: list[Moves]) -> list[int]:
+    return [i for each in moves for chunk in each.stores for i in chunk.block_ids.tolist()]
+
+
+def test_a_block_is_stored_for_a_load_although_its_prefix_is_forgotten() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(100, layers))
+    served.run("a", prompt(1, 17))
+    served.start("b", prompt(2, 32))
+    served.manager.grow({"b": 32})  # evicts what "a" computed
+    served.manager.finish("b")
+    assert served.start("c", prompt(1, 17)).num_host_tokens == 16
+    served.manager.new_epoch()
+    moves = served.step({"c": 1})
+    assert moves is not None
+    numbers = [[chunk.number for chunk in chunks] for chunks in (moves.stores, moves.loads)]
+    assert sorted(numbers[0]) == sorted(numbers[1]) == sorted(moves.dropped)
+
+
+def test_blocks_that_are_to_be_stored_keep_their_room() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(4, layers))
+    served.run("a", prompt(1, 32))
+    served.start("b", prompt(2, 32))
+    for count in (16, 32):  # each takes four blocks, and no step comes between
+        served.manager.grow({"b": count})
+        stats = served.manager.tier_stats()
+        assert stats is not None and stats.used_bytes == stats.num_bytes
+    assert stats.skipped_blocks == 4
 
 
 def test_blocks_that_left_the_window_are_not_stored() -> None:

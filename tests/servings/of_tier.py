@@ -4,8 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Hashable
 
-from jaxkv import Plan
-from jaxkv.blocks import HostMemory
+from jaxkv import HostMemory, Plan
 from tests.servings.of_manager import ManagerServing
 from tests.servings.plans import KINDS, random_plan
 

@@ -266,6 +266,9 @@ class Oracle:
         used = sum(sizes.values()) - sum(sizes[number] for number in room._dropped)
         used += room.block_bytes[room.groups(waiting)].sum()
         assert used == stats.used_bytes <= stats.num_bytes, "bytes on the host"
+        tier, first = self.manager._tier, room.first_id
+        of_use = (tier._tree.frozen_before[first:] > 0) | (tier._copy_of[first:] > 0)
+        assert (room.is_alive == of_use).all(), "host blocks that are of no use, or are lost"
 
     def _poison(self) -> None:
         """Spoils the blocks that nobody holds or keeps; a step has to write them first."""

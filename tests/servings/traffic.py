@@ -5,8 +5,7 @@ import random
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jaxkv import BlockManager, ExtraKey, Plan
-from jaxkv.blocks import HostMemory
+from jaxkv import BlockManager, ExtraKey, HostMemory, Plan
 from jaxkv.prefixes import EventLog
 from tests.servings.events import Mirror
 from tests.servings.oracle import Known, Oracle
@@ -26,7 +25,7 @@ class Serving:
         self.log = EventLog()
         self.manager = BlockManager(
             self.plan,
-            max_requests=self.draw.randint(1, 5),
+            max_requests=self.num_rows(),
             checkpoint_share=self.draw.choice([0.1, 0.5, 1.0]),
             events=self.log,
             host_memory=self.host_memory(seed),
@@ -40,6 +39,9 @@ class Serving:
         self.encoders = itertools.count()
         self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
         self.has_states = any(g.growth.kind == "state" for g in self.plan.groups)
+
+    def num_rows(self) -> int:
+        return self.draw.randint(1, 5)
 
     def random_plan(self) -> Plan:
         return random_plan(self.draw, self.kind)

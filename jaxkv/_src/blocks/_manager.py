@@ -497,7 +497,8 @@ class BlockManager:
     def take_moves(self) -> Moves | None:
         """Returns the blocks that change memory before the step that was packed last; None: none.
 
-        Carry them out before that step runs. A manager without ``host_memory`` has none.
+        Carry them out before that step runs, by `jaxkv.HostBlocks.move`. A manager without
+        ``host_memory`` has none.
         """
         return None if self._tier is None else self._tier.take_moves()
 

@@ -210,7 +210,11 @@ class Prefixes:
             )
             for part in found.columns
         ]
-        self._announce(prompt, [(part.first, part.block_ids) for part in columns])
+        ends = [found.num_tokens // policy.block for policy in self._tree.policies]
+        whole = zip(columns, ends, strict=True)
+        self._announce(
+            prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
+        )
         return found._replace(columns=tuple(columns))
 
     def _chunk_ends(

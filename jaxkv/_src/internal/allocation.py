@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 Shapes = tuple[tuple[int, ...], ...]
 Device = jax.Device | Sharding | None
+HOST_MEMORY = "pinned_host"  # jax's name of page-locked host memory
 
 
 def zeros(shapes: Shapes, dtype: DTypeLike, device: Device) -> tuple[Array, ...]:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._src.cache import CacheLayout, KVCache
+from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_positive
-from jaxkv._src.sleeping._host import HOST_MEMORY, ArrayPlace, HostCopy, to_device, to_host
+from jaxkv._src.sleeping._host import ArrayPlace, HostCopy, to_device, to_host
 
 Part = Literal["kv_cache", "block_tables"]
 PARTS: tuple[Part, ...] = get_args(Part)

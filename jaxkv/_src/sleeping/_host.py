@@ -11,9 +11,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._src.internal.allocation import zeros
-
-HOST_MEMORY = "pinned_host"
+from jaxkv._src.internal.allocation import HOST_MEMORY, zeros
 
 
 class ArrayPlace(NamedTuple):

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.uploads import StepShape
-
-MEMORY_KIND = "pinned_host"
 
 
 class UploadRing:
@@ -48,9 +47,9 @@ class UploadRing:
         """
         check_positive(depth=depth)
         device = next(iter(jnp.zeros(0).devices())) if device is None else device
-        if MEMORY_KIND not in [memory.kind for memory in device.addressable_memories()]:
+        if HOST_MEMORY not in [memory.kind for memory in device.addressable_memories()]:
             raise NotImplementedError(
-                f"device={device} has no {MEMORY_KIND} memory; call step without a ring"
+                f"device={device} has no {HOST_MEMORY} memory; call step without a ring"
             )
         self._depth, self._device = depth, device
         self._buffers: dict[StepShape, _Buffers] = {}
@@ -91,7 +90,7 @@ class _Buffers:
     PARTS = 3
 
     def __init__(self, size: int, depth: int, device: jax.Device):
-        host = jax.sharding.SingleDeviceSharding(device, memory_kind=MEMORY_KIND)
+        host = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
         # Not from NumPy arrays: some backends share their memory instead of copying it.
         self._parts = [
             _take_back([jax.device_put(jnp.zeros(size, jnp.int32), host) for _ in range(depth)])

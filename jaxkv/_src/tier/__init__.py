@@ -3,6 +3,6 @@
 from jaxkv._src.tier._books import HostTier
 from jaxkv._src.tier._memory import HostMemory
 from jaxkv._src.tier._moves import Chunk, Moves, TierStats
-from jaxkv._src.tier._room import HostRoom
+from jaxkv._src.tier._room import HostRoom, chunk_sizes
 
-__all__ = ["Chunk", "HostMemory", "HostRoom", "HostTier", "Moves", "TierStats"]
+__all__ = ["Chunk", "HostMemory", "HostRoom", "HostTier", "Moves", "TierStats", "chunk_sizes"]

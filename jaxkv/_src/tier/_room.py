@@ -11,6 +11,11 @@ MAX_CHUNK_BYTES = 2**26  # of a chunk of more than one block
 UNSEALED = -1  # in place of the number of a chunk
 
 
+def chunk_sizes(block_bytes: int) -> list[int]:
+    """Returns the numbers of blocks that chunks of a group may have, the largest first."""
+    return [size for size in CHUNK_SIZES if size == 1 or size * block_bytes <= MAX_CHUNK_BYTES]
+
+
 class HostRoom:
     """Blocks of host memory, each with the bytes of a block of its group.
 
@@ -142,11 +147,11 @@ class HostRoom:
     def _cut(self, group: int, ids: list[int]) -> list[list[int]]:
         """Cuts blocks of a group into the sizes of chunks, the largest first."""
         parts: list[list[int]] = []
-        for size in CHUNK_SIZES:
-            while len(ids) >= size and size * self.block_bytes[group] <= MAX_CHUNK_BYTES:
+        for size in chunk_sizes(int(self.block_bytes[group])):
+            while len(ids) >= size:
                 parts.append(ids[:size])
                 ids = ids[size:]
-        return [*parts, *([host_id] for host_id in ids)]
+        return parts
 
     def _chunk(self, group: int, members: list[int], sources: list[int]) -> Chunk:
         self._number += 1

@@ -1,0 +1,165 @@
+"""Chunks of blocks as arrays of their own: taken from a pool, and put into it."""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from jaxkv._src.cache import CacheLayout, KVCache
+from jaxkv._src.pool import SAME, on_devices
+
+# For each `Part` of a group an array [blocks, *axes of the buffer], uint32 where pages allow it:
+# a GPU copies words several times as fast as bytes.
+ChunkArrays = tuple[Array, ...]
+WORD = 4  # bytes
+
+
+class Part(NamedTuple):
+    """Consecutive tensors of one buffer that hold layers of a group.
+
+    shape: of one block in them, on one device.
+    axis: of the buffer, counts tensors; None: it holds a single one.
+    first: index of the first of them.
+    """
+
+    buffer: int
+    shape: tuple[int, ...]
+    axis: int | None
+    first: int
+
+
+@functools.cache
+def parts_of(layout: CacheLayout, group: int) -> tuple[Part, ...]:
+    """Returns the parts of a pool that hold the layers of a group."""
+    buffers = layout.buffers
+    wanted = buffers.layout.tensors_of(group)
+    found: list[Part] = []
+    for index, (stack, shape) in enumerate(zip(buffers.stacks, buffers.shapes, strict=True)):
+        mine = [at for at, tensor in enumerate(stack) if tensor in wanted]
+        axis = buffers.axes.index("L") if "L" in buffers.axes else None
+        of_block = list(shape)
+        of_block[buffers.block_axis] = 1
+        for _, run in itertools.groupby(enumerate(mine), lambda pair: pair[1] - pair[0]):
+            together = [at for _, at in run]
+            if axis is not None:
+                of_block[axis] = len(together)
+            found.append(Part(index, tuple(of_block), axis, together[0]))
+    return tuple(found)
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def take(cache: KVCache, block_ids: Array, *, group: int) -> ChunkArrays:
+    """Returns copies of N blocks of a group.
+
+    Args:
+      block_ids: int32[N], blocks of the pool.
+    """
+
+    def run(cache: KVCache, block_ids: Array) -> ChunkArrays:
+        return tuple(_take(cache, part, block_ids) for part in parts_of(cache.layout, group))
+
+    specs = _specs(cache.layout, group)
+    return on_devices(run, cache, block_ids, in_specs=(SAME,), out_specs=specs)
+
+
+@functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
+def put(
+    cache: KVCache, block_ids: Array, places: Array, chunk: ChunkArrays, *, group: int
+) -> tuple[KVCache, Array]:
+    """Overwrites blocks of a group with those of a chunk, in place.
+
+    Args:
+      block_ids: int32[N], blocks of the pool; one may be there several times with one place.
+      places: int32[N], the place of each in the chunk.
+
+    Returns:
+      The cache, and an array that is ready when it is.
+    """
+
+    def run(cache: KVCache, block_ids: Array, places: Array, chunk: ChunkArrays) -> KVCache:
+        buffers = list(cache.buffers)
+        for part, pieces in zip(parts_of(cache.layout, group), chunk, strict=True):
+            buffers[part.buffer] = _put(
+                cache, part, buffers[part.buffer], block_ids, places, pieces
+            )
+        return dataclasses.replace(cache, buffers=tuple(buffers))
+
+    specs = (SAME, SAME, _specs(cache.layout, group))
+    moved = on_devices(
+        *(run, cache, block_ids, places, chunk),
+        in_specs=specs,
+        out_specs=cache.partition_specs(),
+    )
+    return moved, places[0] + 0
+
+
+def _take(cache: KVCache, part: Part, block_ids: Array) -> Array:
+    shape, block_axis = part.shape, cache.layout.buffers.block_axis
+
+    def gather(buffer: Array, block_ids: Array) -> Array:
+        size = (*shape[:-1], buffer.shape[-1])
+        slice_of = lambda i: lax.dynamic_slice(buffer, _start(part, block_axis, i), size)  # noqa: E731
+        return jax.vmap(slice_of)(block_ids)
+
+    buffer = cache.buffers[part.buffer]
+    if not _has_words(part):
+        return gather(buffer, block_ids)
+    return lax.platform_dependent(
+        buffer,
+        block_ids,
+        cuda=lambda buffer, ids: gather(_words(buffer), ids),
+        default=lambda buffer, ids: _words(gather(buffer, ids)),  # a CPU would copy the pool
+    )
+
+
+def _put(
+    cache: KVCache, part: Part, buffer: Array, block_ids: Array, places: Array, pieces: Array
+) -> Array:
+    block_axis = cache.layout.buffers.block_axis
+
+    def write(buffer: Array, block_ids: Array, places: Array, pieces: Array) -> Array:
+        for i in range(pieces.shape[0]):
+            piece = lax.dynamic_index_in_dim(pieces, places[i], keepdims=False)
+            start = _start(part, block_axis, block_ids[i])
+            buffer = lax.dynamic_update_slice(buffer, piece, start)
+        return buffer
+
+    if not _has_words(part):
+        return write(buffer, block_ids, places, pieces)
+    return lax.platform_dependent(
+        *(buffer, block_ids, places, pieces),
+        cuda=lambda buffer, *others: _bytes(write(_words(buffer), *others)),
+        default=lambda buffer, ids, places, pieces: write(buffer, ids, places, _bytes(pieces)),
+    )
+
+
+def _start(part: Part, block_axis: int, block_id: Array) -> list[Array | int]:
+    """Returns the index of a block in its buffer."""
+    start: list[Array | int] = [0] * len(part.shape)
+    start[block_axis] = block_id
+    if part.axis is not None:
+        start[part.axis] = part.first
+    return start
+
+
+def _specs(layout: CacheLayout, group: int) -> tuple[PartitionSpec, ...]:
+    return (PartitionSpec(None, *layout.buffer_spec),) * len(parts_of(layout, group))
+
+
+def _has_words(part: Part) -> bool:
+    return part.shape[-1] % WORD == 0
+
+
+def _words(array: Array) -> Array:
+    words = array.reshape(*array.shape[:-1], array.shape[-1] // WORD, WORD)
+    return lax.bitcast_convert_type(words, jnp.uint32)
+
+
+def _bytes(array: Array) -> Array:
+    data = lax.bitcast_convert_type(array, jnp.uint8)
+    return data.reshape(*array.shape[:-1], array.shape[-1] * WORD)

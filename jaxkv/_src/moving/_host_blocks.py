@@ -1,0 +1,159 @@
+"""`HostBlocks`, the blocks of a cache that lie in page-locked host memory."""
+
+import collections
+
+import jax
+import numpy as np
+from jax import Array
+
+from jaxkv._src.cache import KVCache
+from jaxkv._src.internal.allocation import HOST_MEMORY
+from jaxkv._src.moving._chunks import ChunkArrays, put, take
+from jaxkv._src.tier import Chunk, Moves, chunk_sizes
+
+MAX_STAGED = 4  # chunks that take device memory on their way, in each direction
+
+
+class MoveError(RuntimeError):
+    """A copy between the memories failed, and no block has got lost.
+
+    cache: the cache as it is now, in place of the one that was passed: `HostBlocks.move` of it and
+      of the same moves goes on where this one failed.
+    """
+
+    def __init__(self, cache: KVCache):
+        super().__init__(
+            "blocks could not be copied between device and host memory; free memory, and call "
+            "move(error.cache, moves) with the same moves again"
+        )
+        self.cache = cache
+
+
+class HostBlocks:
+    """The blocks of a cache that lie in page-locked host memory.
+
+    Example::
+
+        manager = jaxkv.BlockManager(
+            plan, max_requests=256, host_memory=jaxkv.HostMemory(num_bytes=64 * 2**30)
+        )
+        host = jaxkv.HostBlocks()
+        ...
+        upload = manager.step(shape, work)
+        cache = host.move(cache, manager.take_moves())    # before the step runs
+        cache, out = step(params, cache, upload)
+
+    Copies run next to the steps of the device that were started before, as far as these do not
+    use the same blocks. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        """Creates empty host memory; it grows with the moves of one manager."""
+        self._chunks: dict[int, ChunkArrays] = {}
+        self._number = self._begun = 0
+
+    def __repr__(self) -> str:
+        return f"HostBlocks({len(self._chunks)} chunks, {self.num_bytes:,} bytes)"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of page-locked memory that hold blocks, over all devices together."""
+        return sum(array.nbytes for chunk in self._chunks.values() for array in chunk)
+
+    def move(self, cache: KVCache, moves: Moves | None) -> KVCache:
+        """Copies blocks to host memory and back, before the step that was packed with them.
+
+        Args:
+          cache: as the step before returned it. Donated.
+          moves: from `BlockManager.take_moves`; None: the cache is returned as it is.
+
+        Returns:
+          The cache for the step.
+
+        Raises:
+          MoveError: a copy failed, usually because memory ran out.
+          ValueError: other moves than the next ones.
+        """
+        if moves is None:
+            return cache
+        self._begin(moves)
+        try:
+            self._chunks |= self._stored(cache, moves)
+            staged = collections.deque[Array]()
+            for chunk in moves.loads:
+                cache, done = self._loaded(cache, chunk)
+                _note(staged, done)
+        except Exception as error:
+            raise MoveError(cache) from error
+        for number in moves.dropped:
+            del self._chunks[number]
+        self._number = moves.number
+        return cache
+
+    def warm_up(self, cache: KVCache) -> KVCache:
+        """Compiles all copies of a cache, so that serving never does.
+
+        Args:
+          cache: donated; its null block is copied onto itself.
+
+        Returns:
+          The cache.
+        """
+        for group in range(len(cache.layout.growths)):
+            for size in chunk_sizes(cache.layout.buffers.layout.group_bytes(group)):
+                nothing = Chunk(0, group, np.zeros(size, np.int32))
+                self._chunks[0] = self._to_host(cache, nothing)
+                cache, _ = self._loaded(cache, nothing)
+                del self._chunks[0]
+        return cache
+
+    def _begin(self, moves: Moves) -> None:
+        if moves.number == self._begun != self._number:
+            return  # after a failure
+        if moves.number != self._number + 1 and not moves.is_anew:
+            raise ValueError(
+                f"moves have the number {moves.number}, and those before had {self._number}: carry "
+                "out all that take_moves returns, once and in order, or reset the manager"
+            )
+        if moves.is_anew:
+            self._chunks.clear()
+        self._begun = moves.number
+
+    def _stored(self, cache: KVCache, moves: Moves) -> dict[int, ChunkArrays]:
+        """Returns the chunks of stores that were not made yet."""
+        made: dict[int, ChunkArrays] = {}
+        staged = collections.deque[Array]()
+        for chunk in moves.stores:
+            if chunk.number not in self._chunks:
+                made[chunk.number] = self._to_host(cache, chunk)
+                _note(staged, *made[chunk.number][:1])
+        return made
+
+    def _to_host(self, cache: KVCache, chunk: Chunk) -> ChunkArrays:
+        taken = take(cache, _on_device(cache, chunk.block_ids), group=chunk.group)
+        return jax.device_put(
+            taken, tuple(array.sharding.with_memory_kind(HOST_MEMORY) for array in taken)
+        )
+
+    def _loaded(self, cache: KVCache, chunk: Chunk) -> tuple[KVCache, Array]:
+        arrays = self._chunks[chunk.number]
+        kind = cache.status.sharding.memory_kind or "device"
+        staged = jax.device_put(
+            arrays, tuple(array.sharding.with_memory_kind(kind) for array in arrays)
+        )
+        wanted = np.flatnonzero(chunk.block_ids >= 0).astype(np.int32)
+        places = np.resize(wanted, chunk.block_ids.size)  # some several times, in place of others
+        ids = _on_device(cache, chunk.block_ids[places])
+        return put(cache, ids, _on_device(cache, places), staged, group=chunk.group)
+
+
+def _on_device(cache: KVCache, numbers: np.ndarray) -> Array:
+    """Returns numbers on all devices of a cache; explicitly, because of transfer guards."""
+    return jax.device_put(numbers, cache.status.sharding)
+
+
+def _note(staged: collections.deque[Array], *done: Array) -> None:
+    """Waits for older copies if many take device memory."""
+    staged.extend(done)
+    while len(staged) > MAX_STAGED:
+        staged.popleft().block_until_ready()

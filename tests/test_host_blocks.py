@@ -1,0 +1,310 @@
+"""Blocks of a cache in page-locked host memory: the copies, on the CPU's memory of that kind."""
+
+import dataclasses
+import os
+import random
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jaxkv
+from jaxkv import HostBlocks, KVCache, Plan, make_cache
+from jaxkv._src.moving import _host_blocks
+from jaxkv._src.moving._chunks import put, take
+from jaxkv.blocks import Chunk, Moves, Upload
+from jaxkv.pool import MoveError
+from tests.layer_examples import plan_of
+from tests.servings.device import Device
+from tests.servings.of_tier import TierServing
+from tests.test_host_tier import FULL, STATE, WINDOW
+
+IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
+PLANS = {
+    "full": {"a": FULL, "b": FULL},
+    "hybrid": {"a": FULL, "b": FULL, "s": STATE},
+    "windows": {name: FULL for name in "abc"} | {name: WINDOW for name in "vw"},
+}
+LONGEST = 48
+apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
+
+
+def plan_named(name: str) -> Plan:
+    needed = plan_of(PLANS[name], 1000, LONGEST).admission_blocks(LONGEST)
+    return plan_of(PLANS[name], needed + 4, LONGEST)
+
+
+class RealDevice(Device):
+    """A device of dictionaries next to a cache, whose bytes must be those that they stand for.
+
+    A block's bytes are drawn from its contents; those that nobody owns are NaN.
+    """
+
+    def __init__(self, plan: Plan, max_requests: int):
+        super().__init__(plan, max_requests)
+        self.cache, self.memory = make_cache(plan, max_requests=max_requests), HostBlocks()
+        self.written: dict[int, dict[int, int]] = {}
+        self.checked = Counter[str]()
+
+    def move(self, moves: Moves) -> None:
+        self.write()
+        super().move(moves)
+        self.cache = self.memory.move(self.cache, moves)
+        self.check()
+        assert set(self.memory._chunks) == set(self.host)
+        for number, (group, contents) in self.host.items():
+            for i, content in enumerate(contents):
+                parts = [np.asarray(array)[i] for array in self.memory._chunks[number]]
+                found = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+                if content:
+                    assert (found == self.bytes_of(content, group)).all(), "a host block"
+                    self.checked["host blocks"] += 1
+
+    def apply(self, upload: Upload) -> dict[str, np.ndarray]:
+        self.write()
+        parts = super().apply(upload)
+        self.cache, batch = apply_step(self.cache, upload)
+        assert not int(batch.status[0])
+        self.check()
+        return parts
+
+    def write(self) -> None:
+        """Writes what the last step wrote, and spoils what nobody owns."""
+        buffers = [np.array(buffer) for buffer in self.cache.buffers]
+        for block, content in self.blocks.items():
+            if content == self.written.get(block) or not content:
+                continue
+            if -1 in content.values():
+                for buffer in buffers:
+                    buffer[:, block] = 0xFF
+            else:
+                self.place(buffers, block, content)
+        arrays = tuple(map(jnp.array, buffers))
+        self.cache = dataclasses.replace(self.cache, buffers=arrays)
+
+    def check(self) -> None:
+        """Compares all blocks whose contents are known."""
+        buffers = [np.asarray(buffer) for buffer in self.cache.buffers]
+        for block, content in self.blocks.items():
+            if content and -1 not in content.values():
+                wanted = [np.zeros_like(buffer[:, :1]) for buffer in buffers]
+                places = self.place(wanted, 0, content)
+                for buffer, want, tensors in zip(buffers, wanted, places, strict=True):
+                    found = buffer[tensors, block]
+                    assert (found == want[tensors, 0]).all(), f"WRONG BYTES in block {block}"
+                    self.checked["blocks"] += 1
+        self.written = {block: dict(content) for block, content in self.blocks.items()}
+
+    def place(self, buffers: list[np.ndarray], block: int, content: dict[int, int]):
+        """Writes the bytes of contents; returns, per buffer, the tensors of their group."""
+        layout = self.cache.layout.buffers
+        group = next(iter(content.values())) % len(self.groups)
+        mine = layout.layout.tensors_of(group)
+        places = [[i for i, t in enumerate(stack) if t in mine] for stack in layout.stacks]
+        data, at = self.bytes_of(content, group), 0
+        for buffer, tensors in zip(buffers, places, strict=True):
+            for tensor in tensors:
+                size = buffer.shape[-1]
+                buffer[tensor, block] = data[at : at + size]
+                at += size
+        return places
+
+    def bytes_of(self, content: dict[int, int], group: int) -> np.ndarray:
+        size = self.cache.layout.buffers.layout.group_bytes(group)
+        seed = [value for pair in sorted(content.items()) for value in pair]
+        return np.random.default_rng(seed).integers(0, 255, size, np.uint8)
+
+
+class RealServing(TierServing):
+    """Random requests over a cache with bytes."""
+
+    def __init__(self, seed: int, name: str):
+        self.name = name
+        super().__init__(seed, name, [])
+        self.oracle.device = RealDevice(self.plan, self.manager.max_requests)
+        self.oracle.groups = self.oracle.device.groups
+
+    def random_plan(self) -> Plan:
+        return plan_named(self.name)
+
+    def num_rows(self) -> int:
+        return 3  # a step is compiled for it
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_bytes_of_both_memories_are_those_of_their_requests(name: str) -> None:
+    seen, first = Counter[str](), random.SystemRandom().randrange(2**40) if IS_LONG else 8
+    for seed in range(first, first + (50 if IS_LONG else 1)):
+        serving = RealServing(seed, name)
+        seen += serving.run(60) + serving.oracle.device.checked
+    assert min(seen[what] for what in ("stored", "loaded", "blocks", "host blocks")) > 0, seen
+
+
+# --- moves by hand ----------------------------------------------------------------------
+
+
+def filled(name: str, **options) -> KVCache:
+    """Returns a cache of random bytes."""
+    cache = make_cache(plan_named(name), max_requests=3, **options)
+    draw = np.random.default_rng(0)
+    buffers = tuple(
+        jax.device_put(draw.integers(0, 256, buffer.shape, np.uint8), buffer.sharding)
+        for buffer in cache.buffers
+    )
+    return dataclasses.replace(cache, buffers=buffers)
+
+
+def bytes_in(cache: KVCache) -> list[np.ndarray]:
+    return [np.array(buffer) for buffer in cache.buffers]
+
+
+def chunk(number: int, *block_ids: int, group: int = 0) -> Chunk:
+    return Chunk(number, group, np.array(block_ids, np.int32))
+
+
+def moves(number: int, stores=(), loads=(), dropped=(), *, is_anew: bool = False) -> Moves:
+    return Moves(number, tuple(stores), tuple(loads), tuple(dropped), is_anew)
+
+
+ORDERS = [
+    {"stacked": True},
+    {"stacked": False},
+    {"order": "LHBNC"},
+    {"order": "BLNHC"},
+    {"order": "BHLNC"},
+]
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_a_block_comes_back_in_every_order_of_a_pool(options: dict) -> None:
+    name, group = "windows", 1  # which has fewer layers than the others
+    cache, memory = filled(name, **options), HostBlocks()
+    before, axis = bytes_in(cache), cache.layout.buffers.block_axis
+    cache = memory.move(cache, moves(1, [chunk(1, 3, 5, 1, 2, group=group)]))
+    assert memory.num_bytes == 4 * cache.layout.buffers.layout.group_bytes(group)
+    # A block may be stored and loaded into at once, and a chunk be used in part.
+    cache = memory.move(
+        cache,
+        moves(2, [chunk(2, 7, group=group)], [chunk(1, 7, -1, 9, -1, group=group)], [1]),
+    )
+    cache = memory.move(cache, moves(3, [], [chunk(2, 8, group=group)]))
+    assert memory.num_bytes == cache.layout.buffers.layout.group_bytes(group)
+    after = bytes_in(cache)
+    wanted = [buffer.copy() for buffer in before]
+    mine = cache.layout.buffers.layout.tensors_of(group)
+    for buffer, old, stack in zip(wanted, before, cache.layout.buffers.stacks, strict=True):
+        for source, into in ((3, 7), (1, 9), (7, 8)):
+            new, had = (np.moveaxis(array, axis, 0) for array in (buffer, old))
+            layers = [i for i, tensor in enumerate(stack) if tensor in mine]
+            if "L" not in cache.layout.buffers.axes:
+                if layers:
+                    new[into] = had[source]
+                continue
+            at = cache.layout.buffers.axes.replace("B", "").index("L")
+            where = (slice(None),) * at + (layers,)
+            new[into][where] = had[source][where]
+    for buffer, want in zip(after, wanted, strict=True):
+        np.testing.assert_array_equal(buffer, want)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_lowered_copies_for_a_gpu_alias_every_buffer(stacked: bool) -> None:
+    cache = filled("hybrid", stacked=stacked)
+    ids = jnp.arange(1, 5, dtype=jnp.int32)
+    taken = take(cache, ids, group=0)
+    assert {array.dtype.name for array in taken} == {"uint32"}
+    lowered = put.trace(cache, ids, ids - 1, taken, group=0).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("tf.aliasing_output") >= len(cache.buffers)
+
+
+def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
+    cache, memory = filled("full"), HostBlocks()
+    before = bytes_in(cache)
+    cache = memory.warm_up(cache)
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        np.testing.assert_array_equal(buffer, old)
+    assert not memory.num_bytes
+    counts = take._cache_size(), put._cache_size()
+    pointers = [buffer.unsafe_buffer_pointer() for buffer in cache.buffers]
+    for number, blocks in enumerate([range(1, 17), range(1, 5), [3]], 1):
+        cache = memory.move(cache, moves(2 * number - 1, [chunk(number, *blocks)]))
+        cache = memory.move(cache, moves(2 * number, [], [chunk(number, *blocks)], [number]))
+    assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
+    assert (take._cache_size(), put._cache_size()) == counts
+
+
+def test_a_mesh_keeps_the_share_of_each_device() -> None:
+    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+    plan = plan_of({"a": spec, "b": spec}, 20, LONGEST)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    cache, memory = make_cache(plan, max_requests=2, mesh=mesh, axis="x"), HostBlocks()
+    draw = np.random.default_rng(1)
+    buffers = tuple(
+        jax.device_put(draw.integers(0, 256, buffer.shape, np.uint8), buffer.sharding)
+        for buffer in cache.buffers
+    )
+    cache = dataclasses.replace(cache, buffers=buffers)
+    before = bytes_in(cache)
+    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4)]))
+    (array,) = memory._chunks[1]
+    assert array.sharding.memory_kind == "pinned_host" and len(array.sharding.device_set) == 2
+    assert array.addressable_shards[0].data.nbytes == array.nbytes // 2
+    cache = memory.move(cache, moves(2, [], [chunk(1, 5, 6, 7, 8)]))
+    assert cache.buffers[0].sharding.is_equivalent_to(buffers[0].sharding, buffers[0].ndim)
+    axis = cache.layout.buffers.block_axis
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        now, had = np.moveaxis(buffer, axis, 0), np.moveaxis(old, axis, 0)
+        np.testing.assert_array_equal(now[5:9], had[1:5])
+        np.testing.assert_array_equal(now[:5], had[:5])
+
+
+# --- failures ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, memory = filled("full"), HostBlocks()
+    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
+    before, size = bytes_in(cache), memory.num_bytes
+    real, calls = jax.device_put, iter(range(100))
+
+    def device_put(values, place):
+        if isinstance(values, tuple) and next(calls) == failing:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return real(values, place)
+
+    monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
+    both = moves(2, [chunk(3, 6), chunk(4, 7)], [chunk(1, 6, 7, 8, 9), chunk(2, 10)], [1])
+    with pytest.raises(MoveError) as caught:
+        memory.move(cache, both)
+    cache = caught.value.cache
+    untouched = [i for i in range(cache.layout.num_blocks) if not 6 <= i <= 10]
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        np.testing.assert_array_equal(buffer[:, untouched], old[:, untouched])
+        if failing < 3:  # nothing was put yet
+            np.testing.assert_array_equal(buffer, old)
+    if failing < 2:
+        assert memory.num_bytes == size
+    monkeypatch.undo()
+    cache = memory.move(cache, both)
+    cache = memory.move(cache, moves(3, [], [chunk(3, 11), chunk(4, 12)]))
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        np.testing.assert_array_equal(buffer[:, 6:10], old[:, 1:5])
+        np.testing.assert_array_equal(buffer[:, 10:13], old[:, 5:8])
+
+
+def test_moves_in_another_order_are_refused() -> None:
+    cache, memory = filled("full"), HostBlocks()
+    with pytest.raises(ValueError, match="number 2"):
+        memory.move(cache, moves(2))
+    cache = memory.move(cache, moves(1, [chunk(1, 1)]))
+    with pytest.raises(ValueError, match="once and in order"):
+        memory.move(cache, moves(1))
+    cache = memory.move(cache, moves(7, is_anew=True))
+    assert not memory.num_bytes
+    assert memory.move(cache, None) is cache
