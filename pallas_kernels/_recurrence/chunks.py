@@ -16,7 +16,7 @@ class Chunks(NamedTuple):
     first, end: int32[N], tokens.
     is_first: bool[N], whether a chunk is the first one of its request.
     read_ids: int32[N], the page that its request resumes from.
-    write_ids: int32[N], the page that takes the state after the chunk; -1: none.
+    write_ids: int32[N, W], the pages that take the state after the chunk; -1: none.
     begins: int32[B + 1], the first chunk of each request, and ``count`` at last.
     count: int32[].
     """
@@ -62,7 +62,7 @@ def cut_chunks(requests: Requests, spans: Spans, num_tokens: int, size: int) -> 
         end,
         first == start,
         requests.read_ids[request],
-        jnp.max(jnp.where(due, requests.write_ids[request], -1), axis=1),
+        jnp.where(due, requests.write_ids[request], -1),
         jnp.append(0, until[writes :: writes + 1]),
         until[-1],
     )

@@ -69,10 +69,11 @@ def _state_rows(states: StatePages, ids: Array) -> Array:
 
 
 def _chunk_rows(states: StatePages, chunks: Chunks, count: int) -> Array:
-    """Returns int32[count, 4], the chunks as the kernels take them; empty ones past the last."""
+    """Returns int32[count, 4 + W], the chunks as the kernels take them; empty past the last."""
     tile = chunks.first // CHUNK
     begin, end = chunks.first - tile * CHUNK, chunks.end - tile * CHUNK
-    fields = tile, begin, end, _state_rows(states, chunks.write_ids)
+    targets = _state_rows(states, chunks.write_ids)
+    fields = tile, begin, end, jnp.max(targets, axis=1), *targets.T
     is_there = jnp.arange(tile.size, dtype=jnp.int32) < chunks.count
     rows = jnp.where(is_there[:, None], jnp.stack(fields, axis=1), 0)
     return jnp.pad(rows, ((0, count - tile.size), (0, 0)))

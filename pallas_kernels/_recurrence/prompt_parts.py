@@ -38,7 +38,7 @@ def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -
     """Returns the parts of the chunks of a turn.
 
     Args:
-      chunks: int32[N, 4], of each chunk: its tile of tokens, the first row of it that is its own,
+      chunks: int32[N, n], of each chunk: its tile of tokens, the first row of it that is its own,
         one past the last, and anything.
       gates: float32[N, value_heads, 2 * CHUNK], of each token: the logarithm of the decay up to it,
         from the chunk's beginning; and beta, 0 for rows that are not the chunk's own.

@@ -49,8 +49,8 @@ def pass_states(
       runs: int32[B, 4], of each request: its first chunk of this turn, one past the last, the
         first row of the state to resume from, or `NOTHING`, or `KEPT`, and whether to keep the
         state for the next turn.
-      chunks: int32[N, 4], as for `find_parts`, and at last the first row that takes the state
-        after the chunk, or `NOTHING`.
+      chunks: int32[N, 4 + W], as for `find_parts`, and at last the first rows of the pages that
+        take the state after the chunk, or `NOTHING`, after the largest of them.
       kept: float32[value_heads * V, K], the state that the turn before kept.
       pages: reference to [rows, K].
       out: reference to [T, value_heads, V], T a multiple of 8.
@@ -242,9 +242,21 @@ class _StatesKernel:
 
         @pl.when(chunk.target >= 0)
         def _() -> None:
-            store(self.pages.at[self._rows(chunk.target)], state.astype(self.shape.page))
+            self._keep_state(place, state.astype(self.shape.page))
 
         return _Carry(state, outputs, chunk, next_chunk, later)
+
+    def _keep_state(self, place: Array, state: Array) -> None:
+        """Writes a state to the pages that take it after a chunk."""
+        fields = len(_Chunk._fields)
+
+        @pl.loop(fields, self.chunks.shape[1])
+        def _(i: Array) -> None:
+            row = self.chunks[place, i]
+
+            @pl.when(row >= 0)
+            def _() -> None:
+                store(self.pages.at[self._rows(row)], state)
 
     def _finish_before(self, place: Array, carry: "_Carry") -> None:
         """Writes the outputs of the chunk before, and loads another one in its stage."""

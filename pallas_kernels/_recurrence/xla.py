@@ -129,7 +129,8 @@ def _run_chunk(
     given = jnp.einsum("hck,hvk->hcv", mine.queries, state)
     given += jnp.einsum("hcd,hdv->hcv", mine.inner, added)
     state = state * mine.decay[:, None] + jnp.einsum("hcv,hck->hvk", added, mine.keys)
-    data = pages.write(chunks.write_ids[i][None], state[None])
+    write_ids = chunks.write_ids[i]
+    data = pages.write(write_ids, jnp.broadcast_to(state, (*write_ids.shape, *state.shape)))
     # Rows past the chunk's end stay what they are.
     before = lax.dynamic_slice_in_dim(outputs, chunks.first[i], CHUNK)
     given = jnp.swapaxes(given, 0, 1).astype(outputs.dtype)

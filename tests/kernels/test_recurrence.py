@@ -401,9 +401,10 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
     """The parts of few chunks are in memory at once, and a state goes on between them."""
     layer = PROMPTS_IN_KERNELS[0]
     monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 192 * 2)
-    ids = {"read_ids": as_ids([1]), "write_ids": as_ids([[4]])}
-    given = make(layer, [200], 200, 0, write_after=as_ids([[200]]), **ids)
-    check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=200)
+    ids = {"read_ids": as_ids([1]), "write_ids": as_ids([[4, 6]])}  # two pages take one state
+    given = make(layer, [200], 200, 0, write_after=as_ids([[200, 200]]), **ids)
+    for implementation in ("mosaic_gpu", "xla"):
+        check(layer, given, implementation, in_chunks=True, ragged=True, most=200)
 
 
 def test_padding_gives_zeros() -> None:
