@@ -12,12 +12,13 @@ from hypothesis.stateful import invariant
 from jax import Array, lax
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.cache import KVCache, check_errors, first_columns, make_cache
+from jaxkv._src.cache import KVCache, StepBatch, check_errors, first_columns, make_cache
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.layout import rows_per_block
 from jaxkv._src.planning import Plan
 from jaxkv._src.pool import describe_bytes, read_rows, write_rows, write_state
-from jaxkv._src.specs import StateSpec
+from jaxkv._src.recurrent import linear_attention
+from jaxkv._src.specs import LayerSpec, StateSpec
 from jaxkv._src.step import apply_step
 from jaxkv._src.uploads import StepShape, TableEntry, Upload, pack_step
 from jaxkv.testing import CacheStateMachine, Write
@@ -191,7 +192,7 @@ class JaxkvStateMachine(CacheStateMachine):
         laid_out: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for layer, place in self.reference.layers.items():
             spec, count = place.spec, (self.shape.max_tokens,)
-            if isinstance(spec, StateSpec):
+            if isinstance(spec, StateSpec) and not _is_driven(spec):
                 blocks = self.shape.widths[place.group] - 1 - spec.speculative_blocks
                 count = self.shape.batch_size, blocks
             width = spec.data_bytes // rows_per_block(spec)
@@ -206,7 +207,8 @@ class JaxkvStateMachine(CacheStateMachine):
         starts = dict(zip(batch, np.cumsum([0, *batch.values()])[:-1], strict=True))
         for request, layer, positions, rows in writes:
             mask, data = laid_out[layer]
-            if isinstance(self.reference.layers[layer].spec, StateSpec):
+            spec = self.reference.layers[layer].spec
+            if isinstance(spec, StateSpec) and not _is_driven(spec):
                 at = list(batch).index(request), np.arange(len(rows))
             else:
                 first = self.manager.num_computed_tokens(request) - batch[request]
@@ -273,12 +275,16 @@ def _step(
     """Applies a step and writes the rows of every layer.
 
     rows: bool[...] and uint8[..., row_bytes] by layer: which of the [T] tokens are written, or of
-      the [B, K] blocks of a state: K of each request, counted from the first that it writes.
+      the [B, K] blocks of a state: K of each request, counted from the first that it writes. For a
+      state that a recurrent layer writes, the tokens after which there is one.
     """
     cache, batch = apply_step(cache, upload, implementation=implementation)
     for layer, (mask, data) in rows.items():
         spec = cache.layout.place_of(layer).spec
-        if isinstance(spec, StateSpec):
+        if _is_driven(spec):
+            recur = functools.partial(_recur, layer=layer, batch=batch, data=data)
+            cache = lax.cond(jnp.any(mask), recur, lambda cache: cache, cache)
+        elif isinstance(spec, StateSpec):
             for block in range(mask.shape[1]):
                 at = jnp.where(mask[:, block], jnp.int32(block), jnp.int32(-1))
                 cache = write_state(cache, layer, batch, _split(spec, data[:, block]), at=at)
@@ -302,6 +308,21 @@ def _read_tokens(cache: KVCache, upload: Upload) -> tuple[list[Array], dict[str,
                 pages[layer] = rows.reshape(*shape, spec.data_bytes)
     firsts = [first_columns(batch, group) for group in range(len(cache.layout.growths))]
     return firsts, pages
+
+
+def _is_driven(spec: LayerSpec) -> bool:
+    """Returns whether a recurrent layer writes a state: one of float32, with keys of one number."""
+    is_one = isinstance(spec, StateSpec) and jnp.dtype(spec.dtypes[0]) == jnp.float32
+    return is_one and len(spec.shapes[0]) == 3 and spec.shapes[0][2] == 1
+
+
+def _recur(cache: KVCache, layer: str, batch: StepBatch, data: Array) -> KVCache:
+    """Runs a recurrent layer that forgets all but the newest token, uint8[T, row_bytes]."""
+    heads, _, _ = cache.layout.place_of(layer).spec.shapes[0]
+    values = lax.bitcast_convert_type(data.reshape(len(data), -1, 4), jnp.float32)
+    queries, keys = jnp.zeros((len(data), heads)), jnp.ones((len(data), heads))
+    qkv = jnp.concatenate([queries, keys, values], axis=1)
+    return linear_attention(cache, layer, batch, qkv, jnp.full(heads, -jnp.inf))[0]
 
 
 def _split(spec: StateSpec, data: Array) -> list[Array]:

@@ -91,6 +91,10 @@ WINDOW_LATENT = SlidingWindowMLASpec(block_size=4, head_size=4, sliding_window=5
 STATE = StateSpec(block_size=4, shapes=((2,), (2, 3)), dtypes=("bf16", "f32"), cache_mode="align")
 STATES = StateSpec(block_size=4, shapes=((7,),), dtypes=("f32",), cache_mode="all")
 DRAFTS = dataclasses.replace(STATE, speculative_blocks=2)
+RECURRENT = {  # states that the recurrent layers write, and not write_state
+    mode: StateSpec(block_size=4, shapes=((1, 6, 1),), dtypes=("f32",), cache_mode=mode)
+    for mode in ("none", "align", "all")
+}
 RUNNING = dataclasses.replace(STATE, cache_mode="none", speculative_blocks=1)
 
 
@@ -108,8 +112,9 @@ ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16
         plan_small({"state": STATE, "running": RUNNING, "full": FULL}, num_blocks_override=16),
         ALL_STATES,
         plan_small({"drafts": DRAFTS, "full": FULL}, num_blocks_override=16),
+        plan_small({**RECURRENT, "full": FULL}, num_blocks_override=20),
     ],
-    ids=["fp8 windows", "compressed latents", "newest states", "all states", "drafts"],
+    ids=[*["fp8 windows", "compressed latents", "newest states", "all states", "drafts"], "layers"],
 )
 def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)
