@@ -54,6 +54,7 @@ def make_params(seed: int = 0) -> Params:
 # --- over the cache -------------------------------------------------------------------
 
 
+@jax.default_matmul_precision("highest")  # a GPU's products of float32 are of TF32 otherwise
 def forward(params: Params, step: jaxkv.StepContext) -> jax.Array:
     x = params["embed"][step.token_ids]
     x = x + jnp.sin(step.positions[:, None].astype(jnp.float32) * params["turn"])
@@ -75,8 +76,7 @@ def mixed(weights: Params, layer: str, x: jax.Array, step: jaxkv.StepContext) ->
 def recurrent(inputs: jax.Array, step: jaxkv.StepContext) -> jax.Array:
     """``state = 0.7 * state + input``, token by token."""
     qkv = jnp.concatenate([jnp.ones((len(inputs), 2)), inputs], axis=1)
-    with jax.default_matmul_precision("highest"):
-        out = step.linear_attention("state", qkv, jnp.log(jnp.array([0.7])))
+    out = step.linear_attention("state", qkv, jnp.log(jnp.array([0.7])))
     return out.reshape(inputs.shape)
 
 

@@ -235,7 +235,7 @@ class Engine:
         self._device.update(params)
         self.manager.new_epoch()
         if in_flight == "restart":
-            self._packer.restart(from_prompts=True)
+            self._restart(from_prompts=True)
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -250,7 +250,7 @@ class Engine:
         self._settle()
         released = self._device.sleep(level)
         if level == 2:
-            self._packer.restart(from_prompts=False)
+            self._restart(from_prompts=False)
             self.manager.reset_prefixes()
         return released
 
@@ -265,7 +265,7 @@ class Engine:
         """
         self._calls.clear()
         self.manager.reset()
-        self._packer.restart(from_prompts=False)
+        self._restart(from_prompts=False)
 
     def warm_up(self, *samplings: Sampling) -> None:
         """Compiles the step for every shape, so that serving never does; shows its progress.
@@ -367,6 +367,13 @@ class Engine:
         self._start_calls()
         while self._calls:
             self._collect()
+        self._packer.forget()
+
+    def _restart(self, *, from_prompts: bool) -> None:
+        """Lets all requests wait, to be computed again; nothing is in flight."""
+        for sample in self._samples.of.values():
+            self._samples.restart(sample, from_prompts=from_prompts)
+        self._scheduler.restart()
         self._packer.forget()
 
     # --- pieces -------------------------------------------------------------------

@@ -94,18 +94,13 @@ class Packer:
 
     def idle(self, shape: StepShape, count: int) -> tuple[Upload, ...]:
         """Returns the uploads of steps without requests, which must run."""
+        if self.ring is None:
+            return (shape.idle(),) * count  # without numbers, so that they may be lost
         return tuple([self._manager.step(shape, {}, ring=self.ring) for _ in range(count)])
 
     def forget(self) -> None:
         """Notes that the host knows all tokens."""
         self._drawn = NONE_DRAWN
-
-    def restart(self, *, from_prompts: bool) -> None:
-        """Lets all requests wait, to be computed again; nothing is in flight."""
-        for sample in self._samples.of.values():
-            self._samples.restart(sample, from_prompts=from_prompts)
-        self._scheduler.restart()
-        self.forget()
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
