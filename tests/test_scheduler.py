@@ -285,6 +285,26 @@ def test_requests_return_to_a_long_queue_at_no_cost(reason: str) -> None:
     assert calls(1000) <= 1.2 * calls(10)
 
 
+@pytest.mark.parametrize(("chunk", "prompt", "left"), [(3, 28, 1), (4, 30, 2)])
+def test_the_oldest_goes_on_if_the_youngest_has_all_tokens_of_a_step_and_no_blocks(
+    chunk: int, prompt: int, left: int
+) -> None:
+    """Whether its last tokens have a block, or take one of the youngest."""
+    server = Server(small_plan(10), max_requests=2, max_tokens=chunk + 1, chunk_tokens=chunk)
+    server.add("old", prompt, 32)
+    for _ in range(24 // chunk):
+        server.step()
+    server.add("young", 1, 32)
+    assert server.step().work == {"old": chunk, "young": 1}
+    server.scheduler.append({"young": 20})
+    assert server.step().work == {"young": chunk + 1}
+    schedule = server.step()
+    assert schedule.work == {"old": left}
+    assert schedule.preempted == (() if prompt == 28 else ("young",))
+    server.sample(schedule)
+    server.serve(most_steps=60)
+
+
 def test_a_prompt_is_computed_in_chunks_next_to_decodes() -> None:
     server = Server(small_plan(40), max_requests=4, max_tokens=5)
     server.add("a", 2, 30)
