@@ -1,5 +1,6 @@
 """Strict modes, virtual devices, and one Hypothesis profile for the whole suite."""
 
+import gc
 import os
 import shutil
 
@@ -11,6 +12,9 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 if not shutil.which("nvidia-smi"):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+
+# Tracing makes many objects that live long, and collecting them was 5 % of the time.
+gc.set_threshold(200_000)
 
 # On a CPU the sharding tests need several devices; on a GPU they take what is there.
 jax.config.update("jax_num_cpu_devices", 8)

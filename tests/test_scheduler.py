@@ -624,3 +624,16 @@ def test_a_restart_computes_all_that_ran_again_in_order() -> None:
     assert server.scheduler.waiting == ("a", "b", "c")
     assert not server.manager.requests
     assert server.step().work == {"a": 4, "b": 4}
+
+
+def test_a_request_that_starts_again_can_be_forked_after_a_rewind() -> None:
+    """Its prompt is then no longer all that was known when it was admitted."""
+    server = Server(small_plan(40), max_requests=4, max_tokens=8, forks=1)
+    server.add("a", 4, 20)
+    for _ in range(5):
+        server.sample(server.step())
+    server.scheduler.restart()
+    assert server.step().work == {"a": 8}  # of 9 tokens
+    server.scheduler.rewind({"a": 8})
+    server.scheduler.fork("a", ["b"])
+    assert server.scheduler.running == ("a", "b")
