@@ -351,23 +351,22 @@ def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:
     assert server.manager.find_prefix([1] * 10 + [0, 2, 2]).num_cached_tokens <= 8
 
 
-def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks() -> None:
-    server = _preempted_with_drafts(forks=0)
-    while "a" not in server.step().samples:
-        pass
-    server.tokens["a"] += [1, 1, 1]
-    server.scheduler.append({"a": 3})
-    server.step()
+@pytest.mark.parametrize("num_tokens", range(6, 14))
+def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks(num_tokens: int) -> None:
+    server = Server(plan_of("full", 150), forks=0)
+    server.add("a", [1] * 6, 48)
+    for _ in range(8):
+        server.sample(server.step())
     server.scheduler.restart()
-    while "a" not in server.step().samples:  # keeps blocks of 16 tokens
+    while "a" not in server.step().samples:  # keeps blocks of 12 tokens
         pass
-    server.scheduler.rewind({"a": 13})
-    del server.tokens["a"][13:]
+    server.scheduler.rewind({"a": num_tokens})
+    del server.tokens["a"][num_tokens:]
     server.tokens["a"] += [2]
     server.scheduler.append({"a": 1})
     while "a" not in server.step().samples:
         pass
-    assert server.manager.num_computed_tokens("a") == 14
+    assert server.manager.num_computed_tokens("a") == num_tokens + 1
 
 
 def test_drafts_after_rejected_ones_need_no_chunk_of_those() -> None:
