@@ -24,7 +24,7 @@ def make(max_requests: int, max_tokens: int) -> tuple[BlockManager, Scheduler, L
 def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
     _, _, ladder = make(256, 8192)
     assert list(ladder.decode) == [8, 32, 64, 128, 192, 256]
-    assert list(ladder.mixed) == [256, 2048, 8192]
+    assert list(ladder.mixed) == [256, 512, 2048, 8192]
     for max_requests, max_tokens in [(1, 1), (1, 16), (3, 16), (8, 100), (100, 100), (1000, 3000)]:
         _, _, ladder = make(max_requests, max_tokens)
         assert max(ladder.decode) == max_requests

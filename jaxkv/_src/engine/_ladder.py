@@ -94,10 +94,10 @@ def _of_decodes(largest: int) -> Sequence[int]:
 
 
 def _quarters(smallest: int, largest: int) -> Sequence[int]:
-    """Returns ``largest``, its quarters that are four times ``smallest`` and more, and that."""
+    """Returns ``largest`` and its quarters down to ``smallest``, and that if it is far below."""
     sizes = [largest]
-    while sizes[-1] >= 16 * smallest:
+    while sizes[-1] // 4 >= smallest:
         sizes.append(sizes[-1] // 4)
-    if sizes[-1] > smallest:
+    if sizes[-1] >= 2 * smallest:
         sizes.append(smallest)
     return sizes[::-1]
