@@ -17,8 +17,10 @@ from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.numbers import NULL_BLOCK
+from jaxkv._src.moving import HostBlocks, MoveError
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
+from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import Upload
 
 Forward = Callable[[Any, StepContext], Any]
@@ -46,6 +48,7 @@ class Device:
         self.params, self.kind = params, Kind.GREEDY
         self.vocab_size: int | None = None
         self._cache: KVCache | SleepingCache = cache
+        self._host_blocks = HostBlocks()
         # With the sharding of the cache, to which steps return it.
         self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
         self._few, self._many = [
@@ -71,6 +74,18 @@ class Device:
         self._cache, self._drawn = state.cache, state.drawn
         out.copy_to_host_async()
         return out
+
+    def move(self, moves: Moves) -> None:
+        """Moves blocks between the memories, before the next steps."""
+        try:
+            self._cache = self._host_blocks.move(self.cache, moves)
+        except MoveError as error:
+            self._cache = error.cache
+            raise
+
+    def compile_moves(self) -> None:
+        """Compiles all copies between the memories."""
+        self._cache = self._host_blocks.warm_up(self.cache)
 
     def trace(self, uploads: Uploads) -> None:
         """Traces steps, so that mistakes of a model are said."""

@@ -19,6 +19,7 @@ from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
+from jaxkv._src.tier import HostMemory
 
 InFlight = Literal["finish", "restart"]
 CALLS_AHEAD = 2  # one runs while the next one waits for it
@@ -67,6 +68,7 @@ class Engine:
         shared_prefixes: int = 0,
         reproducible: bool = False,
         cache: KVCache | None = None,
+        host_memory: HostMemory | None = None,
         seed: int = 0,
     ):
         """Creates an engine without requests.
@@ -91,6 +93,8 @@ class Engine:
             have one shape then: a decode takes as long as ``max_tokens`` tokens.
           cache: from `make_cache`, for this plan and ``max_requests``: on a mesh, with scales or
             in another order. The engine donates it. None: ``make_cache(plan, max_requests=...)``.
+          host_memory: for blocks that make room for others on the device: prefixes and preempted
+            requests come back from there, as far as that is worth it. None: they are computed.
           seed: of the requests that have none.
 
         Raises:
@@ -102,7 +106,7 @@ class Engine:
             _check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples, self._decode_steps = Stats(), Samples(), decode_steps
         #: the books of its blocks, to read from
-        self.manager = BlockManager(plan, max_requests=max_requests)
+        self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         ahead = CALLS_AHEAD * decode_steps
         self._scheduler = Scheduler(
             self.manager,
@@ -283,9 +287,12 @@ class Engine:
         calls = [idle(shape, 1) for shape in ladder.shapes]
         if self._decode_steps > 1:
             calls += [idle(shape, self._decode_steps) for shape in ladder.decode.values()]
-        self._device.compile(calls[::-1])  # the largest take longest
-        for uploads in calls:
-            self._device.run(uploads)
+        uploads = [tuple([step.upload for step in steps]) for steps in calls]
+        self._device.compile(uploads[::-1])  # the largest take longest
+        for steps in calls:
+            self._run(steps)
+        if self.manager.tier_stats() is not None:
+            self._device.compile_moves()
 
     # --- steps --------------------------------------------------------------------
 
@@ -313,7 +320,8 @@ class Engine:
         # After an exception there may be calls that have to start, or as many as may run.
         if len(self._calls) < CALLS_AHEAD and all(call.out is not None for call in self._calls):
             steps = self._packer.pack(self._decode_steps)
-            is_whole = len(steps) == self._decode_steps
+            # Moves read what the steps of earlier calls have written.
+            is_whole = len(steps) == self._decode_steps and not any(s.moves for s in steps[1:])
             self._calls.extend(map(_Call, [steps] if is_whole else [[step] for step in steps]))
         ahead = CALLS_AHEAD - 1 if self._start_calls() else len(self._calls) - 1
         if self._samples.of and not self._calls:
@@ -325,9 +333,17 @@ class Engine:
         """Starts all calls that are packed, and counts them; after an exception they stay so."""
         packed = [call for call in self._calls if call.out is None]
         for call in packed:
-            call.out = self._device.run(tuple([step.upload for step in call.steps]))
+            call.out = self._run(call.steps)
             self.stats.calls += 1
         return len(packed)
+
+    def _run(self, steps: list[Step]) -> Array:
+        """Moves blocks, and starts steps; a move that was made is not made again."""
+        for at, step in enumerate(steps):
+            if step.moves is not None:
+                self._device.move(step.moves)
+                steps[at] = step._replace(moves=None)
+        return self._device.run(tuple([step.upload for step in steps]))
 
     def _collect(self) -> None:
         """Waits for the oldest call, and gives the samples their tokens."""

@@ -10,6 +10,7 @@ from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Samples
 from jaxkv._src.engine._sampling import Stats
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import StepShape, Upload
 
 if TYPE_CHECKING:
@@ -34,11 +35,16 @@ NONE_DRAWN = Drawn([], [], np.zeros(0, np.int64), {}, False)
 
 
 class Step(NamedTuple):
-    """A step that is packed; ``last`` are the samples of which it draws the last token."""
+    """A step that is packed.
+
+    last: the samples of which it draws the last token.
+    moves: of blocks between the memories, before it runs.
+    """
 
     upload: Upload
     drawn: Drawn
     last: list[Sample]
+    moves: Moves | None
 
 
 class Packer:
@@ -76,8 +82,7 @@ class Packer:
             schedule = self._scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 if most_steps - len(steps) < len(steps):
-                    idle = self.idle(steps[0].upload.shape, most_steps - len(steps))
-                    steps += [Step(upload, NONE_DRAWN, []) for upload in idle]
+                    steps += self.idle(steps[0].upload.shape, most_steps - len(steps))
                 break
             num_tokens = sum(schedule.work.values())
             shape = self._ladder.fitting(schedule, num_tokens)
@@ -92,11 +97,12 @@ class Packer:
                 break
         return steps
 
-    def idle(self, shape: StepShape, count: int) -> tuple[Upload, ...]:
-        """Returns the uploads of steps without requests, which must run."""
-        if self.ring is None:
-            return (shape.idle(),) * count  # without numbers, so that they may be lost
-        return tuple([self._manager.step(shape, {}, ring=self.ring) for _ in range(count)])
+    def idle(self, shape: StepShape, count: int) -> list[Step]:
+        """Returns steps without requests, which must run."""
+        if self.ring is None:  # without numbers, so that they may be lost
+            return [Step(shape.idle(), NONE_DRAWN, [], None) for _ in range(count)]
+        uploads = (self._manager.step(shape, {}, ring=self.ring) for _ in range(count))
+        return [Step(upload, NONE_DRAWN, [], self._manager.take_moves()) for upload in uploads]
 
     def forget(self) -> None:
         """Notes that the host knows all tokens."""
@@ -134,7 +140,7 @@ class Packer:
         ended = {sample.name for sample in last}
         answers = {name: 1 for name in names if name not in ended} if ended else drawn.answers
         self._scheduler.append(answers)
-        return Step(upload, drawn, last)
+        return Step(upload, drawn, last, self._manager.take_moves())
 
     def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
         stats = self._stats

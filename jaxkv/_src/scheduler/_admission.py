@@ -87,6 +87,9 @@ class Admission:
         hit = self._prompts.start(
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
         )
+        # Too few blocks may be free for those of the prefix that are in host memory.
+        cached = hit.num_cached_tokens
+        copies_state = bool(cached) and self._options.has_states
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
         step.take_back(name)
         step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)

@@ -1,0 +1,85 @@
+"""`Engine` with host memory: the same tokens, from blocks that went there and came back."""
+
+import functools
+import os
+from collections import Counter
+
+import jax
+import pytest
+
+import jaxkv
+from jaxkv import HostMemory
+from jaxkv._src.moving import _host_blocks
+from jaxkv.pool import MoveError
+from tests.engine_models import forward, make_params, make_plan
+from tests.test_engine import ALL, SIZES, TIGHT, assert_right, random_requests
+
+IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
+
+
+@functools.cache
+def make_engine(decode_steps: int = 1, blocks: int = 200) -> jaxkv.Engine:
+    plan = make_plan(ALL, TIGHT)
+    size = plan.layouts[0].bytes_per_block
+    memory = HostMemory(num_bytes=blocks * size, min_tokens=1)
+    params = make_params()
+    return jaxkv.Engine(
+        *(forward, params, plan), decode_steps=decode_steps, host_memory=memory, **SIZES
+    )
+
+
+def served(engine: jaxkv.Engine, requests) -> list[jaxkv.engine.Output]:
+    prompts, samplings = zip(*requests, strict=True)
+    return list(engine.generate(prompts, samplings))
+
+
+# Each engine compiles for ten seconds.
+@pytest.mark.parametrize("decode_steps", [1, 3] if IS_LONG else [1])
+def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: int) -> None:
+    engine, requests = make_engine(decode_steps), random_requests(3, 9)
+    for _ in range(2):  # the prompts come again
+        assert_right(served(engine, requests), requests)
+    stats = engine.manager.tier_stats()
+    assert stats is not None and stats.stored_blocks and stats.loaded_blocks, stats
+    assert engine.manager.prefix_stats().host_tokens
+    assert engine.stats.preemptions
+    assert 0 < engine._device._host_blocks.num_bytes <= stats.num_bytes
+    for level in (1, 2) if decode_steps == 1 else ():
+        engine.sleep(level)
+        engine.wake_up()
+        assert_right(served(engine, requests), requests)
+
+
+def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, requests = make_engine(), random_requests(3, 9)[:6]
+    served(engine, requests)
+    real, calls = jax.device_put, iter(range(10_000))
+
+    def device_put(values, place):
+        if isinstance(values, tuple) and next(calls) in (2, 5, 7, 30, 31):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return real(values, place)
+
+    monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.add(number, prompt, sampling)
+    tokens, failures = Counter[tuple[int, int]](), 0
+    while engine.has_work:
+        try:
+            for out in engine.step():
+                tokens[out.request, out.sample] += len(out.tokens)
+        except MoveError:
+            failures += 1
+    assert failures == 5
+    assert sum(tokens.values()) == sum(s.n * s.max_tokens for _, s in requests)
+    monkeypatch.undo()
+    assert_right(served(engine, requests), requests)
+
+
+def test_an_engine_compiles_its_copies_before_it_serves() -> None:
+    engine, requests = make_engine(), random_requests(4, 6)
+    engine._device.compile_moves()
+    counts = [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)]
+    for _ in range(2):  # a prefix may not fit, although its request does
+        assert_right(served(engine, requests), requests)
+    assert [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)] == counts
