@@ -76,7 +76,7 @@ print(len(programs) > 0, "that compiled steps are kept")
 # - A ladder of shapes covers all steps: decodes of 8, 32, 64 requests and so on up to
 #   `max_requests`, other steps of up to `max_tokens` tokens. A smaller `max_requests` means fewer
 #   shapes.
-# - A cold start took 51 s, with the 11 shapes of `max_requests=256` and `max_tokens=8192`. What
+# - A cold start took 41 s, with the 10 shapes of `max_requests=256` and `max_tokens=8192`. What
 #   jax's cache keeps saves the compiler's part (15 shapes: 65 s, then 41 s). The rest is Python,
 #   which traces the model for each shape. Layers in a `lax.scan`, or in a `jax.jit` of one layer
 #   that takes `period=` ([notebook 5](5_your_own_engine.ipynb)), are traced once.
