@@ -410,7 +410,11 @@ PREFIX_BUGS = {
     "the salt is forgotten": (Prefixes, "_encode", without_salt),
     "a state that is kept is written in place": (_tree, "WHOLE", lambda _: 1),
     "a hit is one block too long": (PrefixTree, "walk", to_the_end_of_the_block),
-    "an evicted block is still found": (PrefixTree, "_evict", lambda _: lambda tree, place, ids: 0),
+    "an evicted block is still found": (
+        PrefixTree,
+        "_replace",
+        lambda _: lambda tree, ids, into: 0,
+    ),
     "the epoch is ignored": (Prefixes, "new_epoch", lambda _: lambda prefixes: None),
 }
 
