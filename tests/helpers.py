@@ -21,6 +21,8 @@ from jaxkv._src.specs import (
 
 ON_GPU = jax.default_backend() == "gpu"
 HAS_MOSAIC = jax.__version_info__ >= (0, 11)
+# Whether interpret mode takes barriers of two thread blocks, and arrivals nobody waits for.
+HAS_LATE_BARRIERS = jax.__version_info__ >= (0, 12)
 needs_mosaic = pytest.mark.skipif(
     not HAS_MOSAIC, reason=f"Mosaic kernels need jax >= 0.11, this is {jax.__version__}"
 )
