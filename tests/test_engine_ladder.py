@@ -1,6 +1,7 @@
 """The shapes of an engine's steps, and how full its steps are."""
 
 import numpy as np
+import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import FULL_ENOUGH, READING, Ladder
@@ -35,7 +36,7 @@ def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
 def test_large_steps_are_filled() -> None:
     _, _, ladder = make(64, 4096)
     for wanted in range(1, 10_000):
-        most = ladder.fill(wanted)
+        most = ladder.fill(wanted, decodes=min(wanted, 32))
         if most > READING:
             assert wanted >= FULL_ENOUGH * most
 
@@ -49,8 +50,10 @@ def test_steps_of_a_burst_are_padded_little() -> None:
         left[name] = int(rng.integers(20, 60))
         scheduler.add(name, int(rng.integers(100, 800)), max_tokens=1024)
     computed = padded = 0
+    drawn: list[int] = []
     while left:
-        schedule = scheduler.schedule(max_tokens=ladder.fill(scheduler.wanted_tokens))
+        most = ladder.fill(scheduler.wanted_tokens, decodes=len(drawn))
+        schedule = scheduler.schedule(max_tokens=most)
         shape = ladder.fitting(schedule, sum(schedule.work.values()))
         manager.step(shape, schedule.work)
         if shape.max_tokens > READING:
@@ -65,3 +68,21 @@ def test_steps_of_a_burst_are_padded_little() -> None:
                 del left[name]
     assert computed > 20_000
     assert padded < 0.02 * computed
+
+
+@pytest.mark.parametrize("prompt", [40, 200, 1700])
+def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
+    """Decodes fill all but one token of the smallest step, and the prompt no larger one."""
+    manager, scheduler, ladder = make(256, 2048)
+    for name in range(255):
+        scheduler.add(name, 1)
+    steps, drawn = 0, list[int | str]()
+    while "prompt" not in drawn:
+        schedule = scheduler.schedule(max_tokens=ladder.fill(scheduler.wanted_tokens, len(drawn)))
+        manager.step(ladder.fitting(schedule, sum(schedule.work.values())), schedule.work)
+        drawn = list(schedule.samples)
+        scheduler.append(dict.fromkeys(drawn, 1))
+        if not steps:
+            scheduler.add("prompt", prompt)
+        steps += 1
+    assert steps < 20

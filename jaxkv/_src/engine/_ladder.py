@@ -8,6 +8,7 @@ from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.uploads import StepShape
 
 FULL_ENOUGH = 0.95  # of a step's tokens; below that, a smaller step takes what fits
+PROMPT_SHARE, MAX_SCANT = 1 / 8, 4  # prompts get less of a step's tokens in so many in a row
 # Tokens up to which a step takes as long as the weights take to be read: 163 on an H200 in bf16.
 READING = 256
 SMALLEST_MIXED = 16  # tokens
@@ -54,22 +55,30 @@ class Ladder:
             )
             for size in ([max_tokens] if reproducible else _quarters(smallest, max_tokens))
         }
+        self._num_scant = 0  # steps in a row that left few tokens to prompts
 
     @property
     def shapes(self) -> list[StepShape]:
         """All shapes, the smallest first."""
         return [*self.decode.values(), *self.mixed.values()]
 
-    def fill(self, wanted: int) -> int:
-        """Returns the most tokens of a step for which so many wait.
+    def fill(self, wanted: int, decodes: int) -> int:
+        """Returns the most tokens of a step for which so many wait, ``decodes`` of them decodes.
 
         What does not fill a large step comes in smaller ones that it fills: their time is that of
-        their matrix products, and requests that decode get a token in each.
+        their matrix products, and requests that decode get a token in each. Where these leave a
+        few tokens to prompts, a larger step comes now and then, or a prompt would take as many
+        steps as it has tokens.
         """
         sizes = list(self.mixed)
         at = min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)
         below, above = sizes[max(0, at - 1)], sizes[at]
-        return above if above <= READING or wanted >= FULL_ENOUGH * above else below
+        is_full = above <= READING or wanted >= FULL_ENOUGH * above
+        is_scant = not is_full and below - decodes < PROMPT_SHARE * below
+        self._num_scant = self._num_scant + 1 if is_scant else 0
+        if self._num_scant > MAX_SCANT:
+            is_full, self._num_scant = True, 0
+        return above if is_full else below
 
     def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
         """Returns the smallest shape that holds a schedule of so many tokens."""

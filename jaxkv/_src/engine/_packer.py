@@ -110,9 +110,10 @@ class Packer:
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
-        if len(self._samples.of) == len(self._drawn.names):
-            return None  # all of them have drawn a token, and want one more
-        return self._ladder.fill(self._scheduler.wanted_tokens)
+        decodes = len(self._drawn.names)  # have drawn a token, and want one more
+        if decodes == len(self._samples.of):
+            return None
+        return self._ladder.fill(self._scheduler.wanted_tokens, decodes)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
         names, drawn = list(schedule.samples), self._drawn
