@@ -179,6 +179,7 @@ class Driver:
         known = known and request["goes_on"]
         count = min(done, len(request["codes"]) if known else prompt)
         codes = request["codes"] if known else request["codes"][:prompt]
+        request["kept"] = 0  # what was kept in place of its own blocks may be gone by now
         self.reference.keep(name, request, codes, count, is_end=0 < count == done)
         self.manager.finish(name, tokens)
 
@@ -302,6 +303,28 @@ def test_a_found_prefix_keeps_its_salt() -> None:
         manager.start("a", found, salt="b")
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
+
+
+@pytest.mark.parametrize("name", ["full", "windows", "chunks", "all"])
+def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(name: str) -> None:
+    manager = BlockManager(plan_of(name, num_blocks=40), max_requests=3)
+    shape = StepShape.for_plan(manager.plan, max_requests=3, max_tokens=36)
+    tokens = np.arange(12)
+    for request in "ab":
+        manager.start(request, tokens)
+    manager.step(shape, dict.fromkeys("ab", 12))  # each has blocks of its own
+    kept = manager.prefix_stats().kept_blocks
+    manager.finish("a")
+    free = manager.num_free_blocks
+    while manager.prefix_stats().evicted_blocks < kept:
+        manager.start("c", np.arange(100, 148) + 100 * manager.num_uploads)
+        for _ in range(4):
+            manager.step(shape, {"c": 12})
+        manager.finish("c")
+    assert manager.num_free_blocks == free
+    assert not manager.find_prefix([*tokens, 0]).num_cached_tokens
+    manager.finish("b")
+    assert manager.find_prefix([*tokens, 0]).num_cached_tokens == (8 if name == "all" else 12)
 
 
 def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one() -> None:

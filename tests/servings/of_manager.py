@@ -98,14 +98,14 @@ class ManagerServing(Serving):
         self.say(f"finish({name!r}, {more})")
         self.manager.finish(name, more)
         if name not in self.cut:
-            self.note_whole(request, known + len(more or ()))
+            self.note_whole(request, known + len(more or ()), has_ended=True)
         self.cut.discard(name)
         self.forget(name)
 
-    def note_whole(self, request: Known, known: int) -> None:
+    def note_whole(self, request: Known, known: int, *, has_ended: bool = False) -> None:
         """Notes a request that later prompts have to find, as far as it is computed."""
         if known > 0 and request.epoch == self.oracle.epoch:
-            self.oracle.whole.add(request, min(known, request.computed))
+            self.oracle.whole.add(request, min(known, request.computed), has_ended=has_ended)
 
     def grow_and_share(self) -> None:
         """Forks or ends a request that has grown, and lets others grow, before any step."""

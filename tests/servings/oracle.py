@@ -75,10 +75,16 @@ class Whole:
         self._evicted = self.manager.prefix_stats().evicted_blocks
         self._prompts: set[Hashable] = set()
 
-    def add(self, request: Known, num_tokens: int) -> None:
-        """Notes that the first tokens of a request are computed, and known to the manager."""
+    def add(self, request: Known, num_tokens: int, *, has_ended: bool = False) -> None:
+        """Notes that the first tokens of a request are computed, and known to the manager.
+
+        Of a request that runs, blocks that were kept for another one may have been evicted since.
+        """
         self._check_evicted()
-        if self.is_known and not request.media and request.evicted == self._evicted:
+        if not self.is_known or request.media:
+            return
+        has_all = has_ended and self.manager.tier_stats() is None  # which has them in either memory
+        if has_all or request.evicted == self._evicted:
             for end in range(self.size, num_tokens + 1, self.size):
                 self._prompts.add(self._key(request, end))
 

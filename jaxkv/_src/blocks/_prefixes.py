@@ -308,6 +308,9 @@ class Prefixes:
             prompt.tokens = np.concatenate([prompt.tokens, more], dtype=prompt.tokens.dtype)
         computed = int(self._state.computed[row])
         count = min(computed, prompt.tokens.size)
+        columns = self._whole_columns(row, 0, min(count, prompt.num_kept))
+        if not all(self._tree.keeps(ids).all() for _, ids in columns):
+            prompt.num_kept = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
         self._keep(row, prompt, count, is_end=is_end)
 
