@@ -304,7 +304,7 @@ class Engine:
             while self.has_work:
                 self._advance()
                 ended = [sample for sample in self._take_changed() if sample.reason is not None]
-                yield from [sample.output(sample.num_prompt) for sample in ended]
+                yield from [sample.output() for sample in ended]
         finally:
             for request in list(self._samples.num_of):
                 self.abort(request)

@@ -47,12 +47,13 @@ class Sample:
         """Its name in the scheduler."""
         return (self.request, self.index) if self.index else self.request
 
-    def output(self, start: int | None = None) -> Output:
-        """Returns the tokens from ``start`` on; None: those that no output has held."""
-        start = self.num_sent if start is None else start
-        tokens, self.num_sent = self.tokens[start:], len(self.tokens)
+    def output(self) -> Output:
+        """Returns the tokens that no output has held."""
+        start, tokens = self.num_sent, self.tokens
+        self.num_sent = len(tokens)
         logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
-        return Output(self.request, self.index, tokens, logprobs, self.reason)
+        fields = self.request, self.index, tokens[start:], logprobs, self.reason
+        return tuple.__new__(Output, fields)  # half the time of ``Output(*fields)``
 
 
 class Samples:

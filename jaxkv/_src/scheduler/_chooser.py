@@ -67,10 +67,6 @@ class Chooser:
         if self._last is not None and name in self._last[0].work:
             self._last[0].take_back(name)
 
-    def forget_all(self) -> None:
-        """Forgets the schedule that was not carried out."""
-        self._last = None
-
     def _goes_on(self, step: StepBudget, max_tokens: int) -> bool:
         """Takes blocks for the work of the last step, if that is the work of this one.
 
@@ -108,7 +104,7 @@ class Chooser:
         preempted: list[Hashable] = []
         hits: dict[Hashable, PrefixHit] = {}
         if not self._take_blocks(step, names):
-            preempted = self._take_by_age(step, set(itertools.compress(names, running.is_prefill)))
+            preempted = self._take_by_age(step, running)
         elif self._queues.may_admit:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
             later = [at for at in decodes.tolist() if prefill_first and names[at] in step.work]
@@ -219,8 +215,9 @@ class Chooser:
             self._manager.trim(name for name in names if name not in step.work)
         return self._admission.grows(step.work)
 
-    def _take_by_age(self, step: StepBudget, prefills: set[Hashable]) -> list[Hashable]:
+    def _take_by_age(self, step: StepBudget, running: Running) -> list[Hashable]:
         """Takes blocks request by request, oldest first; returns the preempted requests."""
+        prefills = set(itertools.compress(running.order.names, running.is_prefill))
         preempted: list[Hashable] = []
         left = list(self._queues.running)  # to preempt, the youngest last
         is_short = False
@@ -250,7 +247,7 @@ class Chooser:
         preempted: list[Hashable] = []
         for at in with_work.tolist():
             if running.order.names[at] in self._queues.running and step.give_one(running, at):
-                preempted += self._take_by_age(step, set())
+                preempted += self._take_by_age(step, running)
                 if step.work:
                     break
         return preempted

@@ -416,7 +416,6 @@ class Scheduler:
                 self._chooser.preempt(request)
             else:
                 self._chooser.drop(request)
-        self._chooser.forget_all()
         for request in self._queues.of.values():
             self._ledger.needs_token[request.index] = False
             self._prompts.forget_unknown(request, self._ledger)
