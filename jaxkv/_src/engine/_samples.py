@@ -53,7 +53,8 @@ class Sample:
         self.num_sent = len(tokens)
         logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
         fields = self.request, self.index, tokens[start:], logprobs, self.reason
-        return tuple.__new__(Output, fields)  # half the time of ``Output(*fields)``
+        # Half the time of ``Output(*fields)``.
+        return tuple.__new__(Output, fields)  # pyrefly: ignore
 
 
 class Samples:
