@@ -1,0 +1,148 @@
+"""What host memory keeps and what it brings back, checked against the rules in words."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv import HostMemory
+from jaxkv._src.tier import _room, chunk_sizes
+from tests.test_host_tier import FULL, STATE, Served, host
+
+BLOCK = FULL.block_size
+
+
+class Recent(Served):
+    """Prompts of ``size`` whole blocks, in a pool for ``together`` of them and one block more.
+
+    Each time blocks are evicted, they are those of a single prompt.
+    """
+
+    def __init__(self, size: int, together: int, host_blocks: int):
+        super().__init__({"a": FULL}, size * together + 2, host(host_blocks, {"a": FULL}))
+        self.prompts = [100 * i + np.arange(BLOCK * size + 1) for i in range(12)]
+        self.used: list[int] = []  # the most recently used first
+
+    def use(self, number: int) -> None:
+        hit = self.start(number, self.prompts[number])
+        self.step({})  # what waits to be stored cannot make room for anything
+        self.step({number: len(self.prompts[number]) - hit.num_cached_tokens})
+        self.manager.finish(number)
+        self.used = [number] + [other for other in self.used if other != number]
+
+    def found(self) -> list[tuple[int, int]]:
+        """Returns how many blocks of each prompt are found, and how many it has."""
+        prompts = [self.prompts[number] for number in self.used]
+        found = [self.manager.find_prefix(tokens).num_cached_tokens for tokens in prompts]
+        return [(n // BLOCK, len(p) // BLOCK) for n, p in zip(found, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4, 1)])
+def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None:
+    """And no block is kept that is of no use, because those before it are gone."""
+    monkeypatch.setattr(_room, "CHUNK_SIZES", sizes)
+    for seed in range(12):
+        draw = random.Random(seed)
+        size, together = draw.choice([(1, 8), (2, 4), (3, 3), (4, 2), (5, 2)])
+        host_blocks = draw.randint(1, 6 * size)
+        served = Recent(size, together, host_blocks)
+        for _ in range(40):
+            served.use(draw.choice([draw.randrange(12), *served.used[:3]]))
+            found = served.found()
+            lost = [have < of for have, of in found]
+            first = lost.index(True) if True in lost else len(found)
+            assert not any(have for have, _ in found[first + 1 :]), (seed, found)
+            tier, num_found = served.manager._tier, sum(have for have, _ in found)
+            assert tier is not None and num_found == np.count_nonzero(tier._tree.frozen_before)
+            if sizes == (1,):  # larger chunks leave as a whole
+                assert num_found >= min(host_blocks, sum(of for _, of in found)), (seed, found)
+
+
+def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
+    """Only what device memory lacks counts, and each chunk that holds a part of it once."""
+    seen = {True: 0, False: 0}
+    for seed in range(30):
+        draw = random.Random(seed)
+        layers = {"a": FULL, "s": STATE} if seed % 3 == 0 else {"a": FULL}
+        served = Served(layers, draw.randint(11, 14), host(100, layers), checkpoint_share=1.0)
+        prompts = [(100 * i + np.arange(draw.randint(9, 32))).tolist() for i in range(4)]
+        for _ in range(6):
+            served.run(object(), draw.choice(prompts))
+        if draw.random() < 0.5:  # evicts blocks that no chunk holds before the next step
+            served.start("last", range(1000, 1032))
+            served.manager.grow({"last": draw.randint(1, 32)})
+        tier = served.manager._tier
+        assert tier is not None
+        of_chunk = {c.number: (c.group, c.block_ids.size) for m in served.moves for c in m.stores}
+        for tokens in prompts:
+            rules = [HostMemory(num_bytes=1, min_tokens=n) for n in (1, 10**6)]
+            found, here = (match(served, tokens, rule) for rule in rules)
+            ids = np.concatenate([part.block_ids for part in found.columns])
+            ids = ids[ids >= served.plan.num_blocks].astype(np.int64)
+            gained = found.num_tokens - here.num_tokens
+            if not gained:
+                continue
+            numbers = tier.room.chunks(ids)
+            size = sum(
+                of_chunk[n][1] * int(tier.room.block_bytes[of_chunk[n][0]])
+                for n in {*numbers.tolist()} - {_room.UNSEALED}
+            )
+            alone = ids[numbers == _room.UNSEALED]
+            size += sum(int(tier.room.block_bytes[g]) for g in tier.room.groups(alone))
+            least = -(-size // gained)
+            for tokens_wanted, most, wanted in (
+                (gained, least, True),
+                (gained + 1, least, False),
+                (gained, least - 1, False),
+            ):
+                rule = HostMemory(
+                    num_bytes=1, min_tokens=tokens_wanted, max_bytes_per_token=max(1, most)
+                )
+                got = match(served, tokens, rule).num_tokens
+                assert got == (found if wanted else here).num_tokens, (seed, tokens_wanted, most)
+                seen[here.num_tokens > 0] += 1
+    assert min(seen.values()) > 20, seen
+
+
+def match(served: Served, tokens, rule: HostMemory):
+    """Returns the prefix that a lookup finds by a rule."""
+    served.manager._tier._memory = rule
+    served.manager._prefixes._tree.state = object()
+    return served.manager.find_prefix(tokens).found
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2**20, 2**24 + 1, 2**26 + 1, 2**40])
+def test_a_block_of_any_size_can_be_a_chunk(block_bytes: int) -> None:
+    sizes = chunk_sizes(block_bytes)
+    assert sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
+    assert all(size * block_bytes <= 2**26 for size in sizes[:-1])
+
+
+def test_moves_after_lost_ones_begin_anew() -> None:
+    served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
+    served.run("a", range(32))
+    served.run("b", range(100, 132))
+    served.manager.new_epoch()
+    served.start("c", range(5))
+    served.manager.step(served.shape, {"c": 5})  # its moves, which drop all chunks, get lost
+    served.manager.reset()
+    served.start("c", range(5))
+    moves = served.step({"c": 5})
+    assert moves is not None and moves.is_anew
+
+
+def test_blocks_of_a_prefix_that_lost_one_on_the_host_are_free() -> None:
+    layers = {"a": FULL, "s": STATE}
+    seen = 0
+    for seed in range(10):
+        draw = random.Random(seed)
+        served = Served(layers, 14, host(draw.uniform(1, 6), layers), checkpoint_share=1.0)
+        pool, ids = served.manager.block_pool, np.arange(1, 14)
+        prompts = [100 * i + np.arange(draw.randint(2, 31)) for i in range(6)]
+        for name in range(60):
+            served.run(name, draw.choice(prompts)[: draw.choice([99, 99, 6, 11])])
+            is_kept = pool.frozen_before[ids] > 0
+            assert served.manager.block_use.warm == np.count_nonzero(is_kept), (seed, name)
+            assert served.manager.num_free_blocks == ids.size
+        seen += served.manager.tier_stats().evicted_blocks
+    assert seen > 100
