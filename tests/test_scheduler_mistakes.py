@@ -315,6 +315,19 @@ def test_a_schedule_with_an_error_leaves_nothing_half_applied(monkeypatch) -> No
     assert host.step().work == {"a": 1, "b": 3}
 
 
+def test_ids_that_are_missing_for_a_while_stop_no_other_request() -> None:
+    host = Host()
+    for name in "abc":
+        host.add(name, [1, 2, 3])
+    for hidden in "bcb":
+        kept, host.tokens[hidden] = host.tokens[hidden], []
+        with pytest.raises(ValueError, match=f"request='{hidden}' has 3 tokens"):
+            host.scheduler.schedule()
+        host.tokens[hidden] = kept
+        assert host.scheduler.waiting == ("a", "b", "c") and not host.manager.requests
+    assert host.step().work == {"a": 3, "b": 3, "c": 3}
+
+
 def test_shapes_are_the_schedulers() -> None:
     host = Host(LAYERS["windows"], forks=3, max_tokens=16, cached_tokens=64, chunk_tokens=4)
     options = {"max_requests": 4, "forks": 3, "cached_tokens": 64}

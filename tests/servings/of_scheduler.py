@@ -92,6 +92,8 @@ class SchedulerServing(Serving):
                 for _ in range(min(arrivals, self.draw.choice([1, 1, 3]))):
                     self.add()
                     arrivals -= 1
+                if self.has_tokens and not self.ahead and self.chance(0.3):
+                    self.hide()
             if self.chance(0.3):
                 self.disturb()
             self.step()
@@ -166,6 +168,21 @@ class SchedulerServing(Serving):
             self.lost = None
         del self.known[name]
         assert name not in self.scheduler.waiting + self.scheduler.running, "half-added"
+
+    def hide(self) -> None:
+        """Schedules while the ids of the youngest waiting request are missing."""
+        if not self.scheduler.waiting:
+            return
+        name = self.scheduler.waiting[-1]
+        self.say(f"without tokens[{name!r}]:")
+        kept, self.known[name] = self.known[name], []
+        try:
+            self.lost = self.schedule()
+        except ValueError as error:
+            self.say(f"    {error}")
+            self.oracle.seen["missing ids"] += 1
+        self.known[name] = kept
+        assert set(self.manager.requests) == set(self.scheduler.running), "half-started"
 
     def abort(self) -> None:
         if self.requests and self.chance(0.3):

@@ -46,12 +46,17 @@ class Admission:
         queues, room = self._queues, self._room()
         hits: dict[Hashable, PrefixHit] = {}
         started: list[Request] = []
-        for request in queues.waiting[: queues.num_free_rows]:
-            hit = None if step.is_full else self._start(step, request, room)
-            if hit is None:
-                break
-            hits[request.name] = hit
-            started.append(request)
+        try:
+            for request in queues.waiting[: queues.num_free_rows]:
+                hit = None if step.is_full else self._start(step, request, room)
+                if hit is None:
+                    break
+                hits[request.name] = hit
+                started.append(request)
+        except Exception:  # of one whose token ids are missing, say; none starts then
+            for request in started:
+                self._prompts.finish(request)
+            raise
         while started and not self.grows({name: step.work[name] for name in hits}):
             last = started.pop()  # some of the blocks in `Room` are no longer there
             self._prompts.finish(last)
