@@ -1,4 +1,4 @@
-"""Cells of the block tables of several groups. NumPy only."""
+"""Cells of the block tables of several groups, and changes of them. NumPy only."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,3 +53,42 @@ class Cells(NamedTuple):
 
 
 NO_CELLS = Cells(*np.zeros((3, 0), np.int64))
+
+
+class SharedCell(NamedTuple):
+    """A cell whose block is shared or kept, and which its row is about to write.
+
+    block_id: that block.
+    is_read: whether the row still reads its content, so that the new block starts as a copy.
+    """
+
+    group: int
+    row: int
+    column: int
+    block_id: int
+    is_read: bool
+
+
+class Changes(NamedTuple):
+    """Changes that a step makes to N rows.
+
+    rows: the rows.
+    fresh: cells without a block that get one.
+    dropped: cells whose blocks are released.
+    shared: cells that get a new block in place of a shared or kept one.
+    held: source, first and end of the rows after the step, see `RequestState`.
+    needs_no_change_until: see `RequestState`.
+    sent: `RequestState.sent` of the rows after these changes; None if they leave it as it is.
+    index: index of each row in the step.
+    given_up: blocks whose content is no longer kept for later prompts.
+    """
+
+    rows: np.ndarray  # int64[N]
+    fresh: Cells
+    dropped: Cells
+    shared: Sequence[SharedCell]
+    held: np.ndarray  # int64[3, G, N]
+    needs_no_change_until: np.ndarray  # int64[N]
+    sent: np.ndarray | None  # int64[G, N]
+    index: np.ndarray  # int64[N]
+    given_up: np.ndarray = NO_IDS

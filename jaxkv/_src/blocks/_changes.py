@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_CELLS, Cells
+from jaxkv._src.blocks._cells import NO_CELLS, Cells, Changes, SharedCell
 from jaxkv._src.blocks._pool import OutOfBlocksError
-from jaxkv._src.blocks._state import Changes, RequestState, SharedCell, holds
+from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import NULL_BLOCK
 
 

@@ -155,27 +155,27 @@ class StepContext:
         if keys is None and write and values is None:
             self._check_readable(layer, period)
         options |= {"period": period, "writes": keys is not None}
-        return self._over_tokens(attend, 2, layer, queries, keys, values, **options)
+        return self._call(attend, layer, queries, keys, values, features=2, **options)
 
     def gated_delta(
         self, layer: str, qkv: Array, log_decay: Array, beta: Array, **options: Any
     ) -> Array:
         """Runs the gated delta rule over a layer's states; see `jaxkv.gated_delta`."""
-        return self._over_tokens(gated_delta, 1, layer, qkv, log_decay, beta, **options)
+        return self._call(gated_delta, layer, qkv, log_decay, beta, features=1, **options)
 
     def mamba2(
         self, layer: str, xbc: Array, log_decay: Array, steps: Array, **options: Any
     ) -> Array:
         """Runs Mamba-2 over a layer's states; see `jaxkv.mamba2`."""
-        return self._over_tokens(mamba2, 1, layer, xbc, log_decay, steps, **options)
+        return self._call(mamba2, layer, xbc, log_decay, steps, features=1, **options)
 
     def linear_attention(self, layer: str, qkv: Array, log_decay: Array, **options: Any) -> Array:
         """Runs linear attention with decay over states; see `jaxkv.linear_attention`."""
-        return self._over_tokens(linear_attention, 1, layer, qkv, log_decay, **options)
+        return self._call(linear_attention, layer, qkv, log_decay, features=1, **options)
 
     def short_conv(self, layer: str, inputs: Array, **options: Any) -> Array:
         """Runs a causal convolution over a layer's last inputs; see `jaxkv.short_conv`."""
-        return self._over_tokens(short_conv, 1, layer, inputs, **options)
+        return self._call(short_conv, layer, inputs, features=1, **options)
 
     def read_state(
         self, layer: str, *, at: Array | None = None, period: Period = None
@@ -194,7 +194,7 @@ class StepContext:
     ) -> None:
         """Writes a state per request; see `jaxkv.write_state`. With ``at``, more than once."""
         options |= {"at": at, "period": period}
-        self._call(write_state, layer, arrays, writes=True, again=at is not None, **options)
+        self._call(write_state, layer, arrays, again=at is not None, **options)
 
     def call(self, function: Callable[..., Any], layer: str, *arrays: Any, **options: Any) -> Any:
         """Calls ``function(cache, layer, batch, *arrays, **options)`` and keeps its cache.
@@ -207,7 +207,7 @@ class StepContext:
         Returns:
           The output; None if there is none.
         """
-        return self._call(function, layer, *arrays, writes=True, **options)
+        return self._call(function, layer, *arrays, **options)
 
     def done(self) -> KVCache:
         """Ends the step, and returns the next cache.
@@ -233,39 +233,33 @@ class StepContext:
 
     # --- checks -------------------------------------------------------------------
 
-    def _over_tokens(
-        self,
-        function: Callable[..., Any],
-        features: int,
-        layer: str,
-        *arrays: Array | None,
-        writes: bool = True,
-        **options: Any,
-    ) -> Array:
-        """Calls a layer over arrays of tokens; the first has ``features`` axes besides."""
-        given, restore = _without_batch_axis(self._batch, features, arrays)
-        return restore(self._call(function, layer, *given, writes=writes, **options))
-
     def _call(
         self,
         function: Callable[..., Any],
         layer: str,
         *arrays: Any,
-        writes: bool,
+        features: int | None = None,
+        writes: bool = True,
         again: bool = False,
         **options: Any,
     ) -> Any:
+        """Calls a layer, keeps its cache, and returns its output.
+
+        Args:
+          features: axes of the first array after those of the tokens, if arrays have any of these.
+        """
         self._check_current(f"layer={layer!r}")
-        result = function(self._cache, layer, self._batch, *arrays, **options)
+        given, restore = _without_batch_axis(self._batch, features, arrays)
+        result = function(self._cache, layer, self._batch, *given, **options)
         pair = result if isinstance(result, tuple) else (result, None)
         if not pair or not isinstance(pair[0], KVCache):
-            return result
+            return restore(result)
         self._cache, out = pair
         self._record.calls += 1
         self._calls = self._record.calls
         if writes:
             self._note_written(layer, options.get("period"), again=again)
-        return out
+        return restore(out)
 
     def _note_written(self, layer: str, period: Period, *, again: bool) -> None:
         layers, is_known = self._layers(layer, period)
@@ -328,14 +322,11 @@ def _token_ids(batch: StepBatch, token_ids: Array | np.ndarray | None) -> Array:
 
 
 def _without_batch_axis(
-    batch: StepBatch, features: int, arrays: tuple[Array | None, ...]
-) -> tuple[tuple[Array | None, ...], Callable[[Array], Array]]:
-    """Removes the first axis of [1, T, ...] arrays. Returns a function that restores it.
-
-    features: axes of the first array after those of the tokens.
-    """
-    first, shape = arrays[0], batch.token_shape
-    if first is None or first.ndim != len(shape) + features + 1 or first.shape[0] != 1:
+    batch: StepBatch, features: int | None, arrays: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
+    """Removes the first axis of [1, T, ...] arrays. Returns a function that restores it."""
+    axes, first = len(batch.token_shape) + 1, arrays[0] if arrays else None
+    if features is None or first is None or first.ndim != axes + features or first.shape[0] != 1:
         return arrays, lambda out: out
     return tuple(x if x is None else x[0] for x in arrays), lambda out: out[None]
 

@@ -177,15 +177,6 @@ class StepShape:
         query = min(query, plan.limits.max_in_flight_tokens)
         cached = (longest if forks else 0) if cached_tokens is None else cached_tokens
         check_count(cached_tokens=cached)
-        encoder = plan.limits.max_encoder_tokens
-        most = [
-            group.growth.most_new_blocks(batch, tokens, query, encoder, plan.context_parallel)
-            for group in plan.groups
-        ]
-        zeroed = sum(n for n, zero in zip(most, plan.groups_to_zero, strict=True) if zero)
-        copies = min(forks * len(plan.groups), plan.num_blocks - 1)
-        sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
-        shared = sum(min(batch, cached) + cached // size for size in sizes)
         return cls(
             growths=tuple(group.growth for group in plan.groups),
             num_blocks=plan.num_blocks,
@@ -196,14 +187,12 @@ class StepShape:
             tokens_per_request=tokens_per_request,
             max_query_len=query,
             max_seq_len=longest,
-            max_encoder_tokens=encoder,
-            block_ids=min(sum(most) + copies, plan.num_blocks - 1) + shared,
-            zero_ids=min(zeroed, plan.num_blocks - 1),
-            block_copies=copies,
+            max_encoder_tokens=plan.limits.max_encoder_tokens,
             extra=extra,
             shared_prefixes=shared_prefixes,
             token_ids=token_ids,
             reproducible=reproducible,
+            **_block_sizes(plan, batch, tokens, query, forks, cached),
         )
 
     @property
@@ -321,3 +310,20 @@ def _token_sizes(
     if batch_size is None and tokens_per_request is None:
         batch = min(batch, tokens)
     return tokens, batch
+
+
+def _block_sizes(
+    plan: Plan, batch: int, tokens: int, query: int, forks: int, cached: int
+) -> dict[str, int]:
+    """Returns the most blocks that a step takes, zeroes and copies, as `StepShape` names them."""
+    each = batch, tokens, query, plan.limits.max_encoder_tokens, plan.context_parallel
+    most = [group.growth.most_new_blocks(*each) for group in plan.groups]
+    zeroed = sum(n for n, zero in zip(most, plan.groups_to_zero, strict=True) if zero)
+    copies = min(forks * len(plan.groups), plan.num_blocks - 1)
+    sizes = [group.growth.block_size * plan.context_parallel for group in plan.groups]
+    shared = sum(min(batch, cached) + cached // size for size in sizes)
+    return {
+        "block_ids": min(sum(most) + copies, plan.num_blocks - 1) + shared,
+        "zero_ids": min(zeroed, plan.num_blocks - 1),
+        "block_copies": copies,
+    }
