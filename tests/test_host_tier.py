@@ -11,11 +11,13 @@ from jaxkv import (
     BlockManager,
     FullAttentionSpec,
     HostMemory,
+    Scheduler,
     SlidingWindowSpec,
     StateSpec,
     StepShape,
 )
 from jaxkv.blocks import Moves, TierStats
+from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
 from tests.servings import run_serving
 from tests.servings.of_tier import STORED
@@ -33,6 +35,10 @@ def test_requests_read_their_own_bytes_from_both_memories(kind: str) -> None:
     for seed in range(first, first + (2000 if IS_LONG else 3)):
         seen += run_serving(seed, kind, tier=True)
     assert seen["stored"] and seen["loaded"], seen
+
+
+def len_or_none(tokens: np.ndarray | None) -> str:
+    return str(tokens if tokens is None else len(tokens))
 
 
 class Served:
@@ -104,6 +110,17 @@ def test_a_block_that_was_loaded_is_not_stored_again() -> None:
     assert stats.stored_blocks == 16 and stats.loaded_blocks > 16, stats
 
 
+def test_a_prefix_that_was_computed_anew_is_kept_in_device_memory_again() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 13, host(100, layers, min_tokens=18), checkpoint_share=1.0)
+    served.run("a", prompt(1, 18))
+    for name in "bc":
+        served.run(name, prompt(ord(name), 32))
+    assert served.run("d", prompt(1, 18)).reasons == ("on_host", "on_host")
+    hit = served.start("e", prompt(1, 18))
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 0)
+
+
 def test_a_load_that_is_not_worth_it_is_not_made() -> None:
     layers = {"a": FULL}
     size = plan_of(layers, 9, 32).layouts[0].bytes_per_block
@@ -143,6 +160,136 @@ def test_a_block_that_was_written_on_is_stored_again() -> None:
     served.run("e", prompt(4, 32))
     served.run("f", prompt(5, 32))
     assert end in stored_by(served.moves[before:])
+
+
+# --- preempted requests -----------------------------------------------------------------
+
+ALL = {"a": FULL, "w": WINDOW, "s": STATE}
+
+
+def parked(tokens, **options) -> Served:
+    """Returns a manager that has parked a request of 18 tokens, whose blocks others took."""
+    served = Served(ALL, 20, host(100, ALL, **options))
+    served.manager.start("a", tokens)
+    served.step({"a": 18})
+    assert served.manager.park("a")
+    for number in range(2, 6):
+        served.run(number, prompt(number, 32))
+    return served
+
+
+@pytest.mark.parametrize("tokens", [None, prompt(1, 18), prompt(1, 30)], ids=len_or_none)
+def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
+    served = parked(tokens)
+    assert served.manager.num_parked_tokens("a") == 18
+    hit = served.manager.resume("a")
+    assert (hit.num_cached_tokens, hit.num_host_tokens) == (18, 18)
+    assert hit.shared_blocks == (3, 2, 1)  # partial last blocks, and the newest state
+    upload = served.manager.step(served.shape, {"a": 1})
+    moves = served.manager.take_moves()
+    assert moves is not None and {chunk.group for chunk in moves.loads} == {0, 1, 2}
+    assert not upload.parts()["copy_sources"].size
+    stats = served.manager.tier_stats()
+    assert stats is not None and (stats.resumed_requests, stats.resumed_tokens) == (1, 18)
+    served.manager.finish("a")
+    served.manager.new_epoch()
+    assert served.manager.tier_stats().used_bytes == 0  # pyrefly: ignore
+    assert served.manager.block_use.warm == 0
+
+
+def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
+    served = parked(None, min_tokens=19)
+    assert served.manager.num_parked_tokens("a") == 0  # computing 18 tokens is cheaper
+    for forget in (
+        lambda manager: manager.new_epoch(),
+        lambda manager: manager.reset(),
+        lambda manager: manager.unpark("a"),
+        lambda manager: manager.start("a"),
+    ):
+        served = parked(prompt(1, 18))
+        forget(served.manager)
+        assert served.manager.num_parked_tokens("a") == 0
+        served.manager.reset()
+        with pytest.raises(ValueError, match="no parked tokens"):
+            served.manager.resume("a")
+
+
+def test_only_what_can_be_parked_is() -> None:
+    served = Served(ALL, 30, host(100, ALL))
+    served.manager.start("a")
+    assert not served.manager.park("a")  # it has computed nothing
+    drafts = StateSpec(
+        block_size=4, shapes=((32,),), dtypes=("f32",), cache_mode="none", speculative_blocks=2
+    )
+    served = Served({"a": FULL, "s": drafts}, 30, host(100, ALL))
+    served.manager.start("a")
+    served.step({"a": 8})
+    served.step({"a": 3})  # a token and its drafts, of which one is accepted
+    served.manager.rewind({"a": 10})
+    assert not served.manager.park("a")
+    with pytest.raises(ValueError, match="host_memory"):
+        served = Served(ALL, 30, None)
+        served.manager.start("a")
+        served.manager.park("a")
+
+
+def test_prefixes_do_not_push_parked_requests_out_of_host_memory() -> None:
+    layers = {"a": FULL}
+    served = Served(layers, 9, host(6, layers))
+    served.manager.start("a", prompt(1, 17))
+    served.step({"a": 17})
+    assert served.manager.park("a")
+    for number in range(2, 8):
+        served.run(number, prompt(number, 32))
+    stats = served.manager.tier_stats()
+    assert stats is not None and stats.evicted_blocks and stats.used_bytes == stats.num_bytes
+    assert served.manager.resume("a").num_host_tokens == 17
+
+
+@pytest.mark.parametrize("layers", [{"a": FULL}, {"a": FULL, "s": STATE}], ids=len)
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_scheduler_computes_no_token_of_a_preempted_request_twice(layers, has_tokens) -> None:
+    tokens = {name: list(prompt(name, 12)) for name in range(4)}
+    manager = BlockManager(plan_of(layers, 12, 32), max_requests=4, host_memory=host(100, layers))
+    scheduler = Scheduler(
+        manager, max_tokens=32, tokens=tokens if has_tokens else None, forks=4 * has_tokens
+    )
+    for name in tokens:
+        scheduler.add(name, 12)
+    num_computed = num_preempted = 0
+    while scheduler.has_work:
+        schedule = scheduler.schedule()
+        manager.step(scheduler.shape(extra=0), schedule.work)
+        manager.take_moves()
+        num_computed += sum(schedule.work.values())
+        num_preempted += len(schedule.preempted)
+        for name in schedule.samples:
+            tokens[name].append(7 * name)
+            if len(tokens[name]) < 32:
+                scheduler.append({name: 1})
+            else:
+                scheduler.finish(name)
+    assert num_preempted and num_computed == 4 * 31
+
+
+def test_events_say_which_blocks_host_memory_holds() -> None:
+    log, layers = EventLog(), {"a": FULL}
+    served = Served(layers, 9, host(8, layers), events=log)
+    served.run("a", prompt(1, 17))
+    served.run("b", prompt(2, 32))
+    first = log.take()
+    assert first is not None
+    (stored,) = [e for e in first.events if isinstance(e, BlocksStored) and e.medium == "CPU"]
+    known = [e for e in first.events if isinstance(e, BlocksStored) and e.medium == "GPU"]
+    assert sorted(stored.block_keys) == sorted(known[0].block_keys)
+    assert stored.token_ids == () and stored.parent_key is None
+    assert encode_events(first)
+    for number in range(3, 6):
+        served.run(number, prompt(number, 32))
+    later = log.take()
+    assert later is not None
+    gone = [e for e in later.events if isinstance(e, BlocksRemoved) and e.medium == "CPU"]
+    assert set(stored.block_keys) <= {key for event in gone for key in event.block_keys}
 
 
 def stored_by(moves: list[Moves]) -> list[int]:

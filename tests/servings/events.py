@@ -9,7 +9,7 @@ class Mirror:
 
     def __init__(self, manager: BlockManager, log: EventLog):
         self.manager, self.log = manager, log
-        self.stored: set[tuple[int, bytes]] = set()
+        self.stored: set[tuple[str, int, bytes]] = set()
         self.keys: dict[tuple, bytes] = {}
 
     def follow(self) -> None:
@@ -19,7 +19,7 @@ class Mirror:
             if isinstance(event, AllBlocksCleared):
                 self.stored.clear()
                 continue
-            keys = {(event.group.index, key) for key in event.block_keys}
+            keys = {(event.medium, event.group.index, key) for key in event.block_keys}
             assert len(keys) == len(event.block_keys), "an event names a block twice"
             if isinstance(event, BlocksStored):
                 assert not keys & self.stored, "a block is stored twice"
@@ -27,3 +27,6 @@ class Mirror:
             else:
                 assert keys <= self.stored, "a block that was not stored is removed"
                 self.stored -= keys
+        tier = self.manager._tier
+        if tier is None or not tier.room.alive.size:
+            assert all(medium == "GPU" for medium, *_ in self.stored), "host memory is empty"

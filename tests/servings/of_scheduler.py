@@ -73,6 +73,7 @@ class SchedulerServing(Serving):
         self.drafts = min(self.drafts, in_step - 1)  # one step verifies them
         self.limits: dict[Hashable, int] = {}
         self.ages: dict[Hashable, tuple[int, ...]] = {}
+        self.preempted: dict[Hashable, Any] = {}  # stories, states and partial rows
         self.counter = itertools.count()
         self.late: dict[Hashable, deque[tuple[int, int]]] = {}  # positions whose ids arrive late
         self.time = self.idle = 0
@@ -355,18 +356,26 @@ class SchedulerServing(Serving):
     # --- steps ------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
+        parked = {n: self.manager.num_parked_tokens(n) for n in self.scheduler.waiting}
         schedule = self.scheduler.schedule()
         self.say(
             f"schedule() = {schedule.work}, preempted {schedule.preempted}, "
             f"hits { {n: h.num_cached_tokens for n, h in schedule.hits.items()} }"
         )
         for name in schedule.preempted:
-            self.requests[name].story = []
+            request = self.requests[name]
+            if request.story:  # or the schedule comes again
+                self.preempted[name] = request.story, request.states, request.partial
+            request.story = []
+            self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
         self.oracle.seen["preemptions"] += len(schedule.preempted)
         for name, hit in schedule.hits.items():
             request = self.requests.get(name)  # None: one that `add_wrong` added
             if request is not None and not request.story:
                 self.oracle.begin(request, hit.num_cached_tokens)
+                if parked.get(name) == hit.num_cached_tokens > 0:
+                    request.story, request.states, request.partial = self.preempted[name]
+                    self.oracle.resume(request)
         return schedule
 
     def step(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from jaxkv import HostMemory, Plan
 from tests.servings.of_manager import ManagerServing
+from tests.servings.oracle import Known
 from tests.servings.plans import KINDS, random_plan
 
 STORED = [kind for kind in KINDS if kind != "cross"]
@@ -18,6 +19,7 @@ class TierServing(ManagerServing):
         kind = random.Random(seed).choice(STORED) if kind is None else kind
         super().__init__(seed, kind, history)
         self.chosen: dict[Hashable, int] | None = None
+        self.parked: dict[Hashable, tuple[Known, int]] = {}  # and what `self.prompts` had
         self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
 
     def random_plan(self) -> Plan:
@@ -49,9 +51,70 @@ class TierServing(ManagerServing):
         assert not left, f"host memory remembers chunks: {left}"
         return self.oracle.seen
 
+    def start(self) -> None:
+        if self.parked and self.chance(0.5):
+            return self.resume()
+        super().start()
+        if self.parked.pop([*self.requests][-1], None):  # a new request of its name
+            self.cut.discard([*self.requests][-1])
+
+    def end(self, name: Hashable) -> None:
+        if not self.chance(0.3):
+            return super().end(name)
+        request, known, is_cut = self.requests[name], self.prompts[name], name in self.cut
+        more = request.tokens[known : request.computed] if known >= 0 and self.chance(0.7) else None
+        self.say(f"park({name!r}, {more})")
+        is_parked = self.manager.park(name, more)
+        self.say(f"    {is_parked}")
+        del self.requests[name], self.prompts[name]
+        if not is_cut:
+            self.note_whole(request, known + len(more or ()))
+        if is_parked:
+            self.parked[name] = request, known + len(more or ())
+            self.oracle.seen["parked"] += 1
+            self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
+        else:
+            self.cut.discard(name)
+
+    def resume(self) -> None:
+        name = self.draw.choice([*self.parked])
+        request, known = self.parked.pop(name)
+        count = self.manager.num_parked_tokens(name)
+        self.say(f"resume({name!r}): {count}")
+        if not count or self.chance(0.1):
+            self.manager.unpark(name)
+            self.cut.discard(name)
+            return
+        assert count == request.computed
+        hit = self.manager.resume(name)
+        assert hit.num_cached_tokens == count
+        self.requests[name], self.prompts[name] = request, known
+        self.oracle.resume(request)
+
+    def forget_parked(self) -> None:
+        for name in self.parked:
+            assert not self.manager.num_parked_tokens(name)
+            self.cut.discard(name)
+        self.parked.clear()
+
+    def new_epoch(self) -> None:
+        super().new_epoch()
+        self.forget_parked()
+
+    def lose_content(self) -> None:
+        super().lose_content()
+        self.forget_parked()
+
+    def reset(self) -> None:
+        super().reset()
+        self.forget_parked()
+
     def serve(self) -> None:
         """Computes a prompt in steps of its own, and ends it."""
+        before = len(self.requests)
         self.start()
+        if len(self.requests) == before:
+            return
         name = list(self.requests)[-1]
         request = self.requests[name]
         most = min(self.plan.limits.max_in_flight_tokens, self.plan.max_model_len)

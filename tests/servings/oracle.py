@@ -158,6 +158,20 @@ class Oracle:
                 }
         self.seen["forks"] += 1
 
+    def resume(self, request: Known) -> None:
+        """Lets a request that was parked go on, with no states but those that forks have."""
+        count = request.resumed = request.reached = request.unsent = request.computed
+        for group in self.groups if count else ():
+            if group.is_state:
+                columns = request.states[group.index]
+                assert columns.get(count) == group.newest_column(count), "a state of a draft"
+                request.states[group.index] = {
+                    n: c
+                    for n, c in columns.items()
+                    if n == count or (group.mode == "all" and n < count)
+                }
+        self.seen["resumed"] += 1
+
     def rewind(self, request: Known, num_tokens: int) -> None:
         """Takes back computed tokens; those that follow are plain ones."""
         request.media = _cut(request.media, num_tokens)

@@ -242,6 +242,7 @@ class BlockManager:
         if tokens is not None and not self._prefixes.has_encoder:
             prompt = tokens, salt, extra_keys, max_cached_tokens
             looked_up = self._prefixes.look_up(*prompt, boundaries)
+        self._prefixes.unpark(request)
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)
         if looked_up is None:
@@ -279,6 +280,7 @@ class BlockManager:
         self._rows.check_new(into)
         columns = columns_to_share(self._state, row, num_tokens)
         for name in into:
+            self._prefixes.unpark(name)
             new = self._rows.take(name)
             self._state.fork(row, new, num_tokens, columns)
             self._prefixes.fork(row, new, num_tokens)
@@ -298,6 +300,63 @@ class BlockManager:
         """
         self._prefixes.finish(self._rows.row(request), tokens)
         self._end(request)
+
+    @_alone
+    def park(self, request: Hashable, tokens: Ints | None = None) -> bool:
+        """Releases the row of a request that is preempted, and keeps its blocks for `resume`.
+
+        The blocks count as free. As soon as others need them, they go to host memory; if that has
+        no room for all of them, they are forgotten, and so they are by `new_epoch`, `reset` and
+        `reset_prefixes`. The names of parked requests are free for others: `start` and `fork`
+        forget what was parked under them.
+
+        Args:
+          request: a running request.
+          tokens: as for `finish`, which then takes only those after them.
+
+        Returns:
+          Whether it is parked. A request is ended as by `finish` if it has computed nothing, if its
+          next upload copies one of its blocks, or if its state may lie in the block of a draft.
+
+        Raises:
+          TypeError, ValueError: as for `finish`, or the manager has no ``host_memory``.
+        """
+        row = self._rows.row(request)
+        if self._tier is None:
+            raise ValueError("park needs host_memory= of BlockManager; finish the request instead")
+        is_parked = self._prefixes.park(request, row, tokens)
+        self._end(request)
+        return is_parked
+
+    @_alone
+    def resume(self, request: Hashable) -> PrefixHit:
+        """Gives a parked request a row, and all tokens that it had computed.
+
+        Raises:
+          ValueError: `num_parked_tokens` of the request is 0, it runs, or no row is free.
+        """
+        self._rows.check_new([request])
+        if not self._prefixes.num_parked_tokens(request):
+            raise ValueError(
+                f"request={request!r} has no parked tokens that fit now; start it, which computes "
+                "its tokens again, or wait until more blocks are free"
+            )
+        row = self._rows.take(request)
+        self._state.start(row, 0)
+        return self._prefixes.resume(request, row)
+
+    def num_parked_tokens(self, request: Hashable) -> int:
+        """Returns the tokens with which `resume` would let a request go on now.
+
+        0: it is not parked, its blocks are gone, loading them is not worth it (`HostMemory`), or
+        too few blocks are free.
+        """
+        return self._prefixes.num_parked_tokens(request)
+
+    @_alone
+    def unpark(self, request: Hashable) -> None:
+        """Forgets what was parked of a request that does not go on, if anything was."""
+        self._prefixes.unpark(request)
 
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import cast
 
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
+from jaxkv._src.blocks._parking import ParkedRequest
 from jaxkv._src.blocks._prompts import (
     CachedPrompt,
     PrefixHit,
@@ -33,6 +34,7 @@ from jaxkv._src.prefixes import (
     PrefixEvents,
     PrefixPolicy,
     PrefixTree,
+    SharedColumns,
     TokenCodes,
     as_tokens,
     check_boundaries,
@@ -83,10 +85,11 @@ class Prefixes:
             host_ids=pool.num_blocks,
         )
         if tier is not None:
-            tier.attach(self._tree)
+            tier.attach(self._tree, self._events)
         self.has_encoder = bool(growth.crossed.size)
         self._prompts: dict[int, CachedPrompt] = {}  # by row
         self._computing: set[int] = set()  # rows whose prompt is not computed yet
+        self._parked: dict[Hashable, ParkedRequest] = {}
         self._epoch = 0
         self._known = KnownNamespaces(num_tokens=self._smallest, max_prompts=pool.num_blocks)
         self._codes = TokenCodes()
@@ -143,7 +146,7 @@ class Prefixes:
         prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
         check_boundaries(boundaries, encoded.size)
-        if found.num_host_tokens and not self._can_load(found):
+        if found.num_host_tokens and not self._can_load(found.columns):
             found = find(self._tree, prefix.path, found.num_seen, prefix.limit, on_device=True)
             found = found._replace(reasons=("on_host",) * len(found.reasons))
         found = found._replace(reasons=self._known.reasons(namespace, encoded, found))
@@ -173,8 +176,9 @@ class Prefixes:
         """Gives a row that was just started its prompt, and the blocks of its prefix."""
         self._prompts[row] = prompt
         self._computing.add(row)
-        if self._tier is not None and found.num_host_tokens:
-            found = self._loaded(self._tier, found, prompt)
+        if found.num_host_tokens:
+            columns = self._loaded(found.columns, found.num_tokens, prompt)
+            found = found._replace(columns=tuple(columns))
         if found.num_tokens:
             self._state.share(row, found.num_tokens, found.columns)
         self._bound_checkpoints()  # a load may have brought one
@@ -184,38 +188,104 @@ class Prefixes:
 
     # --- blocks in host memory ----------------------------------------------------
 
-    def _split(self, found: CachedPrefix) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the blocks of a prefix on the device, and those in host memory."""
-        ids = np.concatenate([NO_IDS, *(columns.block_ids for columns in found.columns)])
+    def _split(self, columns: Sequence[SharedColumns]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks of columns on the device, and those in host memory."""
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
         on_host = ids >= self._state.pool.num_blocks
         return ids[~on_host], ids[on_host].astype(np.int64)
 
-    def _can_load(self, found: CachedPrefix) -> bool:
-        """Returns whether blocks are free for those of a prefix that are in host memory."""
-        pool, (here, on_host) = self._state.pool, self._split(found)
+    def _can_load(self, columns: Sequence[SharedColumns]) -> bool:
+        """Returns whether blocks are free for those of columns that are in host memory."""
+        pool, (here, on_host) = self._state.pool, self._split(columns)
         num_warm = int(np.count_nonzero(pool.references_of(here) == 0))
         needed = on_host.size + self._state.copy_sources.size
         return needed <= pool.num_free_blocks - num_warm
 
-    def _loaded(self, tier: HostTier, found: CachedPrefix, prompt: CachedPrompt) -> CachedPrefix:
-        """Returns a prefix whose blocks are all on the device, once the next moves are made."""
-        pool, (here, on_host) = self._state.pool, self._split(found)
+    def _loaded(
+        self, columns: Sequence[SharedColumns], num_tokens: int, prompt: CachedPrompt | None
+    ) -> Sequence[SharedColumns]:
+        """Returns columns whose blocks are all on the device, once the next moves are made.
+
+        Args:
+          num_tokens: the tokens whose columns these are.
+          prompt: these tokens.
+        """
+        pool, (here, on_host) = self._state.pool, self._split(columns)
+        if self._tier is None or not on_host.size:
+            return columns
         pool.hold(here)  # or the blocks that are taken may be these
-        into = tier.load(on_host, self._state.take_to_load)
+        into = self._tier.load(on_host, self._state.take_to_load)
         pool.release(np.concatenate([here, into]))  # warm, until the request holds them
         new = dict(zip(on_host.tolist(), into.tolist(), strict=True))
         columns = [
             part._replace(
                 block_ids=np.array([new.get(i, i) for i in part.block_ids.tolist()], np.int32)
             )
-            for part in found.columns
+            for part in columns
         ]
-        ends = [found.num_tokens // policy.block for policy in self._tree.policies]
-        whole = zip(columns, ends, strict=True)
-        self._announce(
-            prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
-        )
-        return found._replace(columns=tuple(columns))
+        if prompt is not None:
+            ends = [num_tokens // policy.block for policy in self._tree.policies]
+            whole = zip(columns, ends, strict=True)
+            self._announce(
+                prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
+            )
+        return columns
+
+    # --- preempted requests -------------------------------------------------------
+
+    def park(self, name: Hashable, row: int, tokens: Ints | None) -> bool:
+        """Keeps all that a row's next token reads, before it releases its blocks.
+
+        Returns:
+          Whether all of it is kept; otherwise the whole blocks of its tokens are, as by `finish`.
+        """
+        parked = ParkedRequest.of(self._state, self._tree.policies, row, self._prompts.get(row))
+        self.finish(row, tokens, keeps_end=parked is None)
+        if parked is None or self._tier is None:
+            return False
+        self._tree.park(parked.blocks)
+        self._state.pool.has_kept = True
+        self._parked[name] = parked
+        self._tier.count(parked_requests=1)
+        return True
+
+    def num_parked_tokens(self, name: Hashable) -> int:
+        """Returns the tokens that `resume` brings back; 0: it cannot."""
+        parked = self._parked.get(name)
+        if parked is None or self._tier is None or not parked.num_tokens:
+            return 0
+        columns = parked.columns_now()
+        _, on_host = self._split(columns)
+        is_worth_it = not on_host.size or self._tier.is_worth_it(parked.num_tokens, on_host)
+        return parked.num_tokens if is_worth_it and self._can_load(columns) else 0
+
+    def resume(self, name: Hashable, row: int) -> PrefixHit:
+        """Gives a row that was just started all that was parked; `num_parked_tokens` is not 0."""
+        parked = self._parked[name]
+        count, prompt, columns = parked.num_tokens, parked.prompt, parked.columns_now()
+        is_on_host = self._split(columns)[1].size > 0
+        columns = self._loaded(columns, count, prompt)
+        self._state.go_on(row, count, columns, parked.lost_ends)
+        self.unpark(name)
+        ends: tuple[int, ...] = ()
+        if prompt is not None:
+            self._prompts[row] = prompt
+            ends = tuple([end for end in prompt.chunk_ends if end > count])
+            if count < prompt.tokens.size:
+                self._computing.add(row)
+        if self._tier is not None:
+            self._tier.count(resumed_requests=1, resumed_tokens=count)
+        self._bound_checkpoints()
+        shared = tuple([part.block_ids.size for part in columns])
+        reasons = ("complete",) * len(columns)
+        return PrefixHit(row, count, shared, reasons, ends, count if is_on_host else 0)
+
+    def unpark(self, name: Hashable) -> None:
+        """Forgets a request that was parked, if it was."""
+        parked = self._parked.pop(name, None)
+        if parked is not None and self._tier is not None and parked.num_tokens:
+            freed = self._tier.let_go(self._tree.drop_checkpoint(parked.blocks))
+            self._state.pool.cool(freed)
 
     def _chunk_ends(
         self, num_tokens: int, found: CachedPrefix, boundaries: Sequence[int]
@@ -294,11 +364,12 @@ class Prefixes:
             if count == size:
                 self._computing.remove(row)
 
-    def finish(self, row: int, tokens: Ints | None) -> None:
+    def finish(self, row: int, tokens: Ints | None, *, keeps_end: bool = True) -> None:
         """Keeps what a request computed, before it releases its blocks.
 
         Args:
           tokens: the token ids after its prompt.
+          keeps_end: whether to keep its newest states, too.
         """
         prompt = self._prompts.get(row)
         more = NO_IDS if tokens is None else as_tokens("tokens", tokens)
@@ -312,7 +383,7 @@ class Prefixes:
         if not all(self._tree.keeps(ids).all() for _, ids in columns):
             prompt.num_kept = 0  # those that were kept in place of these may be gone by now
         is_end = 0 < count == computed and not self._state.awaits_copy(row)
-        self._keep(row, prompt, count, is_end=is_end)
+        self._keep(row, prompt, count, is_end=is_end and keeps_end)
 
     def used(self, row: int) -> None:
         """Forgets a row that has released its blocks; the states that it used are taken last."""
@@ -400,21 +471,23 @@ class Prefixes:
             else:
                 ids = last.blocks[last.blocks > 0]
                 self._state.pool.cool(np.concatenate([ids, self._tier.evict(ids)]))
+                if self._events is not None:
+                    self._events.removed(ids.tolist())
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted_blocks"] += ids.size
+        others = self._tree.forget(ids) if self._tier is None else self._tier.evict(ids)
         if self._events is not None:
             self._events.removed(ids.tolist())
-        if self._tier is not None:
-            return self._tier.evict(ids)
-        return np.array(self._tree.forget(ids), np.int32)
+        return np.array(others, np.int32)
 
     # --- resetting and counting ---------------------------------------------------
 
     def new_epoch(self) -> None:
         """Forgets all kept blocks, but remembers that their prompts were cached."""
         self._epoch += 1
+        self._parked.clear()
         pool, kept = self._state.pool, self._tree.clear()
         pool.cool(kept if self._tier is None else self._tier.clear(kept))
         pool.has_kept = False

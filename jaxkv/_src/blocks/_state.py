@@ -298,13 +298,26 @@ class RequestState:
     def fork(self, donor: int, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
         """Starts a row that shares the blocks of a donor's first ``num_tokens`` tokens."""
         self.start(row, int(self.encoder_tokens[donor]))
+        until = self.go_on(row, num_tokens, columns, self.lost_ends[:, donor])
+        self.note_shared(donor, until)
+
+    def go_on(
+        self, row: int, num_tokens: int, columns: Sequence[SharedColumns], lost_ends: np.ndarray
+    ) -> int:
+        """Gives a row that was just started the blocks of another one, or of its own from before.
+
+        Args:
+          lost_ends: int64[G], those of that row.
+
+        Returns:
+          The number of first positions whose blocks may be shared.
+        """
         self.share(row, num_tokens, columns)
-        lost = self.lost_ends[:, donor]
-        self.lost_ends[:, row] = np.where(lost <= num_tokens, lost, 0)
+        self.lost_ends[:, row] = np.where(lost_ends <= num_tokens, lost_ends, 0)
         ends = [part.end * n for part, n in zip(columns, self.column_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
-        for sharer in (donor, row):
-            self.note_shared(sharer, until)
+        self.note_shared(row, until)
+        return until
 
     def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
         """Gives a row that was just started the blocks of a prefix."""

@@ -2,7 +2,7 @@
 
 from jaxkv._src.prefixes._beginnings import PrefixGroup, group_by_beginning
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
-from jaxkv._src.prefixes._checkpoints import Checkpoint
+from jaxkv._src.prefixes._checkpoints import Checkpoint, ParkedBlocks
 from jaxkv._src.prefixes._event_encoding import (
     END_OF_REPLAY,
     EventFormat,
@@ -64,6 +64,7 @@ __all__ = [
     "Medium",
     "Namespace",
     "Node",
+    "ParkedBlocks",
     "PrefixEvents",
     "PrefixGroup",
     "PrefixPolicy",

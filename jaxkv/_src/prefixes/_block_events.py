@@ -14,6 +14,7 @@ from jaxkv._src.prefixes._events import (
     BlocksStored,
     EventGroup,
     EventLog,
+    Medium,
 )
 from jaxkv._src.prefixes._extra_keys import ExtraKey, extra_keys_by_block
 from jaxkv._src.prefixes._keys import block_keys
@@ -57,6 +58,9 @@ class KeyChain:
             )
 
 
+Name = tuple[Medium, int, bytes]  # of a block: its memory, group and key
+
+
 class PrefixEvents:
     """Writes into a log which whole blocks are kept.
 
@@ -71,8 +75,8 @@ class PrefixEvents:
         """Creates the events of a plan's groups, for ``log``."""
         self._log, self._groups = log, groups
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
-        self._names: dict[int, tuple[int, bytes]] = {}  # block id -> group and key
-        self._counts: collections.Counter[tuple[int, bytes]] = collections.Counter()
+        self._names: dict[int, Name] = {}  # by block id
+        self._counts: collections.Counter[Name] = collections.Counter()
 
     def stored(
         self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
@@ -93,12 +97,29 @@ class PrefixEvents:
         fresh: list[int] = []
         for column, block_id in enumerate(ids, first):
             if block_id and block_id not in self._names:
-                name = self._names[block_id] = group, chain.keys[(column + 1) * step - 1]
-                self._counts[name] += 1
-                if self._counts[name] == 1:
+                if self._is_first(block_id, ("GPU", group, chain.keys[(column + 1) * step - 1])):
                     fresh.append(column)
         for start, end in _runs(fresh):
             self._log.append(self._event(chain, tokens, self._groups[group], start, end))
+
+    def _is_first(self, block_id: int, name: Name) -> bool:
+        """Names a block. Returns whether no other has this name."""
+        self._names[block_id] = name
+        self._counts[name] += 1
+        return self._counts[name] == 1
+
+    def stored_on_host(self, ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Records that host memory gets copies of blocks, as far as these are recorded.
+
+        As in vLLM's offloading, these events have neither tokens nor a parent.
+        """
+        fresh: dict[int, list[bytes]] = {}
+        for block_id, host_id in zip(ids, host_ids, strict=True):
+            _, group, key = self._names.get(block_id, ("GPU", 0, b""))
+            if key and self._is_first(host_id, ("CPU", group, key)):
+                fresh.setdefault(group, []).append(key)
+        for group, keys in fresh.items():
+            self._log.append(BlocksStored(self._groups[group], tuple(keys), None, (), "CPU"))
 
     def _event(
         self, chain: KeyChain, tokens: np.ndarray, group: EventGroup, start: int, end: int
@@ -118,8 +139,8 @@ class PrefixEvents:
         )
 
     def removed(self, ids: Sequence[int]) -> None:
-        """Records that blocks are no longer kept."""
-        gone: dict[int, list[bytes]] = {}
+        """Records that blocks are no longer kept in the memory that they are in."""
+        gone: dict[tuple[Medium, int], list[bytes]] = {}
         for block_id in ids:
             name = self._names.pop(block_id, None)
             if name is None:  # the block kept the end of a prefix, which is not a whole block
@@ -127,9 +148,9 @@ class PrefixEvents:
             self._counts[name] -= 1
             if not self._counts[name]:
                 del self._counts[name]
-                gone.setdefault(name[0], []).append(name[1])
-        for group, keys in gone.items():
-            self._log.append(BlocksRemoved(self._groups[group], tuple(keys)))
+                gone.setdefault(name[:2], []).append(name[2])
+        for (medium, group), keys in gone.items():
+            self._log.append(BlocksRemoved(self._groups[group], tuple(keys), medium))
 
     def cleared(self) -> None:
         """Records that no block is kept any more."""

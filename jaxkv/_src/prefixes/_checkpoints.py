@@ -15,12 +15,15 @@ class Checkpoint:
       `EVICTED` where the block is gone.
     is_wanted: whether other prompts are expected to continue here: the caller named this boundary,
       two prompts parted here, or a request has shared the prefix.
+    groups: int64[N], the group of each block, if not every group has one.
     """
 
-    __slots__ = ("blocks", "is_wanted", "position")
+    __slots__ = ("blocks", "groups", "is_wanted", "position")
+    groups: np.ndarray | None
 
     def __init__(self, position: int, blocks: np.ndarray, *, is_wanted: bool):
         self.position, self.blocks, self.is_wanted = position, blocks, is_wanted
+        self.groups = None
 
     @property
     def num_blocks(self) -> int:
@@ -30,13 +33,35 @@ class Checkpoint:
     def is_kept(self) -> bool:
         return bool((self.blocks >= 0).all())
 
+    def group_of(self, block_id: int) -> int:
+        """Returns the group of a block."""
+        at = int((self.blocks == block_id).argmax())
+        return at if self.groups is None else self.groups.item(at)
+
+
+class ParkedBlocks(Checkpoint):
+    """All blocks that a preempted request reads next. No prompt finds them.
+
+    ends: int64[N], the position before which each block may not be written.
+    """
+
+    __slots__ = ("ends",)
+
+    def __init__(self, position: int, blocks: np.ndarray, groups: np.ndarray, ends: np.ndarray):
+        super().__init__(position, blocks, is_wanted=True)
+        self.groups, self.ends = groups, ends
+
+    def until(self, block_id: int) -> int:
+        """Returns the position before which a block may not be written."""
+        return int(self.ends[(self.blocks == block_id).argmax()])
+
 
 class Checkpoints:
     """All checkpoints, the least recently used first.
 
     Most prompts end where no other prompt continues. Checkpoints of such ends are evicted before
     wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks. One that has a
-    block in host memory is parked: it takes no part in this order.
+    block in host memory takes no part in this order, and no `ParkedBlocks` do.
     """
 
     def __init__(self) -> None:
@@ -57,7 +82,7 @@ class Checkpoints:
         self._num_blocks[checkpoint.is_wanted] += checkpoint.num_blocks
 
     def remove(self, checkpoint: Checkpoint) -> bool:
-        """Removes a checkpoint, or parks it. Returns whether it was here."""
+        """Removes a checkpoint. Returns whether it was here."""
         is_here = checkpoint in self
         if is_here:
             del self._queues[checkpoint.is_wanted][checkpoint]

@@ -8,12 +8,12 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
 from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints
+from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint, Checkpoints, ParkedBlocks
 from jaxkv._src.specs import Growth
 
 WHOLE = np.iinfo(np.int64).max  # `frozen_before` of a block of which no byte may change
@@ -98,10 +98,13 @@ class PrefixTree:
     state: a new object after every change, so that a caller can tell whether an earlier lookup
       is still valid.
     checkpoints: the kept checkpoints.
+    parked: the blocks of preempted requests, as far as all of them are kept.
     num_tokens: remembered tokens.
     grid: least common multiple of the groups' block sizes, at which a prefix of whole blocks ends.
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     host_ids: ids from this one on are of blocks in host memory.
+    on_recomputed: called with blocks in host memory, and with those on the device that are kept
+      in their place from now on, because a request has computed the same content.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class PrefixTree:
         # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
         self._home_of = np.full(frozen_before.size, -1, np.int64)
         self._is_in_checkpoint = np.zeros(frozen_before.size, bool)
+        self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] = lambda ids, into: None
         self._clear()
 
     def _clear(self) -> None:
@@ -141,6 +145,7 @@ class PrefixTree:
         self._recent: dict[Node, None] = {}  # the least recently used first
         self._of_block: dict[int, list[Checkpoint]] = {}
         self.checkpoints = Checkpoints()
+        self.parked: dict[ParkedBlocks, None] = {}
         self.num_tokens = 0
 
     def clear(self) -> np.ndarray:
@@ -210,7 +215,8 @@ class PrefixTree:
           is_wanted: as in `Checkpoint`.
 
         Returns:
-          The checkpoint; None if none was given, or an older one at this position is kept.
+          The checkpoint, which may be an older one that has blocks of these now; None if none was
+          given, or an older one at this position is kept as it is.
         """
         self.state = object()
         path = self._grow_path(namespace, tokens)
@@ -241,6 +247,7 @@ class PrefixTree:
             homes = np.arange(place + low, place + high)
             until = np.arange((low + 1) * block, (high + 1) * block, block)
             if np.count_nonzero(here):  # some columns have a block already, or had one
+                self._take_over(here, kept)
                 fresh = (here <= 0).nonzero()[0]
                 if not fresh.size:
                     continue
@@ -250,6 +257,19 @@ class PrefixTree:
                 here[:] = kept
             self._home_of[kept], self.frozen_before[kept] = homes, until
 
+    def _take_over(self, here: np.ndarray, made: np.ndarray) -> bool:
+        """Keeps blocks on the device in place of those with the same content in host memory.
+
+        Returns:
+          Whether there are any.
+        """
+        at = ((here >= self.host_ids) & (made > 0) & (self.frozen_before[made] == 0)).nonzero()[0]
+        if at.size:
+            ids, into = here[at].astype(np.intp), made[at]
+            self.move(ids, into)
+            self.on_recomputed(ids, into)
+        return bool(at.size)
+
     def _place(self, node: Node, group: int) -> int:
         """Returns a number for a node and a group, in the bits above the column."""
         return node.index * len(self.policies) + group << COLUMN_BITS
@@ -258,17 +278,26 @@ class PrefixTree:
         position, blocks = made.position, made.blocks
         known = node.checkpoints.get(position)
         if known is not None and known.is_kept:
+            is_taken = self._take_over(known.blocks, blocks)
             self.checkpoints.touch(known, is_wanted=made.is_wanted)
-            return None
+            return known if is_taken else None
         node.checkpoints[position] = made
-        for group, block_id in enumerate(blocks.tolist()):
-            if block_id > 0:
-                until = self.policies[group].until(position)
-                self.frozen_before[block_id] = max(int(self.frozen_before[block_id]), until)
-                self._of_block.setdefault(block_id, []).append(made)
-                self._is_in_checkpoint[block_id] = True
+        self._freeze(made)
         self.checkpoints.add(made)
         return made
+
+    def park(self, parked: ParkedBlocks) -> None:
+        """Keeps all blocks of a preempted request, until one of them is forgotten."""
+        self.state = object()
+        self._freeze(parked)
+        self.parked[parked] = None
+
+    def _freeze(self, made: Checkpoint) -> None:
+        for block_id in made.blocks[made.blocks > 0].tolist():
+            until = self._end_of(made, block_id)
+            self.frozen_before[block_id] = max(int(self.frozen_before[block_id]), until)
+            self._of_block.setdefault(block_id, []).append(made)
+            self._is_in_checkpoint[block_id] = True
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> list[int]:
         """Drops a checkpoint, and returns those of its blocks that are no longer kept."""
@@ -284,6 +313,8 @@ class PrefixTree:
             if not self.frozen_before[block_id]:
                 freed.append(block_id)
         self.checkpoints.remove(checkpoint)
+        if isinstance(checkpoint, ParkedBlocks):
+            self.parked.pop(checkpoint, None)
         checkpoint.blocks = np.where(checkpoint.blocks, EVICTED, 0).astype(np.int32)
         return freed
 
@@ -294,9 +325,14 @@ class PrefixTree:
             policy = self.policies[(home >> COLUMN_BITS) % len(self.policies)]
             until = ((home & COLUMNS) + 1) * policy.block
         for checkpoint in self._of_block.get(block_id, ()):
-            group = int((checkpoint.blocks == block_id).argmax())
-            until = max(until, self.policies[group].until(checkpoint.position))
+            until = max(until, self._end_of(checkpoint, block_id))
         return until
+
+    def _end_of(self, checkpoint: Checkpoint, block_id: int) -> int:
+        """Returns the position before which no token of a checkpoint's block may be overwritten."""
+        if isinstance(checkpoint, ParkedBlocks):
+            return checkpoint.until(block_id)
+        return self.policies[checkpoint.group_of(block_id)].until(checkpoint.position)
 
     def forget(self, ids: np.ndarray) -> list[int]:
         """Forgets blocks that are about to be reused.
@@ -347,16 +383,17 @@ class PrefixTree:
         ):
             array[into], array[ids] = array[ids], empty
         in_checkpoints = self._is_in_checkpoint[into]
-        pairs = zip(ids[in_checkpoints].tolist(), into[in_checkpoints].tolist(), strict=True)
+        new_of = dict(zip(ids[in_checkpoints].tolist(), into[in_checkpoints].tolist(), strict=True))
         moved: dict[Checkpoint, None] = {}
-        for block_id, new in pairs:
+        for block_id, new in new_of.items():
             self._of_block[new] = self._of_block.pop(block_id)
-            for checkpoint in self._of_block[new]:
-                self.checkpoints.remove(checkpoint)
-                checkpoint.blocks[checkpoint.blocks == block_id] = new
-                moved[checkpoint] = None
+            moved |= dict.fromkeys(self._of_block[new])
         for checkpoint in moved:
-            if (checkpoint.blocks < self.host_ids).all():
+            self.checkpoints.remove(checkpoint)
+            blocks = [new_of.get(block_id, block_id) for block_id in checkpoint.blocks.tolist()]
+            checkpoint.blocks = np.array(blocks, np.int32)
+            is_parked = checkpoint in self.parked
+            if not is_parked and (checkpoint.blocks < self.host_ids).all():
                 self.checkpoints.add(checkpoint)
 
     def group_of(self, block_id: int) -> int:
@@ -364,7 +401,7 @@ class PrefixTree:
         home = int(self._home_of[block_id])
         if home >= 0:
             return (home >> COLUMN_BITS) % len(self.policies)
-        return int((self._of_block[block_id][0].blocks == block_id).argmax())
+        return self._of_block[block_id][0].group_of(block_id)
 
     def is_inside(self, block_id: int) -> bool:
         """Returns whether a prefix that ends where its tokens do reads a kept block.

@@ -59,7 +59,7 @@ class Admission:
             raise
         while started and not self.grows({name: step.work[name] for name in hits}):
             last = started.pop()  # some of the blocks in `Room` are no longer there
-            self._prompts.finish(last)
+            self._prompts.park(last)
             step.take_back(last.name)
             del hits[last.name]
         del queues.waiting[: len(started)]
@@ -80,12 +80,15 @@ class Admission:
         # Only a request that has all the room of a step to itself may take a part of a prefix.
         most = limit if step.cached_tokens == limit else ANYWHERE
         most = min(most, draft_start)
-        cached, held = self._prompts.find(request, num_tokens, most)
+        cached, held = self._prompts.num_parked(request, most), 0
+        may_copy = self._options.forks > 0  # or it shares no blocks
+        if not cached:
+            cached, held = self._prompts.find(request, num_tokens, most)
+            may_copy = self._options.has_states
         blocks = self._prompt_blocks(request)
         if not self._has_room(request, room, blocks - held):
             return None
-        copies_state = bool(cached) and self._options.has_states
-        if cached > step.cached_tokens or copies_state > step.forks:
+        if cached > step.cached_tokens or (cached and may_copy > step.forks):
             return None
         if not step.give(name, num_tokens - cached, draft_start=draft_start - cached):
             return None
@@ -94,12 +97,11 @@ class Admission:
         )
         # Too few blocks may be free for those of the prefix that are in host memory.
         cached = hit.num_cached_tokens
-        copies_state = bool(cached) and self._options.has_states
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
         step.take_back(name)
         step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
-        step.forks -= copies_state
+        step.forks -= bool(cached) and may_copy
         room.take(request, blocks - sum(hit.shared_blocks))
         return hit
 

@@ -253,9 +253,9 @@ class Chooser:
         return preempted
 
     def preempt(self, request: Request) -> None:
-        """Takes the blocks of a running request, which waits to be computed again."""
+        """Takes the blocks of a running request, which waits to go on or to be computed again."""
         computed = self._queues.num_computed(request)
-        self._prompts.finish(request)
+        self._prompts.park(request)
         self.drop(request, needs_token=computed >= self._queues.num_tokens(request))
 
     def drop(self, request: Request, *, needs_token: bool = False) -> None:

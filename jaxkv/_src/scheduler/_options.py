@@ -61,6 +61,11 @@ class Options:
         return min([growth.speculative_blocks for growth in aligned], default=INT32_MAX)
 
     @property
+    def parks(self) -> bool:
+        """Whether preempted requests are parked, because there is host memory."""
+        return self.manager.tier_stats() is not None
+
+    @property
     def shares(self) -> bool:
         """Whether requests share prefixes."""
         return self.tokens is not None and (not self.has_states or self.forks > 0)

@@ -18,7 +18,7 @@ class Prompts:
     def __init__(self, options: Options):
         self._manager, self._chunk_tokens = options.manager, options.chunk_tokens
         self._tokens, self._steps_ahead = options.tokens, options.steps_ahead
-        self._shares = options.shares
+        self._shares, self._parks = options.shares, options.parks
 
     # --- token ids ------------------------------------------------------------------
 
@@ -135,14 +135,17 @@ class Prompts:
           max_cached_tokens: the longest prefix to share.
         """
         prompt = request.prompt
-        hit = self._manager.start(
-            request.name,
-            prompt.found,
-            boundaries=prompt.boundaries,
-            max_cached_tokens=max_cached_tokens,
-            encoder_tokens=request.encoder_tokens,
-        )
-        prompt.num_known = None if prompt.found is None else prompt.found.num_tokens
+        if self.num_parked(request, max_cached_tokens):
+            hit = self._manager.resume(request.name)
+        else:
+            hit = self._manager.start(
+                request.name,
+                prompt.found,
+                boundaries=prompt.boundaries,
+                max_cached_tokens=max_cached_tokens,
+                encoder_tokens=request.encoder_tokens,
+            )
+            prompt.num_known = None if prompt.found is None else prompt.found.num_tokens
         prompt.found = prompt.ids = None
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
@@ -154,20 +157,47 @@ class Prompts:
 
     def finish(self, request: Request) -> None:
         """Ends a request in the manager, which keeps its blocks for later prompts."""
-        prompt, more = request.prompt, None
-        if self._shares and prompt.num_known is not None:
-            try:
-                more = self._ids(request.name)[prompt.num_known :]
-            except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
-                more = None
-        self._manager.finish(request.name, more)
-        prompt.num_known, prompt.chunk_ends = None, ()
+        self._manager.finish(request.name, self._ids_after_prompt(request))
+        request.prompt.num_known, request.prompt.chunk_ends = None, ()
+
+    def park(self, request: Request) -> None:
+        """Ends a request that is preempted; with host memory, it goes on where it was."""
+        prompt, more = request.prompt, self._ids_after_prompt(request)
+        if not self._parks:
+            self.finish(request)
+        elif not self._manager.park(request.name, more):
+            prompt.num_known = None
+        elif more is not None and prompt.num_known is not None:
+            prompt.num_known += more.size
+        prompt.chunk_ends = ()
+
+    def num_parked(self, request: Request, most: int) -> int:
+        """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
+        count = self._manager.num_parked_tokens(request.name) if self._parks else 0
+        return count if count <= most else 0
+
+    def unpark(self, request: Request) -> None:
+        """Lets a request that waits start anew, if at all."""
+        if self._parks:
+            self._manager.unpark(request.name)
+            request.prompt.num_known = None
+
+    def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
+        """Returns the ids after those that a request was started with; None: they are unknown."""
+        if not self._shares or request.prompt.num_known is None:
+            return None
+        try:
+            return self._ids(request.name)[request.prompt.num_known :]
+        except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
+            return None
 
     def rewind(self, requests: Sequence[tuple[Request, int]]) -> None:
         """Shortens requests, in the manager as well, to numbers of tokens."""
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
         for request, count in requests:
             prompt = request.prompt
+            if request.row < 0:
+                self.unpark(request)
             prompt.found = prompt.ids = None
             prompt.chunk_ends = [end for end in prompt.chunk_ends if end <= count]
 

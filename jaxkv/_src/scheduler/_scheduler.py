@@ -42,7 +42,9 @@ class Scheduler:
 
     Requests get blocks in the order of their arrival. When blocks run out, the youngest request
     that got none in this step is preempted: it gives back all of its blocks, and waits ahead of
-    requests that arrived later. The same calls give the same schedules.
+    requests that arrived later. With host memory, it goes on where it was if its blocks are still
+    there (`BlockManager.park`); otherwise it is computed again. The same calls give the same
+    schedules.
 
     The scheduler owns the manager: call only its ``step``, its methods that change no request, and
     `restart` after `BlockManager.reset`. It cannot see new weights: call `BlockManager.new_epoch`
@@ -200,7 +202,9 @@ class Scheduler:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             forks=options.forks,
-            cached_tokens=options.cached_tokens if options.shares or options.forks else 0,
+            cached_tokens=options.cached_tokens
+            if options.shares or options.forks or options.parks
+            else 0,
             extra=extra,
             shared_prefixes=shared_prefixes,
             reproducible=reproducible,
@@ -401,6 +405,8 @@ class Scheduler:
         self._chooser.forget(request)
         if known.row >= 0:
             self._prompts.finish(known)
+        else:
+            self._prompts.unpark(known)
         self._queues.remove(known)
 
     def restart(self) -> None:
@@ -417,6 +423,7 @@ class Scheduler:
             else:
                 self._chooser.drop(request)
         for request in self._queues.of.values():
+            self._prompts.unpark(request)
             self._ledger.needs_token[request.index] = False
             self._prompts.forget_unknown(request, self._ledger)
 

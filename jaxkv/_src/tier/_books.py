@@ -1,14 +1,14 @@
 """`HostTier`, the books of blocks that are evicted to host memory, and come back. NumPy only."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxkv._src.planning import Plan
-from jaxkv._src.prefixes import CachedPrefix, PrefixTree
+from jaxkv._src.prefixes import CachedPrefix, PrefixEvents, PrefixTree
 from jaxkv._src.tier._memory import HostMemory, block_bytes
-from jaxkv._src.tier._moves import Moves, TierStats
+from jaxkv._src.tier._moves import COUNTED, Moves, TierStats
 from jaxkv._src.tier._room import HostRoom
 
 NO_IDS = np.zeros(0, np.int64)
@@ -38,9 +38,10 @@ class HostTier:
         self._number, self._is_anew = 0, False
         self._counts: Counter[str] = Counter()
 
-    def attach(self, tree: PrefixTree) -> None:
-        """Names the tree whose blocks these are."""
-        self._tree = tree
+    def attach(self, tree: PrefixTree, events: PrefixEvents | None) -> None:
+        """Names the tree whose blocks these are, and the events of what host memory holds."""
+        self._tree, self._events = tree, events
+        tree.on_recomputed = self._pair
 
     # --- to the host ----------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class HostTier:
         chosen = chosen[fits]
         if chosen.size:
             into = self.room.take(groups[fits])
+            if self._events is not None:
+                self._events.stored_on_host(chosen.tolist(), into.tolist())
             self._tree.move(chosen, into)
             self._until[into] = self._tree.frozen_before[into]
             self._stores.update(zip(into.tolist(), chosen.tolist(), strict=True))
@@ -80,17 +83,33 @@ class HostTier:
             self._tree.move(ids[is_same], copies[is_same])
             self.room.touch(copies[is_same])
         self._part(ids[copies > 0])
-        self.room.release(copies[(copies > 0) & ~is_same].tolist())
+        self._release(copies[(copies > 0) & ~is_same].tolist())
         return ids[~is_same]
+
+    def _release(self, host_ids: list[int]) -> None:
+        """Frees blocks of host memory."""
+        self.room.release(host_ids)
+        self._announce_gone(host_ids)
+
+    def _announce_gone(self, host_ids: list[int]) -> None:
+        if self._events is not None:
+            self._events.removed(host_ids)
 
     def _part(self, ids: np.ndarray) -> None:
         """Notes that blocks are copies of no others any more."""
         self._copy_of[self._copy_of[ids]] = 0
         self._copy_of[ids] = 0
 
+    def _pair(self, host_ids: np.ndarray, ids: np.ndarray) -> None:
+        """Notes that blocks are copies of each other, and that those on the host were used."""
+        self._copy_of[ids], self._copy_of[host_ids] = host_ids, ids
+        self.room.touch(host_ids)
+
     def _chosen(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks to store, as many as host memory can hold, and their groups."""
-        inside = [block_id for block_id in ids.tolist() if self._tree.is_inside(block_id)]
+        # The content of a block that is to be loaded is not there yet.
+        here = [block_id for block_id in ids.tolist() if block_id not in self._loads]
+        inside = [block_id for block_id in here if self._tree.is_inside(block_id)]
         groups = np.array([self._tree.group_of(block_id) for block_id in inside], np.int64)
         # The last ones were used last.
         fit = np.cumsum(self.room.block_bytes[groups][::-1])[::-1] <= self.room.num_bytes
@@ -103,27 +122,38 @@ class HostTier:
           Blocks on the device that are no longer kept.
         """
         others = [NO_IDS]
+        if self.room.num_bytes - self.room.used_bytes >= num_bytes:
+            return NO_IDS
+        spared = self._pinned | self._parked()
         while self.room.num_bytes - self.room.used_bytes < num_bytes:
-            gone = self.room.oldest(self._pinned)
+            gone = self.room.oldest(spared)
             if gone is None:
                 break
             self._counts["evicted_blocks"] += len(gone)
+            self._announce_gone(gone)
             ids = np.array(gone, np.int64)
             here = self._copy_of[ids] > 0  # the tree knows these by their id on the device
             self._part(ids[here])
             others.append(self._forget(ids[~here]))
         return np.concatenate(others)
 
+    def _parked(self) -> frozenset[int]:
+        """Returns the chunks of preempted requests, which others do not push out."""
+        ids = np.concatenate([NO_IDS, *(parked.blocks for parked in self._tree.parked)])
+        return frozenset(self.room.chunks(ids[ids >= self.room.first_id]).tolist())
+
     def _forget(self, ids: np.ndarray) -> np.ndarray:
         """Forgets blocks in either memory. Returns others on the device that are not kept now."""
-        if not ids.size:
-            return NO_IDS
-        others = np.array(self._tree.forget(ids), np.int64)
+        return self.let_go(self._tree.forget(ids)) if ids.size else NO_IDS
+
+    def let_go(self, freed: Sequence[int]) -> np.ndarray:
+        """Frees the host memory of blocks that are not kept now. Returns those on the device."""
+        others = np.array(freed, np.int64)
         on_host = others >= self.room.first_id
-        self.room.release(others[on_host].tolist())
+        self._release(others[on_host].tolist())
         others = others[~on_host]
         copied = others[self._copy_of[others] > 0]
-        self.room.release(self._copy_of[copied].tolist())
+        self._release(self._copy_of[copied].tolist())
         self._part(copied)
         return others
 
@@ -142,9 +172,13 @@ class HostTier:
             return found
         here = find(on_device=True)
         gained = found.num_tokens - here.num_tokens
-        if self._memory.is_worth_it(gained, self.room.bytes_to_load(ids)):
+        if self.is_worth_it(gained, ids):
             return found._replace(num_host_tokens=gained)
         return here._replace(reasons=("on_host",) * len(here.reasons))
+
+    def is_worth_it(self, num_tokens: int, host_ids: np.ndarray) -> bool:
+        """Returns whether to load blocks, int64[N], rather than compute their tokens."""
+        return self._memory.is_worth_it(num_tokens, self.room.bytes_to_load(host_ids))
 
     def load(self, host_ids: np.ndarray, take: Callable[[int], np.ndarray]) -> np.ndarray:
         """Brings blocks to the device.
@@ -160,8 +194,7 @@ class HostTier:
         into = take(host_ids.size).astype(np.int64)
         self._pinned = frozenset()
         self._tree.move(host_ids, into)
-        self._copy_of[into], self._copy_of[host_ids] = host_ids, into
-        self.room.touch(host_ids)
+        self._pair(host_ids, into)
         self._loads.update(zip(into.tolist(), host_ids.tolist(), strict=True))
         return into
 
@@ -220,12 +253,14 @@ class HostTier:
         self._loads.clear()
         self._sealed, self._is_anew = None, True
 
+    def count(self, **counts: int) -> None:
+        """Adds to counts of `TierStats`."""
+        self._counts.update(counts)
+
     def stats(self) -> TierStats:
         """Returns the counts so far."""
-        names = "stored_blocks", "stored_bytes", "loaded_blocks", "loaded_bytes"
-        names += "evicted_blocks", "skipped_blocks"
         return TierStats(
-            **{name: self._counts[name] for name in names},
+            **{name: self._counts[name] for name in COUNTED},
             num_bytes=self.room.num_bytes,
             used_bytes=self.room.used_bytes,
         )

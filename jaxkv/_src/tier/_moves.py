@@ -53,6 +53,7 @@ class TierStats:
     loaded_blocks, loaded_bytes: copied back; bytes include blocks that share a chunk with these.
     evicted_blocks: taken from host memory for others.
     skipped_blocks: evicted from device memory for which there was no room, or no use.
+    parked_requests, resumed_requests, resumed_tokens: by `BlockManager.park` and ``resume``.
     num_bytes, used_bytes: of host memory, and of the blocks that are there.
     """
 
@@ -62,5 +63,11 @@ class TierStats:
     loaded_bytes: int
     evicted_blocks: int
     skipped_blocks: int
+    parked_requests: int
+    resumed_requests: int
+    resumed_tokens: int
     num_bytes: int
     used_bytes: int
+
+
+COUNTED = tuple(field.name for field in dataclasses.fields(TierStats))[:-2]

@@ -169,18 +169,17 @@ class HostRoom:
         Args:
           pairs: blocks on the device and the blocks of chunks that come there.
         """
-        made: list[Chunk] = []
+        made: dict[tuple[int, int], Chunk] = {}  # by number, and how often it is there before
         for block_id, host_id in pairs.items():
             at = host_id - self.first_id
-            number, place = int(self._chunk_of[at]), int(self._place_of[at])
-            fitting = (c for c in made if c.number == number and c.block_ids[place] < 0)
-            chunk = next(fitting, None)
-            if chunk is None:
+            number, place, turn = int(self._chunk_of[at]), int(self._place_of[at]), 0
+            while (number, turn) in made and made[number, turn].block_ids[place] >= 0:
+                turn += 1
+            if (number, turn) not in made:
                 ids = np.full(self._sizes[number], -1, np.int32)
-                chunk = Chunk(number, int(self._group_of[at]), ids)
-                made.append(chunk)
-            chunk.block_ids[place] = block_id
-        return made
+                made[number, turn] = Chunk(number, int(self._group_of[at]), ids)
+            made[number, turn].block_ids[place] = block_id
+        return list(made.values())
 
     def settle(self) -> tuple[int, ...]:
         """Frees the ids of blocks that are not alive; returns the chunks that were dropped."""
