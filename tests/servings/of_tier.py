@@ -68,7 +68,7 @@ class TierServing(ManagerServing):
         self.say(f"    {is_parked}")
         del self.requests[name], self.prompts[name]
         if not is_cut:
-            self.note_whole(request, known + len(more or ()))
+            self.note_whole(request, known + len(more or ()), has_ended=True)
         if is_parked:
             self.parked[name] = request, known + len(more or ())
             self.oracle.seen["parked"] += 1

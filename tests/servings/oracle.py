@@ -83,8 +83,7 @@ class Whole:
         self._check_evicted()
         if not self.is_known or request.media:
             return
-        has_all = has_ended and self.manager.tier_stats() is None  # which has them in either memory
-        if has_all or request.evicted == self._evicted:
+        if has_ended or request.evicted == self._evicted:
             for end in range(self.size, num_tokens + 1, self.size):
                 self._prompts.add(self._key(request, end))
 

@@ -224,7 +224,8 @@ class Prefixes:
             for part in columns
         ]
         if prompt is not None:
-            ends = [num_tokens // policy.block for policy in self._tree.policies]
+            known = min(num_tokens, prompt.tokens.size)
+            ends = [known // policy.block for policy in self._tree.policies]
             whole = zip(columns, ends, strict=True)
             self._announce(
                 prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]

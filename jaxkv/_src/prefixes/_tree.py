@@ -247,7 +247,7 @@ class PrefixTree:
             homes = np.arange(place + low, place + high)
             until = np.arange((low + 1) * block, (high + 1) * block, block)
             if np.count_nonzero(here):  # some columns have a block already, or had one
-                self._take_over(here, kept)
+                self._take_over(here, kept, until)
                 fresh = (here <= 0).nonzero()[0]
                 if not fresh.size:
                     continue
@@ -257,13 +257,19 @@ class PrefixTree:
                 here[:] = kept
             self._home_of[kept], self.frozen_before[kept] = homes, until
 
-    def _take_over(self, here: np.ndarray, made: np.ndarray) -> bool:
+    def _take_over(self, here: np.ndarray, made: np.ndarray, ends: np.ndarray) -> bool:
         """Keeps blocks on the device in place of those with the same content in host memory.
 
+        Args:
+          here: int[N], the blocks that are kept.
+          made: int[N], blocks of a request.
+          ends: int64[N], the positions up to which these have the same content.
+
         Returns:
-          Whether there are any.
+          Whether any is taken over.
         """
-        at = ((here >= self.host_ids) & (made > 0) & (self.frozen_before[made] == 0)).nonzero()[0]
+        is_new = (here >= self.host_ids) & (made > 0) & (self.frozen_before[made] == 0)
+        at = (is_new & (self.frozen_before[here] <= ends)).nonzero()[0]
         if at.size:
             ids, into = here[at].astype(np.intp), made[at]
             self.move(ids, into)
@@ -278,7 +284,8 @@ class PrefixTree:
         position, blocks = made.position, made.blocks
         known = node.checkpoints.get(position)
         if known is not None and known.is_kept:
-            is_taken = self._take_over(known.blocks, blocks)
+            ends = np.array([policy.until(position) for policy in self.policies])
+            is_taken = self._take_over(known.blocks, blocks, ends)
             self.checkpoints.touch(known, is_wanted=made.is_wanted)
             return known if is_taken else None
         node.checkpoints[position] = made

@@ -61,7 +61,6 @@ class HostTier:
         # A checkpoint that lost a block may have released others of these.
         fits = self._tree.frozen_before[chosen] > 0
         fits &= np.cumsum(sizes * fits) <= self.room.num_bytes - self.room.used_bytes
-        fits &= np.cumsum(fits) <= self.room.num_free_ids
         chosen = chosen[fits]
         if chosen.size:
             into = self.room.take(groups[fits])
