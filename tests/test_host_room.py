@@ -146,3 +146,54 @@ def test_blocks_of_a_prefix_that_lost_one_on_the_host_are_free() -> None:
             assert served.manager.num_free_blocks == ids.size
         seen += served.manager.tier_stats().evicted_blocks
     assert seen > 100
+
+
+class Evicted(Served):
+    """A prompt of four whole blocks in host memory, in a pool of 16."""
+
+    def __init__(self):
+        super().__init__({"a": FULL}, 17, host(100, {"a": FULL}))
+        self.run("a", range(17))
+        for number in (1, 2):
+            self.run("b", 100 * number + np.arange(32))
+
+    def take_all_but(self, num_free: int) -> None:
+        for filler in (1, 2):
+            self.manager.start(filler)
+            count = min(8, self.manager.num_free_blocks - num_free)
+            self.manager.grow({filler: 4 * count} if count else {})
+        assert self.manager.num_free_blocks == num_free
+
+
+@pytest.mark.parametrize("num_free", range(1, 9))
+def test_a_load_leaves_the_blocks_that_the_next_upload_copies(num_free: int) -> None:
+    served = Evicted()
+    manager = served.manager
+    served.start("x", range(1000, 1006))
+    served.step({"x": 6})
+    manager.fork("x", ["y"])
+    manager.grow({"x": 1, "y": 1})  # one of them gets a copy of the second block
+    copies = manager._state.copies
+    ((new, cell),) = copies.items()
+    first, other = ("x", "y") if cell.block_id in manager.block_ids("x")[0] else ("y", "x")
+    manager.finish(first)
+    assert manager.block_pool.references_of(np.array(cell.block_id)) == 0
+    served.take_all_but(num_free)
+    hit = served.start("c", range(17))
+    assert (hit.num_cached_tokens == 16) == (num_free >= 5), "four blocks next to the source"
+    assert cell.block_id not in manager.block_ids("c")[0]
+    assert new in manager.block_ids(other)[0] and copies == {new: cell}
+
+
+@pytest.mark.parametrize("num_free", range(1, 5))
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_load_takes_no_blocks_for_what_is_on_the_device(num_free: int, is_held: bool) -> None:
+    served = Evicted()
+    served.start("x", range(9))  # loads the first two blocks
+    served.step({"x": 1})
+    if not is_held:
+        served.manager.finish("x")  # they are free, and taken by what shares them
+    served.take_all_but(num_free)
+    hit = served.start("c", range(17))
+    found = 16 if num_free >= (2 if is_held else 4) else min(8, 4 * num_free + 8 * is_held)
+    assert hit.num_cached_tokens == found

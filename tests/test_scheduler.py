@@ -626,6 +626,26 @@ def test_a_restart_computes_all_that_ran_again_in_order() -> None:
     assert server.step().work == {"a": 4, "b": 4}
 
 
+def test_a_request_that_starts_again_is_a_prompt_with_all_its_tokens() -> None:
+    options = {"order": "prefill_first", "forks": 1}
+    server = Server(small_plan(40), max_requests=4, max_tokens=4, **options)
+    for name in "ab":
+        server.add(name, 2, 30)
+    while server.scheduler.num_tokens("b") < 11:
+        server.sample(server.step())
+    server.scheduler.rewind({"a": 3})
+    server.scheduler.restart()
+    server.sample(server.step())
+    for computed in (5, 9):
+        schedule = server.step()
+        assert schedule.work == {"b": 4} and not schedule.samples
+        assert server.manager.computed_tokens == {"a": 3, "b": computed}
+        with pytest.raises(ValueError, match=f"has computed {computed} of 11 tokens"):
+            server.scheduler.fork("b", ["c"])
+    assert server.step().work == {"b": 2, "a": 1}
+    server.scheduler.fork("b", ["c"])
+
+
 def test_a_request_that_starts_again_can_be_forked_after_a_rewind() -> None:
     """Its prompt is then no longer all that was known when it was admitted."""
     server = Server(small_plan(40), max_requests=4, max_tokens=8, forks=1)

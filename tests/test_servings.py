@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from jaxkv._src.scheduler._admission import Admission
 from tests.servings import run_serving
 from tests.servings.plans import KINDS
 
@@ -21,3 +22,23 @@ def test_requests_read_what_they_wrote_and_all_of_them_end(kind: str) -> None:
     wanted = {"steps", "forks", "rewinds", "lost schedules"}
     wanted |= set() if kind == "cross" else {"hits"}
     assert not wanted - set(seen), seen
+
+
+@pytest.mark.parametrize("kind", ["windows", "chunks", "none", "two states"])
+def test_requests_wait_where_an_estimate_of_their_blocks_was_too_low(kind, monkeypatch) -> None:
+    """Several are started then, and some of them get no blocks."""
+    has_room, grows, refused = Admission._has_room, Admission.grows, Counter[str]()
+
+    def any_has_room(admission, *options) -> bool:
+        return admission._options.preemption or has_room(admission, *options)
+
+    def counted(admission, work) -> bool:
+        grown = grows(admission, work)
+        refused["grown" if grown else "refused"] += 1
+        return grown
+
+    monkeypatch.setattr(Admission, "_has_room", any_has_room)
+    monkeypatch.setattr(Admission, "grows", counted)
+    for seed in range(1, 2001 if IS_LONG else 7, 2):  # those of a scheduler
+        run_serving(seed, kind)
+    assert refused["refused"] > 5
