@@ -202,7 +202,7 @@ MISTAKES = {
     "a request that runs already": (
         lambda s: s.manager.start("r"),
         ValueError,
-        "request='r' is running already; finish it first",
+        "request='r' is in use; finish it first",
     ),
     "a request that was not started": (
         lambda s: s.step({"q": 1}),

@@ -55,7 +55,7 @@ MISTAKES = {
     "a plan": (lambda s: Scheduler(s.manager.plan, max_tokens=1), "must be a BlockManager"),
     "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
     "steps": (lambda s: Scheduler(s.manager, max_tokens=1, steps_ahead=-1), "steps_ahead must be"),
-    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' waits or runs already"),
+    "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' is in use"),
     "a list": (lambda s: s.scheduler.add(["b"], 3), r"\['b'\] must be a hashable name"),
     "in a tuple": (lambda s: s.scheduler.finish(("b", [])), "must be a hashable name"),
     "too long": (lambda s: s.scheduler.add("b", 99), "num_tokens=99 must be at most"),

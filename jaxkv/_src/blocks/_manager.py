@@ -269,8 +269,6 @@ class BlockManager:
           ValueError: a new request is already running, too few rows are free, or the donor no
             longer holds the blocks of the prefix.
         """
-        if isinstance(into, str) or not isinstance(into, Sequence):
-            raise TypeError(f"into must be a sequence of names, got {into!r}; pass a list of names")
         row = self._rows.row(donor)
         computed = int(self._state.computed[row])
         num_tokens = computed if num_tokens is None else num_tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.internal.checks import check_new_names
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
 
@@ -39,16 +40,8 @@ class RowAllocator:
         return next(name for name, at in self.of.items() if at == row)
 
     def check_new(self, requests: Sequence[Hashable]) -> None:
-        """Raises ValueError unless all requests can be started."""
-        for request in requests:
-            if not isinstance(request, Hashable):
-                raise TypeError(
-                    f"request={request!r} must be a hashable name, such as an int or a str"
-                )
-            if request in self.of:
-                raise ValueError(f"request={request!r} is running already; finish it first")
-        if len(set(requests)) < len(requests):
-            raise ValueError(f"{list(requests)!r} names a request twice; give each its own name")
+        """Raises TypeError or ValueError unless all requests can be started."""
+        check_new_names(requests, self.of)
         if len(requests) > len(self._free):
             raise ValueError(
                 f"{len(requests)} requests need rows, and {len(self._free)} rows are free: "

@@ -1,6 +1,6 @@
 """Refusals that name the argument, the value given and the value wanted. No jax."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -47,6 +47,28 @@ def check_choice(choices: Collection[str], **values: str) -> None:
     for name, value in values.items():
         if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")
+
+
+def check_name(name: Hashable) -> None:
+    """Raises TypeError unless the name of a request is hashable."""
+    try:
+        hash(name)
+    except TypeError:
+        raise TypeError(
+            f"request={name!r} must be a hashable name, such as an int or a str"
+        ) from None
+
+
+def check_new_names(names: Sequence[Hashable], taken: Collection[Hashable]) -> None:
+    """Raises TypeError or ValueError unless names are hashable, distinct, and none is taken."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f"into must be a sequence of names, got {names!r}; pass a list of names")
+    for name in names:
+        check_name(name)
+        if name in taken:
+            raise ValueError(f"request={name!r} is in use; finish it first, or use another name")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(names)!r} names a request twice; give each its own name")
 
 
 def check_int32(**arrays: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Ledger, Request, Running, check_name
+from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Ledger, Request, Running
 
 
 class Queues:
@@ -58,17 +58,6 @@ class Queues:
     def num_computed(self, request: Request) -> int:
         """Returns the tokens of a request that are in the cache."""
         return self._manager.computed_by_row.item(request.row) if request.row >= 0 else 0
-
-    def check_new(self, requests: Sequence[Hashable]) -> None:
-        """Raises TypeError or ValueError unless all names are new."""
-        for request in requests:
-            check_name(request)
-            if request in self.of:
-                raise ValueError(
-                    f"request={request!r} waits or runs already; finish it, or use another name"
-                )
-        if len(set(requests)) < len(requests):
-            raise ValueError(f"{list(requests)!r} names a request twice")
 
     def waits(self, name: Hashable) -> bool:
         """Returns whether a request has no row; False if it has ended."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import PrefixMatch
+from jaxkv._src.internal.checks import check_name
 from jaxkv._src.prefixes import ExtraKey
 
 ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
@@ -126,16 +127,6 @@ def find(of: Mapping[Hashable, Request], name: Hashable) -> Request:
     if name not in of:
         raise ValueError(f"request={name!r} is unknown; add it first")
     return of[name]
-
-
-def check_name(name: Hashable) -> None:
-    """Raises TypeError unless a name is hashable."""
-    try:
-        hash(name)
-    except TypeError:
-        raise TypeError(
-            f"request={name!r} must be a hashable name, such as an int or a str"
-        ) from None
 
 
 @dataclasses.dataclass(eq=False)

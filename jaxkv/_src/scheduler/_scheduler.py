@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_new_names, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
@@ -251,7 +251,7 @@ class Scheduler:
             self._check_forks()
         self._check_lengths(num_tokens, longest, max_tokens, encoder_tokens)
         names = [request, *((request, sample) for sample in range(1, samples))]
-        self._queues.check_new(names)
+        check_new_names(names, self._queues.of)
         check_content(salt, extra_keys)
         keys = tuple(extra_keys)
         check_ranges(keys, num_tokens)
@@ -288,10 +288,8 @@ class Scheduler:
         self._change()
         queues, ledger = self._queues, self._ledger
         donor = find(queues.of, request)
-        if isinstance(into, str) or not isinstance(into, Sequence):
-            raise TypeError(f"into must be a sequence of names, got {into!r}")
+        check_new_names(into, queues.of)
         self._check_forks()
-        queues.check_new(into)
         computed = queues.num_computed(donor)
         if computed < ledger.prefill_tokens[donor.index] or donor.row < 0:
             raise ValueError(
