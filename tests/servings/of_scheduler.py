@@ -373,8 +373,10 @@ class SchedulerServing(Serving):
             request = self.requests.get(name)  # None: one that `add_wrong` added
             if request is not None and not request.story:
                 self.oracle.begin(request, hit.num_cached_tokens)
-                if parked.get(name) == hit.num_cached_tokens > 0:
-                    request.story, request.states, request.partial = self.preempted[name]
+                before, count = self.preempted.get(name, ([],)), hit.num_cached_tokens
+                # One that got no blocks after its start is parked with what it began with.
+                if parked.get(name) == count > 0 and len(before[0]) == count + 1:
+                    request.story, request.states, request.partial = before
                     self.oracle.resume(request)
         return schedule
 

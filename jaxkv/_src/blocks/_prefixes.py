@@ -471,13 +471,15 @@ class Prefixes:
                 self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
             else:
                 ids = last.blocks[last.blocks > 0]
-                self._state.pool.cool(np.concatenate([ids, self._tier.evict(ids)]))
-                if self._events is not None:
-                    self._events.removed(ids.tolist())
+                self._state.pool.cool(np.concatenate([ids, self._forget(ids)]))
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""
         self._counts["evicted_blocks"] += ids.size
+        return self._forget(ids)
+
+    def _forget(self, ids: np.ndarray) -> np.ndarray:
+        """Takes kept blocks out of device memory. Returns others that are no longer kept."""
         others = self._tree.forget(ids) if self._tier is None else self._tier.evict(ids)
         if self._events is not None:
             self._events.removed(ids.tolist())

@@ -55,7 +55,7 @@ class Admission:
                 started.append(request)
         except Exception:  # of one whose token ids are missing, say; none starts then
             for request in started:
-                self._prompts.finish(request)
+                self._prompts.park(request)
             raise
         while started and not self.grows({name: step.work[name] for name in hits}):
             last = started.pop()  # some of the blocks in `Room` are no longer there
