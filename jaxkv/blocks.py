@@ -4,12 +4,13 @@
 loop calls `BlockManager.step` once per step, and `BlockManager.finish` for requests that end.
 """
 
-from jaxkv._src.blocks import PrefixHit
+from jaxkv._src.blocks import HandedBlocks, PrefixHit
 from jaxkv._src.tier import Chunk, Moves, TierStats
 from jaxkv._src.uploads import Upload
 
 __all__ = [
     "Chunk",
+    "HandedBlocks",
     "Moves",
     "PrefixHit",
     "TierStats",

@@ -9,9 +9,11 @@ size and scales. They work inside ``jit`` and return a new cache; where the old 
 work in place. Padding and places outside the pool are never written, and read as zeros.
 
 `jaxkv.HostBlocks` copies whole blocks to host memory and back; `MoveError` says that a copy failed.
+`block_pieces` says where blocks lie, for transfers between caches (`BlockManager.export_blocks`).
 """
 
-from jaxkv._src.moving import MoveError
+from jaxkv._src.layout import BlockPieces
+from jaxkv._src.moving import MoveError, block_pieces
 from jaxkv._src.pool import (
     copy_blocks,
     describe_layer,
@@ -20,7 +22,9 @@ from jaxkv._src.pool import (
 )
 
 __all__ = [
+    "BlockPieces",
     "MoveError",
+    "block_pieces",
     "copy_blocks",
     "describe_layer",
     "quantize",

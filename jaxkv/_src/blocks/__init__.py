@@ -1,5 +1,6 @@
 """Host-side bookkeeping: block ids, requests and their progress. No jax."""
 
+from jaxkv._src.blocks._handing_over import HandedBlocks
 from jaxkv._src.blocks._manager import BlockManager
 from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
@@ -8,6 +9,7 @@ __all__ = [
     "BlockManager",
     "BlockPool",
     "BlockUse",
+    "HandedBlocks",
     "OutOfBlocksError",
     "PrefixHit",
     "PrefixMatch",

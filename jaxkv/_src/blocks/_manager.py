@@ -9,7 +9,8 @@ from typing import Any, Concatenate
 
 import numpy as np
 
-from jaxkv._src.blocks._pool import BlockPool, BlockUse
+from jaxkv._src.blocks._handing_over import HandedBlocks, exported, imported
+from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
 from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
@@ -355,6 +356,49 @@ class BlockManager:
     def unpark(self, request: Hashable) -> None:
         """Forgets what was parked of a request that does not go on, if anything was."""
         self._prefixes.unpark(request)
+
+    def export_blocks(self, request: Hashable) -> HandedBlocks:
+        """Returns the blocks with which a request can go on in another cache.
+
+        Its steps up to now must have run before anybody reads them; `jaxkv.pool.block_pieces` says
+        where they lie. They stay the request's own: finish it once they are copied.
+
+        Raises:
+          ValueError: the request is not running, has computed no token in a step since it was
+            started, forked or resumed, or its newest state may lie in the block of a draft.
+        """
+        return exported(self._state, self._rows.row(request))
+
+    @_alone
+    def import_blocks(self, request: Hashable, num_tokens: int) -> HandedBlocks:
+        """Starts a request that has computed its first tokens in another cache.
+
+        Its first step must not run before the bytes are there: write those that `export_blocks` of
+        a request with as many tokens names to the blocks that this returns, in the same order. They
+        count as ``cached_tokens`` of that step. None of them are kept for later prompts.
+
+        Raises:
+          OutOfBlocksError: too few blocks are free; nothing is changed.
+          TypeError, ValueError: ``num_tokens`` is not a positive int or more than the plan's
+            ``max_model_len``, the request is already running, no row is free, or the plan stores
+            encoder tokens; nothing is changed.
+        """
+        check_positive(num_tokens=num_tokens)
+        if num_tokens > self._plan.max_model_len:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than the plan's "
+                f"max_model_len={self._plan.max_model_len}"
+            )
+        self._rows.check_new([request])
+        row = self._rows.take(request)
+        try:
+            self._state.start(row, 0)
+            handed = imported(self._state, row, num_tokens)
+        except (OutOfBlocksError, ValueError):
+            self._rows.give_back(request)
+            raise
+        self._prefixes.unpark(request)
+        return handed
 
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)

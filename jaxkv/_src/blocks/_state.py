@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS, Cells, Changes, SharedCell
-from jaxkv._src.blocks._pool import BlockPool
+from jaxkv._src.blocks._pool import BlockPool, OutOfBlocksError
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import SharedColumns
@@ -133,6 +133,13 @@ class RequestState:
         self.pool.is_fresh[ids] = False
         self.forget_copies(ids)  # of those that were given back since
         return ids
+
+    def allocate_to_load(self, count: int) -> np.ndarray:
+        """Takes blocks as `take_to_load`; raises OutOfBlocksError if too few are free."""
+        needed = count + self.copy_sources.size
+        if needed > self.pool.num_free_blocks:
+            raise OutOfBlocksError(needed, self.pool.num_free_blocks)
+        return self.take_to_load(count)
 
     def forget_copies(self, ids: np.ndarray) -> None:
         """Forgets the copies into blocks that have other content now."""
@@ -319,15 +326,27 @@ class RequestState:
         self.note_shared(row, until)
         return until
 
-    def share(self, row: int, num_tokens: int, columns: Sequence[SharedColumns]) -> None:
-        """Gives a row that was just started the blocks of a prefix."""
+    def share(
+        self,
+        row: int,
+        num_tokens: int,
+        columns: Sequence[SharedColumns],
+        *,
+        are_held: bool = False,
+    ) -> None:
+        """Gives a row that was just started the blocks of a prefix.
+
+        Args:
+          are_held: whether the row holds them already.
+        """
         self.beginnings += 1
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
         self.unsent_tokens[row] = self.may_be_shared_until[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
             self.columns_of(row, group)[first:end] = ids
             self._held[:, group, row] = source, first, end
-        self.pool.hold(np.concatenate([part.block_ids for part in columns]))
+        if not are_held:
+            self.pool.hold(np.concatenate([part.block_ids for part in columns]))
         ends_inside = any([num_tokens % tokens for tokens in self.column_tokens])
         if ends_inside or self.growth.aligned.size:
             self.note_shared(row)

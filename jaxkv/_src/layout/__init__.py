@@ -13,6 +13,7 @@ from jaxkv._src.layout._page_lists import (
     max_num_query_groups,
     page_list_bytes,
 )
+from jaxkv._src.layout._pieces import BlockPieces, pieces_of
 from jaxkv._src.layout._rows import RowFormat, blocks_per_kv_block, row_format, rows_per_block
 from jaxkv._src.layout._view import LayerExtents, LayerView, PagePlacement
 
@@ -20,6 +21,7 @@ __all__ = [
     "ORDERS",
     "ORDER_ALIASES",
     "AcceptedSizes",
+    "BlockPieces",
     "LayerExtents",
     "LayerView",
     "Order",
@@ -32,6 +34,7 @@ __all__ = [
     "blocks_per_kv_block",
     "max_num_query_groups",
     "page_list_bytes",
+    "pieces_of",
     "plan_buffers",
     "row_format",
     "rows_per_block",

@@ -1,0 +1,99 @@
+"""Addresses of blocks, for those who copy them by themselves. No jax."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.layout._buffers import PoolBuffers
+
+
+class BlockPieces(NamedTuple):
+    """Contiguous bytes of blocks, as lists of descriptors name them.
+
+    Two caches of one plan, order and number of devices cut the same columns into the same pieces.
+
+    groups: int32[N], the group of each piece, ascending.
+    columns: int32[N], the column of its block, counted from the first one given.
+    addresses: int64[N], its first byte.
+    lengths: int64[N], its bytes.
+    """
+
+    groups: np.ndarray
+    columns: np.ndarray
+    addresses: np.ndarray
+    lengths: np.ndarray
+
+
+def pieces_of(
+    buffers: PoolBuffers,
+    block_ids: Sequence[np.ndarray],
+    addresses: Sequence[int],
+    *,
+    num_ranks: int = 1,
+) -> BlockPieces:
+    """Returns the pieces of blocks on one device.
+
+    Args:
+      buffers: of the pool.
+      block_ids: per group, int[...], the blocks.
+      addresses: of the device's share of each buffer.
+      num_ranks: devices among which the pool is divided by heads.
+
+    Raises:
+      ValueError: another number of groups or buffers, or a block that is not in the pool.
+    """
+    groups = range(len(buffers.layout.groups))
+    if len(block_ids) != len(groups) or len(addresses) != len(buffers.shapes):
+        raise ValueError(
+            f"block_ids has {len(block_ids)} groups and addresses {len(addresses)} buffers; the "
+            f"pool has {len(groups)} and {len(buffers.shapes)}"
+        )
+    for ids in block_ids:
+        if len(ids) and not 0 < min(ids) <= max(ids) < buffers.num_blocks:
+            raise ValueError(
+                f"block_ids holds {min(ids)} to {max(ids)}; blocks are 1..{buffers.num_blocks - 1}"
+            )
+    parts = [_parts(buffers, group, num_ranks) for group in groups]
+    tables = [
+        np.stack(
+            np.broadcast_arrays(group, np.arange(len(ids))[:, None], *_of(ids, part, addresses))
+        )
+        for group, ids, part in zip(groups, block_ids, parts, strict=True)
+    ]
+    table = np.concatenate([each.reshape(4, -1) for each in tables], axis=1)
+    return BlockPieces(table[0].astype(np.int32), table[1].astype(np.int32), table[2], table[3])
+
+
+def _of(
+    ids: np.ndarray, parts: np.ndarray, addresses: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns addresses and lengths of the pieces of blocks, int64[blocks, pieces]."""
+    buffer, offset, stride, length = parts
+    base = np.array(addresses, np.int64)[buffer] + offset
+    return base + np.asarray(ids, np.int64)[:, None] * stride, length
+
+
+def _parts(buffers: PoolBuffers, group: int, num_ranks: int) -> np.ndarray:
+    """Returns buffer, offset in it, bytes from block to block, and length: int64[4, pieces]."""
+    mine, found = buffers.layout.tensors_of(group), list[tuple[int, int, int, int]]()
+    split = (buffers.axes + "H").index("H")
+    for index, (stack, shape) in enumerate(zip(buffers.stacks, buffers.shapes, strict=True)):
+        local = [n // num_ranks if axis == split else n for axis, n in enumerate(shape)]
+        strides = [math.prod(local[axis + 1 :]) for axis in range(len(local))]
+        places: list[Sequence[int]] = []
+        for axis, size in zip(buffers.axes, local, strict=False):
+            every = {"B": [0], "L": [i for i, tensor in enumerate(stack) if tensor in mine]}
+            places.append(every.get(axis, range(size)))
+        if "L" not in buffers.axes and stack[0] not in mine:
+            continue
+        for at in itertools.product(*places):
+            offset = sum(i * stride for i, stride in zip(at, strides, strict=False))
+            last = found[-1] if found else (-1, 0, 0, 0)
+            if last[0] == index and last[1] + last[3] == offset:  # they adjoin
+                found[-1] = (index, last[1], last[2], last[3] + local[-1])
+            else:
+                found.append((index, offset, strides[buffers.block_axis], local[-1]))
+    return np.array(found, np.int64).reshape(-1, 4).T
