@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import BlockManager, KVCache, OutOfBlocksError, StepShape
+from jaxkv.blocks import HandedBlocks
 from jaxkv.pool import BlockPieces, block_pieces
 from tests.layer_examples import plan_of
 from tests.test_host_blocks import LONGEST, ORDERS, filled
@@ -43,6 +44,7 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
         source.export_blocks("a")
     source.step(shape, {"a": num_tokens})
     exported = source.export_blocks("a")
+    assert isinstance(exported, HandedBlocks)
     other, shape = manager_of(layers, 50)
     other.start("before")
     other.step(shape, {"before": 7})
@@ -75,7 +77,7 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
                 free = manager.num_free_blocks
         assert manager.num_free_blocks == free
         assert sum(name != "a" for name in manager.requests) <= 1
-    with pytest.raises(ValueError, match="running already"):
+    with pytest.raises(ValueError, match="in use"):
         manager.import_blocks("a", 4)
 
 

@@ -1,4 +1,4 @@
-"""What host memory keeps and what it brings back, checked against the rules in words."""
+"""The blocks that host memory keeps and brings back, checked against the rules in words."""
 
 import random
 

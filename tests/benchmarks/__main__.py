@@ -20,6 +20,7 @@ from tests.benchmarks import (
     sharing,
     sleep,
     step,
+    tier,
     timing,
     zero,
 )
@@ -42,6 +43,7 @@ PARTS = {
     "served": comparison.run,
     "sleep": sleep.run,
     "overlap": overlap.run,
+    "tier": tier.run,
     "planner": planner.run,
     "compile": compile.run,
 }

@@ -39,6 +39,7 @@ class Server:
         kv_dtype: str | None = None,
         memory_bytes: int | None = None,
         max_model_len: int = MAX_LEN,
+        host_memory: jaxkv.HostMemory | None = None,
     ):
         self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype)
         self.vocab = self.decoder.vocab
@@ -51,7 +52,10 @@ class Server:
         plan = jaxkv.plan_cache(self.decoder.layers, memory_bytes, max_model_len=max_model_len)
         self.pool_bytes = sum(jaxkv.planning.pool_bytes(plan))
         self.engine = jaxkv.Engine(
-            self.decoder.forward, params, plan, max_requests=max_requests, max_tokens=max_tokens
+            *(self.decoder.forward, params, plan),
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            host_memory=host_memory,
         )
         self._count = 0
 
