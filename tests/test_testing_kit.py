@@ -30,6 +30,7 @@ from jaxkv._src.blocks import (
     _manager,
     _resuming,
 )
+from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.cache import CacheError, KVCache, make_cache
@@ -406,7 +407,7 @@ def to_the_end_of_the_block(walk):
 
 PREFIX_BUGS = {
     "a state is kept as that of one token less": (PrefixTree, "keep", one_token_late),
-    "rejected drafts are kept under the tokens in their place": (Prefixes, "finish", with_drafts),
+    "rejected drafts are kept as if accepted": (KeptPrompts, "finish", with_drafts),
     "the salt is forgotten": (Prefixes, "_encode", without_salt),
     "a state that is kept is written in place": (_tree, "WHOLE", lambda _: 1),
     "a hit is one block too long": (PrefixTree, "walk", to_the_end_of_the_block),

@@ -103,7 +103,7 @@ class BlockManager:
         self._prefixes = Prefixes(
             self._state, plan, checkpoint_blocks=most, events=events, tier=self._tier
         )
-        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
+        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes.kept)
         self._lock = threading.Lock()  # held while a call changes anything
 
     def __repr__(self) -> str:
@@ -243,7 +243,7 @@ class BlockManager:
         if tokens is not None and not self._prefixes.has_encoder:
             prompt = tokens, salt, extra_keys, max_cached_tokens
             looked_up = self._prefixes.look_up(*prompt, boundaries)
-        self._prefixes.unpark(request)
+        self._prefixes.loads.unpark(request)
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)
         if looked_up is None:
@@ -279,10 +279,10 @@ class BlockManager:
         self._rows.check_new(into)
         columns = columns_to_share(self._state, row, num_tokens)
         for name in into:
-            self._prefixes.unpark(name)
+            self._prefixes.loads.unpark(name)
             new = self._rows.take(name)
             self._state.fork(row, new, num_tokens, columns)
-            self._prefixes.fork(row, new, num_tokens)
+            self._prefixes.kept.fork(row, new, num_tokens)
 
     @_alone
     def finish(self, request: Hashable, tokens: Ints | None = None) -> None:
@@ -297,7 +297,7 @@ class BlockManager:
         Raises:
           TypeError, ValueError: the request is not running, or tokens are not token ids.
         """
-        self._prefixes.finish(self._rows.row(request), tokens)
+        self._prefixes.kept.finish(self._rows.row(request), tokens)
         self._end(request)
 
     @_alone
@@ -323,7 +323,7 @@ class BlockManager:
         row = self._rows.row(request)
         if self._tier is None:
             raise ValueError("park needs host_memory= of BlockManager; finish the request instead")
-        is_parked = self._prefixes.park(request, row, tokens)
+        is_parked = self._prefixes.loads.park(request, row, tokens)
         self._end(request)
         return is_parked
 
@@ -335,14 +335,14 @@ class BlockManager:
           ValueError: `num_parked_tokens` of the request is 0, it runs, or no row is free.
         """
         self._rows.check_new([request])
-        if not self._prefixes.num_parked_tokens(request):
+        if not self._prefixes.loads.num_parked_tokens(request):
             raise ValueError(
                 f"request={request!r} has no parked tokens that fit now; start it, which computes "
                 "its tokens again, or wait until more blocks are free"
             )
         row = self._rows.take(request)
         self._state.start(row, 0)
-        return self._prefixes.resume(request, row)
+        return self._prefixes.loads.resume(request, row)
 
     def num_parked_tokens(self, request: Hashable) -> int:
         """Returns the tokens with which `resume` would let a request go on now.
@@ -350,12 +350,12 @@ class BlockManager:
         0: it is not parked, its blocks are gone, loading them is not worth it (`HostMemory`), or
         too few blocks are free.
         """
-        return self._prefixes.num_parked_tokens(request)
+        return self._prefixes.loads.num_parked_tokens(request)
 
     @_alone
     def unpark(self, request: Hashable) -> None:
         """Forgets what was parked of a request that does not go on, if anything was."""
-        self._prefixes.unpark(request)
+        self._prefixes.loads.unpark(request)
 
     def export_blocks(self, request: Hashable) -> HandedBlocks:
         """Returns the blocks with which a request can go on in another cache.
@@ -403,7 +403,7 @@ class BlockManager:
     def _end(self, request: Hashable) -> None:
         row = self._rows.row(request)
         self._state.finish(row)
-        self._prefixes.used(row)
+        self._prefixes.kept.used(row)
         self._rows.give_back(request)
 
     @_alone
@@ -449,14 +449,14 @@ class BlockManager:
             check_count(num_tokens=count)
             row = self._rows.row(name)
             computed = int(self._state.computed[row])
-            if count > max(computed, self._prefixes.num_known(row)):
+            if count > max(computed, self._prefixes.kept.num_known(row)):
                 raise _past(count, computed, name)
         rows = np.array([self._rows.of[name] for name in num_tokens], np.int64)
         counts = np.array(list(num_tokens.values()), np.int64)
         stay = np.minimum(counts, self._state.computed[rows])
         check_rewind(self._state, list(num_tokens), rows, stay)
         self._state.rewind(rows, stay)
-        self._prefixes.rewind(rows, counts)
+        self._prefixes.kept.rewind(rows, counts)
 
     @_alone
     def reset(self) -> None:

@@ -1,15 +1,18 @@
-"""`ParkedRequest`, all that a preempted request goes on with. No jax."""
+"""Blocks that come back from host memory: of prefixes, and of preempted requests. No jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS
-from jaxkv._src.blocks._prompts import CachedPrompt
+from jaxkv._src.blocks._keeping import KeptPrompts
+from jaxkv._src.blocks._prompts import CachedPrompt, PrefixHit
 from jaxkv._src.blocks._resuming import columns_to_share
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.prefixes import ParkedBlocks, PrefixPolicy, SharedColumns
+from jaxkv._src.prefixes import ParkedBlocks, PrefixPolicy, PrefixTree, SharedColumns
+from jaxkv._src.tier import HostTier
+from jaxkv._src.uploads import Ints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,3 +72,114 @@ class ParkedRequest:
         ends = np.cumsum([part.block_ids.size for part in self.columns])
         each = zip(self.columns, np.split(self.blocks.blocks, ends[:-1]), strict=True)
         return [part._replace(block_ids=ids) for part, ids in each]
+
+
+class HostLoads:
+    """Loads of blocks from host memory, for prefixes and for preempted requests.
+
+    parked: preempted requests by name.
+    """
+
+    def __init__(
+        self, state: RequestState, tree: PrefixTree, kept: KeptPrompts, tier: HostTier | None
+    ):
+        self._state, self._tree, self._kept, self._tier = state, tree, kept, tier
+        self.parked: dict[Hashable, ParkedRequest] = {}
+
+    def _split(self, columns: Sequence[SharedColumns]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks of columns on the device, and those in host memory."""
+        ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
+        on_host = ids >= self._state.pool.num_blocks
+        return ids[~on_host], ids[on_host].astype(np.int64)
+
+    def fits(self, columns: Sequence[SharedColumns]) -> bool:
+        """Returns whether blocks are free for those of columns that are in host memory."""
+        pool, (here, on_host) = self._state.pool, self._split(columns)
+        num_warm = int(np.count_nonzero(pool.references_of(here) == 0))
+        needed = on_host.size + self._state.copy_sources.size
+        return needed <= pool.num_free_blocks - num_warm
+
+    def loaded(
+        self, columns: Sequence[SharedColumns], num_tokens: int, prompt: CachedPrompt | None
+    ) -> Sequence[SharedColumns]:
+        """Returns columns whose blocks are all on the device, once the next moves are made.
+
+        Args:
+          num_tokens: the tokens whose columns these are.
+          prompt: these tokens.
+        """
+        pool, (here, on_host) = self._state.pool, self._split(columns)
+        if self._tier is None or not on_host.size:
+            return columns
+        pool.hold(here)  # or the blocks that are taken may be these
+        into = self._tier.load(on_host, self._state.take_to_load)
+        pool.release(np.concatenate([here, into]))  # warm, until the request holds them
+        new = dict(zip(on_host.tolist(), into.tolist(), strict=True))
+        columns = [
+            part._replace(
+                block_ids=np.array([new.get(i, i) for i in part.block_ids.tolist()], np.int32)
+            )
+            for part in columns
+        ]
+        if prompt is not None:
+            known = min(num_tokens, prompt.tokens.size)
+            ends = [known // policy.block for policy in self._tree.policies]
+            whole = zip(columns, ends, strict=True)
+            self._kept.announce(
+                prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
+            )
+        return columns
+
+    # --- preempted requests -------------------------------------------------------
+
+    def park(self, name: Hashable, row: int, tokens: Ints | None) -> bool:
+        """Keeps all that a row's next token reads, before it releases its blocks.
+
+        Returns:
+          Whether all of it is kept; otherwise the whole blocks of its tokens are, as by `finish`.
+        """
+        parked = ParkedRequest.of(self._state, self._tree.policies, row, self._kept.get(row))
+        self._kept.finish(row, tokens, keeps_end=parked is None)
+        if parked is None or self._tier is None:
+            return False
+        self._tree.park(parked.blocks)
+        self._state.pool.has_kept = True
+        self.parked[name] = parked
+        self._tier.count(parked_requests=1)
+        return True
+
+    def num_parked_tokens(self, name: Hashable) -> int:
+        """Returns the tokens that `resume` brings back; 0: it cannot."""
+        parked = self.parked.get(name)
+        if parked is None or self._tier is None or not parked.num_tokens:
+            return 0
+        columns = parked.columns_now()
+        _, on_host = self._split(columns)
+        is_worth_it = not on_host.size or self._tier.is_worth_it(parked.num_tokens, on_host)
+        return parked.num_tokens if is_worth_it and self.fits(columns) else 0
+
+    def resume(self, name: Hashable, row: int) -> PrefixHit:
+        """Gives a row that was just started all that was parked; `num_parked_tokens` is not 0."""
+        parked = self.parked[name]
+        count, prompt, columns = parked.num_tokens, parked.prompt, parked.columns_now()
+        is_on_host = self._split(columns)[1].size > 0
+        columns = self.loaded(columns, count, prompt)
+        self._state.go_on(row, count, columns, parked.lost_ends)
+        self.unpark(name)
+        ends: tuple[int, ...] = ()
+        if prompt is not None:
+            self._kept.start(row, prompt)
+            ends = tuple([end for end in prompt.chunk_ends if end > count])
+        if self._tier is not None:
+            self._tier.count(resumed_requests=1, resumed_tokens=count)
+        self._kept.bound_checkpoints()
+        shared = tuple([part.block_ids.size for part in columns])
+        reasons = ("complete",) * len(columns)
+        return PrefixHit(row, count, shared, reasons, ends, count if is_on_host else 0)
+
+    def unpark(self, name: Hashable) -> None:
+        """Forgets a request that was parked, if it was."""
+        parked = self.parked.pop(name, None)
+        if parked is not None and self._tier is not None and parked.num_tokens:
+            freed = self._tier.let_go(self._tree.drop_checkpoint(parked.blocks))
+            self._state.pool.cool(freed)

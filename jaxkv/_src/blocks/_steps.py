@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS, Changes
 from jaxkv._src.blocks._changes import plan_changes
+from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._news import News, find_news, write_news
-from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._resuming import check_moved
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
@@ -67,9 +67,9 @@ class StepPlanner:
     num_uploads: number of uploads so far.
     """
 
-    def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, prefixes: Prefixes):
+    def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, kept: KeptPrompts):
         """Creates the steps of a manager, from its parts."""
-        self._plan, self._state, self._rows, self._prefixes = plan, state, rows, prefixes
+        self._plan, self._state, self._rows, self._kept = plan, state, rows, kept
         self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
         self._shared = [  # groups of layers in which a token reads all that are before it
             group
@@ -97,7 +97,7 @@ class StepPlanner:
                 f"extra holds {own.size} token ids for {batch.num_tokens} tokens; pass "
                 "extra=schedule.token_ids, or make the shape without token_ids"
             )
-        if shape.token_ids and (row := self._prefixes.differs(batch, computed, own)) is not None:
+        if shape.token_ids and (row := self._kept.differs(batch, computed, own)) is not None:
             at = int((batch.rows == row).argmax())
             raise ValueError(
                 f"extra holds other token ids for request {self._rows.name(row)!r} than its prompt "
@@ -113,7 +113,7 @@ class StepPlanner:
         if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:
             self._write_prefixes(shape, data, batch.rows, computed)
         state.advance(batch.rows, computed, step.totals)
-        self._prefixes.after_step(batch.rows)
+        self._kept.after_step(batch.rows)
         return self._numbered(shape, data, ring)
 
     def grow(self, work: Work) -> None:

@@ -162,10 +162,10 @@ class Prompts:
 
     def park(self, request: Request) -> None:
         """Ends a request that is preempted; with host memory, it goes on where it was."""
-        prompt, more = request.prompt, self._ids_after_prompt(request)
         if not self._parks:
-            self.finish(request)
-        elif not self._manager.park(request.name, more):
+            return self.finish(request)
+        prompt, more = request.prompt, self._ids_after_prompt(request)
+        if not self._manager.park(request.name, more):
             prompt.num_known = None
         elif more is not None and prompt.num_known is not None:
             prompt.num_known += more.size
