@@ -397,7 +397,7 @@ class BlockManager:
         except (OutOfBlocksError, ValueError):
             self._rows.give_back(request)
             raise
-        self._prefixes.unpark(request)
+        self._prefixes.loads.unpark(request)
         return handed
 
     def _end(self, request: Hashable) -> None:

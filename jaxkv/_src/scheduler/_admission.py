@@ -66,7 +66,7 @@ class Admission:
         for request in started:
             queues.run(request, hits[request.name].row)
             queues.ledger.prefill_tokens[request.index] = queues.num_tokens(request)
-            if request.prompt.chunk_ends:
+            if request.chunk_ends:
                 queues.in_chunks[request.name] = request
         queues.sort_running()
         return hits
@@ -173,7 +173,7 @@ class Admission:
             self._manager.fork(donor.name, [sample.name])
         except ValueError:  # the newest state may be in the block of a draft
             return False
-        sample.prompt.num_known = donor.prompt.num_known
+        sample.num_known = donor.num_known
         ledger = self._queues.ledger
         ledger.prefill_tokens[sample.index] = self._queues.num_computed(donor)
         self._queues.run(sample, self._manager.requests[sample.name])

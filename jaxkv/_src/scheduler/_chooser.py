@@ -182,7 +182,7 @@ class Chooser:
         for request in list(self._queues.in_chunks.values()):
             computed = self._queues.num_computed(request)
             self._ledger.chunk_ends[request.index] = self._prompts.next_chunk_end(request, computed)
-            if not request.prompt.chunk_ends:
+            if not request.chunk_ends:
                 del self._queues.in_chunks[request.name]
 
     def _with_work(self, step: StepBudget, running: Running) -> tuple[np.ndarray, np.ndarray]:

@@ -134,42 +134,41 @@ class Prompts:
           draft_start: see `Ledger.draft_starts`.
           max_cached_tokens: the longest prefix to share.
         """
-        prompt = request.prompt
         if self.num_parked(request, max_cached_tokens):
             hit = self._manager.resume(request.name)
         else:
             hit = self._manager.start(
                 request.name,
-                prompt.found,
-                boundaries=prompt.boundaries,
+                request.found,
+                boundaries=request.boundaries,
                 max_cached_tokens=max_cached_tokens,
                 encoder_tokens=request.encoder_tokens,
             )
-            prompt.num_known = None if prompt.found is None else prompt.found.num_tokens
-        prompt.found = prompt.ids = None
+            request.num_known = None if request.found is None else request.found.num_tokens
+        request.found = request.ids = None
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
             ends.update(range(self._chunk_tokens, num_tokens, self._chunk_tokens))
         if num_tokens > draft_start + 1:
             ends.add(draft_start)  # drafts are verified in a step of their own
-        prompt.chunk_ends = sorted(n for n in ends if hit.num_cached_tokens < n <= draft_start)
+        request.chunk_ends = sorted(n for n in ends if hit.num_cached_tokens < n <= draft_start)
         return hit
 
     def finish(self, request: Request) -> None:
         """Ends a request in the manager, which keeps its blocks for later prompts."""
         self._manager.finish(request.name, self._ids_after_prompt(request))
-        request.prompt.num_known, request.prompt.chunk_ends = None, ()
+        request.num_known, request.chunk_ends = None, ()
 
     def park(self, request: Request) -> None:
         """Ends a request that is preempted; with host memory, it goes on where it was."""
         if not self._parks:
             return self.finish(request)
-        prompt, more = request.prompt, self._ids_after_prompt(request)
+        more = self._ids_after_prompt(request)
         if not self._manager.park(request.name, more):
-            prompt.num_known = None
-        elif more is not None and prompt.num_known is not None:
-            prompt.num_known += more.size
-        prompt.chunk_ends = ()
+            request.num_known = None
+        elif more is not None and request.num_known is not None:
+            request.num_known += more.size
+        request.chunk_ends = ()
 
     def num_parked(self, request: Request, most: int) -> int:
         """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
@@ -180,14 +179,14 @@ class Prompts:
         """Lets a request that waits start anew, if at all."""
         if self._parks:
             self._manager.unpark(request.name)
-            request.prompt.num_known = None
+            request.num_known = None
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that a request was started with; None: they are unknown."""
-        if not self._shares or request.prompt.num_known is None:
+        if not self._shares or request.num_known is None:
             return None
         try:
-            return self._ids(request.name)[request.prompt.num_known :]
+            return self._ids(request.name)[request.num_known :]
         except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
             return None
 
@@ -195,16 +194,15 @@ class Prompts:
         """Shortens requests, in the manager as well, to numbers of tokens."""
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
         for request, count in requests:
-            prompt = request.prompt
             if request.row < 0:
                 self.unpark(request)
-            prompt.found = prompt.ids = None
-            prompt.chunk_ends = [end for end in prompt.chunk_ends if end <= count]
+            request.found = request.ids = None
+            request.chunk_ends = [end for end in request.chunk_ends if end <= count]
 
     def _must_rewind(self, request: Request, num_tokens: int) -> bool:
         """Returns whether the manager knows more tokens of a request."""
         computed = self._manager.computed_by_row[request.row] if request.row >= 0 else 0
-        return num_tokens < max(computed, (request.row >= 0 and request.prompt.num_known) or 0)
+        return num_tokens < max(computed, (request.row >= 0 and request.num_known) or 0)
 
     def forget_unknown(self, request: Request, ledger: Ledger) -> None:
         """Forgets the tokens of a waiting request whose ids are not known."""
@@ -216,9 +214,8 @@ class Prompts:
 
     def next_chunk_end(self, request: Request, computed: int) -> int:
         """Returns the number of tokens after which the next chunk has to end, or `ANYWHERE`."""
-        prompt = request.prompt
-        prompt.chunk_ends = [end for end in prompt.chunk_ends if end > computed]
-        return prompt.chunk_ends[0] if prompt.chunk_ends else ANYWHERE
+        request.chunk_ends = [end for end in request.chunk_ends if end > computed]
+        return request.chunk_ends[0] if request.chunk_ends else ANYWHERE
 
     def _look_up(self, request: Request, num_tokens: int) -> PrefixMatch | None:
         """Returns the prefix of a waiting request; None if requests share nothing.
@@ -227,14 +224,14 @@ class Prompts:
         """
         if not self._shares:
             return None
-        prompt, find = request.prompt, self._manager.find_prefix
-        if prompt.found is not None:
-            prompt.found = find(prompt.found)
-            return prompt.found
-        ids = self._ids(request.name, num_tokens) if prompt.ids is None else prompt.ids
-        prompt.found = find(ids, salt=prompt.salt, extra_keys=prompt.extra_keys)
-        prompt.ids = None
-        return prompt.found
+        find = self._manager.find_prefix
+        if request.found is not None:
+            request.found = find(request.found)
+            return request.found
+        ids = self._ids(request.name, num_tokens) if request.ids is None else request.ids
+        request.found = find(ids, salt=request.salt, extra_keys=request.extra_keys)
+        request.ids = None
+        return request.found
 
 
 def _ids_of_decodes(known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray) -> np.ndarray:

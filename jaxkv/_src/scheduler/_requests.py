@@ -15,33 +15,19 @@ from jaxkv._src.prefixes import ExtraKey
 ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
 
 
-@dataclasses.dataclass(slots=True)
-class PromptLookup:
-    """The arguments of a prompt's prefix lookup, and its latest result.
-
-    ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
-    found: the latest result while the request waits; None: none yet.
-    num_known: number of token ids that the request was started with; None: it had none.
-    chunk_ends: numbers of tokens after which a later chunk has to end.
-    """
-
-    salt: str | None = None
-    extra_keys: Sequence[ExtraKey] = ()
-    boundaries: Sequence[int] = ()
-    ids: np.ndarray | None = None  # int32[N]
-    found: PrefixMatch | None = None
-    num_known: int | None = None
-    chunk_ends: Sequence[int] = ()
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
     """A waiting or running request.
 
     age: its place in the order of arrival, which a preemption does not change.
-    index: of its counts in the `Ledger`.
     blocks: the most blocks that it holds while it decodes, and the most that computing its prompt
       takes in addition.
+    salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
+    ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
+    found: the latest result of a lookup while it waits; None: none yet.
+    num_known: number of token ids that it was started with; None: it had none.
+    chunk_ends: numbers of tokens after which a later chunk has to end.
+    index: of its counts in the `Ledger`.
     row: its row in the block tables while it runs; -1: it waits.
     leader: a request of the same prompt, from which it forks once the prompt is computed.
     samples: requests of which this one is the leader.
@@ -53,7 +39,13 @@ class Request:
     prompt_tokens: int
     encoder_tokens: int
     blocks: tuple[int, int]
-    prompt: PromptLookup
+    salt: str | None
+    extra_keys: Sequence[ExtraKey]
+    boundaries: Sequence[int]
+    ids: np.ndarray | None = None  # int32[N]
+    found: PrefixMatch | None = None
+    num_known: int | None = None
+    chunk_ends: Sequence[int] = ()
     index: int = -1
     row: int = -1
     leader: "Request | None" = None
@@ -62,8 +54,8 @@ class Request:
 
     def sample(self, name: Hashable, age: tuple[int, ...]) -> "Request":
         """Returns another request of the same prompt."""
-        prompt = PromptLookup(self.prompt.salt, self.prompt.extra_keys, self.prompt.boundaries)
-        return Request(name, age, self.prompt_tokens, self.encoder_tokens, self.blocks, prompt)
+        sizes = self.prompt_tokens, self.encoder_tokens, self.blocks
+        return Request(name, age, *sizes, self.salt, self.extra_keys, self.boundaries)
 
 
 class Ledger:

@@ -15,7 +15,7 @@ from jaxkv._src.scheduler._chooser import Chooser
 from jaxkv._src.scheduler._options import Options, Order, Tokens
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
-from jaxkv._src.scheduler._requests import ANYWHERE, PromptLookup, Request, find
+from jaxkv._src.scheduler._requests import ANYWHERE, Request, find
 from jaxkv._src.scheduler._schedule import Schedule
 from jaxkv._src.uploads import StepShape
 
@@ -259,11 +259,11 @@ class Scheduler:
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
         steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
         blocks = steady, self._plan.admission_blocks(longest) - steady
-        prompt = PromptLookup(salt, keys, tuple(boundaries))
-        leader = Request(request, age, num_tokens, encoder_tokens, blocks, prompt)
+        prompt = salt, keys, tuple(boundaries)
+        leader = Request(request, age, num_tokens, encoder_tokens, blocks, *prompt)
         others = [leader.sample(name, self._queues.next_age(age)) for name in names[1:]]
         for one, of_one in zip([leader, *others], ids, strict=True):
-            one.prompt.ids = of_one
+            one.ids = of_one
             self._queues.enter(one, num_tokens, longest)
         self._queues.waiting.append(leader)  # the youngest of all
         self._queues.hold(leader, others)
@@ -356,7 +356,7 @@ class Scheduler:
             request = self._queues.of[name]
             if request.row >= 0 and count > 1 + self._most_drafts:
                 end = self._queues.num_tokens(request) - count + 1
-                request.prompt.chunk_ends = [end]
+                request.chunk_ends = [end]
                 self._queues.in_chunks[name] = request
                 self._ledger.draft_starts[request.index] = ANYWHERE
 
