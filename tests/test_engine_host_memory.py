@@ -12,19 +12,20 @@ from jaxkv import HostMemory
 from jaxkv._src.moving import _host_blocks
 from jaxkv.pool import MoveError
 from tests.engine_models import forward, make_params, make_plan
-from tests.test_engine import ALL, SIZES, TIGHT, assert_right, random_requests
+from tests.test_engine import assert_right, random_requests
 
+LAYERS, TIGHT = ("full", "state"), 17  # blocks: requests are preempted
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 
 
 @functools.cache
-def make_engine(decode_steps: int = 1, blocks: int = 200) -> jaxkv.Engine:
-    plan = make_plan(ALL, TIGHT)
-    size = plan.layouts[0].bytes_per_block
-    memory = HostMemory(num_bytes=blocks * size, min_tokens=1)
+def make_engine(decode_steps: int) -> jaxkv.Engine:
+    plan = make_plan(LAYERS, TIGHT)
+    memory = HostMemory(num_bytes=200 * plan.layouts[0].bytes_per_block, min_tokens=1)
     params = make_params()
+    sizes = {"max_requests": 4, "max_tokens": 8}
     return jaxkv.Engine(
-        *(forward, params, plan), decode_steps=decode_steps, host_memory=memory, **SIZES
+        *(forward, params, plan), decode_steps=decode_steps, host_memory=memory, **sizes
     )
 
 
@@ -38,20 +39,20 @@ def served(engine: jaxkv.Engine, requests) -> list[jaxkv.engine.Output]:
 def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: int) -> None:
     engine, requests = make_engine(decode_steps), random_requests(3, 9)
     for _ in range(2):  # the prompts come again
-        assert_right(served(engine, requests), requests)
+        assert_right(served(engine, requests), requests, LAYERS)
     stats = engine.manager.tier_stats()
     assert stats is not None and stats.stored_blocks and stats.loaded_blocks, stats
     assert engine.manager.prefix_stats().host_tokens
-    assert engine.stats.preemptions
+    assert engine.stats.preemptions and stats.resumed_requests
     assert 0 < engine._device._host_blocks.num_bytes <= stats.num_bytes
     for level in (1, 2) if decode_steps == 1 else ():
         engine.sleep(level)
         engine.wake_up()
-        assert_right(served(engine, requests), requests)
+        assert_right(served(engine, requests), requests, LAYERS)
 
 
 def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, requests = make_engine(), random_requests(3, 9)[:6]
+    engine, requests = make_engine(1), random_requests(3, 9)[:6]
     served(engine, requests)
     real, calls = jax.device_put, iter(range(10_000))
 
@@ -73,13 +74,13 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
     assert failures == 5
     assert sum(tokens.values()) == sum(s.n * s.max_tokens for _, s in requests)
     monkeypatch.undo()
-    assert_right(served(engine, requests), requests)
+    assert_right(served(engine, requests), requests, LAYERS)
 
 
 def test_an_engine_compiles_its_copies_before_it_serves() -> None:
-    engine, requests = make_engine(), random_requests(4, 6)
+    engine, requests = make_engine(1), random_requests(4, 6)
     engine._device.compile_moves()
     counts = [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)]
     for _ in range(2):  # a prefix may not fit, although its request does
-        assert_right(served(engine, requests), requests)
+        assert_right(served(engine, requests), requests, LAYERS)
     assert [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)] == counts
