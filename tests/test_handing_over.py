@@ -45,6 +45,9 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
     source.step(shape, {"a": num_tokens})
     exported = source.export_blocks("a")
     assert isinstance(exported, HandedBlocks)
+    source.fork("a", ["c"])
+    with pytest.raises(ValueError, match="after its next step"):
+        source.export_blocks("c")
     other, shape = manager_of(layers, 50)
     other.start("before")
     other.step(shape, {"before": 7})

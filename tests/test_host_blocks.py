@@ -298,6 +298,25 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
         np.testing.assert_array_equal(buffer[:, 10:13], old[:, 5:8])
 
 
+def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, memory = filled("full"), HostBlocks()
+    before = bytes_in(cache)
+    swap = moves(5, [chunk(8, 6), chunk(9, 7)], [chunk(8, 7), chunk(9, 6)], [8, 9], is_anew=True)
+    real, calls = jax.device_put, iter(range(100))
+
+    def device_put(values, place):
+        if isinstance(values, tuple) and next(calls) == 3:  # the second load
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return real(values, place)
+
+    monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
+    with pytest.raises(MoveError) as caught:
+        memory.move(cache, swap)
+    cache = memory.move(caught.value.cache, swap)
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        np.testing.assert_array_equal(buffer[:, [6, 7]], old[:, [7, 6]])
+
+
 def test_moves_in_another_order_are_refused() -> None:
     cache, memory = filled("full"), HostBlocks()
     with pytest.raises(ValueError, match="number 2"):

@@ -1,9 +1,12 @@
 """Blocks in host memory: the books, checked on a device of dictionaries."""
 
+import dataclasses
 import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from jaxkv import (
     StateSpec,
     StepShape,
 )
+from jaxkv._src.blocks._prefixes import Prefixes
+from jaxkv._src.tier import HostTier
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
@@ -122,6 +127,27 @@ def test_a_prefix_that_was_computed_anew_is_kept_in_device_memory_again() -> Non
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 0)
 
 
+def test_a_state_that_was_computed_anew_takes_the_place_of_that_on_the_host() -> None:
+    layers, tokens = {"a": FULL, "s": STATE}, prompt(1, 20)
+    served = Served(layers, 20, host(100, layers), checkpoint_share=1.0)
+    served.manager.start("a", tokens, boundaries=[17])
+    for count in (17, 2):  # both ends lie in one block
+        served.step({"a": count})
+    served.manager.finish("a")
+    for number in range(2, 8):
+        served.run(number, prompt(number, 32))
+    served.manager.start("b", tokens, boundaries=[17], max_cached_tokens=0)
+    served.step({"b": 17})
+    upload = served.manager.step(served.shape, {"b": 1})
+    served.manager.take_moves()
+    assert upload.parts()["copy_sources"].size == 1  # of the state after 17 tokens
+    served.manager.rewind({"b": 18})
+    hit = served.start("c", tokens)
+    assert hit.num_cached_tokens == 19
+    moves = served.step({"c": 1})
+    assert moves is not None and {chunk.group for chunk in moves.loads} == {0, 1}
+
+
 def test_a_load_that_is_not_worth_it_is_not_made() -> None:
     layers = {"a": FULL}
     size = plan_of(layers, 9, 32).layouts[0].bytes_per_block
@@ -161,6 +187,36 @@ def test_a_block_that_was_written_on_is_stored_again() -> None:
     served.run("e", prompt(4, 32))
     served.run("f", prompt(5, 32))
     assert end in stored_by(served.moves[before:])
+
+
+def stores_late(tier: HostTier, seal: Callable[[HostTier], None]) -> None:
+    """Lets stores follow the loads and the step that they belong before."""
+    late = tier.__dict__.setdefault("late", [])
+    seal(tier)
+    if tier._sealed is not None:
+        late.append(tier._sealed.stores)
+        stores = late.pop(0) if len(late) > 1 else ()
+        tier._sealed = dataclasses.replace(tier._sealed, stores=stores)
+
+
+def seals_late(prefixes: Prefixes, after_step: Callable, rows: np.ndarray) -> None:
+    """Lets the moves before a step include states that only the step will write."""
+    with mock.patch.object(HostTier, "seal"):
+        after_step(prefixes, rows)
+    if prefixes._tier is not None:
+        prefixes._tier.seal()
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "wrong"),
+    [(HostTier, "seal", stores_late), (Prefixes, "after_step", seals_late)],
+)
+def test_copies_in_a_wrong_order_are_found(where, method: str, wrong, monkeypatch) -> None:
+    right = getattr(where, method)
+    monkeypatch.setattr(where, method, lambda self, *args: wrong(self, right, *args))
+    with pytest.raises(AssertionError, match="serving"):
+        for seed in range(20):
+            run_serving(seed, "one state", tier=True)
 
 
 # --- preempted requests -----------------------------------------------------------------
@@ -234,6 +290,59 @@ def test_only_what_can_be_parked_is() -> None:
         served = Served(ALL, 30, None)
         served.manager.start("a")
         served.manager.park("a")
+
+
+def test_blocks_that_are_not_loaded_yet_are_not_stored() -> None:
+    served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
+    served.manager.start("a")
+    served.step({"a": 18})
+    served.manager.park("a")
+    served.manager.start("b")
+    served.step({"b": 32})
+    served.manager.finish("b")
+    assert served.manager.resume("a").num_host_tokens == 18
+    assert served.manager.park("a")  # before the step that loads its blocks
+    served.manager.start("c")
+    served.manager.grow({"c": 32})
+    assert served.manager.num_parked_tokens("a") == 0
+    moves = served.step({"c": 32})
+    assert moves is None or not moves.stores
+
+
+def test_a_block_that_the_next_upload_copies_is_not_parked() -> None:
+    served = Served({"a": FULL}, 20, host(100, {"a": FULL}))
+    served.manager.start("a")
+    served.step({"a": 18})
+    served.manager.fork("a", ["b"])
+    served.manager.grow({"a": 1, "b": 1})
+    parked = [served.manager.park(name) for name in "ab"]
+    assert sum(parked) == 1  # the other one waits for its copy
+
+
+def test_parked_forks_keep_the_state_that_they_share() -> None:
+    served = Served({"a": FULL, "s": STATE}, 30, host(100, ALL))
+    served.manager.start("a")
+    served.step({"a": 16})
+    served.manager.fork("a", ["b", "c"])
+    assert served.manager.park("b") and served.manager.park("c")
+    served.manager.finish("a")
+    served.manager.resume("b")
+    assert served.manager.may_copy_by_row[served.manager.requests["b"]]
+    upload = served.manager.step(served.shape, {"b": 1})
+    assert upload.parts()["copy_sources"].size == 1
+    assert served.manager.resume("c").num_cached_tokens == 16
+
+
+def test_a_request_is_resumed_whose_tokens_are_known_in_part() -> None:
+    served = Served({"a": FULL}, 20, host(100, {"a": FULL}), events=EventLog())
+    served.start("a", prompt(1, 5))
+    served.step({"a": 18})
+    served.manager.fork("a", ["b"])
+    served.manager.finish("a", prompt(4, 13))
+    assert served.manager.park("b")
+    for number in range(5, 8):
+        served.run(number, prompt(number, 32))
+    assert served.manager.resume("b").num_host_tokens == 18
 
 
 def test_prefixes_do_not_push_parked_requests_out_of_host_memory() -> None:
