@@ -20,7 +20,7 @@ from jaxkv import (
     StateSpec,
     StepShape,
 )
-from jaxkv._src.blocks._prefixes import Prefixes
+from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.tier import HostTier
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
@@ -199,17 +199,17 @@ def stores_late(tier: HostTier, seal: Callable[[HostTier], None]) -> None:
         tier._sealed = dataclasses.replace(tier._sealed, stores=stores)
 
 
-def seals_late(prefixes: Prefixes, after_step: Callable, rows: np.ndarray) -> None:
+def seals_late(kept: KeptPrompts, after_step: Callable, rows: np.ndarray) -> None:
     """Lets the moves before a step include states that only the step will write."""
     with mock.patch.object(HostTier, "seal"):
-        after_step(prefixes, rows)
-    if prefixes._tier is not None:
-        prefixes._tier.seal()
+        after_step(kept, rows)
+    if kept._tier is not None:
+        kept._tier.seal()
 
 
 @pytest.mark.parametrize(
     ("where", "method", "wrong"),
-    [(HostTier, "seal", stores_late), (Prefixes, "after_step", seals_late)],
+    [(HostTier, "seal", stores_late), (KeptPrompts, "after_step", seals_late)],
 )
 def test_copies_in_a_wrong_order_are_found(where, method: str, wrong, monkeypatch) -> None:
     right = getattr(where, method)
