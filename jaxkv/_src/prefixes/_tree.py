@@ -104,7 +104,7 @@ class PrefixTree:
     has_states: whether a group overwrites its states, so that prefixes end at checkpoints.
     host_ids: ids from this one on are of blocks in host memory.
     on_recomputed: called with blocks in host memory, and with those on the device that are kept
-      in their place from now on, because a request has computed the same content.
+      in their place from now on, because a request has computed the same content (or None).
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PrefixTree:
         # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
         self._home_of = np.full(frozen_before.size, -1, np.int64)
         self._is_in_checkpoint = np.zeros(frozen_before.size, bool)
-        self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] = lambda ids, into: None
+        self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -273,7 +273,8 @@ class PrefixTree:
         if at.size:
             ids, into = here[at].astype(np.intp), made[at]
             self.move(ids, into)
-            self.on_recomputed(ids, into)
+            if self.on_recomputed is not None:
+                self.on_recomputed(ids, into)
         return bool(at.size)
 
     def _place(self, node: Node, group: int) -> int:
