@@ -306,6 +306,33 @@ def test_a_reader_of_the_events_knows_which_whole_blocks_are_kept(name: str) -> 
     assert removed and known
 
 
+def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> None:
+    """Images of one identifier and two sizes, whose first blocks have the same key."""
+    log, kept, counts = EventLog(), set[bytes](), list[int]()
+    manager = BlockManager(plan_of("full", 40), max_requests=2, events=log)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
+    prompts = [(range(9), [ExtraKey.mm("f00d", 0, end)]) for end in (4, 5, 9)]
+    prompts += [(range(100 * i, 100 * i + 48), []) for i in range(1, 5)]  # which evict them
+    for tokens, extra_keys in prompts:
+        manager.start("a", list(tokens), extra_keys=extra_keys)
+        for begin in range(0, len(tokens), 12):
+            manager.step(shape, {"a": len(tokens[begin : begin + 12])})
+        manager.finish("a")
+        batch = log.take()
+        for event in () if batch is None else batch.events:
+            keys = set(event.block_keys)
+            if isinstance(event, BlocksStored):
+                assert not keys & kept, "stored twice"
+                kept |= keys
+            else:
+                assert keys <= kept, "removed twice"
+                kept -= keys
+        counts.append(len(kept))
+    stats = manager.prefix_stats()
+    assert counts[:3] == [2, 3, 3], "of two, four and six blocks"
+    assert counts[-1] == stats.kept_blocks and stats.evicted_blocks >= 6
+
+
 def test_events_name_adapters_images_and_salts() -> None:
     plan, log = plan_of("full"), EventLog()
     manager = BlockManager(plan, max_requests=2, events=log)

@@ -13,6 +13,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.uploads import StepShape
 
@@ -624,6 +625,49 @@ def test_a_restart_computes_all_that_ran_again_in_order() -> None:
     assert server.scheduler.waiting == ("a", "b", "c")
     assert not server.manager.requests
     assert server.step().work == {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize("num_blocks", [9, 14, 17, 21, 30])
+def test_prompts_that_turn_out_to_get_no_blocks_wait(num_blocks: int, monkeypatch) -> None:
+    monkeypatch.setattr(Admission, "_has_room", lambda *_: True)
+    server = Server(small_plan(num_blocks, in_flight=32), max_requests=6, max_tokens=96)
+    for name in range(6):
+        server.add(name, 13, 20)
+    fit = min(6, (num_blocks - 1) // 4)
+    schedule = server.step()
+    assert list(schedule.work) == list(schedule.hits) == list(range(fit))
+    assert server.scheduler.waiting == tuple(range(fit, 6))
+    server.sample(schedule)
+    server.serve(500)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_request_that_arrives_before_the_answers_starts_with_them(order: str) -> None:
+    """All running requests get one token more, as in the steps before."""
+    server = Server(small_plan(40), max_requests=3, max_tokens=8, order=order)
+    for name in "ab":
+        server.add(name, 2, 30)
+    for _ in range(3):
+        server.step()
+        server.scheduler.append({"a": 1, "b": 1})
+    server.step()
+    server.add("c", 4, 30)
+    server.scheduler.append({"a": 1, "b": 1})
+    assert server.step().work == {"a": 1, "b": 1, "c": 4}
+
+
+def test_a_step_in_which_all_decode_can_be_cut() -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=8)
+    for name in "abc":
+        server.add(name, 2, 30)
+    for _ in range(3):
+        server.step()
+        server.scheduler.append({"a": 1, "b": 1, "c": 1})
+    schedule = server.scheduler.schedule(max_tokens=2)
+    assert schedule.work == {"a": 1, "b": 1} and list(schedule.samples) == ["a", "b"]
+    server.manager.step(server.shape, schedule.work)
+    server.scheduler.append({"a": 1, "b": 1})
+    assert server.step().work == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_request_that_starts_again_is_a_prompt_with_all_its_tokens() -> None:

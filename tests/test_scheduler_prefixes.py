@@ -442,3 +442,22 @@ def test_tokens_that_were_rejected_before_they_were_computed_are_not_kept() -> N
     server.scheduler.append({"a": 7})
     server.step()
     assert server.manager.find_prefix(rejected).num_cached_tokens <= 11
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("forks", [1, 2, 3])
+def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(mode, forks) -> None:
+    plan, prompt = plan_of("none" if mode == "none" else "align", 120), [1, 2, 0] * 5
+    server = Server(plan, max_requests=5, max_tokens=64, forks=forks)
+    server.add("a", prompt, 16, boundaries=[12])
+    server.serve()
+    for name in "bcde":
+        server.add(name, [*prompt[:12], 2, 2, 1], 16)
+    started = []
+    while server.scheduler.waiting:
+        schedule = server.step()
+        assert all(hit.num_cached_tokens >= 12 for hit in schedule.hits.values())
+        started.append(len(schedule.hits))
+        server.sample(schedule)
+    assert started[0] == forks
+    server.serve()

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -181,6 +182,27 @@ def test_the_host_chooses_groups_that_save_the_most(seed: int) -> None:
     course = Course(seed)
     for _ in range(100):
         course.act()
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**16))
+def test_groups_save_the_most_in_any_tables(seed: int) -> None:
+    """Also of requests that are equal, or that end where a block does."""
+    rng, width = np.random.default_rng(seed), 8
+    computed = np.minimum(rng.integers(1, 2 * width, 8) * (BLOCK // 2), width * BLOCK)
+    tables = np.arange(1, 1 + 2 * 8 * width).reshape(2, 8, width)
+    for request in range(1, 8):
+        like, same = rng.integers(request), rng.integers(width + 1)
+        tables[0, request, :same] = tables[0, like, :same]
+        same -= rng.integers(2) * rng.integers(same + 1)  # a copy in one group of layers
+        tables[1, request, :same] = tables[1, like, :same]
+    tables[:, np.arange(width) >= -(-computed[:, None] // BLOCK)] = 0
+    found = _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, GROUPS)
+    plan: Any = SimpleNamespace(
+        groups=[SimpleNamespace(growth=SimpleNamespace(window=2**31 - 1))] * 2
+    )
+    ids = [[tuple(table[request]) for table in tables] for request in range(8)]
+    check_groups(plan, [(g.members.tolist(), g.tokens) for g in found], ids, computed.tolist())
 
 
 def test_courses_share_something() -> None:

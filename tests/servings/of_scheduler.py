@@ -44,6 +44,9 @@ class SchedulerServing(Serving):
             "max_tokens": draw.choice([1, 2, 4, 8, 16, 64]),
             "forks": draw.choice([0, 1, 2, 4]),
         }
+        batch = draw.choice([None, None, 1, 2])
+        if batch is not None:
+            sizes["batch_size"] = min(batch, self.manager.max_requests)
         cached = draw.choice([None, None, 4, 16, plan.max_model_len])
         self.has_tokens = draw.random() < 0.8
         self.options = {
@@ -79,6 +82,7 @@ class SchedulerServing(Serving):
         self.time = self.idle = 0
         self.siblings: dict[Hashable, list[Known]] = {}  # requests of one prompt
         self.lost: Schedule | None = None  # not carried out, and must come again
+        self.uploads = -1  # when the last schedule was chosen
         self.say(f"plan of {self.kind}: {[g.growth for g in plan.groups]}")
         self.say(f"{plan.num_blocks} blocks, max_model_len={plan.max_model_len}, {plan.limits}")
         self.say(f"max_requests={self.manager.max_requests}, {self.options}, ahead={self.ahead}")
@@ -357,9 +361,17 @@ class SchedulerServing(Serving):
 
     def schedule(self) -> Schedule:
         parked = {n: self.manager.num_parked_tokens(n) for n in self.scheduler.waiting}
-        schedule = self.scheduler.schedule()
+        running, cut = set(self.scheduler.running), None
+        if not self.has_states and self.chance(0.1):
+            cut = self.draw.choice([1, 3])
+        schedule = self.scheduler.schedule(max_tokens=cut)
+        is_new, self.uploads = self.uploads != self.manager.num_uploads, self.manager.num_uploads
+        if is_new:
+            assert cut is None or sum(schedule.work.values()) <= cut, "more tokens than asked for"
+            assert running.isdisjoint(schedule.hits), "a hit is told twice"
+            assert running.issuperset(schedule.preempted), "one that waits is preempted"
         self.say(
-            f"schedule() = {schedule.work}, preempted {schedule.preempted}, "
+            f"schedule({cut}) = {schedule.work}, preempted {schedule.preempted}, "
             f"hits { {n: h.num_cached_tokens for n, h in schedule.hits.items()} }"
         )
         for name in schedule.preempted:

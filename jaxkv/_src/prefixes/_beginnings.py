@@ -57,10 +57,11 @@ def _split(
     members = members[computed[members] >= tokens + size]
     if members.size < 2 or not levels:
         return []
-    ids = tables[0][members, tokens // size]
-    order = ids.argsort(kind="stable")
-    members, ids = members[order], ids[order]
-    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    each = zip(tables, column_tokens, strict=True)
+    ids = np.array([table[members, tokens // size] for table, size in each])
+    order = np.lexsort(ids)
+    members, ids = members[order], ids[:, order]
+    starts = np.flatnonzero(np.append(True, (ids[:, 1:] != ids[:, :-1]).any(axis=0)))
     if starts.size == members.size:
         return []
     same = _same_tokens(tables, column_tokens, members)

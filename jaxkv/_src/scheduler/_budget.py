@@ -77,7 +77,7 @@ class StepBudget:
             return
         fit = min(int(np.count_nonzero(counts > 0)), self._requests)
         names, num_tokens = running.order.names, int(np.add.reduce(counts[:fit]))
-        if num_tokens == fit == len(names) and not self.work:
+        if num_tokens == fit == len(names):
             self._add(running.order.one_each, num_tokens)
             self.everyone = running.order
         else:

@@ -40,9 +40,7 @@ class Chooser:
         """Chooses the work of the next step; see `Scheduler.schedule`."""
         is_carried_out = self._num_uploads != self._manager.num_uploads
         if self._last is None or is_carried_out or not self._last[0].work:
-            if self._last is not None and self._goes_on(self._last[0], max_tokens):
-                self._last = self._last[0], [], {}
-            else:
+            if self._last is None or not self._goes_on(self._last[0], max_tokens):
                 self._last = self._choose(min(max_tokens, self._options.max_tokens))
             self._num_uploads = self._manager.num_uploads
         step, preempted, hits = self._last

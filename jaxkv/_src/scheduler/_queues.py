@@ -108,7 +108,6 @@ class Queues:
     def run(self, request: Request, row: int) -> None:
         """Marks a request as running in a row of the block tables."""
         request.row = self.ledger.rows[request.index] = row
-        self.ledger.needs_token[request.index] = False
         self.running[request.name] = request
         self._in_order = None
 
