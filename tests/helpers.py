@@ -29,6 +29,13 @@ needs_mosaic = pytest.mark.skipif(
 IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=needs_mosaic)]
 
 
+def runs_of(shapes: Sequence[Any], interpreted: Sequence[Any]) -> list[Any]:
+    """Returns pairs of implementation and shape; without a GPU Mosaic has the interpreted ones."""
+    mosaic = shapes if ON_GPU else interpreted
+    runs: list[Any] = [("xla", shape) for shape in shapes]
+    return runs + [pytest.param("mosaic_gpu", shape, marks=needs_mosaic) for shape in mosaic]
+
+
 @contextlib.contextmanager
 def kernels_run() -> Iterator[None]:
     """Lets Mosaic kernels run: on a GPU as they are, elsewhere in GPU interpret mode."""

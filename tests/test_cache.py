@@ -210,7 +210,7 @@ def test_a_cache_of_tables_only_has_no_bytes_to_read(options) -> None:
     batch = cases.fixed_step(PLAN)
     assert cache.buffers == () and cache.num_bytes == 0 and "no pool" in repr(cache)
     shape = jaxkv.StepShape.for_plan(PLAN, max_requests=2, max_tokens=4)
-    cache, batch = jaxkv.apply_step(cache, shape.idle())
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
     ones = jnp.ones((4, 2, 4))
     for call in (
         lambda: jaxkv.write_tokens(cache, "a", batch, ones, ones),

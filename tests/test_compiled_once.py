@@ -112,12 +112,12 @@ def step(model: Model, cache: Any, upload: Any, x: Any) -> Any:
     return cache, x
 
 
-def lowered(model: Model, plan: jaxkv.Plan, max_tokens: int = TOKENS, **options: Any) -> str:
+def lowered(model: Model, plan: jaxkv.Plan, **options: Any) -> str:
     """Returns the program of a step for a GPU."""
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, **options)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=max_tokens)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     heads = HEADS * (cache.layout.num_ranks if cache.layout.heads_axis else 1)
-    x = jnp.ones((max_tokens, heads, 64), jnp.bfloat16)
+    x = jnp.ones((TOKENS, heads, 64), jnp.bfloat16)
     run = jax.jit(functools.partial(step, model), donate_argnums=0)
     return run.trace(cache, shape.idle(), x).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -166,12 +166,12 @@ def test_a_layer_of_another_form_is_lowered_by_itself() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("max_tokens", [REQUESTS, TOKENS], ids=["decode", "prefill"])
-def test_kernels_are_as_many_as_for_one_layer(max_tokens: int) -> None:
+def test_kernels_are_as_many_as_for_one_layer() -> None:
+    """Of prompts and of decodes, which a step of either has."""
     found = []
     for count in (1, 3):
         model = Model(of(count, FULL), functools.partial(attend, by="mosaic_gpu"), {})
-        text = lowered(model, plan_of(model), max_tokens=max_tokens)
+        text = lowered(model, plan_of(model))
         found.append(text.count("custom_call @mosaic_gpu"))
     assert found[0] == found[1] > 2  # one writes, and at least two attend
 

@@ -304,7 +304,7 @@ def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None
 @many_devices
 def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
     plan = plan_for(*DIVIDED[:2])
-    cache, batch = jaxkv.apply_step(divided_cache(plan, 4), shape_for(plan).idle())
+    cache, batch = jax.jit(jaxkv.apply_step)(divided_cache(plan, 4), shape_for(plan).idle())
     for use in (
         lambda: batch.slot_mapping("full"),
         lambda: jaxkv.read_tokens(cache, "full", batch),

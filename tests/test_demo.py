@@ -207,9 +207,7 @@ def test_the_demo_s_own_model_fits_its_cache() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("kv_dtype", "is_used"), [("fp8_e4m3", True), ("bf16", True), ("f32", False)]
-)
+@pytest.mark.parametrize(("kv_dtype", "is_used"), [("fp8_e4m3", True), ("f32", False)])
 def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, monkeypatch) -> None:
     """The kernel takes 16-bit queries only, and those of pages of 16 bits in their dtype."""
     monkeypatch.setattr(_capability, "why_unsupported", lambda *_: None)

@@ -107,7 +107,7 @@ def filled_cache(max_requests: int = 6, rows: int = 3):
         manager.start(request)
     for step in range(1, 5):
         work = {request: request + step for request in range(rows)}
-        cache, batch = jaxkv.apply_step(cache, manager.step(shape, work))
+        cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, work))
     return manager, cache, batch
 
 

@@ -49,7 +49,7 @@ def test_the_example_prints_what_is_shown_and_serves_the_model_without_a_cache(c
 def test_the_examples_run_on_one_device_too() -> None:
     """The suite has eight virtual ones."""
     (example,) = blocks("python")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = subprocess.check_output([sys.executable, "-c", example], env=environment, text=True)
     assert printed == blocks("text")[0]
 

@@ -191,7 +191,8 @@ def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
     """The blocks of drafts are not where the next step looks, if a step begins another block."""
     plan = plan_of("gated_delta", mode, 2)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle())
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
     x, numbers = inputs_of({}, {}, None), {given: as_ids([0, 0])}
     with pytest.raises(ValueError, match=f"cache_mode='{mode}', whose states move"):
         run_layer("gated_delta", cache, "layer.0", batch, x, **numbers)
@@ -308,7 +309,8 @@ def test_what_does_not_fit_is_refused_by_name(wrong, error, text) -> None:
     layers = {"layer.0": state, "full": FULL, "other": other}
     plan = jaxkv.plan_cache(layers, 2**30, max_model_len=LENGTH, num_blocks_override=40)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-    cache, batch = jaxkv.apply_step(jaxkv.make_cache(plan, max_requests=2), shape.idle())
+    cache = jaxkv.make_cache(plan, max_requests=2)
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
     given = {
         "inputs": jnp.zeros((TOKENS, QKV)),
         "log_decay": jnp.zeros((TOKENS, HEADS)),

@@ -282,7 +282,7 @@ def test_a_mesh_that_does_not_fit_is_refused(options, message) -> None:
 @pytest.mark.parametrize("use", ["read", "write"])
 def test_states_of_a_sharded_cache_are_refused_outside_of_shard_map(use) -> None:
     cache = jaxkv.make_cache(STATE, max_requests=2, mesh=one_axis(), axis="heads")
-    cache, batch = jaxkv.apply_step(cache, STATE_SHAPE.idle())
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, STATE_SHAPE.idle())
     with pytest.raises(ValueError, match=r"layer='state' .*: call this inside jax\.shard_map"):
         if use == "read":
             jaxkv.read_state(cache, "state", batch)
@@ -323,7 +323,7 @@ def test_packed_rows_of_a_sharded_cache_are_refused_outside_of_shard_map() -> No
     plan = jaxkv.plan_cache({"packed": spec}, 2**20, max_model_len=8, num_blocks_override=8)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=4)
     cache = jaxkv.make_cache(plan, max_requests=2, mesh=one_axis(), axis="heads")
-    cache, batch = jaxkv.apply_step(cache, shape.idle())
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
     rows = jnp.zeros((4, spec.token_bytes), jnp.uint8)
     for use in (
         lambda: jaxkv.write_rows(cache, "packed", batch, rows),

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("Trace, lowering and compilation of one shape, seconds of the host's clock")
     _run_once(Case(1, REQUESTS))  # imports
-    for tokens in (REQUESTS, 2048):
+    for tokens in by_size(full=(REQUESTS, 2048), small=(REQUESTS, 2048), smallest=(2048,)):
         for layers in by_size(full=(1, 8, 32), small=(1, 8, 32), smallest=(1,)):
             case = Case(layers, tokens)
             ours, without = _run_once(case), _run_once(case, cached=False)

@@ -95,6 +95,9 @@ SMALL_BUFFERS = (
     SmallBuffer((2, 2, BLOCKS, 4, 64), -3),
     SmallBuffer((2, BLOCKS), 1),
 )
+# One odd page, several work items, and blocks behind another axis: interpret mode takes seconds
+# for each, and shapes differ by what XLA does around a kernel.
+INTERPRETED_BUFFERS = (SMALL_BUFFERS[1], *SMALL_BUFFERS[3:5])
 PAGES, ROWS = 5, 6
 # Rows too short for a warpgroup, odd ones, what attention writes per token, a whole page,
 # and pages that align worse than rows do.
@@ -107,5 +110,6 @@ SMALL_WRITES = (
     SmallWrite(8200, 2048, 16, "bfloat16"),
     SmallWrite(4097, 4097, 1, "uint8"),
 )
+INTERPRETED_WRITES = (*SMALL_WRITES[:2], SMALL_WRITES[6])
 # Pages, and rows, of less than a warpgroup to several work items.
 SMALL_PAGES = (20, 515, 1152, 4097, 20_000, 28_672)

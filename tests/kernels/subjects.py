@@ -113,7 +113,6 @@ def write_aligned(pages: Any, ids: Any, offsets: Any, rows: Any, **options: Any)
 
 
 SUBJECTS = (
-    Subject("zero", zero_blocks, reference_zero_blocks, zero_operands),
     Subject(
         "zero_counted",
         zero_counted,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes, reference_copy_blocks
 from pallas_kernels import copy_blocks
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, garbage, kernels_run
-from tests.kernels.arg_specs import BLOCKS, SMALL_BUFFERS
+from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, garbage, kernels_run, runs_of
+from tests.kernels.arg_specs import BLOCKS, INTERPRETED_BUFFERS, SMALL_BUFFERS
 
 PAIRS = 6
 bad_ids = st.sampled_from([-(2**31), -2, -1, BLOCKS, BLOCKS + 1, 2**31 - 1])
@@ -45,8 +45,9 @@ def check(spec, sources, destinations, num_ids, **options) -> None:
     assert_same_bytes(got, expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("spec", SMALL_BUFFERS, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "spec"), runs_of(SMALL_BUFFERS, INTERPRETED_BUFFERS), ids=str
+)
 @settings(max_examples=8 if ON_GPU else 3)
 @given(sources=id_lists, destinations=id_lists, num_ids=counts)
 @example((1, 2, 3, 4, 5, 6), (2, 3, 4, 5, 6, 7), PAIRS)  # a chain

@@ -59,13 +59,14 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
-SPECULATION = NARROW._replace(batch=2, tokens=5, holes=True, scaled=True, ranks=2, place="NHD")
+SPECULATION = NARROW._replace(
+    batch=2, tokens=5, holes=True, scaled=True, ranks=2, place="NHD", pages="float8_e4m3fn"
+)
 ONE = NARROW._replace(batch=1, width=3)
 PAIRS = NARROW._replace(heads=80, batch=1, width=5, page_tokens=16)
 INTERPRETED = {
-    "speculation, interleaved, holes": (SPECULATION, [150, 0], [0, 4, 4]),
+    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 0], [0, 4, 4]),
     "two thread blocks that load together": (PAIRS, [70], None),
-    "fp8_e4m3": (ONE._replace(pages="float8_e4m3fn", scaled=True), [70], None),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
     "reproducible": (ONE._replace(width=9, batch=2, reproducible=True), [270, 30], None),
 }

@@ -74,7 +74,11 @@ def check_together(subject: Subject, cases: list[tuple[np.ndarray, ...]], **opti
 @each_subject
 @each_implementation
 def test_every_dtype_keeps_its_bytes(implementation: str, subject: Subject) -> None:
-    cases = [subject.make(528, dtype) for dtype in _capability.DTYPES]
+    """XLA makes words of elements before a kernel sees them: interpreted, one of each width."""
+    dtypes = _capability.DTYPES
+    if implementation == "mosaic_gpu" and not ON_GPU:
+        dtypes = ("float32", "bfloat16", "float8_e4m3fn")
+    cases = [subject.make(528, dtype) for dtype in dtypes]
     check_together(subject, cases, implementation=implementation)
 
 
@@ -82,7 +86,7 @@ def test_every_dtype_keeps_its_bytes(implementation: str, subject: Subject) -> N
 @each_subject
 def test_few_thread_blocks_do_all_the_work(subject: Subject, monkeypatch) -> None:
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
-    cases = [subject.make(size) for size in SMALL_PAGES]
+    cases = [subject.make(size) for size in SMALL_PAGES[:: 1 if ON_GPU else 2]]
     check_together(subject, cases, implementation="mosaic_gpu")
 
 
@@ -190,7 +194,7 @@ def test_no_operand_is_lowered_straight_into_a_kernel(subject: Subject) -> None:
 
 @each_subject
 @each_implementation
-@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("cut", [1, 2] if ON_GPU else [1])
 def test_operands_may_be_slices(cut: int, implementation: str, subject: Subject) -> None:
     """A GPU fails here if a kernel takes operands at their place within a larger array.
 
@@ -233,19 +237,25 @@ def test_a_kernel_counts_in_int32_under_x64_too(subject: Subject) -> None:
 
 @each_subject
 @pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=needs_mosaic)])
-@pytest.mark.parametrize("dtype", ["int32", "float32", "int4", "float4_e2m1fn", "int8"])
-def test_without_a_choice_every_dtype_is_served(dtype, on_gpu, subject, monkeypatch) -> None:
+def test_without_a_choice_every_dtype_is_served(on_gpu, subject, monkeypatch) -> None:
     """Buffers that Mosaic cannot store are left to XLA, also next to others that it can."""
     if on_gpu:  # as kernels see it; the program is for the device that is there
         monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
     pages, *operands = subject.make(1056, "int8")
-    operands = [as_dtype(operand, dtype) for operand in operands]
-    buffers = [as_dtype(pages, each) for each in (dtype, "uint8", dtype)]
-    if not subject.takes_trees:
-        buffers = buffers[:1]
-    got = jax.jit(subject.kernel)(buffers if subject.takes_trees else buffers[0], *operands)
-    for array, before in zip(got if subject.takes_trees else [got], buffers, strict=True):
-        assert_same_bytes(array, subject.reference(before, *operands))
+
+    @jax.jit
+    def run(calls):
+        return [subject.kernel(buffers, *operands) for buffers, operands in calls]
+
+    calls = []
+    for dtype in ("int32", "float32", "int4", "float4_e2m1fn", "int8"):
+        buffers = [as_dtype(pages, each) for each in (dtype, "uint8", dtype)]
+        own = [as_dtype(operand, dtype) for operand in operands]
+        calls.append((buffers if subject.takes_trees else buffers[0], own))
+    for got, (buffers, own) in zip(run(calls), calls, strict=True):
+        before, after = (jax.tree.leaves(tree) for tree in (buffers, got))
+        for array, array_before in zip(after, before, strict=True):
+            assert_same_bytes(array, subject.reference(array_before, *own))
 
 
 def as_dtype(operand: np.ndarray, dtype: str) -> np.ndarray:
@@ -272,18 +282,19 @@ def test_the_device_of_a_program_decides_and_not_the_default(subject: Subject, m
     assert len(launches(lower(subject.kernel, *arguments))) == subject.launches
 
 
+COUNT = np.int32(2)
 NO_BLOCKS = [
-    ([], 3, 0),
-    ([(4, 8)], 0, 0),
-    ([(0, 8), (4, 0)], 3, 0),
-    ([(0, 4, 8), (2, 0, 8)], 3, 1),
-    ([(0, 4096), (4, 8)], 3, 0),  # one buffer has none, the other has
+    ([], 3, 0, None),
+    ([(4, 8)], 0, 0, None),
+    ([(4, 8)], 0, 0, COUNT),
+    ([(0, 8), (4, 0)], 3, 0, None),
+    ([(0, 4, 8), (2, 0, 8)], 3, 1, COUNT),
+    ([(0, 4096), (4, 8)], 3, 0, COUNT),  # one buffer has none, the other has
 ]
 
 
 @each_implementation
-@pytest.mark.parametrize("num_ids", [None, np.int32(2)])
-@pytest.mark.parametrize(("shapes", "num_entries", "axis"), NO_BLOCKS)
+@pytest.mark.parametrize(("shapes", "num_entries", "axis", "num_ids"), NO_BLOCKS)
 @pytest.mark.parametrize("kernel", [zero_blocks, copy_blocks, copy_fresh])
 def test_no_blocks_are_no_error(kernel, shapes, num_entries, axis, num_ids, implementation) -> None:
     buffers = [jnp.zeros(shape, jnp.uint8) for shape in shapes]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes, reference_write_rows
 from pallas_kernels import write_rows
-from tests.helpers import IMPLEMENTATIONS, as_ids, garbage, kernels_run
-from tests.kernels.arg_specs import PAGES, ROWS, SMALL_WRITES
+from tests.helpers import as_ids, garbage, kernels_run, runs_of
+from tests.kernels.arg_specs import INTERPRETED_WRITES, PAGES, ROWS, SMALL_WRITES
 
 EXTREMES = [-(2**31), 2**31 - 1]
 
@@ -30,8 +30,9 @@ def apart(ids: list[int], offsets: list[int], n: int) -> list[int]:
     return [block_id for block_id, _ in kept]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("spec", SMALL_WRITES, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "spec"), runs_of(SMALL_WRITES, INTERPRETED_WRITES), ids=str
+)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_rows_are_written_where_they_fit(implementation, spec, data) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes, reference_zero_blocks
 from pallas_kernels import zero_blocks
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
-from tests.kernels.arg_specs import BLOCKS, SMALL_BUFFERS
+from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic, runs_of
+from tests.kernels.arg_specs import BLOCKS, INTERPRETED_BUFFERS, SMALL_BUFFERS
 
 IDS = 6
 block_ids = st.integers(-2, BLOCKS + 1) | st.sampled_from([-(2**31), 2**31 - 1])
@@ -35,8 +35,9 @@ def poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype)[..., 0]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("spec", SMALL_BUFFERS, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "spec"), runs_of(SMALL_BUFFERS, INTERPRETED_BUFFERS), ids=str
+)
 @settings(max_examples=8)
 @given(ids=id_lists, num_ids=counts)
 @example(ids=(0, 8, 8, -1, 9, 2), num_ids=IDS)  # block 0 is one like others
