@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._resuming import columns_to_share
+from jaxkv._src.blocks._resuming import columns_read, columns_to_share
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
+from jaxkv._src.prefixes import SharedColumns
 
 
 class HandedBlocks(NamedTuple):
@@ -59,15 +58,7 @@ def imported(state: RequestState, row: int, num_tokens: int) -> HandedBlocks:
 
 def _columns(state: RequestState, num_tokens: int) -> list[tuple[int, int, int]]:
     """Returns source, first and end of the columns that the token after a prefix reads."""
-    found: list[tuple[int, int, int]] = []
-    for growth, block in zip(state.growth.growths, state.column_tokens, strict=True):
-        end = cdiv(num_tokens, block)
-        if growth.stores == "encoder":
-            raise ValueError("a plan that stores encoder tokens hands no blocks over")
-        if growth.stores == "state":
-            first = end - 1
-            span = (-1, 0, 1) if growth.cache_mode == "none" else (-1, first, end)
-            found.append((first, first, end) if growth.cache_mode == "align" else span)
-        else:
-            found.append((-1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block, end))
-    return found
+    if state.growth.crossed.size:
+        raise ValueError("a plan that stores encoder tokens hands no blocks over")
+    growths = zip(state.growth.growths, state.column_tokens, strict=True)
+    return [columns_read(growth, block, num_tokens) for growth, block in growths]

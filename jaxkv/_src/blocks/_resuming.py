@@ -8,6 +8,7 @@ from jaxkv._src.blocks._rows import RowAllocator
 from jaxkv._src.blocks._state import RequestState, holds
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes import PLAIN_INTS, SharedColumns
+from jaxkv._src.specs import Growth
 from jaxkv._src.uploads import Batch
 
 
@@ -20,15 +21,16 @@ def columns_to_share(state: RequestState, row: int, num_tokens: int) -> list[Sha
     found: list[SharedColumns] = []
     held = zip(*state.held_of(row), strict=True)
     for group, (growth, of_group) in enumerate(zip(state.growth.growths, held, strict=True)):
-        if growth.stores == "state":
-            source, first, end = _state_to_share(state, row, group, of_group[1], num_tokens)
-        elif growth.stores == "encoder":
-            source, first, end = -1, 0, of_group[2]
-        else:
-            block = state.column_tokens[group]
-            source, first = -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block
-            end = cdiv(num_tokens, block)
-        if not _holds_all(of_group, first, end):
+        source, first, end = columns_read(growth, state.column_tokens[group], num_tokens)
+        is_held = True
+        if growth.stores == "encoder":
+            end = of_group[2]
+        elif growth.stores == "state" and num_tokens:
+            is_held = _holds_state(state, row, group, num_tokens)
+            if growth.cache_mode == "all":
+                # A row that shares a cached prefix holds only the last column of it.
+                first = min(of_group[1], first)
+        if not (is_held and _holds_all(of_group, first, end)):
             raise ValueError(
                 f"num_tokens={num_tokens}: the request no longer holds the blocks of group "
                 f"{group} that the next token reads; they left its window, or hold a newer "
@@ -45,29 +47,38 @@ def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
     return end <= first or (held_first <= first and end <= held_end) or first == source == end - 1
 
 
-def _state_to_share(
-    state: RequestState, row: int, group: int, held_first: int, num_tokens: int
-) -> tuple[int, int, int]:
-    if num_tokens == 0:
+def columns_read(growth: Growth, block: int, num_tokens: int) -> tuple[int, int, int]:
+    """Returns source, first and end of the columns that the token after a prefix reads.
+
+    Args:
+      block: tokens of a column.
+    """
+    end = cdiv(num_tokens, block)
+    if growth.stores == "tokens":
+        return -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block, end
+    if growth.stores == "encoder" or not num_tokens:
         return -1, 0, 0
-    growth = state.growth.growths[group]
-    mode, drafts = growth.cache_mode, growth.speculative_blocks
-    column = cdiv(num_tokens, state.column_tokens[group]) - 1
-    newest = num_tokens == state.computed[row]
-    if newest and _may_lie_elsewhere(state, row, group, column):
+    if growth.cache_mode == "none":
+        return -1, 0, 1
+    return (end - 1 if growth.cache_mode == "align" else -1), end - 1, end
+
+
+def _holds_state(state: RequestState, row: int, group: int, num_tokens: int) -> bool:
+    """Returns whether a row may hold the state after its first tokens in its own column.
+
+    Raises:
+      ValueError: the state is the newest, and may lie in the block of a draft.
+    """
+    if num_tokens != state.computed[row]:
+        return bool(_is_kept(state, group, np.array([row]), np.array([num_tokens]))[0])
+    if _may_lie_elsewhere(state, row, group, cdiv(num_tokens, state.column_tokens[group]) - 1):
+        drafts = state.growth.growths[group].speculative_blocks
         raise ValueError(
             f"num_tokens={num_tokens}: the last step may have verified drafts, so their state may "
             f"lie in the block of a draft (speculative_blocks={drafts}), which is not shared; fork "
             "after a step of one token"
         )
-    if not newest and not _is_kept(state, group, np.array([row]), np.array([num_tokens]))[0]:
-        return -1, 0, state.row_blocks[group] + 1  # `_holds_all` refuses columns past the row
-    if mode == "none":
-        return -1, 0, 1
-    if mode == "align":
-        return column, column, column + 1
-    # A row that shares a cached prefix holds only the last column of it.
-    return -1, min(held_first, column), column + 1
+    return True
 
 
 def _may_lie_elsewhere(state: RequestState, row: int, group: int, column: int) -> bool:
