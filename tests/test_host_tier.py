@@ -21,7 +21,7 @@ from jaxkv import (
     StepShape,
 )
 from jaxkv._src.blocks._keeping import KeptPrompts
-from jaxkv._src.tier import HostTier
+from jaxkv._src.tier import HostRoom, HostTier
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
@@ -384,6 +384,43 @@ def test_a_scheduler_computes_no_token_of_a_preempted_request_twice(layers, has_
     assert num_preempted and num_computed == 4 * 31
 
 
+def test_nothing_leaks() -> None:
+    """Ten thousand requests in the long profile, which preempt each other."""
+    count, draw, tokens = 10_000 if IS_LONG else 100, random.Random(5), {}
+    plan = plan_of(ALL, 26, 32)
+    manager = BlockManager(plan, max_requests=4, host_memory=host(20, ALL), events=EventLog())
+    scheduler = Scheduler(manager, max_tokens=64, tokens=tokens, forks=4)
+    shape, arrived, preempted = scheduler.shape(), 0, 0
+    while arrived < count or scheduler.has_work:
+        while arrived < count and len(tokens) < 6:
+            tokens[arrived] = list(prompt(draw.randint(1, 5), draw.randint(1, 24)))
+            scheduler.add(arrived, len(tokens[arrived]))
+            arrived += 1
+        schedule = scheduler.schedule()
+        preempted += len(schedule.preempted)
+        manager.step(shape, schedule.work, extra=schedule.token_ids)
+        manager.take_moves()
+        for name in schedule.samples:
+            tokens[name].append(draw.randint(0, 2))
+            if len(tokens[name]) < 32 and draw.random() < 0.95:
+                scheduler.append({name: 1})
+            else:
+                scheduler.finish(name)
+                del tokens[name]
+    loads, tree = manager._prefixes.loads, manager._prefixes._tree
+    stats, room = manager.tier_stats(), manager._tier.room  # pyrefly: ignore
+    assert stats is not None and preempted > count / 50, preempted
+    assert stats.resumed_requests and stats.loaded_blocks and stats.evicted_blocks
+    assert not loads.parked and not tree.parked and not manager.requests
+    assert len(tree._nodes) < 4000 and len(room._members) <= room.num_ids
+    manager.new_epoch()
+    manager.step(shape, {})
+    moves = manager.take_moves()
+    assert moves is not None and not (room._sizes or room._members or room._unsealed)
+    assert room.num_free_ids == room.num_ids and not room.used_bytes
+    assert manager.block_use.cold == plan.num_blocks - 1 and not tree._of_block
+
+
 def test_events_say_which_blocks_host_memory_holds() -> None:
     log, layers = EventLog(), {"a": FULL}
     served = Served(layers, 9, host(8, layers), events=log)
@@ -480,6 +517,24 @@ def test_a_block_of_a_group_with_fewer_layers_takes_fewer_bytes() -> None:
     assert stored[0] and stored[1] and stored[2]
     assert stats is not None
     assert stats.used_bytes == sum(each[group] * count for group, count in stored.items())
+
+
+def test_bytes_of_a_chunk_stay_when_its_ids_are_those_of_another_group() -> None:
+    room = HostRoom([128, 64], 1000, 10)
+
+    def sealed(*groups: int) -> list[int]:
+        ids = room.take(np.array(groups)).tolist()
+        room.seal(dict.fromkeys(ids, 1), set())
+        room.settle()
+        return ids
+
+    first, second = sealed(0, 0, 0, 0)[:2]
+    room.release([first, second])
+    room.settle()
+    assert {*sealed(1, 1)} == {first, second}
+    assert room.used_bytes == 4 * 128 + 2 * 64
+    room.oldest(frozenset())
+    assert room.used_bytes == 2 * 64
 
 
 def test_moves_that_nobody_took_stop_the_next_step() -> None:

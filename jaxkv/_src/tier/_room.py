@@ -39,6 +39,7 @@ class HostRoom:
         self._unsealed: dict[int, None] = {}
         self._members: dict[int, list[int]] = {}  # by chunk, the least recently used first
         self._num_alive: dict[int, int] = {}  # by chunk
+        self._bytes: dict[int, int] = {}  # by chunk, whose ids may be those of others by now
         self._sizes: dict[int, int] = {}  # by chunk, dropped ones until `settle`
         self._dropped: list[int] = []
         self._number = 0
@@ -70,12 +71,8 @@ class HostRoom:
         """Returns the bytes of all chunks that hold any of the blocks."""
         numbers = self.chunks(ids)
         alone = ids[numbers == UNSEALED]
-        whole = sum(self._bytes(number) for number in set(numbers[numbers >= 0].tolist()))
+        whole = sum(self._bytes[number] for number in set(numbers[numbers >= 0].tolist()))
         return whole + int(self.block_bytes[self.groups(alone)].sum())
-
-    def _bytes(self, number: int) -> int:
-        members = self._members[number]
-        return len(members) * int(self.block_bytes[self._group_of[members[0] - self.first_id]])
 
     def take(self, groups: np.ndarray) -> np.ndarray:
         """Takes a block for each of the given groups, int64[N]; the caller has made room."""
@@ -100,7 +97,7 @@ class HostRoom:
                 self._drop(number)
 
     def _drop(self, number: int) -> None:
-        self.used_bytes -= self._bytes(number)
+        self.used_bytes -= self._bytes.pop(number)
         self._dropped.append(number)
         del self._members[number], self._num_alive[number]
 
@@ -159,6 +156,7 @@ class HostRoom:
         self._chunk_of[at], self._place_of[at] = self._number, np.arange(len(members))
         self._members[self._number], self._sizes[self._number] = members, len(members)
         self._num_alive[self._number] = int(self.is_alive[at].sum())
+        self._bytes[self._number] = len(members) * int(self.block_bytes[group])
         if not self._num_alive[self._number]:
             self._drop(self._number)
         return Chunk(self._number, group, np.array(sources, np.int32))
