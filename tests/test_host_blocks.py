@@ -59,7 +59,7 @@ class RealDevice(Device):
             for i, content in enumerate(contents):
                 parts = [np.asarray(array)[i] for array in self.memory._chunks[number]]
                 found = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
-                if content:
+                if content and -1 not in content.values():  # or its other tokens are spoilt
                     assert (found == self.bytes_of(content, group)).all(), "a host block"
                     self.checked["host blocks"] += 1
 
@@ -231,7 +231,11 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
     pointers = [buffer.unsafe_buffer_pointer() for buffer in cache.buffers]
     for number, blocks in enumerate([range(1, 17), range(1, 5), [3]], 1):
         cache = memory.move(cache, moves(2 * number - 1, [chunk(number, *blocks)]))
+        jax.block_until_ready((cache, memory._chunks))
+        assert memory.bytes_in_flight == 0
         cache = memory.move(cache, moves(2 * number, [], [chunk(number, *blocks)], [number]))
+        moved = sum(size for _, size in memory._copies)
+        assert moved == len(blocks) * cache.layout.buffers.layout.group_bytes(0)
     assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
     assert (take._cache_size(), put._cache_size()) == counts
 

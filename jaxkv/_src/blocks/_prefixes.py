@@ -72,7 +72,13 @@ class Prefixes:
         self.has_encoder = bool(state.growth.crossed.size)
         self._codes = TokenCodes()
         self._counts = Counter(
-            requests=0, hits=0, prompt_tokens=0, cached_tokens=0, host_tokens=0, evicted_blocks=0
+            requests=0,
+            hits=0,
+            host_hits=0,
+            prompt_tokens=0,
+            cached_tokens=0,
+            host_tokens=0,
+            evicted_blocks=0,
         )
         self._reasons: Counter[str] = Counter()
         state.pool.on_evict = self._evicted
@@ -133,6 +139,7 @@ class Prefixes:
         self._counts.update(
             requests=1,
             hits=found.num_tokens > 0,
+            host_hits=found.num_host_tokens > 0,
             prompt_tokens=encoded.size,
             cached_tokens=found.num_tokens,
             host_tokens=found.num_host_tokens,

@@ -123,7 +123,7 @@ class PrefixStats:
     """Counts since the manager was made.
 
     requests: requests whose prompt was looked up.
-    hits: requests that found a prefix.
+    hits, host_hits: requests that found a prefix, and those of them that had some of it loaded.
     prompt_tokens: tokens of all prompts that were looked up.
     cached_tokens: tokens of all prefixes that were found.
     host_tokens: those of them that came from host memory.
@@ -136,6 +136,7 @@ class PrefixStats:
 
     requests: int
     hits: int
+    host_hits: int
     prompt_tokens: int
     cached_tokens: int
     host_tokens: int

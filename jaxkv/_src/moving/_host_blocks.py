@@ -50,6 +50,8 @@ class HostBlocks:
     def __init__(self) -> None:
         """Creates empty host memory; it grows with the moves of one manager."""
         self._chunks: dict[int, ChunkArrays] = {}
+        # Copies that may not have ended: an array that is ready when one has, and its bytes.
+        self._copies: list[tuple[Array, int]] = []
         self._number = self._begun = 0
 
     def __repr__(self) -> str:
@@ -59,6 +61,12 @@ class HostBlocks:
     def num_bytes(self) -> int:
         """Bytes of page-locked memory that hold blocks, over all devices together."""
         return sum(array.nbytes for chunk in self._chunks.values() for array in chunk)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes whose copies to host memory and back have been started, and have not ended."""
+        self._forget_ended()
+        return sum(num_bytes for _, num_bytes in self._copies)
 
     def move(self, cache: KVCache, moves: Moves | None) -> KVCache:
         """Copies blocks to host memory and back, before the step that was packed with them.
@@ -77,12 +85,13 @@ class HostBlocks:
         if moves is None:
             return cache
         self._begin(moves)
+        self._forget_ended()
         try:
             self._chunks |= self._stored(cache, moves)
             staged = collections.deque[Array]()
             for chunk in moves.loads:
                 cache, done = self._loaded(cache, chunk)
-                _note(staged, done)
+                self._note(staged, done, self._chunks[chunk.number])
         except Exception as error:
             raise MoveError(cache) from error
         for number in moves.dropped:
@@ -107,6 +116,13 @@ class HostBlocks:
                 del self._chunks[0]
         return cache
 
+    def _forget_ended(self) -> None:
+        self._copies = [
+            (array, num_bytes)
+            for array, num_bytes in self._copies
+            if not array.is_ready()  # pyrefly: ignore
+        ]
+
     def _begin(self, moves: Moves) -> None:
         if moves.number == self._begun != self._number:
             return  # after a failure
@@ -126,7 +142,7 @@ class HostBlocks:
         for chunk in moves.stores:
             if chunk.number not in self._chunks:
                 made[chunk.number] = self._to_host(cache, chunk)
-                _note(staged, *made[chunk.number][:1])
+                self._note(staged, made[chunk.number][0], made[chunk.number])
         return made
 
     def _to_host(self, cache: KVCache, chunk: Chunk) -> ChunkArrays:
@@ -146,14 +162,14 @@ class HostBlocks:
         ids = _on_device(cache, chunk.block_ids[places])
         return put(cache, ids, _on_device(cache, places), staged, group=chunk.group)
 
+    def _note(self, staged: collections.deque[Array], done: Array, copied: ChunkArrays) -> None:
+        """Notes a copy that was started; waits for older ones if many take device memory."""
+        self._copies.append((done, sum(array.nbytes for array in copied)))
+        staged.append(done)
+        if len(staged) > MAX_STAGED:
+            staged.popleft().block_until_ready()
+
 
 def _on_device(cache: KVCache, numbers: np.ndarray) -> Array:
     """Returns numbers on all devices of a cache; explicitly, because of transfer guards."""
     return jax.device_put(numbers, cache.status.sharding)
-
-
-def _note(staged: collections.deque[Array], *done: Array) -> None:
-    """Waits for older copies if many take device memory."""
-    staged.extend(done)
-    while len(staged) > MAX_STAGED:
-        staged.popleft().block_until_ready()
