@@ -615,6 +615,16 @@ def test_tokens_of_a_step_can_be_cut() -> None:
     assert server.scheduler.wanted_tokens == 0
 
 
+def test_a_restart_lets_requests_wait_for_their_tokens_anew() -> None:
+    manager = BlockManager(small_plan(20), max_requests=1)
+    scheduler = Scheduler(manager, max_tokens=8)
+    scheduler.add("a", 3)
+    for _ in range(2):
+        manager.step(scheduler.shape(), scheduler.schedule().work)
+        assert not scheduler.schedule().work
+        scheduler.restart()
+
+
 def test_a_restart_computes_all_that_ran_again_in_order() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=8)
     for name in "abc":

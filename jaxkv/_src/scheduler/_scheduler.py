@@ -420,6 +420,7 @@ class Scheduler:
                 self._chooser.preempt(request)
             else:
                 self._chooser.drop(request)
+        self._chooser.is_idle = False
         for request in self._queues.of.values():
             self._prompts.unpark(request)
             self._ledger.needs_token[request.index] = False
