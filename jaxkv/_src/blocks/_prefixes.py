@@ -54,8 +54,8 @@ class Prefixes:
         plan: Plan,
         *,
         checkpoint_blocks: int,
-        events: EventLog | None = None,
-        tier: HostTier | None = None,
+        events: EventLog | None,
+        tier: HostTier | None,
     ):
         self._events = None if events is None else PrefixEvents(events, _event_groups(plan))
         self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)

@@ -331,6 +331,6 @@ def _without_batch_axis(
     return tuple(x if x is None else x[0] for x in arrays), lambda out: out[None]
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    listed = ", ".join(map(repr, names[:most]))
-    return listed if len(names) <= most else f"{listed} and {len(names) - most} other layers"
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(map(repr, names[:3]))
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} other layers"

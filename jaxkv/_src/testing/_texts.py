@@ -30,14 +30,14 @@ class Texts:
     running: by request.
     """
 
-    def __init__(self, max_tokens: int, *, seed: int = 0):
+    def __init__(self, max_tokens: int):
         """Starts with two texts that part in their middle.
 
         Args:
           max_tokens: of a prompt.
         """
         self._max_tokens = max_tokens
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         first = [i // 2 % ALPHABET for i in range(max_tokens)]
         half = max_tokens // 2
         self._roots = [first, [*first[:half], *(1 - token for token in first[half:])]]
