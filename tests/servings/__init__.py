@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_scheduler import SchedulerServing
-from tests.servings.of_tier import TierServing
+from tests.servings.of_tier import TierSchedulerServing, TierServing
 
 NUM_CALLS = 60  # of a manager
 
@@ -20,7 +20,7 @@ def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Co
     Args:
       seed: of all that it draws.
       kind: of the plan, one of `KINDS`; None: any.
-      tier: whether most blocks go to host memory and come back, in a serving of a manager alone.
+      tier: whether most blocks go to host memory and come back.
 
     Returns:
       Counts of what it did.
@@ -30,12 +30,10 @@ def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Co
     """
     history: list[str] = []
     try:
-        if tier:
-            return TierServing(seed, kind, history).run(NUM_CALLS)
         if seed % 2:
-            serving = SchedulerServing(seed, kind, history)
+            serving = (TierSchedulerServing if tier else SchedulerServing)(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))
-        return ManagerServing(seed, kind, history).run(NUM_CALLS)
+        return (TierServing if tier else ManagerServing)(seed, kind, history).run(NUM_CALLS)
     except Exception as error:
         calls, fault = "\n".join(history), f"{type(error).__name__}: {error}"
         raise AssertionError(f"{calls}\n\nserving {seed} of {kind}: {fault}") from error

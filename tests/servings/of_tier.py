@@ -6,21 +6,16 @@ from collections.abc import Hashable
 
 from jaxkv import HostMemory, Plan
 from tests.servings.of_manager import ManagerServing
+from tests.servings.of_scheduler import SchedulerServing
 from tests.servings.oracle import Known
 from tests.servings.plans import KINDS, random_plan
+from tests.servings.traffic import Serving
 
 STORED = [kind for kind in KINDS if kind != "cross"]
 
 
-class TierServing(ManagerServing):
-    """Requests of few prompts in a pool that holds hardly one of them."""
-
-    def __init__(self, seed: int, kind: str | None, history: list[str]):
-        kind = random.Random(seed).choice(STORED) if kind is None else kind
-        super().__init__(seed, kind, history)
-        self.chosen: dict[Hashable, int] | None = None
-        self.parked: dict[Hashable, tuple[Known, int]] = {}  # and what `self.prompts` had
-        self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
+class Tight(Serving):
+    """A pool that holds hardly one request, next to host memory."""
 
     def random_plan(self) -> Plan:
         return random_plan(self.draw, self.kind, room=(1, 1.2, 1.5, 2))
@@ -29,6 +24,25 @@ class TierServing(ManagerServing):
         size = max(layout.bytes_per_block for layout in self.plan.layouts)
         blocks = self.draw.choice([1.5, 4, self.plan.num_blocks, 3 * self.plan.num_blocks])
         return HostMemory(num_bytes=int(size * blocks), min_tokens=self.draw.choice([1, 1, 1, 8]))
+
+
+class TierSchedulerServing(Tight, SchedulerServing):
+    """An engine whose requests preempt each other all the time."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        kind = random.Random(seed).choice(STORED) if kind is None else kind
+        super().__init__(seed, kind, history)
+
+
+class TierServing(Tight, ManagerServing):
+    """Requests of few prompts in a pool that holds hardly one of them."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        kind = random.Random(seed).choice(STORED) if kind is None else kind
+        super().__init__(seed, kind, history)
+        self.chosen: dict[Hashable, int] | None = None
+        self.parked: dict[Hashable, tuple[Known, int]] = {}  # and what `self.prompts` had
+        self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
 
     def prompt(self) -> list[int]:
         root = self.draw.choice(self.roots)

@@ -12,6 +12,7 @@ class HostMemory:
 
     A prefix is loaded if it has at least ``min_tokens`` tokens more than device memory holds of it,
     at no more than ``max_bytes_per_token`` for each of these; a shorter or dearer one is computed.
+    The same holds for all tokens of a preempted request, if any of its blocks has left the device.
     The default is what a link of 50 GB/s carries while a GPU computes a token of a prompt, at
     50,000 tokens a second.
 
