@@ -144,11 +144,7 @@ def _shared_cells(state: RequestState, rows: np.ndarray, after: np.ndarray) -> l
 
 
 def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> Iterator[SharedCell]:
-    """Yields the cells of a row whose block the row may not overwrite with its next tokens.
-
-    Args:
-      after: per group, source, first and end after the step.
-    """
+    """Yields the cells of a row whose block the row may not overwrite with its next tokens."""
     computed, before = int(state.computed[row]), zip(*state.held_of(row), strict=True)
     for group, (held, (_, first, end)) in enumerate(zip(before, after, strict=True)):
         ids, tokens = state.columns_of(row, group), state.column_tokens[group]
@@ -163,12 +159,7 @@ def _of_row(state: RequestState, row: int, after: Sequence[Sequence[int]]) -> It
 def _written(
     state: RequestState, group: int, next_column: int, held: Sequence[int]
 ) -> Iterable[int]:
-    """Returns the columns that a row holds and that its next tokens may overwrite.
-
-    Args:
-      next_column: column of the next token.
-      held: source, first and end of the row.
-    """
+    """Returns the columns that a row holds and that its next tokens may overwrite."""
     source, first, end = held
     if group in state.growth.crossed:
         return ()

@@ -173,11 +173,7 @@ class KeptPrompts:
             self.bound_checkpoints()
 
     def announce(self, prompt: CachedPrompt, columns: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Writes the whole blocks that are kept now into the event log.
-
-        Args:
-          columns: per group, a column and the blocks from that column on.
-        """
+        """Writes the whole blocks that are kept now, as of `_whole_columns`, into the event log."""
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
                 kept = np.where(self._tree.keeps(ids), ids, 0).tolist()

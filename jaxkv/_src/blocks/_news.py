@@ -138,11 +138,7 @@ def _copies(state: RequestState) -> list[tuple[SharedCell, int]]:
 def write_news(
     state: RequestState, shape: StepShape, data: np.ndarray, news: News, taken: np.ndarray | None
 ) -> None:
-    """Writes news into an upload, after the changes were made, and notes what the device has.
-
-    Args:
-      taken: the blocks of the cells, if all of them were taken for this step.
-    """
+    """Writes news into an upload, after the changes were made, and notes what the device has."""
     groups, rows, columns = cells = news.cells
     ids = state.ids_at(cells) if taken is None else taken
     ends = state.group_ends(groups)

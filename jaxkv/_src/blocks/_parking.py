@@ -102,12 +102,7 @@ class HostLoads:
     def loaded(
         self, columns: Sequence[SharedColumns], num_tokens: int, prompt: CachedPrompt | None
     ) -> Sequence[SharedColumns]:
-        """Returns columns whose blocks are all on the device, once the next moves are made.
-
-        Args:
-          num_tokens: the tokens whose columns these are.
-          prompt: these tokens.
-        """
+        """Returns columns of tokens with all blocks on the device, once the next moves are made."""
         pool, (here, on_host) = self._state.pool, self._split(columns)
         if self._tier is None or not on_host.size:
             return columns

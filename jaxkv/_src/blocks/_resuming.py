@@ -48,11 +48,7 @@ def _holds_all(held: tuple[int, int, int], first: int, end: int) -> bool:
 
 
 def columns_read(growth: Growth, block: int, num_tokens: int) -> tuple[int, int, int]:
-    """Returns source, first and end of the columns that the token after a prefix reads.
-
-    Args:
-      block: tokens of a column.
-    """
+    """Returns source, first and end of the columns, of ``block`` tokens, that a token reads."""
     end = cdiv(num_tokens, block)
     if growth.stores == "tokens":
         return -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block, end

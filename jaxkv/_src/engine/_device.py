@@ -40,8 +40,6 @@ class Device:
         """Puts what is missing on the device.
 
         Args:
-          forward: the model, see `Engine`.
-          params: its weights.
           cache: from `make_cache`, which is donated.
           num_drawn: tokens of the latest steps to keep for the steps that follow.
         """
@@ -163,7 +161,6 @@ def run_steps(
     on, and what it draws is void.
 
     Args:
-      forward: the model, see `Engine`.
       note_vocab_size: called with the width of the logits while the step is traced.
       uploads: their ``extra`` holds what `extra_size` counts, for S samples.
       kind: of the sampler; static.

@@ -41,9 +41,7 @@ class StepBudget:
         """Gives a request up to ``num_tokens`` tokens. Returns whether it got any.
 
         Args:
-          name: the request.
-          num_tokens: the tokens that it has to compute.
-          at_most: the most tokens of them until its chunk ends.
+          at_most: the most of these tokens until its chunk ends.
           draft_start: number of them after which the others are computed in one step, unless
             these are more than a step takes.
         """
@@ -61,7 +59,6 @@ class StepBudget:
         """Gives running requests their tokens, in order, for as long as there is room.
 
         Args:
-          running: the running requests.
           chosen: int64[K], the indices of requests in ``running``.
         """
         if not chosen.size:

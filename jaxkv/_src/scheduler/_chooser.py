@@ -139,7 +139,6 @@ class Chooser:
         """Returns the token ids of work on top of the tokens that were computed before it.
 
         Args:
-          work: the new tokens of each request.
           places: the index of each request in ``computed``; None: the order of ``work``.
           computed: the tokens before the step, int64[N].
         """

@@ -40,7 +40,6 @@ class Prompts:
         """Raises ValueError if ids of running requests are missing that the caller has to know.
 
         Args:
-          names: the requests.
           wanted: int64[N], the tokens of each that have been scheduled.
         """
         if self._tokens is None:
@@ -109,13 +108,7 @@ class Prompts:
     # --- prefixes -----------------------------------------------------------------
 
     def find(self, request: Request, num_tokens: int, most: int) -> tuple[int, int]:
-        """Returns a waiting request's cached tokens, and how many of their blocks others hold.
-
-        Args:
-          request: the request.
-          num_tokens: its tokens.
-          most: the most tokens that it may share.
-        """
+        """Returns a waiting request's cached tokens, and how many of their blocks others hold."""
         found = self._look_up(request, num_tokens)
         if found is None or not found.num_cached_tokens:
             return 0, 0
@@ -126,14 +119,7 @@ class Prompts:
     def start(
         self, request: Request, num_tokens: int, *, draft_start: int, max_cached_tokens: int
     ) -> PrefixHit:
-        """Starts a request, with the prefix that `find` has just found.
-
-        Args:
-          request: the request.
-          num_tokens: its tokens.
-          draft_start: see `Ledger.draft_starts`.
-          max_cached_tokens: the longest prefix to share.
-        """
+        """Starts a request, with the prefix that `find` has just found."""
         if self.num_parked(request, max_cached_tokens):
             hit = self._manager.resume(request.name)
         else:

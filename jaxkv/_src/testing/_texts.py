@@ -31,11 +31,7 @@ class Texts:
     """
 
     def __init__(self, max_tokens: int):
-        """Starts with two texts that part in their middle.
-
-        Args:
-          max_tokens: of a prompt.
-        """
+        """Starts with two texts that part in their middle, for prompts of ``max_tokens``."""
         self._max_tokens = max_tokens
         self._rng = np.random.default_rng(0)
         first = [i // 2 % ALPHABET for i in range(max_tokens)]
@@ -49,8 +45,7 @@ class Texts:
         """Returns a prompt: the beginning of a text, and some tokens.
 
         Args:
-          which: of the texts.
-          part: of the text, from its first token, for 0, to all of it, for 15.
+          part: of text ``which``, from its first token, for 0, to all of it, for 15.
           more: tokens after it.
         """
         texts = [*self._roots, *self._ended]
