@@ -60,8 +60,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     )
     _time_copies(report, sizes)
     _time_idle_steps(report, sizes)
-    _time_prefix(report, sizes)
-    _time_burst(report, sizes)
+    _serve(report, sizes)
 
 
 # --- copies -----------------------------------------------------------------------------
@@ -147,38 +146,12 @@ def _time_idle_steps(report: Report, sizes: Sizes) -> None:
 # --- served -----------------------------------------------------------------------------
 
 
-def _time_prefix(report: Report, sizes: Sizes) -> None:
-    """Times a prompt that is computed, and then comes back from host memory."""
-    report.title("A prefix from host memory, and a burst of which the pool holds half")
-    server = _server(sizes, max_requests=2, tokens=sizes.prompt * 5 // 4, has_tier=True)
-    first, *others = (np.arange(sizes.prompt) * n % server.vocab for n in (1, 3, 5, 7))
-    seconds: dict[str, list[float]] = {"computed": [], "loaded": []}
-    for other in others:
-        for name, prompt in (("loaded", first), ("computed", other)):
-            began = time.perf_counter()
-            server.add(prompt, 1)
-            while server.has_work:
-                server.step()
-            seconds[name].append(time.perf_counter() - began)
-    stats = server.engine.manager.tier_stats()
-    assert stats is not None and stats.loaded_blocks
-    computed, loaded = min(seconds["computed"]), min(seconds["loaded"][1:])
-    name = f"{sizes.prompt} tokens to the first token, computed; loaded"
-    report.note(
-        f"{name:<52} {1e3 * computed:8.1f}; {1e3 * loaded:.1f} ms, "
-        f"{stats.loaded_bytes / 1e9:.3f} GB loaded in all",
-        computed=computed,
-        loaded=loaded,
-    )
-
-
-def _time_burst(report: Report, sizes: Sizes) -> None:
-    """Times requests that preempt each other."""
-    burst = sizes.burst
-    tokens = burst.requests * (burst.prompt_tokens[0] + burst.answer_tokens[0]) // 2
-    rates: dict[bool, float] = {}
-    for has_tier in (False, True):
-        server = _server(sizes, max_requests=burst.requests, tokens=tokens, has_tier=has_tier)
+def _serve(report: Report, sizes: Sizes) -> None:
+    """Times requests that preempt each other, and prompts that come back."""
+    report.title("A burst of which the pool holds half, and a prefix from host memory")
+    burst, rates = sizes.burst, dict[bool, float]()
+    for has_tier in by_size(full=(False, True), small=(False, True), smallest=(True,)):
+        server = _server(sizes, has_tier=has_tier)
         figures = workloads.run(server, burst)
         rates[has_tier] = figures.tokens / figures.seconds
         stats = server.engine.manager.tier_stats()
@@ -189,24 +162,55 @@ def _time_burst(report: Report, sizes: Sizes) -> None:
             f"{0 if stats is None else stats.resumed_tokens} tokens resumed",
             rate=rates[has_tier],
         )
+        if has_tier:
+            _time_prefix(report, sizes, server)
         del server  # and its weights
         gc.collect()
-    report.note(f"{'parked to computed again':<52} {rates[True] / rates[False]:8.2f}")
+    if len(rates) > 1:
+        report.note(f"{'parked to computed again':<52} {rates[True] / rates[False]:8.2f}")
 
 
-def _server(sizes: Sizes, *, max_requests: int, tokens: int, has_tier: bool) -> Server:
-    """Returns a warm engine whose pool holds so many tokens."""
+def _time_prefix(report: Report, sizes: Sizes, server: Server) -> None:
+    """Times a prompt that is computed, and then comes back from host memory."""
+    seconds: list[list[float]] = []
+    draw = np.random.default_rng(0)
+    first = draw.integers(0, server.vocab, sizes.prompt)
+    for _ in range(3):
+        others = draw.integers(0, server.vocab, (3, sizes.prompt))  # fill the pool
+        seconds.append([])
+        for prompt in (first, *others):
+            began = time.perf_counter()
+            server.add(prompt, 1)
+            while server.has_work:
+                server.step()
+            seconds[-1].append(time.perf_counter() - began)
+    stats = server.engine.manager.prefix_stats()
+    assert stats.host_hits, stats
+    computed, loaded = min(seconds[1][1:] + seconds[2][1:]), min(seconds[1][0], seconds[2][0])
+    name = f"{sizes.prompt} tokens to the first token, computed; loaded"
+    report.note(
+        f"{name:<52} {1e3 * computed:8.1f}; {1e3 * loaded:.1f} ms",
+        computed=computed,
+        loaded=loaded,
+    )
+
+
+def _server(sizes: Sizes, *, has_tier: bool) -> Server:
+    """Returns a warm engine whose pool holds half of the burst."""
+    burst = sizes.burst
+    tokens = burst.requests * (burst.prompt_tokens[0] + burst.answer_tokens[0]) // 2
     specs = jaxkv.layers_from_config(sizes.config).values()
     per_token = sum(spec.page_bytes / spec.block_size for spec in specs)
     num_bytes = int((tokens + 32) * per_token)  # and the null block
     server = Server(
         sizes.config,
-        max_requests=max_requests,
-        max_tokens=by_size(full=8192, small=32, smallest=32),
+        max_requests=burst.requests,
+        max_tokens=by_size(full=8192, small=32, smallest=8),
         memory_bytes=num_bytes,
         max_model_len=sizes.prompt + 2,
         host_memory=jaxkv.HostMemory(num_bytes=4 * num_bytes, min_tokens=1) if has_tier else None,
     )
-    server.engine.warm_up()
-    workloads.run(server, Prefill(1, 8, repeats=1))
+    if by_size(full=True, small=True, smallest=False):
+        server.engine.warm_up()
+        workloads.run(server, Prefill(1, 8, repeats=1))
     return server
