@@ -25,17 +25,14 @@ class KeptPrompts:
         self,
         state: RequestState,
         tree: PrefixTree,
-        *,
-        checkpoint_blocks: int,
+        max_checkpoint_blocks: int,
         events: PrefixEvents | None,
         tier: HostTier | None,
     ):
         self._state, self._tree, self._events, self._tier = state, tree, events, tier
-        self._max_checkpoint_blocks, blocks = checkpoint_blocks, [p.block for p in tree.policies]
-        self.smallest_block = min(blocks, default=1)
-        self.known = KnownNamespaces(
-            num_tokens=self.smallest_block, max_prompts=state.pool.num_blocks
-        )
+        self._max_checkpoint_blocks = max_checkpoint_blocks
+        smallest = self.smallest_block = min([p.block for p in tree.policies], default=1)
+        self.known = KnownNamespaces(num_tokens=smallest, max_prompts=state.pool.num_blocks)
         # Tokens of a column in each group that keeps whole columns.
         self._whole = tuple(p.block for p in tree.policies if not p.by_checkpoint)
         self._of: dict[int, CachedPrompt] = {}  # by row
