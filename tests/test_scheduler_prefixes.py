@@ -13,6 +13,7 @@ from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes import PrefixTree
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
+from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
 from tests.reference_prefixes import Content, Story
 from tests.test_prefixes import LAYERS, plan_of, state
@@ -461,3 +462,50 @@ def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(mode, 
         server.sample(schedule)
     assert started[0] == forks
     server.serve()
+
+
+@pytest.mark.parametrize("has_host_memory", [True, False])
+def test_tokens_that_are_not_computed_can_be_replaced_more_than_once(has_host_memory) -> None:
+    """Also after a preemption, and by a sample of such a request."""
+    memory = HostMemory(num_bytes=2**20) if has_host_memory else None
+    manager = BlockManager(plan_of("full"), max_requests=2, host_memory=memory)
+    tokens = {"a": list(range(4))}
+    scheduler = Scheduler(manager, max_tokens=4, tokens=tokens, forks=1)
+    shape = scheduler.shape()
+
+    def step(max_tokens: int = 4) -> None:
+        schedule = scheduler.schedule(max_tokens=max_tokens)
+        manager.step(shape, schedule.work, extra=schedule.token_ids)
+        manager.take_moves()
+
+    scheduler.add("a", 4)
+    for number in range(6):
+        step()
+        tokens["a"].append(100 + number)
+        scheduler.append({"a": 1})
+    scheduler.restart()
+    step()
+    for is_preempted in (False, True, True):
+        scheduler.rewind({"a": 6})
+        del tokens["a"][6:]
+        while manager.computed_tokens["a"] < 6:
+            step()
+        tokens["a"] += [7] * 5
+        scheduler.append({"a": 5})
+        if is_preempted:
+            scheduler._chooser.preempt(scheduler._queues.of["a"])
+            step(1)
+        for count in (10, 8):
+            scheduler.rewind({"a": count})
+            assert scheduler.num_tokens("a") == count
+    del tokens["a"][8:]
+    while manager.computed_tokens["a"] < 8:
+        step()
+    tokens["b"] = tokens["a"][:8]
+    scheduler.fork("a", ["b"])
+    tokens["b"] += [8] * 3
+    scheduler.append({"b": 3})
+    scheduler.rewind({"b": 10})
+    for name in "ab":
+        scheduler.finish(name)
+    assert manager.find_prefix(list(range(4)) + [9] * 4).num_cached_tokens == 4

@@ -75,6 +75,7 @@ class SchedulerServing(Serving):
         in_step = min(sizes["max_tokens"], plan.limits.max_in_flight_tokens)
         self.drafts = min(self.drafts, in_step - 1)  # one step verifies them
         self.limits: dict[Hashable, int] = {}
+        self.prompts: dict[Hashable, int] = {}  # tokens that cannot be rewound
         self.ages: dict[Hashable, tuple[int, ...]] = {}
         self.preempted: dict[Hashable, Any] = {}  # stories, states and partial rows
         self.counter = itertools.count()
@@ -152,7 +153,7 @@ class SchedulerServing(Serving):
         age = (next(self.counter),)
         for each in (name, *others):
             own = dataclasses.replace(request, name=each, tokens=list(request.tokens))
-            self.requests[each], self.limits[each] = own, limit
+            self.requests[each], self.limits[each], self.prompts[each] = own, limit, count
             self.ages[each] = age if each is name else (*age, next(self.counter))
             self.late[each] = deque()
         family = [self.requests[each] for each in (name, *others)]
@@ -197,7 +198,7 @@ class SchedulerServing(Serving):
         self.say(f"finish({name!r})")
         self.scheduler.finish(name)
         self.forget(name)
-        for of_request in (self.known, self.limits, self.ages, self.late):
+        for of_request in (self.known, self.limits, self.prompts, self.ages, self.late):
             del of_request[name]
         self.join()
         self.siblings.pop(name, None)
@@ -259,6 +260,7 @@ class SchedulerServing(Serving):
             verified=donor.computed,
         )
         self.requests[new], self.limits[new] = request, self.limits[donor.name]
+        self.prompts[new] = self.prompts[donor.name]
         self.ages[new] = (*self.ages[donor.name], next(self.counter))
         self.late[new] = deque(at for at in self.late[donor.name] if at[0] < donor.computed)
         if new in self.scheduler.running:
@@ -338,6 +340,7 @@ class SchedulerServing(Serving):
         self.say(f"rewind({{{name!r}: {count}}}), other tokens follow")
         if self.refused(lambda: self.scheduler.rewind({name: count})):
             self.say("    refused")
+            assert count < max(self.prompts[name], request.computed), "drafts cannot be rewound"
             return
         missing, computed = len(request.tokens) - count, request.computed
         self._rewound(request, count)

@@ -131,6 +131,7 @@ class Prompts:
                 encoder_tokens=request.encoder_tokens,
             )
             request.num_known = None if request.found is None else request.found.num_tokens
+            request.may_go_on = True
         request.found = request.ids = None
         ends = set(hit.chunk_ends)
         if self._chunk_tokens is not None:
@@ -168,8 +169,8 @@ class Prompts:
             request.num_known = None
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
-        """Returns the ids after those that a request was started with; None: they are unknown."""
-        if not self._shares or request.num_known is None:
+        """Returns the ids after those that the manager knows; None: it wants none."""
+        if not (self._shares and request.may_go_on) or request.num_known is None:
             return None
         try:
             return self._ids(request.name)[request.num_known :]
@@ -182,6 +183,8 @@ class Prompts:
         for request, count in requests:
             if request.row < 0:
                 self.unpark(request)
+            if request.num_known is not None and count < request.num_known:
+                request.num_known, request.may_go_on = count, False  # other ids may follow
             request.found = request.ids = None
             request.chunk_ends = [end for end in request.chunk_ends if end <= count]
 

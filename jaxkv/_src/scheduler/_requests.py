@@ -25,7 +25,8 @@ class Request:
     salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
     ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
     found: the latest result of a lookup while it waits; None: none yet.
-    num_known: number of token ids that it was started with; None: it had none.
+    num_known: number of token ids that the manager knows; None: it knows none.
+    may_go_on: whether the ids after these are those of what it computes, so that they may be kept.
     chunk_ends: numbers of tokens after which a later chunk has to end.
     index: of its counts in the `Ledger`.
     row: its row in the block tables while it runs; -1: it waits.
@@ -45,6 +46,7 @@ class Request:
     ids: np.ndarray | None = None  # int32[N]
     found: PrefixMatch | None = None
     num_known: int | None = None
+    may_go_on: bool = True
     chunk_ends: Sequence[int] = ()
     index: int = -1
     row: int = -1
