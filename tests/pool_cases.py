@@ -171,12 +171,12 @@ WINDOWS = [
 ]
 CASES = [
     *WINDOWS,
-    *(Case(hybrid, order, None, (2, 4)) for order in ("LBNHC", "BLHNC")),
-    *(Case(states, order) for order in ("LBHNC", "BLNHC")),
+    Case(hybrid, "BLHNC", None, (2, 4)),
+    Case(states, "BLNHC"),
     Case(latent, "LHBNC", False),
     Case(latent, "BLNHC", None, (4,)),
-    *(Case(cross, order) for order in ("LBNHC", "BHLNC")),
-    *(Case(packed, order) for order in ("LBNHC", "BLHNC")),
+    Case(cross, "BHLNC"),
+    Case(packed, "BLHNC"),
     Case(every_dtype),
 ]
 

@@ -539,8 +539,7 @@ def test_tables_can_be_the_carry_of_a_scan() -> None:
     assert row_of(cache, 1) == [5, 5, 5, 5]
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize(("x64", "promotion"), [(False, "standard"), (True, "strict")])
 def test_a_step_runs_in_every_mode_of_jax(x64: bool, promotion: str) -> None:
     with jax.enable_x64(x64), jax.numpy_dtype_promotion(promotion):
         manager = BlockManager(PLAN, max_requests=ROWS)

@@ -81,15 +81,10 @@ def test_a_tree_of_unlike_buffers_is_copied_in_one_call(num_ids, implementation)
     axes = {"kv": 1, "state": (0, 0)}
     sources = {"kv": as_ids([4, 5, 1]), "state": (as_ids([6, 1]), as_ids([8, 3, 3, 2]))}
     destinations = {"kv": as_ids([1, 2, 4]), "state": (as_ids([1, 6]), as_ids([3, 8, 7, 7]))}
+    run = functools.partial(copy_blocks, block_axis=axes, implementation=implementation)
+    count = None if num_ids is None else np.int32(num_ids)
     with kernels_run():
-        got = copy_blocks(
-            jax.tree.map(jnp.array, buffers),
-            sources,
-            destinations,
-            block_axis=axes,
-            num_ids=None if num_ids is None else np.int32(num_ids),
-            implementation=implementation,
-        )
+        got = jax.jit(run)(buffers, sources, destinations, num_ids=count)
     expected = jax.tree.map(
         lambda buffer, axis, *pairs: reference_copy_blocks(
             buffer, *[ids[:num_ids] for ids in pairs], block_axis=axis

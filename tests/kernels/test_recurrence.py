@@ -504,13 +504,18 @@ def test_a_convolution_by_itself(
         write_ids=as_ids([[3, 5, 6], [7, 8, 9], [1, -1, 2]]),
         write_after=as_ids([[1, 2, 3]] * 3),
     )
-    _, pages = pages_of(layer, jnp.array(given.data))
-    conv = Convolution(pages, jnp.array(given.weights), jnp.array(given.bias), silu=True)
-    with kernels_run():
-        data, out = causal_conv1d(
+
+    @jax.jit
+    def convolved(given: Arrays) -> Any:
+        _, pages = pages_of(layer, given.data)
+        conv = Convolution(pages, given.weights, given.bias, silu=True)
+        return causal_conv1d(
             given.inputs, conv, given.read_ids, given.write_ids, given.starts,
             write_after=given.write_after, max_query_len=most, implementation=implementation,
         )  # fmt: skip
+
+    with kernels_run():
+        data, out = convolved(jax.tree.map(jnp.array, given))
     kept = windows_in(layer, given.data)
     expected, windows = np.zeros(out.shape), kept.copy()
     inputs, weights = given.inputs.astype(np.float64), given.weights.astype(np.float64)
@@ -573,6 +578,6 @@ def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
 def test_what_mosaic_does_not_support_is_named() -> None:
     states = StatePages(jnp.zeros((9, 2 * 24 * 24)), jnp.float32, (2, 24, 24), 9)
     given = GOOD | {"states": states, "inputs": jnp.ones((3, 96))}
-    gated_delta_rule(**given)
+    jax.eval_shape(lambda: gated_delta_rule(**given))
     with pytest.raises(NotImplementedError, match="keys are 24 wide"):
         gated_delta_rule(**given, implementation="mosaic_gpu")

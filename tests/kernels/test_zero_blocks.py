@@ -67,14 +67,10 @@ def test_a_tree_of_unlike_buffers_is_zeroed_in_one_call(num_ids, implementation)
     axes = {"kv": 1, "state": (0, 0)}
     # Lists of every length: one count holds for all of them.
     ids = {"kv": as_ids([4, 5]), "state": (as_ids([6, 1, 0]), as_ids([8, 8, 3, 2]))}
+    run = functools.partial(zero_blocks, block_axis=axes, implementation=implementation)
+    count = None if num_ids is None else np.int32(num_ids)
     with kernels_run():
-        got = zero_blocks(
-            jax.tree.map(jnp.array, buffers),
-            ids,
-            block_axis=axes,
-            num_ids=None if num_ids is None else np.int32(num_ids),
-            implementation=implementation,
-        )
+        got = jax.jit(run)(buffers, ids, num_ids=count)
     expected = jax.tree.map(
         lambda buffer, axis, listed: reference_zero_blocks(
             buffer, listed[:num_ids], block_axis=axis
