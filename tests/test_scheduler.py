@@ -14,6 +14,7 @@ from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.scheduler._admission import Admission
+from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.uploads import StepShape
 
@@ -711,3 +712,31 @@ def test_a_request_that_starts_again_can_be_forked_after_a_rewind() -> None:
     server.scheduler.rewind({"a": 8})
     server.scheduler.fork("a", ["b"])
     assert server.scheduler.running == ("a", "b")
+
+
+def test_a_budget_counts_what_is_given_and_taken_back() -> None:
+    for seed in range(150):
+        draw = random.Random(seed)
+        tokens, requests, longest = draw.randint(1, 20), draw.randint(1, 4), draw.randint(1, 12)
+        budget = StepBudget(tokens, requests, longest, forks=0, cached_tokens=0)
+        given: dict[int, tuple[int, int]] = {}  # tokens that each got, and wanted
+        for _ in range(20):
+            name, wanted = draw.randrange(6), draw.randint(1, 9)
+            if name in given:
+                budget.take_back(name)
+                del given[name]
+            else:
+                at_most, draft_start = draw.choice([1, 3, 99]), draw.choice([-1, 0, 2, 99])
+                left = tokens - sum(count for count, _ in given.values())
+                count = min(wanted, left, longest, at_most)
+                if (draft_start <= 0 and count < wanted <= longest) or len(given) == requests:
+                    count = 0
+                got = budget.give(name, wanted, at_most=at_most, draft_start=draft_start)
+                assert got == (count > 0)
+                given |= {name: (count, wanted)} if got else {}
+            assert budget.work == {name: count for name, (count, _) in given.items()}
+            whole = [count == wanted for count, wanted in given.values()]
+            ended = {name: i for i, name in enumerate(given) if whole[i]}
+            assert budget.samples() == ended
+            used = sum(budget.work.values())
+            assert budget.is_full == (used == tokens or len(given) == requests)
