@@ -43,6 +43,10 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
     assert min(seen[what] for what in ("stored", "loaded", "parked", "resumed")) > 0, seen
 
 
+def test_a_checkpoint_that_is_dropped_for_its_own_blocks_frees_each_once() -> None:
+    run_serving(50225, tier=True)
+
+
 def len_or_none(tokens: np.ndarray | None) -> str:
     return str(tokens if tokens is None else len(tokens))
 

@@ -214,7 +214,8 @@ class KeptPrompts:
                 self._state.pool.cool(np.array(tree.drop_checkpoint(last), np.int32))
             else:
                 ids = last.blocks[last.blocks > 0]
-                self._state.pool.cool(np.concatenate([ids, self.forget(ids)]))
+                # Host memory may have given up blocks of this very checkpoint for the others.
+                self._state.pool.cool(np.union1d(ids, self.forget(ids)))
 
     def forget(self, ids: np.ndarray) -> np.ndarray:
         """Takes kept blocks out of device memory. Returns others that are no longer kept."""
