@@ -235,7 +235,7 @@ class Driver:
 @pytest.mark.parametrize("num_blocks", [40, 120])
 def test_hits_are_the_longest_that_the_definition_allows(name: str, num_blocks: int) -> None:
     hits = 0
-    for seed in range(1_000 if IS_LONG else 10):
+    for seed in range(1_000 if IS_LONG else 6):
         driver = Driver(plan_of(name, num_blocks), seed, checkpoint_share=1.0)
         driver.asks_first = seed % 2 == 1
         driver.run(150)

@@ -97,7 +97,7 @@ def run_random(name: str, seed: int, **options) -> Server:
 @pytest.mark.parametrize("name", LAYERS)
 def test_answers_are_those_of_a_scheduler_that_shares_nothing(name: str) -> None:
     saved = preempted = 0
-    for seed in range(12):
+    for seed in range(6):
         warm, cold = run_random(name, seed), run_random(name, seed, cached=False)
         assert warm.tokens == cold.tokens
         saved += cold.computed - warm.computed

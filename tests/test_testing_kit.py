@@ -490,7 +490,7 @@ def test_without_a_bug_the_machine_finds_none(machine: type[JaxkvStateMachine]) 
             found.append(super().start_prompt(request, tokens, salt))
             return found[-1]
 
-    find_bug(Counting, max_examples=20)
+    find_bug(Counting, max_examples=12)
     assert sum(count > 0 for count in found) > 5 and any(count % 4 for count in found)
 
 
