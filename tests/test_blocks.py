@@ -897,6 +897,19 @@ def test_a_shape_with_invalid_sizes_is_refused(sizes, message) -> None:
         StepShape.for_plan(hybrid_plan(), **({"max_requests": 4, "max_tokens": 8} | sizes))
 
 
+def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
+    plan = hybrid_plan()
+    groups, longest = len(plan.groups), plan.max_model_len
+    shape = StepShape.for_plan(plan, max_requests=4, max_tokens=8, batch_size=2)
+    step = {"rows": [0], "num_new_tokens": [2]}
+    entries = [TableEntry(row, [[1]] * groups) for row in range(3)]
+    with pytest.raises(ValueError, match="needs batch_size=3 and its shape has 2"):
+        jaxkv.pack_step(shape, entries=entries, num_computed_tokens=[0], **step)
+    with pytest.raises(ValueError, match=f"needs max_seq_len={longest + 1} and its shape has"):
+        jaxkv.pack_step(shape, num_computed_tokens=[longest - 1], **step)
+    jaxkv.pack_step(shape, entries=entries[:2], num_computed_tokens=[longest - 2], **step)
+
+
 def test_reprs_are_one_line_without_arrays() -> None:
     manager, shape = running()
     texts = [repr(manager), repr(manager.block_pool), repr(shape), repr(manager.step(shape, {}))]
