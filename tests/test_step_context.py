@@ -250,6 +250,10 @@ def another_period(step: Step) -> Any:
     return step, step.attend(LAYERS[1], *keys_of(x))
 
 
+def only_one_period(step: Step) -> Any:
+    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), period=1)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -261,11 +265,23 @@ def another_period(step: Step) -> Any:
         (lost_in_a_jit, r"a copy of this step has written since.* returns \(logits, step\)"),
         (stale_copy, "layer='layers.0': a copy of this step has written since"),
         (another_period, "layer='layers.1' is written twice in one step"),
+        (only_one_period, "it never wrote 'layers.0': "),
     ],
 )
 def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run(model)
+
+
+def test_layers_whose_period_is_traced_may_be_named_again() -> None:
+    def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
+        step = Step(cache, upload)
+        x = EMBED[step.token_ids]
+        for period in range(2):
+            x = x + step.attend(LAYERS[0], *keys_of(x), period=step.last_tokens[0] * 0 + period)
+        return step.done()
+
+    jax.eval_shape(model, *made())
 
 
 def test_earlier_tokens_alone_are_read_if_asked() -> None:
