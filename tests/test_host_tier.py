@@ -422,7 +422,7 @@ def test_nothing_leaks() -> None:
     manager.step(shape, {})
     moves = manager.take_moves()
     assert moves is not None and not (room._sizes or room._members or room._unsealed)
-    assert room.num_free_ids == room.num_ids and not room.used_bytes
+    assert not room.num_used_ids and not room.used_bytes
     assert manager.block_use.cold == plan.num_blocks - 1 and not tree._of_block
 
 

@@ -60,7 +60,7 @@ class TierServing(Tight, ManagerServing):
         self.oracle.step(self.manager.step(self.shape, {}), self.requests, {})  # the moves
         room = self.manager._tier.room
         assert not self.oracle.device.host and not room.used_bytes, "host memory leaks"
-        assert room.num_free_ids == room.num_ids, "host ids leak"
+        assert not room.num_used_ids, "host ids leak"
         left = {name: of for name, of in vars(room).items() if isinstance(of, dict) and of}
         assert not left, f"host memory remembers chunks: {left}"
         return self.oracle.seen

@@ -35,7 +35,7 @@ class HostBlocks:
     Example::
 
         manager = jaxkv.BlockManager(
-            plan, max_requests=256, host_memory=jaxkv.HostMemory(num_bytes=64 * 2**30)
+            plan, max_requests=256, host_memory=jaxkv.HostMemory(num_bytes=host_bytes)
         )
         host = jaxkv.HostBlocks()
         ...

@@ -34,7 +34,8 @@ class HostRoom:
         self.num_ids = 2 * (num_bytes // smallest)  # half of them may be leaving
         self._group_of, self._chunk_of, self._place_of = np.zeros((3, self.num_ids), np.int64)
         self.is_alive = np.zeros(self.num_ids, bool)
-        self._free = list(range(first_id + self.num_ids - 1, first_id - 1, -1))
+        self._free: list[int] = []
+        self._unused = first_id  # no block has had this id or one after it
         self._leaving: list[int] = []
         self._unsealed: dict[int, None] = {}
         self._members: dict[int, list[int]] = {}  # by chunk, the least recently used first
@@ -50,9 +51,9 @@ class HostRoom:
         return bool(self._unsealed or self._dropped or self._leaving)
 
     @property
-    def num_free_ids(self) -> int:
-        """Ids that blocks can take now."""
-        return len(self._free)
+    def num_used_ids(self) -> int:
+        """Ids that are not free."""
+        return self._unused - self.first_id - len(self._free)
 
     @property
     def alive(self) -> np.ndarray:
@@ -76,7 +77,9 @@ class HostRoom:
 
     def take(self, groups: np.ndarray) -> np.ndarray:
         """Takes a block for each of the given groups, int64[N]; the caller has made room."""
-        ids = np.array([self._free.pop() for _ in groups], np.int64)
+        again = [self._free.pop() for _ in range(min(len(groups), len(self._free)))]
+        begin, self._unused = self._unused, self._unused + len(groups) - len(again)
+        ids = np.array([*again, *range(begin, self._unused)], np.int64)
         at = ids - self.first_id
         self._group_of[at], self._chunk_of[at], self.is_alive[at] = groups, UNSEALED, True
         self.used_bytes += int(self.block_bytes[groups].sum())
