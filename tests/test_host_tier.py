@@ -165,12 +165,18 @@ def test_a_load_that_is_not_worth_it_is_not_made() -> None:
         assert hit.reasons == ("on_host",)
 
 
-def test_a_state_is_loaded_with_its_keys() -> None:
+def hybrid() -> Served:
+    """Returns a hybrid whose first prompt, of 18 tokens, has gone to host memory for others."""
     layers = {"a": FULL, "s": STATE}
     served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
     served.run("a", prompt(1, 18))
     served.run("b", prompt(2, 32))
     served.run("c", prompt(3, 32))
+    return served
+
+
+def test_a_state_is_loaded_with_its_keys() -> None:
+    served = hybrid()
     hit = served.start("d", prompt(1, 18))
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (17, 17)
     moves = served.step({"d": 1})
@@ -178,11 +184,7 @@ def test_a_state_is_loaded_with_its_keys() -> None:
 
 
 def test_a_block_that_was_written_on_is_stored_again() -> None:
-    layers = {"a": FULL, "s": STATE}
-    served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
-    served.run("a", prompt(1, 18))
-    served.run("b", prompt(2, 32))
-    served.run("c", prompt(3, 32))
+    served = hybrid()
     served.start("d", prompt(1, 24))
     served.step({"d": 6})
     served.step({"d": 1})
