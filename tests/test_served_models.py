@@ -1,5 +1,6 @@
 """The decoders of the served benchmark: in f32, logits over a cache equal those without one."""
 
+import types
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.benchmarks.served import comparison, workloads
+from tests.benchmarks.served import comparison, profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
+from tests.benchmarks.served.workloads import Decode
+from tests.benchmarks.timing import KernelEvent
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
 SMALL |= {"num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}
@@ -148,3 +151,29 @@ def test_published_models_have_decoders(case: comparison.Case) -> None:
     assert len(decoder.layers) == config["num_hidden_layers"]
     assert jax.eval_shape(decoder.init_params, jax.random.key(0))["embed"].shape[0] == decoder.vocab
     assert workloads.load(workloads.dump(case.chosen)) == list(case.chosen)
+
+
+def test_a_profile_counts_each_kernel_in_one_kind_and_what_lies_between_them() -> None:
+    names = ["gemm_fusion_dot", "paged_attention_decode_kernel", "loop_add_fusion"]
+    names += ["nvjet_sm90", "paged_attention_decode_kernel", "paged_attention_combine_kernel"]
+    events, start = [], 0.0
+    for _ in range(3):  # of two attention layers, 1 us a kernel and 0.5 us between steps
+        events += [KernelEvent(n, start + 1000.0 * i, 1000.0) for i, n in enumerate(names)]
+        start += 6500.0
+    found = {kind: time for kind, time in profiling.by_kind(events, 2).items() if time}
+    assert found.pop("gaps") == pytest.approx(1.0 / 3)
+    assert found == {"products": 2, "attention": 2, "combine": 1, "rest of the model": 1}
+    assert profiling.by_kind([KernelEvent("gemm", 0.0, 1.0)], 2) == {}
+
+
+def test_a_step_reads_the_weights_and_what_its_tokens_see() -> None:
+    def read(name: str, decode: Decode) -> int:
+        decoder = Decoder.from_config(CONFIGS[name])
+        server = types.SimpleNamespace(decoder=decoder, weights_bytes=10**6, embedding_bytes=10**3)
+        return profiling.bytes_read(server, decode) - 10**6 + (0 if decoder.tied else 10**3)
+
+    # Two layers; keys and values of f32: 2 heads, 8 or 16 wide.
+    assert read("dense", Decode(3, 100)) == 2 * 3 * 100 * (2 * 2 * 8 * 4)
+    assert read("windows", Decode(3, 100)) == 3 * (100 + 8) * (2 * 2 * 16 * 4)
+    states = 4 * (3 * (2 * 2 * 16 + 4 * 8) + 4 * 8 * 16)  # inputs of the convolution, and a state
+    assert read("hybrid", Decode(3, 100)) == 3 * (100 * (2 * 2 * 16 * 4) + 2 * states)

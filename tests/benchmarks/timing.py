@@ -183,20 +183,30 @@ def _kernel_seconds(
 ) -> tuple[float, float]:
     """Median GPU time of a call, and its number of kernels and copies."""
     if prepare is None:
-        events = _gpu_events(call, wait, REPEATS)
+        events = [ns for _, _, ns in gpu_events(call, wait, REPEATS)]
         each = len(events) // REPEATS
         per_call = [sum(events[i * each : (i + 1) * each]) for i in range(REPEATS)]
         return 1e-9 * statistics.median(per_call), len(events) / REPEATS
     traces: list[list[float]] = []
     for _ in range(REPEATS // 4):
         wait(prepare())
-        traces.append(_gpu_events(call, wait, 1))
+        traces.append([ns for _, _, ns in gpu_events(call, wait, 1)])
     launches = statistics.median(len(events) for events in traces)
     return 1e-9 * statistics.median(map(sum, traces)), launches
 
 
-def _gpu_events(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> list[float]:
-    """Returns the nanoseconds of each kernel and copy of some calls, in order."""
+class KernelEvent(NamedTuple):
+    """A kernel or copy that a GPU ran."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+
+
+def gpu_events(
+    call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int
+) -> list[KernelEvent]:
+    """Returns the kernels and copies of some calls, in order; none where there is no GPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(repeats):
@@ -205,15 +215,14 @@ def _gpu_events(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: in
         (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         data = jax.profiler.ProfileData.from_file(file)
     events = [
-        event
+        KernelEvent(event.name, event.start_ns, event.duration_ns)
         for plane in data.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events
     ]
-    events.sort(key=lambda event: event.start_ns)
-    return [event.duration_ns for event in events]
+    return sorted(events, key=lambda event: event.start_ns)
 
 
 class Report:

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 import jaxkv
-from tests.benchmarks.served import workloads
+from tests.benchmarks.served import profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Prefill
 
 ROOM = 4 * 2**30  # beside weights and pool
 MAX_LEN = 16_640
@@ -46,6 +46,7 @@ class Server:
         params = self.decoder.init_params(jax.random.key(0))
         jax.block_until_ready(params)
         self.weights_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
+        self.embedding_bytes = params["embed"].nbytes
         if memory_bytes is None:
             limit = jax.devices()[0].memory_stats()["bytes_limit"]
             memory_bytes = int(MEMORY_SHARE * limit) - self.weights_bytes - ROOM
@@ -95,7 +96,12 @@ def main(config: str, results: str, chosen: str, kv_dtype: str = "") -> None:
     peak = stats.get("peak_bytes_in_use", 0)
     found["memory"] = {"beyond": peak - server.weights_bytes - server.pool_bytes}
     print("memory beyond weights and pool:", found["memory"], server.engine.stats, flush=True)
-    pathlib.Path(results).write_text(json.dumps(found))
+    for workload in workloads.load(chosen):  # last, because a profiled process is slower
+        if isinstance(workload, Decode):
+            name = f"profile of {workloads.name_of(workload)}"
+            found[name] = profiling.run(server, workload)
+            print(name, found[name], flush=True)
+        pathlib.Path(results).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
