@@ -373,6 +373,10 @@ class SchedulerServing(Serving):
             assert cut is None or sum(schedule.work.values()) <= cut, "more tokens than asked for"
             assert running.isdisjoint(schedule.hits), "a hit is told twice"
             assert running.issuperset(schedule.preempted), "one that waits is preempted"
+            if schedule.preempted:
+                oldest = min(self.ages[name] for name in schedule.preempted)
+                younger = [n for n in self.scheduler.running if self.ages[n] > oldest]
+                assert not younger, f"one older than {younger} is preempted"
         self.say(
             f"schedule({cut}) = {schedule.work}, preempted {schedule.preempted}, "
             f"hits { {n: h.num_cached_tokens for n, h in schedule.hits.items()} }"
@@ -423,6 +427,12 @@ class SchedulerServing(Serving):
         self.handle(schedule)
         self.check_wanted()
 
+    def check(self) -> None:
+        super().check()
+        for request in self.scheduler._queues.running.values():
+            known = self.manager._prefixes.kept.num_known(request.row)
+            assert (request.num_known or 0) == known, f"{request.name!r}: {known} known ids"
+
     def check_wanted(self) -> None:
         """Checks the tokens of which the caller is told that they wait to be computed."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
@@ -471,9 +481,6 @@ class SchedulerServing(Serving):
             assert schedule.token_ids.tolist() == self._ids(work), "token ids"
         for queue in (running, self.scheduler.waiting):
             assert list(queue) == sorted(queue, key=self.ages.__getitem__), "not by age"
-        if schedule.preempted:
-            oldest = min(self.ages[name] for name in schedule.preempted)
-            assert all(self.ages[name] < oldest for name in running), "an older one is preempted"
         if self.lost is not None:
             again = {n: c for n, c in self.lost.work.items() if n in self.requests}
             assert work == again or not again, f"{work} instead of the lost {again}"

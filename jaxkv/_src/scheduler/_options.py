@@ -68,4 +68,6 @@ class Options:
     @property
     def shares(self) -> bool:
         """Whether requests share prefixes."""
-        return self.tokens is not None and (not self.has_states or self.forks > 0)
+        stored = {group.growth.stores for group in self.manager.plan.groups}
+        may_share = "encoder" not in stored and (not self.has_states or self.forks > 0)
+        return self.tokens is not None and may_share
