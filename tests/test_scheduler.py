@@ -1,5 +1,7 @@
 """The scheduler: budgets, order, preemption, forks, and as many requests as the plan promises."""
 
+import copy
+import pickle
 import random
 import subprocess
 import sys
@@ -372,8 +374,8 @@ def test_a_sample_whose_state_may_be_in_the_block_of_a_draft_computes_its_prompt
     assert server.manager.computed_tokens == {"a": 4, "b": 4, "c": 4}
 
 
-def test_changes_to_a_schedule_do_not_reach_later_ones() -> None:
-    """Steady steps reuse lists of the step before, which callers must not be able to change."""
+def test_a_schedule_cannot_be_changed() -> None:
+    """Steady steps reuse dicts of the step before, and are recognized by them."""
     server = Server(small_plan(40), max_requests=3, max_tokens=9)
     for name in "abc":
         server.add(name, 3, 30)
@@ -381,8 +383,20 @@ def test_changes_to_a_schedule_do_not_reach_later_ones() -> None:
         schedule = server.step()
         assert list(schedule.samples.items()) == [("a", 0), ("b", 1), ("c", 2)]
         server.sample(schedule)
-        schedule.work.clear()
-        schedule.samples.clear()
+        for mine in (schedule.work, schedule.samples):
+            for change in (
+                mine.clear,
+                mine.popitem,
+                lambda mine=mine: mine.pop("a"),
+                lambda mine=mine: mine.update(a=2),
+                lambda mine=mine: mine.setdefault("z", 1),
+                lambda mine=mine: mine.__setitem__("a", 2),
+                lambda mine=mine: mine.__delitem__("a"),
+                lambda mine=mine: mine.__ior__({"a": 2}),
+            ):
+                with pytest.raises(TypeError, match="never changes"):
+                    change()
+            assert pickle.loads(pickle.dumps(mine)) == copy.deepcopy(mine) == mine
     server.scheduler.finish("b")
     server.arrived.remove("b")
     server.step()

@@ -104,6 +104,8 @@ class BlockManager:
             self._state, plan, checkpoint_blocks=most, events=events, tier=self._tier
         )
         self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes.kept)
+        self._computed = _read_only(self._state.computed)
+        self._unsent_tokens = _read_only(self._state.unsent_tokens)
         self._lock = threading.Lock()  # held while a call changes anything
 
     def __repr__(self) -> str:
@@ -159,7 +161,7 @@ class BlockManager:
     @property
     def computed_by_row(self) -> np.ndarray:
         """Computed tokens by table row, int64[max_requests], read-only; 0 for free rows."""
-        return _read_only(self._state.computed)
+        return self._computed
 
     def num_computed_tokens(self, request: Hashable) -> int:
         """Returns the tokens of a request that are in the cache, after all uploads so far."""
@@ -508,7 +510,7 @@ class BlockManager:
         first step. These tokens count as ``cached_tokens`` of that step. 0 for all other rows.
         Read-only.
         """
-        return _read_only(self._state.unsent_tokens)
+        return self._unsent_tokens
 
     def find_prefix(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.internal.checks import check_new_names
+from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
 
@@ -27,7 +28,8 @@ class RowAllocator:
         self.of: dict[Hashable, int] = {}
         self._free = deque(range(max_requests))
         self._num_odd_names = 0  # running requests whose names are not `PLAIN_NAMES`
-        self._last: tuple[list[Hashable], list[Any], Batch] | None = None  # names, counts
+        # The work that was read last, its names and its counts.
+        self._last: tuple[Work, list[Hashable], list[Any], Batch] | None = None
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
@@ -69,6 +71,8 @@ class RowAllocator:
           TypeError, ValueError: a request is not running, or its number of tokens is not an int,
             is below 1, or is more than ``limits.max_in_flight_tokens`` of the plan.
         """
+        if self._last is not None and work is self._last[0] and isinstance(work, FrozenDict):
+            return self._last[-1]
         if not isinstance(work, Mapping):
             raise TypeError(
                 f"work must map requests to their new tokens, got {type(work).__name__}"
@@ -76,14 +80,15 @@ class RowAllocator:
         names, counts = list(work), list(work.values())
         rows = None
         if self._last is not None:  # consecutive steps often have the same work
-            last_names, last_counts, last = self._last
+            _, last_names, last_counts, last = self._last
             if self._are_same(names, last_names):
                 if _sum_is_int(counts) and last_counts == counts:
+                    self._last = work, names, counts, last
                     return last
                 rows = last.rows
         batch = Batch.of(self._rows_of(names) if rows is None else rows, _as_counts(counts))
         self._check_counts(batch)
-        self._last = names, counts, batch
+        self._last = work, names, counts, batch
         return batch
 
     def _are_same(self, names: list[Hashable], others: list[Hashable]) -> bool:

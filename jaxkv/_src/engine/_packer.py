@@ -1,7 +1,7 @@
 """The choice and the packing of an engine's steps. No jax."""
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import Ladder
 from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Samples
 from jaxkv._src.engine._sampling import Stats
+from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import StepShape, Upload
@@ -21,17 +22,19 @@ class Drawn(NamedTuple):
     """The samples that a step draws a token for.
 
     slots: int64[S], see `Sample`.
+    places: `Schedule.samples` of the step that they were drawn in first.
     answers: to the scheduler, if all of them go on.
     """
 
     names: list[Hashable]
+    places: Mapping[Any, int]
     samples: list[Sample]
     slots: np.ndarray
-    answers: dict[Hashable, int]
+    answers: Mapping[Any, int]
     wants_logprobs: bool
 
 
-NONE_DRAWN = Drawn([], [], np.zeros(0, np.int64), {}, False)
+NONE_DRAWN = Drawn([], {}, [], np.zeros(0, np.int64), {}, False)
 
 
 class Step(NamedTuple):
@@ -116,11 +119,11 @@ class Packer:
         return self._ladder.fill(self._scheduler.wanted_tokens, decodes)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
-        names, drawn = list(schedule.samples), self._drawn
-        is_same = names == drawn.names and not (schedule.hits or schedule.preempted)
-        goes_on = is_same and names == list(schedule.work)
-        drawn = drawn if is_same else self._drawn_of(names)
-        numbers, count = self._samples.numbers, len(names)
+        drawn, numbers = self._drawn, self._samples.numbers
+        goes_on = schedule.samples is drawn.places  # those of all running requests
+        if not goes_on:
+            drawn = self._drawn_of(schedule)
+        count = len(drawn.names)
         table = numbers.take(drawn.slots, axis=1)
         ids = -1 - table[PLACE] if goes_on else self._token_ids(schedule)
         place = self._place % (self.num_drawn - self._manager.max_requests)
@@ -137,9 +140,12 @@ class Packer:
         for number in (POSITION, LEFT, PLACE):
             numbers[number][drawn.slots] = table[number]
         self._place, self._drawn = place, drawn
-        last = [drawn.samples[at] for at in np.flatnonzero(table[LEFT] == 0)]
-        ended = {sample.name for sample in last}
-        answers = {name: 1 for name in names if name not in ended} if ended else drawn.answers
+        left, answers = table[LEFT], drawn.answers
+        last: list[Sample] = []
+        if np.count_nonzero(left) < count:
+            last = [drawn.samples[at] for at in (left == 0).nonzero()[0]]
+            ended = {sample.name for sample in last}
+            answers = {name: 1 for name in drawn.names if name not in ended}
         self._scheduler.append(answers)
         return Step(upload, drawn, last, self._manager.take_moves())
 
@@ -151,11 +157,15 @@ class Packer:
         stats.preemptions += len(schedule.preempted)
         stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
 
-    def _drawn_of(self, names: list[Hashable]) -> Drawn:
+    def _drawn_of(self, schedule: Schedule) -> Drawn:
+        names, last = list(schedule.samples), self._drawn
+        if names == last.names and not (schedule.hits or schedule.preempted):
+            return last._replace(places=schedule.samples)
         samples = [self._samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)
         wants_logprobs = any(sample.sampling.logprobs for sample in samples)
-        return Drawn(names, samples, slots, dict.fromkeys(names, 1), wants_logprobs)
+        answers = FrozenDict(dict.fromkeys(names, 1))
+        return Drawn(names, schedule.samples, samples, slots, answers, wants_logprobs)
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""

@@ -52,9 +52,7 @@ class Sample:
         start, tokens = self.num_sent, self.tokens
         self.num_sent = len(tokens)
         logprobs = self.logprobs[start - self.num_prompt :] if self.sampling.logprobs else None
-        fields = self.request, self.index, tokens[start:], logprobs, self.reason
-        # Half the time of ``Output(*fields)``.
-        return tuple.__new__(Output, fields)  # pyrefly: ignore
+        return Output(self.request, self.index, tokens[start:], logprobs, self.reason)
 
 
 class Samples:

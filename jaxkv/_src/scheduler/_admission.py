@@ -1,7 +1,7 @@
 """`Admission`, which starts waiting requests and forks. No jax."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import numpy as np
 
@@ -113,7 +113,7 @@ class Admission:
         tokens = min(self._queues.num_tokens(request), self._draft_start(request) + 1)
         return self._prompts.is_known(request.name, tokens)
 
-    def grows(self, work: dict[Hashable, int]) -> bool:
+    def grows(self, work: Mapping[Hashable, int]) -> bool:
         """Takes the blocks of requests. Returns False if there are too few, and none is taken."""
         try:
             self._manager.grow(work)

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Running
 
 
@@ -101,13 +102,17 @@ class StepBudget:
         self.unfinished.discard(name)
         self.everyone = None
 
-    def samples(self) -> dict[Hashable, int]:
+    @property
+    def chosen(self) -> FrozenDict[Hashable, int]:
+        """The work as it is now: the same object for as long as all requests get one token."""
+        return FrozenDict(self.work) if self.everyone is None else self.everyone.one_each
+
+    def samples(self) -> FrozenDict[Hashable, int]:
         """Returns the requests that compute their last token, and their indices in the step."""
-        if self.unfinished:
-            return {name: i for i, name in enumerate(self.work) if name not in self.unfinished}
-        if self.everyone is not None:
-            return self.everyone.places.copy()
-        return dict(zip(self.work, range(len(self.work)), strict=True))
+        if self.everyone is not None and not self.unfinished:
+            return self.everyone.places
+        places = enumerate(self.work)
+        return FrozenDict({name: i for i, name in places if name not in self.unfinished})
 
     def _add(self, work: dict[Hashable, int], num_tokens: int) -> None:
         if self.work:

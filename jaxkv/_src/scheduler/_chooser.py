@@ -2,11 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit
+from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
@@ -44,7 +45,7 @@ class Chooser:
                 self._last = self._choose(min(max_tokens, self._options.max_tokens))
             self._num_uploads = self._manager.num_uploads
         step, preempted, hits = self._last
-        order, work = self._queues.order, step.work.copy()
+        order, work = self._queues.order, step.chosen
         computed = self._manager.computed_by_row[order.rows]
         places = None if step.everyone is order else order.places
         return Schedule(
@@ -52,7 +53,7 @@ class Chooser:
             self._samples(step),
             tuple([name for name in preempted if self._queues.waits(name)]),
             {name: hit for name, hit in hits.items() if name in work},
-            functools.partial(self._token_ids, step.work.copy(), places, computed),
+            functools.partial(self._token_ids, work, places, computed),
         )
 
     def is_chosen(self, name: Hashable) -> bool:
@@ -81,7 +82,7 @@ class Chooser:
         start = CHECKED_AT_ONCE * (manager.num_uploads % turns)
         checked = slice(start, start + CHECKED_AT_ONCE)
         self._check(order.names[checked], manager.computed_by_row[order.rows[checked]] + 1)
-        return max_tokens >= len(order.names) and self._admission.grows(step.work)
+        return max_tokens >= len(order.names) and self._admission.grows(order.one_each)
 
     def _choose(
         self, max_tokens: int
@@ -117,22 +118,23 @@ class Chooser:
             self._check_idle(with_work=decodes.size + prefills.size > 0)
         return step, preempted, hits
 
-    def _samples(self, step: StepBudget) -> dict[Hashable, int]:
+    def _samples(self, step: StepBudget) -> FrozenDict[Hashable, int]:
         """Returns the ``samples`` of a schedule, and notes the requests that others lead."""
-        samples, free_rows = step.samples(), self._queues.num_free_rows
+        own, free_rows = step.samples(), self._queues.num_free_rows
         if not self._queues.leaders:
-            return samples
-        for name, place in list(samples.items()):
+            return own
+        samples = dict(own)
+        for name, place in own.items():
             leader = self._queues.of[name]
             leader.num_sampled = min(free_rows, self._admission.num_forks(leader))
             followers = leader.samples[: leader.num_sampled]
             samples |= {sample.name: place for sample in followers}
             free_rows -= len(followers)
-        return samples
+        return FrozenDict(samples)
 
     def _token_ids(
         self,
-        work: dict[Hashable, int],
+        work: Mapping[Hashable, int],
         places: dict[Hashable, int] | None,
         computed: np.ndarray,
     ) -> np.ndarray:

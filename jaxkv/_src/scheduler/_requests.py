@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixMatch
-from jaxkv._src.internal.checks import check_name
+from jaxkv._src.internal.checks import check_name, check_positive
+from jaxkv._src.internal.frozen import FrozenDict
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey
 
 ANYWHERE = 2**62  # past all tokens: a chunk may end after any token
@@ -76,7 +78,8 @@ class Ledger:
     def __init__(self) -> None:
         self._hold(np.zeros((7, 64), np.int64))
         self._free: list[int] = list(range(64))
-        self._last: tuple[list[Hashable], np.ndarray] | None = None  # of `indices`
+        # The counts that were read last, their names, and what was read.
+        self._last: tuple[object, list[Hashable], np.ndarray, np.ndarray] | None = None
 
     def _hold(self, numbers: np.ndarray) -> None:
         self.numbers = numbers
@@ -99,20 +102,43 @@ class Ledger:
         self._free.append(index)
         self._last = None
 
-    def indices(self, of: Mapping[Hashable, Request], names: Sequence[Hashable]) -> np.ndarray:
-        """Returns the indices of requests in the arrays, int64[N].
+    def read(
+        self, of: Mapping[Hashable, Request], num_tokens: Mapping[Any, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the indices of requests in the arrays, and their numbers of tokens: int64[N].
 
         Raises:
-          ValueError: an unknown request.
+          TypeError, ValueError: an unknown request, or numbers that are not positive ints.
         """
+        if not isinstance(num_tokens, Mapping):
+            raise TypeError(
+                f"num_tokens must map requests to ints, got {type(num_tokens).__name__}"
+            )
+        names, index = list(num_tokens), None
         if self._last is not None:
+            last, known, index, counts = self._last
+            if last is num_tokens and isinstance(last, FrozenDict):
+                return index, counts
             # Compared by identity, because `==` of a name may return an array.
-            known, index = self._last
-            if len(known) == len(names) and all(map(operator.is_, known, names)):
-                return index
-        index = np.array([find(of, name).index for name in names], np.int64)
-        self._last = list(names), index
-        return index
+            if not (len(known) == len(names) and all(map(operator.is_, known, names))):
+                index = None
+        if index is None:
+            index = np.array([find(of, name).index for name in names], np.int64)
+        counts = _as_counts(list(num_tokens.values()))
+        self._last = num_tokens, names, index, counts
+        return index, counts
+
+
+def _as_counts(counts: list[Any]) -> np.ndarray:
+    """Returns positive ints as an array, int64[N]."""
+    if counts.count(1) == len(counts) and type(sum(counts)) is int:  # 1.0 equals 1
+        return np.ones(len(counts), np.int64)
+    if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
+        for count in counts:
+            check_positive(num_tokens=count)
+    if counts and max(counts) > INT32_MAX:
+        raise ValueError(f"num_tokens={max(counts)} must be at most {INT32_MAX}")
+    return np.array(counts, np.int64)
 
 
 def find(of: Mapping[Hashable, Request], name: Hashable) -> Request:
@@ -138,14 +164,14 @@ class InOrder:
     blocks: tuple[int, int]
 
     @functools.cached_property
-    def one_each(self) -> dict[Hashable, int]:
+    def one_each(self) -> FrozenDict[Hashable, int]:
         """The work of a step in which each request computes one token."""
-        return dict.fromkeys(self.names, 1)
+        return FrozenDict(dict.fromkeys(self.names, 1))
 
     @functools.cached_property
-    def places(self) -> dict[Hashable, int]:
+    def places(self) -> FrozenDict[Hashable, int]:
         """The index of each request among all that run."""
-        return dict(zip(self.names, range(len(self.names)), strict=True))
+        return FrozenDict(zip(self.names, range(len(self.names)), strict=True))
 
 
 class Running(NamedTuple):

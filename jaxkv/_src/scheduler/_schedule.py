@@ -1,7 +1,7 @@
 """`Schedule`, the work of one step. No jax."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxkv._src.blocks import PrefixHit
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The work of one step.
+    """The work of one step. Its dicts never change, and may be those of other schedules.
 
     work: new tokens by request, for `BlockManager.step`.
     samples: requests to sample the next token of, and the index in the batch of the request whose
@@ -23,8 +23,8 @@ class Schedule:
     hits: requests that start in this step, and the prefix hit of each.
     """
 
-    work: dict[Any, int]
-    samples: dict[Any, int]
+    work: Mapping[Any, int]
+    samples: Mapping[Any, int]
     preempted: tuple[Any, ...]
     hits: dict[Any, PrefixHit]
     _ids: Callable[[], np.ndarray] = dataclasses.field(repr=False, compare=False)

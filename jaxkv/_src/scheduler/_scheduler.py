@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.internal.checks import check_count, check_new_names, check_positive
-from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
@@ -320,7 +319,8 @@ class Scheduler:
             since the last call, or more tokens than its ``max_tokens``; nothing is appended.
         """
         self._change()
-        index, counts, ledger = self._indices(num_tokens), _as_counts(num_tokens), self._ledger
+        queues, ledger = self._queues, self._ledger
+        index, counts = ledger.read(queues.of, num_tokens)
         before, rows = ledger.num_tokens[index], ledger.rows[index]
         computed = self._manager.computed_by_row[rows]
         early, waits = computed < before, rows < 0
@@ -343,12 +343,13 @@ class Scheduler:
             )
         ledger.num_tokens[index] = before + counts
         ledger.draft_starts[index] = before
-        if counts.size and np.maximum.reduce(counts) > 1 + self._most_drafts:
+        most = int(np.maximum.reduce(counts)) if counts.size else 1
+        if most > 1 + self._most_drafts:
             self._start_with_one(num_tokens)
         if some_wait:
             ledger.needs_token[index] = False
-        elif len(index) == len(self._queues.running) and counts.max(initial=1) == 1:
-            self._chooser.extended = self._queues.order
+        elif len(index) == len(queues.running) and most == 1:
+            self._chooser.extended = queues.order
 
     def _start_with_one(self, num_tokens: Mapping[Any, int]) -> None:
         """Lets one token go in front of more tokens than drafts; see `BlockManager.step`."""
@@ -371,7 +372,8 @@ class Scheduler:
             prompt has, or as `BlockManager.rewind`; nothing is taken back.
         """
         self._change()
-        index, counts, queues = self._indices(num_tokens), _as_counts(num_tokens), self._queues
+        queues = self._queues
+        index, counts = self._ledger.read(queues.of, num_tokens)
         requests = [queues.of[name] for name in num_tokens]
         for request, count in zip(requests, counts.tolist(), strict=True):
             known = queues.num_tokens(request)
@@ -497,24 +499,3 @@ class Scheduler:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
-
-    def _indices(self, requests: Mapping[Hashable, object]) -> np.ndarray:
-        """Returns the indices of requests in the ledger, int64[N]."""
-        if not isinstance(requests, Mapping):
-            raise TypeError(
-                f"num_tokens must map requests to numbers of tokens, got {type(requests).__name__}"
-            )
-        return self._ledger.indices(self._queues.of, list(requests))
-
-
-def _as_counts(num_tokens: Mapping[Any, int]) -> np.ndarray:
-    """Returns the positive ints of a mapping, int64[N]."""
-    counts = list(num_tokens.values())
-    if counts.count(1) == len(counts) and type(sum(counts)) is int:  # 1.0 equals 1
-        return np.ones(len(counts), np.int64)
-    if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
-        for count in counts:
-            check_positive(num_tokens=count)
-    if counts and max(counts) > INT32_MAX:
-        raise ValueError(f"num_tokens={max(counts)} must be at most {INT32_MAX}")
-    return np.array(counts, np.int64)
