@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +55,15 @@ class PagedMemory:
             return queries
         return queries.astype(pages if pages.itemsize == 2 else jnp.float16)
 
-    def read_state(self, layer: str) -> tuple[Array, Array]:
-        conv, state = self.step.read_state(layer)
-        return conv, state
-
-    def write_state(self, layer: str, conv: Array, state: Array) -> None:
-        self.step.write_state(layer, (conv, state))
+    def gated_delta(
+        self, layer: str, qkv: Array, log_decay: Array, beta: Array, conv: Array, key_heads: int
+    ) -> Array:
+        return self.step.gated_delta(
+            *(layer, qkv, log_decay, beta),
+            conv_weights=conv,
+            num_key_heads=key_heads,
+            implementation="xla" if self.implementation == "xla" else None,
+        )
 
 
 def forward_step(
@@ -120,15 +124,40 @@ class NoMemory:
         seen = (index[None] <= index[:, None])[None]
         return self.tokens.to_tokens(causal_attention(queries, keys, values, seen))
 
-    def read_state(self, layer: str) -> tuple[Array, Array]:
+    def gated_delta(
+        self, layer: str, qkv: Array, log_decay: Array, beta: Array, conv: Array, key_heads: int
+    ) -> Array:
+        """Token by token: S <- a S + b (v - a S k) k^T, out = S q."""
         spec, batch = self.layers[layer], self.tokens.by_request.shape[0]
         if not isinstance(spec, StateSpec):
             raise TypeError(f"layer={layer!r} is not recurrent")
-        conv, state = (
-            jnp.zeros((batch, *shape), dtype)
-            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-        )
-        return conv, state
+        value_heads, _, key_size = spec.shapes[1]
 
-    def write_state(self, layer: str, conv: Array, state: Array) -> None:
-        pass
+        def split(mixed: Array) -> list[Array]:
+            """Returns a query, a key and a value for each head, [B, H, ...]."""
+            ends = key_heads * key_size, 2 * key_heads * key_size
+            query, key, value = jnp.split(mixed, ends, axis=-1)
+            query, key = (
+                jnp.repeat(_unit(x.reshape(batch, key_heads, -1)), value_heads // key_heads, axis=1)
+                for x in (query, key)
+            )
+            return [query * key_size**-0.5, key, value.reshape(batch, value_heads, -1)]
+
+        def step(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> Any:
+            window, state = carry
+            new, log_decay, beta = inputs
+            window = jnp.concatenate([window, new[:, None]], axis=1)
+            query, key, value = split(jax.nn.silu((window * conv[None]).sum(axis=1)))
+            state = state * jnp.exp(log_decay)[..., None, None]
+            error = value - (state * key[:, :, None]).sum(axis=-1)
+            state = state + (beta[..., None] * error)[..., None] * key[:, :, None]
+            return (window[:, 1:], state), (state * query[:, :, None]).sum(axis=-1)
+
+        window, state = (jnp.zeros((batch, *shape), jnp.float32) for shape in spec.shapes)
+        by_token = [jnp.moveaxis(self.tokens.to_requests(x), 1, 0) for x in (qkv, log_decay, beta)]
+        _, out = jax.lax.scan(step, (window, state), tuple(by_token))
+        return self.tokens.to_tokens(jnp.moveaxis(out, 0, 1))
+
+
+def _unit(x: Array) -> Array:
+    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)

@@ -42,11 +42,17 @@ class Memory(Protocol):
         """Keeps [T, H, D] new keys and values. Returns the attention's output, as the queries."""
         ...
 
-    def read_state(self, layer: str) -> tuple[Array, Array]:
-        """Returns convolution inputs [B, K - 1, channels] and a matrix state [B, H, V, D]."""
-        ...
+    def gated_delta(
+        self, layer: str, qkv: Array, log_decay: Array, beta: Array, conv: Array, key_heads: int
+    ) -> Array:
+        """Passes [T, channels] through a gated delta net. Returns [T, H, V].
 
-    def write_state(self, layer: str, conv: Array, state: Array) -> None: ...
+        Args:
+          log_decay, beta: [T, H].
+          conv: [K, channels], weights of the convolution that comes first.
+          key_heads: heads of queries and of keys.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,39 +150,12 @@ def _attention(config, weights, layer, x, tokens, memory):
 
 
 def _delta_net(config, weights, layer, x, tokens, memory):
-    """Gated delta rule, token by token: S <- a S + b (v - a S k) k^T, out = S q."""
-    key_heads, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
-    value_heads, value_size = config["linear_num_value_heads"], config["linear_value_head_dim"]
-    split_at = (key_heads * key_size, 2 * key_heads * key_size)
-    repeat = value_heads // key_heads
-
-    def heads(y, size):
-        return y.reshape(y.shape[0], -1, size)
-
-    def step(carry, inputs):
-        conv, state = carry
-        qkv, beta, decay, valid = inputs
-        window = jnp.concatenate([conv, qkv[:, None]], axis=1)
-        mixed = jax.nn.silu((window * weights["conv"][None]).sum(axis=1))
-        query, key, value = jnp.split(mixed, split_at, axis=-1)
-        query = jnp.repeat(_unit(heads(query, key_size)), repeat, axis=1) / math.sqrt(key_size)
-        key = jnp.repeat(_unit(heads(key, key_size)), repeat, axis=1)
-        kept = state * decay[..., None, None]
-        error = heads(value, value_size) - (kept * key[:, :, None]).sum(axis=-1)
-        new_state = kept + (beta[..., None] * error)[..., None] * key[:, :, None]
-        out = (new_state * query[:, :, None]).sum(axis=-1)
-        conv = jnp.where(valid[:, None, None], window[:, 1:], conv)
-        state = jnp.where(valid[:, None, None, None], new_state, state)
-        return (conv, state), out
-
+    """Gated delta net, whose states hold everything that the request has said."""
     beta = jax.nn.sigmoid(x @ weights["beta"])
-    decay = jnp.exp(-jax.nn.softplus(x @ weights["decay"]))
-    valid = tokens.by_request < tokens.ids.shape[0]
-    inputs = [tokens.to_requests(y) for y in (x @ weights["qkv"], beta, decay)]
-    by_token = [jnp.moveaxis(y, 1, 0) for y in (*inputs, valid)]
-    (conv, state), out = lax.scan(step, memory.read_state(layer), by_token)
-    memory.write_state(layer, conv, state)
-    out = tokens.to_tokens(_norm(config, jnp.moveaxis(out, 0, 1))).reshape(x.shape[0], -1)
+    log_decay = -jax.nn.softplus(x @ weights["decay"])
+    given = x @ weights["qkv"], log_decay, beta, weights["conv"]
+    out = memory.gated_delta(layer, *given, config["linear_num_key_heads"])
+    out = _norm(config, out).reshape(x.shape[0], -1)
     return (out * jax.nn.silu(x @ weights["out_gate"])) @ weights["out"]
 
 
@@ -187,10 +166,6 @@ def _channels(config) -> int:
 
 def _norm(config, x: Array) -> Array:
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + config["rms_norm_eps"])
-
-
-def _unit(x: Array) -> Array:
-    return x * lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def _rotate(config, x: Array, positions: Array) -> Array:
