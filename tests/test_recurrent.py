@@ -28,8 +28,10 @@ SHAPES = {
 KINDS = tuple(SHAPES)
 
 
-def plan_of(kind: str, mode: Any = "none", drafts: int = 0, layers: int = 1) -> jaxkv.Plan:
-    shapes = SHAPES[kind]
+def plan_of(
+    kind: str, mode: Any = "none", drafts: int = 0, layers: int = 1, shapes: Any = None
+) -> jaxkv.Plan:
+    shapes = shapes or SHAPES[kind]
     spec = jaxkv.StateSpec(
         block_size=BLOCK,
         shapes=shapes,
@@ -91,17 +93,18 @@ def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: Any) -> Any:
+    conv = {"conv_weights": options.pop("conv_weights", weights())}
+    key_heads = options.pop("key_heads", KEY_HEADS)
     if kind == "short_conv":
-        return jaxkv.short_conv(cache, layer, batch, x["inputs"], conv_weights=weights(), **options)
+        return jaxkv.short_conv(cache, layer, batch, x["inputs"], **conv, **options)
     if kind == "linear_attention":
         return jaxkv.linear_attention(
-            cache, layer, batch, x["inputs"], x["log_decay"], num_key_heads=KEY_HEADS, **options
+            cache, layer, batch, x["inputs"], x["log_decay"], num_key_heads=key_heads, **options
         )
     arguments = cache, layer, batch, x["inputs"], x["log_decay"], x["beta"]
-    options |= {"conv_weights": weights()}
     if kind == "mamba2":
-        return jaxkv.mamba2(*arguments, num_groups=KEY_HEADS, **options)
-    return jaxkv.gated_delta(*arguments, num_key_heads=KEY_HEADS, **options)
+        return jaxkv.mamba2(*arguments, num_groups=key_heads, **conv, **options)
+    return jaxkv.gated_delta(*arguments, num_key_heads=key_heads, **conv, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "blocks"), donate_argnums=1)
@@ -201,7 +204,10 @@ def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) -> None:
     drafts = 2
-    plan = plan_of("gated_delta", "none", drafts)
+    window, states = SHAPES["gated_delta"]
+    if accepted == 1:  # a window with rows for drafts, as specs of other engines have it
+        window = (WIDTH - 1 + drafts, QKV)
+    plan = plan_of("gated_delta", "none", drafts, shapes=(window, states))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
@@ -283,6 +289,64 @@ def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
     _, out = jax.jit(run)(cache, manager.step(shape, {"a": 6}), x)
     close(out[0, :6], expected("linear_attention", "a")[1][:6])
     assert ranks == 1 or np.abs(out[1, :6] - out[0, :6]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_heads"),
+    [("gated_delta", 2), ("mamba2", 1), ("linear_attention", 1), ("short_conv", 2)],
+)
+def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_heads: int) -> None:
+    """Each rank computes its own, as one device computes all; fewer key heads are shared."""
+    ranks = min(2, len(jax.devices()))
+    mesh, heads = Mesh(np.array(jax.devices()[:ranks]), ("heads",)), ranks * HEADS
+    rng, columns = np.random.default_rng(0), 2 * key_heads * SIZE + heads * SIZE
+    conv, states = (WIDTH - 1, columns), (heads, SIZE, SIZE)
+    whole = {"short_conv": (conv,), "linear_attention": (states,)}.get(kind, (conv, states))
+    given = {
+        "inputs": rng.normal(size=(TOKENS, columns)),
+        "log_decay": -rng.exponential(size=(TOKENS, heads)),
+        "beta": rng.uniform(size=(TOKENS, heads)),
+    }
+    given = {name: array.astype(np.float32) for name, array in given.items()}
+    taps = rng.normal(size=(WIDTH, columns)).astype(np.float32) / 2
+
+    def serve(shapes: Any, **place: Any) -> list[Any]:
+        plan = plan_of(kind, shapes=shapes)
+        shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+        manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+        cache = jaxkv.make_cache(plan, max_requests=REQUESTS, **place)
+        manager.start("a")
+        manager.start("b")
+
+        @jax.jit
+        def run(cache, upload, x):
+            cache, batch = jaxkv.apply_step(cache, upload)
+            options = {"key_heads": key_heads, "conv_weights": taps}
+            return run_layer(kind, cache, "layer.0", batch, x, **options)
+
+        outputs = []
+        for work in ({"a": 7, "b": 4}, {"b": 3, "a": 1}):
+            cache, out = run(cache, manager.step(shape, work), given)
+            outputs.append(out.reshape(TOKENS, -1))
+        return outputs
+
+    for found, expected in zip(
+        serve(SHAPES[kind], mesh=mesh, axis="heads"), serve(whole), strict=True
+    ):
+        close(found, expected)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
+    plan = plan_of("gated_delta", shapes=((WIDTH - 1, 48), (3, SIZE, SIZE)))
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
+    x = {"inputs": jnp.zeros((TOKENS, 96)), "log_decay": jnp.zeros((TOKENS, 6))}
+    x["beta"] = x["log_decay"]
+    with pytest.raises(ValueError, match="divides the 6 heads of states, and a multiple or a div"):
+        run_layer("gated_delta", cache, "layer.0", batch, x, key_heads=3)
 
 
 FULL = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)

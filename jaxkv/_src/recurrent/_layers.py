@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import KVCache, Period, StepBatch
-from jaxkv._src.pool import BoundLayer, bind, put_back
+from jaxkv._src.pool import SAME, BoundLayer, bind, on_devices, put_back
+from jaxkv._src.recurrent._heads import (
+    Heads,
+    by_rank,
+    check_convolution,
+    check_heads,
+    columns_of,
+)
 from jaxkv._src.recurrent._states import check_states, flat_tokens, state_pages, step_states
+from jaxkv._src.specs import StateSpec
 from pallas_kernels import (
     Convolution,
     Implementation,
@@ -44,8 +53,12 @@ def gated_delta(
     channel arXiv:2510.26692). A request that has computed nothing starts from zeros.
 
     The layer's `StateSpec` has shapes ((width - 1, channels), (value_heads, V, K)): the last inputs
-    of the convolution, and the states. Call it inside ``jit``; with a donated cache, no state is
-    copied. With ``cache_mode="all"``, the state at the end of each block is kept, too.
+    of the convolution, and the states, of one rank. Call it inside ``jit``; with a donated cache,
+    no state is copied. With ``cache_mode="all"``, the state at the end of each block is kept, too.
+
+    Outside of ``shard_map``, the arrays have the heads of all ranks of a sharded cache, of which
+    each computes its own; queries and keys of fewer heads than ranks are repeated. XLA moves the
+    columns of ``qkv`` to the ranks of their heads.
 
     Args:
       cache, batch: from `apply_step`.
@@ -75,23 +88,23 @@ def gated_delta(
       TypeError: the layer keeps no states, dtypes that are no floats of 16 or 32 bits, or ``at`` or
         ``num_drafts`` that are not int32.
       ValueError: shapes that do not fit the layer and the batch, context parallelism, drafts of a
-        layer without ``speculative_blocks`` or with another ``cache_mode`` than "none", or a
-        sharded cache outside of ``shard_map``.
+        layer without ``speculative_blocks`` or with another ``cache_mode`` than "none".
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2, 3), conv_weights, at, num_drafts)
-    heads, _, key_size = spec.shapes[1]
-    per_key = (key_size,) if log_decay.ndim == len(batch.token_shape) + 2 else ()
+    spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
+    parts = keys, keys, values
+    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
+    per_key = (keys.size,) if log_decay.ndim == len(batch.token_shape) + 2 else ()
     given = _Given(
-        flat_tokens(bound, "qkv", qkv, spec.shapes[0][1:]),
+        flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads, *per_key)),
         flat_tokens(bound, "beta", beta, (heads,)),
         *(conv_weights, conv_bias, num_drafts, at),
     )
     scale = None if scale is None else float(scale)
-    how = _How("delta", num_key_heads, scale=scale)
-    return _finish(cache, layer, bound, given, how)
+    return _finish(cache, layer, bound, given, _How("delta", parts, num_key_heads, scale))
 
 
 def mamba2(
@@ -135,15 +148,17 @@ def mamba2(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2, 3), conv_weights, at, num_drafts)
-    heads = spec.shapes[1][:1]
+    spec = check_states(layer, bound, (2, 3), at, num_drafts)
+    heads, keys, values = _heads(bound, spec, "num_groups", num_groups)
+    parts = values, keys, keys
+    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
     given = _Given(
-        flat_tokens(bound, "xbc", xbc, spec.shapes[0][1:]),
-        flat_tokens(bound, "log_decay", log_decay, heads),
-        flat_tokens(bound, "steps", steps, heads),
+        flat_tokens(bound, "xbc", xbc, (columns_of(parts),)),
+        flat_tokens(bound, "log_decay", log_decay, (heads,)),
+        flat_tokens(bound, "steps", steps, (heads,)),
         *(conv_weights, conv_bias, num_drafts, at),
     )
-    return _finish(cache, layer, bound, given, _How("scan", num_groups))
+    return _finish(cache, layer, bound, given, _How("scan", parts, num_groups))
 
 
 def linear_attention(
@@ -181,19 +196,18 @@ def linear_attention(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (3,), None, at, num_drafts)
-    (heads, value_size, key_size), tokens = spec.shapes[0], batch.token_shape
-    key_heads = heads if num_key_heads is None else num_key_heads
-    columns = 2 * key_heads * key_size + heads * value_size
+    spec, tokens = check_states(layer, bound, (3,), at, num_drafts), batch.token_shape
+    heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
+    parts = keys, keys, values
     if log_decay.shape == (heads,):
         log_decay = jnp.broadcast_to(log_decay.reshape(*[1] * len(tokens), heads), (*tokens, heads))
     given = _Given(
-        flat_tokens(bound, "qkv", qkv, (columns,)),
+        flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
         jnp.ones((tokens[0] * (1 if len(tokens) == 1 else tokens[1]), heads), jnp.float32),
         *(None, None, num_drafts, at),
     )
-    return _finish(cache, layer, bound, given, _How("attention", key_heads, scale=float(scale)))
+    return _finish(cache, layer, bound, given, _How("attention", parts, keys.count, float(scale)))
 
 
 def short_conv(
@@ -228,10 +242,27 @@ def short_conv(
       TypeError, ValueError, NotImplementedError: as for `gated_delta`.
     """
     bound = bind(cache, layer, batch, period, implementation)
-    spec = check_states(layer, bound, (2,), conv_weights, at, num_drafts)
-    flat = flat_tokens(bound, "inputs", inputs, spec.shapes[0][1:])
+    spec = check_states(layer, bound, (2,), at, num_drafts)
+    parts = (Heads(bound.ranks_of_heads, spec.shapes[0][1]),)
+    check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
+    flat = flat_tokens(bound, "inputs", inputs, (columns_of(parts),))
     given = _Given(flat, None, None, conv_weights, conv_bias, num_drafts, at)
-    return _finish(cache, layer, bound, given, _How("convolution", 1, silu=silu))
+    return _finish(cache, layer, bound, given, _How("convolution", parts, silu=silu))
+
+
+def _heads(
+    bound: BoundLayer, spec: StateSpec, name: str, count: int | None
+) -> tuple[int, Heads, Heads]:
+    """Returns the heads of states on all ranks, and those of keys and of values in the inputs.
+
+    Args:
+      count: heads of keys, an argument of this name; None: as many as values have.
+    """
+    heads, value_size, key_size = spec.shapes[-1]
+    heads *= bound.ranks_of_heads
+    count = heads if count is None else count
+    check_heads(bound, name, count, heads)
+    return heads, Heads(count, key_size), Heads(heads, value_size)
 
 
 class _Given(NamedTuple):
@@ -247,10 +278,14 @@ class _Given(NamedTuple):
 
 
 class _How(NamedTuple):
-    """The kind of a layer: "delta", "scan", "attention" or "convolution", and its constants."""
+    """The kind of a layer: "delta", "scan", "attention" or "convolution", and its constants.
+
+    parts: the columns of its inputs, of all ranks that they come from.
+    """
 
     kind: str
-    key_heads: int
+    parts: tuple[Heads, ...]
+    key_heads: int = 1
     scale: float | None = 1.0
     silu: bool = True
 
@@ -270,6 +305,26 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
 
     A jitted function of its own, so that layers that are alike share one trace and one lowering.
     """
+    ranks, axis = bound.ranks_of_heads, bound.layout.heads_axis
+    columns = {
+        name: by_rank(array, how.parts, ranks)
+        for name in ("inputs", "conv_weights", "conv_bias")
+        if (array := getattr(given, name)) is not None
+    }
+    by_head = PartitionSpec(None, axis) if axis else SAME
+    of_bias = PartitionSpec(axis) if axis else SAME
+    specs: list[Any] = [*[by_head] * 4, of_bias, SAME, SAME]
+    how = how._replace(key_heads=max(1, how.key_heads // ranks))
+    return on_devices(
+        functools.partial(_run, how=how),
+        *(bound, given._replace(**columns)),
+        in_specs=(_Given(*specs),),
+        out_specs=(bound.layout.buffer_spec, by_head),
+    )
+
+
+def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
+    """Runs the heads of one device."""
     batch = bound.batch
     states = step_states(bound, given.at, given.num_drafts)
     options: dict[str, Any] = {"implementation": bound.implementation}
@@ -287,6 +342,7 @@ def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array
     conv: Any = None
     if given.conv_weights is not None:
         pages = state_pages(bound, 0)
+        pages = pages._replace(shape=(len(given.conv_weights) - 1, pages.shape[1]))
         conv = Convolution(pages, given.conv_weights, given.conv_bias, how.silu)
     if how.kind == "convolution":
         data, out = causal_conv1d(given.inputs, conv, *ids, **options)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.internal.checks import check_int32
-from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
@@ -90,7 +89,6 @@ def check_states(
     layer: str,
     bound: BoundLayer,
     wanted: tuple[int, ...],
-    conv_weights: Array | None,
     at: Array | None,
     num_drafts: Array | None,
 ) -> StateSpec:
@@ -98,7 +96,6 @@ def check_states(
 
     Args:
       wanted: axes of each array of the spec.
-      conv_weights: [width, channels] of the convolution whose inputs are the first array.
 
     Raises:
       TypeError, ValueError: a layer of another kind, or arguments that do not fit.
@@ -111,24 +108,11 @@ def check_states(
             f"cache has context_parallel={layout.context_parallel}, and the state of layer "
             f"{layer!r} needs all tokens of a request in order; plan it without"
         )
-    if layout.axis is not None and not runs_manually(layout.axis):
-        raise ValueError(
-            f"layer={layer!r} stores states, and jaxkv does not know which of their axes are "
-            f"divided over mesh axis {layout.axis!r}: call this inside jax.shard_map, with "
-            "cache.partition_specs() for the cache"
-        )
     if tuple(map(len, spec.shapes)) != wanted:
         axes = ", ".join(f"{n} axes" for n in wanted)
         raise ValueError(
             f"layer={layer!r} keeps states of shapes {spec.shapes}; this function wants {axes}"
         )
-    if conv_weights is not None:
-        kept, channels = spec.shapes[0]
-        if conv_weights.shape != (kept + 1, channels):
-            raise ValueError(
-                f"conv_weights has shape {conv_weights.shape}; layer {layer!r} keeps the last "
-                f"{kept} inputs of {channels} channels, and wants {(kept + 1, channels)}"
-            )
     per_request = (bound.batch.shape.batch_size,)
     for name, array in {"at": at, "num_drafts": num_drafts}.items():
         if array is not None:
