@@ -10,7 +10,7 @@ class Mirror:
     def __init__(self, manager: BlockManager, log: EventLog):
         self.manager, self.log = manager, log
         self.stored: set[tuple[str, int, bytes]] = set()
-        self.keys: dict[tuple, bytes] = {}
+        self.told: dict[tuple[int, bytes], tuple] = {}
 
     def follow(self) -> None:
         """Applies the events since the last call, and checks that they make sense."""
@@ -23,6 +23,7 @@ class Mirror:
             assert len(keys) == len(event.block_keys), "an event names a block twice"
             if isinstance(event, BlocksStored):
                 assert not keys & self.stored, "a block is stored twice"
+                self._learn(event)
                 self.stored |= keys
             else:
                 assert keys <= self.stored, "a block that was not stored is removed"
@@ -30,3 +31,12 @@ class Mirror:
         tier = self.manager._tier
         if tier is None or not tier.room.alive.size:
             assert all(medium == "GPU" for medium, *_ in self.stored), "host memory is empty"
+
+    def _learn(self, event: BlocksStored) -> None:
+        """Checks that all events of a key tell the same of it."""
+        size, parents = event.group.block_size, (event.parent_key, *event.block_keys)
+        for at, (key, parent) in enumerate(zip(event.block_keys, parents, strict=False)):
+            tokens = event.token_ids[at * size : (at + 1) * size]
+            extras = None if event.extra_keys is None else event.extra_keys[at]
+            told = parent, tokens, extras, event.adapter
+            assert self.told.setdefault((event.group.index, key), told) == told

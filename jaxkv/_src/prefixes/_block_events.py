@@ -59,6 +59,7 @@ class KeyChain:
 
 
 Name = tuple[Medium, int, bytes]  # of a block: its memory, group and key
+Place = tuple[BlocksStored, int]  # of a block: the event that told of its tokens, and its index
 
 
 class PrefixEvents:
@@ -77,6 +78,7 @@ class PrefixEvents:
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
         self._names: dict[int, Name] = {}  # by block id
         self._counts: collections.Counter[Name] = collections.Counter()
+        self._places: dict[tuple[int, bytes], Place] = {}  # by group and key
 
     def stored(
         self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
@@ -100,7 +102,11 @@ class PrefixEvents:
                 if self._is_first(block_id, ("GPU", group, chain.keys[(column + 1) * step - 1])):
                     fresh.append(column)
         for start, end in _runs(fresh):
-            self._log.append(self._event(chain, tokens, self._groups[group], start, end))
+            event = self._event(chain, tokens, self._groups[group], start, end)
+            self._places.update(
+                {(group, key): (event, i) for i, key in enumerate(event.block_keys)}
+            )
+            self._log.append(event)
 
     def _is_first(self, block_id: int, name: Name) -> bool:
         """Names a block. Returns whether no other has this name."""
@@ -109,17 +115,16 @@ class PrefixEvents:
         return self._counts[name] == 1
 
     def stored_on_host(self, ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        """Records that host memory gets copies of blocks, as far as these are recorded.
-
-        As in vLLM's offloading, these events have neither tokens nor a parent.
-        """
-        fresh: dict[int, list[bytes]] = {}
+        """Records that host memory gets copies of blocks, as far as these are recorded."""
+        fresh: dict[int, tuple[BlocksStored, list[int]]] = {}  # by the event that told of them
         for block_id, host_id in zip(ids, host_ids, strict=True):
-            _, group, key = self._names.get(block_id, ("GPU", 0, b""))
-            if key and self._is_first(host_id, ("CPU", group, key)):
-                fresh.setdefault(group, []).append(key)
-        for group, keys in fresh.items():
-            self._log.append(BlocksStored(self._groups[group], tuple(keys), None, (), "CPU"))
+            name = self._names.get(block_id)
+            if name is not None and self._is_first(host_id, ("CPU", *name[1:])):
+                event, index = self._places[name[1:]]
+                fresh.setdefault(id(event), (event, []))[1].append(index)
+        for event, indices in fresh.values():
+            for start, end in _runs(sorted(indices)):
+                self._log.append(_on_host(event, start, end))
 
     def _event(
         self, chain: KeyChain, tokens: np.ndarray, group: EventGroup, start: int, end: int
@@ -148,7 +153,10 @@ class PrefixEvents:
             self._counts[name] -= 1
             if not self._counts[name]:
                 del self._counts[name]
-                gone.setdefault(name[:2], []).append(name[2])
+                medium, group, key = name
+                gone.setdefault((medium, group), []).append(key)
+                if not any((other, group, key) in self._counts for other in ("GPU", "CPU")):
+                    del self._places[group, key]
         for (medium, group), keys in gone.items():
             self._log.append(BlocksRemoved(self._groups[group], tuple(keys), medium))
 
@@ -156,7 +164,21 @@ class PrefixEvents:
         """Records that no block is kept any more."""
         self._names.clear()
         self._counts.clear()
+        self._places.clear()
         self._log.append(AllBlocksCleared())
+
+
+def _on_host(event: BlocksStored, start: int, end: int) -> BlocksStored:
+    """Returns the event that host memory holds some blocks of an earlier one."""
+    keys, size, extras = event.block_keys, event.group.block_size, event.extra_keys
+    return dataclasses.replace(
+        event,
+        block_keys=keys[start:end],
+        parent_key=keys[start - 1] if start else event.parent_key,
+        token_ids=event.token_ids[start * size : end * size],
+        extra_keys=None if extras is None else extras[start:end],
+        medium="CPU",
+    )
 
 
 def _runs(columns: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -58,8 +58,7 @@ class BlocksStored:
     group: group of the blocks.
     block_keys: one per block; see `block_keys`.
     parent_key: key of the block before the first; None: the blocks begin the sequence.
-    token_ids: token ids of all blocks, ``len(block_keys) * group.block_size`` of them; empty for
-      blocks that came to another medium from the GPU, whose events have told the tokens.
+    token_ids: token ids of all blocks, ``len(block_keys) * group.block_size`` of them.
     medium: the memory that holds the blocks.
     extra_keys: per block, as `extra_keys_by_block` returns them; None: no block has any.
     adapter: name of the LoRA adapter; None: none.
@@ -79,8 +78,7 @@ class BlocksStored:
         check_choice(_MEDIA, medium=self.medium)
         _check_not_empty(self.block_keys)
         num_blocks, size = len(self.block_keys), self.group.block_size
-        has_tokens = self.medium == "GPU" or len(self.token_ids) > 0
-        if has_tokens and len(self.token_ids) != num_blocks * size:
+        if len(self.token_ids) != num_blocks * size:
             raise ValueError(
                 f"token_ids has {len(self.token_ids)} tokens; {num_blocks} blocks of {size} have "
                 f"{num_blocks * size}"
