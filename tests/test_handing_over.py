@@ -1,6 +1,9 @@
 """Requests that go on in another cache: the blocks that they name, and where these lie."""
 
 import ctypes
+import os
+import random
+from collections import Counter
 
 import jax
 import numpy as np
@@ -8,12 +11,14 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv import BlockManager, KVCache, OutOfBlocksError, StepShape
+from jaxkv import BlockManager, HostMemory, KVCache, OutOfBlocksError, Scheduler, StepShape
 from jaxkv.blocks import HandedBlocks
 from jaxkv.pool import BlockPieces, block_pieces
 from tests.layer_examples import plan_of
 from tests.test_host_blocks import LONGEST, ORDERS, filled
-from tests.test_host_tier import ALL, FULL, STATE
+from tests.test_host_tier import ALL, FULL, STATE, WINDOW
+
+IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 
 
 def manager_of(layers, num_blocks: int) -> tuple[BlockManager, StepShape]:
@@ -141,3 +146,169 @@ def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
             block_pieces(cache, [np.array(ids)])
     with pytest.raises(ValueError, match="groups"):
         block_pieces(cache, [])
+
+
+# --- schedulers -------------------------------------------------------------------------
+
+
+class Worker:
+    """A scheduler, and a device that notes the tokens on which each byte depends.
+
+    A request is named by all tokens that it will have, of which ``given`` are not drawn.
+    """
+
+    def __init__(self, layers, num_blocks: int, *, has_tokens: bool, **memory) -> None:
+        plan = plan_of(layers, num_blocks, 48)
+        self.manager = BlockManager(plan, max_requests=4, **memory)
+        self.tokens: dict[tuple[int, ...], list[int]] = {}
+        tokens = self.tokens if has_tokens else None
+        self.scheduler = Scheduler(
+            self.manager, max_tokens=16, tokens=tokens, forks=4, cached_tokens=48
+        )
+        self.shape = self.scheduler.shape()
+        self.blocks: dict[int, dict[int, int]] = {}
+        self.host: dict[int, list[dict[int, int]]] = {}
+        self.preempted = 0
+
+    def step(self) -> list[tuple[int, ...]]:
+        """Runs a step in which each request reads its own; returns those that want a token."""
+        schedule = self.scheduler.schedule()
+        self.preempted += len(schedule.preempted)
+        before = self.manager.computed_tokens
+        ids = schedule.token_ids if self.scheduler._options.tokens is not None else ()
+        upload = self.manager.step(self.shape, schedule.work, extra=ids)
+        self.move(self.manager.take_moves())
+        parts = upload.parts()
+        sources, into = (parts[f"copy_{name}"].tolist() for name in ("sources", "destinations"))
+        copies = [dict(self.blocks.get(block, {})) for block in sources]
+        self.blocks.update(zip(into, copies, strict=True))
+        for name, count in schedule.work.items():
+            start = before.get(name, self.manager.num_computed_tokens(name) - count)
+            for place, content in self.places(name, start, of_next=True):
+                assert self.blocks.get(place[0], {}).get(place[1]) == content, "a wrong byte"
+        for name, count in schedule.work.items():
+            start = self.manager.num_computed_tokens(name) - count
+            for end in range(start + 1, start + count + 1):
+                for (block, at), content in self.places(name, end):
+                    self.blocks.setdefault(block, {})[at] = content
+        return list(schedule.samples)
+
+    def move(self, moves) -> None:
+        """Copies blocks between the memories."""
+        for chunk in () if moves is None else moves.stores:
+            contents = [dict(self.blocks.get(block, {})) for block in chunk.block_ids.tolist()]
+            self.host[chunk.number] = contents
+        for chunk in () if moves is None else moves.loads:
+            for block, content in zip(
+                chunk.block_ids.tolist(), self.host[chunk.number], strict=True
+            ):
+                if block >= 0:
+                    self.blocks[block] = dict(content)
+
+    def places(self, name: tuple[int, ...], num_tokens: int, *, of_next: bool = False):
+        """Yields places and contents: that of the last of some tokens, or what the next reads."""
+        for index, group in enumerate(self.manager.plan.groups):
+            row, growth = self.manager.block_ids(name)[index], group.growth
+            if growth.stores == "state":
+                if num_tokens:
+                    yield (row[0], 0), hash((index, name[:num_tokens]))
+                continue
+            first = max(0, num_tokens - growth.window + 1) if growth.kind == "sliding" else 0
+            for position in range(first if of_next else num_tokens - 1, num_tokens):
+                content = hash((index, name[: position + 1]))
+                yield (row[position // group.block_size], position % group.block_size), content
+
+
+def served_apart(seed: int, layers, *, has_tokens: bool, has_host: bool = False) -> Counter[str]:
+    """Computes prompts on one worker and answers on another; copies take some steps."""
+    draw, seen = random.Random(seed), Counter[str]()
+    memory = {"host_memory": HostMemory(num_bytes=2**20, min_tokens=1)} if has_host else {}
+    blocks = draw.choices(range(26, 38) if len(layers) == 2 else range(15, 22), k=2)
+    first = Worker(layers, blocks[0], has_tokens=has_tokens)
+    second = Worker(layers, blocks[1], has_tokens=has_tokens, **memory)
+    roots = [tuple(draw.randint(0, 9) for _ in range(48)) for _ in range(2)]
+    prompts: dict[tuple[int, ...], int] = {}
+    exported: list[tuple[tuple[int, ...], HandedBlocks]] = []
+    flying: list[tuple[int, tuple[int, ...], HandedBlocks, HandedBlocks]] = []
+    for step in range(600):
+        if step < 60 and draw.random() < 0.4:
+            size = draw.randint(1, 30)
+            own = tuple(draw.randint(0, 9) for _ in range(18))
+            name = (draw.choice(roots)[:size] + own)[:48]
+            if name not in prompts:
+                prompts[name] = draw.randint(max(1, size - 3), len(name) - 2)
+                where = draw.choice([first, first, second])  # some compute their own prompt
+                where.tokens[name] = list(name[: prompts[name]])
+                where.scheduler.add(name, prompts[name], max_tokens=len(name))
+        for worker in (first, second):
+            for name in worker.step():
+                if worker is first and len(worker.tokens[name]) == prompts[name]:
+                    exported.append((name, first.scheduler.export_blocks(name)))
+                    continue
+                worker.tokens[name].append(name[len(worker.tokens[name])])
+                if len(worker.tokens[name]) < len(name):
+                    worker.scheduler.append({name: 1})
+                else:
+                    worker.scheduler.finish(name)
+                    seen["answered"] += 1
+        for name, source in exported.copy():
+            second.tokens[name] = list(name[: source.num_tokens])
+            into = second.scheduler.import_blocks(name, source.num_tokens, max_tokens=len(name))
+            second.move(second.manager.take_moves())
+            if into is not None:
+                assert into.first_columns == source.first_columns
+                flying.append((step + draw.randint(0, 6), name, source, into))
+                exported.remove((name, source))
+        for landing in [each for each in flying if each[0] <= step]:
+            _, name, source, into = landing
+            flying.remove(landing)
+            for theirs, mine in zip(source.block_ids, into.block_ids, strict=True):
+                for old, new in zip(theirs.tolist(), mine.tolist(), strict=True):
+                    second.blocks[new] = dict(first.blocks[old])
+            first.scheduler.finish(name)
+            second.tokens[name].append(name[source.num_tokens])
+            second.scheduler.append({name: 1})
+            seen["handed"] += 1
+        if step > 60 and not (first.scheduler.has_work or second.scheduler.has_work):
+            break
+    assert not (first.scheduler.has_work or second.scheduler.has_work or flying or exported)
+    for worker in (first, second):
+        assert worker.manager.num_free_blocks == worker.manager.plan.num_blocks - 1
+    return seen + Counter(preempted=first.preempted + second.preempted)
+
+
+@pytest.mark.parametrize(("has_tokens", "has_host"), [(False, False), (True, True)])
+@pytest.mark.parametrize("layers", [{"a": FULL, "w": WINDOW}, ALL], ids=len)
+def test_requests_go_on_in_another_scheduler(layers, has_tokens: bool, has_host: bool) -> None:
+    seen = Counter[str]()
+    for seed in range(100 if IS_LONG else 3):
+        seen += served_apart(seed, layers, has_tokens=has_tokens, has_host=has_host)
+    assert min(seen[what] for what in ("handed", "answered", "preempted")) > 0, seen
+
+
+def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
+    worker = Worker({"a": FULL}, 13, has_tokens=False)
+    scheduler, name = worker.scheduler, tuple(range(20))
+    scheduler.add(name, 18)
+    with pytest.raises(ValueError, match="computed 0 of 18"):
+        scheduler.export_blocks(name)
+    worker.step()
+    with pytest.raises(ValueError, match="computed 16 of 18"):
+        scheduler.export_blocks(name)
+    worker.step()
+    assert scheduler.export_blocks(name).num_tokens == 18
+    with pytest.raises(ValueError, match="handed over"):
+        scheduler.rewind({name: 18})
+    assert scheduler.import_blocks("b", 32) is None  # five blocks are taken
+    assert scheduler.running == (name,) and not scheduler.waiting
+    assert scheduler.import_blocks("b", 16) is not None
+    for _ in range(3):  # a request waits for the blocks of others, and nobody answers
+        assert not scheduler.schedule().work
+    with pytest.raises(ValueError, match="in use"):
+        scheduler.import_blocks("b", 16)
+    scheduler.finish("b")
+    scheduler.append({name: 1})
+    scheduler.rewind({name: 18})
+    few = Scheduler(BlockManager(worker.manager.plan, max_requests=4), max_tokens=16)
+    with pytest.raises(ValueError, match="cached_tokens=0"):
+        few.import_blocks("b", 1)

@@ -375,16 +375,20 @@ class BlockManager:
     def import_blocks(self, request: Hashable, num_tokens: int) -> HandedBlocks:
         """Starts a request that has computed its first tokens in another cache.
 
-        Its first step must not run before the bytes are there: write those that `export_blocks` of
-        a request with as many tokens names to the blocks that this returns, in the same order. They
-        count as ``cached_tokens`` of that step. None of them are kept for later prompts.
+        Write the bytes that `export_blocks` of a request with as many tokens names to the blocks
+        that this returns, in the same order: after the steps that were packed before have run, and
+        before that of this request is started. With host memory, some of the blocks may have to go
+        there first: carry out `take_moves` before anybody writes. The tokens count as
+        ``cached_tokens`` of its first step. None of the blocks are kept for later prompts.
 
         Raises:
           OutOfBlocksError: too few blocks are free; nothing is changed.
           TypeError, ValueError: ``num_tokens`` is not a positive int or more than the plan's
             ``max_model_len``, the request is already running, no row is free, or the plan stores
             encoder tokens; nothing is changed.
+          RuntimeError: the moves of the last step were not taken.
         """
+        self._check_moves_taken()
         check_positive(num_tokens=num_tokens)
         if num_tokens > self._plan.max_model_len:
             raise ValueError(
@@ -400,6 +404,8 @@ class BlockManager:
             self._rows.give_back(request)
             raise
         self._prefixes.loads.unpark(request)
+        if self._tier is not None:
+            self._tier.seal()
         return handed
 
     def _end(self, request: Hashable) -> None:
@@ -589,19 +595,22 @@ class BlockManager:
           TypeError, ValueError: a request is not running or computes more tokens than the plan
             admits, the step does not fit the shape, or token ids are missing; nothing is changed.
         """
+        self._check_moves_taken()
+        return self._steps.step(shape, work, extra, ring)
+
+    def _check_moves_taken(self) -> None:
         if self._tier is not None and self._tier.is_due:
             raise RuntimeError(
-                "the moves of the last step were not taken; call take_moves after each step, and "
-                "carry them out before that step runs"
+                "the last moves were not taken; call take_moves after each step and import, and "
+                "carry the moves out before that step runs, or anybody writes to those blocks"
             )
-        return self._steps.step(shape, work, extra, ring)
 
     @_alone
     def take_moves(self) -> Moves | None:
         """Returns the blocks that change memory before the step that was packed last; None: none.
 
-        Carry them out before that step runs, by `jaxkv.HostBlocks.move`. A manager without
-        ``host_memory`` has none.
+        Carry them out before that step runs, by `jaxkv.HostBlocks.move`; after `import_blocks`,
+        before anybody writes to its blocks. A manager without ``host_memory`` has none.
         """
         return None if self._tier is None else self._tier.take_moves()
 

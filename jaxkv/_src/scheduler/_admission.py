@@ -149,6 +149,11 @@ class Admission:
         longest = self._queues.ledger.max_tokens.item(request.index)
         return self._admission_blocks(min(self._queues.num_tokens(request) + 1, longest))
 
+    def has_room_for(self, request: Request, num_tokens: int) -> bool:
+        """Returns whether a request can start that brings all of its tokens along."""
+        owed = self._admission_blocks(num_tokens)
+        return self._queues.num_free_rows > 0 and self._has_room(request, self._room(), owed)
+
     # --- forks ----------------------------------------------------------------------
 
     def num_forks(self, donor: Request) -> int:

@@ -162,6 +162,8 @@ class Chooser:
     def _check_idle(self, *, with_work: bool) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""
         queues = self._queues
+        if queues.handed:  # they may hold the blocks that others wait for
+            return
         unanswered = [name for name in queues.of if queues.needs_token(name)]
         if queues.of and (with_work or not unanswered) and not self._options.steps_ahead:
             raise RuntimeError(
@@ -218,7 +220,8 @@ class Chooser:
         """Takes blocks request by request, oldest first; returns the preempted requests."""
         prefills = set(itertools.compress(running.order.names, running.is_prefill))
         preempted: list[Hashable] = []
-        left = list(self._queues.running)  # to preempt, the youngest last
+        # To preempt, the youngest last.
+        left = [name for name in self._queues.running if name not in self._queues.handed]
         is_short = False
         for name in list(self._queues.running):
             if name not in step.work:

@@ -25,7 +25,7 @@ class Options:
     preemption: bool
     forks: int
     tokens: Tokens | None
-    cached_tokens: int
+    most_cached_tokens: int | None
     chunk_tokens: int | None
     steps_ahead: int
 
@@ -43,6 +43,13 @@ class Options:
             raise ValueError(
                 f"manager runs {len(self.manager.requests)} requests; pass a new manager"
             )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of requests that start, fork or come from elsewhere, in one step."""
+        if self.most_cached_tokens is not None:
+            return self.most_cached_tokens
+        return self.manager.plan.max_model_len if self.shares or self.forks or self.parks else 0
 
     @property
     def has_states(self) -> bool:

@@ -18,6 +18,7 @@ class Queues:
     leaders: requests by name that others of the same prompt wait for, to fork from them.
     ledger: token counts of all requests.
     in_chunks: running requests with a chunk that has to end after a given token.
+    handed: running requests whose blocks another cache may be reading or writing.
     """
 
     def __init__(self, manager: BlockManager):
@@ -28,6 +29,7 @@ class Queues:
         self.leaders: dict[Hashable, Request] = {}
         self.ledger = Ledger()
         self.in_chunks: dict[Hashable, Request] = {}
+        self.handed: set[Hashable] = set()
         self._in_order: InOrder | None = None
         self._num_added = 0
 
@@ -117,6 +119,7 @@ class Queues:
         request.row = self.ledger.rows[request.index] = -1
         self._in_order = None
         self.in_chunks.pop(request.name, None)
+        self.handed.discard(request.name)
         self.ledger.chunk_ends[request.index] = ANYWHERE
 
     def wait(self, request: Request, *, needs_token: bool) -> None:

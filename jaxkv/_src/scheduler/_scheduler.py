@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.blocks import BlockManager
+from jaxkv._src.blocks import BlockManager, HandedBlocks, OutOfBlocksError
 from jaxkv._src.internal.checks import check_count, check_new_names, check_positive
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
@@ -79,7 +79,8 @@ class Scheduler:
             tokens that were sampled, and drafts while they are verified. With it, requests share
             prefixes that the cache still holds, and their own blocks are kept for later prompts.
             Plans with states need ``forks`` for that.
-          cached_tokens: as for `StepShape.for_plan`; None: the plan's ``max_model_len``.
+          cached_tokens: as for `StepShape.for_plan`; None: the plan's ``max_model_len``, or 0 if
+            requests neither share prefixes nor fork nor park.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
             the same chunks however much of it was cached; None: chunks end anywhere.
           steps_ahead: how many steps the caller schedules before it knows the tokens of an earlier
@@ -97,7 +98,7 @@ class Scheduler:
             preemption=preemption,
             forks=forks,
             tokens=tokens,
-            cached_tokens=self._plan.max_model_len if cached_tokens is None else cached_tokens,
+            most_cached_tokens=cached_tokens,
             chunk_tokens=chunk_tokens,
             steps_ahead=steps_ahead,
         )
@@ -201,9 +202,7 @@ class Scheduler:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             forks=options.forks,
-            cached_tokens=options.cached_tokens
-            if options.shares or options.forks or options.parks
-            else 0,
+            cached_tokens=options.cached_tokens,
             extra=extra,
             shared_prefixes=shared_prefixes,
             reproducible=reproducible,
@@ -251,16 +250,10 @@ class Scheduler:
         self._check_lengths(num_tokens, longest, max_tokens, encoder_tokens)
         names = [request, *((request, sample) for sample in range(1, samples))]
         check_new_names(names, self._queues.of)
-        check_content(salt, extra_keys)
-        keys = tuple(extra_keys)
-        check_ranges(keys, num_tokens)
-        check_boundaries(boundaries, num_tokens)
+        prompt = salt, extra_keys, boundaries
+        leader = self._made(request, num_tokens, longest, encoder_tokens, *prompt)
         ids = [self._prompts.first_ids(name, num_tokens, is_new=True) for name in names]
-        steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
-        blocks = steady, self._plan.admission_blocks(longest) - steady
-        prompt = salt, keys, tuple(boundaries)
-        leader = Request(request, age, num_tokens, encoder_tokens, blocks, *prompt)
-        others = [leader.sample(name, self._queues.next_age(age)) for name in names[1:]]
+        others = [leader.sample(name, self._queues.next_age(leader.age)) for name in names[1:]]
         for one, of_one in zip([leader, *others], ids, strict=True):
             one.ids = of_one
             self._queues.enter(one, num_tokens, longest)
@@ -305,6 +298,78 @@ class Scheduler:
                 queues.wait(sample, needs_token=True)
         queues.sort_running()
 
+    def export_blocks(self, request: Hashable) -> HandedBlocks:
+        """Returns the blocks with which a request goes on in another cache.
+
+        The request keeps them, and is not preempted, until you finish it, or append its next token.
+
+        Raises:
+          ValueError: an unknown request, one that has tokens to compute, or what
+            `BlockManager.export_blocks` refuses.
+        """
+        self._change()
+        known = find(self._queues.of, request)
+        if not self._queues.needs_token(request) or known.row < 0:
+            raise ValueError(
+                f"request={request!r} has computed {self._queues.num_computed(known)} of "
+                f"{self._queues.num_tokens(known)} tokens; export its blocks after the step that "
+                "computes the last one, and before you append the next"
+            )
+        handed = self._manager.export_blocks(request)
+        self._queues.handed.add(request)
+        return handed
+
+    def import_blocks(
+        self,
+        request: Hashable,
+        num_tokens: int,
+        *,
+        max_tokens: int | None = None,
+        salt: str | None = None,
+        extra_keys: Sequence[ExtraKey] = (),
+    ) -> HandedBlocks | None:
+        """Adds a request whose tokens were computed in another cache.
+
+        Write their bytes to the blocks that this returns, as for `BlockManager.import_blocks`, and
+        then append the token that was sampled from them (or fork the request first). Until then it
+        is not preempted, and computes nothing. To give it up, finish it, once nobody writes there.
+
+        Args:
+          request: any hashable name.
+          num_tokens: tokens that were computed; at most the scheduler's ``cached_tokens``.
+          max_tokens, salt, extra_keys: as for `add`.
+
+        Returns:
+          Its blocks; None: no row or too few blocks are free, and nothing is added.
+
+        Raises:
+          TypeError, ValueError: as for `add`, more tokens than ``cached_tokens``, or a plan that
+            stores encoder tokens; nothing is added.
+        """
+        self._change()
+        longest = self._plan.max_model_len if max_tokens is None else max_tokens
+        self._check_lengths(num_tokens, longest, max_tokens, 0)
+        check_new_names([request], self._queues.of)
+        if num_tokens > self._options.cached_tokens:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than cached_tokens={self._options.cached_tokens} "
+                "that a step has room for; pass cached_tokens= when you make the Scheduler, and "
+                "make its shapes by Scheduler.shape"
+            )
+        made = self._made(request, num_tokens, longest, 0, salt, extra_keys, ())
+        self._prompts.first_ids(request, num_tokens, is_new=True)
+        if not self._admission.has_room_for(made, num_tokens):
+            return None
+        try:
+            handed = self._manager.import_blocks(request, num_tokens)
+        except OutOfBlocksError:
+            return None
+        self._queues.enter(made, num_tokens, longest)
+        self._ledger.prefill_tokens[made.index] = num_tokens
+        self._queues.run(made, self._manager.requests[request])
+        self._queues.handed.add(request)
+        return handed
+
     def append(self, num_tokens: Mapping[Any, int]) -> None:
         """Gives requests more tokens to compute: a sampled one, and drafts to verify with it.
 
@@ -346,6 +411,7 @@ class Scheduler:
         most = int(np.maximum.reduce(counts)) if counts.size else 1
         if most > 1 + self._most_drafts:
             self._start_with_one(num_tokens)
+        self._queues.handed.difference_update(num_tokens)
         if some_wait:
             ledger.needs_token[index] = False
         elif len(index) == len(queues.running) and most == 1:
@@ -377,6 +443,11 @@ class Scheduler:
         requests = [queues.of[name] for name in num_tokens]
         for request, count in zip(requests, counts.tolist(), strict=True):
             known = queues.num_tokens(request)
+            if request.name in queues.handed:
+                raise ValueError(
+                    f"request={request.name!r} is handed over; append its next token before you "
+                    "rewind it, or finish it"
+                )
             if not request.prompt_tokens <= count <= known:
                 raise ValueError(
                     f"num_tokens={count} of request={request.name!r} must be in "
@@ -468,6 +539,25 @@ class Scheduler:
                 if not (is_sampled and self._admission.fork(leader, sample)):
                     queues.wait(sample, needs_token=is_sampled)
             queues.sort_running()
+
+    def _made(
+        self,
+        request: Hashable,
+        num_tokens: int,
+        longest: int,
+        encoder_tokens: int,
+        salt: str | None,
+        extra_keys: Sequence[ExtraKey],
+        boundaries: Sequence[int],
+    ) -> Request:
+        """Returns a new request, the youngest of all, which neither waits nor runs yet."""
+        check_content(salt, extra_keys)
+        check_ranges(tuple(extra_keys), num_tokens)
+        check_boundaries(boundaries, num_tokens)
+        steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
+        blocks = steady, self._plan.admission_blocks(longest) - steady
+        prompt = salt, tuple(extra_keys), tuple(boundaries)
+        return Request(request, age, num_tokens, encoder_tokens, blocks, *prompt)
 
     # --- checks -------------------------------------------------------------------
 
