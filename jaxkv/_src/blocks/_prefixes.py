@@ -130,15 +130,15 @@ class Prefixes:
         found = found._replace(reasons=self.kept.known.reasons(namespace, encoded, found))
         if found.checkpoint is not None:
             self._tree.checkpoints.touch(found.checkpoint, is_wanted=True)
-        self._counts.update(
-            requests=1,
-            hits=found.num_tokens > 0,
-            host_hits=found.num_host_tokens > 0,
-            prompt_tokens=encoded.size,
-            cached_tokens=found.num_tokens,
-            host_tokens=found.num_host_tokens,
-        )
-        self._reasons.update({*found.reasons} - {"complete", "other_groups"})
+        counts = self._counts
+        counts["requests"] += 1
+        counts["hits"] += found.num_tokens > 0
+        counts["host_hits"] += found.num_host_tokens > 0
+        counts["prompt_tokens"] += encoded.size
+        counts["cached_tokens"] += found.num_tokens
+        counts["host_tokens"] += found.num_host_tokens
+        for reason in {*found.reasons} - {"complete", "other_groups"}:
+            self._reasons[reason] += 1
         ends, wanted = self._chunk_ends(encoded.size, found, boundaries)
         prompt = CachedPrompt(
             namespace,

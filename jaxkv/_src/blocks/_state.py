@@ -60,11 +60,14 @@ class RequestState:
         self._held = np.zeros((3, *shape), np.int64)  # source, first, end
         self._nothing = np.array([[-1], [0], [0]])  # source, first, end of a row without blocks
         self._held[:] = self._nothing[..., None]
+        # NumPy writes one axis much faster than two; see `_in_groups`.
+        self._firsts, self._ends = self._held[1].reshape(-1), self._held[2].reshape(-1)
         self._numbers = np.zeros((7 + 3 * groups, max_requests), np.int64)  # all 0 in a free row
         self.computed, self.max_computed, self.step_start = self._numbers[:3]
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
         self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
         self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
+        self._sent, self._rows_before = self.sent.reshape(-1), np.arange(groups)[:, None] * shape[1]
         self.may_share = np.zeros(max_requests, bool)
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies: dict[int, SharedCell] = {}
@@ -113,6 +116,10 @@ class RequestState:
         if len(self.row_blocks) > 1:
             at += self.starts[cells.groups]
         return at
+
+    def _in_groups(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the indices of rows in all groups, where these lie end to end, int64[G * N]."""
+        return rows if len(self.row_blocks) == 1 else (self._rows_before + rows).reshape(-1)
 
     def group_ends(self, groups: np.ndarray) -> np.ndarray:
         """Returns the end of each group among the ascending groups of K cells, int64[G]."""
@@ -178,17 +185,19 @@ class RequestState:
             for cell in shared:
                 self._note_copy(cell)
             self.pool.release(np.array([cell.block_id for cell in shared], np.int32))
+        at = self._in_groups(rows)
+        self._ends[at] = changes.held[2].reshape(-1)
         if self.growth.has_windows or self.growth.aligned.size:
-            self._held[:, :, rows] = changes.held
-        else:  # only ends change
-            self._held[2][:, rows] = changes.held[2]
+            self._firsts[at] = changes.held[1].reshape(-1)
+            if self.growth.aligned.size:
+                self._held[0, :, rows] = changes.held[0].T
         self.needs_no_change_until[rows] = changes.needs_no_change_until
         self.may_share[rows] = self._shares_source(rows) if self.growth.aligned.size else False
         return ids
 
     def note_sent(self, rows: np.ndarray, sent: np.ndarray, lags: np.ndarray | bool) -> None:
         """Records which columns of rows the device has, int64[G, N], and whether they lag still."""
-        self.sent[:, rows] = sent
+        self._sent[self._in_groups(rows)] = sent.reshape(-1)
         if self.has_lagging or lags is not False:
             self.lags[rows] = lags
             self.unsent_tokens[rows] = 0
@@ -271,7 +280,7 @@ class RequestState:
             self.lags[row] = False
             self.has_lagging = bool(self.lags.any())
         self.may_share[row] = False
-        for group in self.growth.crossed:
+        for group in self.growth.crossed.tolist():
             growth = self.growth.growths[group]
             self.encoder_columns[group, row] = growth.live_columns(0, 1, encoder_tokens).end
 

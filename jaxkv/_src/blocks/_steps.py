@@ -70,7 +70,8 @@ class StepPlanner:
     def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, kept: KeptPrompts):
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows, self._kept = plan, state, rows, kept
-        self._shapes: set[StepShape] = set()  # shapes that passed `_check_shape`
+        self._shape: StepShape | None = None  # that passed `_check_shape` last
+        self._shapes: set[StepShape] = set()  # all that passed
         self._shared = [  # groups of layers in which a token reads all that are before it
             group
             for group, growth in enumerate(state.growth.growths)
@@ -83,7 +84,7 @@ class StepPlanner:
 
     def step(self, shape: StepShape, work: Work, extra: Ints, ring: Ring | None) -> Upload:
         """Takes a step; see `BlockManager.step`."""
-        if not isinstance(shape, StepShape) or shape not in self._shapes:
+        if shape is not self._shape:
             self._check_shape(shape)
         state, step = self._state, self._planned(work)
         batch, computed, news = step.batch, step.computed, step.news
@@ -195,11 +196,13 @@ class StepPlanner:
         """Raises unless the shape belongs to this manager's plan."""
         if not isinstance(shape, StepShape):
             raise TypeError(f"shape must be a StepShape, got {type(shape).__name__}")
-        shape.check_made_for(
-            "manager",
-            growths=self._state.growth.growths,
-            num_blocks=self._plan.num_blocks,
-            context_parallel=self._plan.context_parallel,
-            max_requests=self._state.computed.size,
-        )
-        self._shapes.add(shape)
+        if shape not in self._shapes:
+            shape.check_made_for(
+                "manager",
+                growths=self._state.growth.growths,
+                num_blocks=self._plan.num_blocks,
+                context_parallel=self._plan.context_parallel,
+                max_requests=self._state.computed.size,
+            )
+            self._shapes.add(shape)
+        self._shape = shape

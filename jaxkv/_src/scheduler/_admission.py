@@ -96,10 +96,12 @@ class Admission:
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
         )
         # Too few blocks may be free for those of the prefix that are in host memory.
-        cached = hit.num_cached_tokens
+        found, cached = cached, hit.num_cached_tokens
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
-        step.take_back(name)
-        step.give(name, num_tokens - cached, at_most=end - cached, draft_start=draft_start - cached)
+        if end < ANYWHERE or cached < found:
+            step.take_back(name)
+            more = num_tokens - cached
+            step.give(name, more, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
         step.forks -= bool(cached) and may_copy
         room.take(request, blocks - sum(hit.shared_blocks))

@@ -1,6 +1,7 @@
 """`Options`, the arguments of `Scheduler`. No jax."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -44,14 +45,14 @@ class Options:
                 f"manager runs {len(self.manager.requests)} requests; pass a new manager"
             )
 
-    @property
+    @functools.cached_property
     def cached_tokens(self) -> int:
         """Tokens of requests that start, fork or come from elsewhere, in one step."""
         if self.most_cached_tokens is not None:
             return self.most_cached_tokens
         return self.manager.plan.max_model_len if self.shares or self.forks or self.parks else 0
 
-    @property
+    @functools.cached_property
     def has_states(self) -> bool:
         """Whether a group overwrites its states.
 

@@ -294,7 +294,7 @@ class GrowthTable(_Columns):
           held: int64[3, G, N], source, first and end of the columns that the rows hold.
         """
         np = _numpy()
-        source, first, end = held
+        first, end = held[1], held[2]  # unpacking an array takes several times as long
         until = end - self.speculative_blocks if self.has_drafts else end
         until = until * self.column_tokens
         if self.has_windows:  # the first held block leaves the window, or a new chunk begins
@@ -307,7 +307,7 @@ class GrowthTable(_Columns):
         if self.crossed.size:
             until[self.crossed] = INT32_MAX
         if self.aligned.size:  # the old source is dropped once the newest block is the source
-            source, first = source[self.aligned], first[self.aligned]
+            source, first = held[0, self.aligned], first[self.aligned]
             then = first * self.column_tokens[self.aligned] + 1
             until[self.aligned] = np.where(
                 source != first, np.minimum(until[self.aligned], then), until[self.aligned]
