@@ -1,9 +1,9 @@
 """Host-side bookkeeping: block ids, requests and their progress. No jax."""
 
-from jaxkv._src.blocks._handing_over import HandedBlocks
 from jaxkv._src.blocks._manager import BlockManager
 from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
+from jaxkv._src.blocks._resuming import HandedBlocks
 
 __all__ = [
     "BlockManager",

@@ -9,11 +9,16 @@ from typing import Any, Concatenate
 
 import numpy as np
 
-from jaxkv._src.blocks._handing_over import HandedBlocks, exported, imported
 from jaxkv._src.blocks._pool import BlockPool, BlockUse, OutOfBlocksError
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._prompts import PrefixHit, PrefixMatch, PrefixStats
-from jaxkv._src.blocks._resuming import check_rewind, columns_to_share
+from jaxkv._src.blocks._resuming import (
+    HandedBlocks,
+    check_rewind,
+    columns_to_share,
+    exported,
+    imported,
+)
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import Ring, StepPlanner

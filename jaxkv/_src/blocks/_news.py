@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_CELLS, Cells, Changes, SharedCell
+from jaxkv._src.blocks._cells import NO_CELLS, Cells, Changes
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.uploads import StepShape, put, write_copies
@@ -114,7 +114,7 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
     if changes is not None:
         dropped = state.ids_at(changes.dropped)
         gone = set(dropped[state.pool.others_of(dropped) == 0].tolist())
-    copies = [(copy, new) for copy, new in _copies(state) if new not in gone]
+    copies = [(copy, new) for copy, new in state.copies.held if new not in gone]
     told = set(news.rows.tolist())
     cells = [
         (group, row, column)
@@ -126,13 +126,6 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
     more = Cells(*np.array(cells, np.int64).reshape(-1, 3).T)
     num_copied = news.num_copied + len(copies)
     return news._replace(cells=Cells.joined([news.cells, more]), num_copied=num_copied)
-
-
-def _copies(state: RequestState) -> list[tuple[SharedCell, int]]:
-    """Returns the copies to make and their new blocks, of those that are held, by group."""
-    new = np.array(list(state.copies), np.int32)
-    held = state.pool.references_of(new) > 0
-    return sorted((state.copies[block_id], block_id) for block_id in new[held].tolist())
 
 
 def write_news(
@@ -155,8 +148,8 @@ def write_news(
         put(shape, data, zero_ids=zeroed, zero_ends=ends)
         state.pool.is_fresh[zeroed] = False
     if state.copies:
-        copies = _copies(state)
-        write_copies(shape, data, [(cell.group, cell.block_id, new) for cell, new in copies])
+        copies = [(cell.group, cell.block_id, new) for cell, new in state.copies.held]
+        write_copies(shape, data, copies)
         state.copies.clear()
         state.sent[groups, rows] = np.maximum(state.sent[groups, rows], columns + 1)
     state.note_sent(news.rows, news.sent, news.lags)

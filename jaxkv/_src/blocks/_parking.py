@@ -96,7 +96,7 @@ class HostLoads:
         """Returns whether blocks are free for those of columns that are in host memory."""
         pool, (here, on_host) = self._state.pool, self._split(columns)
         num_warm = int(np.count_nonzero(pool.references_of(here) == 0))
-        needed = on_host.size + self._state.copy_sources.size
+        needed = on_host.size + self._state.copies.sources.size
         return needed <= pool.num_free_blocks - num_warm
 
     def loaded(
@@ -107,7 +107,7 @@ class HostLoads:
         if self._tier is None or not on_host.size:
             return columns
         pool.hold(here)  # or the blocks that are taken may be these
-        into = self._tier.load(on_host, self._state.take_to_load)
+        into = self._tier.load(on_host, self._state.copies.take_to_load)
         pool.release(np.concatenate([here, into]))  # warm, until the request holds them
         new = dict(zip(on_host.tolist(), into.tolist(), strict=True))
         columns = [

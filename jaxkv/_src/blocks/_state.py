@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_IDS, Cells, Changes, SharedCell
-from jaxkv._src.blocks._pool import BlockPool, OutOfBlocksError
+from jaxkv._src.blocks._cells import NO_IDS, Cells, Changes
+from jaxkv._src.blocks._copies import PendingCopies
+from jaxkv._src.blocks._pool import BlockPool
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import SharedColumns
@@ -36,8 +37,7 @@ class RequestState:
     lags: bool[R], whether a row holds columns that the device does not have.
     has_lagging: whether any row lags.
     unsent_tokens: int64[R], computed tokens of a row of which the device has no column yet.
-    copies: cells whose blocks start as copies, which the next upload makes, by their new block;
-      ``block_id`` has the content before the upload.
+    copies: those that the next upload makes.
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
     version: number of changes so far.
@@ -70,7 +70,7 @@ class RequestState:
         self._sent, self._rows_before = self.sent.reshape(-1), np.arange(groups)[:, None] * shape[1]
         self.may_share = np.zeros(max_requests, bool)
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
-        self.copies: dict[int, SharedCell] = {}
+        self.copies = PendingCopies(pool)
         self.version = self.beginnings = 0
 
     # --- reading ------------------------------------------------------------------
@@ -107,7 +107,7 @@ class RequestState:
 
     def awaits_copy(self, row: int) -> bool:
         """Returns whether the next upload copies into a block of a row."""
-        return bool(self.copies) and not self.copies.keys().isdisjoint(self.blocks_of(row).tolist())
+        return bool(self.copies) and self.copies.go_into(self.blocks_of(row))
 
     def _at(self, cells: Cells) -> np.ndarray:
         """Returns the index of each cell in the flat table, int64[K]."""
@@ -124,39 +124,6 @@ class RequestState:
     def group_ends(self, groups: np.ndarray) -> np.ndarray:
         """Returns the end of each group among the ascending groups of K cells, int64[G]."""
         return groups.searchsorted(self._each_group, "right")
-
-    def take_to_load(self, count: int) -> np.ndarray:
-        """Takes blocks whose content comes from the host before the next upload, int32[count].
-
-        The caller has checked that as many are free next to `copy_sources`, which have to stay as
-        they are until that upload copies them.
-        """
-        sources = self.copy_sources
-        ids = self.pool.take(count + sources.size)
-        is_source = np.isin(ids, sources)
-        spare = np.concatenate([ids[is_source], ids[~is_source][count:]])
-        ids = ids[~is_source][:count]
-        self.pool.release(spare)
-        self.pool.is_fresh[ids] = False
-        self.forget_copies(ids)  # of those that were given back since
-        return ids
-
-    def allocate_to_load(self, count: int) -> np.ndarray:
-        """Takes blocks as `take_to_load`; raises OutOfBlocksError if too few are free."""
-        needed = count + self.copy_sources.size
-        if needed > self.pool.num_free_blocks:
-            raise OutOfBlocksError(needed, self.pool.num_free_blocks)
-        return self.take_to_load(count)
-
-    def forget_copies(self, ids: np.ndarray) -> None:
-        """Forgets the copies into blocks that have other content now."""
-        for block_id in ids.tolist() if self.copies else ():
-            self.copies.pop(block_id, None)
-
-    @property
-    def copy_sources(self) -> np.ndarray:
-        """Blocks that the next upload copies, int64[N]."""
-        return np.unique(np.array([cell.block_id for cell in self.copies.values()], np.int64))
 
     # --- steps --------------------------------------------------------------------
 
@@ -179,11 +146,13 @@ class RequestState:
             self._cells[self._at(fresh)] = ids
             if self.zeroes:
                 self.pool.is_fresh[ids] = True
-            self.forget_copies(ids)
+            self.copies.forget(ids)
         if shared:
             self.beginnings += 1
             for cell in shared:
-                self._note_copy(cell)
+                if cell.is_read:
+                    new = self.columns_of(cell.row, cell.group)[cell.column]
+                    self.copies.add(int(new), cell)
             self.pool.release(np.array([cell.block_id for cell in shared], np.int32))
         at = self._in_groups(rows)
         self._ends[at] = changes.held[2].reshape(-1)
@@ -208,14 +177,6 @@ class RequestState:
         if changes.sent is not None:
             self.sent[:, changes.rows] = changes.sent
         self.lags[changes.rows] = self.has_lagging = True
-
-    def _note_copy(self, cell: SharedCell) -> None:
-        if cell.is_read:
-            new = int(self.columns_of(cell.row, cell.group)[cell.column])
-            self.pool.is_fresh[new] = False
-            # An upload makes all its copies at once, so none may read what another one writes.
-            before = self.copies.get(cell.block_id)
-            self.copies[new] = cell if before is None else cell._replace(block_id=before.block_id)
 
     def trim(self, rows: np.ndarray) -> None:
         """Releases the blocks that the next token of each row does not attend to."""
