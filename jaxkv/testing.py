@@ -9,7 +9,7 @@ used.
 - `ReferenceCache`: the content that every request must read, to check a whole cache, however it is
   made.
 - `count_compilations`, `assert_no_recompilation`: a steady state compiles nothing.
-- ``strategies``: specs, models, plans, traffic and more, for Hypothesis.
+- ``strategies``: specs, models, plans, table entries and more, for Hypothesis.
 - `CacheStateMachine`: drives a cache of your own; subclass it.
 - `assert_in_place`, `assert_same_bytes`, `assert_unchanged`: pointers, temporary memory, bytes.
 """

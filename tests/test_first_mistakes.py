@@ -435,11 +435,6 @@ MISTAKES = {
         TypeError,
         r"layers must be a strategy; wrap one fixed model in st.just",
     ),
-    "groups for a plan": (
-        lambda s: strategies.traffic(PLAN.groups),
-        TypeError,
-        "plan must be a Plan, got tuple; plan_cache makes one",
-    ),
     "a machine without a plan": (
         lambda s: Planless().begin(0),
         TypeError,

@@ -25,7 +25,6 @@ from jaxkv._src.block_tables import pack_entries
 from jaxkv._src.blocks import (
     BlockManager,
     BlockPool,
-    OutOfBlocksError,
     _changes,
     _manager,
     _resuming,
@@ -50,7 +49,7 @@ from jaxkv.testing import (
     strategies,
 )
 from tests import jaxkv_state_machine as machines
-from tests.helpers import ON_GPU, hybrid_plan
+from tests.helpers import ON_GPU
 from tests.jaxkv_state_machine import JaxkvStateMachine
 from tests.test_example_suite import ToyMachine
 from tests.toy_cache import BLOCK_SIZE, ToyCache
@@ -59,7 +58,6 @@ from tests.toy_cache import BLOCK_SIZE, ToyCache
 
 SURE = settings(derandomize=True, database=None, deadline=None)
 SOME = settings(SURE, max_examples=1000, phases=[Phase.generate])
-EVERY_EVENT = (*strategies.EVENTS, "fork")
 
 
 def can_draw(drawn: hst.SearchStrategy[Any], wanted: Callable[[Any], bool]) -> bool:
@@ -100,38 +98,6 @@ def test_a_plan_holds_its_longest_request_and_no_more_than_it_says(plan: Plan, d
         chunk = data.draw(hst.integers(1, LIMITS.max_in_flight_tokens))
         manager.step(shape, {"r": min(chunk, left)})
     assert plan.usable_blocks == max(plan.admission_blocks(plan.max_model_len), 1)
-
-
-@settings(max_examples=50)
-@given(hst.data())
-def test_traffic_is_what_a_manager_accepts(data) -> None:
-    plan = data.draw(strategies.plans())
-    events = data.draw(strategies.traffic(plan, max_requests=3, kinds=EVERY_EVENT))
-    manager, shape = BlockManager(plan, max_requests=3), machines._widest_shape(plan, 3)
-    tokens: dict[int, int] = {}
-    for kind, request, count, donor in events:
-        if kind in ("finish", "preempt"):
-            manager.finish(request)
-            tokens.pop(request)
-        if kind in ("start", "preempt", "fork"):  # a fork that computes its tokens itself
-            assert kind != "fork" or (donor != request and 1 <= count <= tokens[donor])
-            manager.start(request)
-            tokens[request] = count
-        if kind in ("grow", "decode"):
-            assert 1 <= count <= (LIMITS.max_in_flight_tokens if kind == "grow" else 1)
-            tokens[request] += count
-            with contextlib.suppress(OutOfBlocksError):
-                manager.step(shape, {request: count})
-        assert max(tokens.values(), default=0) <= plan.max_model_len
-
-
-def test_traffic_shrinks_to_nothing_and_holds_every_kind_of_event() -> None:
-    traffic = strategies.traffic(hybrid_plan(), kinds=EVERY_EVENT)
-    assert smallest(traffic) == []
-    assert all(
-        can_draw(traffic, lambda events, kind=kind: any(e.kind == kind for e in events))
-        for kind in EVERY_EVENT
-    )
 
 
 def test_table_entries_are_in_range_unless_they_are_asked_to_be_malformed() -> None:
@@ -203,7 +169,6 @@ def test_poisoned_buffers_hold_any_bytes_in_the_shapes_and_dtypes_they_are_drawn
         (lambda: strategies.nan_arrays((1,), "int8"), "dtype='int8' has no NaN; use one of"),
         (lambda: strategies.nan_arrays((1,), "f64"), "dtype='f64' is not a cache dtype"),
         (lambda: strategies.ids(0), "count must be at least 1"),
-        (lambda: strategies.traffic(hybrid_plan(), kinds=["stop"]), r"kinds=\['stop'\]; use"),
     ],
 )
 def test_strategies_refuse_by_name(call: Callable[[], object], message: str) -> None:

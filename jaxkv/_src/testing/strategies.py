@@ -1,19 +1,17 @@
-"""Hypothesis strategies: layer specs, models, plans, traffic, table entries, ids, NaN.
+"""Hypothesis strategies: layer specs, models, plans, table entries, ids, NaN.
 
 Everything is Python ints, named tuples and NumPy. Shapes are drawn from small fixed sets, so
 that a suite compiles each program once; values are drawn freely. Every strategy shrinks to one
-plain thing (one layer of full attention, no events, no entries) and takes the sets that it draws
+plain thing (one layer of full attention, no entries) and takes the sets that it draws
 from as arguments.
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.planning import Plan, WorkerLayers, make_groups, plan_cache
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -160,92 +158,6 @@ def plans(
         num_blocks_override=max(2, reserved + charged + spare),
         limits=limits,
     )
-
-
-class Event(NamedTuple):
-    """An event in the life of one request; see `traffic`.
-
-    kind: ``"start"``; ``"grow"`` by ``tokens``; ``"decode"``, to grow by one; ``"fork"``, to
-      start with the first ``tokens`` of ``donor``; ``"preempt"``, to give all blocks back and
-      start again; ``"finish"``.
-    """
-
-    kind: str
-    request: int
-    tokens: int = 0
-    donor: int | None = None
-
-
-EVENTS = ("start", "grow", "decode", "finish", "preempt")
-
-
-def traffic(
-    plan: Plan,
-    *,
-    max_requests: int = 4,
-    max_events: int = 40,
-    kinds: Sequence[str] = EVENTS,
-) -> st.SearchStrategy[list[Event]]:
-    """Events that make sense one after the other, for requests 0, 1, 2, ...
-
-    Nothing grows past the plan's ``max_model_len``, nor in one event by more than
-    ``limits.max_in_flight_tokens``, and at most ``max_requests`` run at once. If your cache runs
-    out of blocks, skip that ``grow`` or ``decode``: the rest of the trace stays valid, except
-    forks of tokens that were never computed.
-
-    Args:
-      plan: whose limits are kept.
-      max_requests: rows.
-      max_events: events drawn; impossible ones are left out.
-      kinds: to draw from. ``"fork"`` is not among them unless you say so. Its length is
-        arbitrary: the cache must copy what it cannot share.
-    """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; plan_cache makes one")
-    unknown = set(kinds) - {*EVENTS, "fork"}
-    if unknown or not kinds:
-        raise ValueError(f"kinds={list(kinds)}; use some of {(*EVENTS, 'fork')}")
-    check_positive(max_requests=max_requests)
-    check_count(max_events=max_events)
-    most = min(plan.limits.max_in_flight_tokens, plan.max_model_len)
-    wanted = st.tuples(
-        st.sampled_from(kinds), st.integers(0, max_requests - 1), st.integers(1, most)
-    )
-    lists = st.lists(wanted, max_size=max_events)
-    return lists.map(lambda drawn: _possible(drawn, max_requests, plan.max_model_len))
-
-
-def _possible(
-    wanted: Sequence[tuple[str, int, int]], max_requests: int, max_model_len: int
-) -> list[Event]:
-    """Returns the events that make sense when they come, of (kind, which request, tokens)."""
-    tokens: dict[int, int] = {}  # of every running request
-    events: list[Event] = []
-    names = itertools.count()
-    for kind, which, count in wanted:
-        running = list(tokens)
-        if kind == "start" and len(running) < max_requests:
-            events.append(Event(kind, next(names)))
-            tokens[events[-1].request] = 0
-            continue
-        if not running or kind == "start":
-            continue
-        request = running[which % len(running)]
-        room = max_model_len - tokens[request]
-        if kind in ("grow", "decode") and room:
-            events.append(Event(kind, request, min(count if kind == "grow" else 1, room)))
-            tokens[request] += events[-1].tokens
-        elif kind == "fork" and tokens[request] and len(running) < max_requests:
-            shared = min(count, tokens[request])
-            events.append(Event(kind, next(names), shared, request))
-            tokens[events[-1].request] = shared
-        elif kind == "preempt":
-            events.append(Event(kind, request))
-            tokens[request] = 0
-        elif kind == "finish":
-            events.append(Event(kind, request))
-            del tokens[request]
-    return events
 
 
 def ids(count: int, *, malformed: bool = False) -> st.SearchStrategy[int]:
