@@ -29,6 +29,7 @@ from jaxkv._src.blocks import (
     _manager,
     _resuming,
 )
+from jaxkv._src.blocks._copies import PendingCopies
 from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._state import RequestState
@@ -314,7 +315,7 @@ BUGS = {  # where, and its replacement made of what was there
         _changes, "_written", lambda _: lambda *arguments: range(0)
     ),
     "the copy of a shared block starts empty": (
-        RequestState, "_note_copy", lambda _: lambda state, cell: None
+        PendingCopies, "add", lambda _: lambda copies, new, cell: None
     ),
     "every holder takes itself for the last": (
         _changes, "_shared_cells", lambda _: lambda state, rows, after: []
