@@ -366,6 +366,12 @@ BAD = [
 ]  # fmt: skip
 
 
+def test_states_of_divided_positions_are_refused_by_the_plan() -> None:
+    states = jaxkv.StateSpec(block_size=4, shapes=SHAPES["gated_delta"], dtypes=("f32", "f32"))
+    with pytest.raises(ValueError, match=r"context_parallel=2 needs groups that keep all tokens"):
+        jaxkv.plan_cache({"layer.0": states}, 2**30, max_model_len=LENGTH, context_parallel=2)
+
+
 @pytest.mark.parametrize(("wrong", "error", "text"), BAD, ids=lambda value: str(value)[:40])
 def test_what_does_not_fit_is_refused_by_name(wrong, error, text) -> None:
     state = jaxkv.StateSpec(block_size=4, shapes=SHAPES["gated_delta"], dtypes=("f32", "f32"))

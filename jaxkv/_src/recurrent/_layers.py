@@ -73,7 +73,8 @@ def gated_delta(
       scale: factor of the queries; None: ``K ** -0.5``.
       num_drafts: int32[B], how many of each request's last tokens are drafts: the state after each
         of them is kept in the block after the one before (``speculative_blocks``), so that any
-        number of them can be accepted. None: none are. Needs ``cache_mode="none"``, as ``at`` does.
+        number of them can be accepted, and the next step has none of them to compute again. None:
+        none are. Needs ``cache_mode="none"``, as ``at`` does.
       at: int32[B], index among the blocks that the last step wrote of the state to resume from: the
         number of its drafts that were accepted. None: the block to resume from.
       period: int32[], may be traced: uses layer ``cache.period_layers(layer)[period]`` instead of
@@ -87,8 +88,8 @@ def gated_delta(
     Raises:
       TypeError: the layer keeps no states, dtypes that are no floats of 16 or 32 bits, or ``at`` or
         ``num_drafts`` that are not int32.
-      ValueError: shapes that do not fit the layer and the batch, context parallelism, drafts of a
-        layer without ``speculative_blocks`` or with another ``cache_mode`` than "none".
+      ValueError: shapes that do not fit the layer and the batch, or drafts of a layer without
+        ``speculative_blocks`` or with another ``cache_mode`` than "none".
       NotImplementedError: ``"mosaic_gpu"`` for what Mosaic does not support.
     """
     bound = bind(cache, layer, batch, period, implementation)
