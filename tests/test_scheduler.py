@@ -516,6 +516,20 @@ def test_a_lost_schedule_is_forgotten_once_any_step_is_packed() -> None:
     assert server.step().work == {"a": 6, "b": 2}
 
 
+def test_a_request_waits_for_the_blocks_of_an_older_one_that_is_not_answered_yet() -> None:
+    server = Server(small_plan(9), max_requests=2, max_tokens=8)
+    server.add("a", 16, 32)
+    server.add("b", 11, 32)
+    while server.scheduler.num_tokens("b") < 13:  # the last of which takes a fourth block
+        server.sample(server.step())
+    assert server.step().work == {"a": 1}
+    assert not server.step().work
+    with pytest.raises(ValueError, match=r"request='a' .* got no token since"):
+        server.step()
+    server.scheduler.append({"a": 1})
+    assert server.step().work == {"a": 1}
+
+
 # --- drafts ---------------------------------------------------------------------------
 
 DRAFTED: dict[str, dict[str, LayerSpec]] = {
@@ -525,6 +539,18 @@ DRAFTED: dict[str, dict[str, LayerSpec]] = {
         "state": StateSpec(block_size=4, shapes=((2,),), dtypes=("f32",), speculative_blocks=3),
     },
 }
+
+
+def test_drafts_can_be_rejected_after_steps_of_others() -> None:
+    server = Server(small_plan(60, DRAFTED["window"]), max_requests=2, max_tokens=8)
+    server.add("a", 5, 32)
+    server.add("b", 3, 32)
+    server.step()
+    server.scheduler.append({"a": 4, "b": 1})  # a sampled token and three drafts
+    server.step()
+    server.scheduler.append({"b": 1})
+    assert server.step().work == {"b": 1}
+    server.scheduler.rewind({"a": 6})
 
 
 @pytest.mark.parametrize("kind", DRAFTED)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from jaxkv import ExtraKey, OutOfBlocksError, Scheduler, StepShape
-from jaxkv.blocks import Upload
+from jaxkv import ExtraKey, OutOfBlocksError, Plan, Scheduler, StepShape
 from jaxkv.scheduler import Schedule
 from tests.servings.oracle import Known
-from tests.servings.plans import most_drafts
+from tests.servings.plans import ROOM, most_drafts, random_plan
+from tests.servings.promises import Promises
 from tests.servings.traffic import NAMES, Serving
 
 WRONG_PROMPTS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -37,6 +38,8 @@ class SchedulerServing(Serving):
     """
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):
+        # Short prompts that grow until the pool is full, so that requests are preempted often.
+        self.is_crowd = random.Random(-2 - seed).random() < 0.3
         super().__init__(seed, kind, history)
         draw, plan = self.draw, self.plan
         self.known: dict[Hashable, list[int]] = {}  # the scheduler's tokens
@@ -80,13 +83,26 @@ class SchedulerServing(Serving):
         self.preempted: dict[Hashable, Any] = {}  # stories, states and partial rows
         self.counter = itertools.count()
         self.late: dict[Hashable, deque[tuple[int, int]]] = {}  # positions whose ids arrive late
-        self.time = self.idle = 0
+        self.time = 0
         self.siblings: dict[Hashable, list[Known]] = {}  # requests of one prompt
         self.lost: Schedule | None = None  # not carried out, and must come again
         self.uploads = -1  # when the last schedule was chosen
+        self.answers: dict[Hashable, int] | None = None  # to all samples of a step at once
+        self.is_slow = random.Random(-3 - seed).random() < 0.3
+        self.unanswered: list[Hashable] = []  # samples that a slow host answers later
+        self.promises = Promises(self)
         self.say(f"plan of {self.kind}: {[g.growth for g in plan.groups]}")
         self.say(f"{plan.num_blocks} blocks, max_model_len={plan.max_model_len}, {plan.limits}")
         self.say(f"max_requests={self.manager.max_requests}, {self.options}, ahead={self.ahead}")
+
+    def random_plan(self) -> Plan:
+        return random_plan(self.draw, self.kind, room=(1, 1.2) if self.is_crowd else ROOM)
+
+    def num_rows(self) -> int:
+        return 5 if self.is_crowd else super().num_rows()
+
+    def prompt(self) -> list[int]:
+        return super().prompt()[: self.draw.randint(1, 6) if self.is_crowd else None]
 
     # --- the whole serving ------------------------------------------------------------
 
@@ -129,6 +145,8 @@ class SchedulerServing(Serving):
         request = self.new_request()
         name, count = request.name, len(request.tokens)
         limit = self.draw.choice([count, self.draw.randint(count, self.plan.max_model_len)])
+        if self.is_crowd:
+            limit = min(count + self.draw.randint(8, 20), self.plan.max_model_len)
         keys, boundaries = self.keys(request), self.boundaries(request)
         samples = self.draw.choice([1, 1, 1, 2, 3]) if self.options["forks"] else 1
         others = [(name, number) for number in range(1, samples)]
@@ -198,6 +216,8 @@ class SchedulerServing(Serving):
         self.say(f"finish({name!r})")
         self.scheduler.finish(name)
         self.forget(name)
+        self.unanswered = [other for other in self.unanswered if other != name]
+        self.promises.newest.pop(name, None)
         for of_request in (self.known, self.limits, self.prompts, self.ages, self.late):
             del of_request[name]
         self.join()
@@ -211,6 +231,7 @@ class SchedulerServing(Serving):
         """Computes all requests again; tokens that are still to arrive are forgotten."""
         self.say("restart()")
         self.scheduler.restart()
+        self.unanswered.clear()
         self.oracle.seen["restarts"] += 1
         assert not self.manager.requests and not self.scheduler.running
         for name, request in self.requests.items():
@@ -289,11 +310,15 @@ class SchedulerServing(Serving):
         first = len(request.tokens)
         request.tokens += [self._id() for _ in range(count)]
         request.verified = first + 1
+        self.promises.newest[name] = first
         if self.ahead:
             self.late[name].append((first, self.time + self.ahead))
         else:
             self.known[name][:] = request.tokens
         self.say(f"append({{{name!r}: {count}}}) = {request.tokens[first:]}")
+        if self.answers is not None:
+            self.answers[name] = count
+            return
         self.scheduler.append({name: count})
         self.join()
 
@@ -320,6 +345,7 @@ class SchedulerServing(Serving):
             assert self.manager.num_computed_tokens(request.name) == request.computed
         else:
             request.story = []
+        self.promises.rewound(request.name, num_tokens)
         del request.tokens[num_tokens:]
         del self.known[request.name][num_tokens:]
 
@@ -342,6 +368,7 @@ class SchedulerServing(Serving):
             self.say("    refused")
             assert count < max(self.prompts[name], request.computed), "drafts cannot be rewound"
             return
+        self.unanswered = [other for other in self.unanswered if other != name]
         missing, computed = len(request.tokens) - count, request.computed
         self._rewound(request, count)
         request.verified = count
@@ -349,6 +376,7 @@ class SchedulerServing(Serving):
         if computed < count:  # tokens follow once all of these are computed
             return self.after_change()
         more = [self._id() for _ in range(missing)]
+        self.promises.newest[name] = count
         request.tokens += more
         request.verified = len(request.tokens)
         self.known[name][:] = request.tokens
@@ -364,19 +392,11 @@ class SchedulerServing(Serving):
 
     def schedule(self) -> Schedule:
         parked = {n: self.manager.num_parked_tokens(n) for n in self.scheduler.waiting}
-        running, cut = set(self.scheduler.running), None
+        running, had_work, cut = self.scheduler.running, self.scheduler.has_work, None
         if not self.has_states and self.chance(0.1):
             cut = self.draw.choice([1, 3])
         schedule = self.scheduler.schedule(max_tokens=cut)
         is_new, self.uploads = self.uploads != self.manager.num_uploads, self.manager.num_uploads
-        if is_new:
-            assert cut is None or sum(schedule.work.values()) <= cut, "more tokens than asked for"
-            assert running.isdisjoint(schedule.hits), "a hit is told twice"
-            assert running.issuperset(schedule.preempted), "one that waits is preempted"
-            if schedule.preempted:
-                oldest = min(self.ages[name] for name in schedule.preempted)
-                younger = [n for n in self.scheduler.running if self.ages[n] > oldest]
-                assert not younger, f"one older than {younger} is preempted"
         self.say(
             f"schedule({cut}) = {schedule.work}, preempted {schedule.preempted}, "
             f"hits { {n: h.num_cached_tokens for n, h in schedule.hits.items()} }"
@@ -397,15 +417,20 @@ class SchedulerServing(Serving):
                 if parked.get(name) == count > 0 and len(before[0]) == count + 1:
                     request.story, request.states, request.partial = before
                     self.oracle.resume(request)
+        self.promises.begin(schedule)
+        if is_new:
+            self.promises.check_new(schedule, running, cut, had_work=had_work)
         return schedule
 
     def step(self) -> None:
         self.time += 1
         self.reveal()
-        had_work = self.scheduler.has_work
+        self.answer_late()
         schedule = self.schedule()
-        self._check_schedule(schedule)
-        self._check_progress(schedule, had_work)
+        self.promises.check(schedule)
+        if self.lost is not None:
+            again = {n: c for n, c in self.lost.work.items() if n in self.requests}
+            assert schedule.work == again or not again, f"{schedule.work} instead of {again}"
         if self.chance(self.discards):
             self.say("    not carried out")
             self.oracle.seen["lost schedules"] += 1
@@ -417,7 +442,7 @@ class SchedulerServing(Serving):
             upload = self.manager.step(self.shape, schedule.work)
         except (ValueError, OutOfBlocksError) as error:
             raise AssertionError(f"a schedule is refused: {error}") from error
-        self._check_budgets(schedule, upload)
+        self.promises.check_budgets(schedule, upload)
         if self.chance(0.003):  # the upload never runs
             return self.reset()
         self.oracle.step(upload, self.requests, schedule.work)
@@ -429,9 +454,7 @@ class SchedulerServing(Serving):
 
     def check(self) -> None:
         super().check()
-        for request in self.scheduler._queues.running.values():
-            known = self.manager._prefixes.kept.num_known(request.row)
-            assert (request.num_known or 0) == known, f"{request.name!r}: {known} known ids"
+        self.promises.check_books()
 
     def check_wanted(self) -> None:
         """Checks the tokens of which the caller is told that they wait to be computed."""
@@ -447,10 +470,29 @@ class SchedulerServing(Serving):
 
     def handle(self, schedule: Schedule) -> None:
         """Handles the results of a step: forks, rejected drafts, next tokens, ends."""
+        self.scheduler.append({})  # lets samples of one prompt start
+        self.join()
+        self.promises.check_started(schedule)
+        self.answers = {} if self.chance(0.7) else None
         for name in schedule.samples:
+            if self.is_slow and self.chance(0.3):
+                self.unanswered.append(name)
+                continue
             if not self.drafting(name) and self.chance(0.05):
                 self.fork(name, is_ready=True)
             self.sample(name)
+        if self.answers:
+            self.scheduler.append(self.answers)
+            self.join()
+        self.answers = None
+
+    def answer_late(self) -> None:
+        """Handles results of earlier steps; all of them, if nothing else can go on."""
+        waits = self.promises.idle or len(self.unanswered) == len(self.requests)
+        for name in self.unanswered.copy():
+            if waits or self.chance(0.5):
+                self.unanswered.remove(name)
+                self.sample(name)
 
     def reveal(self) -> None:
         """Fills in the ids that have arrived."""
@@ -460,53 +502,3 @@ class SchedulerServing(Serving):
                 ids = self.known[name]
                 assert position == len(ids)
                 ids.append(self.requests[name].tokens[position])
-
-    def _check_schedule(self, schedule: Schedule) -> None:
-        work, running = schedule.work, self.scheduler.running
-        assert sum(work.values()) <= self.shape.max_tokens
-        assert len(work) <= self.shape.batch_size
-        assert set(work) <= set(running) and set(self.manager.requests) == set(running)
-        assert set(schedule.preempted) <= set(self.scheduler.waiting)
-        assert self.options["preemption"] or not schedule.preempted
-        for index, (name, count) in enumerate(work.items()):
-            request = self.requests[name]
-            left = len(request.tokens) - request.computed
-            assert 1 <= count <= left, f"{name!r} computes {count} of {left} tokens"
-            assert schedule.samples.get(name) == (index if count == left else None), "samples"
-        for name in set(schedule.samples) - set(work):
-            leader = list(work)[schedule.samples[name]]
-            assert leader in schedule.samples, "the prompt is not computed"
-            assert self.requests[leader] in self.siblings[name], "samples of one prompt"
-        if self.has_tokens:
-            assert schedule.token_ids.tolist() == self._ids(work), "token ids"
-        for queue in (running, self.scheduler.waiting):
-            assert list(queue) == sorted(queue, key=self.ages.__getitem__), "not by age"
-        if self.lost is not None:
-            again = {n: c for n, c in self.lost.work.items() if n in self.requests}
-            assert work == again or not again, f"{work} instead of the lost {again}"
-
-    def _check_budgets(self, schedule: Schedule, upload: Upload) -> None:
-        """Checks what a step takes of ``cached_tokens`` and ``forks``."""
-        cached, longest = self.options["cached_tokens"], self.plan.max_model_len
-        taken = sum(self.requests[name].unsent for name in schedule.work)
-        assert taken <= (longest if cached is None else cached), f"{taken} cached tokens"
-        copied = set(upload.parts()["copy_destinations"].tolist())
-        ids = [self.manager.block_ids(name) for name in self.manager.requests]
-        copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
-        assert copying <= self.options["forks"], f"{copying} requests copy blocks"
-
-    def _ids(self, work: dict[Hashable, int]) -> list[int]:
-        """Returns the token ids of a step, -1 for those that the host does not know yet."""
-        ids: list[int] = []
-        for name, count in work.items():
-            first, known = self.requests[name].computed, self.known[name]
-            known = known + [-1] * (first + count - len(known))
-            ids += known[first : first + count]
-        return ids
-
-    def _check_progress(self, schedule: Schedule, had_work: bool) -> None:
-        if schedule.work or schedule.preempted or not had_work:
-            self.idle = 0
-            return
-        self.idle += 1
-        assert self.idle < 4 + self.ahead, "has_work is True and schedules are empty: a livelock"

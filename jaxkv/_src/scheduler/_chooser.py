@@ -102,7 +102,7 @@ class Chooser:
             step.give_all(running, chosen)
         preempted: list[Hashable] = []
         hits: dict[Hashable, PrefixHit] = {}
-        if not self._take_blocks(step, names):
+        if not self._take_blocks(step, running):
             preempted = self._take_by_age(step, running)
         elif self._queues.may_admit:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
@@ -115,7 +115,7 @@ class Chooser:
         if not step.work:
             preempted += self._force(step, running, np.union1d(decodes, prefills))
         if not step.work and max_tokens == self._options.max_tokens:
-            self._check_idle(with_work=decodes.size + prefills.size > 0)
+            self._check_idle()
         return step, preempted, hits
 
     def _samples(self, step: StepBudget) -> FrozenDict[Hashable, int]:
@@ -159,13 +159,13 @@ class Chooser:
             )
         self._prompts.check_known(names, num_tokens)
 
-    def _check_idle(self, *, with_work: bool) -> None:
+    def _check_idle(self) -> None:
         """Raises an error if no request can go on, although the caller has no answer to give."""
         queues = self._queues
         if queues.handed:  # they may hold the blocks that others wait for
             return
         unanswered = [name for name in queues.of if queues.needs_token(name)]
-        if queues.of and (with_work or not unanswered) and not self._options.steps_ahead:
+        if queues.of and not unanswered and not self._options.steps_ahead:
             raise RuntimeError(
                 f"none of {len(queues.of)} requests gets its blocks, and "
                 f"{self._manager.num_free_blocks} blocks are free; please report this"
@@ -173,8 +173,8 @@ class Chooser:
         if unanswered and self.is_idle and not self._options.steps_ahead:
             raise ValueError(
                 f"request={unanswered[0]!r} was in the samples of a schedule and got no token "
-                "since, and no other request has anything to compute; append its token, or finish "
-                "it (a caller that knows tokens later needs steps_ahead= of Scheduler)"
+                "since, and no other request can go on; append its token, or finish it (a caller "
+                "that knows tokens later needs steps_ahead= of Scheduler)"
             )
         self.is_idle = True
 
@@ -210,11 +210,15 @@ class Chooser:
 
     # --- blocks of running requests -------------------------------------------------
 
-    def _take_blocks(self, step: StepBudget, names: Sequence[Hashable]) -> bool:
+    def _take_blocks(self, step: StepBudget, running: Running) -> bool:
         """Takes the blocks of a step of running requests; False: they are too few for all."""
-        if len(step.work) < len(names):
-            self._manager.trim(name for name in names if name not in step.work)
-        return self._admission.grows(step.work)
+        names, work = running.order.names, step.work
+        if len(work) < len(names):
+            # Drafts that wait to be rejected may need what they alone do not attend to.
+            waits = (running.computed >= running.num_tokens) & running.has_drafts
+            idle = itertools.compress(names, ~waits)
+            self._manager.trim(name for name in idle if name not in work)
+        return self._admission.grows(work)
 
     def _take_by_age(self, step: StepBudget, running: Running) -> list[Hashable]:
         """Takes blocks request by request, oldest first; returns the preempted requests."""

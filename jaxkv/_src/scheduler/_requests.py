@@ -190,6 +190,11 @@ class Running(NamedTuple):
         return np.minimum(self.num_tokens, self.draft_starts + 1)
 
     @property
+    def has_drafts(self) -> np.ndarray:
+        """Whether each request has drafts that are not verified yet, bool[N]."""
+        return self.num_tokens > self.draft_starts + 1
+
+    @property
     def is_prefill(self) -> np.ndarray:
         """Whether each request still computes tokens that were known when it started, bool[N]."""
         return self.computed < self.prefill_tokens

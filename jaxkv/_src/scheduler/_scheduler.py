@@ -512,7 +512,8 @@ class Scheduler:
 
         Returns:
           The work, the requests to sample from, those preempted, and the prefix hits. There is work
-          unless all requests wait for your answer to earlier ``samples``.
+          unless all requests wait for your answer to earlier ``samples``, or for the blocks of
+          older ones that do.
 
         Raises:
           ValueError: all requests still wait for that when they are scheduled again, or token ids

@@ -1,0 +1,178 @@
+"""What every schedule must hold, from what `Scheduler` promises."""
+
+import itertools
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from jaxkv.blocks import Upload
+from jaxkv.scheduler import Schedule
+
+if TYPE_CHECKING:
+    from tests.servings.of_scheduler import SchedulerServing
+
+
+class Promises:
+    """Checks the schedules of a serving.
+
+    ends: by request, the numbers of tokens after which a chunk of its prompt has to end.
+    newest: by request, the tokens before its newest ones, which one step computes.
+    idle: empty schedules one after the other.
+    """
+
+    def __init__(self, serving: "SchedulerServing"):
+        self._serving, self._scheduler = serving, serving.scheduler
+        self._manager, self._plan = serving.manager, serving.plan
+        self.ends: dict[Hashable, set[int]] = {}
+        self.newest: dict[Hashable, int] = {}
+        self.idle = 0
+
+    def check_new(
+        self, schedule: Schedule, running: tuple[Hashable, ...], cut: int | None, *, had_work: bool
+    ) -> None:
+        """Checks a schedule that was just chosen.
+
+        Args:
+          running: the requests that ran before, the oldest first.
+          cut: the most tokens of it; None: those of any.
+          had_work: whether it was to have work.
+        """
+        serving, work = self._serving, schedule.work
+        assert cut is None or sum(work.values()) <= cut, "more tokens than asked for"
+        assert schedule.hits.keys().isdisjoint(running), "a hit is told twice"
+        assert set(running).issuperset(schedule.preempted), "one that waits is preempted"
+        if schedule.preempted:
+            oldest = min(serving.ages[name] for name in schedule.preempted)
+            younger = [name for name in self._scheduler.running if serving.ages[name] > oldest]
+            assert not younger, f"one older than {younger} is preempted"
+        for name, count in work.items():
+            request = serving.requests.get(name)
+            inside = range(request.computed + 1, request.computed + count) if request else ()
+            crossed = self.ends.get(name, set()).intersection(inside)
+            crossed = {end for end in crossed if end <= self.newest.get(name, end)}
+            assert not crossed, f"a chunk of {name!r} passes {crossed}"
+        self._check_progress(schedule, had_work)
+        most = serving.options["max_tokens"] if cut is None else cut
+        is_full = sum(work.values()) >= min(most, serving.options["max_tokens"])
+        if not (is_full or len(work) >= serving.shape.batch_size or schedule.preempted):
+            self._check_complete(schedule, running)
+
+    def begin(self, schedule: Schedule) -> None:
+        """Notes after which tokens the chunks of requests that start have to end."""
+        serving = self._serving
+        for name, hit in schedule.hits.items():
+            self.ends[name] = set(hit.chunk_ends)
+            if (size := serving.options["chunk_tokens"]) is not None and name in serving.requests:
+                self.ends[name].update(range(size, len(serving.requests[name].tokens), size))
+
+    def rewound(self, name: Hashable, num_tokens: int) -> None:
+        """Notes that other tokens may follow the first ones of a request."""
+        self.ends[name] = {end for end in self.ends.get(name, ()) if end <= num_tokens}
+        self.newest[name] = min(self.newest.get(name, num_tokens), num_tokens)
+
+    def check(self, schedule: Schedule) -> None:
+        """Checks a schedule, whether it was just chosen or comes again."""
+        serving, work, running = self._serving, schedule.work, self._scheduler.running
+        assert sum(work.values()) <= serving.shape.max_tokens
+        assert len(work) <= serving.shape.batch_size
+        assert set(work) <= set(running) and set(self._manager.requests) == set(running)
+        assert set(schedule.preempted) <= set(self._scheduler.waiting)
+        assert serving.options["preemption"] or not schedule.preempted
+        for index, (name, count) in enumerate(work.items()):
+            request = serving.requests[name]
+            left = len(request.tokens) - request.computed
+            assert 1 <= count <= left, f"{name!r} computes {count} of {left} tokens"
+            assert schedule.samples.get(name) == (index if count == left else None), "samples"
+        for name in set(schedule.samples) - set(work):
+            leader = list(work)[schedule.samples[name]]
+            assert leader in schedule.samples, "the prompt is not computed"
+            assert serving.requests[leader] in serving.siblings[name], "samples of one prompt"
+        assert len(schedule.samples) - len(work) <= serving.manager.max_requests - len(running)
+        if serving.has_tokens:
+            assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
+        for queue in (running, self._scheduler.waiting):
+            assert list(queue) == sorted(queue, key=serving.ages.__getitem__), "not by age"
+
+    def check_started(self, schedule: Schedule) -> None:
+        """Checks that the samples of a step run, once it is carried out."""
+        if not any(group.growth.speculative_blocks for group in self._plan.groups):
+            waiting = set(schedule.samples).difference(self._scheduler.running)
+            assert not waiting, f"samples that share no blocks: {waiting}"
+
+    def check_budgets(self, schedule: Schedule, upload: Upload) -> None:
+        """Checks what a step takes of ``cached_tokens`` and ``forks``."""
+        serving = self._serving
+        cached, longest = serving.options["cached_tokens"], self._plan.max_model_len
+        taken = sum(serving.requests[name].unsent for name in schedule.work)
+        assert taken <= (longest if cached is None else cached), f"{taken} cached tokens"
+        copied = set(upload.parts()["copy_destinations"].tolist())
+        ids = [self._manager.block_ids(name) for name in self._manager.requests]
+        copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
+        assert copying <= serving.options["forks"], f"{copying} requests copy blocks"
+
+    def check_books(self) -> None:
+        """Checks that the scheduler counts its requests as the manager and the caller do."""
+        queues, kept = self._scheduler._queues, self._manager._prefixes.kept
+        assert {n: r.row for n, r in queues.running.items()} == self._manager.requests
+        for name, request in queues.running.items():
+            known = kept.num_known(request.row)
+            assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
+        assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
+        indices = [request.index for request in queues.of.values()]
+        assert sorted(indices + queues.ledger._free) == list(range(len(queues.ledger.rows)))
+        for name, request in queues.of.items():
+            wanted = len(self._serving.requests[name].tokens)
+            assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
+            assert queues.ledger.rows[request.index] == request.row
+            leader = request.leader
+            assert leader is None or request in leader.samples, "a sample without its leader"
+
+    def _ids(self, schedule: Schedule) -> list[int]:
+        """Returns the token ids of a step, -1 for those that the host does not know yet."""
+        ids: list[int] = []
+        for name, count in schedule.work.items():
+            first, known = self._serving.requests[name].computed, self._serving.known[name]
+            known = known + [-1] * (first + count - len(known))
+            ids += known[first : first + count]
+        return ids
+
+    def _check_progress(self, schedule: Schedule, had_work: bool) -> None:
+        if schedule.work or schedule.preempted or not had_work:
+            self.idle = 0
+            return
+        self.idle += 1
+        most = 4 + self._serving.ahead
+        assert self.idle < most, "has_work is True and schedules are empty: a livelock"
+
+    def _check_complete(self, schedule: Schedule, running: tuple[Hashable, ...]) -> None:
+        """Checks that a step with room to spare leaves nobody out who fits for certain."""
+        serving, longest = self._serving, self._plan.admission_blocks(self._plan.max_model_len)
+        if self._manager.num_free_blocks < longest:
+            return
+        for name in set(running) - set(schedule.work):
+            request = serving.requests.get(name)
+            if request is None or serving.drafting(name) or request.unsent:
+                continue
+            has_work = len(request.tokens) > request.computed
+            may_copy = self._manager.may_copy_by_row[self._manager.requests[name]]
+            assert not has_work or may_copy, f"{name!r} is left out"
+        self._check_admitted(longest)
+
+    def _check_admitted(self, longest: int) -> None:
+        """Checks that the first waiting request was admitted if it fits, of prompts alone."""
+        serving, waiting = self._serving, self._scheduler._queues.waiting
+        num_free = self._manager.max_requests - len(self._scheduler.running)
+        if serving.has_tokens or not (waiting and num_free) or waiting[0].name == "wrong":
+            return
+        ahead = [serving.requests[name] for name in self._scheduler.running]
+        first = serving.requests[waiting[0].name]
+        if serving.drafting(first.name) or first.name in serving.unanswered:
+            return
+        limits = [serving.limits[request.name] for request in (*ahead, first)]
+        if serving.options["preemption"]:
+            room = self._manager.num_free_blocks - (1 + len(limits)) * longest
+        else:
+            steady = [self._plan.steady_blocks(limit) for limit in limits]
+            whole = [self._plan.admission_blocks(limit) for limit in limits]
+            share = max(w - s for w, s in zip(whole, steady, strict=True))
+            room = self._plan.usable_blocks - sum(steady) - share
+        assert room < 0, f"{first.name!r} fits, and is not admitted"
