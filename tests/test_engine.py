@@ -413,7 +413,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert_all_free(engine)
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
-    assert not samples.of and not samples.tokens and not samples.num_of and not engine._calls
+    assert not samples.of and not samples.tokens and not samples.num_of and not len(engine._calls)
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
-import collections
-import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jax import Array
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.cache import CacheError, KVCache, make_cache
+from jaxkv._src.cache import KVCache, make_cache
+from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
 from jaxkv._src.engine._device import Device, Forward
-from jaxkv._src.engine._ladder import Ladder
-from jaxkv._src.engine._packer import Packer, Step
+from jaxkv._src.engine._ladder import Ladder, check_reproducible
+from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
-from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats, as_prompt
+from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats
 from jaxkv._src.internal.checks import check_choice, check_positive
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
@@ -22,15 +20,6 @@ from jaxkv._src.scheduler import Scheduler
 from jaxkv._src.tier import HostMemory
 
 InFlight = Literal["finish", "restart"]
-CALLS_AHEAD = 2  # one runs while the next one waits for it
-
-
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """A call of the device: its steps, and what they draw (`run_steps`); None: not started yet."""
-
-    steps: list[Step]
-    out: Array | None = None
 
 
 class Engine:
@@ -103,8 +92,9 @@ class Engine:
         """
         check_positive(decode_steps=decode_steps)
         if reproducible:
-            _check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
-        self.stats, self._samples, self._decode_steps = Stats(), Samples(), decode_steps
+            check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
+        self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
+        self._decode_steps = decode_steps
         #: the books of its blocks, to read from
         self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         ahead = CALLS_AHEAD * decode_steps
@@ -126,9 +116,8 @@ class Engine:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
         self._device.trace((self._ladder.shapes[0].idle(),))
         self._packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
-        self._seeds = np.random.default_rng(seed)
         self._stops: set[int] = set()  # of all requests so far
-        self._calls: collections.deque[_Call] = collections.deque[_Call]()  # the oldest first
+        self._calls = Calls(self._device, self._packer, self.stats, decode_steps=decode_steps)
         # With tokens or an end that no output has held; some more than once.
         self._changed: list[Sample] = []
 
@@ -165,7 +154,7 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"sampling holds {len(each)} for {len(prompts)} prompts")
         requests = [
-            self._made(name, f"prompts[{name}]", prompt, one)
+            self._samples.made(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
             for name, (prompt, one) in enumerate(zip(prompts, each, strict=True))
         ]
         self._check_idle()
@@ -193,7 +182,8 @@ class Engine:
           TypeError, ValueError: a prompt that is not token ids, or that is too long for the plan
             together with ``max_tokens``; a name in use.
         """
-        samples = self._made(request, "prompt", prompt, sampling or Sampling())
+        sampling = sampling or Sampling()
+        samples = self._samples.made(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
     def abort(self, request: Hashable) -> None:
@@ -290,7 +280,7 @@ class Engine:
         uploads = [tuple([step.upload for step in steps]) for steps in calls]
         self._device.compile(uploads[::-1])  # the largest take longest
         for steps in calls:
-            self._run(steps)
+            self._calls.run(steps)
         if self.manager.tier_stats() is not None:
             self._device.compile_moves()
 
@@ -317,72 +307,34 @@ class Engine:
 
     def _advance(self) -> None:
         """Starts one call if there is work for it, and collects all but the newest ones."""
-        # After an exception there may be calls that have to start, or as many as may run.
-        if len(self._calls) < CALLS_AHEAD and all(call.out is not None for call in self._calls):
-            steps = self._packer.pack(self._decode_steps)
-            # Moves read what the steps of earlier calls have written.
-            is_whole = len(steps) == self._decode_steps and not any(s.moves for s in steps[1:])
-            self._calls.extend(map(_Call, [steps] if is_whole else [[step] for step in steps]))
-        ahead = CALLS_AHEAD - 1 if self._start_calls() else len(self._calls) - 1
-        if self._samples.of and not self._calls:
+        num_left = self._calls.start()
+        if self._samples.of and not len(self._calls):
             raise RuntimeError(f"{self._scheduler!r} found no work, although requests wait")
-        while len(self._calls) > max(0, ahead):
-            self._collect()
+        self._collect(num_left)
 
-    def _start_calls(self) -> int:
-        """Starts all calls that are packed, and counts them; after an exception they stay so."""
-        packed = [call for call in self._calls if call.out is None]
-        for call in packed:
-            call.out = self._run(call.steps)
-            self.stats.calls += 1
-        return len(packed)
-
-    def _run(self, steps: list[Step]) -> Array:
-        """Moves blocks, and starts steps; a move that was made is not made again."""
-        for at, step in enumerate(steps):
-            if step.moves is not None:
-                self._device.move(step.moves)
-                steps[at] = step._replace(moves=None)
-        return self._device.run(tuple([step.upload for step in steps]))
-
-    def _collect(self) -> None:
-        """Waits for the oldest call, and gives the samples their tokens."""
-        outs = np.asarray(self._calls[0].out)  # the call stays if this is interrupted
-        for out, step in zip(outs, self._calls.popleft().steps, strict=True):
-            if out[-1]:
-                raise CacheError(int(out[-1]))
-            samples, half = step.drawn.samples, out.size // 2
-            tokens, logprobs = out[: len(samples)], out[half : half + len(samples)]
-            at = [i for i, sample in enumerate(samples) if sample.reason is None]
-            if len(at) < len(samples):  # some ended before these tokens
-                samples, tokens, logprobs = [samples[i] for i in at], tokens[at], logprobs[at]
-            self._note(step, samples, tokens.tolist(), logprobs.view(np.float32))
-
-    def _note(
-        self, step: Step, samples: list[Sample], tokens: list[int], logprobs: np.ndarray
-    ) -> None:
-        """Adds a token to each sample, and ends those of which it is the last."""
-        self.stats.sampled_tokens += len(samples)
-        self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
-        for sample, token in zip(samples, tokens, strict=True):
-            sample.tokens.append(token)
-        if step.drawn.wants_logprobs:
-            for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
-                sample.logprobs.append(logprob)
-        self._changed += samples
-        if not self._stops.isdisjoint(tokens):
+    def _collect(self, num_left: int) -> None:
+        """Gives samples the tokens of all calls but the newest, and ends those that are done."""
+        for step, samples, tokens, logprobs in self._calls.collect(num_left):
+            self.stats.sampled_tokens += len(samples)
+            self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
             for sample, token in zip(samples, tokens, strict=True):
-                if token in sample.sampling.stop_token_ids:
-                    self._end(sample, "stop")
-        for sample in step.last:
-            if sample.reason is None:
-                self._end(sample, "length")
+                sample.tokens.append(token)
+            if step.drawn.wants_logprobs:
+                for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
+                    sample.logprobs.append(logprob)
+            self._changed += samples
+            if not self._stops.isdisjoint(tokens):
+                for sample, token in zip(samples, tokens, strict=True):
+                    if token in sample.sampling.stop_token_ids:
+                        self._end(sample, "stop")
+            for sample in step.last:
+                if sample.reason is None:
+                    self._end(sample, "length")
 
     def _settle(self) -> None:
         """Runs what is packed, and waits for all calls."""
-        self._start_calls()
-        while self._calls:
-            self._collect()
+        self._calls.start_packed()
+        self._collect(0)
         self._packer.forget()
 
     def _restart(self, *, from_prompts: bool) -> None:
@@ -393,27 +345,6 @@ class Engine:
         self._packer.forget()
 
     # --- pieces -------------------------------------------------------------------
-
-    def _made(self, request: Hashable, name: str, prompt: Any, sampling: Sampling) -> list[Sample]:
-        """Returns the samples of a new request, checked."""
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
-        ids = as_prompt(name, prompt, self._device.vocab_size)
-        longest = self.manager.plan.max_model_len
-        end = longest if sampling.max_tokens is None else len(ids) + sampling.max_tokens
-        if not len(ids) < end <= longest:
-            raise ValueError(
-                f"{name} of {len(ids)} tokens and max_tokens={sampling.max_tokens} are more than "
-                f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
-            )
-        if request in self._samples.num_of:
-            raise ValueError(f"request={request!r} has not ended; use another name")
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        return [
-            Sample(request, index, sampling, ids.copy(), len(ids), end, len(ids))
-            for index in range(sampling.n)
-        ]
 
     def _add(self, samples: list[Sample], **options: Any) -> None:
         first, sampling = samples[0], samples[0].sampling
@@ -447,17 +378,3 @@ class Engine:
                 f"the engine has {len(self._samples.of)} samples that have not ended: generate "
                 "needs it for itself; take their outputs with step, or add these prompts to them"
             )
-
-
-def _check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int) -> None:
-    """Raises ValueError for what makes bits depend on other requests."""
-    if any(group.growth.stores == "state" for group in plan.groups):
-        raise ValueError(
-            "reproducible=True does not hold for recurrent layers, whose sums depend on the chunks "
-            "of a prompt; leave it out"
-        )
-    if decode_steps > 1 or shared_prefixes:
-        raise ValueError(
-            f"reproducible=True needs steps of one shape; leave out decode_steps={decode_steps} "
-            f"and shared_prefixes={shared_prefixes}"
-        )

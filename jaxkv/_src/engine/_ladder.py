@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Sequence
 
 from jaxkv._src.engine._samples import extra_size
+from jaxkv._src.planning import Plan
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.uploads import StepShape
 
@@ -110,3 +111,17 @@ def _quarters(smallest: int, largest: int) -> Sequence[int]:
     if sizes[-1] >= 2 * smallest:
         sizes.append(smallest)
     return sizes[::-1]
+
+
+def check_reproducible(plan: Plan, *, decode_steps: int, shared_prefixes: int) -> None:
+    """Raises ValueError for what makes bits depend on other requests."""
+    if any(group.growth.stores == "state" for group in plan.groups):
+        raise ValueError(
+            "reproducible=True does not hold for recurrent layers, whose sums depend on the chunks "
+            "of a prompt; leave it out"
+        )
+    if decode_steps > 1 or shared_prefixes:
+        raise ValueError(
+            f"reproducible=True needs steps of one shape; leave out decode_steps={decode_steps} "
+            f"and shared_prefixes={shared_prefixes}"
+        )

@@ -3,10 +3,11 @@
 import collections
 import dataclasses
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
-from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
+from jaxkv._src.engine._sampling import FinishReason, Output, Sampling, as_prompt
 
 #: rows of a sampler's table, int32[len(NUMBERS), samples]; floats by their bits
 NUMBERS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
@@ -66,12 +67,35 @@ class Samples:
       ``PLACE``, where the device keeps the last one, see `State`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int, seed: int):
+        self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, list[int]] = {}
         self.num_of: collections.Counter[Hashable] = collections.Counter()
         self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
         self._free = list(range(64))
+
+    def made(
+        self, request: Hashable, name: str, prompt: Any, sampling: Sampling, vocab_size: int | None
+    ) -> list[Sample]:
+        """Returns the samples of a new request, checked; ``name`` is that of the argument."""
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+        ids, longest = as_prompt(name, prompt, vocab_size), self._max_model_len
+        end = longest if sampling.max_tokens is None else len(ids) + sampling.max_tokens
+        if not len(ids) < end <= longest:
+            raise ValueError(
+                f"{name} of {len(ids)} tokens and max_tokens={sampling.max_tokens} are more than "
+                f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
+            )
+        if request in self.num_of:
+            raise ValueError(f"request={request!r} has not ended; use another name")
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
+        return [
+            Sample(request, index, sampling, ids.copy(), len(ids), end, len(ids))
+            for index in range(sampling.n)
+        ]
 
     def add(self, sample: Sample) -> None:
         """Adds a sample."""
