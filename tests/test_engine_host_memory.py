@@ -1,5 +1,6 @@
 """`Engine` with host memory: the same tokens, from blocks that went there and came back."""
 
+import dataclasses
 import functools
 import os
 from collections import Counter
@@ -8,7 +9,7 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv import HostMemory
+from jaxkv import HostMemory, Sampling
 from jaxkv._src.moving import _host_blocks
 from jaxkv.pool import MoveError
 from tests.engine_models import forward, make_params, make_plan
@@ -29,6 +30,13 @@ def make_engine(decode_steps: int) -> jaxkv.Engine:
     )
 
 
+def requests_of(seed: int, count: int) -> list[tuple[list[int], Sampling]]:
+    """Returns random requests without limits, which would take as long to compile as a layer."""
+    no_limits = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    requests = random_requests(seed, count)
+    return [(prompt, dataclasses.replace(sampling, **no_limits)) for prompt, sampling in requests]
+
+
 def served(engine: jaxkv.Engine, requests) -> list[jaxkv.engine.Output]:
     prompts, samplings = zip(*requests, strict=True)
     return list(engine.generate(prompts, samplings))
@@ -37,7 +45,7 @@ def served(engine: jaxkv.Engine, requests) -> list[jaxkv.engine.Output]:
 # Each engine compiles for ten seconds.
 @pytest.mark.parametrize("decode_steps", [1, 3] if IS_LONG else [1])
 def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: int) -> None:
-    engine, requests = make_engine(decode_steps), random_requests(3, 9)
+    engine, requests = make_engine(decode_steps), requests_of(3, 9)
     for _ in range(2):  # the prompts come again
         assert_right(served(engine, requests), requests, LAYERS)
     stats = engine.manager.tier_stats()
@@ -52,7 +60,7 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
 
 
 def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, requests = make_engine(1), random_requests(3, 9)[:6]
+    engine, requests = make_engine(1), requests_of(3, 9)[:6]
     served(engine, requests)
     real, calls = jax.device_put, iter(range(10_000))
 
@@ -78,7 +86,7 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_engine_compiles_its_copies_before_it_serves() -> None:
-    engine, requests = make_engine(1), random_requests(4, 6)
+    engine, requests = make_engine(1), requests_of(4, 6)
     engine._device.compile_moves()
     counts = [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)]
     for _ in range(2):  # a prefix may not fit, although its request does

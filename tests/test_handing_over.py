@@ -281,7 +281,7 @@ def served_apart(seed: int, layers, *, has_tokens: bool, has_host: bool = False)
 @pytest.mark.parametrize("layers", [{"a": FULL, "w": WINDOW}, ALL], ids=len)
 def test_requests_go_on_in_another_scheduler(layers, has_tokens: bool, has_host: bool) -> None:
     seen = Counter[str]()
-    for seed in range(100 if IS_LONG else 3):
+    for seed in range(100 if IS_LONG else 2):
         seen += served_apart(seed, layers, has_tokens=has_tokens, has_host=has_host)
     assert min(seen[what] for what in ("handed", "answered", "preempted")) > 0, seen
 

@@ -139,7 +139,7 @@ def test_the_bytes_of_both_memories_are_those_of_their_requests(name: str) -> No
     seen, first = Counter[str](), random.SystemRandom().randrange(2**40) if IS_LONG else 8
     for seed in range(first, first + (50 if IS_LONG else 1)):
         serving = RealServing(seed, name)
-        seen += serving.run(60 if IS_LONG else 30) + serving.oracle.device.checked
+        seen += serving.run(60 if IS_LONG else 20) + serving.oracle.device.checked
     assert min(seen[what] for what in ("stored", "loaded", "blocks", "host blocks")) > 0, seen
 
 

@@ -41,7 +41,7 @@ class Recent(Served):
 def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None:
     """And no block is kept that is of no use, because those before it are gone."""
     monkeypatch.setattr(_room, "CHUNK_SIZES", sizes)
-    for seed in range(12):
+    for seed in range(6):
         draw = random.Random(seed)
         size, together = draw.choice([(1, 8), (2, 4), (3, 3), (4, 2), (5, 2)])
         host_blocks = draw.randint(1, 6 * size)
@@ -61,7 +61,7 @@ def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None
 def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
     """Only what device memory lacks counts, and each chunk that holds a part of it once."""
     seen = {True: 0, False: 0}
-    for seed in range(30):
+    for seed in range(15):
         draw = random.Random(seed)
         layers = {"a": FULL, "s": STATE} if seed % 3 == 0 else {"a": FULL}
         served = Served(layers, draw.randint(11, 14), host(100, layers), checkpoint_share=1.0)
@@ -134,7 +134,7 @@ def test_moves_after_lost_ones_begin_anew() -> None:
 def test_blocks_of_a_prefix_that_lost_one_on_the_host_are_free() -> None:
     layers = {"a": FULL, "s": STATE}
     seen = 0
-    for seed in range(10):
+    for seed in range(5):
         draw = random.Random(seed)
         served = Served(layers, 14, host(draw.uniform(1, 6), layers), checkpoint_share=1.0)
         pool, ids = served.manager.block_pool, np.arange(1, 14)
