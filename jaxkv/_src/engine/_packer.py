@@ -163,7 +163,7 @@ class Packer:
             return last._replace(places=schedule.samples)
         samples = [self._samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)
-        wants_logprobs = any(sample.sampling.logprobs for sample in samples)
+        wants_logprobs = self._samples.num_logprobs > 0
         answers = FrozenDict(dict.fromkeys(names, 1))
         return Drawn(names, schedule.samples, samples, slots, answers, wants_logprobs)
 

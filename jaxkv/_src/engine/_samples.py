@@ -62,6 +62,7 @@ class Samples:
     of: by name.
     tokens: token ids by name, for the scheduler.
     num_of: number of samples by request.
+    num_logprobs: number of samples that want log-probabilities.
     numbers: int32[len(NUMBERS) + 2, N], a column for each sample: `NUMBERS`, where the position is
       that of the last token that a step draws; ``LEFT``, the tokens that it may still draw;
       ``PLACE``, where the device keeps the last one, see `State`.
@@ -72,6 +73,7 @@ class Samples:
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, list[int]] = {}
         self.num_of: collections.Counter[Hashable] = collections.Counter()
+        self.num_logprobs = 0
         self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
         self._free = list(range(64))
 
@@ -106,6 +108,7 @@ class Samples:
         sample.slot = self._free.pop()
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
         self.num_of[sample.request] += 1
+        self.num_logprobs += sample.sampling.logprobs
         self.restart(sample)
 
     def restart(self, sample: Sample, *, from_prompts: bool = False) -> None:
@@ -122,6 +125,7 @@ class Samples:
         """Removes a sample that ends."""
         del self.of[sample.name], self.tokens[sample.name]
         self._free.append(sample.slot)
+        self.num_logprobs -= sample.sampling.logprobs
         self.num_of[sample.request] -= 1
         if not self.num_of[sample.request]:
             del self.num_of[sample.request]

@@ -3,8 +3,6 @@
 import functools
 from collections.abc import Hashable, Mapping
 
-import numpy as np
-
 from jaxkv._src.blocks import OutOfBlocksError, PrefixHit
 from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.scheduler._options import Options
@@ -128,10 +126,11 @@ class Admission:
     def _room(self) -> Room:
         """Returns the room next to the running requests."""
         running, owed = self._queues.now_running(), 0
-        if self._options.preemption:
-            for at in np.flatnonzero(running.is_prefill).tolist():
-                owed += self._owed_blocks(self._queues.running[running.order.names[at]])
-        return Room(owed, running.order.blocks)
+        if not self._options.preemption:
+            return Room(owed, running.order.blocks)
+        for at in running.is_prefill.nonzero()[0].tolist():
+            owed += self._owed_blocks(running.order.requests[at])
+        return Room(owed, (0, 0))
 
     def _has_room(self, request: Request, room: Room, owed: int) -> bool:
         """Returns whether a request can start, whose prompt takes ``owed`` free blocks."""

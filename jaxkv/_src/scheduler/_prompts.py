@@ -92,10 +92,7 @@ class Prompts:
             )
         known, counts = list(map(self._tokens.__getitem__, work)), list(work.values())
         try:
-            if sum(counts) == len(counts):
-                ids = _ids_of_decodes(known, starts)
-            else:
-                ids = _ids_of_chunks(known, starts, counts)
+            ids = _ids_of_step(known, starts, np.array(counts, np.int64))
         except (TypeError, ValueError):
             for name, count, start in zip(work, counts, starts.tolist(), strict=True):
                 as_tokens(f"tokens[{name!r}]", self._tokens[name][start : start + count])
@@ -223,24 +220,18 @@ class Prompts:
         return request.found
 
 
-def _ids_of_decodes(known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray) -> np.ndarray:
-    """Returns the token ids at one position of each request, int32[N]."""
-    sizes = np.fromiter(map(len, known), np.int64, len(known))
-    if (starts == sizes - 1).all():
-        return as_tokens("tokens", [of[-1] for of in known], np.int32)
-    triples = zip(known, starts.tolist(), sizes.tolist(), strict=True)
-    ids = as_tokens("tokens", [of[at] if at < size else 0 for of, at, size in triples], np.int32)
-    ids[starts >= sizes] = NO_ID
-    return ids
-
-
-def _ids_of_chunks(
-    known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray, counts: Sequence[int]
+def _ids_of_step(
+    known: Sequence[Sequence[int] | np.ndarray], starts: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """Returns the token ids of all tokens of a step, int32[T]."""
-    ids, end = np.full(sum(counts), NO_ID, np.int32), 0
-    for of, start, count in zip(known, starts.tolist(), counts, strict=True):
-        part = as_tokens("tokens", of[start : start + count], np.int32)
-        ids[end : end + part.size] = part
-        end += count
+    """Returns the token ids of all tokens of a step, int32[T]; `NO_ID` for those not known."""
+    ends = np.add.accumulate(counts)
+    ids = np.full(int(ends[-1]) if ends.size else 0, NO_ID, np.int32)
+    has_ids = starts < np.fromiter(map(len, known), np.int64, len(known))
+    alone = (has_ids & (counts == 1)).nonzero()[0]
+    places = zip(alone.tolist(), starts[alone].tolist(), strict=True)
+    ids[ends[alone] - 1] = as_tokens("tokens", [known[i][at] for i, at in places], np.int32)
+    for i in (has_ids & (counts > 1)).nonzero()[0].tolist():
+        start, count, end = starts.item(i), counts.item(i), ends.item(i)
+        part = as_tokens("tokens", known[i][start : start + count], np.int32)
+        ids[end - count :][: part.size] = part
     return ids

@@ -76,14 +76,10 @@ class Queues:
     def order(self) -> InOrder:
         """The running requests, oldest first."""
         if self._in_order is None:
-            names, requests = list(self.running), self.running.values()
-            blocks = (
-                sum([request.blocks[0] for request in requests]),
-                max([request.blocks[1] for request in requests], default=0),
-            )
+            names, requests = list(self.running), list(self.running.values())
             index = np.array([request.index for request in requests], np.int64)
             rows = np.array([request.row for request in requests], np.int64)
-            self._in_order = InOrder(names, index, rows, blocks)
+            self._in_order = InOrder(names, requests, index, rows)
         return self._in_order
 
     def now_running(self) -> Running:

@@ -123,7 +123,10 @@ class Ledger:
             if not (len(known) == len(names) and all(map(operator.is_, known, names))):
                 index = None
         if index is None:
-            index = np.array([find(of, name).index for name in names], np.int64)
+            try:
+                index = np.array([of[name].index for name in names], np.int64)
+            except (KeyError, TypeError):
+                index = np.array([find(of, name).index for name in names], np.int64)
         counts = _as_counts(list(num_tokens.values()))
         self._last = num_tokens, names, index, counts
         return index, counts
@@ -154,14 +157,18 @@ class InOrder:
     """The running requests, oldest first; made anew when a request starts or stops running.
 
     index: their indices in the ledger.
-    blocks: the most blocks that all of them hold while they decode, and the most that computing
-      the prompt of one of them takes in addition.
     """
 
     names: list[Hashable]
+    requests: list[Request]
     index: np.ndarray  # int64[N]
     rows: np.ndarray  # int64[N]
-    blocks: tuple[int, int]
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, int]:
+        """The sum of `Request.blocks` while all decode, and the most that one prompt adds."""
+        steady = sum([request.blocks[0] for request in self.requests])
+        return steady, max([request.blocks[1] for request in self.requests], default=0)
 
     @functools.cached_property
     def one_each(self) -> FrozenDict[Hashable, int]:
