@@ -87,7 +87,7 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_engine_compiles_its_copies_before_it_serves() -> None:
     engine, requests = make_engine(1), requests_of(4, 6)
-    engine._device.compile_moves()
+    engine._device.warm_up_moves(2**20)
     counts = [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)]
     for _ in range(2):  # a prefix may not fit, although its request does
         assert_right(served(engine, requests), requests, LAYERS)

@@ -1,5 +1,6 @@
 """Blocks in host memory: their copies, steps beside these, prefixes and preempted requests."""
 
+import copy
 import functools
 import gc
 import statistics
@@ -22,6 +23,7 @@ from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 
 CHUNK = 16  # blocks, the most that are copied together
+BURSTS = 4  # of copies, next to some steps
 
 
 class Sizes(NamedTuple):
@@ -31,6 +33,7 @@ class Sizes(NamedTuple):
     config: of a model that is served whole.
     prompt: tokens of the prefix that comes back.
     burst: requests that come at once; the pool holds half of them.
+    again: prompts of which the pool holds half, and that come again.
     """
 
     layers: int
@@ -41,25 +44,32 @@ class Sizes(NamedTuple):
     config: Mapping[str, Any]
     prompt: int
     burst: Trace
+    again: Trace
 
 
 def run(report: Report, peer: VllmPeer | None) -> None:
     del peer  # its offloading is part of its engine
     tiny = functools.partial(
-        Sizes, config=comparison.TINY, prompt=48, burst=Trace(4, (24, 25), (16, 17))
+        Sizes,
+        config=comparison.TINY,
+        prompt=48,
+        burst=Trace(4, (24, 25), (16, 17)),
+        again=Trace(4, (24, 25), (2, 3)),
     )
     sizes = by_size(
         full=Sizes(
-            *(32, 4096, (4096, 57_344), 200, 256),
+            *(32, 4096, (4096, 57_344), 100, 256),
             config=comparison.text_config("llama-3.1-8b"),
             prompt=32_768,
-            burst=Trace(64, (2048, 2049), (1024, 1025)),
+            burst=Trace(64, (1024, 1025), (512, 513)),
+            again=Trace(64, (1024, 1025), (32, 33)),
         ),
         small=tiny(4, 128, (256, 512), 20, 64),
-        smallest=tiny(2, 48, (32, 64), 3, 4),
+        smallest=tiny(2, 48, (32, 64), 4, 4),
     )
     _time_copies(report, sizes)
     _time_idle_steps(report, sizes)
+    gc.collect()
     _serve(report, sizes)
 
 
@@ -76,43 +86,56 @@ def _time_copies(report: Report, sizes: Sizes) -> None:
     weights = [jnp.full(sizes.weights, 0.01, jnp.bfloat16) for _ in range(sizes.layers)]
     tokens = jnp.ones((8, sizes.weights[0]), jnp.bfloat16)
 
-    def moves(*, load: bool) -> Moves:
-        number = next(numbers)
+    def moves(turn: int, *, load: bool) -> Moves:
         made = [
-            Chunk(chunk, 0, np.arange(CHUNK * chunk, CHUNK * (chunk + 1), dtype=np.int32))
-            for chunk in range(1, chunks + 1)
+            Chunk(turn * chunks + i, 0, np.arange(CHUNK * i, CHUNK * (i + 1), dtype=np.int32))
+            for i in range(1, chunks + 1)
         ]
         if load:
-            return Moves(number, (), tuple(made), tuple(chunk.number for chunk in made))
-        return Moves(number, tuple(made), (), ())
+            return Moves(next(numbers), (), tuple(made), tuple(chunk.number for chunk in made))
+        return Moves(next(numbers), tuple(made), (), ())
 
     seconds: dict[str, list[float]] = {"stored": [], "loaded": []}
     for turn in range(6):
         name = "loaded" if turn % 2 else "stored"
         began = time.perf_counter()
-        cache = memory.move(cache, moves(load=bool(turn % 2)))
+        cache = memory.move(cache, moves(0, load=bool(turn % 2)))
         jax.block_until_ready((cache, memory._chunks))
         seconds[name].append(time.perf_counter() - began)
     for name, found in seconds.items():
         rate = num_bytes / min(found[1:]) / 1e9
         text = f"{num_bytes / 2**20:g} MiB {name}"
         report.note(f"{text:<44} {rate:8.1f} GB/s, at first {num_bytes / found[0] / 1e9:.1f}")
-    alone = beside = 0.0
-    for moving in (False, True, False, True):
+    every = sizes.steps // BURSTS
+
+    def steps(load: bool | None) -> float:
+        """Returns seconds of a step; in one of ``every``, all chunks are moved."""
+        nonlocal tokens, cache
+        for turn in range(BURSTS if load else 0):
+            cache = memory.move(cache, moves(turn, load=False))
+        jax.block_until_ready((cache, memory._chunks))
         began = time.perf_counter()
         for number in range(sizes.steps):
-            if moving and number % max(1, sizes.steps // 8) == 0:
-                cache = memory.move(cache, moves(load=bool(number * 8 // sizes.steps % 2)))
+            if load is not None and number % every == 0:
+                cache = memory.move(cache, moves(number // every, load=load))
             tokens, cache = _step(weights, tokens, cache)
-        jax.block_until_ready((tokens, cache))
-        each = (time.perf_counter() - began) / sizes.steps
-        alone, beside = (alone, each) if moving else (each, beside)
-    report.note(
-        f"{'a step; with some GB of moves beside steps':<44} {1e3 * alone:8.3f}; "
-        f"{1e3 * beside:.3f} ms, {beside / alone:.3f}",
-        alone=alone,
-        beside=beside,
-    )
+        jax.block_until_ready((tokens, cache, memory._chunks))
+        memory._chunks.clear()
+        return (time.perf_counter() - began) / sizes.steps
+
+    found: dict[bool | None, list[float]] = {None: [], False: [], True: []}
+    for load in (None, False, True) * 3:
+        found[load].append(steps(load))
+    alone, stored, loaded = (min(found[load][1:]) for load in (None, False, True))
+    rate = BURSTS * num_bytes / sizes.steps / alone / 1e9
+    for name, beside in (("stores", stored), ("loads", loaded)):
+        cost = 1e3 * (beside - alone) * sizes.steps / (BURSTS * num_bytes / 1e9)
+        report.note(
+            f"{f'a step; next to {name} of {rate:.1f} GB/s':<44} {1e3 * alone:8.3f}; "
+            f"{1e3 * beside:.3f} ms, {beside / alone:.3f}; {cost:.1f} ms for each GB",
+            alone=alone,
+            beside=beside,
+        )
 
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))
@@ -147,56 +170,60 @@ def _time_idle_steps(report: Report, sizes: Sizes) -> None:
 
 
 def _serve(report: Report, sizes: Sizes) -> None:
-    """Times requests that preempt each other, and prompts that come back."""
-    report.title("A burst of which the pool holds half, and a prefix from host memory")
-    burst, rates = sizes.burst, dict[bool, float]()
-    for has_tier in by_size(full=(False, True), small=(False, True), smallest=(True,)):
-        server = _server(sizes, has_tier=has_tier)
-        figures = workloads.run(server, burst)
-        rates[has_tier] = figures.tokens / figures.seconds
-        stats = server.engine.manager.tier_stats()
-        name = f"burst of {burst.requests}, {'parked' if has_tier else 'computed again'}"
-        report.note(
-            f"{name:<52} {rates[has_tier]:8.1f} tokens/s, "
-            f"{server.engine.stats.preemptions} preemptions, "
-            f"{0 if stats is None else stats.resumed_tokens} tokens resumed",
-            rate=rates[has_tier],
-        )
-        if has_tier:
-            _time_prefix(report, sizes, server)
-        del server  # and its weights
-        gc.collect()
-    if len(rates) > 1:
-        report.note(f"{'parked to computed again':<52} {rates[True] / rates[False]:8.2f}")
+    """Times prompts that come back from host memory, and requests that preempt each other."""
+    report.title("Llama-3.1-8B, or a tiny model: prefixes and requests from host memory")
+    began = time.perf_counter()
+    server = _server(sizes)
+    report.note(f"{'start, with host memory':<52} {time.perf_counter() - began:8.1f} s")
+    _time_prefix(report, sizes, server)
+    servers = {"computed again": _without_host_memory(server), "from host memory": server}
+    for name, trace, runs in (("burst", sizes.burst, 1), ("prompts again", sizes.again, 2)):
+        rates: list[float] = []
+        for what, one in servers.items():
+            before = one.engine.stats.preemptions
+            for _ in range(runs):
+                figures = workloads.run(one, trace)
+            rates.append(figures.tokens / figures.seconds)
+            size = f"{trace.requests} x {trace.prompt_tokens[0]} + {trace.answer_tokens[0]}"
+            report.note(
+                f"{f'{name}, {size}, {what}':<52} {rates[-1]:8.1f} tokens/s, "
+                f"{one.engine.stats.preemptions - before} preemptions",
+                rate=rates[-1],
+            )
+        report.note(f"{f'{name}: ratio':<52} {rates[1] / rates[0]:8.2f}")
+    stats = server.engine.manager.tier_stats()
+    assert stats is not None and stats.resumed_tokens, stats
+    report.note(f"{stats}")
 
 
 def _time_prefix(report: Report, sizes: Sizes, server: Server) -> None:
-    """Times a prompt that is computed, and then comes back from host memory."""
-    seconds: list[list[float]] = []
-    draw = np.random.default_rng(0)
-    first = draw.integers(0, server.vocab, sizes.prompt)
-    for _ in range(3):
-        others = draw.integers(0, server.vocab, (3, sizes.prompt))  # fill the pool
-        seconds.append([])
-        for prompt in (first, *others):
-            began = time.perf_counter()
-            server.add(prompt, 1)
-            while server.has_work:
-                server.step()
-            seconds[-1].append(time.perf_counter() - began)
-    stats = server.engine.manager.prefix_stats()
-    assert stats.host_hits, stats
-    computed, loaded = min(seconds[1][1:] + seconds[2][1:]), min(seconds[1][0], seconds[2][0])
+    """Times prompts of which the pool holds one and a half: computed, and from host memory."""
+    prompts = np.random.default_rng(0).integers(0, server.vocab, (3, sizes.prompt))
+    seconds = np.zeros((4, len(prompts)))
+    before = 0
+    for turn, at in np.ndindex(*seconds.shape):
+        began = time.perf_counter()
+        server.add(prompts[at], 1)
+        while server.has_work:
+            server.step()
+        seconds[turn, at] = time.perf_counter() - began
+        if not turn:
+            before = server.engine.manager.prefix_stats().host_tokens
+    each = (server.engine.manager.prefix_stats().host_tokens - before) // (3 * len(prompts))
+    assert each > sizes.prompt / 2, each
+    # In the second turn, blocks that were computed in the first go to host memory meanwhile.
+    computed, storing, loaded = seconds[0, 1:].min(), seconds[1].max(), seconds[2:].min()
     name = f"{sizes.prompt} tokens to the first token, computed; loaded"
     report.note(
-        f"{name:<52} {1e3 * computed:8.1f}; {1e3 * loaded:.1f} ms",
+        f"{name:<52} {1e3 * computed:8.1f}; {1e3 * loaded:.1f} ms, {each} from the host; "
+        f"{1e3 * storing:.1f} ms while others go there",
         computed=computed,
         loaded=loaded,
     )
 
 
-def _server(sizes: Sizes, *, has_tier: bool) -> Server:
-    """Returns a warm engine whose pool holds half of the burst."""
+def _server(sizes: Sizes) -> Server:
+    """Returns a warm engine whose pool holds half of the burst, and the host three times that."""
     burst = sizes.burst
     tokens = burst.requests * (burst.prompt_tokens[0] + burst.answer_tokens[0]) // 2
     specs = jaxkv.layers_from_config(sizes.config).values()
@@ -205,12 +232,24 @@ def _server(sizes: Sizes, *, has_tier: bool) -> Server:
     server = Server(
         sizes.config,
         max_requests=burst.requests,
-        max_tokens=by_size(full=8192, small=32, smallest=8),
+        max_tokens=by_size(full=1024, small=32, smallest=8),
         memory_bytes=num_bytes,
         max_model_len=sizes.prompt + 2,
-        host_memory=jaxkv.HostMemory(num_bytes=4 * num_bytes, min_tokens=1) if has_tier else None,
+        host_memory=jaxkv.HostMemory(num_bytes=3 * num_bytes, min_tokens=1),
     )
     if by_size(full=True, small=True, smallest=False):
         server.engine.warm_up()
         workloads.run(server, Prefill(1, 8, repeats=1))
     return server
+
+
+def _without_host_memory(server: Server) -> Server:
+    """Returns the same engine without host memory; it runs the steps that were compiled for it."""
+    twin, device, manager = copy.copy(server), server.engine._device, server.engine.manager
+    twin.engine = jaxkv.Engine(
+        *(server.decoder.forward, device.params, manager.plan),
+        max_requests=manager.max_requests,
+        max_tokens=max(server.engine._ladder.mixed),
+    )
+    twin.engine._device._few, twin.engine._device._many = device._few, device._many
+    return twin

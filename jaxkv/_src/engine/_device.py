@@ -81,9 +81,9 @@ class Device:
             self._cache = error.cache
             raise
 
-    def compile_moves(self) -> None:
-        """Compiles all copies between the memories."""
-        self._cache = self._host_blocks.warm_up(self.cache)
+    def warm_up_moves(self, num_bytes: int) -> None:
+        """Compiles all copies between the memories, and takes bytes of host memory."""
+        self._cache = self._host_blocks.warm_up(self.cache, num_bytes)
 
     def trace(self, uploads: Uploads) -> None:
         """Traces steps, so that mistakes of a model are said."""

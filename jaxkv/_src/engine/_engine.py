@@ -264,6 +264,8 @@ class Engine:
     def warm_up(self, *samplings: Sampling) -> None:
         """Compiles the step for every shape, so that serving never does; shows its progress.
 
+        With ``host_memory``, also takes that: some GB a second of page-locked memory.
+
         jax keeps compiled steps for later processes, if it is told where:
         ``jax.config.update("jax_compilation_cache_dir", directory)``.
 
@@ -281,8 +283,9 @@ class Engine:
         self._device.compile(uploads[::-1])  # the largest take longest
         for steps in calls:
             self._calls.run(steps)
-        if self.manager.tier_stats() is not None:
-            self._device.compile_moves()
+        stats = self.manager.tier_stats()
+        if stats is not None:
+            self._device.warm_up_moves(stats.num_bytes)
 
     # --- steps --------------------------------------------------------------------
 

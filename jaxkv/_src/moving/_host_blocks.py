@@ -11,7 +11,11 @@ from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.moving._chunks import ChunkArrays, put, take
 from jaxkv._src.tier import Chunk, Moves, chunk_sizes
 
-MAX_STAGED = 4  # chunks that take device memory on their way, in each direction
+MAX_STAGED = 2**29  # bytes that take device memory on their way, in each direction
+LOADS_AHEAD = 4  # chunks
+
+
+Staged = collections.deque[tuple[Array, int]]  # copies that were started, and their bytes
 
 
 class MoveError(RuntimeError):
@@ -88,10 +92,14 @@ class HostBlocks:
         self._forget_ended()
         try:
             self._chunks |= self._stored(cache, moves)
-            staged = collections.deque[Array]()
-            for chunk in moves.loads:
-                cache, done = self._loaded(cache, chunk)
-                self._note(staged, done, self._chunks[chunk.number])
+            staged, ahead = Staged(), collections.deque[ChunkArrays]()
+            for index, chunk in enumerate(moves.loads):
+                # A copy waits for the programs that were started before it, so that a few copies
+                # start ahead of the programs that put others into the pool.
+                for later in moves.loads[index + len(ahead) : index + LOADS_AHEAD]:
+                    ahead.append(self._to_device(cache, later))
+                cache, done = self._put(cache, chunk, ahead[0])
+                self._note(staged, done, ahead.popleft())
         except Exception as error:
             raise MoveError(cache) from error
         for number in moves.dropped:
@@ -99,21 +107,28 @@ class HostBlocks:
         self._number = moves.number
         return cache
 
-    def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles all copies of a cache, so that serving never does.
+    def warm_up(self, cache: KVCache, num_bytes: int = 0) -> KVCache:
+        """Compiles all copies of a cache, so that serving never does, and takes host memory.
 
         Args:
           cache: donated; its null block is copied onto itself.
+          num_bytes: of `HostMemory`, to take now; 0: as moves need it. The system gives out some
+            GB a second of page-locked memory, and jax keeps what it has had.
 
         Returns:
           The cache.
         """
+        taken: list[ChunkArrays] = []
         for group in range(len(cache.layout.growths)):
-            for size in chunk_sizes(cache.layout.buffers.layout.group_bytes(group)):
+            block_bytes = cache.layout.buffers.layout.group_bytes(group)
+            for size in chunk_sizes(block_bytes):
                 nothing = Chunk(0, group, np.zeros(size, np.int32))
                 self._chunks[0] = self._to_host(cache, nothing)
-                cache, _ = self._loaded(cache, nothing)
+                cache, _ = self._put(cache, nothing, self._to_device(cache, nothing))
                 del self._chunks[0]
+            largest = Chunk(0, group, np.zeros(chunk_sizes(block_bytes)[0], np.int32))
+            while not group and len(taken) * largest.block_ids.size * block_bytes < num_bytes:
+                taken.append(jax.block_until_ready(self._to_host(cache, largest)))
         return cache
 
     def _forget_ended(self) -> None:
@@ -138,7 +153,7 @@ class HostBlocks:
     def _stored(self, cache: KVCache, moves: Moves) -> dict[int, ChunkArrays]:
         """Returns the chunks of stores that were not made yet."""
         made: dict[int, ChunkArrays] = {}
-        staged = collections.deque[Array]()
+        staged = Staged()
         for chunk in moves.stores:
             if chunk.number not in self._chunks:
                 made[chunk.number] = self._to_host(cache, chunk)
@@ -151,23 +166,26 @@ class HostBlocks:
             taken, tuple(array.sharding.with_memory_kind(HOST_MEMORY) for array in taken)
         )
 
-    def _loaded(self, cache: KVCache, chunk: Chunk) -> tuple[KVCache, Array]:
+    def _to_device(self, cache: KVCache, chunk: Chunk) -> ChunkArrays:
         arrays = self._chunks[chunk.number]
         kind = cache.status.sharding.memory_kind or "device"
-        staged = jax.device_put(
+        return jax.device_put(
             arrays, tuple(array.sharding.with_memory_kind(kind) for array in arrays)
         )
+
+    def _put(self, cache: KVCache, chunk: Chunk, arrays: ChunkArrays) -> tuple[KVCache, Array]:
         wanted = np.flatnonzero(chunk.block_ids >= 0).astype(np.int32)
         places = np.resize(wanted, chunk.block_ids.size)  # some several times, in place of others
         ids = _on_device(cache, chunk.block_ids[places])
-        return put(cache, ids, _on_device(cache, places), staged, group=chunk.group)
+        return put(cache, ids, _on_device(cache, places), arrays, group=chunk.group)
 
-    def _note(self, staged: collections.deque[Array], done: Array, copied: ChunkArrays) -> None:
+    def _note(self, staged: Staged, done: Array, copied: ChunkArrays) -> None:
         """Notes a copy that was started; waits for older ones if many take device memory."""
-        self._copies.append((done, sum(array.nbytes for array in copied)))
-        staged.append(done)
-        if len(staged) > MAX_STAGED:
-            staged.popleft().block_until_ready()
+        num_bytes = sum(array.nbytes for array in copied)
+        self._copies.append((done, num_bytes))
+        staged.append((done, num_bytes))
+        while len(staged) > 1 and sum(size for _, size in staged) > MAX_STAGED:
+            staged.popleft()[0].block_until_ready()
 
 
 def _on_device(cache: KVCache, numbers: np.ndarray) -> Array:
