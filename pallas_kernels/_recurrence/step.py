@@ -61,19 +61,15 @@ def step_mosaic(
     if conv is None:
         operands.append(tokens.inputs)
     else:
-        inputs = tokens.inputs.astype(conv.pages.dtype)
-        channels = inputs.shape[1]
-        split = (channels // 2, 2) if shape.packed == 2 else (channels,)
-        operands.append(as_rows(inputs, states.dtype, channels // shape.packed))
-        operands.append(conv.weights.reshape(conv.width, *split))
-        if conv.bias is not None:
-            operands.append(conv.bias.reshape(split))
+        bias = [] if conv.bias is None else [conv.bias[None]]
+        for array in (tokens.inputs, conv.weights, *bias):
+            array = array.astype(conv.pages.dtype)
+            operands.append(as_rows(array, states.dtype, array.shape[1] // shape.packed))
     head = states.start // (width * states.itemsize)
     conv_start = 0 if conv is None else conv.pages.start // states.itemsize
-    has_bias = conv is not None and conv.bias is not None
 
     def kernel(*refs: Any) -> None:
-        Stepper(shape, head, conv_start, has_bias, refs).run()
+        Stepper(shape, head, conv_start, refs).run()
 
     call = plgpu.kernel(
         kernel,
@@ -93,7 +89,7 @@ def step_mosaic(
 def _scratch(shape: StepShape) -> list[Any]:
     rule, channels = shape.rule, shape.channels
     fused = shape.conv_width > 0
-    copies = shape.staged * (2 + shape.heads)
+    copies = (shape.staged + shape.conv_rows) * (2 + shape.heads)
     scratch = [
         plgpu.SMEM((shape.stages, shape.rows, rule.key_size), shape.page),
         plgpu.SMEM((shape.staged, channels // shape.packed), shape.page if fused else shape.inner),
@@ -102,6 +98,7 @@ def _scratch(shape: StepShape) -> list[Any]:
         copies += shape.tokens * shape.heads
         scratch.append(plgpu.SMEM((shape.tokens, shape.heads * rule.key_size), jnp.float32))
     if fused:
+        scratch.append(plgpu.SMEM((shape.conv_rows, channels // shape.packed), shape.page))
         scratch.append(outputs_scratch(shape))
     return [
         *scratch,
@@ -116,9 +113,11 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     if rule.key_size % 128 or rule.value_size % 128 or requests.spans is not None:
         return False
     ratio = states.itemsize // pages.itemsize
-    if jnp.dtype(pages.dtype) != jnp.dtype(states.dtype) and not (
-        ratio == 2 and jnp.dtype(pages.dtype) == jnp.bfloat16
-    ):
+    dtype = jnp.dtype(pages.dtype)
+    if dtype != jnp.dtype(states.dtype) and not (ratio == 2 and dtype == jnp.bfloat16):
+        return False
+    given = [conv.weights] if conv.bias is None else [conv.weights, conv.bias]
+    if any(jnp.promote_types(array.dtype, dtype) != dtype for array in given):
         return False
     row, segment = rule.key_size * states.itemsize, math.gcd(rule.key_size, rule.value_size)
     segment_bytes = segment * pages.itemsize

@@ -31,9 +31,9 @@ class StepConvolution:
 
     pages: [rows, K], of the whole pool.
     start: elements of a page before the inputs that it remembers.
-    weights: [width, channels], or [width, channels / 2, 2] for packed inputs.
-    bias: [channels], or [channels / 2, 2]; None: zeros.
+    weights, bias: [width, channels] and [1, channels], in elements of the pages; no bias: zeros.
     staged: shared memory, [width, channels of an item], in elements of the pages.
+    taps: the same for weights, and for the bias in a last row.
     mixed: shared memory, of `outputs_scratch`.
     """
 
@@ -45,10 +45,12 @@ class StepConvolution:
         weights: Any,
         bias: Any,
         staged: Any,
+        taps: Any,
         mixed: Any,
     ) -> None:
         self.shape, self.pages, self.start = shape, pages, start
-        self.weights, self.bias, self.staged, self.mixed = weights, bias, staged, mixed
+        self.weights, self.bias, self.staged = weights, bias, staged
+        self.taps, self.mixed = taps, mixed
 
     @property
     def outputs(self) -> Any:
@@ -63,25 +65,17 @@ class StepConvolution:
         start = self.start + (tap * shape.rule.columns + column) // shape.packed
         return self.pages.at[page + lax.div(start, row), pl.ds(lax.rem(start, row), width)]
 
-    def taps(self, item: Item) -> list[tuple[list[Array], Array | None]]:
-        """Returns the weights of the convolution, and its bias, for each segment of inputs."""
-        taps = []
-        for _, column, width in self.shape.segments(item.head, item.key_head):
-            place, layout = self._channels(column, width)
-            weights = [
-                load(self.weights.at[t, place], layout) for t in range(self.shape.conv_width)
-            ]
-            bias = None if self.bias is None else load(self.bias.at[place], layout)
-            taps.append((weights, bias))
-        return taps
+    def fetch_taps(self, item: Item, ready: Any) -> None:
+        """Starts loading the weights of the convolution, and its bias."""
+        width, packed = self.shape.conv_width, self.shape.packed
+        for t in range(self.shape.conv_rows):
+            source, row = (self.weights, t) if t < width else (self.bias, 0)
+            for place, column, n in self.shape.segments(item.head, item.key_head):
+                target = self.taps.at[t, pl.ds(place // packed, n // packed)]
+                words = source.at[row, pl.ds(lax.div(column, packed), n // packed)]
+                plgpu.copy_gmem_to_smem(words, target, ready)
 
-    def _channels(self, column: Array, width: int) -> tuple[Any, Any]:
-        """Returns the place of channels in an array, and their layout."""
-        if self.shape.packed == 2:
-            return pl.ds(lax.div(column, 2), width // 2), pair_layout()
-        return pl.ds(column, width), plgpu.Layout.WG_STRIDED((width,), vec_size=1)
-
-    def run(self, item: Item, taps: Any, write_page: Array, is_known: Array) -> None:
+    def run(self, item: Item, write_page: Array, is_known: Array) -> None:
         """Computes an item's queries, keys and values, and moves the convolution's inputs on."""
         shape, packed = self.shape, self.shape.packed
         newest = shape.conv_width - 1
@@ -95,21 +89,19 @@ class StepConvolution:
                     zeros, plgpu.Layout.WG_STRIDED(whole.shape, vec_size=1)
                 )
 
-        segments = shape.segments(item.head, item.key_head)
-        for (place, _, width), (weights, bias) in zip(segments, taps, strict=True):
-            total = bias
-            for t, weight in enumerate(weights):
-                source = self.staged.at[t, pl.ds(place // packed, width // packed)]
-                product = self._unpack(source, width) * weight
-                total = product if total is None else total + product
-            total = total / (1.0 + jnp.exp(-total)) if shape.silu else total
-            self._keep(place, width, total)
+        rows = range(shape.conv_rows)
+        taps = [self._unpack(self.taps.at[t]) for t in rows]
+        total: Any = taps[-1] if shape.conv_rows > shape.conv_width else None
+        for t in range(shape.conv_width):
+            product = self._unpack(self.staged.at[t]) * taps[t]
+            total = product if total is None else total + product
+        self._keep(total / (1.0 + jnp.exp(-total)) if shape.silu else total)
         plgpu.commit_smem()
 
         @pl.when(is_known)
         def _() -> None:
             for t in range(newest):
-                for place, column, width in segments:
+                for place, column, width in shape.segments(item.head, item.key_head):
                     n = width // packed
                     plgpu.copy_smem_to_gmem(
                         self.staged.at[t + 1, pl.ds(place // packed, n)],
@@ -119,23 +111,21 @@ class StepConvolution:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _unpack(self, source: Any, width: int) -> Array:
-        """Loads inputs of the convolution: float32[width], or [width / 2, 2] of packed ones."""
+    def _unpack(self, source: Any) -> Array:
+        """Loads the numbers of an item: float32[channels], or [channels / 2, 2] of packed ones."""
         shape = self.shape
         if shape.packed == 1:
-            return load(source, plgpu.Layout.WG_STRIDED((width,), vec_size=1))
+            return load(source, plgpu.Layout.WG_STRIDED((shape.channels,), vec_size=1))
         words = plgpu.load(source, layout=pair_layout().reduce(1), optimized=False)
         words = lax.bitcast_convert_type(words, jnp.uint32)
-        words = lax.broadcast_in_dim(words, (width // 2, 2), [0])
+        words = lax.broadcast_in_dim(words, (shape.channels // 2, 2), [0])
         second = plgpu.broadcasted_iota(jnp.int32, words.shape, 1, layout=pair_layout()) == 1
         # A bfloat16 is the upper half of a float32.
         bits = jnp.where(second, words & jnp.uint32(0xFFFF0000), words << 16)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
-    def _keep(self, place: int, width: int, mixed: Array) -> None:
+    def _keep(self, mixed: Array) -> None:
         if self.shape.packed == 1:
-            self.mixed[pl.ds(place, width)] = mixed
-        elif RESHAPES_REFERENCES:
-            store(self.mixed.at[pl.ds(place // 2, width // 2)], mixed)
+            self.mixed[...] = mixed
         else:
-            store(self.mixed.at[pl.ds(place, width)], mixed.reshape(width))
+            store(self.mixed, mixed if RESHAPES_REFERENCES else mixed.reshape(self.shape.channels))

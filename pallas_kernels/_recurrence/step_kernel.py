@@ -1,7 +1,9 @@
 """The code of one thread block in the kernel of a recurrent step."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -22,7 +24,6 @@ class Stepper:
         shape: StepShape,
         head_row: int,
         conv_start: int,
-        has_bias: bool,
         refs: tuple[Any, ...],
     ) -> None:
         self.shape, self.rule = shape, shape.rule
@@ -34,12 +35,12 @@ class Stepper:
         self.write_after: Any = next(rest) if shape.ragged else None
         self.log_decay, self.beta, self.inputs = (next(rest) for _ in range(3))
         weights = next(rest) if shape.conv_width else None
-        bias = next(rest) if has_bias else None
+        bias = next(rest) if shape.conv_rows > shape.conv_width else None
         self.pages, self.out, self.loaded, self.staged = (next(rest) for _ in range(4))
         self.decays: Any = next(rest) if shape.decay_per_key else None
         self.conv: StepConvolution | None = None
         if shape.conv_width:
-            given = self.pages, conv_start, weights, bias, self.staged, next(rest)
+            given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
             self.conv = StepConvolution(shape, *given)
         self.full, self.ready = next(rest), next(rest)
         self.tile = tile_layout(shape.page.itemsize)
@@ -107,6 +108,8 @@ class Stepper:
                     source = self.log_decay.at[token, pl.ds((item.head + j) * width, width)]
                     target = self.decays.at[t, pl.ds(j * width, width)]
                     plgpu.copy_gmem_to_smem(source, target, self.ready)
+        if self.conv is not None:
+            self.conv.fetch_taps(item, self.ready)
 
     def _run_item(self, item: Item) -> None:
         shape = self.shape
@@ -115,37 +118,38 @@ class Stepper:
             self._fetch(item, stage, stage)
         write = self._page(self.write_ids[item.request, 0])
         gates = [[self._gates(item, t, j) for t in range(shape.tokens)] for j in range(shape.heads)]
-        taps = None if self.conv is None else self.conv.taps(item)
         plgpu.barrier_wait(self.ready)
         if self.conv is not None:
-            self.conv.run(item, taps, *write)
+            self.conv.run(item, *write)
         vectors = None if shape.ragged else self._vectors(0)
-        per_head = shape.pieces // shape.heads
-        for j in range(shape.heads):
 
-            @pl.loop(0, per_head)
-            def _(c: Array, j: int = j) -> None:
-                piece = j * per_head + c
-                stage = lax.rem(piece, shape.stages)
-                self._run_piece(item, stage, j, piece, vectors, gates[j], write)
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                # The stage of the piece before this one is free.
-                ahead = piece + shape.stages - 1
+        @pl.loop(0, shape.pieces)
+        def _(piece: Array) -> None:
+            stage = lax.rem(piece, shape.stages)
+            j = lax.div(piece, shape.pieces // shape.heads)
+            chosen = functools.reduce(
+                lambda last, i: jax.tree.map(functools.partial(jnp.where, j == i), gates[i], last),
+                range(1, shape.heads),
+                gates[0],
+            )
+            self._run_piece(item, stage, j, piece, vectors, chosen, write)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # The stage of the piece before this one is free.
+            ahead = piece + shape.stages - 1
 
-                @pl.when((piece > 0) & (ahead < shape.pieces))
-                def _() -> None:
-                    self._fetch(item, ahead, lax.rem(ahead, shape.stages))
+            @pl.when((piece > 0) & (ahead < shape.pieces))
+            def _() -> None:
+                self._fetch(item, ahead, lax.rem(ahead, shape.stages))
 
         plgpu.wait_smem_to_gmem(0)
 
     def _give_zeros(self, item: Item) -> None:
         zeros = plgpu.layout_cast(jnp.zeros(self.shape.rows, jnp.float32), self.row)
         per_head = self.shape.pieces // self.shape.heads
-        for j in range(self.shape.heads):
 
-            @pl.loop(0, per_head)
-            def _(c: Array, j: int = j) -> None:
-                self._give(item, 0, j, j * per_head + c, zeros)
+        @pl.loop(0, self.shape.pieces)
+        def _(piece: Array) -> None:
+            self._give(item, 0, lax.div(piece, per_head), piece, zeros)
 
     def _gates(self, item: Item, t: int, j: int) -> tuple[Any, Any]:
         """Returns the decay and beta of a token and head; no decay if each key has its own."""
@@ -180,7 +184,7 @@ class Stepper:
         self,
         item: Item,
         stage: Array,
-        j: int,
+        j: Array,
         piece: Array,
         vectors: tuple[Array, Array, Array] | None,
         gates: list[tuple[Any, Any]],
@@ -207,7 +211,7 @@ class Stepper:
         loaded: Any,
         state: Array,
         t: int,
-        j: int,
+        j: Array,
         piece: Array,
         gates: tuple[Any, Any],
     ) -> Array:
@@ -236,7 +240,7 @@ class Stepper:
         vectors: tuple[Array, Array, Array],
         gates: tuple[Any, Any],
         t: int,
-        j: int,
+        j: Array,
     ) -> tuple[Array, Array]:
         """Returns the state after a token, and the token's output."""
         (query, key, product), (decay, beta), size = vectors, gates, state.shape
@@ -267,7 +271,7 @@ class Stepper:
 
         plgpu.commit_smem_to_gmem_group()
 
-    def _give(self, item: Item, t: int, j: int, piece: Array, out: Array) -> None:
+    def _give(self, item: Item, t: int, j: Array, piece: Array, out: Array) -> None:
         rows = self.shape.rows
         start = lax.rem(piece, self.rule.value_size // rows) * rows
         target = self.out.at[item.token + t, item.head + j, pl.ds(start, rows)]

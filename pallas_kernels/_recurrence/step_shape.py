@@ -18,6 +18,7 @@ class StepShape(NamedTuple):
     tokens: most tokens of a request.
     writes: states that are written of each request.
     conv_width: of the convolution; 0: none.
+    conv_rows: its rows of weights, and of bias if there is one.
     silu: whether SiLU follows the convolution.
     packed: inputs of the convolution in an element of the pages, 1 or 2.
     decay_per_key: whether every key channel has a decay of its own.
@@ -32,6 +33,7 @@ class StepShape(NamedTuple):
     tokens: int
     writes: int
     conv_width: int
+    conv_rows: int
     silu: bool
     packed: int
     decay_per_key: bool
@@ -98,6 +100,7 @@ def step_shape(
         tokens=most,
         writes=requests.write_ids.shape[1],
         conv_width=0 if conv is None else conv.width,
+        conv_rows=0 if conv is None else conv.width + (conv.bias is not None),
         silu=conv is not None and conv.silu,
         packed=1 if conv is None else size // conv.pages.itemsize,
         decay_per_key=tokens.log_decay.ndim == 3,
