@@ -212,7 +212,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _real_names(module: str) -> dict[str, Any]:
     """Returns the names that have to be more than a stand-in."""
-    logger = logging.getLogger("vllm")
+    logger: Any = logging.getLogger("vllm")
+    logger.info_once = logger.warning_once = lambda *_, **__: None
     if module == "vllm.triton_utils":
         import triton
         import triton.language as tl
