@@ -130,7 +130,7 @@ class SchedulerServing(Serving):
     def disturb(self) -> None:
         """Makes one of the calls that an engine makes between two steps."""
         calls: list[Callable[[], object]] = [self.add_wrong, self.abort, self.abort]
-        calls += [self.edit] * 2 * self.edits + [self.fork_running]
+        calls += [self.edit] * 2 * self.edits + [self.fork_running, self.mistake]
         if self.chance(0.1):
             calls += [self.new_epoch]
         if self.chance(0.1) and not self.manager.requests:
@@ -192,6 +192,31 @@ class SchedulerServing(Serving):
             self.lost = None
         del self.known[name]
         assert name not in self.scheduler.waiting + self.scheduler.running, "half-added"
+
+    def mistake(self) -> None:
+        """Makes a call that has to be refused."""
+        if not self.requests:
+            return
+        name = self.draw.choice(list(self.requests))
+        scheduler, known, computed = self.scheduler, *self.sizes(name)
+        calls: dict[str, Callable[[], object]] = {
+            "of more tokens": lambda: scheduler.rewind({name: known + 1}),
+            "into the prompt": lambda: scheduler.rewind({name: self.prompts[name] - 1}),
+            "of a name in use": lambda: scheduler.add(name, 1),
+            "to nobody": lambda: scheduler.append({name: 1, "nobody": 1}),
+            "of nobody": lambda: scheduler.finish("nobody"),
+        }
+        if name not in self.unanswered and computed < known:
+            calls["too early"] = lambda: scheduler.append({name: 1})
+        if name not in scheduler.running or not self.options["forks"]:
+            calls["of one that waits"] = lambda: scheduler.fork(name, ["nobody"])
+        what = self.draw.choice(list(calls))
+        self.say(f"a call {what}: {name!r}")
+        assert self.refused(calls[what]), f"a call {what} is accepted"
+
+    def sizes(self, name: Hashable) -> tuple[int, int]:
+        """Returns the tokens of a request, known and computed ones."""
+        return len(self.requests[name].tokens), max(self.requests[name].computed, 0)
 
     def hide(self) -> None:
         """Schedules while the ids of the youngest waiting request are missing."""
@@ -306,10 +331,11 @@ class SchedulerServing(Serving):
         if len(request.tokens) >= self.limits[name] or self.chance(0.03):
             self.finish(name)
             return
-        count = min(1 + self.draw.randint(0, self.drafts), self.limits[name] - len(request.tokens))
-        first = len(request.tokens)
+        first, is_turn = len(request.tokens), not self.ahead and self.chance(0.05)
+        count = 1 + self.draw.randint(0, 7 if is_turn else self.drafts)
+        count = min(count, self.limits[name] - first)
         request.tokens += [self._id() for _ in range(count)]
-        request.verified = first + 1
+        request.verified = first + (count if is_turn else 1)
         self.promises.newest[name] = first
         if self.ahead:
             self.late[name].append((first, self.time + self.ahead))
@@ -383,6 +409,11 @@ class SchedulerServing(Serving):
         self.say(f"append({{{name!r}: {missing}}}) = {more}")
         self.scheduler.append({name: missing})
         self.after_change()
+
+    def _visible(self) -> object:
+        scheduler = self.scheduler
+        counts = [scheduler.num_tokens(name) for name in self.requests]
+        return super()._visible(), scheduler.running, scheduler.waiting, counts
 
     def after_change(self) -> None:
         """Notes a call after which another schedule may be right."""

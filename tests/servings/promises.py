@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxkv.blocks import Upload
 from jaxkv.scheduler import Schedule
+from tests.servings.oracle import Known
 
 if TYPE_CHECKING:
     from tests.servings.of_scheduler import SchedulerServing
@@ -16,6 +17,7 @@ class Promises:
 
     ends: by request, the numbers of tokens after which a chunk of its prompt has to end.
     newest: by request, the tokens before its newest ones, which one step computes.
+    prefills: by request, the tokens that it had when it started.
     idle: empty schedules one after the other.
     """
 
@@ -24,6 +26,7 @@ class Promises:
         self._manager, self._plan = serving.manager, serving.plan
         self.ends: dict[Hashable, set[int]] = {}
         self.newest: dict[Hashable, int] = {}
+        self.prefills: dict[Hashable, int] = {}
         self.idle = 0
 
     def check_new(
@@ -50,7 +53,7 @@ class Promises:
             crossed = self.ends.get(name, set()).intersection(inside)
             crossed = {end for end in crossed if end <= self.newest.get(name, end)}
             assert not crossed, f"a chunk of {name!r} passes {crossed}"
-        self._check_progress(schedule, had_work)
+        self._check_progress(schedule, had_work and cut is None)  # drafts may need more than that
         most = serving.options["max_tokens"] if cut is None else cut
         is_full = sum(work.values()) >= min(most, serving.options["max_tokens"])
         if not (is_full or len(work) >= serving.shape.batch_size or schedule.preempted):
@@ -61,13 +64,16 @@ class Promises:
         serving = self._serving
         for name, hit in schedule.hits.items():
             self.ends[name] = set(hit.chunk_ends)
+            if name in serving.requests:
+                self.prefills[name] = len(serving.requests[name].tokens)
             if (size := serving.options["chunk_tokens"]) is not None and name in serving.requests:
                 self.ends[name].update(range(size, len(serving.requests[name].tokens), size))
 
     def rewound(self, name: Hashable, num_tokens: int) -> None:
         """Notes that other tokens may follow the first ones of a request."""
         self.ends[name] = {end for end in self.ends.get(name, ()) if end <= num_tokens}
-        self.newest[name] = min(self.newest.get(name, num_tokens), num_tokens)
+        for most in (self.newest, self.prefills):
+            most[name] = min(most.get(name, num_tokens), num_tokens)
 
     def check(self, schedule: Schedule) -> None:
         """Checks a schedule, whether it was just chosen or comes again."""
@@ -123,6 +129,7 @@ class Promises:
             wanted = len(self._serving.requests[name].tokens)
             assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
             assert queues.ledger.rows[request.index] == request.row
+            assert queues.ledger.prefill_tokens[request.index] <= wanted, "tokens of a start"
             leader = request.leader
             assert leader is None or request in leader.samples, "a sample without its leader"
 
@@ -146,33 +153,67 @@ class Promises:
     def _check_complete(self, schedule: Schedule, running: tuple[Hashable, ...]) -> None:
         """Checks that a step with room to spare leaves nobody out who fits for certain."""
         serving, longest = self._serving, self._plan.admission_blocks(self._plan.max_model_len)
+        self._check_admitted(schedule, longest)
         if self._manager.num_free_blocks < longest:
             return
         for name in set(running) - set(schedule.work):
             request = serving.requests.get(name)
-            if request is None or serving.drafting(name) or request.unsent:
+            if request is None or self._together(request) or request.unsent:
                 continue
             has_work = len(request.tokens) > request.computed
             may_copy = self._manager.may_copy_by_row[self._manager.requests[name]]
             assert not has_work or may_copy, f"{name!r} is left out"
-        self._check_admitted(longest)
 
-    def _check_admitted(self, longest: int) -> None:
-        """Checks that the first waiting request was admitted if it fits, of prompts alone."""
+    def _check_admitted(self, schedule: Schedule, longest: int) -> None:
+        """Checks that the first waiting request was admitted if it fits."""
         serving, waiting = self._serving, self._scheduler._queues.waiting
-        num_free = self._manager.max_requests - len(self._scheduler.running)
-        if serving.has_tokens or not (waiting and num_free) or waiting[0].name == "wrong":
+        running = [serving.requests.get(name) for name in self._scheduler.running]
+        if not waiting or len(running) == self._manager.max_requests or None in running:
             return
-        ahead = [serving.requests[name] for name in self._scheduler.running]
-        first = serving.requests[waiting[0].name]
-        if serving.drafting(first.name) or first.name in serving.unanswered:
+        name = waiting[0].name
+        if name not in serving.requests or name in serving.unanswered:
             return
-        limits = [serving.limits[request.name] for request in (*ahead, first)]
-        if serving.options["preemption"]:
-            room = self._manager.num_free_blocks - (1 + len(limits)) * longest
-        else:
+        first, held = serving.requests[name], 0
+        if self._together(first):
+            return
+        if serving.has_tokens:
+            if len(serving.known[name]) < len(first.tokens):
+                return
+            found = self._manager.find_prefix(first.tokens, **serving.keys(first))
+            if found.num_cached_tokens and not self._fits(schedule, found.num_cached_tokens):
+                return
+            held = found.num_held_blocks if found.num_cached_tokens else 0
+        if self._manager.num_parked_tokens(name):
+            return
+        limits = [serving.limits[request.name] for request in (*running, first)]
+        if not serving.options["preemption"]:
             steady = [self._plan.steady_blocks(limit) for limit in limits]
             whole = [self._plan.admission_blocks(limit) for limit in limits]
             share = max(w - s for w, s in zip(whole, steady, strict=True))
             room = self._plan.usable_blocks - sum(steady) - share
-        assert room < 0, f"{first.name!r} fits, and is not admitted"
+        else:
+            needed = [
+                self._plan.admission_blocks(min(len(request.tokens) + 1, limit))
+                for request, limit in zip((*running, first), limits, strict=True)
+            ]
+            owed = [
+                max(0, blocks - sum(self._manager.held_blocks(request.name)))
+                for request, blocks in zip(running, needed, strict=False)
+                if request.computed < self.prefills.get(request.name, 0)
+            ]
+            room = self._manager.num_free_blocks - sum(owed) - (needed[-1] - held)
+            if not all(group.growth.keeps_all_tokens for group in self._plan.groups):
+                room -= longest  # windows and states make the need an estimate
+        assert room < 0, f"{name!r} fits, and is not admitted"
+
+    def _together(self, request: Known) -> bool:
+        """Returns whether one step has to compute several tokens of a request."""
+        size = len(request.tokens)
+        return size > self.newest.get(request.name, size) + 1
+
+    def _fits(self, schedule: Schedule, num_cached: int) -> bool:
+        """Returns whether a step has room for the cached tokens of one more request."""
+        serving, cached = self._serving, self._serving.options["cached_tokens"]
+        most = self._plan.max_model_len if cached is None else cached
+        used = sum(serving.requests[name].unsent for name in schedule.work)
+        return num_cached <= most - used and not serving.has_states
