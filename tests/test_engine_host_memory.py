@@ -53,6 +53,8 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
     assert engine.manager.prefix_stats().host_tokens
     assert engine.stats.preemptions and stats.resumed_requests
     assert 0 < engine._device._host_blocks.num_bytes <= stats.num_bytes
+    jax.block_until_ready(engine._device._host_blocks._chunks)
+    assert engine.bytes_in_flight == 0
     for level in (1, 2) if decode_steps == 1 else ():
         engine.sleep(level)
         engine.wake_up()

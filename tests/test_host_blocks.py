@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 from collections import Counter
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -319,6 +320,16 @@ def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.Monke
     cache = memory.move(caught.value.cache, swap)
     for buffer, old in zip(bytes_in(cache), before, strict=True):
         np.testing.assert_array_equal(buffer[:, [6, 7]], old[:, [7, 6]])
+
+
+def test_a_cache_of_several_processes_is_refused() -> None:
+    cache = filled("full")
+    status = mock.Mock(**{"sharding.is_fully_addressable": False})
+    others = dataclasses.replace(cache, status=status)
+    with pytest.raises(ValueError, match="other processes"):
+        HostBlocks().move(others, moves(1))
+    with pytest.raises(ValueError, match="other processes"):
+        HostBlocks().warm_up(others)
 
 
 def test_moves_in_another_order_are_refused() -> None:

@@ -81,6 +81,11 @@ class Device:
             self._cache = error.cache
             raise
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of copies between the memories that have not ended."""
+        return self._host_blocks.bytes_in_flight
+
     def warm_up_moves(self, num_bytes: int) -> None:
         """Compiles all copies between the memories, and takes bytes of host memory."""
         self._cache = self._host_blocks.warm_up(self.cache, num_bytes)

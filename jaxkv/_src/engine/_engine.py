@@ -210,6 +210,11 @@ class Engine:
         self._advance()
         return [sample.output() for sample in self._take_changed()]
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes on their way to host memory and back; `BlockManager.tier_stats` counts the rest."""
+        return self._device.bytes_in_flight
+
     # --- weights and memory -------------------------------------------------------
 
     def update(self, params: Any, *, in_flight: InFlight = "finish") -> None:

@@ -84,10 +84,11 @@ class HostBlocks:
 
         Raises:
           MoveError: a copy failed, usually because memory ran out.
-          ValueError: other moves than the next ones.
+          ValueError: other moves than the next ones, or a cache on devices of other processes.
         """
         if moves is None:
             return cache
+        _check_devices(cache)
         self._begin(moves)
         self._forget_ended()
         try:
@@ -117,7 +118,11 @@ class HostBlocks:
 
         Returns:
           The cache.
+
+        Raises:
+          ValueError: a cache on devices of other processes.
         """
+        _check_devices(cache)
         taken: list[ChunkArrays] = []
         for group in range(len(cache.layout.growths)):
             block_bytes = cache.layout.buffers.layout.group_bytes(group)
@@ -186,6 +191,14 @@ class HostBlocks:
         staged.append((done, num_bytes))
         while len(staged) > 1 and sum(size for _, size in staged) > MAX_STAGED:
             staged.popleft()[0].block_until_ready()
+
+
+def _check_devices(cache: KVCache) -> None:
+    if not cache.status.sharding.is_fully_addressable:
+        raise ValueError(
+            "cache lies on devices of other processes, too; HostBlocks moves blocks of one process "
+            "only: leave host_memory= of the manager out"
+        )
 
 
 def _on_device(cache: KVCache, numbers: np.ndarray) -> Array:
