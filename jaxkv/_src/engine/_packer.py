@@ -173,6 +173,6 @@ class Packer:
         unknown = np.flatnonzero(ids < 0)
         if unknown.size:  # the last of their requests
             names, ends = list(work), np.cumsum(list(work.values()))
-            of = [self._samples.of[names[at]] for at in ends.searchsorted(unknown, "right")]
-            ids[unknown] = -1 - self._samples.numbers[PLACE, [sample.slot for sample in of]]
+            at, of = ends.searchsorted(unknown, "right").tolist(), self._samples.of
+            ids[unknown] = -1 - self._samples.numbers[PLACE, [of[names[i]].slot for i in at]]
         return ids

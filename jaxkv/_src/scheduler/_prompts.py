@@ -31,7 +31,7 @@ class Prompts:
         """
         if self._tokens is None:
             return None
-        found = self._ids(name, num_tokens)
+        found = self._ids(name, end=num_tokens)
         if found.size < num_tokens - (0 if is_new else self._steps_ahead):
             self._refuse_unknown(name, num_tokens)
         return found
@@ -65,11 +65,12 @@ class Prompts:
             self._refuse_unknown(name, num_tokens)
         return False
 
-    def _ids(self, name: Hashable, num_tokens: int | None = None) -> np.ndarray:
-        """Returns the first token ids of a request, or all of them, int32[N]."""
+    def _ids(self, name: Hashable, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Returns the token ids of a request from one position to another, int32[N]."""
         ids = () if self._tokens is None else self._tokens.get(name, ())
-        is_cut = isinstance(ids, (list, tuple, np.ndarray))
-        return as_tokens(f"tokens[{name!r}]", ids[:num_tokens] if is_cut else ids, np.int32)
+        if isinstance(ids, (list, tuple, np.ndarray)):  # others may have no slices
+            return as_tokens(f"tokens[{name!r}]", ids[start:end], np.int32)
+        return as_tokens(f"tokens[{name!r}]", ids, np.int32)[start:end]
 
     def _num_known(self, name: Hashable) -> int:
         ids = () if self._tokens is None else self._tokens.get(name, ())
@@ -170,7 +171,7 @@ class Prompts:
         if not (self._shares and request.may_go_on) or request.num_known is None:
             return None
         try:
-            return self._ids(request.name)[request.num_known :]
+            return self._ids(request.name, request.num_known)
         except (TypeError, ValueError):  # nothing of them is kept, but a request can always end
             return None
 
@@ -214,7 +215,7 @@ class Prompts:
         if request.found is not None:
             request.found = find(request.found)
             return request.found
-        ids = self._ids(request.name, num_tokens) if request.ids is None else request.ids
+        ids = self._ids(request.name, end=num_tokens) if request.ids is None else request.ids
         request.found = find(ids, salt=request.salt, extra_keys=request.extra_keys)
         request.ids = None
         return request.found

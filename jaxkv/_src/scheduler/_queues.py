@@ -31,6 +31,7 @@ class Queues:
         self.in_chunks: dict[Hashable, Request] = {}
         self.handed: set[Hashable] = set()
         self._in_order: InOrder | None = None
+        self._is_sorted = True  # `running`
         self._num_added = 0
 
     # --- reading --------------------------------------------------------------------
@@ -78,8 +79,7 @@ class Queues:
         if self._in_order is None:
             names, requests = list(self.running), list(self.running.values())
             index = np.array([request.index for request in requests], np.int64)
-            rows = np.array([request.row for request in requests], np.int64)
-            self._in_order = InOrder(names, requests, index, rows)
+            self._in_order = InOrder(names, requests, index, self.ledger.rows[index])
         return self._in_order
 
     def now_running(self) -> Running:
@@ -106,6 +106,8 @@ class Queues:
     def run(self, request: Request, row: int) -> None:
         """Marks a request as running in a row of the block tables."""
         request.row = self.ledger.rows[request.index] = row
+        youngest = next(reversed(self.running.values()), request)
+        self._is_sorted = self._is_sorted and youngest.age <= request.age
         self.running[request.name] = request
         self._in_order = None
 
@@ -125,8 +127,10 @@ class Queues:
 
     def sort_running(self) -> None:
         """Restores the order of the running requests, after some were added."""
-        by_age = sorted(self.running.values(), key=_age)
-        self.running, self._in_order = {request.name: request for request in by_age}, None
+        if not self._is_sorted:
+            by_age = sorted(self.running.values(), key=_age)
+            self.running, self._in_order = {request.name: request for request in by_age}, None
+            self._is_sorted = True
 
     def hold(self, leader: Request, samples: Sequence[Request]) -> None:
         """Lets requests wait until the prompt of another one is computed, to fork from it."""
