@@ -223,7 +223,7 @@ def _time_prefix(report: Report, sizes: Sizes, server: Server) -> None:
 
 
 def _server(sizes: Sizes) -> Server:
-    """Returns a warm engine whose pool holds half of the burst, and the host three times that."""
+    """Returns a warm engine whose pool holds half of the burst, and the host all of it."""
     burst = sizes.burst
     tokens = burst.requests * (burst.prompt_tokens[0] + burst.answer_tokens[0]) // 2
     specs = jaxkv.layers_from_config(sizes.config).values()
@@ -235,7 +235,7 @@ def _server(sizes: Sizes) -> Server:
         max_tokens=by_size(full=1024, small=32, smallest=8),
         memory_bytes=num_bytes,
         max_model_len=sizes.prompt + 2,
-        host_memory=jaxkv.HostMemory(num_bytes=3 * num_bytes, min_tokens=1),
+        host_memory=jaxkv.HostMemory(num_bytes=int(2.4 * num_bytes), min_tokens=1),
     )
     if by_size(full=True, small=True, smallest=False):
         server.engine.warm_up()
