@@ -40,7 +40,7 @@ import jax.numpy as jnp
 
 import jaxkv
 
-LAYERS = tuple(f"layers.{i}" for i in range(4))
+LAYERS = tuple(f"layers.{i}" for i in range(2))
 spec = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype="f32")
 plan = jaxkv.plan_cache(dict.fromkeys(LAYERS, spec), 2**22, max_model_len=256)
 embed, *weights = jax.random.normal(jax.random.key(0), (1 + len(LAYERS), 64, 64)) / 8
