@@ -3,15 +3,28 @@
 import gc
 import os
 import shutil
+import tempfile
 
 import jax
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-# Most of the suite's time is compiling. LLVM leaves XLA's program as it is, and what runs is tiny.
+# Most of the suite's time is compiling.
 if not shutil.which("nvidia-smi"):
+    # LLVM leaves XLA's program as it is, and what runs is tiny.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    # Tests compile programs of others, outside of interpret mode or in processes of their own. Each
+    # worker has a folder, because jax writes what others may read at the same time.
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if kept is None:
+        folder = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
+        kept = folder.name
+    kept = os.path.join(kept, os.environ.get("PYTEST_XDIST_WORKER", ""))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = kept
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    jax.config.update("jax_compilation_cache_dir", kept)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 # Tracing makes many objects that live long, and collecting them was 5 % of the time.
 gc.set_threshold(200_000)
