@@ -22,6 +22,7 @@ from jaxkv._src.demo.reference import Comparison, compare
 from jaxkv._src.demo.run import BOUNDS, bound_of
 from jaxkv._src.demo.serving import Report, make_engine, serve
 from jaxkv._src.demo.trace import Request, make_trace
+from jaxkv._src.engine import _ladder
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.planning import ZeroPolicy, plan_cache
 from jaxkv._src.specs import Limits
@@ -33,7 +34,7 @@ DEMO = load_config("qwen3-next-demo")
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 64}
 CONFIG = DEMO | SMALL | {"intermediate_size": 64, "max_position_embeddings": 192}
 TRACE = make_trace(12, seed=3, prompt_tokens=(16, 150), new_tokens=(8, 30))
-MAX_REQUESTS, MAX_TOKENS = 8, 24  # so that an engine has two shapes to compile
+MAX_REQUESTS, MAX_TOKENS = 8, 24
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,6 +44,11 @@ def few_shapes():
             patch.setattr(module, "MAX_TOKENS", MAX_TOKENS)
         patch.setattr(serving, "MAX_REQUESTS", MAX_REQUESTS)
         yield
+
+
+def decode_as_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Leaves out the shape of decodes: most of the time is compiling a step for each shape."""
+    patch.setattr(_ladder, "_of_decodes", lambda _: [])
 
 
 class Served(NamedTuple):
@@ -67,9 +73,13 @@ def engine_of(
     ranks: int = 1,
     max_model_len: int = model_len(CONFIG),
     zero_policy: ZeroPolicy = "when_needed",
+    has_decodes: bool = False,
     **options: Any,
 ) -> jaxkv.Engine:
-    """An engine, which several tests serve with and compile the step of once."""
+    """An engine, which several tests serve with and compile the step of once.
+
+    has_decodes: whether steps that only decode have a shape of their own.
+    """
     model, params, layers = make_model(kv_dtype, is_all_attention=ranks > 1)
     plan = plan_cache(
         layers,
@@ -80,7 +90,10 @@ def engine_of(
         context_parallel=ranks,
         zero_policy=zero_policy,
     )
-    return make_engine(model, params, plan, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_decodes:
+            decode_as_prompts(patch)
+        return make_engine(model, params, plan, **options)
 
 
 def serve_and_compare(
@@ -100,7 +113,7 @@ def serve_and_compare(
 
 def test_served_tokens_are_those_of_the_model_without_a_cache() -> None:
     """Also without zeroing: attend masks what is read, not logits alone."""
-    engine = engine_of(num_blocks=14, zero_policy="never")
+    engine = engine_of(num_blocks=14, zero_policy="never", has_decodes=True)
     report, found = serve_and_compare(engine, TRACE)
     assert found.largest_difference <= BOUNDS["fp8_e4m3"]
     assert found.num_tokens == sum(request.max_new_tokens for request in TRACE)
@@ -172,7 +185,7 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
 
 
 def test_a_request_longer_than_the_plan_is_refused() -> None:
-    engine = engine_of(num_blocks=14, zero_policy="never")
+    engine = engine_of(num_blocks=14, zero_policy="never", has_decodes=True)
     trace = make_trace(1, 0, prompt_tokens=(180, 180), new_tokens=(13, 13))
     with pytest.raises(ValueError, match="are more than the plan's max_model_len=192"):
         serve(engine, trace, lambda: None)
@@ -180,6 +193,7 @@ def test_a_request_longer_than_the_plan_is_refused() -> None:
 
 def test_the_command_prints_its_proof_and_writes_a_picture(capsys, tmp_path, monkeypatch) -> None:
     """Without zeroing, stale states turn attention that masks logits only into NaN."""
+    decode_as_prompts(monkeypatch)
     configs = {"qwen3-next-demo": CONFIG}
     monkeypatch.setattr(run, "load_config", lambda name: configs.get(name) or load_config(name))
     monkeypatch.setattr(run, "make_trace", lambda *_: list(TRACE))

@@ -199,7 +199,7 @@ def _model(sizes: Sizes) -> tuple[Model, Params, jaxkv.Plan]:
         "max_position_embeddings": sizes.max_model_len,
     }
     if sizes.samples < 8:  # to compile sooner
-        config |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+        config |= {"num_hidden_layers": 1, "full_attention_interval": 1}
     layers = jaxkv.layers_from_config(config, kv_dtype="bf16")
     limits = jaxkv.Limits(max_in_flight_tokens=sizes.chunk)
     plan_of = {"max_model_len": sizes.max_model_len, "limits": limits}
