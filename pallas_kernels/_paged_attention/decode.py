@@ -4,10 +4,12 @@ Operands are swapped (scores are keys times queries), so that 64 keys are the ro
 the query heads of one KV head its columns. A thread block has one warpgroup, which also loads, so
 that several thread blocks fit on an SM and hide each other's latencies. 16-bit pages are used in
 place in shared memory; 8-bit pages are widened to 16 bits, keys in registers, values through shared
-memory.
+memory. While the last keys of a tile are used, the first ones of the next are loaded.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -72,7 +74,7 @@ class DecodeShape(NamedTuple):
         """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
-        used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
+        used = ahead + self.rows * (2 * rule.key_width + STEP) * 2 + 4096
         used += STEP * rule.value_width * 2 if self.widens else 0
         by_registers = 2 if self.rows > 16 else 3 if self.widens or not self.is_small else 4
         return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
@@ -149,7 +151,7 @@ class _Scratch(NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     loaded: stages of steps, each key followed by its value.
-    query: the queries of a tile.
+    query: the queries of a tile, and of the next.
     weights: of the keys of a step.
     widened: 8-bit values in 16 bits; None for 16-bit pages.
     widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
@@ -175,10 +177,10 @@ class _Scratch(NamedTuple):
                 widened_keys = tiled((STEP, rule.key_width), shape.compute)
         return cls(
             loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
-            query=tiled((shape.rows, rule.key_width), shape.compute, align),
+            query=tiled((2, shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
-            query_full=plgpu.Barrier(),
+            query_full=plgpu.Barrier(num_barriers=2),
             widened=widened,
             widened_keys=widened_keys,
         )
@@ -192,7 +194,40 @@ class _Softmax(NamedTuple):
     total: Array  # [STEP, columns]
 
 
-_Carry = tuple[_Softmax, Array]  # and a bit for each hole of the steps that are being loaded
+class _Part(NamedTuple):
+    """The steps of a tile that a lane takes; none past the lane's last tile."""
+
+    tile: Tile
+    index: Array
+    first_step: Array
+    num_steps: Array
+
+
+class _Ahead(NamedTuple):
+    """What a lane has done before a part, and what it loads in advance.
+
+    steps, parts: the number of those before, which determine where the next are loaded.
+    is_loading: whether the queries and the first steps of the part are being loaded.
+    holes: a bit for each hole of the steps in each stage.
+    """
+
+    steps: Array
+    parts: Array
+    is_loading: Array
+    holes: Array
+
+
+class _Here(NamedTuple):
+    """A step: its tile, its number, its stage, a bit for each hole, and the buffer of queries."""
+
+    tile: Tile
+    step: Array
+    stage: Array
+    holes: Array
+    buffer: Array
+
+
+_Carry = tuple[_Softmax, Array]  # and the holes
 
 
 class _Decoder:
@@ -208,67 +243,97 @@ class _Decoder:
     def run(self) -> None:
         lane = Lane.load(self.operands.lanes, self.lane)
 
-        @pl.loop(lane.first_tile, lane.last_tile + 1)
-        def _(index: Array) -> None:
-            tile = Tile.load(self.operands.tiles, index)
-            begin = jnp.maximum(lane.line_begin, tile.line_begin)
-            num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
-            first_step = tile.first_step + begin - tile.line_begin
+        def one(index: Array, ahead: _Ahead) -> _Ahead:
+            part, later = self._part(lane, index), self._part(lane, index + 1)
+            attend = functools.partial(self._attend, part, later)
+            return lax.cond(part.num_steps > 0, attend, lambda ahead: ahead, ahead)
 
-            @pl.when(num_steps > 0)
-            def _() -> None:
-                plgpu.copy_gmem_to_smem(
-                    self.operands.queries.at[index, self.head],
-                    self.smem.query,
-                    self.smem.query_full,
-                )
-                self._attend(tile, first_step, num_steps, self.lane + index)
+        zero = jnp.int32(0)
+        start = _Ahead(zero, zero, zero > 0, zero)
+        lax.fori_loop(lane.first_tile, lane.last_tile + 1, one, start)
 
-    def _attend(self, tile: Tile, first_step: Array, num_steps: Array, number: Array) -> None:
-        """Attends from a tile's queries to the keys of some steps.
+    def _part(self, lane: Lane, index: Array) -> _Part:
+        is_in_lane = index <= lane.last_tile
+        index = jnp.minimum(index, lane.last_tile)
+        tile = Tile.load(self.operands.tiles, index)
+        begin = jnp.maximum(lane.line_begin, tile.line_begin)
+        num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
+        first_step = tile.first_step + begin - tile.line_begin
+        return _Part(tile, index, first_step, jnp.where(is_in_lane, num_steps, 0))
 
-        Args:
-          number: of the segment, unless segments are fixed ranges.
-        """
-        granules = self.steps.granules
-        holes = jnp.int32(0)
-        for stage in range(STAGES):
-            places, found = self._locate(tile, first_step + stage)
-            holes |= found << (stage * granules)
-            pl.when(stage < num_steps)(lambda p=places, s=stage: self._fetch(p, s))
-        plgpu.barrier_wait(self.smem.query_full)
+    def _attend(self, part: _Part, later: _Part, ahead: _Ahead) -> _Ahead:
+        """Attends from a tile's queries to the keys of a part, and begins to load the later one."""
+        granules, buffer = self.steps.granules, lax.rem(ahead.parts, 2)
+        pl.when(~ahead.is_loading)(lambda: self._load_queries(part, buffer))
+        pl.when(later.num_steps > 0)(lambda: self._load_queries(later, 1 - buffer))
+
+        def place(i: Array | int) -> tuple[Array, Array, list[Array], Array]:
+            """Returns where step i is loaded, whether it exists, and its granules.
+
+            Steps after the part's last are those of the later one.
+            """
+            is_own, after = i < part.num_steps, i - part.num_steps
+            request = jnp.where(is_own, part.tile.request, later.tile.request)
+            step = jnp.where(is_own, part.first_step + i, later.first_step + after)
+            places, holes = self._locate(request, step)
+            return lax.rem(ahead.steps + i, STAGES), after < later.num_steps, places, holes
+
+        def note(holes: Array, stage: Array, found: Array) -> Array:
+            mask, shift = (1 << granules) - 1, stage * granules
+            return (holes & ~(mask << shift)) | (found << shift)
+
+        holes = ahead.holes
+        for i in range(STAGES):
+            stage, exists, places, found = place(i)
+            exists &= ~(ahead.is_loading & (i < part.num_steps))
+            pl.when(exists)(functools.partial(self._fetch, places, stage))
+            holes = jnp.where(exists, note(holes, stage, found), holes)
+        plgpu.barrier_wait(self.smem.query_full.at[buffer])
         scale = self.operands.scales[self.head]
 
         def step(i: Array, carry: _Carry) -> _Carry:
             running, holes = carry
-            stage = lax.rem(i, STAGES)
             # Loads the ids of a later step before the wait for this one, to hide the latency.
-            places, found = self._locate(tile, first_step + i + STAGES)
-            shift = stage * granules
-            mask = (1 << granules) - 1
-            found_holes = (holes >> shift) & mask
-            running = self._step(tile, first_step + i, stage, found_holes, scale, running)
-            pl.when(i + STAGES < num_steps)(lambda: self._fetch(places, stage))
-            return running, (holes & ~(mask << shift)) | (found << shift)
+            stage, exists, places, found = place(i + STAGES)
+            of_step = (holes >> (stage * granules)) & ((1 << granules) - 1)
+            here = _Here(part.tile, part.first_step + i, stage, of_step, buffer)
+            running = self._step(here, scale, running)
+            pl.when(exists)(lambda: self._fetch(places, stage))
+            return running, note(holes, stage, found)
 
+        holes = self._each_step(part, step, holes)
+        steps = ahead.steps + part.num_steps
+        return _Ahead(steps, ahead.parts + 1, later.num_steps > 0, holes)
+
+    def _each_step(
+        self, part: _Part, step: Callable[[Array, _Carry], _Carry], holes: Array
+    ) -> Array:
+        """Takes the steps of a part, and stores the results of its segments; returns the holes."""
         fixed, start = segment_steps(self.rule), (self._start(), holes)
         if fixed is None:
-            running, _ = lax.fori_loop(0, num_steps, step, start)
-            self._store(number, running)
-            return
+            running, holes = lax.fori_loop(0, part.num_steps, step, start)
+            self._store(self.lane + part.index, running)
+            return holes
+        tile, first_step = part.tile, part.first_step
         first_number = tile.first_segment - lax.div(tile.first_step, fixed)
 
         def step_of_segments(i: Array, carry: _Carry) -> _Carry:
             running, holes = step(i, carry)
             end = first_step + i + 1
-            closes = (lax.rem(end, fixed) == 0) | (i + 1 == num_steps)
+            closes = (lax.rem(end, fixed) == 0) | (i + 1 == part.num_steps)
             number = first_number + lax.div(end - 1, fixed)
             pl.when(closes)(lambda: self._store(number, running))
             # The next step multiplies the sums by 0.
             highest = running.highest + jnp.where(closes, -jnp.inf, 0.0)
             return running._replace(highest=highest), holes
 
-        lax.fori_loop(0, num_steps, step_of_segments, start)
+        return lax.fori_loop(0, part.num_steps, step_of_segments, start)[1]
+
+    def _load_queries(self, part: _Part, buffer: Array) -> None:
+        """Starts loading the queries of a part."""
+        source = self.operands.queries.at[part.index, self.head]
+        target, full = self.smem.query.at[buffer], self.smem.query_full.at[buffer]
+        plgpu.copy_gmem_to_smem(source, target, full)
 
     def _store(self, number: Array, running: _Softmax) -> None:
         """Stores the results of a segment."""
@@ -291,8 +356,8 @@ class _Decoder:
             plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), rows),
         )
 
-    def _locate(self, tile: Tile, step: Array) -> tuple[list[Array], Array]:
-        return self.steps.locate(self.operands.tables, tile.request, step, self.first_row)
+    def _locate(self, request: Array, step: Array) -> tuple[list[Array], Array]:
+        return self.steps.locate(self.operands.tables, request, step, self.first_row)
 
     def _fetch(self, places: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""
@@ -304,18 +369,17 @@ class _Decoder:
                 self.smem.loaded_full.at[stage],
             )
 
-    def _step(
-        self, tile: Tile, step: Array, stage: Array, holes: Array, scale: Array, running: _Softmax
-    ) -> _Softmax:
+    def _step(self, here: _Here, scale: Array, running: _Softmax) -> _Softmax:
         """Adds the 64 keys in a stage to a running softmax."""
-        shape = (STEP, self.shape.rows)
+        shape, (tile, step, stage, holes, buffer) = (STEP, self.shape.rows), here
+        query = self.smem.query.at[buffer]
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         values = self.smem.loaded.at[stage, :, pl.ds(self.rule.key_width, self.rule.value_width)]
         clean = values if self.smem.widened is None else self.smem.widened
         keys = self._keys(stage)
 
         def multiply_keys(products: Any) -> Array:
-            plgpu.wgmma(products, keys, self.smem.query.T)
+            plgpu.wgmma(products, keys, query.T)
             if self.shape.is_small:  # while the tensor cores work
                 self._clean_values(tile, step, holes, values, clean)
             return products[...]
