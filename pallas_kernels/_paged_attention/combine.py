@@ -1,4 +1,8 @@
-"""The Mosaic GPU kernel that combines segments of decoding into the output."""
+"""The Mosaic GPU kernel that combines segments of decoding into the output.
+
+Tiles that decoding has finished are left out. There can be many of them, and at most one tile that
+is divided begins in each lane, so thread blocks go over lanes where there are fewer lanes.
+"""
 
 from typing import Any, NamedTuple, Self
 
@@ -10,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers, store
-from pallas_kernels._paged_attention.decode import COLUMNS
-from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
+from pallas_kernels._paged_attention.decode import COLUMNS, Outputs
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
-from pallas_kernels._paged_attention.tasks import TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import Lane, TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 ROWS = 8  # of the output that a thread block computes
@@ -62,24 +66,24 @@ def combine(
     rule: AttentionRule,
     tasks: TaskMap,
     segments: PartialSoftmax,
-    sinks: Array,
-    value_scale: Array,
-    out: Any,
+    outputs: Outputs,
     shared: SharedSegments | None = None,
-) -> Array:
-    """Writes the output of all tiles, and zeros for padding, into ``out``, [T, heads, V].
+    *,
+    finished: bool,
+) -> None:
+    """Writes the output of tiles, and zeros for padding.
 
     Args:
       shared: other segments that tiles take a part in; None: none.
-      sinks: float32[kv_heads, rows], logits in base 2; -inf for none.
-
-    Returns:
-      The log-sum-exp, float32[N, kv_heads, rows]; undefined for empty tiles.
+      finished: whether tiles of one segment are left out.
     """
-    num_tiles, rows = tasks.tiles.shape[0], sinks.shape[1]
-    num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
+    num_lanes, rows = tasks.lanes.shape[0], outputs.sinks.shape[1]
+    num_tiles = tasks.tiles.shape[0]
+    over_lanes = finished and num_lanes < num_tiles
+    num_places = num_lanes if over_lanes else num_tiles
+    num_blocks = num_places * rule.kv_heads * (rows // ROWS)
     rows_of_values = segments.out.shape[2]
-    split = _Split.of(rule.value_width, tasks.lanes.shape[0], num_tiles, num_blocks)
+    split = _Split.of(rule.value_width, num_lanes, num_places, num_blocks)
     if rule.reproducible:  # one warpgroup, to add up in order
         width = min(rule.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
@@ -87,26 +91,28 @@ def combine(
     call = plgpu.kernel(
         lambda *refs: _Combiner(
             rule, split, CombineOperands.of(*refs[:-1], shared=shared is not None), refs[-1]
-        ).run(),
-        out_type=[jax.ShapeDtypeStruct((num_tiles, rule.kv_heads, rows), jnp.float32)],
-        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
-        grid_names=("part", "row", "head", "tile"),
+        ).run(finished, over_lanes),
+        out_type=[],
+        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_places),
+        grid_names=("part", "row", "head", "place"),
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=[_Scratch.of(split, out.dtype)],
+        scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    arrays = [tasks.tiles, tasks.used_tokens, *segments, sinks, value_scale]
+    arrays = [tasks.tiles, tasks.lanes, tasks.used_tokens, *segments]
+    arrays += [outputs.sinks, outputs.value_scale]
     arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
-        return call(*own_buffers(arrays), out)[0]
+        call(*own_buffers(arrays), outputs.out, outputs.lse)
 
 
 class CombineOperands(NamedTuple):
     """References to the arrays of a call, and to the log-sum-exp; ``shared`` may be None."""
 
     tiles: jax.Ref
+    lanes: jax.Ref
     used_tokens: jax.Ref
     segments: PartialSoftmax
     sinks: jax.Ref
@@ -117,10 +123,10 @@ class CombineOperands(NamedTuple):
 
     @classmethod
     def of(cls, *refs: jax.Ref, shared: bool) -> Self:
-        tiles, used_tokens, *inputs, out, lse = refs
+        tiles, lanes, used_tokens, *inputs, out, lse = refs
         segments, (sinks, value_scale, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
         found: Any = SharedSegments(others[0], PartialSoftmax(*others[1:])) if shared else None
-        return cls(tiles, used_tokens, segments, sinks, value_scale, out, lse, found)
+        return cls(tiles, lanes, used_tokens, segments, sinks, value_scale, out, lse, found)
 
 
 class _Scratch(NamedTuple):
@@ -157,7 +163,7 @@ class _Combiner:
         self.rule, self.operands, self.smem = rule, operands, scratch
         self.warpgroups, self.width, self.together = split
         self.warpgroup = lax.axis_index("warpgroup")
-        self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
+        self.head, self.place = lax.axis_index("head"), lax.axis_index("place")
         part, row = lax.axis_index("part"), lax.axis_index("row")
         self.values, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
         self.columns = self.values
@@ -167,8 +173,23 @@ class _Combiner:
         self.first_row = row * ROWS
         self.is_first_part = part == 0
 
-    def run(self) -> None:
-        tile = Tile.load(self.operands.tiles, self.index)
+    def run(self, finished: bool, over_lanes: bool) -> None:
+        """Combines a tile, and clears padding.
+
+        Args:
+          finished: whether tiles of one segment are left out.
+          over_lanes: whether the place of the thread block is a lane, and not a tile.
+        """
+        index, is_left = self.place, jnp.bool_(True)
+        if over_lanes:
+            lane = Lane.load(self.operands.lanes, self.place)
+            index = jnp.maximum(lane.last_tile, 0)
+        tile = Tile.load(self.operands.tiles, index)
+        if over_lanes:  # a tile that begins in the lane, and ends in another
+            is_left = (lane.line_begin < lane.line_end) & (tile.line_begin >= lane.line_begin)
+            is_left &= tile.line_end > lane.line_end
+        elif finished:
+            is_left = tile.num_segments > 1
         # Loaded early to hide the latency.
         used_tokens, value_scale = (
             self.operands.used_tokens[0],
@@ -176,20 +197,24 @@ class _Combiner:
         )
         sinks = self._load_rows(self.operands.sinks.at[self.head], self.rows)
 
-        @pl.when(tile.count * self.rule.group > self.first_row)
+        @pl.when(is_left & (tile.count * self.rule.group > self.first_row))
         def _() -> None:
-            summed = self._sum(tile)
+            summed = self._sum(tile, index)
             if self.warpgroups > 1:
                 self._hand_over(summed)
 
             @pl.when(self.warpgroup == 0)
             def _() -> None:
                 all_summed = summed if self.warpgroups == 1 else self._sum_of_all()
-                self._write(tile, self._finish(all_summed, sinks, value_scale))
+                weight, lse = normalize(*all_summed[1:], sinks, value_scale)
+                lses = self.operands.lse.at[index, self.head, self.rows]
+                pl.when(self.is_first_part)(lambda: store(lses, lse))
+                out = all_summed.out
+                self._write(tile, out * lax.broadcast_in_dim(weight, out.shape, [1]))
 
         pl.when(self.warpgroup == 0)(lambda: self._clear_padding(used_tokens))
 
-    def _sum(self, tile: Tile) -> PartialSoftmax:
+    def _sum(self, tile: Tile, index: Array) -> PartialSoftmax:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
         zeros = jnp.zeros((self.width, ROWS), jnp.float32)
         start = PartialSoftmax(
@@ -202,7 +227,7 @@ class _Combiner:
         summed = self._add(start, self.operands.segments, own)
         if self.operands.shared is not None:
             links, segments = self.operands.shared
-            summed = self._add(summed, segments, Link.load(links, self.index))
+            summed = self._add(summed, segments, Link.load(links, index))
         return summed
 
     def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:
@@ -264,22 +289,6 @@ class _Combiner:
     def _load_rows(self, ref: Any, rows: Any) -> Array:
         return plgpu.load(ref.at[rows], layout=COLUMNS, optimized=False)
 
-    def _finish(self, summed: PartialSoftmax, sinks: Array, value_scale: Array) -> Array:
-        """Returns the output of all rows, and writes the log-sum-exp of each."""
-        highest = jnp.maximum(summed.highest, sinks)
-        finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-        shrink = jnp.exp2(summed.highest - finite)
-        total = summed.total * shrink + jnp.exp2(sinks - finite)
-        # Without a seen key, total is 0: the output is 0, and its logarithm -inf, as wanted.
-        weight = shrink * value_scale / jnp.where(total > 0, total, 1.0)
-
-        @pl.when(self.is_first_part)
-        def _() -> None:
-            lse = jnp.log(total) + finite * (1 / LOG2E)
-            store(self.operands.lse.at[self.index, self.head, self.rows], lse)
-
-        return summed.out * lax.broadcast_in_dim(weight, summed.out.shape, [1])
-
     def _write_row(self, row: int, first_token: Array, count: Array | int) -> None:
         """Writes a staged row to its token and head, if the tile has such a token."""
         group = self.rule.group
@@ -295,8 +304,8 @@ class _Combiner:
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros for this thread block's share of the padding."""
-        num_tokens, num_tiles = self.operands.out.shape[0], self.operands.tiles.shape[0]
-        begin = used_tokens + self.index
+        num_tokens, num_places = self.operands.out.shape[0], lax.axis_size("place")
+        begin = used_tokens + self.place
 
         @pl.when(begin < num_tokens)
         def _() -> None:
@@ -305,7 +314,7 @@ class _Combiner:
             store(self.smem.staged.T, zeros.astype(self.smem.staged.dtype))
             plgpu.commit_smem()
 
-            @pl.loop(begin, num_tokens, step=num_tiles)
+            @pl.loop(begin, num_tokens, step=num_places)
             def _(token: Array) -> None:
                 for row in range(ROWS):
                     self._write_row(row, token, 1)

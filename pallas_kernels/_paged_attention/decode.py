@@ -4,7 +4,8 @@ Operands are swapped (scores are keys times queries), so that 64 keys are the ro
 the query heads of one KV head its columns. A thread block has one warpgroup, which also loads, so
 that several thread blocks fit on an SM and hide each other's latencies. 16-bit pages are used in
 place in shared memory; 8-bit pages are widened to 16 bits, keys in registers, values through shared
-memory. While the last keys of a tile are used, the first ones of the next are loaded.
+memory. While the last keys of a tile are used, the first ones of the next are loaded. A tile that
+one thread block serves whole is finished there; the others are combined by another kernel.
 """
 
 import functools
@@ -85,6 +86,21 @@ class DecodeShape(NamedTuple):
         return max(1, blocks // self.rule.kv_heads)
 
 
+class Outputs(NamedTuple):
+    """The results of whole tiles, and numbers for them; or references to these numbers.
+
+    sinks: float32[kv_heads, rows], logits in base 2; -inf for none.
+    value_scale: float32[kv_heads].
+    out: reference to [T, heads, V].
+    lse: reference to float32[N, kv_heads, rows], the log-sum-exp; undefined for empty tiles.
+    """
+
+    sinks: Any
+    value_scale: Any
+    out: Any
+    lse: Any
+
+
 def decode(
     shape: DecodeShape,
     tasks: TaskMap,
@@ -92,6 +108,7 @@ def decode(
     queries: Array,
     pages: StridedPages,
     scales: Array,
+    outputs: Outputs | None = None,
 ) -> PartialSoftmax:
     """Attends from all tiles, and returns the partial softmax of each segment.
 
@@ -99,6 +116,8 @@ def decode(
       tables: int32[B, W].
       queries: [N, kv_heads, rows, K].
       scales: float32[kv_heads], factors of the scores.
+      outputs: the results of tiles that are one segment, which are finished and not returned; None:
+        all are returned.
 
     Returns:
       ``out`` float32[S, kv_heads, V, rows], of one window of values after another, ``highest`` and
@@ -108,7 +127,9 @@ def decode(
     rule, rows = shape.rule, shape.rows
     results = (tasks.num_segments, rule.kv_heads, rows + shape.spare_rows)
     call = plgpu.kernel(
-        lambda *refs: _Decoder(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
+        lambda *refs: _Decoder(
+            shape, _Operands.of(*refs[:-1], finishes=outputs is not None), refs[-1]
+        ).run(),
         out_type=[
             jax.ShapeDtypeStruct(
                 (*results[:2], sum(width for _, width in shape.windows), results[2]), jnp.float32
@@ -119,13 +140,17 @@ def decode(
         grid=(rule.kv_heads, shape.num_lanes),
         grid_names=("head", "lane"),
         kernel_name="paged_attention_decode",
-        scratch_types=[_Scratch.of(shape)],
+        scratch_types=[_Scratch.of(shape, None if outputs is None else rule.out_dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
-    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, scales, first_row])
-    with jax.enable_x64(False):  # pages.rows() is a whole buffer
-        return PartialSoftmax(*call(*inputs, pages.rows()))
+    inputs = [tasks.tiles, tasks.lanes, tables, queries, scales, first_row]
+    refs = [pages.rows()]  # a whole buffer
+    if outputs is not None:
+        inputs += [outputs.sinks, outputs.value_scale]
+        refs += [outputs.out, outputs.lse]
+    with jax.enable_x64(False):
+        return PartialSoftmax(*call(*own_buffers(inputs), *refs))
 
 
 class _Operands(NamedTuple):
@@ -138,13 +163,18 @@ class _Operands(NamedTuple):
     scales: jax.Ref
     first_row: jax.Ref
     pages: jax.Ref
+    outputs: Outputs | None
     segments: PartialSoftmax
 
     @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
-        tiles, lanes, tables, queries, scales, first_row, pages, *segments = refs
-        arrays = tiles, lanes, tables, queries, scales, first_row, pages
-        return cls(*arrays, PartialSoftmax(*segments))
+    def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
+        *inputs, out, highest, total = refs
+        outputs = None
+        if finishes:
+            *inputs, sinks, value_scale, pages, results, lse = inputs
+            outputs = Outputs(sinks, value_scale, results, lse)
+            inputs += [pages]
+        return cls(*inputs, outputs, PartialSoftmax(out, highest, total))
 
 
 class _Scratch(NamedTuple):
@@ -153,6 +183,7 @@ class _Scratch(NamedTuple):
     loaded: stages of steps, each key followed by its value.
     query: the queries of a tile, and of the next.
     weights: of the keys of a step.
+    staged: outputs, for each window of values; none if tiles are not finished.
     widened: 8-bit values in 16 bits; None for 16-bit pages.
     widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
     """
@@ -160,14 +191,15 @@ class _Scratch(NamedTuple):
     loaded: Any
     query: Any
     weights: Any
+    staged: Any
     loaded_full: Any
     query_full: Any
     widened: Any
     widened_keys: Any
 
     @classmethod
-    def of(cls, shape: DecodeShape) -> Self:
-        """Returns the types for a kernel."""
+    def of(cls, shape: DecodeShape, out: Any) -> Self:
+        """Returns the types for a kernel that finishes tiles in dtype ``out``, or None."""
         rule = shape.rule
         align = math.gcd(rule.key_width, rule.value_width)
         widened = widened_keys = None
@@ -179,6 +211,11 @@ class _Scratch(NamedTuple):
             loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
             query=tiled((2, shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
+            staged=[
+                plgpu.SMEM((shape.rows, width), out)
+                for _, width in shape.windows
+                if out is not None
+            ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
             query_full=plgpu.Barrier(num_barriers=2),
             widened=widened,
@@ -251,6 +288,8 @@ class _Decoder:
         zero = jnp.int32(0)
         start = _Ahead(zero, zero, zero > 0, zero)
         lax.fori_loop(lane.first_tile, lane.last_tile + 1, one, start)
+        if self.operands.outputs is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _part(self, lane: Lane, index: Array) -> _Part:
         is_in_lane = index <= lane.last_tile
@@ -312,7 +351,7 @@ class _Decoder:
         fixed, start = segment_steps(self.rule), (self._start(), holes)
         if fixed is None:
             running, holes = lax.fori_loop(0, part.num_steps, step, start)
-            self._store(self.lane + part.index, running)
+            self._close(part, running)
             return holes
         tile, first_step = part.tile, part.first_step
         first_number = tile.first_segment - lax.div(tile.first_step, fixed)
@@ -334,6 +373,38 @@ class _Decoder:
         source = self.operands.queries.at[part.index, self.head]
         target, full = self.smem.query.at[buffer], self.smem.query_full.at[buffer]
         plgpu.copy_gmem_to_smem(source, target, full)
+
+    def _close(self, part: _Part, running: _Softmax) -> None:
+        """Writes the results of a part: of a whole tile, or of a segment."""
+        number, outputs = self.lane + part.index, self.operands.outputs
+        if outputs is None:
+            self._store(number, running)
+            return
+        is_whole = Tile.load(self.operands.tiles, part.index).num_segments == 1
+        pl.when(is_whole)(lambda: self._finish(part, outputs, running))
+        pl.when(~is_whole)(lambda: self._store(number, running))
+
+    def _finish(self, part: _Part, outputs: Outputs, running: _Softmax) -> None:
+        """Writes the output of a whole tile, and its log-sum-exp."""
+        sinks = plgpu.load(outputs.sinks.at[self.head], layout=COLUMNS, optimized=False)
+        scale = outputs.value_scale[self.head]
+        total = running.total.sum(axis=0)
+        weight, lse = pieces.normalize(running.highest, total, sinks, scale)
+        store(outputs.lse.at[part.index, self.head], lse)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+        for staged, out in zip(self.smem.staged, running.out, strict=True):
+            scaled = out * lax.broadcast_in_dim(weight, out.shape, [1])
+            store(staged.T, scaled.astype(staged.dtype))
+        plgpu.commit_smem()
+        group = self.rule.group
+        heads = pl.ds(self.head * group, group)
+        tile = Tile.load(self.operands.tiles, part.index)  # again, to have more registers before
+
+        @pl.loop(0, tile.count)
+        def _(row: Array) -> None:
+            for (first, width), staged in zip(self.shape.windows, self.smem.staged, strict=True):
+                target = outputs.out.at[tile.token + row, heads, pl.ds(first, width)]
+                plgpu.copy_smem_to_gmem(staged.at[pl.ds(row * group, group)], target)
 
     def _store(self, number: Array, running: _Softmax) -> None:
         """Stores the results of a segment."""

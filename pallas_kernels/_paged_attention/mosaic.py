@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels._paged_attention.combine import ROWS as COMBINED_ROWS
 from pallas_kernels._paged_attention.combine import combine
-from pallas_kernels._paged_attention.decode import DecodeShape, decode
+from pallas_kernels._paged_attention.decode import DecodeShape, Outputs, decode
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
@@ -168,13 +168,18 @@ def _decode(
     """Writes the output of tiles; returns their log-sum-exp, float32[N, kv_heads, rows]."""
     shape = _decode_shape(arrays, rule, tiles.size * rule.group)
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
+    # Others have parts in other kernels, or must be added up in the same way whatever their number.
+    finishes = fixed is None and shared is None
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
         scales = arrays.key_scale * jnp.float32(rule.scale)
-        segments = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, scales)
-        sinks = tile_sinks(arrays, shape)
-        return combine(rule, tasks, segments, sinks, arrays.value_scale, out, shared)
+        lse = jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32))
+        outputs = Outputs(tile_sinks(arrays, shape), arrays.value_scale, out, lse)
+        given = shape, tasks, arrays.block_tables, queries, arrays.pages, scales
+        segments = decode(*given, outputs if finishes else None)
+        combine(rule, tasks, segments, outputs, shared, finished=finishes)
+        return jax.freeze(lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
 

@@ -51,6 +51,24 @@ def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> Partia
     return PartialSoftmax(out, highest, total)
 
 
+def normalize(
+    highest: Array, total: Array, sinks: Array, value_scale: Array
+) -> tuple[Array, Array]:
+    """Returns the factors of the sums of values, and the log-sum-exp; see `PartialSoftmax`.
+
+    Args:
+      sinks: logits in base 2; -inf for none.
+    """
+    with_sinks = jnp.maximum(highest, sinks)
+    # Without a seen key, it is -inf, and -inf - -inf is NaN.
+    finite = jnp.where(with_sinks > -jnp.inf, with_sinks, 0.0)
+    shrink = jnp.exp2(highest - finite)
+    total = total * shrink + jnp.exp2(sinks - finite)
+    # Without a seen key, total is 0: the output is 0, and its logarithm -inf, as wanted.
+    weight = shrink * value_scale / jnp.where(total > 0, total, 1.0)
+    return weight, jnp.log(total) + finite * (1 / LOG2E)
+
+
 def add_columns(total: Array, weights: Array) -> Array:
     """Returns [rows, 8] plus the columns of [rows, n], column i to column i % 8.
 
