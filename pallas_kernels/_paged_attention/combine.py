@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers, store
-from pallas_kernels._paged_attention.decode import COLUMNS, Outputs
+from pallas_kernels._paged_attention.decode import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import Lane, TaskMap, Tile
@@ -66,6 +66,7 @@ def combine(
     rule: AttentionRule,
     tasks: TaskMap,
     segments: PartialSoftmax,
+    numbers: Array,
     outputs: Outputs,
     shared: SharedSegments | None = None,
     *,
@@ -74,10 +75,11 @@ def combine(
     """Writes the output of tiles, and zeros for padding.
 
     Args:
+      numbers: as `decode` takes them.
       shared: other segments that tiles take a part in; None: none.
       finished: whether tiles of one segment are left out.
     """
-    num_lanes, rows = tasks.lanes.shape[0], outputs.sinks.shape[1]
+    num_lanes, rows = tasks.lanes.shape[0], outputs.lse.shape[2]
     num_tiles = tasks.tiles.shape[0]
     over_lanes = finished and num_lanes < num_tiles
     num_places = num_lanes if over_lanes else num_tiles
@@ -101,11 +103,10 @@ def combine(
         scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    arrays = [tasks.tiles, tasks.lanes, tasks.used_tokens, *segments]
-    arrays += [outputs.sinks, outputs.value_scale]
+    arrays = [tasks.tiles, tasks.lanes, *segments, numbers]
     arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
-        call(*own_buffers(arrays), outputs.out, outputs.lse)
+        call(*own_buffers(arrays), *outputs)
 
 
 class CombineOperands(NamedTuple):
@@ -113,20 +114,18 @@ class CombineOperands(NamedTuple):
 
     tiles: jax.Ref
     lanes: jax.Ref
-    used_tokens: jax.Ref
     segments: PartialSoftmax
-    sinks: jax.Ref
-    value_scale: jax.Ref
+    numbers: jax.Ref
     out: jax.Ref
     lse: jax.Ref
     shared: SharedSegments | None
 
     @classmethod
     def of(cls, *refs: jax.Ref, shared: bool) -> Self:
-        tiles, lanes, used_tokens, *inputs, out, lse = refs
-        segments, (sinks, value_scale, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
+        tiles, lanes, *inputs, out, lse = refs
+        segments, (numbers, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
         found: Any = SharedSegments(others[0], PartialSoftmax(*others[1:])) if shared else None
-        return cls(tiles, lanes, used_tokens, segments, sinks, value_scale, out, lse, found)
+        return cls(tiles, lanes, segments, numbers, out, lse, found)
 
 
 class _Scratch(NamedTuple):
@@ -191,11 +190,9 @@ class _Combiner:
         elif finished:
             is_left = tile.num_segments > 1
         # Loaded early to hide the latency.
-        used_tokens, value_scale = (
-            self.operands.used_tokens[0],
-            self.operands.value_scale[self.head],
-        )
-        sinks = self._load_rows(self.operands.sinks.at[self.head], self.rows)
+        numbers = self.operands.numbers.at[self.head]
+        value_scale = numbers[VALUE_SCALE]
+        sinks = self._load_rows(numbers, pl.ds(SINKS + self.first_row, ROWS))
 
         @pl.when(is_left & (tile.count * self.rule.group > self.first_row))
         def _() -> None:
@@ -212,7 +209,7 @@ class _Combiner:
                 out = all_summed.out
                 self._write(tile, out * lax.broadcast_in_dim(weight, out.shape, [1]))
 
-        pl.when(self.warpgroup == 0)(lambda: self._clear_padding(used_tokens))
+        pl.when(self.warpgroup == 0)(lambda: self._clear_padding(tile.used_tokens))
 
     def _sum(self, tile: Tile, index: Array) -> PartialSoftmax:
         """Returns the sum of this warpgroup's share of the segments of the tile."""

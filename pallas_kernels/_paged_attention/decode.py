@@ -31,6 +31,7 @@ SMEM_PER_SM = 227 * 1024
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block loads ahead
 NARROW = plgpu.Layout.WGMMA_8BIT
+SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
 
@@ -87,16 +88,11 @@ class DecodeShape(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The results of whole tiles, and numbers for them; or references to these numbers.
+    """References to the output, [T, heads, V], and to the log-sum-exp of tiles.
 
-    sinks: float32[kv_heads, rows], logits in base 2; -inf for none.
-    value_scale: float32[kv_heads].
-    out: reference to [T, heads, V].
-    lse: reference to float32[N, kv_heads, rows], the log-sum-exp; undefined for empty tiles.
+    lse: float32[N, kv_heads, rows]; undefined for empty tiles.
     """
 
-    sinks: Any
-    value_scale: Any
     out: Any
     lse: Any
 
@@ -107,7 +103,7 @@ def decode(
     tables: Array,
     queries: Array,
     pages: StridedPages,
-    scales: Array,
+    numbers: Array,
     outputs: Outputs | None = None,
 ) -> PartialSoftmax:
     """Attends from all tiles, and returns the partial softmax of each segment.
@@ -115,7 +111,8 @@ def decode(
     Args:
       tables: int32[B, W].
       queries: [N, kv_heads, rows, K].
-      scales: float32[kv_heads], factors of the scores.
+      numbers: float32[kv_heads, 2 + rows]: `SCALE`, `VALUE_SCALE` and from `SINKS` on logits of the
+        rows in base 2, -inf for none.
       outputs: the results of tiles that are one segment, which are finished and not returned; None:
         all are returned.
 
@@ -144,13 +141,9 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
-    inputs = [tasks.tiles, tasks.lanes, tables, queries, scales, first_row]
-    refs = [pages.rows()]  # a whole buffer
-    if outputs is not None:
-        inputs += [outputs.sinks, outputs.value_scale]
-        refs += [outputs.out, outputs.lse]
-    with jax.enable_x64(False):
-        return PartialSoftmax(*call(*own_buffers(inputs), *refs))
+    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, numbers, first_row])
+    with jax.enable_x64(False):  # pages.rows() is a whole buffer
+        return PartialSoftmax(*call(*inputs, pages.rows(), *(outputs or ())))
 
 
 class _Operands(NamedTuple):
@@ -160,7 +153,7 @@ class _Operands(NamedTuple):
     lanes: jax.Ref
     tables: jax.Ref
     queries: jax.Ref
-    scales: jax.Ref
+    numbers: jax.Ref
     first_row: jax.Ref
     pages: jax.Ref
     outputs: Outputs | None
@@ -168,13 +161,8 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
-        *inputs, out, highest, total = refs
-        outputs = None
-        if finishes:
-            *inputs, sinks, value_scale, pages, results, lse = inputs
-            outputs = Outputs(sinks, value_scale, results, lse)
-            inputs += [pages]
-        return cls(*inputs, outputs, PartialSoftmax(out, highest, total))
+        inputs, outputs, segments = refs[:7], refs[7:-3], refs[-3:]
+        return cls(*inputs, Outputs(*outputs) if finishes else None, PartialSoftmax(*segments))
 
 
 class _Scratch(NamedTuple):
@@ -328,7 +316,7 @@ class _Decoder:
             pl.when(exists)(functools.partial(self._fetch, places, stage))
             holes = jnp.where(exists, note(holes, stage, found), holes)
         plgpu.barrier_wait(self.smem.query_full.at[buffer])
-        scale = self.operands.scales[self.head]
+        scale = self.operands.numbers[self.head, SCALE]
 
         def step(i: Array, carry: _Carry) -> _Carry:
             running, holes = carry
@@ -386,9 +374,9 @@ class _Decoder:
 
     def _finish(self, part: _Part, outputs: Outputs, running: _Softmax) -> None:
         """Writes the output of a whole tile, and its log-sum-exp."""
-        sinks = plgpu.load(outputs.sinks.at[self.head], layout=COLUMNS, optimized=False)
-        scale = outputs.value_scale[self.head]
-        total = running.total.sum(axis=0)
+        numbers, rows = self.operands.numbers, pl.ds(SINKS, self.shape.rows)
+        sinks = plgpu.load(numbers.at[self.head, rows], layout=COLUMNS, optimized=False)
+        total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
         weight, lse = pieces.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention.decode import DecodeShape
+from pallas_kernels._paged_attention.decode import SINKS, DecodeShape
 from pallas_kernels._paged_attention.mla_combine import combine_latents
 from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_lanes
 from pallas_kernels._paged_attention.mosaic import (
@@ -12,8 +12,8 @@ from pallas_kernels._paged_attention.mosaic import (
     page_and_compute_dtype,
     shared_queries,
     step_sizes,
+    tile_numbers,
     tile_queries,
-    tile_sinks,
     used_tokens,
 )
 from pallas_kernels._paged_attention.partial import PartialSoftmax
@@ -52,11 +52,11 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     filled = tiles.size * rule.group  # rows past the queries of a tile hold nothing
     shape = _shape(arrays, rule, filled)
-    sinks = tile_sinks(arrays, shape)[0, :filled]
+    numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
-        tasks, segments = _decode(arrays, shape, tiles, queries, fixed)
-        return combine_latents(rule, tasks, segments, sinks, arrays.value_scale, out, common)
+        tasks, segments = _decode(arrays, shape, tiles, queries, numbers, fixed)
+        return combine_latents(rule, tasks, segments, numbers[:, : SINKS + filled], out, common)
 
     lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
     return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
@@ -69,7 +69,8 @@ def _attend_shared(
     parts = tile_shared(arrays, rule, shared)
     shape = _shape(arrays, rule._replace(causal=False), parts.tiles.size * row_stride(rule))
     queries = shared_queries(arrays.queries, parts, shape)
-    tasks, segments = _decode(arrays, shape, parts.tiles, queries, None)
+    numbers = tile_numbers(arrays, shape)
+    tasks, segments = _decode(arrays, shape, parts.tiles, queries, numbers, None)
     return own_tiles(arrays, rule, parts), SharedSegments.of(rule, parts, tasks, segments)
 
 
@@ -83,16 +84,13 @@ def _decode(
     shape: DecodeShape,
     tiles: QueryTiles,
     queries: Array,
+    numbers: Array,
     fixed: FixedSegments | None,
 ) -> tuple[TaskMap, PartialSoftmax]:
     """Attends from tiles; returns their tasks, and the softmax of each segment."""
     tasks = share_out(tiles, num_lanes(shape), used_tokens(arrays), fixed)
-    full, scales = (
-        _full_steps(arrays, shape.rule, tiles),
-        arrays.key_scale * jnp.float32(shape.rule.scale),
-    )
-    tables, pages = arrays.block_tables, arrays.pages
-    return tasks, decode_latents(shape, tasks, full, tables, queries, pages, scales)
+    full, tables = _full_steps(arrays, shape.rule, tiles), arrays.block_tables
+    return tasks, decode_latents(shape, tasks, full, tables, queries, arrays.pages, numbers)
 
 
 def _tile_size(arrays: AttentionArrays, rule: AttentionRule) -> int:

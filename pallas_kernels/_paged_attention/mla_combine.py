@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention.combine import CombineOperands
-from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, add_up
+from pallas_kernels._paged_attention.decode import SINKS, VALUE_SCALE
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
@@ -26,8 +27,7 @@ def combine_latents(
     rule: AttentionRule,
     tasks: TaskMap,
     segments: PartialSoftmax,
-    sinks: Array,
-    value_scale: Array,
+    numbers: Array,
     out: Any,
     shared: SharedSegments | None = None,
 ) -> Array:
@@ -35,13 +35,12 @@ def combine_latents(
 
     Args:
       shared: other segments that tiles take a part in; None: none.
-      sinks: float32[R], logits times log2(e), one per row of queries of a tile; -inf for none.
-      value_scale: float32[1].
+      numbers: as `decode` takes them, for the R rows of queries of a tile.
 
     Returns:
       The log-sum-exp, float32[N, 1, R]; undefined for empty tiles.
     """
-    num_tiles, rows = tasks.tiles.shape[0], sinks.shape[0]
+    num_tiles, rows = tasks.tiles.shape[0], numbers.shape[1] - SINKS
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
@@ -57,7 +56,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, tasks.lanes, tasks.used_tokens, *segments, sinks, value_scale]
+    arrays = [tasks.tiles, tasks.lanes, *segments, numbers]
     arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
         return call(*own_buffers(arrays), out)[0]
@@ -78,15 +77,17 @@ class _Combiner:
     def run(self) -> None:
         tile = Tile.load(self.operands.tiles, self.index)
         # Loaded early to hide the latency.
-        used_tokens, value_scale = self.operands.used_tokens[0], self.operands.value_scale[0]
-        sinks = [self.operands.sinks[row] for row in self.rows]
+        value_scale = self.operands.numbers[0, VALUE_SCALE]
+        sinks = [self.operands.numbers[0, SINKS + row] for row in self.rows]
 
         @pl.when(lax.div(self.rows[0], self.rule.group) < tile.count)
         def _() -> None:
             for row, sink, summed in zip(self.rows, sinks, self._sums(tile), strict=True):
-                self._write(tile, row, self._finish(row, sink, summed) * value_scale)
+                weight, lse = normalize(*summed[1:], sink, value_scale)
+                self.operands.lse[self.index, 0, row] = lse
+                self._write(tile, row, summed.out * weight)
 
-        self._clear_padding(used_tokens)
+        self._clear_padding(tile.used_tokens)
 
     def _sums(self, tile: Tile) -> list[PartialSoftmax]:
         """Adds up the segments of the tile, for each row."""
@@ -130,16 +131,6 @@ class _Combiner:
         out = plgpu.load(segments.out.at[place], layout=self.layout)
         highest = jnp.where(index < link.num_segments, segments.highest[place], -jnp.inf)
         return PartialSoftmax(out, highest, segments.total[place])
-
-    def _finish(self, row: Array, sink: Array, summed: PartialSoftmax) -> Array:
-        """Returns the output of a row without the scale, and writes its log-sum-exp."""
-        highest = jnp.maximum(summed.highest, sink)
-        finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-        shrink = jnp.exp2(summed.highest - finite)
-        total = summed.total * shrink + jnp.exp2(sink - finite)
-        # Nothing seen: the output is 0, and log(0) is the -inf that the log-sum-exp has to be.
-        self.operands.lse[self.index, 0, row] = jnp.log(total) + finite * (1 / LOG2E)
-        return summed.out * (shrink / jnp.where(total > 0, total, 1.0))
 
     def _write(self, tile: Tile, row: Array, out: Array) -> None:
         """Writes a row to its token and head, if the tile has such a token."""

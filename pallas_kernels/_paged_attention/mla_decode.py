@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability, _mosaic
 from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
-from pallas_kernels._paged_attention.decode import DecodeShape
+from pallas_kernels._paged_attention.decode import SCALE, DecodeShape
 from pallas_kernels._paged_attention.mla_rows import (
     COLUMNS,
     HALVES,
@@ -61,7 +61,7 @@ def decode_latents(
     tables: Array,
     queries: Array,
     pages: StridedPages,
-    scales: Array,
+    numbers: Array,
 ) -> PartialSoftmax:
     """Attends from all tiles, and returns the partial softmax of each segment.
 
@@ -69,7 +69,7 @@ def decode_latents(
       full_steps: int32[N]; below this step a tile sees all keys, and all of them are in pages.
       tables: int32[B, W], the block tables.
       queries: [N, 1, rows, K].
-      scales: float32[1], the factor of the scores.
+      numbers: as `decode` takes them.
 
     Returns:
       ``out`` float32[S, rows, V], ``highest`` and ``total`` float32[S, rows]; undefined where S
@@ -99,7 +99,7 @@ def decode_latents(
         ),
     )
     first_row = pages.first_row().reshape(1)
-    arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, scales, first_row]
+    arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, numbers, first_row]
     with jax.enable_x64(False):  # pages are a whole buffer already
         return PartialSoftmax(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
 
@@ -112,15 +112,15 @@ class _Operands(NamedTuple):
     full_steps: jax.Ref
     tables: jax.Ref
     queries: jax.Ref
-    scales: jax.Ref
+    numbers: jax.Ref
     first_row: jax.Ref
     pages: tuple[jax.Ref, ...]
     segments: PartialSoftmax
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
-        tiles, lanes, full_steps, tables, queries, scales, first_row, *rest = refs
-        arrays = tiles, lanes, full_steps, tables, queries, scales, first_row
+        tiles, lanes, full_steps, tables, queries, numbers, first_row, *rest = refs
+        arrays = tiles, lanes, full_steps, tables, queries, numbers, first_row
         return cls(*arrays, tuple(rest[:-3]), PartialSoftmax(*rest[-3:]))
 
 
@@ -307,7 +307,7 @@ class _Decoder:
 
     def _score(self, segment: _Segment) -> None:
         """Attends from the rows to the keys of a segment, without the right half of the output."""
-        scale = self.operands.scales[0]
+        scale = self.operands.numbers[0, SCALE]
 
         def step(masked: bool) -> Callable[[Array, _Softmax], _Softmax]:
             return lambda place, running: self._score_step(segment, place, scale, masked, running)

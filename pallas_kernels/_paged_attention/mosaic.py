@@ -149,10 +149,8 @@ def _decode_shared(
     shape = _decode_shape(arrays, all_seen, parts.tiles.size * stride)
     shape = shape._replace(spare_rows=COMBINED_ROWS)  # the rows of the last request begin anywhere
     tasks = share_out(parts.tiles, shape.num_lanes, used_tokens(arrays))
-    scales = arrays.key_scale * jnp.float32(rule.scale)
-    queries = shared_queries(arrays.queries, parts, shape)
-    tables, pages = arrays.block_tables, arrays.pages
-    segments = decode(shape, tasks, tables, queries, pages, scales)
+    queries, numbers = shared_queries(arrays.queries, parts, shape), tile_numbers(arrays, shape)
+    segments = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, numbers)
     common = SharedSegments.of(rule, parts, tasks, segments)
     tiles = own_tiles(arrays, rule, parts)
     return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
@@ -170,16 +168,15 @@ def _decode(
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
     finishes = fixed is None and shared is None
+    numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
-        scales = arrays.key_scale * jnp.float32(rule.scale)
-        lse = jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32))
-        outputs = Outputs(tile_sinks(arrays, shape), arrays.value_scale, out, lse)
-        given = shape, tasks, arrays.block_tables, queries, arrays.pages, scales
+        outputs = Outputs(out, jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32)))
+        given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
         segments = decode(*given, outputs if finishes else None)
-        combine(rule, tasks, segments, outputs, shared, finished=finishes)
-        return jax.freeze(lse)
+        combine(rule, tasks, segments, numbers, outputs, shared, finished=finishes)
+        return jax.freeze(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
 
@@ -244,13 +241,15 @@ def shared_queries(queries: Array, shared: SharedTiles, shape: DecodeShape) -> A
     return tiled.astype(shape.compute)
 
 
-def tile_sinks(arrays: AttentionArrays, shape: DecodeShape) -> Array:
-    """Returns the logits of the sinks in base 2, float32[kv_heads, rows]."""
+def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:
+    """Returns the numbers of each KV head that `decode` takes, in one array for one launch."""
     rule = shape.rule
-    if arrays.sinks is None:
-        return jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
-    of_rows = jnp.arange(shape.rows, dtype=jnp.int32) % rule.group
-    return arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
+    sinks = jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
+    if arrays.sinks is not None:
+        of_rows = jnp.arange(shape.rows, dtype=jnp.int32) % rule.group
+        sinks = arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
+    scales = arrays.key_scale * jnp.float32(rule.scale), arrays.value_scale
+    return jnp.concatenate([jnp.stack(scales, axis=1), sinks], axis=1)
 
 
 def lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:

@@ -42,6 +42,7 @@ class Tile(NamedTuple):
     first_step: the request's first step that the tile sees.
     line_begin, line_end: the tile's steps on the line of all steps, ``line_end`` excluded.
     first_segment, num_segments: the segments of the tile.
+    used_tokens: the number of tokens before the padding, in every row.
     """
 
     request: Array
@@ -57,6 +58,7 @@ class Tile(NamedTuple):
     line_end: Array
     first_segment: Array
     num_segments: Array
+    used_tokens: Array
 
     @classmethod
     def load(cls, tiles: jax.Ref, index: Array) -> Self:
@@ -83,13 +85,11 @@ class TaskMap(NamedTuple):
 
     tiles: int32[N, ...], a `Tile` per row.
     lanes: int32[L, 4], a `Lane` per row.
-    used_tokens: int32[1], the number of tokens before the padding.
     num_segments: the most segments that there can be.
     """
 
     tiles: Array
     lanes: Array
-    used_tokens: Array
     num_segments: int
 
 
@@ -145,8 +145,9 @@ def share_out(
         line_end=line_ends,
         first_segment=first_segments,
         num_segments=num_segments,
+        used_tokens=jnp.broadcast_to(used_tokens, steps.shape),
     )
-    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), used_tokens.reshape(1), most)
+    return TaskMap(jnp.stack(tile, axis=1), jnp.stack(lane, axis=1), most)
 
 
 class FixedSegments(NamedTuple):
