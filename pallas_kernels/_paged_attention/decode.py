@@ -30,6 +30,7 @@ from pallas_kernels._paged_attention.tiles import AttentionRule
 SMEM_PER_SM = 227 * 1024
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block loads ahead
+STAGED = 8  # rows of the output that are written at once
 NARROW = plgpu.Layout.WGMMA_8BIT
 SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
@@ -77,6 +78,7 @@ class DecodeShape(NamedTuple):
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (2 * rule.key_width + STEP) * 2 + 4096
+        used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
         used += STEP * rule.value_width * 2 if self.widens else 0
         by_registers = 2 if self.rows > 16 else 3 if self.widens or not self.is_small else 4
         return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
@@ -171,7 +173,7 @@ class _Scratch(NamedTuple):
     loaded: stages of steps, each key followed by its value.
     query: the queries of a tile, and of the next.
     weights: of the keys of a step.
-    staged: outputs, for each window of values; none if tiles are not finished.
+    staged: some rows of the output, for each window of values; none if tiles are not finished.
     widened: 8-bit values in 16 bits; None for 16-bit pages.
     widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
     """
@@ -200,9 +202,7 @@ class _Scratch(NamedTuple):
             query=tiled((2, shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
-                plgpu.SMEM((shape.rows, width), out)
-                for _, width in shape.windows
-                if out is not None
+                plgpu.SMEM((STAGED, width), out) for _, width in shape.windows if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
             query_full=plgpu.Barrier(num_barriers=2),
@@ -379,20 +379,26 @@ class _Decoder:
         total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
         weight, lse = pieces.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
-        for staged, out in zip(self.smem.staged, running.out, strict=True):
-            scaled = out * lax.broadcast_in_dim(weight, out.shape, [1])
-            store(staged.T, scaled.astype(staged.dtype))
-        plgpu.commit_smem()
-        group = self.rule.group
-        heads = pl.ds(self.head * group, group)
         tile = Tile.load(self.operands.tiles, part.index)  # again, to have more registers before
+        for first_row in range(0, self.shape.rows, STAGED):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
+            rows = slice(first_row, first_row + STAGED)
+            for staged, out in zip(self.smem.staged, running.out, strict=True):
+                scaled = out * lax.broadcast_in_dim(weight, out.shape, [1])
+                store(staged.T, scaled[:, rows].astype(staged.dtype))
+            plgpu.commit_smem()
+            for row in range(STAGED):
+                self._write_row(tile, outputs.out, row, first_row + row)
 
-        @pl.loop(0, tile.count)
-        def _(row: Array) -> None:
+    def _write_row(self, tile: Tile, out: Any, row: int, number: int) -> None:
+        """Writes a staged row to its token and head, if the tile has such a token."""
+        token, head = divmod(number, self.rule.group)
+
+        @pl.when(token < tile.count)
+        def _() -> None:
+            place = tile.token + token, self.head * self.rule.group + head
             for (first, width), staged in zip(self.shape.windows, self.smem.staged, strict=True):
-                target = outputs.out.at[tile.token + row, heads, pl.ds(first, width)]
-                plgpu.copy_smem_to_gmem(staged.at[pl.ds(row * group, group)], target)
+                plgpu.copy_smem_to_gmem(staged.at[row], out.at[(*place, pl.ds(first, width))])
 
     def _store(self, number: Array, running: _Softmax) -> None:
         """Stores the results of a segment."""
