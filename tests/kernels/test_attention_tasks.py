@@ -165,17 +165,19 @@ def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
         rng = np.random.default_rng(seed)
         begins = rng.integers(0, 700, 6) * rng.integers(0, 2, 6)
         ends = begins + rng.integers(-5, 900, 6) * rng.integers(0, 2, 6)
-        zeros = np.zeros(6, np.int32)
-        tiles = QueryTiles(1, *[zeros] * 7, as_ids(begins), as_ids(ends), zeros, zeros)
+        zeros, counts = np.zeros(6, np.int32), as_ids(rng.integers(0, 3, 6))
+        keys = as_ids(begins), as_ids(ends)
+        tiles = QueryTiles(3, *[zeros] * 3, counts, *[zeros] * 3, *keys, zeros, zeros)
         tasks = share(tiles, num_lanes, np.int32(0), fixed)
-        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, ends, fixed)
+        steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, np.minimum(counts, 1))
+        check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, steps, fixed)
         if fixed is not None:
             last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
             assert last.first_segment + last.num_segments <= tasks.num_segments == 6 * fixed[1]
 
 
 def check_lanes(
-    tiles: np.ndarray, lanes: np.ndarray, begins, ends, fixed: FixedSegments | None
+    tiles: np.ndarray, lanes: np.ndarray, begins, num_steps, fixed: FixedSegments | None
 ) -> None:
     segments: dict[int, list[int]] = {tile: [] for tile in range(len(tiles))}
     steps: list[tuple[int, int]] = []
@@ -201,9 +203,9 @@ def check_lanes(
                     base = tile.first_segment - tile.first_step // fixed.steps
                     segments[index] = segments[index][:-1] + [base + k for k in sorted(ranges)]
     wanted = [
-        (tile, step)
-        for tile, (begin, end) in enumerate(zip(begins, ends, strict=True))
-        for step in range(begin // STEP, -(-end // STEP) if end > begin else 0)
+        (tile, begin // STEP + step)
+        for tile, (begin, count) in enumerate(zip(begins, num_steps, strict=True))
+        for step in range(count)
     ]
     assert steps == wanted, "each step once, in order"
     assert max(lengths) - min(lengths) <= (1 if fixed is None else fixed.steps + 1)
