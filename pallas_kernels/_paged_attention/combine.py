@@ -180,11 +180,11 @@ class _Combiner:
           over_lanes: whether the place of the thread block is a lane, and not a tile.
         """
         index, is_left = self.place, jnp.bool_(True)
-        if over_lanes:
-            lane = Lane.load(self.operands.lanes, self.place)
-            index = jnp.maximum(lane.last_tile, 0)
         tile = Tile.load(self.operands.tiles, index)
         if over_lanes:  # a tile that begins in the lane, and ends in another
+            lane = Lane.load(self.operands.lanes, self.place)
+            index = jnp.maximum(lane.last_tile, 0)
+            tile = Tile.load(self.operands.tiles, index)
             is_left = (lane.line_begin < lane.line_end) & (tile.line_begin >= lane.line_begin)
             is_left &= tile.line_end > lane.line_end
         elif finished:

@@ -163,8 +163,10 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
-        inputs, outputs, segments = refs[:7], refs[7:-3], refs[-3:]
-        return cls(*inputs, Outputs(*outputs) if finishes else None, PartialSoftmax(*segments))
+        tiles, lanes, tables, queries, numbers, first_row, pages, *outputs, out, high, total = refs
+        arrays = tiles, lanes, tables, queries, numbers, first_row, pages
+        written = Outputs(*outputs) if finishes else None
+        return cls(*arrays, written, PartialSoftmax(out, high, total))
 
 
 class _Scratch(NamedTuple):
