@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import own_buffers, store
-from pallas_kernels._paged_attention.decode import COLUMNS, SINKS, VALUE_SCALE, Outputs
+from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import Lane, TaskMap, Tile

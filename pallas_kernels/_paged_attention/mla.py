@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention.decode import SINKS, DecodeShape
+from pallas_kernels._paged_attention.decode_block import SINKS, DecodeShape
 from pallas_kernels._paged_attention.mla_combine import combine_latents
 from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_lanes
 from pallas_kernels._paged_attention.mosaic import (

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._mosaic import own_buffers
 from pallas_kernels._paged_attention.combine import CombineOperands
-from pallas_kernels._paged_attention.decode import SINKS, VALUE_SCALE
+from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
 from pallas_kernels._paged_attention.tasks import TaskMap, Tile

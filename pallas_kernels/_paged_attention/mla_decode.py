@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability, _mosaic
 from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
-from pallas_kernels._paged_attention.decode import SCALE, DecodeShape
+from pallas_kernels._paged_attention.decode_block import SCALE, DecodeShape
 from pallas_kernels._paged_attention.mla_rows import (
     COLUMNS,
     HALVES,

@@ -8,7 +8,8 @@ from jax import Array
 
 from pallas_kernels._paged_attention.combine import ROWS as COMBINED_ROWS
 from pallas_kernels._paged_attention.combine import combine
-from pallas_kernels._paged_attention.decode import DecodeShape, Outputs, decode
+from pallas_kernels._paged_attention.decode import decode
+from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
 from pallas_kernels._paged_attention.pieces import LOG2E, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles

@@ -1,0 +1,149 @@
+"""A thread block that decodes: its constants, its operands and its shared memory."""
+
+import math
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _capability, _mosaic
+from pallas_kernels._mosaic import tiled
+from pallas_kernels._paged_attention.pieces import PartialSoftmax, Steps
+from pallas_kernels._paged_attention.tasks import STEP
+from pallas_kernels._paged_attention.tiles import AttentionRule
+
+SMEM_PER_SM = 227 * 1024
+BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
+STAGES = 2  # steps that a thread block loads ahead
+STAGED = 8  # rows of the output that are written at once
+SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
+
+
+class DecodeShape(NamedTuple):
+    """Constants of a compiled kernel.
+
+    rows: query heads of a tile, a multiple of 8.
+    page: dtype of the pages.
+    compute: 16-bit dtype of the products.
+    spare_rows: rows that results have besides, undefined.
+    """
+
+    rule: AttentionRule
+    steps: Steps
+    rows: int
+    page: jnp.dtype
+    compute: jnp.dtype
+    spare_rows: int = 0
+
+    @property
+    def widens(self) -> bool:
+        return self.page.itemsize == 1
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """Returns the first column and the width of parts of a value that wgmma takes.
+
+        Their widths are multiples of 64. The last one may overlap the one before, and end with the
+        value.
+        """
+        width = self.rule.value_width
+        whole = width // 64 * 64
+        return [(0, whole)] + [(width - 64, 64)] * (width > whole)
+
+    @property
+    def is_small(self) -> bool:
+        """Returns whether a thread has registers for the keys and the values of a step at once."""
+        return self.rows == 8
+
+    @property
+    def thread_blocks_per_sm(self) -> int:
+        """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
+        rule = self.rule
+        ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
+        used = ahead + self.rows * (2 * rule.key_width + STEP) * 2 + 4096
+        used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
+        used += STEP * rule.value_width * 2 if self.widens else 0
+        by_registers = 2 if self.rows > 16 else 3 if self.widens or not self.is_small else 4
+        return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
+
+    @property
+    def num_lanes(self) -> int:
+        blocks = _capability.max_thread_blocks(self.thread_blocks_per_sm)
+        return max(1, blocks // self.rule.kv_heads)
+
+
+class Outputs(NamedTuple):
+    """References to the output, [T, heads, V], and to the log-sum-exp of tiles.
+
+    lse: float32[N, kv_heads, rows]; undefined for empty tiles.
+    """
+
+    out: Any
+    lse: Any
+
+
+class DecodeOperands(NamedTuple):
+    """References to the arrays of a call, and to the results of segments."""
+
+    tiles: jax.Ref
+    lanes: jax.Ref
+    tables: jax.Ref
+    queries: jax.Ref
+    numbers: jax.Ref
+    first_row: jax.Ref
+    pages: jax.Ref
+    outputs: Outputs | None
+    segments: PartialSoftmax
+
+    @classmethod
+    def of(cls, *refs: jax.Ref, finishes: bool) -> Self:
+        tiles, lanes, tables, queries, numbers, first_row, pages, *outputs, out, high, total = refs
+        arrays = tiles, lanes, tables, queries, numbers, first_row, pages
+        written = Outputs(*outputs) if finishes else None
+        return cls(*arrays, written, PartialSoftmax(out, high, total))
+
+
+class DecodeScratch(NamedTuple):
+    """Shared memory and barriers: their types, or references to them.
+
+    loaded: stages of steps, each key followed by its value.
+    query: the queries of a tile, and of the next.
+    weights: of the keys of a step.
+    staged: some rows of the output, for each window of values; none if tiles are not finished.
+    widened: 8-bit values in 16 bits; None for 16-bit pages.
+    widened_keys: 8-bit keys in 16 bits, for interpret mode; None on a GPU.
+    """
+
+    loaded: Any
+    query: Any
+    weights: Any
+    staged: Any
+    loaded_full: Any
+    query_full: Any
+    widened: Any
+    widened_keys: Any
+
+    @classmethod
+    def of(cls, shape: DecodeShape, out: Any) -> Self:
+        """Returns the types for a kernel that finishes tiles in dtype ``out``, or None."""
+        rule = shape.rule
+        align = math.gcd(rule.key_width, rule.value_width)
+        widened = widened_keys = None
+        if shape.widens:
+            widened = tiled((STEP, rule.value_width), shape.compute)
+            if not _mosaic.OPERANDS_IN_REGISTERS:
+                widened_keys = tiled((STEP, rule.key_width), shape.compute)
+        return cls(
+            loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
+            query=tiled((2, shape.rows, rule.key_width), shape.compute, align),
+            weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
+            staged=[
+                plgpu.SMEM((STAGED, width), out) for _, width in shape.windows if out is not None
+            ],
+            loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
+            query_full=plgpu.Barrier(num_barriers=2),
+            widened=widened,
+            widened_keys=widened_keys,
+        )
