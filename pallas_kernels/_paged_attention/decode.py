@@ -10,7 +10,7 @@ one thread block serves whole is finished there; the others are combined by anot
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,11 @@ class _Part(NamedTuple):
     first_step: Array
     num_steps: Array
 
+    def nothing_after(self) -> Self:
+        """Returns no steps, after this part."""
+        end = self.first_step + self.num_steps
+        return self._replace(first_step=end, num_steps=jnp.int32(0))
+
 
 class _Ahead(NamedTuple):
     """The work of a lane before a part, and the loads that it has begun in advance.
@@ -121,8 +126,11 @@ class _Decoder(DecodeSteps):
 
         def one(index: Array, ahead: _Ahead) -> _Ahead:
             part, later = self._part(lane, index), self._part(lane, index + 1)
+            if not self.shape.has_spare_registers:
+                later = part.nothing_after()
             attend = functools.partial(self._attend, part, later)
-            return lax.cond(part.num_steps > 0, attend, lambda ahead: ahead, ahead)
+            after = lax.cond(part.num_steps > 0, attend, lambda ahead: ahead, ahead)
+            return after if self.shape.has_spare_registers else start
 
         zero = jnp.int32(0)
         start = _Ahead(zero, zero, zero > 0, zero)

@@ -58,14 +58,29 @@ class DecodeShape(NamedTuple):
         return self.rows == 8
 
     @property
+    def has_spare_registers(self) -> bool:
+        """Returns whether a thread has registers to load a tile ahead, and to finish tiles.
+
+        Where 8-bit pages are widened it has not: one thread block less would fit on an SM.
+        """
+        return not self.widens
+
+    @property
+    def query_buffers(self) -> int:
+        """Returns how many tiles' queries have room."""
+        return 2 if self.has_spare_registers else 1
+
+    @property
     def thread_blocks_per_sm(self) -> int:
         """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
-        used = ahead + self.rows * (2 * rule.key_width + STEP) * 2 + 4096
-        used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
+        used = ahead + self.rows * (self.query_buffers * rule.key_width + STEP) * 2 + 4096
+        if self.has_spare_registers:
+            used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
         used += STEP * rule.value_width * 2 if self.widens else 0
-        by_registers = 2 if self.rows > 16 else 3 if self.widens or not self.is_small else 4
+        has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
+        by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
         return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
 
     @property
@@ -109,7 +124,7 @@ class DecodeScratch(NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     loaded: stages of steps, each key followed by its value.
-    query: the queries of a tile, and of the next.
+    query: the queries of a tile, and, where it is loaded ahead, of the next.
     weights: of the keys of a step.
     staged: some rows of the output, for each window of values; none if tiles are not finished.
     widened: 8-bit values in 16 bits; None for 16-bit pages.
@@ -137,13 +152,13 @@ class DecodeScratch(NamedTuple):
                 widened_keys = tiled((STEP, rule.key_width), shape.compute)
         return cls(
             loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
-            query=tiled((2, shape.rows, rule.key_width), shape.compute, align),
+            query=tiled((shape.query_buffers, shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
                 plgpu.SMEM((STAGED, width), out) for _, width in shape.windows if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
-            query_full=plgpu.Barrier(num_barriers=2),
+            query_full=plgpu.Barrier(num_barriers=shape.query_buffers),
             widened=widened,
             widened_keys=widened_keys,
         )
