@@ -17,7 +17,7 @@ from pallas_kernels._paged_attention.tiles import (
     one_query_each,
 )
 
-ROWS, ROWS_OF_WIDE, WIDE = 64, 32, 128  # of a tile, and of one whose values are wider
+ROWS, FEW_ROWS, WIDE = 64, 32, 128  # of a tile; few if groups are small or values are wider
 MAX_LATENT_GROUP = 32  # query heads of latent rows
 
 
@@ -86,17 +86,23 @@ def is_worth_sharing(rule: AttentionRule) -> bool:
     return not rule.values_in_keys or rule.group <= MAX_LATENT_GROUP
 
 
-def tile_size(rule: AttentionRule) -> int:
-    """Returns the requests of a tile: as many as fill its rows."""
-    rows = ROWS if rule.values_in_keys or rule.value_width <= WIDE else ROWS_OF_WIDE
-    return max(1, rows // row_stride(rule))
+def tile_size(rule: AttentionRule, shared: SharedPrefixes) -> int:
+    """Returns the requests of a tile: as many as fill its rows.
+
+    Twice as many rows take almost twice the time, so that few are better for groups that fit.
+    """
+    stride = row_stride(rule)
+    usual = shared.members.shape[0] // shared.ends.shape[0] * stride  # rows of a group
+    is_small = usual <= FEW_ROWS or rule.value_width > WIDE
+    rows = FEW_ROWS if is_small and not rule.values_in_keys else ROWS
+    return max(1, rows // stride)
 
 
 def tile_shared(
     arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
 ) -> SharedTiles:
     """Cuts groups of requests into tiles of as many as fill the rows of one."""
-    size, batch = tile_size(rule), arrays.block_tables.shape[0]
+    size, batch = tile_size(rule, shared), arrays.block_tables.shape[0]
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts

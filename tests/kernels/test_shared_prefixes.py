@@ -138,6 +138,7 @@ def small_gpu(monkeypatch) -> None:
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     monkeypatch.setattr(shared, "ROWS", 8)
+    monkeypatch.setattr(shared, "FEW_ROWS", 8)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
