@@ -20,7 +20,7 @@ from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
 # Steps of a fixed segment. Those of latent rows are longer, because their results are wider.
-SEGMENT, LATENT_SEGMENT = 8, 32
+SEGMENT, LATENT_SEGMENT = 16, 32
 
 
 def segment_steps(rule: AttentionRule) -> int | None:
