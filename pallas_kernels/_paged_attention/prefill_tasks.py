@@ -95,7 +95,7 @@ def prefill_tiles(
         last_step=last,
         has_holes=holed.astype(jnp.int32),
         num_tiles=jnp.broadcast_to(jnp.sum(tiles.counts > 0, dtype=jnp.int32), last.shape),
-        heads_together=jnp.broadcast_to(_heads_together(arrays, rule), last.shape),
+        heads_together=jnp.broadcast_to(_heads_together(arrays, rule, tiles), last.shape),
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
     steps = jnp.where(tiles.counts > 0, last - first, 0)
@@ -108,13 +108,15 @@ def prefill_tiles(
     return jnp.stack(tile, axis=1)[order]
 
 
-def _heads_together(arrays: AttentionArrays, rule: AttentionRule) -> Array:
+def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
     """Returns how many KV heads are attended to together: a divisor of all, at least 1.
 
-    All tiles of these heads come before those of others, so that their keys and values stay in the
-    L2 cache; with few bytes those of all heads do.
+    All tiles of these heads come before those of others, so that the keys and values of all
+    requests with tiles stay in the L2 cache; with few bytes those of all heads do.
     """
-    tokens = jnp.sum(arrays.seq_lens, dtype=jnp.float32)
+    requests = jnp.where(tiles.counts > 0, tiles.requests, -1)
+    is_last = requests != jnp.append(requests[1:], -1)  # tile of its request
+    tokens = jnp.where(is_last, tiles.ends, 0).sum(dtype=jnp.float32)
     row_bytes = rule.row_width * arrays.pages.itemsize
     together = jnp.int32(1)
     for heads in range(2, rule.kv_heads + 1):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._paged_attention.prefill_tasks import CACHED_BYTES, PrefillTile, prefill_tiles
+from pallas_kernels._paged_attention import prefill_tasks
+from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, prefill_tiles
 from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, Lane, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
@@ -251,14 +252,17 @@ def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) 
     return len(full) if row.count > row.skip else 0
 
 
-@pytest.mark.parametrize("kv_heads", [1, 8, 12])
-def test_as_many_heads_come_together_as_the_cache_holds(kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "fit", "together"), [(1, 0, 1), (8, 5, 4), (12, 5, 4), (6, 6, 6)]
+)
+def test_as_many_heads_come_together_as_the_cache_holds_of_requests_with_tiles(
+    kv_heads: int, fit: int, together: int, monkeypatch
+) -> None:
     rule = rule_of("all keys")._replace(kv_heads=kv_heads)
-    arrays = next(iter(batches(rule)))
-    for tokens in (0, 1_000, 100_000, 2**31 - 1):
-        given = arrays._replace(seq_lens=as_ids([tokens, *[0] * (BATCH - 1)]))
-        tiles = cut_queries(given, rule, Cut(16, align=8))
-        found = PrefillTile(*prefill_tiles(given, rule, tiles, KEYS)[0])
-        bytes_each = tokens * rule.row_width * 2
-        fits = [n for n in range(1, kv_heads + 1) if n * bytes_each <= CACHED_BYTES]
-        assert found.heads_together == max((n for n in fits if kv_heads % n == 0), default=1)
+    for arrays in batches(rule):
+        tiles = cut_queries(arrays, rule, Cut(16, align=8, least=2))
+        lens, counts = np.asarray(arrays.seq_lens), np.diff(np.asarray(arrays.query_start_loc))
+        tokens = int(lens[counts >= 2].sum())
+        monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", fit * tokens * rule.row_width * 2)
+        found = PrefillTile(*prefill_tiles(arrays, rule, tiles, KEYS)[0])
+        assert found.heads_together == (together if tokens else kv_heads)
