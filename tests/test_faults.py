@@ -79,6 +79,19 @@ def test_numbers_of_numpy_count_tokens_as_ints_do(dtype: str) -> None:
     np.testing.assert_array_equal(uploads[:3], uploads[3:])
 
 
+def test_work_that_is_changed_in_place_is_read_anew() -> None:
+    _, manager, shape = serving({"a": FULL, "w": WINDOW})
+    for name in ("r", "s"):
+        manager.start(name)
+    work = {"r": 1, "s": 2}
+    manager.step(shape, work)
+    work["r"] = 2
+    manager.grow(work)
+    del work["s"]
+    manager.step(shape, work)
+    assert manager.computed_tokens == {"r": 3, "s": 2}
+
+
 @pytest.mark.parametrize(
     "count", [True, 1.0, 2**70, 2**63, -1, None, "1", [1], np.array([1, 2]), float("nan")], ids=str
 )

@@ -409,6 +409,18 @@ def test_a_schedule_cannot_be_changed() -> None:
     assert [server.scheduler.num_tokens(name) for name in "acb"] == [8, 9, 3]
 
 
+def test_numbers_of_tokens_that_are_changed_in_place_are_read_anew() -> None:
+    server = Server(small_plan(40), max_requests=2, max_tokens=9)
+    for name in "ab":
+        server.add(name, 3, 30)
+    more = {"a": 1, "b": 2}
+    for a, b in ((1, 2), (2, 2), (1, 1)):
+        server.step()
+        more |= {"a": a, "b": b}
+        server.scheduler.append(more)
+    assert [server.scheduler.num_tokens(name) for name in "ab"] == [7, 8]
+
+
 def test_rejected_drafts_are_rewound() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=8)
     server.add("a", 5, 30)
