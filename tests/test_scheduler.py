@@ -197,6 +197,47 @@ def test_as_many_requests_run_at_once_as_the_plan_says(
     assert not server.preemptions
 
 
+@pytest.mark.parametrize("preemption", [True, False])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_requests_start_in_order_for_as_long_as_they_fit_together(
+    kind: str, preemption: bool
+) -> None:
+    draw = random.Random(kind)
+    for _ in range(25):
+        plan = tight_plan(draw.randint(0, 40), LAYERS[kind], in_flight=draw.choice([2, 8]))
+        server = Server(plan, max_requests=12, max_tokens=200, preemption=preemption)
+        sizes: dict[Hashable, tuple[int, int]] = {}
+        for name in range(8):
+            tokens = draw.randint(1, 32)
+            sizes[name] = draw.randint(1, tokens), tokens
+            server.add(name, *sizes[name])
+            if name % 3 == 2:  # the first ones compute a part of their prompts
+                running = fitting(server, sizes, preemption)
+                assert list(server.step().work.keys() - running) == []
+                assert list(server.scheduler.running) == running
+
+
+def fitting(server: Server, sizes: dict[Hashable, tuple[int, int]], preemption: bool) -> list:
+    """Returns the requests that are to run in the next step of prompts, by the definitions."""
+    plan, manager = server.scheduler._plan, server.manager
+    running = list(server.scheduler.running)
+    needed = {n: plan.admission_blocks(min(p + 1, t)) for n, (p, t) in sizes.items()}
+    owed = sum(
+        max(0, needed[n] - sum(manager.held_blocks(n)))
+        for n in running
+        if manager.num_computed_tokens(n) < sizes[n][0]
+    )
+    steady = {n: plan.steady_blocks(t) for n, (_, t) in sizes.items()}
+    share = {n: plan.admission_blocks(t) - steady[n] for n, (_, t) in sizes.items()}
+    for name in server.scheduler.waiting:
+        owed += needed[name]
+        most = sum(steady[n] for n in [*running, name]) + max(share[n] for n in [*running, name])
+        if (owed > manager.num_free_blocks) if preemption else (most > plan.usable_blocks):
+            break
+        running.append(name)
+    return running
+
+
 def test_decodes_or_prompts_get_the_tokens_of_a_step_first() -> None:
     for order, first in (("decode_first", {"a": 1, "b": 3}), ("prefill_first", {"b": 4})):
         server = Server(small_plan(40), max_requests=4, max_tokens=4, order=order)
@@ -540,6 +581,21 @@ def test_a_request_waits_for_the_blocks_of_an_older_one_that_is_not_answered_yet
         server.step()
     server.scheduler.append({"a": 1})
     assert server.step().work == {"a": 1}
+
+
+def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
+    server = Server(small_plan(9), max_requests=2, max_tokens=8)
+    server.add("a", 16, 32)
+    server.add("b", 11, 32)
+    while "b" not in (schedule := server.step()).samples:
+        server.sample(schedule)
+    while not schedule.preempted:
+        server.scheduler.append({"a": 1})
+        schedule = server.step()
+    server.scheduler.finish("a")
+    assert not server.step().work
+    server.scheduler.append({"b": 1})
+    assert server.step().work == {"b": 8}
 
 
 # --- drafts ---------------------------------------------------------------------------
