@@ -261,6 +261,7 @@ class Oracle:
             _Step(self, request, request.computed + count, rows[request.name], held).read()
         written: dict[int, Hashable] = {}
         for request, count in zip(named, work.values(), strict=True):
+            self._check_widths(upload, request, request.computed + count)
             before = request.resumed = request.computed
             self._compute(request, before + count)
             request.reached, request.unsent = request.computed, 0
@@ -274,6 +275,20 @@ class Oracle:
             assert self.manager.num_computed_tokens(request.name) == request.computed
         self.seen["steps"] += 1
         self.seen["copies"] += parts["copy_sources"].size
+
+    def _check_widths(self, upload: Upload, request: Known, total: int) -> None:
+        """Checks that the tables of a step have a column for each block that a token reads."""
+        for group, width in zip(self.groups, upload.shape.widths, strict=True):
+            if group.kind == "cross":
+                columns = -(-request.encoder_tokens // group.block)
+            elif group.is_state:
+                newest = group.newest_column(total)
+                first = request.computed // group.block if group.mode == "all" else newest
+                columns = 2 + newest + group.drafts - first  # that of the source comes first
+            else:
+                first = group.oldest_visible(request.computed) // group.block
+                columns = -(-total // group.block) - first
+            assert columns <= width, f"group {group.index}: {columns} columns in {width}"
 
     def _check_host(self) -> None:
         """Checks that host memory holds what the books count, within its bytes."""

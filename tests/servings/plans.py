@@ -114,6 +114,7 @@ def random_plan(draw: random.Random, kind: str, room: Sequence[float] = ROOM) ->
             "zero_policy": draw.choice(["when_needed", "always", "never"]),
             "context_parallel": 2 if kind in ("full", "mla") and draw.random() < 0.2 else 1,
         }
+        length += options["context_parallel"] - 1  # one rank gets a token more
         try:
             plan = plan_of(layers, 1000, length, **options)
         except ValueError:  # pages that cannot share a pool
