@@ -5,7 +5,7 @@ comes from those of blocks on the diagonal, of 1, 2, 4 ... rows, by products of 
 of length 1, all numbers are small, and float16 is more precise than the bfloat16 of the result.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import load, own_buffers, store, tiled
+from pallas_kernels._mosaic import load, own_buffers, store
 from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_scratch import SOLVING, SQUARE, PartsScratch
 from pallas_kernels._recurrence.prompt_shape import (
     COLUMN,
     ROW,
@@ -29,9 +30,6 @@ from pallas_kernels._recurrence.prompt_shape import (
     zero_rows,
 )
 from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, NORM_EPSILON
-
-SQUARE = (CHUNK, CHUNK)
-SOLVING = jnp.float16
 
 
 def find_parts(
@@ -63,51 +61,12 @@ def find_parts(
         grid=(count,),
         grid_names=("cta",),
         kernel_name="recurrent_prompt_parts",
-        scratch_types=[_Scratch.of(shape)],
+        scratch_types=[PartsScratch.of(shape)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     with jax.enable_x64(False):
         given = [chunks, gates, inputs, *([] if log_decay is None else [log_decay])]
         return call(*own_buffers(given))
-
-
-class _Scratch(NamedTuple):
-    """Shared memory: its types, or references to it. Matrices are in squares, side by side.
-
-    queries, keys: also for parts on their way out, when they are not needed any more.
-    decayed: queries and keys with decays for each key channel; None without.
-    solving: the triangular matrix, and operands of the products of its inverse; until then, the
-      logarithms of decays for each key channel.
-    numbers: of each token, the logarithm of the decay, beta, and the factor of its key.
-    lefts: operands that interpret mode does not take from registers; None on a GPU.
-    """
-
-    queries: Any
-    keys: Any
-    values: Any
-    decayed: Any
-    solving: Any
-    numbers: Any
-    lefts: Any
-    loaded: Any
-
-    @classmethod
-    def of(cls, shape: PromptShape) -> Self:
-        rule, operand = shape.rule, shape.operand
-        key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
-        lefts = None
-        if not _mosaic.OPERANDS_IN_REGISTERS:
-            lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
-        return cls(
-            queries=tiled((key_squares, *SQUARE), operand),
-            keys=tiled((key_squares, *SQUARE), operand),
-            values=tiled((value_squares, *SQUARE), operand),
-            decayed=tiled((2, key_squares, *SQUARE), operand) if shape.decay_per_key else None,
-            solving=tiled((3, *SQUARE), SOLVING) if rule.delta else None,
-            numbers=plgpu.SMEM((3 * CHUNK,), jnp.float32),
-            lefts=lefts,
-            loaded=plgpu.Barrier(num_arrivals=1 + 2 * key_squares + value_squares),
-        )
 
 
 class _PartsKernel:

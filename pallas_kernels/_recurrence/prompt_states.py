@@ -5,7 +5,7 @@ stays in registers, where it is an operand of products as it is: everything else
 values as rows.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import load, own_buffers, store, tiled
+from pallas_kernels._mosaic import load, own_buffers, store
 from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_scratch import SQUARE, STAGES, StatesScratch
 from pallas_kernels._recurrence.prompt_shape import (
     COLUMN,
     ROW,
@@ -28,8 +29,6 @@ from pallas_kernels._recurrence.prompt_shape import (
     zero_rows,
 )
 
-STAGES = 3  # chunks that are loaded ahead
-SQUARE = (CHUNK, CHUNK)
 NOTHING, KEPT = -1, -2  # instead of rows: zeros or no write, and the state of the turn before
 
 
@@ -67,54 +66,13 @@ def pass_states(
         grid=(shape.batch * rule.value_heads * (rule.value_size // CHUNK),),
         grid_names=("cta",),
         kernel_name="recurrent_prompt_states",
-        scratch_types=[_Scratch.of(shape, out.dtype)],
+        scratch_types=[StatesScratch.of(shape, out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     with jax.enable_x64(False):
         decays = [] if decay is None else [decay]
         given = own_buffers([runs, chunks, *parts, *decays, inputs, kept])
         return call(*given, pages, out)[0]
-
-
-class _Scratch(NamedTuple):
-    """Shared memory: its types, or references to it.
-
-    decay: of each key channel; None if all have one.
-    staged, plain: outputs on their way out, of whole tiles and of others.
-    left: operands that interpret mode does not take from registers; None on a GPU.
-    """
-
-    parts: PromptParts
-    decay: Any
-    staged: Any
-    plain: Any
-    left: Any
-    loaded: Any
-
-    @classmethod
-    def of(cls, shape: PromptShape, out: Any) -> Self:
-        rule, dtype, per_key = shape.rule, shape.operand, shape.decay_per_key
-        tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
-        return cls(
-            parts=PromptParts(
-                inner=tiled((STAGES, *SQUARE), dtype),
-                erased=tokens if rule.delta else None,
-                values=tiled((STAGES, *SQUARE), dtype),
-                factors=plgpu.SMEM((STAGES, 3 * CHUNK), jnp.float32),
-                queries=tokens,
-                keys=tokens,
-            ),
-            decay=plgpu.SMEM((STAGES, rule.key_size), jnp.float32) if shape.decay_per_key else None,
-            staged=tiled(SQUARE, out),
-            plain=plgpu.SMEM(SQUARE, out),
-            left=None if _mosaic.OPERANDS_IN_REGISTERS else tokens_of(shape),
-            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta + per_key),
-        )
-
-
-def tokens_of(shape: PromptShape) -> Any:
-    """Returns shared memory for an operand that has been in registers."""
-    return tiled((CHUNK, max(shape.rule.key_size, CHUNK)), shape.operand)
 
 
 class _Chunk(NamedTuple):

@@ -1,0 +1,91 @@
+"""Shared memory of the kernels of prompts: its types, or references to it."""
+
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import tiled
+from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_shape import PromptParts, PromptShape
+
+SQUARE = (CHUNK, CHUNK)
+SOLVING = jnp.float16  # of the operands of a triangular matrix's inverse
+STAGES = 3  # chunks that the kernel of states loads ahead
+
+
+class PartsScratch(NamedTuple):
+    """Shared memory of the kernel of parts. Matrices are in squares, side by side.
+
+    queries, keys: also for parts on their way out, when they are not needed any more.
+    decayed: queries and keys with decays for each key channel; None without.
+    solving: the triangular matrix, and operands of the products of its inverse; until then, the
+      logarithms of decays for each key channel.
+    numbers: of each token, the logarithm of the decay, beta, and the factor of its key.
+    lefts: operands that interpret mode does not take from registers; None on a GPU.
+    """
+
+    queries: Any
+    keys: Any
+    values: Any
+    decayed: Any
+    solving: Any
+    numbers: Any
+    lefts: Any
+    loaded: Any
+
+    @classmethod
+    def of(cls, shape: PromptShape) -> Self:
+        rule, operand = shape.rule, shape.operand
+        key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
+        lefts = None
+        if not _mosaic.OPERANDS_IN_REGISTERS:
+            lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
+        return cls(
+            queries=tiled((key_squares, *SQUARE), operand),
+            keys=tiled((key_squares, *SQUARE), operand),
+            values=tiled((value_squares, *SQUARE), operand),
+            decayed=tiled((2, key_squares, *SQUARE), operand) if shape.decay_per_key else None,
+            solving=tiled((3, *SQUARE), SOLVING) if rule.delta else None,
+            numbers=plgpu.SMEM((3 * CHUNK,), jnp.float32),
+            lefts=lefts,
+            loaded=plgpu.Barrier(num_arrivals=1 + 2 * key_squares + value_squares),
+        )
+
+
+class StatesScratch(NamedTuple):
+    """Shared memory of the kernel of states.
+
+    decay: of each key channel; None if all have one.
+    staged, plain: outputs on their way out, of whole tiles and of others.
+    left: operands that interpret mode does not take from registers; None on a GPU.
+    """
+
+    parts: PromptParts
+    decay: Any
+    staged: Any
+    plain: Any
+    left: Any
+    loaded: Any
+
+    @classmethod
+    def of(cls, shape: PromptShape, out: Any) -> Self:
+        rule, dtype, per_key = shape.rule, shape.operand, shape.decay_per_key
+        tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
+        left = None if _mosaic.OPERANDS_IN_REGISTERS else tiled((CHUNK, rule.key_size), dtype)
+        return cls(
+            parts=PromptParts(
+                inner=tiled((STAGES, *SQUARE), dtype),
+                erased=tokens if rule.delta else None,
+                values=tiled((STAGES, *SQUARE), dtype),
+                factors=plgpu.SMEM((STAGES, 3 * CHUNK), jnp.float32),
+                queries=tokens,
+                keys=tokens,
+            ),
+            decay=plgpu.SMEM((STAGES, rule.key_size), jnp.float32) if shape.decay_per_key else None,
+            staged=tiled(SQUARE, out),
+            plain=plgpu.SMEM(SQUARE, out),
+            left=left,
+            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta + per_key),
+        )
