@@ -36,7 +36,9 @@ def plan_changes(
         return None
     rows = rows[index]
     changes = _growth_of_rows(state, index, rows, computed[index], totals[index])
-    shared = _shared_cells(state, rows, changes.held) if state.any_may_share(rows) else []
+    shared: list[SharedCell] = []
+    if state.pool.has_shared_blocks and np.count_nonzero(state.may_share[rows]):
+        shared = _shared_cells(state, rows, changes.held)
     needed, free = _blocks_needed(state, changes, shared), state.pool.num_free_blocks
     if needed > free:  # holders overwrite what is only kept for later prompts
         kept = {cell.block_id for cell in shared if not state.pool.others_of(cell.block_id)}

@@ -87,10 +87,6 @@ class RequestState:
         """Returns source, first and end of one row, each a list over the groups."""
         return self._held[:, :, row].tolist()
 
-    def any_may_share(self, rows: np.ndarray) -> bool:
-        """Returns whether the next tokens of any row may go to a block that is shared or kept."""
-        return self.pool.has_shared_blocks and bool(self.may_share[rows].any())
-
     def blocks_of(self, row: int) -> np.ndarray:
         """Returns the ids of all blocks that a row holds, group by group."""
         return np.concatenate([NO_IDS, *(self.table[row, span] for span in self._spans_of(row))])
@@ -128,11 +124,7 @@ class RequestState:
     # --- steps --------------------------------------------------------------------
 
     def apply(self, changes: Changes) -> np.ndarray:
-        """Releases the blocks of dropped cells, then takes blocks for fresh and shared cells.
-
-        Returns:
-          The ids of these blocks, ordered by group.
-        """
+        """Releases blocks of dropped cells, takes others, and returns these ordered by group."""
         self.version += 1
         rows, fresh, shared, ids = changes.rows, changes.fresh, changes.shared, NO_IDS
         if changes.given_up.size:

@@ -411,7 +411,8 @@ class Scheduler:
         most = int(np.maximum.reduce(counts)) if counts.size else 1
         if most > 1 + self._most_drafts:
             self._start_with_one(num_tokens)
-        self._queues.handed.difference_update(num_tokens)
+        if queues.handed:
+            queues.handed.difference_update(num_tokens)
         if some_wait:
             ledger.needs_token[index] = False
         elif len(index) == len(queues.running) and most == 1:
