@@ -129,7 +129,8 @@ class Promises:
             wanted = len(self._serving.requests[name].tokens)
             assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
             assert queues.ledger.rows[request.index] == request.row
-            assert queues.ledger.prefill_tokens[request.index] <= wanted, "tokens of a start"
+            started = queues.ledger.prefill_tokens[request.index]
+            assert request.row < 0 or started <= wanted, f"{name!r} started with {started} tokens"
             leader = request.leader
             assert leader is None or request in leader.samples, "a sample without its leader"
 
