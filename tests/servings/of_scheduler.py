@@ -243,10 +243,15 @@ class SchedulerServing(Serving):
         self.forget(name)
         self.unanswered = [other for other in self.unanswered if other != name]
         self.promises.newest.pop(name, None)
+        self.preempted.pop(name, None)
         for of_request in (self.known, self.limits, self.prompts, self.ages, self.late):
             del of_request[name]
         self.join()
         self.siblings.pop(name, None)
+
+    def new_epoch(self) -> None:
+        super().new_epoch()
+        self.preempted.clear()  # what was parked is forgotten
 
     def reset(self) -> None:
         super().reset()
@@ -257,6 +262,7 @@ class SchedulerServing(Serving):
         self.say("restart()")
         self.scheduler.restart()
         self.unanswered.clear()
+        self.preempted.clear()
         self.oracle.seen["restarts"] += 1
         assert not self.manager.requests and not self.scheduler.running
         for name, request in self.requests.items():
@@ -372,6 +378,7 @@ class SchedulerServing(Serving):
         else:
             request.story = []
         self.promises.rewound(request.name, num_tokens)
+        self.preempted.pop(request.name, None)
         del request.tokens[num_tokens:]
         del self.known[request.name][num_tokens:]
 
@@ -443,7 +450,7 @@ class SchedulerServing(Serving):
             request = self.requests.get(name)  # None: one that `add_wrong` added
             if request is not None and not request.story:
                 self.oracle.begin(request, hit.num_cached_tokens)
-                before, count = self.preempted.get(name, ([],)), hit.num_cached_tokens
+                before, count = self.preempted.pop(name, ([],)), hit.num_cached_tokens
                 # One that got no blocks after its start is parked with what it began with.
                 if parked.get(name) == count > 0 and len(before[0]) == count + 1:
                     request.story, request.states, request.partial = before
