@@ -539,7 +539,6 @@ NARROW = Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 3)
 # Those of prompts have a kernel for decodes, too; `PLAIN` and `NARROW` are lowered below.
 SHAPES = [
     Shape(64, 64, 16, 2, 256, 544, "float8_e5m2", 2),
-    Shape(8, 8, 8, 1, 64, 16, "int8", 2),
     Shape(8, 1024, 32, 8, 128, 16, "bfloat16", 3),
     Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 3),
     Shape(8, 1023, 16, 2, 256, 8, "bfloat16", 3),
