@@ -66,6 +66,8 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     report.title("A step of an Engine on the host, without the call of the device: median us")
     for count in by_size(full=(1, 16, 256), small=(1, 16, 256), smallest=(2,)):
         _engine_step(report, count, by_size(full=400, small=400, smallest=4))
+    count = by_size(full=256, small=256, smallest=2)
+    _engine_trace(report, count, by_size(full=1500, small=1500, smallest=3))
     report.title("Objects that the interpreter keeps for decode steps")
     _kept_objects(report, by_size(full=10_000, small=10_000, smallest=50))
 
@@ -240,9 +242,46 @@ def _kept_objects(report: Report, steps: int) -> None:
 
 def _engine_step(report: Report, count: int, steps: int) -> None:
     """Times decode steps of an engine whose device answers at once."""
+    from jaxkv._src.engine import Sampling
+
+    engine, packed = _engine(count)
+    for i in range(count):
+        engine.add(i, np.arange(16) + i % 1000, Sampling(max_tokens=4 * steps + 99))
+    for _ in range(50):
+        engine.step()
+    settle()
+    whole = _figure(engine.step, steps)
+    median = float(np.median(packed[-steps:]))
+    text = f"{count:5,} requests  scheduler to dispatch {median:6.1f}, whole step {whole.wall:6.1f}"
+    report.note(text, packed=median, whole=whole.wall)
+
+
+def _engine_trace(report: Report, count: int, requests: int) -> None:
+    """Times the steps of such an engine while requests come and go."""
+    from jaxkv._src.engine import Sampling
+
+    engine, packed = _engine(count)
+    rng = np.random.default_rng(0)
+    for i in range(requests):
+        prompt, most = rng.integers(0, 1000, rng.integers(32, 256)), int(rng.integers(32, 256))
+        engine.add(i, prompt, Sampling(max_tokens=most))
+    settle()
+    whole: list[float] = []
+    while engine.has_work:
+        started = time.perf_counter()
+        engine.step()
+        whole.append(1e6 * (time.perf_counter() - started))
+    median, of_all = float(np.median(packed)), float(np.median(whole))
+    text = f"{count:5,} requests at a time, {requests:,} in all  "
+    text += f"scheduler to dispatch {median:6.1f}, whole step {of_all:6.1f}"
+    report.note(text, packed=median, whole=of_all)
+
+
+def _engine(count: int) -> tuple[Any, list[float]]:
+    """Returns an engine without a device, and the microseconds that packing takes, as it goes."""
     import jax.numpy as jnp
 
-    from jaxkv._src.engine import Engine, Sampling
+    from jaxkv._src.engine import Engine
 
     def forward(params: Any, step: Any) -> Any:
         for layer in step.batch.layout.layer_index:
@@ -253,7 +292,7 @@ def _engine_step(report: Report, count: int, steps: int) -> None:
     plan = make_plan(GROUPS["1 full"], count)
     engine = Engine(forward, (), plan, max_requests=count, max_tokens=max(count, 2048))
     packed: list[float] = []
-    pack, engine._device.run = engine._packer.pack, lambda uploads: answer  # no device
+    pack = engine._packer.pack
 
     def timed(most_steps: int) -> Any:
         started = time.perf_counter()
@@ -261,14 +300,10 @@ def _engine_step(report: Report, count: int, steps: int) -> None:
         packed.append(1e6 * (time.perf_counter() - started))
         return made
 
+    @functools.cache
+    def answer(samples: int) -> np.ndarray:
+        return np.zeros((1, 2 * samples + 1), np.int32)
+
     engine._packer.pack = timed
-    answer = np.zeros((1, 2 * count + 1), np.int32)
-    for i in range(count):
-        engine.add(i, np.arange(16) + i % 1000, Sampling(max_tokens=4 * steps + 99))
-    for _ in range(50):
-        engine.step()
-    settle()
-    whole = _figure(engine.step, steps)
-    median = float(np.median(packed[-steps:]))
-    text = f"{count:5,} requests  scheduler to dispatch {median:6.1f}, whole step {whole.wall:6.1f}"
-    report.note(text, packed=median, whole=whole.wall)
+    engine._device.run = lambda uploads: answer(uploads[0].shape.batch_size)
+    return engine, packed
