@@ -18,6 +18,7 @@ from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
@@ -581,6 +582,62 @@ def test_a_request_waits_for_the_blocks_of_an_older_one_that_is_not_answered_yet
         server.step()
     server.scheduler.append({"a": 1})
     assert server.step().work == {"a": 1}
+
+
+def test_a_request_that_no_step_can_bring_back_from_the_host_is_computed_again() -> None:
+    memory = HostMemory(num_bytes=2**20, min_tokens=1)
+    manager = BlockManager(small_plan(9), max_requests=2, host_memory=memory)
+    scheduler = Scheduler(manager, max_tokens=8, cached_tokens=4)
+    shape, limits, preempted = scheduler.shape(), {"a": 28, "b": 20}, list[str]()
+    for name, prompt in (("a", 16), ("b", 11)):
+        scheduler.add(name, prompt, max_tokens=limits[name])
+    for _ in range(40):
+        schedule = scheduler.schedule()
+        preempted += schedule.preempted
+        manager.step(shape, schedule.work)
+        manager.take_moves()
+        for name in schedule.samples:
+            if scheduler.num_tokens(name) == limits[name]:
+                scheduler.finish(name)
+            else:
+                scheduler.append({name: 1})
+    assert preempted == ["b"]
+    assert not scheduler.has_work
+
+
+def test_ids_of_drafts_may_be_missing_when_a_request_starts_again() -> None:
+    tokens = {"a": [1] * 16, "b": [2] * 11}
+    server = Server(small_plan(9), max_requests=2, max_tokens=8, tokens=tokens)
+    for name in "ab":
+        server.add(name, len(tokens[name]), 32)
+    while "b" not in (schedule := server.step()).samples:
+        for name in schedule.samples:
+            tokens[name].append(1)
+        server.sample(schedule)
+    tokens["b"].append(1)
+    server.scheduler.append({"b": 3})
+    while "b" not in server.scheduler.waiting:
+        tokens["a"].append(1)
+        server.scheduler.append({"a": 1})
+        server.step()
+    server.scheduler.finish("a")
+    assert "b" in server.step().work
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_samples_start_for_as_long_as_they_fit_together_at_their_longest(kind: str) -> None:
+    for spare in range(0, 40, 3):
+        plan = tight_plan(spare, LAYERS[kind])
+        server = Server(plan, max_requests=9, max_tokens=64, forks=9, preemption=False)
+        server.scheduler.add("a", 5, samples=8, max_tokens=20)
+        steady = plan.steady_blocks(20)
+        share = plan.admission_blocks(20) - steady
+        fit = min(8, (plan.usable_blocks - share) // steady)
+        schedule = server.scheduler.schedule()
+        assert len(schedule.samples) == fit
+        server.manager.step(server.shape, schedule.work)
+        server.scheduler.append({"a": 1})
+        assert len(server.scheduler.running) == fit
 
 
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:

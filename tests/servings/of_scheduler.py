@@ -90,6 +90,7 @@ class SchedulerServing(Serving):
         self.answers: dict[Hashable, int] | None = None  # to all samples of a step at once
         self.is_slow = random.Random(-3 - seed).random() < 0.3
         self.unanswered: list[Hashable] = []  # samples that a slow host answers later
+        self.hides_drafts = self.drafts > 0 and random.Random(-4 - seed).random() < 0.3
         self.promises = Promises(self)
         self.say(f"plan of {self.kind}: {[g.growth for g in plan.groups]}")
         self.say(f"{plan.num_blocks} blocks, max_model_len={plan.max_model_len}, {plan.limits}")
@@ -346,7 +347,8 @@ class SchedulerServing(Serving):
         if self.ahead:
             self.late[name].append((first, self.time + self.ahead))
         else:
-            self.known[name][:] = request.tokens
+            end = request.verified if self.hides_drafts else None
+            self.known[name][:] = request.tokens[:end]
         self.say(f"append({{{name!r}: {count}}}) = {request.tokens[first:]}")
         if self.answers is not None:
             self.answers[name] = count

@@ -93,7 +93,7 @@ class Promises:
             assert leader in schedule.samples, "the prompt is not computed"
             assert serving.requests[leader] in serving.siblings[name], "samples of one prompt"
         assert len(schedule.samples) - len(work) <= serving.manager.max_requests - len(running)
-        if serving.has_tokens:
+        if serving.has_tokens and not serving.hides_drafts:
             assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
         for queue in (running, self._scheduler.waiting):
             assert list(queue) == sorted(queue, key=serving.ages.__getitem__), "not by age"
@@ -123,6 +123,8 @@ class Promises:
             known = kept.num_known(request.row)
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
         assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
+        with_ends = {name for name, request in queues.running.items() if request.chunk_ends}
+        assert with_ends <= queues.in_chunks.keys(), "ends of chunks that no step looks at"
         indices = [request.index for request in queues.of.values()]
         assert sorted(indices + queues.ledger._free) == list(range(len(queues.ledger.rows)))
         for name, request in queues.of.items():
