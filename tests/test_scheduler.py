@@ -640,6 +640,68 @@ def test_samples_start_for_as_long_as_they_fit_together_at_their_longest(kind: s
         assert len(server.scheduler.running) == fit
 
 
+def test_what_was_preempted_for_a_lost_schedule_and_ended_is_not_told_again() -> None:
+    server = Server(small_plan(9), max_requests=2, max_tokens=8)
+    server.add("a", 16, 32)
+    server.add("b", 11, 32)
+    while not server.step(carry_out=False).preempted:
+        server.sample(server.step())
+    server.scheduler.finish("b")
+    assert not server.step().preempted
+
+
+def test_samples_of_two_prompts_share_the_rows_that_are_left() -> None:
+    server = Server(small_plan(60), max_requests=4, max_tokens=32, forks=4)
+    for name in "ab":
+        server.scheduler.add(name, 3, samples=3)
+    schedule = server.scheduler.schedule()
+    assert list(schedule.samples) == ["a", "b", ("a", 1), ("a", 2)]
+
+
+def test_requests_that_share_nothing_do_not_wait_for_samples_that_do() -> None:
+    server = Server(small_plan(60), max_requests=4, max_tokens=32, forks=4, cached_tokens=12)
+    server.add("a", 8, 32)
+    server.add("b", 3, 32)
+    server.step()
+    server.scheduler.fork("a", ["first", "second"])
+    server.scheduler.append(dict.fromkeys(("a", "first", "second", "b"), 1))
+    assert set(server.scheduler.schedule().work) == {"a", "first", "b"}
+
+
+def test_steady_steps_copy_the_states_of_no_more_requests_than_forks() -> None:
+    tokens = {"a": [1] * 5, "b": [2] * 5}
+    plan = small_plan(60, LAYERS["states"])
+    server = Server(plan, max_requests=2, max_tokens=16, forks=1, tokens=tokens)
+    for name in tokens:
+        server.add(name, 5, 32)
+    copied: list[int] = []
+    for _ in range(8):
+        schedule = server.scheduler.schedule()
+        upload = server.manager.step(server.shape, schedule.work)
+        copied.append(upload.parts()["copy_sources"].size)
+        for name in schedule.samples:
+            tokens[name].append(3)
+        server.scheduler.append(dict.fromkeys(schedule.samples, 1))
+    assert sorted(copied) == [0] * 6 + [1, 1]
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_missing_ids_are_found_in_steady_steps(count: int) -> None:
+    tokens = {name: [1] * 3 for name in range(count)}
+    server = Server(small_plan(400), max_requests=count, max_tokens=3 * count, tokens=tokens)
+    for name in tokens:
+        server.add(name, 3, 32)
+    missing = len(tokens)  # none
+    with pytest.raises(ValueError, match="token ids of it"):  # after one turn or two
+        for step in range(6):
+            missing = missing if step < 3 else count - 1
+            schedule = server.step()
+            for name in schedule.samples:
+                tokens[name] += [1] * (name != missing)
+            server.scheduler.append(dict.fromkeys(schedule.samples, 1))
+    assert missing == count - 1
+
+
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
     server = Server(small_plan(9), max_requests=2, max_tokens=8)
     server.add("a", 16, 32)
