@@ -16,7 +16,7 @@ from jaxkv.blocks import HandedBlocks
 from jaxkv.pool import BlockPieces, block_pieces
 from tests.layer_examples import plan_of
 from tests.test_host_blocks import LONGEST, ORDERS, filled
-from tests.test_host_tier import ALL, FULL, STATE, WINDOW
+from tests.test_host_tier import ALL, FULL, STATE, WINDOW, Served, host, prompt
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 
@@ -312,3 +312,20 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
     few = Scheduler(BlockManager(worker.manager.plan, max_requests=4), max_tokens=16)
     with pytest.raises(ValueError, match="cached_tokens=0"):
         few.import_blocks("b", 1)
+
+
+def test_what_an_import_overwrites_goes_to_host_memory_first() -> None:
+    served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
+    served.run("a", prompt(1, 32))
+    handed = served.manager.import_blocks("b", 32)
+    for call in (
+        lambda: served.manager.import_blocks("c", 1),
+        lambda: served.step({"b": 1}),
+    ):
+        with pytest.raises(RuntimeError, match="take_moves"):
+            call()
+    assert [*served.manager.requests] == ["b"]
+    moves = served.manager.take_moves()
+    assert moves is not None and not moves.loads
+    stored = [i for chunk in moves.stores for i in chunk.block_ids.tolist()]
+    assert sorted(stored) == sorted(handed.block_ids[0].tolist())
