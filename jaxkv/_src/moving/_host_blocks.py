@@ -47,8 +47,8 @@ class HostBlocks:
         cache = host.move(cache, manager.take_moves())    # before the step runs
         cache, out = step(params, cache, upload)
 
-    Copies run next to the steps of the device that were started before, as far as these do not
-    use the same blocks. Not thread-safe.
+    Copies to the host run next to the steps that follow them. A step waits for the copies to the
+    device that come before it, and these for the steps before. Not thread-safe.
     """
 
     def __init__(self) -> None:
