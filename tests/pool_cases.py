@@ -185,7 +185,7 @@ empty = functools.cache(Case.cache)
 
 def scales_of(plan: Plan) -> dict[str, tuple[float, float]]:
     names = [name for group in plan.layout.groups for name in group.layers]
-    return {name: (0.5 ** (i % 3), 0.5 ** (i % 2)) for i, name in enumerate(names)}
+    return {name: (0.5 ** (i % 3), 0.5 ** ((i + 1) % 3)) for i, name in enumerate(names)}
 
 
 def layers_of(plan: Plan) -> list[str]:
