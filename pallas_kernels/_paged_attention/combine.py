@@ -1,7 +1,6 @@
 """The Mosaic GPU kernel that combines segments of decoding into the output.
 
-Tiles that decoding has finished are left out. There can be many of them, and at most one tile that
-is divided begins in each lane, so thread blocks go over lanes where there are fewer lanes.
+Tiles that decoding has finished, because they are one segment, are left out.
 """
 
 from typing import Any, NamedTuple, Self
@@ -17,7 +16,7 @@ from pallas_kernels._mosaic import own_buffers, store
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
-from pallas_kernels._paged_attention.tasks import Lane, TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 ROWS = 8  # of the output that a thread block computes
@@ -81,11 +80,9 @@ def combine(
     """
     num_lanes, rows = tasks.lanes.shape[0], outputs.lse.shape[2]
     num_tiles = tasks.tiles.shape[0]
-    over_lanes = finished and num_lanes < num_tiles
-    num_places = num_lanes if over_lanes else num_tiles
-    num_blocks = num_places * rule.kv_heads * (rows // ROWS)
+    num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
     rows_of_values = segments.out.shape[2]
-    split = _Split.of(rule.value_width, num_lanes, num_places, num_blocks)
+    split = _Split.of(rule.value_width, num_lanes, num_tiles, num_blocks)
     if rule.reproducible:  # one warpgroup, to add up in order
         width = min(rule.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
@@ -93,17 +90,17 @@ def combine(
     call = plgpu.kernel(
         lambda *refs: _Combiner(
             rule, split, CombineOperands.of(*refs[:-1], shared=shared is not None), refs[-1]
-        ).run(finished, over_lanes),
+        ).run(finished),
         out_type=[],
-        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_places),
-        grid_names=("part", "row", "head", "place"),
+        grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
+        grid_names=("part", "row", "head", "tile"),
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    arrays = [tasks.tiles, tasks.lanes, *segments, numbers]
+    arrays = [tasks.tiles, *segments, numbers]
     arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
         call(*own_buffers(arrays), *outputs)
@@ -113,7 +110,6 @@ class CombineOperands(NamedTuple):
     """References to the arrays of a call, and to the log-sum-exp; ``shared`` may be None."""
 
     tiles: jax.Ref
-    lanes: jax.Ref
     segments: PartialSoftmax
     numbers: jax.Ref
     out: jax.Ref
@@ -122,10 +118,10 @@ class CombineOperands(NamedTuple):
 
     @classmethod
     def of(cls, *refs: jax.Ref, shared: bool) -> Self:
-        tiles, lanes, *inputs, out, lse = refs
+        tiles, *inputs, out, lse = refs
         segments, (numbers, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
         found: Any = SharedSegments(others[0], PartialSoftmax(*others[1:])) if shared else None
-        return cls(tiles, lanes, segments, numbers, out, lse, found)
+        return cls(tiles, segments, numbers, out, lse, found)
 
 
 class _Scratch(NamedTuple):
@@ -162,7 +158,7 @@ class _Combiner:
         self.rule, self.operands, self.smem = rule, operands, scratch
         self.warpgroups, self.width, self.together = split
         self.warpgroup = lax.axis_index("warpgroup")
-        self.head, self.place = lax.axis_index("head"), lax.axis_index("place")
+        self.head, self.index = lax.axis_index("head"), lax.axis_index("tile")
         part, row = lax.axis_index("part"), lax.axis_index("row")
         self.values, self.rows = pl.ds(part * self.width, self.width), pl.ds(row * ROWS, ROWS)
         self.columns = self.values
@@ -172,23 +168,14 @@ class _Combiner:
         self.first_row = row * ROWS
         self.is_first_part = part == 0
 
-    def run(self, finished: bool, over_lanes: bool) -> None:
+    def run(self, finished: bool) -> None:
         """Combines a tile, and clears padding.
 
         Args:
           finished: whether tiles of one segment are left out.
-          over_lanes: whether the place of the thread block is a lane, and not a tile.
         """
-        index, is_left = self.place, jnp.bool_(True)
-        tile = Tile.load(self.operands.tiles, index)
-        if over_lanes:  # a tile that begins in the lane, and ends in another
-            lane = Lane.load(self.operands.lanes, self.place)
-            index = jnp.maximum(lane.last_tile, 0)
-            tile = Tile.load(self.operands.tiles, index)
-            is_left = (lane.line_begin < lane.line_end) & (tile.line_begin >= lane.line_begin)
-            is_left &= tile.line_end > lane.line_end
-        elif finished:
-            is_left = tile.num_segments > 1
+        tile = Tile.load(self.operands.tiles, self.index)
+        is_left = (tile.num_segments != 1) | (not finished)
         # Loaded early to hide the latency.
         numbers = self.operands.numbers.at[self.head]
         value_scale = numbers[VALUE_SCALE]
@@ -196,7 +183,7 @@ class _Combiner:
 
         @pl.when(is_left & (tile.count * self.rule.group > self.first_row))
         def _() -> None:
-            summed = self._sum(tile, index)
+            summed = self._sum(tile)
             if self.warpgroups > 1:
                 self._hand_over(summed)
 
@@ -204,14 +191,14 @@ class _Combiner:
             def _() -> None:
                 all_summed = summed if self.warpgroups == 1 else self._sum_of_all()
                 weight, lse = normalize(*all_summed[1:], sinks, value_scale)
-                lses = self.operands.lse.at[index, self.head, self.rows]
+                lses = self.operands.lse.at[self.index, self.head, self.rows]
                 pl.when(self.is_first_part)(lambda: store(lses, lse))
                 out = all_summed.out
                 self._write(tile, out * lax.broadcast_in_dim(weight, out.shape, [1]))
 
         pl.when(self.warpgroup == 0)(lambda: self._clear_padding(tile.used_tokens))
 
-    def _sum(self, tile: Tile, index: Array) -> PartialSoftmax:
+    def _sum(self, tile: Tile) -> PartialSoftmax:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
         zeros = jnp.zeros((self.width, ROWS), jnp.float32)
         start = PartialSoftmax(
@@ -224,7 +211,7 @@ class _Combiner:
         summed = self._add(start, self.operands.segments, own)
         if self.operands.shared is not None:
             links, segments = self.operands.shared
-            summed = self._add(summed, segments, Link.load(links, index))
+            summed = self._add(summed, segments, Link.load(links, self.index))
         return summed
 
     def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:
@@ -301,8 +288,8 @@ class _Combiner:
 
     def _clear_padding(self, used_tokens: Array) -> None:
         """Writes zeros for this thread block's share of the padding."""
-        num_tokens, num_places = self.operands.out.shape[0], lax.axis_size("place")
-        begin = used_tokens + self.place
+        num_tokens, num_tiles = self.operands.out.shape[0], lax.axis_size("tile")
+        begin = used_tokens + self.index
 
         @pl.when(begin < num_tokens)
         def _() -> None:
@@ -311,7 +298,7 @@ class _Combiner:
             store(self.smem.staged.T, zeros.astype(self.smem.staged.dtype))
             plgpu.commit_smem()
 
-            @pl.loop(begin, num_tokens, step=num_places)
+            @pl.loop(begin, num_tokens, step=num_tiles)
             def _(token: Array) -> None:
                 for row in range(ROWS):
                     self._write_row(row, token, 1)

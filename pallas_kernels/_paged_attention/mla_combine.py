@@ -56,7 +56,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, tasks.lanes, *segments, numbers]
+    arrays = [tasks.tiles, *segments, numbers]
     arrays += [] if shared is None else [shared.links, *shared.segments]
     with jax.enable_x64(False):
         return call(*own_buffers(arrays), out)[0]

@@ -99,8 +99,8 @@ def share_out(
     """Divides the steps of tiles among lanes; with ``fixed``, in whole segments of fixed ranges."""
     first_steps, num_tiles = tiles.begins // STEP, tiles.begins.shape[0]
     steps = (tiles.ends + (STEP - 1)) // STEP - first_steps
-    # A tile without keys has a step, too, so that its output is written.
-    steps = jnp.where(tiles.ends > tiles.begins, steps, jnp.minimum(tiles.counts, 1))
+    # Tiles without keys, such as those of padding, take none: each would take all of its latencies.
+    steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
     line_ends = running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
     least, longer = total // num_lanes, total % num_lanes  # ``longer`` lanes have one step more

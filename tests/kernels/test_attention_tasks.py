@@ -170,7 +170,8 @@ def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
         keys = as_ids(begins), as_ids(ends)
         tiles = QueryTiles(3, *[zeros] * 3, counts, *[zeros] * 3, *keys, zeros, zeros)
         tasks = share(tiles, num_lanes, np.int32(0), fixed)
-        steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, np.minimum(counts, 1))
+        # Those without keys, such as padding, take no step.
+        steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, 0)
         check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, steps, fixed)
         if fixed is not None:
             last = Tile(*np.asarray(tasks.tiles)[-1].tolist())
@@ -266,3 +267,29 @@ def test_as_many_heads_come_together_as_the_cache_holds_of_requests_with_tiles(
         monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", fit * tokens * rule.row_width * 2)
         found = PrefillTile(*prefill_tiles(arrays, rule, tiles, KEYS)[0])
         assert found.heads_together == (together if tokens else kv_heads)
+
+
+def test_padding_takes_no_part_of_the_lanes() -> None:
+    rule = rule_of("all keys")
+    arrays = next(batches(rule, each_one=True))
+    lens = as_ids([700, 300, 0, 0])
+    full, few = (
+        share_out(
+            one_query_each(
+                arrays._replace(
+                    queries=arrays.queries[:count],
+                    block_tables=arrays.block_tables[:count],
+                    seq_lens=lens[:count],
+                    chunk_offsets=arrays.chunk_offsets[:count],
+                ),
+                rule,
+            ),
+            8,
+            np.int32(count),
+        )
+        for count in (BATCH, 2)
+    )
+    assert (full.lanes == few.lanes).all()
+    segments = Tile._fields.index("num_segments")
+    assert full.tiles[:2, segments].tolist() == few.tiles[:, segments].tolist()
+    assert full.tiles[2:, segments].tolist() == [0, 0]
