@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from jaxkv._src.cache import make_cache
@@ -108,6 +108,7 @@ def itemsize(dtype: str) -> int:
 
 
 @given(st.integers(1, 6), st.integers(1, 24), BACKENDS)
+@example(1, 64, {"a": AcceptedSizes(exact=(16,), multiples_of=32), "b": AcceptedSizes((), 16)})
 def test_the_size_is_the_largest_divisor_that_all_accept(ratio, rows, backends) -> None:
     block_size = ratio * rows
     fitting = [
