@@ -90,6 +90,7 @@ class SchedulerServing(Serving):
         self.answers: dict[Hashable, int] | None = None  # to all samples of a step at once
         self.is_slow = random.Random(-3 - seed).random() < 0.3
         self.unanswered: list[Hashable] = []  # samples that a slow host answers later
+        self.was_empty = False  # the last schedule
         self.hides_drafts = self.drafts > 0 and random.Random(-4 - seed).random() < 0.3
         self.promises = Promises(self)
         self.say(f"plan of {self.kind}: {[g.growth for g in plan.groups]}")
@@ -467,6 +468,7 @@ class SchedulerServing(Serving):
         self.reveal()
         self.answer_late()
         schedule = self.schedule()
+        self.was_empty = not schedule.work
         self.promises.check(schedule)
         if self.lost is not None:
             again = {n: c for n, c in self.lost.work.items() if n in self.requests}
@@ -528,7 +530,7 @@ class SchedulerServing(Serving):
 
     def answer_late(self) -> None:
         """Handles results of earlier steps; all of them, if nothing else can go on."""
-        waits = self.promises.idle or len(self.unanswered) == len(self.requests)
+        waits = self.was_empty or len(self.unanswered) == len(self.requests)
         for name in self.unanswered.copy():
             if waits or self.chance(0.5):
                 self.unanswered.remove(name)

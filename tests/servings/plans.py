@@ -90,6 +90,7 @@ KINDS = {
     "one align": [_state("align")],
     "one all": [_state("all")],
     "two states": [_state("align"), _state("all"), _window],
+    "two aligned": [_state("align"), _state("align")],
     "three states": [_full, _state("none"), _state("align")],
 }
 
