@@ -504,11 +504,16 @@ class SchedulerServing(Serving):
         entering = waiting[: self.manager.max_requests - len(running)]
         known = {name: self.requests[name] for name in (*running, *entering)}
         left = {name: len(each.tokens) - max(each.computed, 0) for name, each in known.items()}
-        wanted = self.scheduler.wanted_tokens
+        wanted, of_running = self.scheduler.wanted_tokens, sum(left[name] for name in running)
+        assert wanted >= of_running, "wanted tokens"
+        # Samples that wait for the prompt of another one compute nothing themselves.
         if all(len(self.siblings.get(name, [name])) == 1 for name in waiting):
-            assert wanted == sum(left.values()), "wanted tokens"
-        else:  # samples that wait for the prompt of another one compute nothing themselves
-            assert wanted >= sum(left[name] for name in running), "wanted tokens"
+            plan, each = self.manager.plan, len(running) + len(entering)
+            most = each * plan.admission_blocks(plan.max_model_len)
+            has_room = most <= self.manager.num_free_blocks
+            ends = range(len(entering) if has_room else 0, len(entering) + 1)
+            started = [of_running + sum(left[name] for name in entering[:end]) for end in ends]
+            assert wanted in started, "wanted tokens"
 
     def handle(self, schedule: Schedule) -> None:
         """Handles the results of a step: forks, rejected drafts, next tokens, ends."""

@@ -1,4 +1,4 @@
-"""What every schedule must hold, from what `Scheduler` promises."""
+"""Checks of every schedule, from what `Scheduler` promises."""
 
 import itertools
 from collections.abc import Hashable

@@ -1,6 +1,7 @@
 """`Admission`, which starts waiting requests and forks. No jax."""
 
 import functools
+import itertools
 from collections.abc import Hashable, Mapping
 
 from jaxkv._src.blocks import OutOfBlocksError, PrefixHit
@@ -38,6 +39,23 @@ class Admission:
         self._admission_blocks = functools.lru_cache(maxsize=4096)(self._plan.admission_blocks)
 
     # --- waiting requests -----------------------------------------------------------
+
+    def entering_tokens(self) -> int:
+        """Returns the known tokens of the waiting requests that find rows and blocks.
+
+        As if no prefix were cached: only a start tells how many tokens and blocks one saves.
+        """
+        queues, found = self._queues, 0
+        if not queues.waiting or not queues.num_free_rows:
+            return found
+        room = self._room()
+        for request in itertools.islice(queues.waiting, queues.num_free_rows):
+            blocks = self._prompt_blocks(request)
+            if not self._has_room(request, room, blocks):
+                break
+            room.take(request, blocks)
+            found += queues.num_tokens(request)
+        return found
 
     def admit(self, step: StepBudget) -> dict[Hashable, PrefixHit]:
         """Starts waiting requests in order, for as long as there is room; returns their hits."""

@@ -1,6 +1,5 @@
 """`Scheduler`, which chooses the work of every step. No jax."""
 
-import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -133,12 +132,11 @@ class Scheduler:
 
     @property
     def wanted_tokens(self) -> int:
-        """Known tokens to compute: of running requests, and of those for which rows are free."""
-        queues, order = self._queues, self._queues.order
+        """Known tokens to compute: of running requests, and of those that have room to start."""
+        order = self._queues.order
         known, computed = self._ledger.num_tokens, self._manager.computed_by_row
-        entrants = itertools.islice(queues.waiting, queues.num_free_rows)
-        entering = sum([queues.num_tokens(request) for request in entrants])
-        return int((known[order.index] - computed[order.rows]).sum()) + entering
+        left = int((known[order.index] - computed[order.rows]).sum())
+        return left + self._admission.entering_tokens()
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jaxkv
 from tests.benchmarks import timing
 from tests.benchmarks.served import jaxkv_engine, workloads
-from tests.benchmarks.served.workloads import Decode, Workload
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Workload
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
 
@@ -98,7 +98,7 @@ def _run_case(report: Report, case: Case) -> None:
     config, folder, chosen = text_config(case.model), timing.vllm_engine, case.chosen
     kind = case.kv_dtype or ""
     with tempfile.TemporaryDirectory() as cache:
-        kept = {"JAX_COMPILATION_CACHE_DIR": cache}
+        kept = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
         ours = _in_process("jaxkv_engine", config, chosen, kind, **kept)
         again = _in_process("jaxkv_engine", config, (), kind, **kept) if case is CASES[0] else {}
     if "start" in again:

@@ -18,7 +18,7 @@ import numpy as np
 import jaxkv
 from tests.benchmarks.served import profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Prefill
+from tests.benchmarks.served.workloads import Decode, Prefill
 
 ROOM = 4 * 2**30  # beside weights and pool
 MAX_LEN = 16_640
@@ -49,7 +49,7 @@ class Server:
         self.embedding_bytes = params["embed"].nbytes
         if memory_bytes is None:
             limit = jax.devices()[0].memory_stats()["bytes_limit"]
-            memory_bytes = int(MEMORY_SHARE * limit) - self.weights_bytes - ROOM
+            memory_bytes = limit - self.weights_bytes - ROOM
         plan = jaxkv.plan_cache(self.decoder.layers, memory_bytes, max_model_len=max_model_len)
         self.pool_bytes = sum(jaxkv.planning.pool_bytes(plan))
         self.engine = jaxkv.Engine(
