@@ -25,7 +25,7 @@
 # | GPU idle between steps | `decode_steps=`, fewer arrays of weights |
 # | `stats.padded_tokens` is a large share | another `max_requests` or `max_tokens` |
 # | decoding is as slow as reading the cache | `kv_dtype` fp8, windows, more heads a group |
-# | `stats.preemptions` rise | a smaller `max_requests`, shorter requests, more memory: jax takes three quarters of a GPU unless `XLA_CLIENT_MEM_FRACTION` says otherwise |
+# | `stats.preemptions` rise | fewer `max_requests`, shorter ones, more `XLA_CLIENT_MEM_FRACTION` |
 # | answers of others stutter while a prompt is computed | a smaller `max_tokens` |
 #
 # All figures below were measured on one H200 with jax 0.11.2 and Llama-3.1-8B in bf16, by

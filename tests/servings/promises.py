@@ -183,7 +183,10 @@ class Promises:
             if len(serving.known[name]) < len(first.tokens):
                 return
             found = self._manager.find_prefix(first.tokens, **serving.keys(first))
-            if found.num_cached_tokens and not self._fits(schedule, found.num_cached_tokens):
+            # With host memory, a request that was resumed since may have brought the prefix back.
+            may_be_late = self._manager.tier_stats() is not None
+            fits = self._fits(schedule, found.num_cached_tokens)
+            if found.num_cached_tokens and (may_be_late or not fits):
                 return
             held = found.num_held_blocks if found.num_cached_tokens else 0
         if self._manager.num_parked_tokens(name):
