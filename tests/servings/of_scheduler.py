@@ -535,7 +535,7 @@ class SchedulerServing(Serving):
 
     def answer_late(self) -> None:
         """Handles results of earlier steps; all of them, if nothing else can go on."""
-        waits = self.was_empty or len(self.unanswered) == len(self.requests)
+        waits = self.was_empty or self.promises.idle or len(self.unanswered) == len(self.requests)
         for name in self.unanswered.copy():
             if waits or self.chance(0.5):
                 self.unanswered.remove(name)
