@@ -179,6 +179,18 @@ ORDERS = [
 ]
 
 
+def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group() -> None:
+    plan = jaxkv.plan_cache([{"a": FULL}, {"v": WINDOW}], [2**16] * 2, max_model_len=16)
+    cache, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
+    sizes = map(cache.layout.buffers.layout.group_bytes, range(len(plan.groups)))
+    assert [size > 0 for size in sizes] == [False, True]
+    with mock.patch.object(memory, "_to_host", wraps=memory._to_host) as copies:
+        cache = memory.warm_up(cache)
+        compiled = copies.call_count
+        memory.warm_up(cache, 10_000)
+    assert copies.call_count > 2 * compiled
+
+
 @pytest.mark.parametrize("options", ORDERS, ids=str)
 def test_a_block_comes_back_in_every_order_of_a_pool(options: dict) -> None:
     name, group = "windows", 1  # which has fewer layers than the others

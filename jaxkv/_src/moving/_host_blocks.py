@@ -8,6 +8,7 @@ from jax import Array
 
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.allocation import HOST_MEMORY
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.moving._chunks import ChunkArrays, put, take
 from jaxkv._src.tier import Chunk, Moves, chunk_sizes
 
@@ -123,16 +124,20 @@ class HostBlocks:
           ValueError: a cache on devices of other processes.
         """
         _check_devices(cache)
-        taken: list[ChunkArrays] = []
-        for group in range(len(cache.layout.growths)):
-            block_bytes = cache.layout.buffers.layout.group_bytes(group)
+        layout = cache.layout
+        group_bytes = [layout.buffers.layout.group_bytes(i) for i in range(len(layout.growths))]
+        for group, block_bytes in enumerate(group_bytes):
             for size in chunk_sizes(block_bytes):
                 nothing = Chunk(0, group, np.zeros(size, np.int32))
                 self._chunks[0] = self._to_host(cache, nothing)
                 cache, _ = self._put(cache, nothing, self._to_device(cache, nothing))
                 del self._chunks[0]
-            largest = Chunk(0, group, np.zeros(chunk_sizes(block_bytes)[0], np.int32))
-            while not group and len(taken) * largest.block_ids.size * block_bytes < num_bytes:
+        if num_bytes and any(group_bytes):
+            group = next(i for i, block_bytes in enumerate(group_bytes) if block_bytes)
+            largest = Chunk(0, group, np.zeros(chunk_sizes(group_bytes[group])[0], np.int32))
+            count = cdiv(num_bytes, largest.block_ids.size * group_bytes[group])
+            taken: list[ChunkArrays] = []
+            while len(taken) < count:  # one by one, because each is staged on the device
                 taken.append(jax.block_until_ready(self._to_host(cache, largest)))
         return cache
 
