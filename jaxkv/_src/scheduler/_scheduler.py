@@ -552,11 +552,12 @@ class Scheduler:
     ) -> Request:
         """Returns a new request, the youngest of all, which neither waits nor runs yet."""
         check_content(salt, extra_keys)
-        check_ranges(tuple(extra_keys), num_tokens)
+        keys = tuple(extra_keys)
+        check_ranges(keys, num_tokens)
         check_boundaries(boundaries, num_tokens)
         steady, age = self._plan.steady_blocks(longest), self._queues.next_age()
         blocks = steady, self._plan.admission_blocks(longest) - steady
-        prompt = salt, tuple(extra_keys), tuple(boundaries)
+        prompt = salt, keys, tuple(boundaries)
         return Request(request, age, num_tokens, encoder_tokens, blocks, *prompt)
 
     # --- checks -------------------------------------------------------------------

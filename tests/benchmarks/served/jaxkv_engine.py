@@ -87,7 +87,8 @@ def main(config: str, results: str, chosen: str, kv_dtype: str = "") -> None:
     server.engine.warm_up()
     workloads.run(server, Prefill(1, 64, repeats=1))
     found: dict[str, Any] = {"start": {"seconds": time.perf_counter() - started}}
-    for workload in [None, *workloads.load(chosen)]:
+    to_run = workloads.load(chosen)
+    for workload in [None, *to_run]:
         if workload is not None:
             found[workloads.name_of(workload)] = workloads.run(server, workload)._asdict()
         pathlib.Path(results).write_text(json.dumps(found))
@@ -96,7 +97,7 @@ def main(config: str, results: str, chosen: str, kv_dtype: str = "") -> None:
     peak = stats.get("peak_bytes_in_use", 0)
     found["memory"] = {"beyond": peak - server.weights_bytes - server.pool_bytes}
     print("memory beyond weights and pool:", found["memory"], server.engine.stats, flush=True)
-    for workload in workloads.load(chosen):  # last, because a profiled process is slower
+    for workload in to_run:  # last, because a profiled process is slower
         if isinstance(workload, Decode):
             name = f"profile of {workloads.name_of(workload)}"
             found[name] = profiling.run(server, workload)
