@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.benchmarks.served import comparison, profiling, workloads
+from tests.benchmarks.served import alone, comparison, profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import Decode
+from tests.benchmarks.served.workloads import Decode, Trace
 from tests.benchmarks.timing import KernelEvent
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "torch_dtype": "float32"}
@@ -151,6 +151,14 @@ def test_published_models_have_decoders(case: comparison.Case) -> None:
     assert len(decoder.layers) == config["num_hidden_layers"]
     assert jax.eval_shape(decoder.init_params, jax.random.key(0))["embed"].shape[0] == decoder.vocab
     assert workloads.load(workloads.dump(case.chosen)) == list(case.chosen)
+
+
+@jax.default_matmul_precision("highest")
+@jax.numpy_rank_promotion("allow")
+def test_requests_of_a_trace_have_the_same_tokens_alone() -> None:
+    sizes = {"max_requests": 3, "max_tokens": 16, "memory_bytes": 2**18, "max_model_len": 64}
+    found = alone.run(CONFIGS["windows"], Trace(9, (8, 40), (2, 20)), **sizes)
+    assert found["requests"] == 9 and found["equal"] == found["tokens"] > 50
 
 
 def test_a_profile_counts_each_kernel_in_one_kind_and_what_lies_between_them() -> None:

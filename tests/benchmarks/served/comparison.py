@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jaxkv
 from tests.benchmarks import timing
-from tests.benchmarks.served import jaxkv_engine, workloads
+from tests.benchmarks.served import alone, jaxkv_engine, workloads
 from tests.benchmarks.served.workloads import MEMORY_SHARE, Decode, Workload
 from tests.benchmarks.timing import Report, by_size
 from tests.benchmarks.vllm_peer import VllmPeer
@@ -89,6 +89,9 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         if not timing.every_case and case is not CASES[0]:
             continue
         _run_case(report, case)
+    if timing.size == "full" and timing.every_case:
+        config = text_config(CASES[0].model)
+        _compare(report, CASES[0].name, _in_process("alone", config, [alone.TRACE]), {})
     if timing.size != "full":
         _compare(report, "tiny", _serve_tiny(), {})
 

@@ -43,8 +43,8 @@ class Server:
     ):
         self.decoder = Decoder.from_config(config, kv_dtype=kv_dtype)
         self.vocab = self.decoder.vocab
-        params = self.decoder.init_params(jax.random.key(0))
-        jax.block_until_ready(params)
+        params = self.decoder.init_params(jax.random.key(0), config["torch_dtype"])
+        self.params = jax.block_until_ready(params)
         self.weights_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
         self.embedding_bytes = params["embed"].nbytes
         if memory_bytes is None:
