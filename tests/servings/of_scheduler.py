@@ -375,13 +375,14 @@ class SchedulerServing(Serving):
         self._rewound(request, accepted)
 
     def _rewound(self, request: Known, num_tokens: int) -> None:
-        if request.name in self.manager.requests:
+        self.preempted.pop(request.name, None)
+        if request.story:
             self.oracle.rewind(request, num_tokens)
+        if request.name in self.manager.requests:
             assert self.manager.num_computed_tokens(request.name) == request.computed
         else:
-            request.story = []
+            self.stop(request)
         self.promises.rewound(request.name, num_tokens)
-        self.preempted.pop(request.name, None)
         del request.tokens[num_tokens:]
         del self.known[request.name][num_tokens:]
 
@@ -431,8 +432,15 @@ class SchedulerServing(Serving):
 
     # --- steps ------------------------------------------------------------------------
 
+    def stop(self, request: Known) -> None:
+        """Notes that a request waits; if it ran until now, it may be parked."""
+        if request.story:  # or the schedule comes again
+            self.preempted[request.name] = request.story, request.states, request.partial
+            self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
+        request.story = []
+
     def schedule(self) -> Schedule:
-        parked = {n: self.manager.num_parked_tokens(n) for n in self.scheduler.waiting}
+        self.manager.resumed.clear()
         running, had_work, cut = self.scheduler.running, self.scheduler.has_work, None
         if not self.has_states and self.chance(0.1):
             cut = self.draw.choice([1, 3])
@@ -443,11 +451,7 @@ class SchedulerServing(Serving):
             f"hits { {n: h.num_cached_tokens for n, h in schedule.hits.items()} }"
         )
         for name in schedule.preempted:
-            request = self.requests[name]
-            if request.story:  # or the schedule comes again
-                self.preempted[name] = request.story, request.states, request.partial
-            request.story = []
-            self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
+            self.stop(self.requests[name])
         self.oracle.seen["preemptions"] += len(schedule.preempted)
         for name, hit in schedule.hits.items():
             request = self.requests.get(name)  # None: one that `add_wrong` added
@@ -455,7 +459,7 @@ class SchedulerServing(Serving):
                 self.oracle.begin(request, hit.num_cached_tokens)
                 before, count = self.preempted.pop(name, ([],)), hit.num_cached_tokens
                 # One that got no blocks after its start is parked with what it began with.
-                if parked.get(name) == count > 0 and len(before[0]) == count + 1:
+                if name in self.manager.resumed and len(before[0]) == count + 1:
                     request.story, request.states, request.partial = before
                     self.oracle.resume(request)
         self.promises.begin(schedule)

@@ -29,6 +29,7 @@ class Known:
     states: by group, the column of the state after each number of tokens that can be resumed.
     partial: by group, the content of the last row of a compressed layer.
     verified: first tokens that are no drafts.
+    row: in which it took its last step.
     resumed, reached: tokens that were computed before and after its last step.
     unsent: cached tokens, or those of its donor, until it first computes.
     epoch: in which it, or the request that it was forked from, started.
@@ -46,6 +47,7 @@ class Known:
     states: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     partial: dict[int, int] = dataclasses.field(default_factory=dict)
     verified: int = 0
+    row: int = -1
     resumed: int = 0
     reached: int = 0
     unsent: int = 0
@@ -206,8 +208,7 @@ class Oracle:
         )
         if group.mode != "none" and num_tokens > request.resumed:
             # The step that accepted the tokens wrote their state into the running block.
-            row = self.manager.requests[request.name]
-            block = self.device.block(row, group.index, columns[num_tokens])
+            block = self.device.block(request.row, group.index, columns[num_tokens])
             self.device.blocks[block] = {0: self._content(group, request.story[num_tokens])}
 
     def _partial(self, group: Group, request: Known, num_tokens: int) -> int:
@@ -258,14 +259,15 @@ class Oracle:
             for block in {block for ids in of_groups for block in ids if block}:
                 holders.setdefault(block, []).append(requests[name])
         for request, count in zip(named, work.values(), strict=True):
-            _Step(self, request, request.computed + count, rows[request.name], held).read()
+            request.row = rows[request.name]
+            _Step(self, request, request.computed + count, held).read()
         written: dict[int, Hashable] = {}
         for request, count in zip(named, work.values(), strict=True):
             self._check_widths(upload, request, request.computed + count)
             before = request.resumed = request.computed
             self._compute(request, before + count)
             request.reached, request.unsent = request.computed, 0
-            step = _Step(self, request, before + count, rows[request.name], held, before)
+            step = _Step(self, request, before + count, held, before)
             for block, position in step.write().items():
                 assert written.setdefault(block, request.name) == request.name, "two writers"
                 others = [other for other in holders[block] if other is not request]
@@ -383,8 +385,8 @@ def _cut(media: Sequence[tuple[str, int, int]], end: int) -> list[tuple[str, int
 class _Step:
     """The reads and the writes of one request in a step."""
 
-    def __init__(self, oracle: Oracle, request: Known, total: int, row: int, held, before=None):
-        self.oracle, self.request, self.row = oracle, request, row
+    def __init__(self, oracle: Oracle, request: Known, total: int, held, before=None):
+        self.oracle, self.request, self.row = oracle, request, request.row
         self.before = request.computed if before is None else before
         self.total, self.held = total, held[request.name]
 

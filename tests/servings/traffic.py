@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jaxkv import BlockManager, ExtraKey, HostMemory, Plan
+from jaxkv.blocks import PrefixHit
 from jaxkv.prefixes import EventLog
 from tests.servings.events import Mirror
 from tests.servings.oracle import Known, Oracle
@@ -13,6 +14,23 @@ from tests.servings.plans import KINDS, random_plan
 
 ALPHABET = (0, 1, 2**31 - 1)
 NAMES = [*range(6), "a", "b", ("a", 0), (0, 1), 2.5, None]
+
+
+class Watched(BlockManager):
+    """A manager that tells which requests were resumed, and not started.
+
+    resumed: their names, since somebody has cleared them.
+    """
+
+    def __init__(self, plan: Plan, **options: Any):
+        super().__init__(plan, **options)
+        self.resumed: set[Hashable] = set()
+
+    def resume(self, request: Hashable) -> PrefixHit:
+        """Notes a request that goes on."""
+        hit = super().resume(request)
+        self.resumed.add(request)
+        return hit
 
 
 class Serving:
@@ -23,7 +41,7 @@ class Serving:
         self.kind = self.draw.choice(list(KINDS)) if kind is None else kind
         self.plan = self.random_plan()
         self.log = EventLog()
-        self.manager = BlockManager(
+        self.manager = Watched(
             self.plan,
             max_requests=self.num_rows(),
             checkpoint_share=self.draw.choice([0.1, 0.5, 1.0]),
