@@ -264,3 +264,13 @@ def test_a_host_ahead_gets_the_same_answers(ahead: int) -> None:
             start = len(prompts[name[0] if isinstance(name, tuple) else name])
             for at in range(start, 24):
                 assert tokens[at] == sum(tokens[:at]) % 5
+
+
+def test_a_preempted_sample_finds_the_tokens_that_it_generated() -> None:
+    server = Server(plan_of("full", 14))
+    server.add("a", [1] * 8, 40, samples=2)
+    while not (schedule := server.step()).preempted:
+        server.answer(schedule)
+    assert schedule.preempted == (("a", 1),)
+    server.scheduler.finish("a")
+    assert server.scheduler.schedule().hits["a", 1].num_cached_tokens > 8

@@ -146,7 +146,7 @@ class Queues:
         leader.samples.clear()
         self.leaders.pop(leader.name, None)
         for sample in samples:
-            sample.leader = None
+            sample.leader = sample.ids = None  # other tokens may follow the prompt
         return samples
 
     def remove(self, request: Request) -> None:
