@@ -624,12 +624,16 @@ def test_ids_of_drafts_may_be_missing_when_a_request_starts_again() -> None:
     assert "b" in server.step().work
 
 
+@pytest.mark.parametrize("prompts", ["a", "ab"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_samples_start_for_as_long_as_they_fit_together_at_their_longest(kind: str) -> None:
+def test_samples_start_for_as_long_as_they_fit_together_at_their_longest(
+    kind: str, prompts: str
+) -> None:
     for spare in range(0, 40, 3):
         plan = tight_plan(spare, LAYERS[kind])
         server = Server(plan, max_requests=9, max_tokens=64, forks=9, preemption=False)
-        server.scheduler.add("a", 5, samples=8, max_tokens=20)
+        for name in prompts:
+            server.scheduler.add(name, 5, samples=8 // len(prompts), max_tokens=20)
         steady = plan.steady_blocks(20)
         share = plan.admission_blocks(20) - steady
         fit = min(8, (plan.usable_blocks - share) // steady)
@@ -637,7 +641,7 @@ def test_samples_start_for_as_long_as_they_fit_together_at_their_longest(kind: s
         assert len(schedule.samples) == fit
         server.manager.step(server.shape, schedule.work)
         server.scheduler.append({"a": 1})
-        assert len(server.scheduler.running) == fit
+        assert {*server.scheduler.running} == {*schedule.samples}
 
 
 def test_what_was_preempted_for_a_lost_schedule_and_ended_is_not_told_again() -> None:

@@ -175,23 +175,24 @@ class Admission:
 
     # --- forks ----------------------------------------------------------------------
 
-    def num_forks(self, donor: Request) -> int:
-        """Returns how many samples of a request can share its blocks now."""
+    def fork_room(self) -> Room:
+        """Returns the room that samples which start together share."""
+        return Room(0, self._queues.order.blocks)
+
+    def num_forks(self, donor: Request, most: int, room: Room) -> int:
+        """Returns how many of ``most`` samples can share a request's blocks; takes their room."""
         tokens = max(donor.prompt_tokens, self._queues.num_computed(donor))
         if not self._options.forks or tokens > self._options.cached_tokens:
             return 0  # no step has room for the copies, or for the tokens
-        count, free_rows = 0, self._queues.num_free_rows
-        if self._options.preemption:
-            return free_rows
-        room = self._room()
-        while count < free_rows and self._has_room(donor, room, 0):
+        count = 0
+        while count < most and (self._options.preemption or self._has_room(donor, room, 0)):
             room.take(donor, 0)
             count += 1
         return count
 
     def fork(self, donor: Request, sample: Request) -> bool:
         """Starts a sample with the blocks of its donor. Returns False if it has to wait."""
-        if not self.num_forks(donor):
+        if not self.num_forks(donor, min(1, self._queues.num_free_rows), self.fork_room()):
             return False
         try:
             self._manager.fork(donor.name, [sample.name])

@@ -123,13 +123,13 @@ class Chooser:
         own, free_rows = step.samples(), self._queues.num_free_rows
         if not self._queues.leaders:
             return own
-        samples = dict(own)
+        samples, room = dict(own), self._admission.fork_room()
         for name, place in own.items():
             leader = self._queues.of[name]
-            leader.num_sampled = min(free_rows, self._admission.num_forks(leader))
-            followers = leader.samples[: leader.num_sampled]
-            samples |= {sample.name: place for sample in followers}
-            free_rows -= len(followers)
+            most = min(free_rows, len(leader.samples))
+            leader.num_sampled = self._admission.num_forks(leader, most, room)
+            samples |= {sample.name: place for sample in leader.samples[: leader.num_sampled]}
+            free_rows -= leader.num_sampled
         return FrozenDict(samples)
 
     def _token_ids(
