@@ -167,7 +167,7 @@ class ReferenceManager:
                 self._release(change.copied)
         for name in work:
             self._set_lengths(name, wanted[name])
-        return [self._with_content(change) for change in changes]
+        return [self.with_content(change) for change in changes]
 
     def compute(self, work: Mapping[object, int]) -> None:
         for name, count in work.items():
@@ -262,7 +262,7 @@ class ReferenceManager:
                 kept.append(cell)
         return kept
 
-    def _with_content(self, change: Change) -> Change:
+    def with_content(self, change: Change) -> Change:
         """Clears ``copied`` if the request no longer reads what the column holds."""
         if change.copied is None:
             return change

@@ -266,6 +266,11 @@ class Pair:
                 self.manager.rewind({name: count})
             return
         self.manager.rewind({name: count})
+        held, references = self.reference.requests[name].blocks, self.reference.references
+        for at, change in enumerate(self.later):  # what nobody reads any more is not copied
+            is_here = held[change.group].get(change.column) == change.block_id
+            if is_here and references[change.block_id] == 1:
+                self.later[at] = self.reference.with_content(change._replace(request=name))
 
     def _work(self, running) -> dict[int, int]:
         chosen = self.rng.sample(running, self.rng.randint(0, len(running)))
@@ -784,6 +789,20 @@ def test_a_step_after_a_rewind_does_not_write_into_shared_blocks() -> None:
     shared = manager.block_pool.references_of(np.array(manager.block_ids("s")[0]))
     assert shared.tolist() == [1, 1, 1]
     assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
+
+
+def test_a_rewind_before_the_block_that_grow_copies_leaves_one_copy_for_the_step() -> None:
+    manager, shape = running(small_plan({"a": FULL}, zero_policy="always"), 9)
+    manager.fork("r", ["s"])
+    manager.grow({"r": 1})
+    manager.rewind({"r": 2})
+    parts = manager.step(dataclasses.replace(shape, block_copies=1), {"r": 8}).parts()
+    (own,), (shared,) = manager.block_ids("r"), manager.block_ids("s")
+    assert (parts["copy_sources"].tolist(), parts["copy_destinations"].tolist()) == (
+        [shared[0]],
+        [own[0]],
+    )
+    assert sorted(parts["zero_ids"].tolist()) == sorted(own[1:])
 
 
 # --- schedulers that assign block ids themselves --------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._src.blocks._cells import NO_IDS, Cells, Changes
 from jaxkv._src.blocks._copies import PendingCopies
 from jaxkv._src.blocks._pool import BlockPool
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import SharedColumns
 from jaxkv._src.specs import GrowthTable
@@ -328,6 +328,10 @@ class RequestState:
         self.version += 1
         self.beginnings += 1
         self.computed[rows] = num_tokens
+        if self.copies:  # or one step would copy several blocks of a row, and no shape has room
+            for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+                for group, tokens in enumerate(self.column_tokens):
+                    self.copies.drop_own(self.columns_of(row, group)[cdiv(count, tokens) :])
         if self.growth.aligned.size:
             self.needs_no_change_until[rows] = 0
         if self.pool.has_shared_blocks:
