@@ -196,6 +196,24 @@ def test_a_block_that_was_written_on_is_stored_again() -> None:
     assert end in stored_by(served.moves[before:])
 
 
+def test_a_block_of_a_dropped_prefix_that_was_written_on_is_stored_again() -> None:
+    served = hybrid()
+    prefixes, tokens = served.manager._prefixes, prompt(1, 18)
+    tokens[-1] = 7
+    served.start("d", tokens)
+    end = served.manager.block_ids("d")[0][-1]  # of tokens 16 and 17 of the first prompt
+    (dropped,) = [each for each in prefixes._tree._of_block[end] if each.position == 18]
+    assert prefixes._tier is not None
+    prefixes._tier.let_go(prefixes._tree.drop_checkpoint(dropped))  # its state lay on the host
+    served.step({"d": 1})
+    assert served.manager.block_ids("d")[0][-1] == end
+    served.manager.finish("d")
+    before = len(served.moves)
+    served.run("e", prompt(4, 32))
+    served.run("f", prompt(5, 32))
+    assert end in stored_by(served.moves[before:])
+
+
 def stores_late(tier: HostTier, seal: Callable[[HostTier], None]) -> None:
     """Lets stores follow the loads and the step that they belong before."""
     late = tier.__dict__.setdefault("late", [])

@@ -95,6 +95,8 @@ class PrefixTree:
     A namespace separates prompts whose blocks differ although their tokens are equal: other
     weights, other adapters, another tenant.
 
+    same_before: int64[N], by block that moved between two memories: the position before which both
+      have the same content for as long as it stays kept.
     state: a new object after every change, so that a caller can tell whether an earlier lookup
       is still valid.
     checkpoints: the kept checkpoints.
@@ -134,6 +136,7 @@ class PrefixTree:
         # By block: the node and group (see `_place`) and the column that it is kept for; -1: none.
         self._home_of = np.full(frozen_before.size, -1, np.int64)
         self._is_in_checkpoint = np.zeros(frozen_before.size, bool)
+        self.same_before = np.zeros(frozen_before.size, np.int64)
         self.on_recomputed: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._clear()
 
@@ -317,8 +320,10 @@ class PrefixTree:
             if not others:
                 del self._of_block[block_id]
                 self._is_in_checkpoint[block_id] = False
-            self.frozen_before[block_id] = self._until(block_id)
-            if not self.frozen_before[block_id]:
+            until = self.frozen_before[block_id] = self._until(block_id)
+            # A request may write on from there, and what it wrote may be kept, too.
+            self.same_before[block_id] = min(self.same_before[block_id], until)
+            if not until:
                 freed.append(block_id)
         self.checkpoints.remove(checkpoint)
         if isinstance(checkpoint, ParkedBlocks):
@@ -390,6 +395,7 @@ class PrefixTree:
             (self._is_in_checkpoint, False),
         ):
             array[into], array[ids] = array[ids], empty
+        self.same_before[into] = self.frozen_before[into]
         in_checkpoints = self._is_in_checkpoint[into]
         new_of = dict(zip(ids[in_checkpoints].tolist(), into[in_checkpoints].tolist(), strict=True))
         moved: dict[Checkpoint, None] = {}

@@ -29,8 +29,6 @@ class HostTier:
         self.room = HostRoom(block_bytes(plan), memory.num_bytes, plan.num_blocks)
         # Blocks on the device and on the host that are copies of each other; 0: there is none.
         self._copy_of = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
-        # By host block, the position up to which its content is that of the tree.
-        self._until = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
         self._stores: dict[int, int] = {}  # host block -> block on the device
         self._loads: dict[int, int] = {}  # block on the device -> host block
         self._pinned: frozenset[int] = frozenset()  # chunks
@@ -67,7 +65,6 @@ class HostTier:
             if self._events is not None:
                 self._events.stored_on_host(chosen.tolist(), into.tolist())
             self._tree.move(chosen, into)
-            self._until[into] = self._tree.frozen_before[into]
             self._stores.update(zip(into.tolist(), chosen.tolist(), strict=True))
         left = ids[self._tree.frozen_before[ids] > 0]
         self._counts["skipped_blocks"] += left.size
@@ -77,7 +74,7 @@ class HostTier:
         """Returns blocks without those that the host still has as they are."""
         copies = self._copy_of[ids]
         # A request may have written on behind the end of a prefix that it began with.
-        is_same = (copies > 0) & (self._tree.frozen_before[ids] <= self._until[copies])
+        is_same = (copies > 0) & (self._tree.frozen_before[ids] <= self._tree.same_before[ids])
         if is_same.any():
             self._tree.move(ids[is_same], copies[is_same])
             self.room.touch(copies[is_same])
