@@ -40,7 +40,7 @@ def _alone[**P, R](
     @functools.wraps(method)
     def call(self: "BlockManager", *args: P.args, **kwargs: P.kwargs) -> R:
         lock = self._lock
-        if not lock.acquire(blocking=False):
+        if not lock.acquire(False):  # a keyword would cost 0.3 us
             raise RuntimeError(
                 f"{method.__name__} was called during another call of the same BlockManager; let "
                 "one thread own it, or guard every call with one lock"

@@ -67,7 +67,9 @@ class RequestState:
         self.needs_no_change_until, self.may_be_shared_until = self._numbers[3:5]
         self.encoder_tokens, self.unsent_tokens = self._numbers[5:7]
         self.encoder_columns, self.sent, self.lost_ends = self._numbers[7:].reshape(3, *shape)
-        self._sent, self._rows_before = self.sent.reshape(-1), np.arange(groups)[:, None] * shape[1]
+        self._sent = self.sent.reshape(-1)
+        self._in_each_group = np.arange(groups * max_requests).reshape(shape)
+        self._row_begins = np.arange(max_requests) * self.table.shape[1]
         self.may_share = np.zeros(max_requests, bool)
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies = PendingCopies(pool)
@@ -107,15 +109,15 @@ class RequestState:
 
     def _at(self, cells: Cells) -> np.ndarray:
         """Returns the index of each cell in the flat table, int64[K]."""
-        at = cells.rows * self.table.shape[1]
-        at += cells.columns
+        at = self._row_begins[cells.rows] + cells.columns
         if len(self.row_blocks) > 1:
             at += self.starts[cells.groups]
         return at
 
     def _in_groups(self, rows: np.ndarray) -> np.ndarray:
         """Returns the indices of rows in all groups, where these lie end to end, int64[G * N]."""
-        return rows if len(self.row_blocks) == 1 else (self._rows_before + rows).reshape(-1)
+        one = len(self.row_blocks) == 1
+        return rows if one else self._in_each_group.take(rows, axis=1).reshape(-1)
 
     def group_ends(self, groups: np.ndarray) -> np.ndarray:
         """Returns the end of each group among the ascending groups of K cells, int64[G]."""
