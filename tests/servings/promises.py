@@ -19,6 +19,7 @@ class Promises:
     newest: by request, the tokens before its newest ones, which one step computes.
     prefills: by request, the tokens that it had when it started.
     idle: empty schedules one after the other.
+    evicted: blocks that had been evicted when a schedule was last checked.
     """
 
     def __init__(self, serving: "SchedulerServing"):
@@ -27,7 +28,7 @@ class Promises:
         self.ends: dict[Hashable, set[int]] = {}
         self.newest: dict[Hashable, int] = {}
         self.prefills: dict[Hashable, int] = {}
-        self.idle = 0
+        self.idle = self.evicted = 0
 
     def check_new(
         self, schedule: Schedule, running: tuple[Hashable, ...], cut: int | None, *, had_work: bool
@@ -97,6 +98,7 @@ class Promises:
             assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
         for queue in (running, self._scheduler.waiting):
             assert list(queue) == sorted(queue, key=serving.ages.__getitem__), "not by age"
+        self.evicted = self._manager.prefix_stats().evicted_blocks
 
     def check_started(self, schedule: Schedule) -> None:
         """Checks that the samples of a step run, once it is carried out."""
@@ -183,6 +185,8 @@ class Promises:
             if len(serving.known[name]) < len(first.tokens):
                 return
             found = self._manager.find_prefix(first.tokens, **serving.keys(first))
+            if self._manager.prefix_stats().evicted_blocks > self.evicted:
+                return  # maybe of a prefix that the schedule had found
             # With host memory, a request that was resumed since may have brought the prefix back.
             may_be_late = self._manager.tier_stats() is not None
             fits = self._fits(schedule, found.num_cached_tokens)
@@ -208,6 +212,8 @@ class Promises:
                 if request.computed < self.prefills.get(request.name, 0)
             ]
             room = self._manager.num_free_blocks - sum(owed) - (needed[-1] - held)
+            # The blocks that are copied are free after the step only.
+            room -= int(self._manager.pending_copies_by_row.sum()) * len(self._plan.groups)
             if not all(group.growth.keeps_all_tokens for group in self._plan.groups):
                 room -= longest  # windows and states make the need an estimate
         assert room < 0, f"{name!r} fits, and is not admitted"
