@@ -791,17 +791,21 @@ def test_a_step_after_a_rewind_does_not_write_into_shared_blocks() -> None:
     assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
 
 
-def test_a_rewind_before_the_block_that_grow_copies_leaves_one_copy_for_the_step() -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_rewind_before_the_block_that_grow_copies_leaves_the_copies_that_are_read(
+    is_read: bool,
+) -> None:
     manager, shape = running(small_plan({"a": FULL}, zero_policy="always"), 9)
     manager.fork("r", ["s"])
     manager.grow({"r": 1})
+    copies = {(manager.block_ids("s")[0][2], manager.block_ids("r")[0][2])}
+    if is_read:
+        manager.fork("r", ["t"])
     manager.rewind({"r": 2})
-    parts = manager.step(dataclasses.replace(shape, block_copies=1), {"r": 8}).parts()
+    parts = manager.step(dataclasses.replace(shape, block_copies=1 + is_read), {"r": 8}).parts()
     (own,), (shared,) = manager.block_ids("r"), manager.block_ids("s")
-    assert (parts["copy_sources"].tolist(), parts["copy_destinations"].tolist()) == (
-        [shared[0]],
-        [own[0]],
-    )
+    made = zip(parts["copy_sources"].tolist(), parts["copy_destinations"].tolist(), strict=True)
+    assert {*made} == {(shared[0], own[0])} | (copies if is_read else set())
     assert sorted(parts["zero_ids"].tolist()) == sorted(own[1:])
 
 
