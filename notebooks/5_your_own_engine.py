@@ -23,6 +23,7 @@
 # | your scheduler | `BlockManager.grow` for each request, then `BlockManager.step` |
 # | your block ids | `pack_step` with `TableEntry` |
 # | your attention kernel | `write_tokens`, `layer_view`, `batch.kernel_block_tables(layer)` |
+# | your recurrent rule | `read_state`, `write_state`; or ours: `gated_delta`, `mamba2`, `linear_attention`, `short_conv` |
 # | your model: `[B, T]` batches, `lax.scan` over layers | `tokens_per_request=`, `period=` |
 #
 # The order of work in any engine:
@@ -347,9 +348,9 @@ print("slots", slots[:4], "hold", read[0, 13, 0, 0], *read[1, 6:9, 0, 0])
 assert (read[0, 13] == 7).all() and (read[1, 6:9] == 7).all() and (read[0, :13] != 7).all()
 
 # %% [markdown]
-# On a mesh, `apply_step`, `write_tokens` and `attend` call `shard_map` by themselves. Wrap your own
-# kernel: `cache.partition_specs()` for the cache, `P()` for the batch, which every device has, and
-# `P(None, "heads")` for queries and output.
+# On a mesh, `apply_step`, `write_tokens`, `attend` and the recurrent layers call `shard_map` by
+# themselves. Wrap your own kernel: `cache.partition_specs()` for the cache, `P()` for the batch,
+# which every device has, and `P(None, "heads")` for queries and output.
 #
 # Two things to know before you trust a kernel with a hybrid pool. It should mask **values** as
 # well as logits, or the plan must zero fresh blocks ([notebook 4](4_zeroing_and_nan.ipynb)). And
@@ -437,7 +438,8 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 
 # %% [markdown]
 # A hybrid model scans over its periods, say three layers with states and one with attention: name
-# one layer of each group in the body.
+# one layer of each group in the body. `gated_delta` and the other recurrent layers take the place of
+# `attend`, and find their states by the same names.
 #
 # ## Coming from vLLM
 #
