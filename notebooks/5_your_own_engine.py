@@ -23,7 +23,7 @@
 # | your scheduler | `BlockManager.grow` for each request, then `BlockManager.step` |
 # | your block ids | `pack_step` with `TableEntry` |
 # | your attention kernel | `write_tokens`, `layer_view`, `batch.kernel_block_tables(layer)` |
-# | your recurrent rule | `read_state`, `write_state`; or ours: `gated_delta`, `mamba2`, `linear_attention`, `short_conv` |
+# | your recurrent rule, unlike `gated_delta` and `mamba2` | `read_state`, `write_state` |
 # | your model: `[B, T]` batches, `lax.scan` over layers | `tokens_per_request=`, `period=` |
 #
 # The order of work in any engine:
@@ -438,8 +438,8 @@ print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 
 # %% [markdown]
 # A hybrid model scans over its periods, say three layers with states and one with attention: name
-# one layer of each group in the body. `gated_delta` and the other recurrent layers take the place of
-# `attend`, and find their states by the same names.
+# one layer of each group in the body. `gated_delta` and the other recurrent layers take the place
+# of `attend`, and find their states by the same names.
 #
 # ## Coming from vLLM
 #
