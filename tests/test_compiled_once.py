@@ -165,6 +165,16 @@ def test_a_layer_of_another_form_is_lowered_by_itself() -> None:
     assert count_functions(lowered(model, plan_of(model)), model) == model.functions
 
 
+def test_positions_are_lowered_once() -> None:
+    """However many layers ask for them."""
+
+    def turned(cache: Any, layer: str, batch: jaxkv.StepBatch, x: jax.Array) -> Any:
+        return attend(cache, layer, batch, x * batch.positions[:, None, None].astype(x.dtype))
+
+    model = Model(of(3, FULL), turned, {"_positions": 1})
+    assert count_functions(lowered(model, plan_of(model)), model) == model.functions
+
+
 @needs_mosaic
 def test_kernels_are_as_many_as_for_one_layer() -> None:
     """Of prompts and of decodes, which a step of either has."""

@@ -149,12 +149,7 @@ class StepBatch:
     @property
     def positions(self) -> Array:
         """int32 token array, the position of each token in its request; -1 for padding."""
-        requests = self.token_requests
-        starts = self._token_offsets
-        if not self.is_rectangular:
-            starts = jnp.arange(self.shape.max_tokens, dtype=jnp.int32)
-            starts = starts - take(self.query_start_loc, requests)
-        return jnp.where(requests >= 0, take(self.num_computed_tokens, requests) + starts, -1)
+        return _positions(self)
 
     @property
     def _token_offsets(self) -> Array:
@@ -240,3 +235,13 @@ class StepBatch:
     def _uploaded(self, name: str) -> Array:
         where, start = self.shape.format.fields[name], self.shape.format.batch_fields.start
         return self.data[where.start - start : where.stop - start]
+
+
+@jax.jit  # because models ask for positions in every layer
+def _positions(batch: StepBatch) -> Array:
+    requests = batch.token_requests
+    starts = batch._token_offsets
+    if not batch.is_rectangular:
+        starts = jnp.arange(batch.shape.max_tokens, dtype=jnp.int32)
+        starts = starts - take(batch.query_start_loc, requests)
+    return jnp.where(requests >= 0, take(batch.num_computed_tokens, requests) + starts, -1)
