@@ -4,13 +4,13 @@ Operands are swapped (scores are keys times queries), so that 64 keys are the ro
 the query heads of one KV head its columns. A thread block has one warpgroup, which also loads, so
 that several thread blocks fit on an SM and hide each other's latencies. 16-bit pages are used in
 place in shared memory; 8-bit pages are widened to 16 bits, keys in registers, values through shared
-memory. While the last keys of a tile are used, the first ones of the next are loaded. A tile that
-one thread block serves whole is finished there; the others are combined by another kernel.
+memory. A tile that one thread block serves whole is finished there; the others are combined by
+another kernel.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,34 +88,15 @@ def decode(
 
 
 class _Part(NamedTuple):
-    """The steps of a tile that a lane takes; none past the lane's last tile."""
+    """The steps of a tile that a lane takes."""
 
     tile: Tile
     index: Array
     first_step: Array
     num_steps: Array
 
-    def nothing_after(self) -> Self:
-        """Returns no steps, after this part."""
-        end = self.first_step + self.num_steps
-        return self._replace(first_step=end, num_steps=jnp.int32(0))
 
-
-class _Ahead(NamedTuple):
-    """The work of a lane before a part, and the loads that it has begun in advance.
-
-    steps, parts: the number of those before, which determine where the next are loaded.
-    is_loading: whether the queries and the first steps of the part are being loaded.
-    holes: a bit for each hole of the steps in each stage.
-    """
-
-    steps: Array
-    parts: Array
-    is_loading: Array
-    holes: Array
-
-
-_Carry = tuple[RunningSoftmax, Array]  # and the holes
+_Carry = tuple[RunningSoftmax, Array]  # and a bit for each hole of the steps being loaded
 
 
 class _Decoder(DecodeSteps):
@@ -124,82 +105,53 @@ class _Decoder(DecodeSteps):
     def run(self) -> None:
         lane = Lane.load(self.operands.lanes, self.lane)
 
-        def one(index: Array, ahead: _Ahead) -> _Ahead:
-            part, later = self._part(lane, index), self._part(lane, index + 1)
-            if not self.shape.has_spare_registers:
-                later = part.nothing_after()
-            attend = functools.partial(self._attend, part, later)
-            after = lax.cond(part.num_steps > 0, attend, lambda ahead: ahead, ahead)
-            return after if self.shape.has_spare_registers else start
+        @pl.loop(lane.first_tile, lane.last_tile + 1)
+        def _(index: Array) -> None:
+            tile = Tile.load(self.operands.tiles, index)
+            begin = jnp.maximum(lane.line_begin, tile.line_begin)
+            num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
+            part = _Part(tile, index, tile.first_step + begin - tile.line_begin, num_steps)
+            pl.when(num_steps > 0)(lambda: self._attend(part))
 
-        zero = jnp.int32(0)
-        start = _Ahead(zero, zero, zero > 0, zero)
-        lax.fori_loop(lane.first_tile, lane.last_tile + 1, one, start)
         if self.operands.outputs is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _part(self, lane: Lane, index: Array) -> _Part:
-        is_in_lane = index <= lane.last_tile
-        index = jnp.minimum(index, lane.last_tile)
-        tile = Tile.load(self.operands.tiles, index)
-        begin = jnp.maximum(lane.line_begin, tile.line_begin)
-        num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
-        first_step = tile.first_step + begin - tile.line_begin
-        return _Part(tile, index, first_step, jnp.where(is_in_lane, num_steps, 0))
-
-    def _attend(self, part: _Part, later: _Part, ahead: _Ahead) -> _Ahead:
-        """Attends from a tile's queries to the keys of a part, and begins to load the later one."""
-        granules, buffer = self.steps.granules, lax.rem(ahead.parts, 2)
-        pl.when(~ahead.is_loading)(lambda: self._load_queries(part, buffer))
-        pl.when(later.num_steps > 0)(lambda: self._load_queries(later, 1 - buffer))
-
-        def place(i: Array | int) -> tuple[Array, Array, list[Array], Array]:
-            """Returns where step i is loaded, whether it exists, and its granules.
-
-            Steps after the part's last are those of the later one.
-            """
-            is_own, after = i < part.num_steps, i - part.num_steps
-            request = jnp.where(is_own, part.tile.request, later.tile.request)
-            step = jnp.where(is_own, part.first_step + i, later.first_step + after)
-            places, holes = self._locate(request, step)
-            return lax.rem(ahead.steps + i, STAGES), after < later.num_steps, places, holes
-
-        def note(holes: Array, stage: Array, found: Array) -> Array:
-            mask, shift = (1 << granules) - 1, stage * granules
-            return (holes & ~(mask << shift)) | (found << shift)
-
-        holes = ahead.holes
-        for i in range(STAGES):
-            stage, exists, places, found = place(i)
-            exists &= ~(ahead.is_loading & (i < part.num_steps))
+    def _attend(self, part: _Part) -> None:
+        """Attends from a tile's queries to the keys of a part."""
+        source = self.operands.queries.at[part.index, self.head]
+        plgpu.copy_gmem_to_smem(source, self.smem.query, self.smem.query_full)
+        granules, request = self.steps.granules, part.tile.request
+        holes = jnp.int32(0)
+        for stage in range(STAGES):
+            places, found = self._locate(request, part.first_step + stage)
+            holes |= found << (stage * granules)
+            exists = stage < part.num_steps
             pl.when(exists)(functools.partial(self._fetch, places, stage))
-            holes = jnp.where(exists, note(holes, stage, found), holes)
-        plgpu.barrier_wait(self.smem.query_full.at[buffer])
+        plgpu.barrier_wait(self.smem.query_full)
         scale = self.operands.numbers[self.head, SCALE]
 
         def step(i: Array, carry: _Carry) -> _Carry:
             running, holes = carry
+            stage, number = lax.rem(i, STAGES), part.first_step + i
             # Loads the ids of a later step before the wait for this one, to hide the latency.
-            stage, exists, places, found = place(i + STAGES)
-            of_step = (holes >> (stage * granules)) & ((1 << granules) - 1)
-            here = Step(part.tile, part.first_step + i, stage, of_step, buffer)
+            places, found = self._locate(request, number + STAGES)
+            mask, shift = (1 << granules) - 1, stage * granules
+            here = Step(part.tile, number, stage, (holes >> shift) & mask)
             running = self._step(here, scale, running)
-            pl.when(exists)(lambda: self._fetch(places, stage))
-            return running, note(holes, stage, found)
+            pl.when(i + STAGES < part.num_steps)(lambda: self._fetch(places, stage))
+            return running, (holes & ~(mask << shift)) | (found << shift)
 
-        holes = self._each_step(part, step, holes)
-        steps = ahead.steps + part.num_steps
-        return _Ahead(steps, ahead.parts + 1, later.num_steps > 0, holes)
+        self._each_step(part, step, holes)
 
     def _each_step(
         self, part: _Part, step: Callable[[Array, _Carry], _Carry], holes: Array
-    ) -> Array:
-        """Takes the steps of a part, and stores the results of its segments; returns the holes."""
+    ) -> None:
+        """Takes the steps of a part, and stores the results of its segments."""
         fixed, start = segment_steps(self.rule), (self._start(), holes)
         if fixed is None:
-            running, holes = lax.fori_loop(0, part.num_steps, step, start)
+            running, _ = lax.fori_loop(0, part.num_steps, step, start)
             self._close(part, running)
-            return holes
+            return
         tile, first_step = part.tile, part.first_step
         first_number = tile.first_segment - lax.div(tile.first_step, fixed)
 
@@ -213,13 +165,7 @@ class _Decoder(DecodeSteps):
             highest = running.highest + jnp.where(closes, -jnp.inf, 0.0)
             return running._replace(highest=highest), holes
 
-        return lax.fori_loop(0, part.num_steps, step_of_segments, start)[1]
-
-    def _load_queries(self, part: _Part, buffer: Array) -> None:
-        """Starts loading the queries of a part."""
-        source = self.operands.queries.at[part.index, self.head]
-        target, full = self.smem.query.at[buffer], self.smem.query_full.at[buffer]
-        plgpu.copy_gmem_to_smem(source, target, full)
+        lax.fori_loop(0, part.num_steps, step_of_segments, start)
 
     def _close(self, part: _Part, running: RunningSoftmax) -> None:
         """Writes the results of a part: of a whole tile, or of a segment."""

@@ -58,25 +58,20 @@ class DecodeShape(NamedTuple):
         return self.rows == 8
 
     @property
-    def has_spare_registers(self) -> bool:
-        """Returns whether a thread has registers to load a tile ahead, and to finish tiles.
+    def may_finish(self) -> bool:
+        """Returns whether a thread has registers to finish tiles.
 
         Where 8-bit pages are widened it has not: one thread block less would fit on an SM.
         """
         return not self.widens
 
     @property
-    def query_buffers(self) -> int:
-        """Returns how many tiles' queries have room."""
-        return 2 if self.has_spare_registers else 1
-
-    @property
     def thread_blocks_per_sm(self) -> int:
         """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
-        used = ahead + self.rows * (self.query_buffers * rule.key_width + STEP) * 2 + 4096
-        if self.has_spare_registers:
+        used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
+        if self.may_finish:
             used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
         used += STEP * rule.value_width * 2 if self.widens else 0
         has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
@@ -124,7 +119,7 @@ class DecodeScratch(NamedTuple):
     """Shared memory and barriers: their types, or references to them.
 
     loaded: stages of steps, each key followed by its value.
-    query: the queries of a tile, and, where it is loaded ahead, of the next.
+    query: the queries of a tile.
     weights: of the keys of a step.
     staged: some rows of the output, for each window of values; none if tiles are not finished.
     widened: 8-bit values in 16 bits; None for 16-bit pages.
@@ -152,13 +147,13 @@ class DecodeScratch(NamedTuple):
                 widened_keys = tiled((STEP, rule.key_width), shape.compute)
         return cls(
             loaded=tiled((STAGES, STEP, rule.key_width + rule.value_width), shape.page, align),
-            query=tiled((shape.query_buffers, shape.rows, rule.key_width), shape.compute, align),
+            query=tiled((shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
                 plgpu.SMEM((STAGED, width), out) for _, width in shape.windows if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
-            query_full=plgpu.Barrier(num_barriers=shape.query_buffers),
+            query_full=plgpu.Barrier(),
             widened=widened,
             widened_keys=widened_keys,
         )

@@ -29,13 +29,12 @@ class RunningSoftmax(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step: its tile, its number, its stage, a bit for each hole, and the buffer of queries."""
+    """A step: its tile, its number, its stage, and a bit for each hole."""
 
     tile: Tile
     step: Array
     stage: Array
     holes: Array
-    buffer: Array
 
 
 class DecodeSteps:
@@ -76,15 +75,14 @@ class DecodeSteps:
 
     def _step(self, here: Step, scale: Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds the 64 keys in a stage to a running softmax."""
-        shape, (tile, step, stage, holes, buffer) = (STEP, self.shape.rows), here
-        query = self.smem.query.at[buffer]
+        shape, (tile, step, stage, holes) = (STEP, self.shape.rows), here
         plgpu.barrier_wait(self.smem.loaded_full.at[stage])
         values = self.smem.loaded.at[stage, :, pl.ds(self.rule.key_width, self.rule.value_width)]
         clean = values if self.smem.widened is None else self.smem.widened
         keys = self._keys(stage)
 
         def multiply_keys(products: Any) -> Array:
-            plgpu.wgmma(products, keys, query.T)
+            plgpu.wgmma(products, keys, self.smem.query.T)
             if self.shape.is_small:  # while the tensor cores work
                 self._clean_values(tile, step, holes, values, clean)
             return products[...]

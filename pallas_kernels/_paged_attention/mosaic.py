@@ -168,7 +168,7 @@ def _decode(
     shape = _decode_shape(arrays, rule, tiles.size * rule.group)
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
-    finishes = fixed is None and shared is None and shape.has_spare_registers
+    finishes = fixed is None and shared is None and shape.may_finish
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
