@@ -51,7 +51,7 @@ OPTIONAL = {
     "msgpack": {"prefixes"},
 }
 MAX_IMPORT_MS = 100
-INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "mesh"}
+INTERNAL_WITH_JAX = {"allocation", "indexing", "jit_int32", "kept", "mesh"}
 REQUIRED = {"jax", "jaxlib", "numpy", "ml_dtypes"}  # jax brings the last
 
 

@@ -1,16 +1,15 @@
 """Attention over the pages of a cache: writes a step's tokens, then attends."""
 
 import dataclasses
-import functools
 from typing import get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import (
     SAME,
     BoundLayer,
@@ -122,7 +121,7 @@ def attend(
     return put_back(cache, layer, bound, buffer), out
 
 
-@functools.partial(jax.jit, static_argnames="rule")
+@kept_jit
 def _attend(
     bound: BoundLayer,
     queries: Array,

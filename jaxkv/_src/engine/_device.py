@@ -16,6 +16,7 @@ from jaxkv._src.engine._draw import draw
 from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.kept import keep_in, place_for
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.moving import HostBlocks, MoveError
 from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
@@ -47,11 +48,13 @@ class Device:
         self.vocab_size: int | None = None
         self._cache: KVCache | SleepingCache = cache
         self._host_blocks = HostBlocks()
+        first, *others = cache.status.devices()
+        self._only = None if others else first
         # With the sharding of the cache, to which steps return it.
         self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
         self._few, self._many = [
             jax.jit(
-                functools.partial(run_steps, forward, self._note_vocab_size),
+                functools.partial(self._run_steps, forward),
                 donate_argnums=1,
                 static_argnames="kind",
                 compiler_options=COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": are_few},
@@ -123,16 +126,19 @@ class Device:
 
     def ring(self, depth: int) -> UploadRing | None:
         """Returns a ring of page-locked uploads, for a cache on one GPU."""
-        first, *others = self.cache.status.devices()
-        if others or first.platform != "gpu":
+        if self._only is None or self._only.platform != "gpu":
             return None
-        return UploadRing(depth=depth, device=first)
+        return UploadRing(depth=depth, device=self._only)
 
     def _step_of(self, uploads: Uploads) -> Any:
         return self._few if uploads[0].shape.max_tokens <= FEW_TOKENS else self._many
 
     def _arguments(self, uploads: Uploads) -> tuple[Any, "State", Uploads]:
         return self.params, State(self.cache, self._drawn), uploads
+
+    def _run_steps(self, forward: Forward, *args: Any, kind: Kind) -> tuple["State", Array]:
+        with keep_in(self._only and place_for(self._only)):
+            return run_steps(forward, self._note_vocab_size, *args, kind=kind)
 
     def _note_vocab_size(self, size: int) -> None:
         self.vocab_size = size

@@ -272,7 +272,8 @@ class Engine:
         With ``host_memory``, also takes that: some GB a second of page-locked memory.
 
         jax keeps compiled steps for later processes, if it is told where:
-        ``jax.config.update("jax_compilation_cache_dir", directory)``.
+        ``jax.config.update("jax_compilation_cache_dir", directory)``. An engine on one GPU keeps
+        what it has lowered of its layers there, too, if ``flatbuffers`` is installed.
 
         Args:
           samplings: kinds of sampling that will come. A step that draws, or draws within limits

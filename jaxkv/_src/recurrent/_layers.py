@@ -3,12 +3,12 @@
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import SAME, BoundLayer, bind, on_devices, put_back
 from jaxkv._src.recurrent._heads import (
     Heads,
@@ -300,7 +300,7 @@ def _finish(
     return put_back(cache, layer, bound, buffer), out
 
 
-@functools.partial(jax.jit, static_argnames="how")
+@kept_jit
 def _recur(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     """Returns the buffer with the states written, and the outputs, [T, ...].
 

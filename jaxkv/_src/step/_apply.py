@@ -12,6 +12,7 @@ from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.indexing import bit
+from jaxkv._src.internal.kept import run_kept
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.pool import copy_blocks, on_devices, zero_blocks
 from jaxkv._src.uploads import Upload
@@ -63,7 +64,9 @@ def apply_step(
     same = PartitionSpec()
 
     def apply(cache: KVCache, data: Array) -> tuple[KVCache, StepBatch]:
-        return _apply(cache, Upload(data=data, shape=shape), implementation)
+        return run_kept(
+            _apply, cache, Upload(data=data, shape=shape), implementation=implementation
+        )
 
     cache, batch = on_devices(
         apply,
@@ -92,7 +95,7 @@ def _on_device(data: Array | np.ndarray) -> Array | np.ndarray:
 
 
 def _apply(
-    cache: KVCache, upload: Upload, implementation: Implementation | None
+    cache: KVCache, upload: Upload, *, implementation: Implementation | None
 ) -> tuple[KVCache, StepBatch]:
     shape = upload.shape
     parts = shape.format.split(jnp.asarray(upload.data))

@@ -1,0 +1,176 @@
+"""Lowered code that is kept computes the same, and is taken only for what it was lowered for."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv._src.engine import _device
+from jaxkv._src.internal import kept
+from jaxkv._src.internal.kept import Place, keep_in, kept_jit, run_kept
+from tests.engine_models import forward, make_params, make_plan
+from tests.helpers import needs_mosaic
+
+pytest.importorskip("flatbuffers")
+ROOT = pathlib.Path(__file__).parents[1]
+SPEC = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
+
+
+def files(place: Place) -> dict[str, int]:
+    """Returns how many files there are of each function."""
+    names = [path.name.rsplit("-", 1)[0] for path in pathlib.Path(place.folder).glob("*")]
+    return {name: names.count(name) for name in names}
+
+
+def never(*args: Any) -> None:
+    raise AssertionError("lowered again")
+
+
+# --- what it computes -----------------------------------------------------------------
+
+
+def make_engine() -> jaxkv.Engine:
+    jax.clear_caches()
+    plan = make_plan(("latent", "state"))
+    return jaxkv.Engine(forward, make_params(), plan, max_requests=2, max_tokens=4)
+
+
+def test_an_engine_computes_the_same(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, found = Place(str(tmp_path), "cpu"), []
+    for chosen in (None, place):
+        monkeypatch.setattr(_device, "place_for", lambda device, chosen=chosen: chosen)
+        outputs = make_engine().generate([[7], [5]], jaxkv.Sampling(max_tokens=4))
+        found.append(sorted((output.request, output.tokens) for output in outputs))
+    assert found[0] == found[1]
+    assert files(place) == {"apply": 1, "attend": 1, "recur": 1}
+    monkeypatch.setattr(kept, "_flat", never)
+    make_engine()  # traces a step
+
+
+def lower_for_gpu(folder: str) -> int:
+    """Lowers two layers for a GPU. Returns how many kernels they have."""
+    plan = jaxkv.plan_cache({"a": SPEC, "b": SPEC}, 2**24, max_model_len=96)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=2, max_tokens=2, max_query_len=1)
+
+    def run(cache: Any, upload: Any, x: Any) -> Any:
+        with keep_in(Place(folder)):
+            step = jaxkv.StepContext(cache, upload, token_ids=jnp.zeros(2, jnp.int32))
+            for layer in ("a", "b"):
+                x = x + step.attend(layer, x, x, x, implementation="mosaic_gpu")
+            return step.done(), x
+
+    cache = jax.eval_shape(lambda: jaxkv.make_cache(plan, max_requests=2))
+    traced = jax.jit(run).trace(cache, shape.idle(), jnp.ones((2, 2, 64), jnp.bfloat16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+@needs_mosaic
+def test_another_process_finds_kernels(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys, tests.conftest, tests.test_kept as t; print(t.lower_for_gpu(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    monkeypatch.setattr(kept, "_flat", never)
+    assert lower_for_gpu(str(tmp_path)) == int(done.stdout) == 3  # one writes, two attend
+
+
+# --- when it is taken -----------------------------------------------------------------
+
+
+def scaled(pair: tuple[Any, Any], *, by: Any) -> dict[str, Any]:
+    return {"sum": pair[0] + pair[1], "scaled": pair[0] * by[0]}
+
+
+X = jnp.arange(4.0)
+SETTINGS: dict[int, Any] = {0: contextlib.nullcontext()}
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "shape": lambda patch: ((X[:3], X[:3]), (2, SPEC)),
+    "dtype": lambda patch: ((X.astype(int),) * 2, (2, SPEC)),
+    "weak type": lambda patch: ((X, jnp.asarray(1.0) * 1), (2, SPEC)),
+    "static": lambda patch: ((X, X), (3, SPEC)),
+    "type of a static": lambda patch: ((X, X), (2.0, SPEC)),
+    "field of a spec": lambda patch: ((X, X), (2, dataclasses.replace(SPEC, head_size=128))),
+    "code": lambda patch: patch.setattr(kept, "_hash_of_code", lambda: b"other"),
+    "jax": lambda patch: patch.setattr(jax, "__version__", "0.99"),
+    "setting": lambda patch: patch.setitem(SETTINGS, 0, jax.default_matmul_precision("highest")),
+    "variable": lambda patch: patch.setenv("MOSAIC_GPU_DUMP_PTX", "1"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_is_lowered_anew(
+    change: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(str(tmp_path), "cpu")
+    with keep_in(place):
+        for _ in range(2):
+            run_kept(scaled, (X, X), by=(2, SPEC))
+        assert files(place) == {"scaled": 1}
+        changed = CHANGES[change](monkeypatch)
+        pair, by = changed if isinstance(changed, tuple) else ((X, X), (2, SPEC))
+        with SETTINGS[0]:
+            out = run_kept(scaled, pair, by=by)
+    assert files(place) == {"scaled": 2}
+    expected = scaled(pair, by=by)
+    assert all(jnp.array_equal(out[name], expected[name]) for name in expected)
+
+
+def test_values_without_a_whole_text_are_refused(tmp_path: pathlib.Path) -> None:
+    with keep_in(Place(str(tmp_path), "cpu")), pytest.raises(TypeError, match="object has no"):
+        run_kept(scaled, (X, X), by=(2, object()))
+    assert not files(Place(str(tmp_path)))
+
+
+def test_code_for_one_device_is_not_taken_on_a_mesh(tmp_path: pathlib.Path) -> None:
+    mesh = jax.make_mesh((1,), ("axis",), axis_types=(jax.sharding.AxisType.Auto,))
+    with keep_in(Place(str(tmp_path), "cpu")), jax.set_mesh(mesh):
+        run_kept(scaled, (X, X), by=(2,))
+    assert not files(Place(str(tmp_path)))
+
+
+def test_what_is_traced_without_a_place_keeps_nothing(tmp_path: pathlib.Path) -> None:
+    """Both traces are jax's to cache, and neither is taken for the other."""
+    place, twice = Place(str(tmp_path), "cpu"), kept_jit(scaled)
+    for chosen in (None, place, None):
+        with keep_in(chosen):
+            text = jax.jit(functools.partial(twice, by=(2,))).lower((X, X)).as_text()
+        assert ("call_exported" in text) == (chosen is not None)
+
+
+def test_a_folder_that_cannot_be_written_warns(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("")
+    with keep_in(Place(str(tmp_path / "file"), "cpu")), pytest.warns(UserWarning, match="not kept"):
+        out = run_kept(scaled, (X, X), by=(2,))
+    assert jnp.array_equal(out["scaled"], 2 * X)
+
+
+def test_code_is_kept_next_to_what_jax_keeps(tmp_path: pathlib.Path) -> None:
+    class Gpu:
+        platform = "gpu"
+
+    device: Any = Gpu()
+    for folder, expected in (
+        (str(tmp_path), Place(str(tmp_path / "jaxkv"))),
+        ("gs://bucket", None),
+        (None, None),
+    ):
+        before = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", folder)
+        try:
+            assert kept.place_for(device) == expected
+            assert kept.place_for(jax.devices("cpu")[0]) is None
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
