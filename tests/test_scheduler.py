@@ -662,6 +662,24 @@ def test_samples_of_two_prompts_share_the_rows_that_are_left() -> None:
     assert list(schedule.samples) == ["a", "b", ("a", 1), ("a", 2)]
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_what_a_lost_schedule_copies_leaves_less_room_for_the_copies_of_the_next(
+    is_forked: bool,
+) -> None:
+    server = Server(small_plan(60), max_requests=5, max_tokens=32, forks=1)
+    server.add("a", 6, 32)
+    server.step()
+    server.scheduler.fork("a", ["b", "c"])
+    server.arrived += ["b", "d", "c"]
+    server.scheduler.append({"b": 1})
+    assert server.step(carry_out=False).work == {"b": 1}
+    server.scheduler.rewind({"b": 6})  # which takes it out of that schedule
+    if is_forked:
+        server.scheduler.fork("b", ["d"])
+    server.scheduler.append({"b": 1, "d" if is_forked else "a": 1})
+    assert server.step().work == {"b": 1} | ({"d": 7} if is_forked else {})
+
+
 def test_requests_that_share_nothing_do_not_wait_for_samples_that_do() -> None:
     server = Server(small_plan(60), max_requests=4, max_tokens=32, forks=4, cached_tokens=12)
     server.add("a", 8, 32)

@@ -197,10 +197,11 @@ class Chooser:
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
         if self._options.forks and manager.block_pool.has_shared_blocks:
-            pending = manager.pending_copies_by_row[rows]
-            copies = pending | (has_work & manager.may_copy_by_row[rows])
-            has_work &= ~copies | pending | (np.cumsum(copies) <= self._options.forks)
-            step.forks -= min(self._options.forks, int(np.count_nonzero(copies)))
+            pending = manager.pending_copies_by_row[rows]  # in any case
+            more = has_work & manager.may_copy_by_row[rows] & ~pending
+            room = self._options.forks - int(np.count_nonzero(pending))
+            has_work &= ~more | (np.cumsum(more) <= room)
+            step.forks = max(0, room - int(np.count_nonzero(more)))
         unsent = manager.unsent_tokens_by_row[rows] * has_work
         if unsent.any():
             has_work &= (unsent == 0) | (np.cumsum(unsent) <= step.cached_tokens)

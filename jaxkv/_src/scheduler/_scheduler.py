@@ -288,11 +288,13 @@ class Scheduler:
             )
         for name in into:
             self._prompts.first_ids(name, computed, is_new=False)
+        awaits_copy = self._manager.pending_copies_by_row[donor.row]
         for name in into:
             sample = donor.sample(name, queues.next_age(donor.age))
             queues.enter(sample, computed, ledger.max_tokens.item(donor.index))
             # A step that was chosen has no room for the copy of a block that is shared only now.
-            if self._chooser.is_chosen(request) or not self._admission.fork(donor, sample):
+            is_late = self._chooser.is_chosen(request) or awaits_copy
+            if is_late or not self._admission.fork(donor, sample):
                 queues.wait(sample, needs_token=True)
         queues.sort_running()
 
