@@ -25,8 +25,18 @@ class Server:
     computed: tokens that were computed for all requests.
     """
 
-    def __init__(self, plan: Plan, *, cached: bool = True, max_requests: int = 4, **options):
-        self.manager = BlockManager(plan, max_requests=max_requests, checkpoint_share=0.5)
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        cached: bool = True,
+        max_requests: int = 4,
+        host_memory: HostMemory | None = None,
+        **options,
+    ):
+        self.manager = BlockManager(
+            plan, max_requests=max_requests, checkpoint_share=0.5, host_memory=host_memory
+        )
         self.tokens: dict[Hashable, list[int]] = {}
         self.scheduler = Scheduler(
             self.manager,
@@ -352,9 +362,12 @@ def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:
     assert server.manager.find_prefix([1] * 10 + [0, 2, 2]).num_cached_tokens <= 8
 
 
+@pytest.mark.parametrize("host_memory", [None, HostMemory(num_bytes=2**20)])
 @pytest.mark.parametrize("num_tokens", range(6, 14))
-def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks(num_tokens: int) -> None:
-    server = Server(plan_of("full", 150), forks=0)
+def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks(
+    num_tokens: int, host_memory: HostMemory | None
+) -> None:
+    server = Server(plan_of("full", 150), forks=0, host_memory=host_memory)
     server.add("a", [1] * 6, 48)
     for _ in range(8):
         server.sample(server.step())

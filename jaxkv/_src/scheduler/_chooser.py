@@ -259,10 +259,10 @@ class Chooser:
                     break
         return preempted
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, *, may_go_on: bool = True) -> None:
         """Takes the blocks of a running request, which waits to go on or to be computed again."""
         computed = self._queues.num_computed(request)
-        self._prompts.park(request)
+        (self._prompts.park if may_go_on else self._prompts.finish)(request)
         self.drop(request, needs_token=computed >= self._queues.num_tokens(request))
 
     def drop(self, request: Request, *, needs_token: bool = False) -> None:

@@ -464,7 +464,7 @@ class Scheduler:
             self._chooser.forget(request.name)
             may_copy = request.row >= 0 and self._manager.may_copy_by_row[request.row]
             if may_copy and not self._options.forks:  # no step has room for the copy
-                self._chooser.preempt(request)
+                self._chooser.preempt(request, may_go_on=False)
 
     def finish(self, request: Hashable) -> None:
         """Removes a request that has ended or is aborted, and gives back its blocks.
