@@ -166,8 +166,8 @@ def chunk(number: int, *block_ids: int, group: int = 0) -> Chunk:
     return Chunk(number, group, np.array(block_ids, np.int32))
 
 
-def moves(number: int, stores=(), loads=(), dropped=(), *, is_anew: bool = False) -> Moves:
-    return Moves(number, tuple(stores), tuple(loads), tuple(dropped), is_anew)
+def moves(number: int, stores=(), loads=(), dropped=(), *, is_anew=False, ahead=()) -> Moves:
+    return Moves(number, tuple(stores), tuple(loads), tuple(dropped), is_anew, tuple(ahead))
 
 
 ORDERS = [
@@ -229,7 +229,8 @@ def test_the_lowered_copies_for_a_gpu_alias_every_buffer(stacked: bool) -> None:
     ids = jnp.arange(1, 5, dtype=jnp.int32)
     taken = take(cache, ids, group=0)
     assert {array.dtype.name for array in taken} == {"uint32"}
-    lowered = put.trace(cache, ids, ids - 1, taken, group=0).lower(lowering_platforms=("cuda",))
+    into = jnp.stack([ids, ids - 1])
+    lowered = put.trace(cache, into, taken, group=0).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("tf.aliasing_output") >= len(cache.buffers)
 
 
@@ -276,6 +277,25 @@ def test_a_mesh_keeps_the_share_of_each_device() -> None:
         now, had = np.moveaxis(buffer, axis, 0), np.moveaxis(old, axis, 0)
         np.testing.assert_array_equal(now[5:9], had[1:5])
         np.testing.assert_array_equal(now[:5], had[:5])
+
+
+def test_copies_that_start_ahead_are_put_by_the_next_moves() -> None:
+    cache, memory = filled("full"), HostBlocks()
+    before, size = bytes_in(cache), cache.layout.buffers.layout.group_bytes(0)
+    cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
+    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+    jax.block_until_ready((cache, memory._chunks))
+    assert memory.bytes_in_flight == 5 * size
+    gone = chunk(1, -1, -1, -1, -1)  # its blocks are others' by now
+    with mock.patch.object(memory, "_to_device", wraps=memory._to_device) as copies:
+        cache = memory.move(cache, moves(3, [], [gone, chunk(2, 6)], [1], ahead=[2]))
+        assert copies.mock_calls == [mock.call(mock.ANY, 2)]
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        old[:, 6] = old[:, 5]
+        np.testing.assert_array_equal(buffer, old)
+    cache = memory.move(cache, moves(1, is_anew=True))
+    jax.block_until_ready(cache)
+    assert memory.bytes_in_flight == 0
 
 
 # --- failures ---------------------------------------------------------------------------

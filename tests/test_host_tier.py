@@ -244,6 +244,134 @@ def test_copies_in_a_wrong_order_are_found(where, method: str, wrong, monkeypatc
             run_serving(seed, "one state", tier=True)
 
 
+# --- loads next to steps ----------------------------------------------------------------
+
+
+def beside(blocks: float = 100) -> Served:
+    """Returns a manager that runs "b"; the prefixes of prompts 1 and 2 are in host memory."""
+    served = Served({"a": FULL}, 21, host(blocks, {"a": FULL}))
+    for number in (1, 2, 3, 4, 5):
+        served.run(number, prompt(number, 17))
+    served.start("b", prompt(6, 24))
+    served.step({"b": 24})
+    return served
+
+
+def loaded_by(moves: Moves | None) -> list[int]:
+    return [] if moves is None else [i for c in moves.loads for i in c.block_ids.tolist() if i >= 0]
+
+
+def test_loads_are_copied_next_to_a_step_that_does_not_need_them() -> None:
+    served = beside()
+    row = served.start("c", prompt(1, 17)).row
+    assert served.manager.loading_by_row.nonzero()[0].tolist() == [row]
+    moves = served.step({"b": 1})
+    assert moves is not None and moves.ahead and not moves.loads
+    assert not served.manager.loading_by_row.any()  # its step waits for no more than that
+    assert sorted(loaded_by(served.step({"b": 1, "c": 1}))) == sorted(
+        served.manager.block_ids("c")[0][:4]
+    )
+    assert served.step({"b": 1, "c": 1}) is None
+
+
+def test_a_step_that_needs_loads_has_them() -> None:
+    for work in ({"c": 1}, {"b": 1, "c": 1}, {"b": 1, "d": 1}, {}):
+        served = beside()
+        served.start("c", prompt(1, 17))
+        served.start("d", prompt(1, 17))  # shares the blocks that wait
+        moves = served.step(work)
+        assert len(loaded_by(moves)) == 4 and moves is not None and not moves.ahead
+    served = hybrid()
+    served.start("d", prompt(1, 18))
+    served.manager.start("e")
+    served.manager.grow({"d": 1})
+    assert len(loaded_by(served.step({"e": 1}))) == 4  # the step copies the state
+
+
+def test_loads_are_spread_over_steps() -> None:
+    served = beside()
+    assert served.manager._tier is not None
+    served.manager._tier.bytes_ahead = 1  # a chunk
+    rows = [served.start(name, prompt(number, 17)).row for number, name in ((1, "c"), (2, "d"))]
+    waiting, counts = [], []
+    while not waiting or waiting[-1]:
+        moves = served.step({"b": 1})
+        assert moves is not None and len(moves.ahead) == 1
+        waiting.append(served.manager.loading_by_row.nonzero()[0].tolist())
+        counts.append(len(loaded_by(moves)))
+    assert waiting == [rows, rows[1:], rows[1:], []] and counts[0] == 0
+    assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
+
+
+def test_blocks_that_others_took_meanwhile_are_not_loaded() -> None:
+    served = beside()
+    served.start("c", prompt(1, 17))
+    served.step({"b": 1})
+    mine = served.manager.block_ids("c")[0][:4]
+    served.manager.finish("c")
+    served.manager.reset_prefixes()
+    served.manager.start("d")
+    moves = served.step({"d": 32})
+    assert {*mine} <= {*served.manager.block_ids("d")[0]}
+    assert moves is not None and moves.loads and not loaded_by(moves)
+
+
+def test_host_memory_keeps_what_is_still_to_be_loaded() -> None:
+    served = beside(blocks=8)
+    served.start("c", prompt(2, 17))
+    first = served.step({"b": 1})
+    assert first is not None and first.ahead
+    served.manager.start("d")
+    served.manager.grow({"d": 32})  # evicts others, for which host memory has no other room
+    served.manager.new_epoch()
+    stats = served.manager.tier_stats()
+    assert stats is not None and stats.used_bytes and stats.skipped_blocks
+    later = served.step({"d": 32})
+    assert later is not None and len(loaded_by(later)) == 2  # the others were still here
+    assert {*first.ahead} <= {*later.dropped}
+
+
+def test_a_reset_forgets_loads() -> None:
+    served = beside()
+    served.start("c", prompt(1, 17))
+    served.step({"b": 1})
+    served.start("d", prompt(2, 17))
+    served.manager.reset()
+    moves = served.step({})
+    assert moves is not None and moves.is_anew and not (moves.loads or moves.ahead)
+
+
+@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
+def test_a_request_waits_for_its_loads_while_others_have_work(order) -> None:
+    layers, tokens = {"a": FULL}, {n: list(prompt(n, 17)) for n in range(1, 7)}
+    manager = BlockManager(plan_of(layers, 21, 32), max_requests=4, host_memory=host(100, layers))
+    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens, order=order)
+
+    def step():
+        schedule = scheduler.schedule()
+        manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
+        return schedule, manager.take_moves()
+
+    for name in [*range(1, 7)]:
+        scheduler.add(name, 17)
+        step()
+        if name < 6:
+            scheduler.finish(name)
+            tokens.pop(name)
+    tokens |= {"a": list(prompt(1, 17)), "b": list(prompt(2, 18))}
+    scheduler.add("a", 17)  # 6 has computed all its tokens, so that "a" need not wait
+    schedule, moves = step()
+    assert schedule.work == {"a": 1} and len(loaded_by(moves)) == 4
+    tokens["a"].append(0)
+    scheduler.append({"a": 1})
+    scheduler.add("b", 18)
+    schedule, moves = step()
+    assert schedule.work == {"a": 1} and schedule.samples == {"a": 0} and not loaded_by(moves)
+    assert schedule.hits["b"].num_host_tokens == 16
+    schedule, moves = step()
+    assert schedule.work == {"b": 2} and not schedule.hits and len(loaded_by(moves)) == 4
+
+
 # --- preempted requests -----------------------------------------------------------------
 
 ALL = {"a": FULL, "w": WINDOW, "s": STATE}

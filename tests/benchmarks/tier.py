@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 import jaxkv
+from jaxkv._src.tier._books import BYTES_AHEAD
 from jaxkv.blocks import Chunk, Moves
 from tests.benchmarks.served import comparison, workloads
 from tests.benchmarks.served.jaxkv_engine import Server
@@ -86,49 +87,58 @@ def _time_copies(report: Report, sizes: Sizes) -> None:
     weights = [jnp.full(sizes.weights, 0.01, jnp.bfloat16) for _ in range(sizes.layers)]
     tokens = jnp.ones((8, sizes.weights[0]), jnp.bfloat16)
 
-    def moves(turn: int, *, load: bool) -> Moves:
-        made = [
+    def made(turn: int) -> tuple[Chunk, ...]:
+        return tuple(
             Chunk(turn * chunks + i, 0, np.arange(CHUNK * i, CHUNK * (i + 1), dtype=np.int32))
             for i in range(1, chunks + 1)
-        ]
-        if load:
-            return Moves(next(numbers), (), tuple(made), tuple(chunk.number for chunk in made))
-        return Moves(next(numbers), tuple(made), (), ())
+        )
 
-    seconds: dict[str, list[float]] = {"stored": [], "loaded": []}
-    for turn in range(6):
-        name = "loaded" if turn % 2 else "stored"
+    def moves(stores=(), loads=(), ahead=()) -> Moves:
+        dropped, later = ([chunk.number for chunk in some] for some in (loads, ahead))
+        return Moves(next(numbers), stores, loads, tuple(dropped), ahead=tuple(later))
+
+    seconds: dict[str, list[float]] = {"stores": [], "loads": []}
+    for name in ("stores", "loads") * 3:
         began = time.perf_counter()
-        cache = memory.move(cache, moves(0, load=bool(turn % 2)))
+        cache = memory.move(cache, moves(**{name: made(0)}))
         jax.block_until_ready((cache, memory._chunks))
         seconds[name].append(time.perf_counter() - began)
     for name, found in seconds.items():
         rate = num_bytes / min(found[1:]) / 1e9
-        text = f"{num_bytes / 2**20:g} MiB {name}"
+        text = f"{name} of {num_bytes / 2**20:g} MiB"
         report.note(f"{text:<44} {rate:8.1f} GB/s, at first {num_bytes / found[0] / 1e9:.1f}")
-    every = sizes.steps // BURSTS
+    every, each = sizes.steps // BURSTS, max(1, BYTES_AHEAD // (num_bytes // chunks))
 
-    def steps(load: bool | None) -> float:
-        """Returns seconds of a step; in one of ``every``, all chunks are moved."""
+    def moves_of(kind: str, turn: int, at: int) -> Moves | None:
+        """Returns the moves of a manager, ``at`` steps after blocks had to move."""
+        if kind == "loads":  # which no step needs
+            now, later = made(turn)[max(at - 1, 0) * each : at * each], made(turn)[at * each :]
+            return moves(loads=now, ahead=later[:each]) if now or later else None
+        if kind == "none" or at:
+            return None
+        return moves(stores=made(turn)) if kind == "stores" else moves(loads=made(turn))
+
+    def steps(kind: str) -> float:
+        """Returns seconds of a step; from one of ``every`` on, all chunks are moved."""
         nonlocal tokens, cache
-        for turn in range(BURSTS if load else 0):
-            cache = memory.move(cache, moves(turn, load=False))
+        for turn in range(BURSTS if "loads" in kind else 0):
+            cache = memory.move(cache, moves(stores=made(turn)))
         jax.block_until_ready((cache, memory._chunks))
         began = time.perf_counter()
         for number in range(sizes.steps):
-            if load is not None and number % every == 0:
-                cache = memory.move(cache, moves(number // every, load=load))
+            cache = memory.move(cache, moves_of(kind, *divmod(number, every)))
             tokens, cache = _step(weights, tokens, cache)
         jax.block_until_ready((tokens, cache, memory._chunks))
         memory._chunks.clear()
         return (time.perf_counter() - began) / sizes.steps
 
-    found: dict[bool | None, list[float]] = {None: [], False: [], True: []}
-    for load in (None, False, True) * 3:
-        found[load].append(steps(load))
-    alone, stored, loaded = (min(found[load][1:]) for load in (None, False, True))
+    kinds = ("none", "stores", "loads", "loads that each step needs")
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind in kinds * 3:
+        found[kind].append(steps(kind))
+    alone, *others = (min(of_kind[1:]) for of_kind in found.values())
     rate = BURSTS * num_bytes / sizes.steps / alone / 1e9
-    for name, beside in (("stores", stored), ("loads", loaded)):
+    for name, beside in zip(kinds[1:], others, strict=True):
         cost = 1e3 * (beside - alone) * sizes.steps / (BURSTS * num_bytes / 1e9)
         report.note(
             f"{f'a step; next to {name} of {rate:.1f} GB/s':<44} {1e3 * alone:8.3f}; "
@@ -175,7 +185,8 @@ def _serve(report: Report, sizes: Sizes) -> None:
     began = time.perf_counter()
     server = _server(sizes)
     report.note(f"{'start, with host memory':<52} {time.perf_counter() - began:8.1f} s")
-    _time_prefix(report, sizes, server)
+    prompts = _time_prefix(report, sizes, server)
+    _time_decodes(report, server, prompts)
     servers = {"computed again": _without_host_memory(server), "from host memory": server}
     for name, trace, runs in (("burst", sizes.burst, 1), ("prompts again", sizes.again, 2)):
         rates: list[float] = []
@@ -196,7 +207,7 @@ def _serve(report: Report, sizes: Sizes) -> None:
     report.note(f"{stats}")
 
 
-def _time_prefix(report: Report, sizes: Sizes, server: Server) -> None:
+def _time_prefix(report: Report, sizes: Sizes, server: Server) -> np.ndarray:
     """Times prompts of which the pool holds one and a half: computed, and from host memory."""
     prompts = np.random.default_rng(0).integers(0, server.vocab, (3, sizes.prompt))
     seconds = np.zeros((4, len(prompts)))
@@ -220,6 +231,31 @@ def _time_prefix(report: Report, sizes: Sizes, server: Server) -> None:
         computed=computed,
         loaded=loaded,
     )
+    return prompts
+
+
+def _time_decodes(report: Report, server: Server, prompts: np.ndarray) -> None:
+    """Times the steps of some requests while prompts come back from host memory, one by one."""
+    decodes, answer = by_size(full=8, small=2, smallest=2), by_size(full=96, small=24, smallest=8)
+    for _ in range(2):
+        for name, prompt in {"alone": None, "next to a prompt that is loaded": prompts[0]}.items():
+            for first in range(decodes):
+                server.add(np.arange(first, first + 8) % server.vocab, answer)
+            for _ in range(answer // 3):
+                server.step()
+            began, seconds, first_token, loaded = time.perf_counter(), list[float](), 0.0, None
+            if prompt is not None:
+                loaded = server.add(prompt, 1)
+            while server.has_work:
+                before = time.perf_counter()
+                if loaded in server.step():
+                    first_token = time.perf_counter() - began
+                seconds.append(time.perf_counter() - before)
+            prompts = np.roll(prompts, 1, axis=0)
+            figures = statistics.median(seconds), max(seconds), sum(seconds), first_token
+            text = "{:8.2f}; the longest {:.1f}, all {:.0f} ms".format(*(1e3 * f for f in figures))
+            more = f", its first token {1e3 * first_token:.1f}" if first_token else ""
+            report.note(f"{f'a step of {decodes} decodes {name}':<52} {text}{more}")
 
 
 def _server(sizes: Sizes) -> Server:

@@ -75,6 +75,7 @@ class Device:
     blocks: by block, contents by place.
     host: by chunk, its group and the contents of its blocks.
     number, move_number: of the last upload, and of the last moves.
+    ahead: chunks that the next moves have to load first.
     goes_on_anew: whether the next upload is the first one after `BlockManager.reset`.
     """
 
@@ -87,6 +88,7 @@ class Device:
         self.blocks: dict[int, dict[int, int]] = {}
         self.host: dict[int, tuple[int, list[dict[int, int]]]] = {}
         self.number, self.move_number, self.goes_on_anew = 0, 0, False
+        self.ahead: tuple[int, ...] = ()
 
     def apply(self, upload: Upload) -> dict[str, np.ndarray]:
         """Applies the changes of an upload; returns its parts."""
@@ -114,7 +116,9 @@ class Device:
             self.host.clear()
         else:
             assert moves.number == self.move_number + 1, "moves were lost or repeated"
-        self.move_number = moves.number
+            loads = tuple(chunk.number for chunk in moves.loads)
+            assert loads[: len(self.ahead)] == self.ahead, "copies to the device are of no use"
+        self.move_number, self.ahead = moves.number, moves.ahead
         for number, group, blocks in moves.stores:
             assert number not in self.host, "a chunk is stored over another"
             self.host[number] = group, [dict(self.blocks.get(i, {})) for i in blocks.tolist()]
@@ -129,6 +133,7 @@ class Device:
                     self.blocks[block] = dict(content)
         for number in moves.dropped:
             del self.host[number]
+        assert self.host.keys() >= {*moves.ahead}, "copies to the device have lost their source"
 
     def poison(self, blocks: Iterable[int]) -> None:
         """Spoils the contents of blocks."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from jaxkv import HostMemory, Plan
+from jaxkv._src.tier._books import BYTES_AHEAD
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_scheduler import SchedulerServing
 from tests.servings.oracle import Known
@@ -25,20 +26,21 @@ class Tight(Serving):
         blocks = self.draw.choice([1.5, 4, self.plan.num_blocks, 3 * self.plan.num_blocks])
         return HostMemory(num_bytes=int(size * blocks), min_tokens=self.draw.choice([1, 1, 1, 8]))
 
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        super().__init__(
+            seed, random.Random(seed).choice(STORED) if kind is None else kind, history
+        )
+        self.manager._tier.bytes_ahead = random.Random(-seed).choice([1, BYTES_AHEAD])
+
 
 class TierSchedulerServing(Tight, SchedulerServing):
     """An engine whose requests preempt each other all the time."""
-
-    def __init__(self, seed: int, kind: str | None, history: list[str]):
-        kind = random.Random(seed).choice(STORED) if kind is None else kind
-        super().__init__(seed, kind, history)
 
 
 class TierServing(Tight, ManagerServing):
     """Requests of few prompts in a pool that holds hardly one of them."""
 
     def __init__(self, seed: int, kind: str | None, history: list[str]):
-        kind = random.Random(seed).choice(STORED) if kind is None else kind
         super().__init__(seed, kind, history)
         self.chosen: dict[Hashable, int] | None = None
         self.parked: dict[Hashable, tuple[Known, int]] = {}  # and what `self.prompts` had

@@ -238,6 +238,7 @@ class Oracle:
             self.device.move(moves)
             self.seen["stored"] += sum(chunk.block_ids.size for chunk in moves.stores)
             self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in moves.loads)
+            self.seen["copied ahead"] += len(moves.ahead)
             self._check_host()
         parts = self.device.apply(upload)
         if self.manager.tier_stats() is not None:
@@ -326,6 +327,9 @@ class Oracle:
             return self.device.host[tier.room._chunk_of[at]][1][tier.room._place_of[at]]
         if tier is not None and block in tier._loads:
             return self._contents(tier._loads[block])
+        for number, _, blocks in () if tier is None else (*tier._ahead, *tier._later):
+            if block in blocks:
+                return self.device.host[number][1][blocks.tolist().index(block)]
         return self.device.blocks.get(block, {})
 
     def new_epoch(self) -> None:

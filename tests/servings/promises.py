@@ -166,8 +166,9 @@ class Promises:
             if request is None or self._together(request) or request.unsent:
                 continue
             has_work = len(request.tokens) > request.computed
-            may_copy = self._manager.may_copy_by_row[self._manager.requests[name]]
-            assert not has_work or may_copy, f"{name!r} is left out"
+            row = self._manager.requests[name]
+            may_wait = self._manager.may_copy_by_row[row] or self._manager.loading_by_row[row]
+            assert not has_work or may_wait, f"{name!r} is left out"
 
     def _check_admitted(self, schedule: Schedule, longest: int) -> None:
         """Checks that the first waiting request was admitted if it fits."""

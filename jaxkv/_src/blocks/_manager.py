@@ -514,6 +514,14 @@ class BlockManager:
         return pending
 
     @property
+    def loading_by_row(self) -> np.ndarray:
+        """Whether the next step of a row would wait for host memory, bool[max_requests].
+
+        Steps without these rows run next to the copies, and bring the row closer to its own step.
+        """
+        return self._prefixes.loads.by_row()
+
+    @property
     def unsent_tokens_by_row(self) -> np.ndarray:
         """Computed tokens of rows that the device does not have yet, int64[max_requests].
 

@@ -69,9 +69,14 @@ class ParkedRequest:
 
     def columns_now(self) -> list[SharedColumns]:
         """Returns its columns, with the ids that the blocks have now."""
-        ends = np.cumsum([part.block_ids.size for part in self.columns])
-        each = zip(self.columns, np.split(self.blocks.blocks, ends[:-1]), strict=True)
-        return [part._replace(block_ids=ids) for part, ids in each]
+        return _with_ids(self.columns, self.blocks.blocks)
+
+
+def _with_ids(columns: Sequence[SharedColumns], block_ids: np.ndarray) -> list[SharedColumns]:
+    """Returns columns with other blocks, group by group."""
+    ends = np.cumsum([part.block_ids.size for part in columns])
+    each = zip(columns, np.split(block_ids, ends[:-1]), strict=True)
+    return [part._replace(block_ids=ids) for part, ids in each]
 
 
 class HostLoads:
@@ -106,16 +111,12 @@ class HostLoads:
         pool, (here, on_host) = self._state.pool, self._split(columns)
         if self._tier is None or not on_host.size:
             return columns
+        ids = np.concatenate([part.block_ids for part in columns])
         pool.hold(here)  # or the blocks that are taken may be these
         into = self._tier.load(on_host, self._state.copies.take_to_load)
         pool.release(np.concatenate([here, into]))  # warm, until the request holds them
-        new = dict(zip(on_host.tolist(), into.tolist(), strict=True))
-        columns = [
-            part._replace(
-                block_ids=np.array([new.get(i, i) for i in part.block_ids.tolist()], np.int32)
-            )
-            for part in columns
-        ]
+        ids[ids >= pool.num_blocks] = into
+        columns = _with_ids(columns, ids)
         if prompt is not None:
             known = min(num_tokens, prompt.tokens.size)
             ends = [known // policy.block for policy in self._tree.policies]
@@ -124,6 +125,15 @@ class HostLoads:
                 prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
             )
         return columns
+
+    def by_row(self) -> np.ndarray:
+        """Returns which rows hold blocks that the next moves need not load, bool[R]."""
+        state = self._state
+        waits = np.zeros(state.computed.size, bool)
+        if self._tier is not None and (blocks := self._tier.blocks_to_load()):
+            rows = state.unsent_tokens.nonzero()[0]
+            waits[rows] = np.isin(state.table[rows], [*blocks]).any(axis=1)
+        return waits
 
     # --- preempted requests -------------------------------------------------------
 

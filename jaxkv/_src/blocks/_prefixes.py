@@ -61,6 +61,7 @@ class Prefixes:
         self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)
         if tier is not None:
             tier.attach(self._tree, self._events)
+            state.pool.on_take = tier.taken
         self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self._events, tier)
         self.loads = HostLoads(state, self._tree, self.kept, tier)
         self.has_encoder = bool(state.growth.crossed.size)

@@ -109,6 +109,7 @@ class StepPlanner:
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         self._change(step)
+        self._kept.before_step(batch.rows)
         if news is not None:
             write_news(state, shape, data, news, step.taken)
         if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:

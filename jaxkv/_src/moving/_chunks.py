@@ -68,20 +68,19 @@ def take(cache: KVCache, block_ids: Array, *, group: int) -> ChunkArrays:
 
 
 @functools.partial(jax.jit, static_argnames="group", donate_argnums=0)
-def put(
-    cache: KVCache, block_ids: Array, places: Array, chunk: ChunkArrays, *, group: int
-) -> tuple[KVCache, Array]:
+def put(cache: KVCache, into: Array, chunk: ChunkArrays, *, group: int) -> tuple[KVCache, Array]:
     """Overwrites blocks of a group with those of a chunk, in place.
 
     Args:
-      block_ids: int32[N], blocks of the pool; one may be there several times with one place.
-      places: int32[N], the place of each in the chunk.
+      into: int32[2, N], blocks of the pool, and the place of each in the chunk; one may be there
+        several times with one place.
 
     Returns:
       The cache, and an array that is ready when it is.
     """
 
-    def run(cache: KVCache, block_ids: Array, places: Array, chunk: ChunkArrays) -> KVCache:
+    def run(cache: KVCache, into: Array, chunk: ChunkArrays) -> KVCache:
+        block_ids, places = into
         buffers = list(cache.buffers)
         for part, pieces in zip(parts_of(cache.layout, group), chunk, strict=True):
             buffers[part.buffer] = _put(
@@ -89,13 +88,12 @@ def put(
             )
         return dataclasses.replace(cache, buffers=tuple(buffers))
 
-    specs = (SAME, SAME, _specs(cache.layout, group))
     moved = on_devices(
-        *(run, cache, block_ids, places, chunk),
-        in_specs=specs,
+        *(run, cache, into, chunk),
+        in_specs=(SAME, _specs(cache.layout, group)),
         out_specs=cache.partition_specs(),
     )
-    return moved, places[0] + 0
+    return moved, into[0, 0] + 0
 
 
 def _take(cache: KVCache, part: Part, block_ids: Array) -> Array:

@@ -48,8 +48,8 @@ class HostBlocks:
         cache = host.move(cache, manager.take_moves())    # before the step runs
         cache, out = step(params, cache, upload)
 
-    Copies to the host run next to the steps that follow them. A step waits for the copies to the
-    device that come before it, and these for the steps before. Not thread-safe.
+    Copies to the host run next to the steps that follow them. Copies to the device wait for the
+    steps before, and run next to one step if `Moves` name them ahead. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,7 @@ class HostBlocks:
         self._chunks: dict[int, ChunkArrays] = {}
         # Copies that may not have ended: an array that is ready when one has, and its bytes.
         self._copies: list[tuple[Array, int]] = []
+        self._ahead = collections.deque[ChunkArrays]()  # on their way to the device, in order
         self._number = self._begun = 0
 
     def __repr__(self) -> str:
@@ -71,7 +72,8 @@ class HostBlocks:
     def bytes_in_flight(self) -> int:
         """Bytes whose copies to host memory and back have been started, and have not ended."""
         self._forget_ended()
-        return sum(num_bytes for _, num_bytes in self._copies)
+        ahead = sum(array.nbytes for arrays in self._ahead for array in arrays)
+        return ahead + sum(num_bytes for _, num_bytes in self._copies)
 
     def move(self, cache: KVCache, moves: Moves | None) -> KVCache:
         """Copies blocks to host memory and back, before the step that was packed with them.
@@ -94,15 +96,21 @@ class HostBlocks:
         self._forget_ended()
         try:
             self._chunks |= self._stored(cache, moves)
-            staged, ahead = Staged(), collections.deque[ChunkArrays]()
-            for index, chunk in enumerate(moves.loads):
+            staged, ahead = Staged(), self._ahead
+            all_into = _on_device(cache, [_into(chunk) for chunk in moves.loads])
+            for index, (chunk, into) in enumerate(zip(moves.loads, all_into, strict=True)):
                 # A copy waits for the programs that were started before it, so that a few copies
                 # start ahead of the programs that put others into the pool.
                 for later in moves.loads[index + len(ahead) : index + LOADS_AHEAD]:
-                    ahead.append(self._to_device(cache, later))
-                cache, done = self._put(cache, chunk, ahead[0])
+                    ahead.append(self._to_device(cache, later.number))
+                done = ahead[0][0]
+                if (chunk.block_ids >= 0).any():  # or others have all of its blocks by now
+                    cache, done = put(cache, into, ahead[0], group=chunk.group)
                 self._note(staged, done, ahead.popleft())
+            for number in moves.ahead:
+                ahead.append(self._to_device(cache, number))
         except Exception as error:
+            self._ahead.clear()  # the same moves, and the next ones, copy these again
             raise MoveError(cache) from error
         for number in moves.dropped:
             del self._chunks[number]
@@ -128,17 +136,19 @@ class HostBlocks:
         group_bytes = [layout.buffers.layout.group_bytes(i) for i in range(len(layout.growths))]
         for group, block_bytes in enumerate(group_bytes):
             for size in chunk_sizes(block_bytes):
-                nothing = Chunk(0, group, np.zeros(size, np.int32))
-                self._chunks[0] = self._to_host(cache, nothing)
-                cache, _ = self._put(cache, nothing, self._to_device(cache, nothing))
+                ids, into = _on_device(
+                    cache, [np.zeros(size, np.int32), np.zeros((2, size), np.int32)]
+                )
+                self._chunks[0] = self._to_host(cache, ids, group)
+                cache, _ = put(cache, into, self._to_device(cache, 0), group=group)
                 del self._chunks[0]
         if num_bytes and any(group_bytes):
             group = next(i for i, block_bytes in enumerate(group_bytes) if block_bytes)
-            largest = Chunk(0, group, np.zeros(chunk_sizes(group_bytes[group])[0], np.int32))
-            count = cdiv(num_bytes, largest.block_ids.size * group_bytes[group])
+            (ids,) = _on_device(cache, [np.zeros(chunk_sizes(group_bytes[group])[0], np.int32)])
+            count = cdiv(num_bytes, ids.size * group_bytes[group])
             taken: list[ChunkArrays] = []
             while len(taken) < count:  # one by one, because each is staged on the device
-                taken.append(jax.block_until_ready(self._to_host(cache, largest)))
+                taken.append(jax.block_until_ready(self._to_host(cache, ids, group)))
         return cache
 
     def _forget_ended(self) -> None:
@@ -158,36 +168,32 @@ class HostBlocks:
             )
         if moves.is_anew:
             self._chunks.clear()
+            self._ahead.clear()
         self._begun = moves.number
 
     def _stored(self, cache: KVCache, moves: Moves) -> dict[int, ChunkArrays]:
         """Returns the chunks of stores that were not made yet."""
         made: dict[int, ChunkArrays] = {}
         staged = Staged()
-        for chunk in moves.stores:
+        all_ids = _on_device(cache, [chunk.block_ids for chunk in moves.stores])
+        for chunk, ids in zip(moves.stores, all_ids, strict=True):
             if chunk.number not in self._chunks:
-                made[chunk.number] = self._to_host(cache, chunk)
+                made[chunk.number] = self._to_host(cache, ids, chunk.group)
                 self._note(staged, made[chunk.number][0], made[chunk.number])
         return made
 
-    def _to_host(self, cache: KVCache, chunk: Chunk) -> ChunkArrays:
-        taken = take(cache, _on_device(cache, chunk.block_ids), group=chunk.group)
+    def _to_host(self, cache: KVCache, block_ids: Array, group: int) -> ChunkArrays:
+        taken = take(cache, block_ids, group=group)
         return jax.device_put(
             taken, tuple(array.sharding.with_memory_kind(HOST_MEMORY) for array in taken)
         )
 
-    def _to_device(self, cache: KVCache, chunk: Chunk) -> ChunkArrays:
-        arrays = self._chunks[chunk.number]
+    def _to_device(self, cache: KVCache, number: int) -> ChunkArrays:
+        arrays = self._chunks[number]
         kind = cache.status.sharding.memory_kind or "device"
         return jax.device_put(
             arrays, tuple(array.sharding.with_memory_kind(kind) for array in arrays)
         )
-
-    def _put(self, cache: KVCache, chunk: Chunk, arrays: ChunkArrays) -> tuple[KVCache, Array]:
-        wanted = np.flatnonzero(chunk.block_ids >= 0).astype(np.int32)
-        places = np.resize(wanted, chunk.block_ids.size)  # some several times, in place of others
-        ids = _on_device(cache, chunk.block_ids[places])
-        return put(cache, ids, _on_device(cache, places), arrays, group=chunk.group)
 
     def _note(self, staged: Staged, done: Array, copied: ChunkArrays) -> None:
         """Notes a copy that was started; waits for older ones if many take device memory."""
@@ -206,6 +212,16 @@ def _check_devices(cache: KVCache) -> None:
         )
 
 
-def _on_device(cache: KVCache, numbers: np.ndarray) -> Array:
-    """Returns numbers on all devices of a cache; explicitly, because of transfer guards."""
+def _into(chunk: Chunk) -> np.ndarray:
+    """Returns the blocks that a load writes, and their places in the chunk, int32[2, N]."""
+    wanted = np.flatnonzero(chunk.block_ids >= 0)
+    places = np.resize(wanted, chunk.block_ids.size)  # some several times, in place of others
+    return np.stack([chunk.block_ids[places], places], dtype=np.int32, casting="same_kind")
+
+
+def _on_device(cache: KVCache, numbers: list[np.ndarray]) -> list[Array]:
+    """Returns numbers on all devices of a cache; explicitly, because of transfer guards.
+
+    One call for all of them: it takes as long as a copy of a chunk.
+    """
     return jax.device_put(numbers, cache.status.sharding)

@@ -57,8 +57,12 @@ class Admission:
             found += queues.num_tokens(request)
         return found
 
-    def admit(self, step: StepBudget) -> dict[Hashable, PrefixHit]:
-        """Starts waiting requests in order, for as long as there is room; returns their hits."""
+    def admit(self, step: StepBudget, *, may_wait: bool) -> dict[Hashable, PrefixHit]:
+        """Starts waiting requests in order, for as long as there is room; returns their hits.
+
+        Args:
+          may_wait: whether those that wait for host memory get no tokens, because others have work.
+        """
         queues, room = self._queues, self._room()
         hits: dict[Hashable, PrefixHit] = {}
         started: list[Request] = []
@@ -67,16 +71,19 @@ class Admission:
                 hit = None if step.is_full else self._start(step, request, room)
                 if hit is None:
                     break
+                if may_wait and self._manager.loading_by_row[hit.row]:
+                    step.take_back(request.name)
                 hits[request.name] = hit
                 started.append(request)
         except Exception:  # of one whose token ids are missing, say; none starts then
             for request in started:
                 self._prompts.park(request)
             raise
-        while started and not self.grows({name: step.work[name] for name in hits}):
+        while (work := {n: step.work[n] for n in hits if n in step.work}) and not self.grows(work):
             last = started.pop()  # some of the blocks in `Room` are no longer there
             self._prompts.park(last)
-            step.take_back(last.name)
+            if last.name in work:
+                step.take_back(last.name)
             del hits[last.name]
         del queues.waiting[: len(started)]
         for request in started:

@@ -52,7 +52,7 @@ class Chooser:
             work,
             self._samples(step),
             tuple([name for name in preempted if self._queues.waits(name)]),
-            {name: hit for name, hit in hits.items() if name in work},
+            {name: hit for name, hit in hits.items() if name in self._queues.running},
             functools.partial(self._token_ids, work, places, computed),
         )
 
@@ -106,10 +106,11 @@ class Chooser:
             preempted = self._take_by_age(step, running)
         elif self._queues.may_admit:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
+            may_wait = bool(step.work)
             later = [at for at in decodes.tolist() if prefill_first and names[at] in step.work]
             for at in later:
                 step.take_back(names[at])
-            hits = self._admission.admit(step)
+            hits = self._admission.admit(step, may_wait=may_wait)
             for at in later:
                 step.give_one(running, at)
         if not step.work:
@@ -192,10 +193,14 @@ class Chooser:
         A request copies the block that it writes next if that block is shared or kept, and a step
         has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
         gave blocks of cached tokens bring these to the device, as far as there is room for
-        ``cached_tokens``. The youngest requests that need more are left out.
+        ``cached_tokens``. The youngest requests that need more are left out, and so are those that
+        wait for host memory, unless nobody else has work.
         """
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
+        goes_on = has_work & ~manager.loading_by_row[rows]
+        if np.count_nonzero(goes_on):
+            has_work = goes_on
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
             more = has_work & manager.may_copy_by_row[rows] & ~pending

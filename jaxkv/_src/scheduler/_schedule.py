@@ -20,7 +20,8 @@ class Schedule:
       each with `Scheduler.append` or `Scheduler.finish`.
     preempted: requests that lost their blocks and wait to be computed again: from the start, or
       from where the cache still holds what they computed.
-    hits: requests that start in this step, and the prefix hit of each.
+    hits: requests that start in this step, and the prefix hit of each. One that waits for host
+      memory is not in the work yet.
     """
 
     work: Mapping[Any, int]

@@ -8,10 +8,11 @@ import numpy as np
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import CachedPrefix, PrefixEvents, PrefixTree
 from jaxkv._src.tier._memory import HostMemory, block_bytes
-from jaxkv._src.tier._moves import COUNTED, Moves, TierStats
+from jaxkv._src.tier._moves import COUNTED, Chunk, Moves, TierStats
 from jaxkv._src.tier._room import HostRoom
 
 NO_IDS = np.zeros(0, np.int64)
+BYTES_AHEAD = 2**28  # of loads whose copies run next to one step: what 50 GB/s bring in 5 ms
 
 
 class HostTier:
@@ -20,7 +21,10 @@ class HostTier:
     The tree knows a block by its id on the device as long as it is there. A block that was loaded
     stays in host memory, too, so that it need not be stored again. The books are ahead of the
     content: what a call changes is carried out by the moves that `seal` makes next, which is before
-    any step writes to the blocks.
+    any step writes to the blocks. Only loads may come later, until a step needs them: some are
+    copied next to each step, and then loaded by the moves after it.
+
+    bytes_ahead: the most bytes of these.
     """
 
     def __init__(self, memory: HostMemory, plan: Plan):
@@ -30,7 +34,10 @@ class HostTier:
         # Blocks on the device and on the host that are copies of each other; 0: there is none.
         self._copy_of = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
         self._stores: dict[int, int] = {}  # host block -> block on the device
-        self._loads: dict[int, int] = {}  # block on the device -> host block
+        self._loads: dict[int, int] = {}  # block on the device -> host block, since `seal`
+        self._later: list[Chunk] = []  # other loads, which no moves have had yet
+        self._ahead: list[Chunk] = []  # those that the next moves have first
+        self.bytes_ahead, self._is_urgent = BYTES_AHEAD, False
         self._pinned: frozenset[int] = frozenset()  # chunks
         self._sealed: Moves | None = None
         self._number, self._is_anew = 0, False
@@ -104,7 +111,8 @@ class HostTier:
     def _chosen(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks to store, as many as host memory can hold, and their groups."""
         # The content of a block that is to be loaded is not there yet.
-        here = [block_id for block_id in ids.tolist() if block_id not in self._loads]
+        coming = self.blocks_to_load(with_ahead=True)
+        here = [block_id for block_id in ids.tolist() if block_id not in coming]
         inside = [block_id for block_id in here if self._tree.is_inside(block_id)]
         groups = np.array([self._tree.group_of(block_id) for block_id in inside], np.int64)
         # The last ones were used last.
@@ -121,6 +129,7 @@ class HostTier:
         if self.room.num_bytes - self.room.used_bytes >= num_bytes:
             return NO_IDS
         spared = self._pinned | self._parked()
+        spared |= {chunk.number for chunk in (*self._ahead, *self._later)}
         while self.room.num_bytes - self.room.used_bytes < num_bytes:
             gone = self.room.oldest(spared)
             if gone is None:
@@ -196,6 +205,29 @@ class HostTier:
         self._loads.update(zip(into.tolist(), host_ids.tolist(), strict=True))
         return into
 
+    def blocks_to_load(self, *, with_ahead: bool = False) -> set[int]:
+        """Returns the blocks of the device whose loads no moves have had yet.
+
+        Args:
+          with_ahead: whether to count loads that the next moves have in any case.
+        """
+        chunks = (*self._ahead, *self._later) if with_ahead else self._later
+        return self._loads.keys() | {i for chunk in chunks for i in chunk.block_ids.tolist()} - {-1}
+
+    def hurry(self) -> None:
+        """Lets the next moves have all loads, because the step after them needs some."""
+        self._is_urgent = True
+
+    def taken(self, ids: np.ndarray) -> None:
+        """Gives up loads into blocks that somebody takes, as those of a request that has ended."""
+        if not (self._loads or self._ahead or self._later):
+            return
+        for block_id in ids.tolist():
+            self._loads.pop(block_id, None)
+        for chunks in (self._ahead, self._later):
+            for at, (number, group, into) in enumerate(chunks):
+                chunks[at] = Chunk(number, group, np.where(np.isin(into, ids), -1, into))
+
     # --- moves ------------------------------------------------------------------------
 
     @property
@@ -213,22 +245,40 @@ class HostTier:
 
         What changes from here on, the tokens of that step included, is moved before the next one.
         """
-        if not (self.room.has_changed or self._loads or self._is_anew):
+        has_loads = self._loads or self._ahead or self._later
+        if not (self.room.has_changed or has_loads or self._is_anew):
             return
         stores = tuple(self.room.seal(self._stores, {*self._loads.values()}))
-        loads = tuple(self.room.loads(self._loads))
+        loads = tuple(self._next_loads())
         dropped = self.room.settle()
         self._number += 1
         dropped = () if self._is_anew else dropped  # all of them are
-        self._sealed = Moves(self._number, stores, loads, dropped, self._is_anew)
+        ahead = tuple([chunk.number for chunk in self._ahead])
+        self._sealed = Moves(self._number, stores, loads, dropped, self._is_anew, ahead)
         for what, chunks in (("stored", stores), ("loaded", loads)):
-            for chunk in chunks:
-                size = int(self.room.block_bytes[chunk.group])
-                self._counts[f"{what}_blocks"] += int((chunk.block_ids >= 0).sum())
-                self._counts[f"{what}_bytes"] += size * chunk.block_ids.size
+            ids = np.concatenate([NO_IDS, *(chunk.block_ids for chunk in chunks)])
+            self._counts[f"{what}_blocks"] += int(np.count_nonzero(ids >= 0))
+            self._counts[f"{what}_bytes"] += sum(map(self._bytes_of, chunks))
         self._stores.clear()
         self._loads.clear()
         self._is_anew = False
+
+    def _next_loads(self) -> list[Chunk]:
+        """Returns the loads of the moves that are being made, and chooses those ahead."""
+        loads, rest, dropped = self._ahead, self._later, list[Chunk]()
+        for chunk in self.room.loads(self._loads):
+            (rest if self.room.pin(chunk.number) else dropped).append(chunk)
+        if self._is_urgent:
+            loads, rest = loads + rest, rest[:0]
+        for chunk in loads:
+            self.room.unpin(chunk.number)
+        sizes = np.cumsum([self._bytes_of(chunk) for chunk in rest])
+        end = max(1, int(np.count_nonzero(sizes <= self.bytes_ahead)))
+        self._ahead, self._later, self._is_urgent = rest[:end], rest[end:], False
+        return loads + dropped
+
+    def _bytes_of(self, chunk: Chunk) -> int:
+        return chunk.block_ids.size * self.room.block_bytes.item(chunk.group)
 
     # --- forgetting, counting -----------------------------------------------------------
 
@@ -247,9 +297,11 @@ class HostTier:
 
     def reset(self) -> None:
         """Lets the next moves go on from any state of host memory, which is empty."""
-        self._stores.clear()
-        self._loads.clear()
-        self._sealed, self._is_anew = None, True
+        for chunk in (*self._ahead, *self._later):
+            self.room.unpin(chunk.number)
+        for of_moves in (self._stores, self._loads, self._ahead, self._later):
+            of_moves.clear()
+        self._sealed, self._is_anew, self._is_urgent = None, True, False
 
     def count(self, **counts: int) -> None:
         """Adds to counts of `TierStats`."""

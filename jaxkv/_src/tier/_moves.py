@@ -24,10 +24,12 @@ class Moves:
     """Blocks that are copied between the memories before the step that was packed with them.
 
     All stores read before any load writes, because a stored block may be one to load into. A load
-    may read what one of the stores has brought.
+    may read what one of the stores has brought. Nothing reads or writes the blocks of later loads
+    before these, so that their copies to the device run next to a step.
 
     number: counts the moves of a manager, from 1.
     stores, loads: chunks to copy to host memory, and from it.
+    ahead: numbers of the chunks that the next moves load first, to start their copies now.
     dropped: numbers of chunks that nobody uses after these loads.
     is_anew: whether the manager was reset: all chunks of earlier moves are dropped, and ``number``
       may follow any other.
@@ -38,6 +40,7 @@ class Moves:
     loads: tuple[Chunk, ...]
     dropped: tuple[int, ...]
     is_anew: bool = False
+    ahead: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         stored = sum(chunk.block_ids.size for chunk in self.stores)

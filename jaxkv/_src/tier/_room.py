@@ -95,9 +95,19 @@ class HostRoom:
             number = int(self._chunk_of[at])
             if number == UNSEALED:
                 continue
-            self._num_alive[number] -= 1
-            if not self._num_alive[number]:
-                self._drop(number)
+            self.unpin(number)
+
+    def pin(self, number: int) -> bool:
+        """Keeps a chunk until `unpin`, whatever its blocks; False: it was dropped already."""
+        if number in self._num_alive:
+            self._num_alive[number] += 1
+        return number in self._num_alive
+
+    def unpin(self, number: int) -> None:
+        """Takes back one `pin` of a chunk, which is dropped if none of its blocks is alive."""
+        self._num_alive[number] -= 1
+        if not self._num_alive[number]:
+            self._drop(number)
 
     def _drop(self, number: int) -> None:
         self.used_bytes -= self._bytes.pop(number)
@@ -170,17 +180,22 @@ class HostRoom:
         Args:
           pairs: blocks on the device and the blocks of chunks that come there.
         """
-        made: dict[tuple[int, int], Chunk] = {}  # by number, and how often it is there before
-        for block_id, host_id in pairs.items():
-            at = host_id - self.first_id
-            number, place, turn = int(self._chunk_of[at]), int(self._place_of[at]), 0
-            while (number, turn) in made and made[number, turn].block_ids[place] >= 0:
-                turn += 1
-            if (number, turn) not in made:
-                ids = np.full(self._sizes[number], -1, np.int32)
-                made[number, turn] = Chunk(number, int(self._group_of[at]), ids)
-            made[number, turn].block_ids[place] = block_id
-        return list(made.values())
+        at = np.fromiter(pairs.values(), np.int64, len(pairs)) - self.first_id
+        numbers, places, turns = self._chunk_of[at], self._place_of[at], np.zeros_like(at)
+        order = np.lexsort((places, numbers))
+        again = np.diff(numbers[order], prepend=-1) == 0
+        again &= np.diff(places[order], prepend=-1) == 0
+        for i in again.nonzero()[0].tolist():  # blocks that are loaded more than once
+            turns[order[i]] = turns[order[i - 1]] + 1
+        keys = numbers * (1 + turns.max(initial=0)) + turns
+        _, firsts, of_chunk = np.unique(keys, return_index=True, return_inverse=True)
+        ids = np.full((firsts.size, CHUNK_SIZES[0]), -1, np.int32)
+        ids[of_chunk, places] = np.fromiter(pairs, np.int64, len(pairs))
+        return [
+            Chunk(number, group, ids[i, : self._sizes[number]])
+            for i in np.argsort(firsts).tolist()
+            for number, group in [(numbers.item(firsts[i]), self._group_of.item(at[firsts[i]]))]
+        ]
 
     def settle(self) -> tuple[int, ...]:
         """Frees the ids of blocks that are not alive; returns the chunks that were dropped."""
