@@ -37,16 +37,16 @@ from tests.kernels.subjects import SUBJECTS, Subject, copy_fresh
 
 each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-# Interpret mode simulates the GPU's memory next to the real one, so in-place can be seen in it
-# only from the lowered text.
-where_in_place = pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])
+# Of what interpret mode does not show, or another test asks of an interpreted run: it simulates the
+# GPU's memory next to the real one, so in-place can be seen only from the lowered text.
+where_each_runs = pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])
 IDS = jnp.zeros(2, jnp.int32)
 
 
-def lower(function: Any, *args: Any, donate: bool = True) -> str:
+def lower(function: Any, *args: Any) -> str:
     """Returns the program for CUDA, as text; the first argument is donated."""
-    jitted = jax.jit(function, donate_argnums=0 if donate else ())
-    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    traced = jax.jit(function, donate_argnums=0).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def launches(text: str) -> list[list[str]]:
@@ -72,21 +72,23 @@ def check_together(subject: Subject, cases: list[tuple[np.ndarray, ...]], **opti
 
 
 @each_subject
-@each_implementation
+@where_each_runs
 def test_every_dtype_keeps_its_bytes(implementation: str, subject: Subject) -> None:
-    """XLA makes words of elements before a kernel sees them: interpreted, one of each width."""
-    dtypes = _capability.DTYPES
-    if implementation == "mosaic_gpu" and not ON_GPU:
-        dtypes = ("float32", "bfloat16", "float8_e4m3fn")
-    cases = [subject.make(528, dtype) for dtype in dtypes]
+    cases = [subject.make(528, dtype) for dtype in _capability.DTYPES]
     check_together(subject, cases, implementation=implementation)
 
 
 @needs_mosaic
 @each_subject
 def test_few_thread_blocks_do_all_the_work(subject: Subject, monkeypatch) -> None:
+    """On pages of many sizes; interpreted, of elements of each width, too.
+
+    XLA makes words of elements before a kernel sees them.
+    """
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     cases = [subject.make(size) for size in SMALL_PAGES[:: 1 if ON_GPU else 2]]
+    if not ON_GPU:
+        cases += [subject.make(528, dtype) for dtype in ("float32", "bfloat16", "float8_e4m3fn")]
     check_together(subject, cases, implementation="mosaic_gpu")
 
 
@@ -148,7 +150,7 @@ def test_a_kernel_composes_with_shard_map_over_heads(implementation: str, subjec
 
 
 @each_subject
-@where_in_place
+@where_each_runs
 def test_donated_pages_stay_where_they_are(implementation: str, subject: Subject) -> None:
     pages, *operands = subject.make(2**13)
     pages = jnp.ones((64, pages.shape[1]), jnp.uint8)
@@ -162,12 +164,12 @@ def test_donated_pages_stay_where_they_are(implementation: str, subject: Subject
 
 @needs_mosaic
 @each_subject
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_cuda_lowering_is_one_aliased_kernel(donate: bool, subject: Subject) -> None:
+def test_the_cuda_lowering_is_one_aliased_kernel(subject: Subject) -> None:
+    """And no operand goes straight into it: slices that a GPU would refuse pass a barrier."""
     pages, *operands = subject.make(2112)
     run = functools.partial(subject.kernel, implementation="mosaic_gpu")
     count = 5 if subject.takes_trees else 1
-    text = lower(run, [pages] * count if subject.takes_trees else pages, *operands, donate=donate)
+    text = lower(run, [pages] * count if subject.takes_trees else pages, *operands)
     found = launches(text)
     assert len(found) == subject.launches
     # Lists that many buffers share are passed once. Each launch has the pages, and what is
@@ -175,25 +177,17 @@ def test_the_cuda_lowering_is_one_aliased_kernel(donate: bool, subject: Subject)
     num_pages = count * (2 * subject.launches - 1)
     assert sum(map(len, found)) == subject.num_read + num_pages
     assert text.count("stablehlo.output_operand_alias<") == count
-    assert text.count("tf.aliasing_output") == (count if donate else 0)
+    assert text.count("tf.aliasing_output") == count
     assert "__gpu$xla.gpu.triton" not in text
-
-
-@needs_mosaic
-@each_subject
-def test_no_operand_is_lowered_straight_into_a_kernel(subject: Subject) -> None:
-    """Slices that a GPU would refuse can be seen without one: each passes a barrier."""
-    pages, *operands = subject.make(384)
-    text = lower(functools.partial(subject.kernel, implementation="mosaic_gpu"), pages, *operands)
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     passed = {line.split("=")[0].strip().split(":")[0] for line in barriers}
-    found = [operand.split("#")[0] in passed for call in launches(text) for operand in call]
+    passing = [operand.split("#")[0] in passed for call in found for operand in call]
     # The pages of each launch do, too; what one stages for the next does not.
-    assert sum(found) == subject.num_read + subject.launches
+    assert sum(passing) == subject.num_read + count * subject.launches
 
 
 @each_subject
-@each_implementation
+@where_each_runs
 @pytest.mark.parametrize("cut", [1, 2] if ON_GPU else [1])
 def test_operands_may_be_slices(cut: int, implementation: str, subject: Subject) -> None:
     """A GPU fails here if a kernel takes operands at their place within a larger array.
