@@ -20,6 +20,7 @@ from jaxkv._src.uploads import StepShape
 from jaxkv.testing import assert_no_recompilation
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
 from tests.hosts.demo import demo_engine, serve_demo, tokens_of
+from tests.hosts.engine import Engine, Report
 from tests.hosts.processes import ROOT, TIMEOUT_S, Scene, num_gpus
 from tests.hosts.small import serve_small, small_plan
 
@@ -33,47 +34,46 @@ def killed(tmp_path_factory) -> Scene:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory) -> list[Any]:
-    """Two processes, of which the first has a scheduler."""
-    return Scene.start("one", 2, tmp_path_factory.mktemp("one")).results()
-
-
-@pytest.fixture(scope="module")
-def each(tmp_path_factory) -> list[Any]:
-    """Four processes, or two where there are GPUs for no more; the first two serve together."""
+def served(tmp_path_factory) -> list[Any]:
+    """Four processes, or two where there are GPUs for no more; every two serve together."""
     count = 2 if num_gpus() in (2, 3) else 4
-    return Scene.start("each", count, tmp_path_factory.mktemp("each")).results()
+    return Scene.start("serve", count, tmp_path_factory.mktemp("serve")).results()
 
 
 @functools.cache
-def by_one_process(axis: str, seed: int) -> dict[str, Any]:
-    engine = demo_engine(make_mesh((2,), (axis,)), axis)
+def one_engine() -> Engine:
+    return demo_engine(make_mesh((1,), ("context",)), "context")
+
+
+def by_one_device(seed: int) -> dict[str, Any]:
+    engine = one_engine()
+    engine.report = Report()
     return serve_demo(engine, seed, lambda step: step)
 
 
-# --- the same as one process ----------------------------------------------------------
+# --- the same as one device -----------------------------------------------------------
 
 
-@two_devices
-@pytest.mark.parametrize(("how", "axis", "seed"), [("each", "context", 0), ("one", "heads", 1)])
-def test_processes_serve_the_tokens_of_one(how, axis, seed, request) -> None:
-    """With a scheduler in each, and with one that packs for both."""
-    results, expected = request.getfixturevalue(how), by_one_process(axis, seed)
-    assert len(expected["logits"]) == 6
-    for result in results[:2] if how == "each" else results[:1]:
-        assert tokens_of(result["served"]) == tokens_of(expected)
-        for name, rows in result["served"]["logits"].items():
+@pytest.mark.parametrize(("how", "seed", "count"), [("compared", 0, 2), ("broadcast", 1, 1)])
+def test_processes_serve_the_tokens_of_one_device(how, seed, count, served) -> None:
+    """By position with a scheduler in each, and by head with one that packs for both."""
+    expected = by_one_device(seed)
+    results = [result[how] for result in served if "logits" in result.get(how, ())]
+    assert len(results) == count and len(expected["logits"]) == 6
+    for result in results:
+        assert tokens_of(result) == tokens_of(expected)
+        for name, rows in result["logits"].items():
             np.testing.assert_allclose(rows, expected["logits"][name], rtol=0, atol=1e-4)
 
 
 @two_devices
-def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(each) -> None:
+def test_each_process_holds_its_own_parts_of_the_cache_and_no_others(served) -> None:
     """After forks, copies, zeroed blocks and naps, under explicit axes.
 
     Every two processes are a replica, with books and steps of its own.
     """
-    for replica in range(len(each) // 2):
-        assert_parts([result["small"] for result in each[2 * replica :][:2]], replica)
+    for replica in range(len(served) // 2):
+        assert_parts([result["small"] for result in served[2 * replica :][:2]], replica)
 
 
 def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
@@ -92,18 +92,20 @@ def assert_parts(results: list[dict[str, Any]], replica: int) -> None:
                 np.testing.assert_allclose(own[index], parts[index], rtol=0, atol=atol)
 
 
-def test_nothing_compiles_after_warm_up_in_any_process(one, each) -> None:
-    for result in (*one, *each[:2]):
-        assert result["served"]["compiled"] == [] and result["served"]["steps"] > 10
-    assert [result["small"]["programs"] for result in each] == [1] * len(each)
+def test_nothing_compiles_after_warm_up_in_any_process(served) -> None:
+    ways = [result[how] for result in served for how in ("compared", "broadcast") if how in result]
+    assert len(ways) == 4
+    for way in ways:
+        assert way["compiled"] == [] and way["steps"] > 10
+    assert [result["small"]["programs"] for result in served] == [1] * len(served)
 
 
 # --- drift ----------------------------------------------------------------------------
 
 
-def test_uploads_that_differ_are_found_in_their_step_by_all_processes(each) -> None:
+def test_uploads_that_differ_are_found_in_their_step_by_all_processes(served) -> None:
     """Content in step 4 and shape in step 7, in one process; the next check finds no fault."""
-    for result in each[:2]:
+    for result in served[:2]:
         (fourth, content), (seventh, shape) = result["planted"]
         assert (fourth, seventh) == (4, 7)
         assert content.startswith("the uploads of this step differ: process 0 has number 4;")
@@ -125,16 +127,17 @@ def test_the_same_calls_give_the_same_uploads_whatever_strings_hash_to() -> None
     assert one == other and len(set(one.splitlines())) == 5
 
 
-def test_a_process_without_a_device_of_the_mesh_is_refused(each) -> None:
-    for index, result in enumerate(each):
+def test_a_process_without_a_device_of_the_mesh_is_refused(served) -> None:
+    for index, result in enumerate(served):
         assert len(result["refused"]) == 3
         told = f"no device of the mesh belongs to process {index}"
         assert all(message.startswith(told) for message in result["refused"])
 
 
-def test_only_the_first_process_of_a_mesh_may_broadcast(one) -> None:
-    told = "process 1 passed an upload, but process 0 packs for this mesh; pass None here"
-    assert one[1]["refused"] == told
+def test_only_the_first_process_of_a_mesh_may_broadcast(served) -> None:
+    other, first = len(served) - 1, len(served) - 2
+    told = f"process {other} passed an upload, but process {first} packs for this mesh; pass None"
+    assert served[other]["refused upload"] == f"{told} here"
 
 
 def test_a_mesh_of_one_process_exchanges_nothing() -> None:

@@ -23,35 +23,38 @@ from tests.hosts.processes import Scene
 from tests.hosts.small import TOKENS, serve_small, small_plan
 
 
-def one(index: int) -> dict[str, Any]:
-    """Two processes, and a scheduler in the first."""
-    heads = make_mesh((2,), ("heads",))
-    engine = demo_engine(heads, "heads")
-    if index == 0:
-        broadcast = functools.partial(broadcasting, engine.shapes, heads)
-        result: dict[str, Any] = {"served": serve_demo(engine, 1, broadcast)}
-        assert jaxkv.step.broadcast_upload(None, engine.shapes, heads) is None
-        return result
-    try:
-        jaxkv.step.broadcast_upload(engine.shapes[0].idle(), engine.shapes, heads)
-    except ValueError as error:
-        result = {"refused": str(error)}
-    return result | {"served": receive(engine, heads)}
+def serve(index: int) -> dict[str, Any]:
+    """Replicas of two processes, each with books of its own.
 
-
-def each(index: int) -> dict[str, Any]:
-    """Replicas of two processes, each with books of its own; then a scheduler in each of one."""
+    Then each process of the first has a scheduler, and of the last the first process alone.
+    """
     count, replica = jax.process_count(), index // 2
     replicas = make_mesh((count // 2, 2), ("data", "heads")).devices
     mesh = Mesh(replicas[replica], ("heads",), axis_types=(AxisType.Explicit,))
-    small = serve_small(mesh, replica, nap=replica == 0)
-    result: dict[str, Any] = {"small": small, "planted": []}
+    result: dict[str, Any] = {"small": serve_small(mesh, replica, nap=replica == 0)}
     result["refused"] = refusals(Mesh(np.delete(replicas, index), ("heads",)))
-    if replica:
+    if replica == 0:
+        context, result["planted"] = make_mesh((2,), ("context",)), []
+        compared = functools.partial(checked, context, index == WRONG, result["planted"])
+        result["compared"] = serve_demo(demo_engine(context, "context"), 0, compared)
+    if replica == count // 2 - 1:
+        result |= serve_by_one(Mesh(replicas[replica], ("heads",)), index)
+    return result
+
+
+def serve_by_one(mesh: Mesh, index: int) -> dict[str, Any]:
+    """The first process of a mesh packs for all of its processes."""
+    engine = demo_engine(mesh, "heads")
+    if index % 2 == 0:
+        broadcast = functools.partial(broadcasting, engine.shapes, mesh)
+        result: dict[str, Any] = {"broadcast": serve_demo(engine, 1, broadcast)}
+        assert jaxkv.step.broadcast_upload(None, engine.shapes, mesh) is None
         return result
-    context = make_mesh((2,), ("context",))
-    compared = functools.partial(checked, context, index == WRONG, result["planted"])
-    return result | {"served": serve_demo(demo_engine(context, "context"), 0, compared)}
+    try:
+        jaxkv.step.broadcast_upload(engine.shapes[0].idle(), engine.shapes, mesh)
+    except ValueError as error:
+        result = {"refused upload": str(error)}
+    return result | {"broadcast": receive(engine, mesh)}
 
 
 def refusals(mesh: Mesh) -> list[str]:
@@ -132,7 +135,7 @@ def play(scene: str, index: int, count: int, port: int, folder: str) -> None:
 
     if scene == "death":
         death(index, count - 1, save)
-    save({"one": one, "each": each, "costs": costs}[scene](index))
+    save({"serve": serve, "costs": costs}[scene](index))
 
 
 def main() -> None:
