@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxkv
 from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv.testing import assert_no_recompilation
-from tests.helpers import IMPLEMENTATIONS, as_ids, kernels_run, pointers
+from tests.helpers import as_ids, kernels_run, needs_mosaic, pointers
 
 HEADS, SIZE, TOKENS, REQUESTS, BLOCKS = 8, 4, 8, 2, 12
 LAYERS = ("full.0", "full.1", "window.0", "window.1")
@@ -57,9 +57,8 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting((2,), (AUTO,), "jit", "BLHNC"),
-    Setting((2, 4), (AUTO, AUTO), "set_mesh", "LBHNC"),
-    Setting((8,), (AUTO,), "shard_map", stacked=False),
+    Setting((2,), (AUTO,), "set_mesh", "BLHNC"),
+    Setting((8,), (AUTO,), "shard_map", "LBHNC", stacked=False),
     Setting((2,), (EXPLICIT,), "jit", "LHBNC"),
     Setting((2, 4), (EXPLICIT, EXPLICIT), "set_mesh", "BHLNC"),
     Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLNHC"),
@@ -224,8 +223,10 @@ def test_states_of_a_replicated_cache_are_kept_on_every_device(types, devices) -
 
 
 @two_devices
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("types", [AUTO, EXPLICIT])
+@pytest.mark.parametrize(
+    ("types", "implementation"),
+    [(AUTO, "xla"), (EXPLICIT, "xla"), pytest.param(EXPLICIT, "mosaic_gpu", marks=needs_mosaic)],
+)
 def test_blocks_are_zeroed_and_copied_on_every_device_of_a_mesh(types, implementation) -> None:
     """No context tells the mesh: it is that of the arrays alone."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(types,), devices=DEVICES[:2])

@@ -27,7 +27,7 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 from jaxkv.testing import assert_no_recompilation
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, hybrid_plan, kernels_run
+from tests.helpers import ON_GPU, hybrid_plan, kernels_run, needs_mosaic
 from tests.jaxkv_state_machine import JaxkvStateMachine
 
 plan_small = functools.partial(
@@ -65,14 +65,19 @@ def run(examples: int, steps: int = 30, **changes: object) -> Counter[str]:
     return machine.seen
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "stacked"),
+    [
+        *(("xla", stacked) for stacked in (False, True)),
+        # Interpreted on one buffer, too, by `test_sharded`.
+        *(pytest.param("mosaic_gpu", s, marks=needs_mosaic) for s in (False, True)[: 1 + ON_GPU]),
+    ],
+)
 def test_every_request_reads_what_it_wrote_and_nothing_else(implementation, stacked) -> None:
     options = {"implementation": implementation, "stacked": stacked}
     if implementation == "mosaic_gpu" and not ON_GPU:
-        # Interpreting costs tenths of a second a step, so one buffer is cut short.
-        small = {"plan": WINDOWS, "max_requests": 2}
-        assert run(1, 4 if stacked else 12, **small, **options)["grown"]
+        small = {"plan": WINDOWS, "max_requests": 2}  # a step takes tenths of a second
+        assert run(1, 12, **small, **options)["grown"]
         return
     seen = run(5, **options)
     assert seen["finished"] and seen["refused"] and seen["grown"] > 60
