@@ -809,6 +809,16 @@ def test_a_rewind_before_the_block_that_grow_copies_leaves_the_copies_that_are_r
     assert sorted(parts["zero_ids"].tolist()) == sorted(own[1:])
 
 
+def test_a_donor_that_is_rewound_to_behind_a_fork_copies_the_block_that_both_have() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 9)
+    manager.fork("r", ["s"], num_tokens=6)
+    manager.step(shape, {"r": 1})
+    manager.rewind({"r": 7})
+    manager.step(dataclasses.replace(shape, block_copies=1), {"r": 1})
+    (donor,), (fork,) = manager.block_ids("r"), manager.block_ids("s")
+    assert donor[0] == fork[0] and donor[1] != fork[1]
+
+
 # --- schedulers that assign block ids themselves --------------------------------------
 
 

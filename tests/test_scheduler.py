@@ -707,6 +707,19 @@ def test_steady_steps_copy_the_states_of_no_more_requests_than_forks() -> None:
     assert sorted(copied) == [0] * 6 + [1, 1]
 
 
+def test_the_newest_tokens_of_a_request_that_starts_again_are_computed_together() -> None:
+    tokens = {"a": [1] * 7}
+    server = Server(small_plan(60), max_requests=1, max_tokens=8, tokens=tokens)
+    server.add("a", 7, 32)
+    server.sample(server.step())
+    tokens["a"] += [2]
+    server.step()
+    tokens["a"] += [3, 4, 5]
+    server.scheduler.append({"a": 3})  # a token and two drafts
+    server.scheduler.restart()
+    assert [server.scheduler.schedule(max_tokens=most).work for most in (2, 3)] == [{}, {"a": 3}]
+
+
 @pytest.mark.parametrize("count", [2, 40])
 def test_missing_ids_are_found_in_steady_steps(count: int) -> None:
     tokens = {name: [1] * 3 for name in range(count)}
