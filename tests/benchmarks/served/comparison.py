@@ -102,6 +102,7 @@ def _run_case(report: Report, case: Case) -> None:
     kind = case.kv_dtype or ""
     with tempfile.TemporaryDirectory() as cache:
         kept = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": str(MEMORY_SHARE)}
+        kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         ours = _in_process("jaxkv_engine", config, chosen, kind, **kept)
         again = _in_process("jaxkv_engine", config, (), kind, **kept) if case is CASES[0] else {}
     if "start" in again:
