@@ -26,7 +26,6 @@ from jaxkv._src.testing.reference_kernels import reference_copy_blocks as refere
 from jaxkv._src.testing.reference_kernels import reference_write_rows as reference_write_rows
 from jaxkv._src.testing.reference_kernels import reference_zero_blocks as reference_zero_blocks
 from jaxkv._src.testing.reference_tables import ReferenceTables as ReferenceTables
-from jaxkv._src.testing.reference_tables import pad_tables as pad_tables
 
 if TYPE_CHECKING:
     from jaxkv._src.testing import strategies as strategies
@@ -52,7 +51,6 @@ __all__ = [
     "assert_same_bytes",
     "assert_unchanged",
     "count_compilations",
-    "pad_tables",
     "place_in_row",
     "reference_copy_blocks",
     "reference_write_rows",

@@ -28,7 +28,6 @@ from jaxkv._src.uploads import TableEntry
 from jaxkv.testing import (
     ReferenceCache,
     ReferenceTables,
-    pad_tables,
     place_in_row,
     reference_copy_blocks,
     reference_write_rows,
@@ -90,7 +89,6 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     assert tables.row(0, 2) == [0] and tables.flags == NO_BLOCK | BAD_BLOCK_ID
     tables.append([TableEntry(2, [[1, 2]], [5])])
     assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_COLUMN
-    assert pad_tables([[1, 2], []], 3).tolist() == [[1, 2, 0], [0, 0, 0]]
 
 
 def test_reference_slots_deal_positions_out_among_ranks_as_cards() -> None:

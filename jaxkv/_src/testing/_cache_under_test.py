@@ -69,13 +69,6 @@ class CacheUnderTest:
         """Returns the bytes of block 0, in any arrays; they must not change."""
         raise NotImplementedError("write read_null_block in your subclass")
 
-    def is_at_rest(self) -> bool:
-        """Returns whether requests may read now (optional).
-
-        False: what was finished, forked or rewound reaches the cache with its next step.
-        """
-        return True
-
     def start_prompt(self, request: int, tokens: Sequence[int], salt: str | None) -> int:
         """Starts a request that may share the blocks of others with the same prefix (optional).
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import (
@@ -136,11 +134,3 @@ def _sees(spec: LayerSpec, query: int, key: int) -> bool:
     if isinstance(spec, ChunkedAttentionSpec):
         return key <= query and key // spec.chunk_size == query // spec.chunk_size
     return key <= query
-
-
-def pad_tables(tables: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Returns rows of ids as int32[rows, width], padded with the null block."""
-    padded = np.zeros((len(tables), width), np.int32)
-    for row, ids in enumerate(tables):
-        padded[row, : len(ids)] = ids
-    return padded

@@ -51,7 +51,7 @@ class CacheStateMachine(CheckedCache, RuleBasedStateMachine):
     ``TestMyCache = MyMachine.TestCase`` for unittest and pytest. Add rules of your own over the
     bundle `requests`.
 
-    Checked, whenever the cache is at rest and between the growth and the writes of a step:
+    Checked, after every rule and between the growth and the writes of a step:
 
     - *leaks*: free and held blocks are as many as were free at the start, which is at least
       what the plan counts on and leaves out the null block;

@@ -249,8 +249,5 @@ def poisoned_buffers(
     Args:
       shapes, dtypes: to draw from; one of each for a suite that compiles once.
     """
-
-    def filled(pair: tuple[tuple[int, ...], str]) -> st.SearchStrategy[np.ndarray]:
-        return nan_arrays(*pair) | byte_arrays(*pair)
-
-    return st.tuples(st.sampled_from(shapes), st.sampled_from(dtypes)).flatmap(filled)
+    pairs = st.tuples(st.sampled_from(shapes), st.sampled_from(dtypes))
+    return pairs.flatmap(lambda pair: nan_arrays(*pair) | byte_arrays(*pair))
