@@ -7,7 +7,7 @@ unified attention are Triton code: they need torch, Triton and a GPU. FA3 is com
 folder holds ``vllm/``, as unzipped from a wheel::
 
     pip download --no-deps vllm==0.33.0
-    unzip -q vllm-0.33.0-*.whl 'vllm/*.py' '*/_vllm_fa3_C.abi3.so' -d DIR
+    unzip -q vllm-0.33.0-*.whl 'vllm/*.py' '*/_vllm_fa3_C.abi3.so' '*/ops/configs/*.json' -d DIR
 """
 
 import contextlib
@@ -225,7 +225,7 @@ def _real_names(module: str) -> dict[str, Any]:
         "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda ids, embeds: len(ids)},
         "vllm.utils.platform_utils": {
             "is_uva_available": lambda: True,
-            "get_device_name_as_file_name": lambda: "NVIDIA_H200",
+            "get_device_name_as_file_name": _device_name,
         },
         "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": contextlib.nullcontext},
         "vllm.utils.torch_utils": {
@@ -255,6 +255,13 @@ def _async_tensor_h2d(data: Any, device: Any = None, dtype: Any = None, out: Any
     if out is not None:
         return out.copy_(staged, non_blocking=True)
     return staged.to(device=device, dtype=dtype, non_blocking=True)
+
+
+def _device_name() -> str:
+    """As vLLM: the name by which it finds tuned configurations."""
+    import torch
+
+    return torch.cuda.get_device_name().replace(" ", "_")
 
 
 def _device_view(pinned: Any) -> Any:
