@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import HostBlocks, KVCache, Plan, make_cache
 from jaxkv._src.moving import _host_blocks
 from jaxkv._src.moving._chunks import put, take
+from jaxkv._src.tier import _room
 from jaxkv.blocks import Chunk, Moves, Upload
 from jaxkv.pool import MoveError
 from tests.layer_examples import plan_of
@@ -179,7 +180,8 @@ ORDERS = [
 ]
 
 
-def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group() -> None:
+def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(monkeypatch) -> None:
+    monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))  # fewer programs to compile
     plan = jaxkv.plan_cache([{"a": FULL}, {"v": WINDOW}], [2**16] * 2, max_model_len=16)
     cache, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
     sizes = map(cache.layout.buffers.layout.group_bytes, range(len(plan.groups)))

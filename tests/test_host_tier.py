@@ -303,17 +303,19 @@ def test_loads_are_spread_over_steps() -> None:
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
 
 
-def test_blocks_that_others_took_meanwhile_are_not_loaded() -> None:
+@pytest.mark.parametrize("are_ahead", [False, True])
+def test_blocks_that_others_took_meanwhile_are_not_loaded(are_ahead: bool) -> None:
     served = beside()
     served.start("c", prompt(1, 17))
-    served.step({"b": 1})
+    if are_ahead:
+        served.step({"b": 1})
     mine = served.manager.block_ids("c")[0][:4]
     served.manager.finish("c")
     served.manager.reset_prefixes()
     served.manager.start("d")
-    moves = served.step({"d": 32})
+    moves = [served.step({"d": 31}), served.step({"d": 1})]
     assert {*mine} <= {*served.manager.block_ids("d")[0]}
-    assert moves is not None and moves.loads and not loaded_by(moves)
+    assert not any(map(loaded_by, moves))
 
 
 def test_host_memory_keeps_what_is_still_to_be_loaded() -> None:
@@ -445,8 +447,11 @@ def test_only_what_can_be_parked_is() -> None:
         served.manager.park("a")
 
 
-def test_blocks_that_are_not_loaded_yet_are_not_stored() -> None:
-    served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
+@pytest.mark.parametrize("are_ahead", [False, True])
+def test_blocks_that_are_not_loaded_yet_are_not_stored(are_ahead: bool) -> None:
+    served = Served({"a": FULL}, 10, host(100, {"a": FULL}))
+    served.manager.start("d")
+    served.step({"d": 1})
     served.manager.start("a")
     served.step({"a": 18})
     served.manager.park("a")
@@ -454,6 +459,8 @@ def test_blocks_that_are_not_loaded_yet_are_not_stored() -> None:
     served.step({"b": 32})
     served.manager.finish("b")
     assert served.manager.resume("a").num_host_tokens == 18
+    if are_ahead:
+        assert getattr(served.step({"d": 1}), "ahead", None)
     assert served.manager.park("a")  # before the step that loads its blocks
     served.manager.start("c")
     served.manager.grow({"c": 32})

@@ -38,7 +38,7 @@ class HostTier:
         self._later: list[Chunk] = []  # other loads, which no moves have had yet
         self._ahead: list[Chunk] = []  # those that the next moves have first
         self.bytes_ahead, self._is_urgent = BYTES_AHEAD, False
-        self._pinned: frozenset[int] = frozenset()  # chunks
+        self._pinned: set[int] = set()  # chunks of loads since `seal`
         self._sealed: Moves | None = None
         self._number, self._is_anew = 0, False
         self._counts: Counter[str] = Counter()
@@ -197,9 +197,9 @@ class HostTier:
         Returns:
           These blocks, int64[N].
         """
-        self._pinned = frozenset(self.room.chunks(host_ids).tolist())
+        chunks = {*self.room.chunks(host_ids).tolist()} - self._pinned
+        self._pinned |= {number for number in chunks if self.room.pin(number)}
         into = take(host_ids.size).astype(np.int64)
-        self._pinned = frozenset()
         self._tree.move(host_ids, into)
         self._pair(host_ids, into)
         self._loads.update(zip(into.tolist(), host_ids.tolist(), strict=True))
@@ -270,8 +270,9 @@ class HostTier:
             (rest if self.room.pin(chunk.number) else dropped).append(chunk)
         if self._is_urgent:
             loads, rest = loads + rest, rest[:0]
-        for chunk in loads:
-            self.room.unpin(chunk.number)
+        for number in (*self._pinned, *(chunk.number for chunk in loads)):
+            self.room.unpin(number)
+        self._pinned.clear()
         sizes = np.cumsum([self._bytes_of(chunk) for chunk in rest])
         end = max(1, int(np.count_nonzero(sizes <= self.bytes_ahead)))
         self._ahead, self._later, self._is_urgent = rest[:end], rest[end:], False
@@ -297,9 +298,9 @@ class HostTier:
 
     def reset(self) -> None:
         """Lets the next moves go on from any state of host memory, which is empty."""
-        for chunk in (*self._ahead, *self._later):
-            self.room.unpin(chunk.number)
-        for of_moves in (self._stores, self._loads, self._ahead, self._later):
+        for number in (*self._pinned, *(chunk.number for chunk in (*self._ahead, *self._later))):
+            self.room.unpin(number)
+        for of_moves in (self._stores, self._loads, self._pinned, self._ahead, self._later):
             of_moves.clear()
         self._sealed, self._is_anew, self._is_urgent = None, True, False
 
