@@ -19,8 +19,8 @@ from tests.benchmarks.served.jaxkv_engine import Server
 from tests.benchmarks.served.workloads import Request, Trace
 
 DTYPE = {"torch_dtype": "float32"}
-SAMPLE = 8  # requests that are served alone
-TRACE = Trace(96, (256, 768), (128, 384))
+SAMPLE = 6  # requests that are served alone
+TRACE = Trace(60, (256, 768), (128, 384))
 
 
 def run(config: Mapping[str, Any], trace: Trace, **sizes: Any) -> dict[str, int]:
@@ -55,7 +55,7 @@ def main(config: str, results: str, chosen: str) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     read = json.loads(pathlib.Path(config).read_text())
     found = {
-        f"alone, {workloads.name_of(trace)}": run(read, trace, max_requests=96, max_tokens=2048)
+        f"alone, {workloads.name_of(trace)}": run(read, trace, max_requests=60, max_tokens=2048)
         for trace in workloads.load(chosen)
         if isinstance(trace, Trace)
     }
