@@ -437,10 +437,48 @@ np.testing.assert_allclose(got[:10], wanted[:10], atol=1e-4)
 print("scanned and by name differ by", f"{np.abs(got - wanted).max():.1g}")
 
 # %% [markdown]
-# A hybrid model scans over its periods, say three layers with states and one with attention: name
-# one layer of each group in the body. `gated_delta` and the other recurrent layers take the place
-# of `attend`, and find their states by the same names.
-#
+# A hybrid model scans over its periods, say a layer with states and one with attention: name one
+# layer of each group in the body. `linear_attention`, `gated_delta`, `mamba2` and `short_conv` take
+# the place of `attend`, and resume by themselves from the state that an earlier step left.
+
+# %%
+state = jaxkv.StateSpec(block_size=8, shapes=((2, 16, 16),), dtypes=("f32",))
+kinds = {"rnn": state, "full": spec}
+hybrid = {f"{kind}.{i}": each for i in range(2) for kind, each in kinds.items()}
+plan = jaxkv.plan_cache(hybrid, 2**20, max_model_len=64)
+shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=24)
+
+
+@jax.jit
+def hybrid_step(cache, upload, x):
+    cache, batch = jaxkv.apply_step(cache, upload)
+
+    def layers_of_a_period(carry, period):
+        cache, x = carry
+        qkv = jnp.tile(x.reshape(24, -1), 3)  # your projections
+        cache, out = jaxkv.linear_attention(
+            cache, "rnn.0", batch, qkv, jnp.full(2, -0.5), scale=0.01, period=period
+        )
+        x = x + out
+        cache, out = jaxkv.attend(cache, "full.0", batch, x, x, x, period=period)
+        return (cache, x + out), None
+
+    return jax.lax.scan(layers_of_a_period, (cache, x), jnp.arange(2))[0]
+
+
+tokens, served = random_tokens(6, 24, 2) / 4, []
+for pieces in ((9,), (4, 4, 1)):
+    manager = jaxkv.BlockManager(plan, max_requests=4)
+    cache = jaxkv.make_cache(plan, max_requests=4)
+    manager.start("a")
+    for count in pieces:
+        x = jnp.roll(tokens, -manager.num_computed_tokens("a"), axis=0)
+        cache, out = hybrid_step(cache, manager.step(shape, {"a": count}), x)
+    served.append(out[count - 1])
+np.testing.assert_allclose(*served, atol=1e-5)
+print("in one piece and in three differ by", f"{np.abs(served[0] - served[1]).max():.1g}")
+
+# %% [markdown]
 # ## Coming from vLLM
 #
 # | vLLM | here |
