@@ -6,14 +6,17 @@ import functools
 import pathlib
 import subprocess
 import sys
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 
 import jaxkv
+import pallas_kernels
 from jaxkv._src.engine import _device
 from jaxkv._src.internal import kept
 from jaxkv._src.internal.kept import Place, keep_in, kept_jit, run_kept
@@ -94,19 +97,31 @@ def scaled(pair: tuple[Any, Any], *, by: Any) -> dict[str, Any]:
     return {"sum": pair[0] + pair[1], "scaled": pair[0] * by[0]}
 
 
-X = jnp.arange(4.0)
-SETTINGS: dict[int, Any] = {0: contextlib.nullcontext()}
-CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "shape": lambda patch: ((X[:3], X[:3]), (2, SPEC)),
-    "dtype": lambda patch: ((X.astype(int),) * 2, (2, SPEC)),
-    "weak type": lambda patch: ((X, jnp.asarray(1.0) * 1), (2, SPEC)),
-    "static": lambda patch: ((X, X), (3, SPEC)),
-    "type of a static": lambda patch: ((X, X), (2.0, SPEC)),
-    "field of a spec": lambda patch: ((X, X), (2, dataclasses.replace(SPEC, head_size=128))),
-    "code": lambda patch: patch.setattr(kept, "_hash_of_code", lambda: b"other"),
-    "jax": lambda patch: patch.setattr(jax, "__version__", "0.99"),
-    "setting": lambda patch: patch.setitem(SETTINGS, 0, jax.default_matmul_precision("highest")),
+X, OTHER = jnp.arange(4.0), types.SimpleNamespace(device_kind="another")
+
+
+class Call(NamedTuple):
+    pair: tuple[Any, Any] = (X, X)
+    by: Any = (2, SPEC)
+    context: Any = contextlib.nullcontext()
+
+
+# What a call depends on: functions that return another call, or change what is around it.
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Call | None]] = {
+    "shape": lambda patch: Call((X[:3], X[:3])),
+    "dtype": lambda patch: Call((X.astype(int), X.astype(int))),
+    "weak type": lambda patch: Call((X, jnp.asarray(1.0) * 1)),
+    "static": lambda patch: Call(by=(3, SPEC)),
+    "type of a static": lambda patch: Call(by=(2.0, SPEC)),
+    "field of a spec": lambda patch: Call(by=(2, dataclasses.replace(SPEC, head_size=128))),
+    "setting": lambda patch: Call(context=jax.default_matmul_precision("highest")),
     "variable": lambda patch: patch.setenv("MOSAIC_GPU_DUMP_PTX", "1"),
+    "jax": lambda patch: patch.setattr(jax, "__version__", "0.99"),
+    "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "0.99"),
+    "device": lambda patch: patch.setattr(
+        jax, "devices", lambda: [types.SimpleNamespace(device_kind="new")]
+    ),
+    "code": lambda patch: patch.setattr(kept, "_hash_of_code", lambda: b"other"),
 }
 
 
@@ -114,18 +129,37 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 def test_whatever_changes_is_lowered_anew(
     change: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place(str(tmp_path), "cpu")
+    place, call = Place(str(tmp_path), "cpu"), Call()
     with keep_in(place):
         for _ in range(2):
-            run_kept(scaled, (X, X), by=(2, SPEC))
+            run_kept(scaled, call.pair, by=call.by)
         assert files(place) == {"scaled": 1}
-        changed = CHANGES[change](monkeypatch)
-        pair, by = changed if isinstance(changed, tuple) else ((X, X), (2, SPEC))
-        with SETTINGS[0]:
-            out = run_kept(scaled, pair, by=by)
+        call = CHANGES[change](monkeypatch) or call
+        with call.context:
+            out = run_kept(scaled, call.pair, by=call.by)
     assert files(place) == {"scaled": 2}
-    expected = scaled(pair, by=by)
+    expected = scaled(call.pair, by=call.by)
     assert all(jnp.array_equal(out[name], expected[name]) for name in expected)
+
+
+def test_each_platform_has_code_of_its_own(tmp_path: pathlib.Path) -> None:
+    for count, platform in enumerate(("cpu", "cuda"), 1):
+        place = Place(str(tmp_path), platform)
+        with keep_in(place):
+            jax.jit(functools.partial(run_kept, scaled, by=(2,))).trace((X, X))
+        assert files(place) == {"scaled": count}
+
+
+def test_the_hash_of_the_code_is_that_of_all_modules(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pallas_kernels, "__path__", [str(tmp_path)])
+    found = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / "module.py").write_text(text)
+        found.append(kept._hash_of_code.__wrapped__())
+    assert found[0] == found[2] != found[1]
 
 
 def test_values_without_a_whole_text_are_refused(tmp_path: pathlib.Path) -> None:
