@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fractions
 import functools
 import pathlib
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 import pytest
 
 import jaxkv
@@ -162,10 +164,15 @@ def test_the_hash_of_the_code_is_that_of_all_modules(
     assert found[0] == found[2] != found[1]
 
 
-def test_values_without_a_whole_text_are_refused(tmp_path: pathlib.Path) -> None:
-    with keep_in(Place(str(tmp_path), "cpu")), pytest.raises(TypeError, match="object has no"):
-        run_kept(scaled, (X, X), by=(2, object()))
-    assert not files(Place(str(tmp_path)))
+def test_what_may_depend_on_more_is_not_kept(tmp_path: pathlib.Path) -> None:
+    with keep_in(Place(str(tmp_path), "cpu")):
+        out = run_kept(
+            lambda pair, *, by: scaled(pair, by=(2,)), (X, X), by=(fractions.Fraction(2),)
+        )
+        assert jnp.array_equal(out["scaled"], 2 * X)
+        assert not files(Place(str(tmp_path)))
+        run_kept(scaled, (X, X), by=(np.float32(2),))
+        assert files(Place(str(tmp_path))) == {"scaled": 1}
 
 
 def test_code_for_one_device_is_not_taken_on_a_mesh(tmp_path: pathlib.Path) -> None:
@@ -188,6 +195,36 @@ def test_a_folder_that_cannot_be_written_warns(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     with keep_in(Place(str(tmp_path / "file"), "cpu")), pytest.warns(UserWarning, match="not kept"):
         out = run_kept(scaled, (X, X), by=(2,))
+    assert jnp.array_equal(out["scaled"], 2 * X)
+
+
+@pytest.mark.parametrize("break_it", [lambda b: b"", lambda b: b[:-1], lambda b: b[:-9] + bytes(9)])
+def test_a_broken_file_warns_and_is_written_anew(
+    break_it: Callable[[bytes], bytes], tmp_path: pathlib.Path
+) -> None:
+    with keep_in(Place(str(tmp_path), "cpu")):
+        run_kept(scaled, (X, X), by=(2,))
+        (path,) = tmp_path.iterdir()
+        whole = path.read_bytes()
+        path.write_bytes(break_it(whole))
+        with pytest.warns(UserWarning, match=r"lowered anew, because .* is broken"):
+            out = run_kept(scaled, (X, X), by=(2,))
+        assert jnp.array_equal(out["scaled"], 2 * X)
+        assert len(path.read_bytes()) == len(whole)
+        run_kept(scaled, (X, X), by=(2,))  # without a warning
+
+
+def test_a_file_that_cannot_be_read_warns(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: pathlib.Path) -> bytes:
+        raise PermissionError(f"{path.name} belongs to another")
+
+    with keep_in(Place(str(tmp_path), "cpu")):
+        run_kept(scaled, (X, X), by=(2,))
+        monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+        with pytest.warns(UserWarning, match="because scaled-.* belongs to another"):
+            out = run_kept(scaled, (X, X), by=(2,))
     assert jnp.array_equal(out["scaled"], 2 * X)
 
 

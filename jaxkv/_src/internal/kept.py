@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -17,7 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jaxlib
+import numpy as np
 from jax import export
+
+DIGEST = 32  # bytes of a hash of a file's content, before it
 
 
 class Place(NamedTuple):
@@ -80,17 +84,19 @@ def run_kept(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
     leaves, tree = jax.tree.flatten(args)
     types = [jax.typeof(leaf) for leaf in leaves]
     about = function.__module__, place.platform, static, tree.unflatten(map(repr, types))
-    key = hashlib.sha256(_surroundings() + _all_of(about).encode()).hexdigest()
+    try:
+        key = hashlib.sha256(_surroundings() + _all_of(about).encode()).hexdigest()
+    except TypeError:
+        return function(*args, **static)
     path = pathlib.Path(place.folder, f"{function.__name__.strip('_')}-{key}")
-    if path.exists():
-        outputs, lowered = pickle.loads(path.read_bytes())
-    else:
-        found: list[Any] = []
+    found = _read(path)
+    if not found:
         flat = functools.partial(_flat, function, tree, static, found)
         shapes = [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in types]
         exported = export.export(jax.jit(flat), platforms=[place.platform])(*shapes)
-        outputs, lowered = found[0], bytes(exported.serialize())
-        _write(path, pickle.dumps((outputs, lowered)))
+        found.append(bytes(exported.serialize()))
+        _write(path, pickle.dumps(found))
+    outputs, lowered = found
     arrays = export.deserialize(bytearray(lowered)).call(*leaves)
     return jax.tree.unflatten(jax.tree.structure(outputs), arrays)
 
@@ -105,7 +111,11 @@ def _flat(
 
 
 def _all_of(value: Any) -> str:
-    """Returns all that a value holds, as text; the texts of layouts and shapes leave things out."""
+    """Returns all that a value holds, as text; the texts of layouts and shapes leave things out.
+
+    Raises:
+      TypeError: it holds something of a type that is not known here.
+    """
     parts: Iterable[Any]
     if dataclasses.is_dataclass(value):
         parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
@@ -113,10 +123,10 @@ def _all_of(value: Any) -> str:
         parts = itertools.chain(*value.items())
     elif isinstance(value, tuple):
         parts = value
-    elif value is None or isinstance(value, str | int | float):
+    elif value is None or isinstance(value, str | int | float | np.generic):
         return repr(value)
     else:
-        raise TypeError(f"{type(value).__name__} has no text that tells all of it")
+        raise TypeError(f"{type(value).__name__} has no such text")
     return f"{type(value).__name__}({', '.join(map(_all_of, parts))})"
 
 
@@ -130,7 +140,7 @@ def _surroundings() -> bytes:
     }
     variables = {name: value for name, value in os.environ.items() if "MOSAIC" in name}
     parts = (
-        *(jax.__version__, jaxlib.__version__),
+        *(sys.version, jax.__version__, jaxlib.__version__),
         *(device.device_kind, getattr(device, "core_count", None)),
         *(sorted(settings.items()), sorted(variables.items())),
     )
@@ -148,12 +158,28 @@ def _hash_of_code() -> bytes:
     return digest.digest()
 
 
+def _read(path: pathlib.Path) -> list[Any]:
+    """Returns what a file holds; nothing if there is none, or if it is broken."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        reason = str(error)
+    else:
+        if hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]:
+            return pickle.loads(content[DIGEST:])
+        reason = f"{path} is broken"
+    warnings.warn(f"a layer is lowered anew, because {reason}", stacklevel=2)
+    return []
+
+
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file at once, so that no other process reads a part of it."""
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
+        partial.write_bytes(hashlib.sha256(content).digest() + content)
         partial.replace(path)
     except OSError as error:
         warnings.warn(f"lowered code is not kept for later processes: {error}", stacklevel=2)
