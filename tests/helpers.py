@@ -27,6 +27,8 @@ needs_mosaic = pytest.mark.skipif(
     not HAS_MOSAIC, reason=f"Mosaic kernels need jax >= 0.11, this is {jax.__version__}"
 )
 IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=needs_mosaic)]
+# With a number of ids that count, or None; `test_suite` interprets kernels without one.
+TREES = [("xla", None), ("xla", 3), pytest.param("mosaic_gpu", 3, marks=needs_mosaic)]
 
 
 def runs_of(shapes: Sequence[Any], interpreted: Sequence[Any]) -> list[Any]:

@@ -110,6 +110,6 @@ SMALL_WRITES = (
     SmallWrite(8200, 2048, 16, "bfloat16"),
     SmallWrite(4097, 4097, 1, "uint8"),
 )
-INTERPRETED_WRITES = (*SMALL_WRITES[:2], SMALL_WRITES[6])
+INTERPRETED_WRITES = (*SMALL_WRITES[:2], SmallWrite(515, 515, 1, "uint8"))
 # Pages, and rows, of less than a warpgroup to several work items.
 SMALL_PAGES = (20, 515, 1152, 4097, 20_000, 28_672)

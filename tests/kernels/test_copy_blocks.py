@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes, reference_copy_blocks
 from pallas_kernels import copy_blocks
-from tests.helpers import IMPLEMENTATIONS, ON_GPU, as_ids, garbage, kernels_run, runs_of
+from tests.helpers import IMPLEMENTATIONS, ON_GPU, TREES, as_ids, garbage, kernels_run, runs_of
 from tests.kernels.arg_specs import BLOCKS, INTERPRETED_BUFFERS, SMALL_BUFFERS
 
 PAIRS = 6
@@ -71,9 +71,8 @@ def test_disjoint_lists_are_copied_directly(
     check(spec, sources, destinations, num_ids, implementation=implementation, disjoint=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_ids", [None, 3])
-def test_a_tree_of_unlike_buffers_is_copied_in_one_call(num_ids, implementation) -> None:
+@pytest.mark.parametrize(("implementation", "num_ids"), TREES)
+def test_a_tree_of_unlike_buffers_is_copied_in_one_call(implementation, num_ids) -> None:
     buffers = {
         "kv": garbage((2, 5, 96), "float8_e4m3fn"),
         "state": (garbage((7, 33), "float32"), garbage((BLOCKS, 640), "bfloat16")),

@@ -224,9 +224,8 @@ def test_a_kernel_counts_in_int32_under_x64_too(subject: Subject) -> None:
     run = functools.partial(subject.kernel, implementation="mosaic_gpu")
     with jax.enable_x64(True):
         lower(run, *arguments)
-        with kernels_run():
-            got = jax.jit(run)(*arguments)
-    assert_same_bytes(got, subject.reference(*arguments))
+        if ON_GPU:
+            assert_same_bytes(jax.jit(run)(*arguments), subject.reference(*arguments))
 
 
 @each_subject
