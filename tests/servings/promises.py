@@ -159,7 +159,9 @@ class Promises:
         """Checks that a step with room to spare leaves nobody out who fits for certain."""
         serving, longest = self._serving, self._plan.admission_blocks(self._plan.max_model_len)
         self._check_admitted(schedule, longest)
-        if self._manager.num_free_blocks < longest:
+        # Decodes that were chosen get what prompts leave of a step, although it may not be enough.
+        is_late = schedule.hits and serving.options["order"] == "prefill_first"
+        if is_late or self._manager.num_free_blocks < longest:
             return
         for name in set(running) - set(schedule.work):
             request = serving.requests.get(name)
