@@ -118,11 +118,11 @@ def share_out(
         num_segments = jnp.where(steps > 0, last_lane - first_lane + 1, 0)
         most = num_tiles + num_lanes
     else:
-        line = line_begins, line_ends, first_steps
-        begins, ends = _to_segments(line, begins, fixed), _to_segments(line, ends, fixed)
+        begins = _to_segments((line_begins, line_ends, first_steps), begins, fixed)
+        ends = jnp.append(begins[1:], total)
         last = (first_steps + steps - 1) // fixed.steps
         num_segments = jnp.where(steps > 0, last - first_steps // fixed.steps + 1, 0)
-        first_segments = running_sum(num_segments) - num_segments
+        first_segments = jnp.arange(num_tiles, dtype=jnp.int32) * fixed.per_tile
         most = num_tiles * fixed.per_tile
     busy = begins < ends
     lane = Lane(
