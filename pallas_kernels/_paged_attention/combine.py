@@ -75,7 +75,7 @@ def combine(
 
     Args:
       numbers: as `decode` takes them.
-      shared: other segments that tiles take a part in; None: none.
+      shared: other segments that tiles take a part in; their links are in ``tasks``. None: none.
       finished: whether tiles of one segment are left out.
     """
     num_lanes, rows = tasks.lanes.shape[0], outputs.lse.shape[2]
@@ -88,9 +88,9 @@ def combine(
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(
-            rule, split, CombineOperands.of(*refs[:-1], shared=shared is not None), refs[-1]
-        ).run(finished),
+        lambda *refs: _Combiner(rule, split, CombineOperands.of(*refs[:-1]), refs[-1]).run(
+            finished
+        ),
         out_type=[],
         grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
@@ -100,8 +100,7 @@ def combine(
         scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    arrays = [tasks.tiles, *segments, numbers]
-    arrays += [] if shared is None else [shared.links, *shared.segments]
+    arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
     with jax.enable_x64(False):
         call(*own_buffers(arrays), *outputs)
 
@@ -114,14 +113,13 @@ class CombineOperands(NamedTuple):
     numbers: jax.Ref
     out: jax.Ref
     lse: jax.Ref
-    shared: SharedSegments | None
+    shared: PartialSoftmax | None
 
     @classmethod
-    def of(cls, *refs: jax.Ref, shared: bool) -> Self:
+    def of(cls, *refs: jax.Ref) -> Self:
         tiles, *inputs, out, lse = refs
         segments, (numbers, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
-        found: Any = SharedSegments(others[0], PartialSoftmax(*others[1:])) if shared else None
-        return cls(tiles, segments, numbers, out, lse, found)
+        return cls(tiles, segments, numbers, out, lse, PartialSoftmax(*others) if others else None)
 
 
 class _Scratch(NamedTuple):
@@ -210,8 +208,8 @@ class _Combiner:
         own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
         summed = self._add(start, self.operands.segments, own)
         if self.operands.shared is not None:
-            links, segments = self.operands.shared
-            summed = self._add(summed, segments, Link.load(links, self.index))
+            link = Link.load(self.operands.tiles, self.index)
+            summed = self._add(summed, self.operands.shared, link)
         return summed
 
     def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:

@@ -59,18 +59,18 @@ def decode(
 
     Returns:
       ``out`` float32[S, kv_heads, V, rows], of one window of values after another, ``highest`` and
-      ``total`` float32[S, kv_heads, rows], and spare rows; undefined where S
-      counts more segments than there are.
+      ``total`` float32[S, kv_heads, rows]; undefined where S counts more segments
+      than there are.
     """
     rule, rows = shape.rule, shape.rows
-    results = (tasks.num_segments, rule.kv_heads, rows + shape.spare_rows)
+    results = (tasks.num_segments, rule.kv_heads, rows)
     call = plgpu.kernel(
         lambda *refs: _Decoder(
             shape, DecodeOperands.of(*refs[:-1], finishes=outputs is not None), refs[-1]
         ).run(),
         out_type=[
             jax.ShapeDtypeStruct(
-                (*results[:2], sum(width for _, width in shape.windows), results[2]), jnp.float32
+                (*results[:2], sum(width for _, width in rule.windows), results[2]), jnp.float32
             ),
             jax.ShapeDtypeStruct(results, jnp.float32),
             jax.ShapeDtypeStruct(results, jnp.float32),
@@ -202,7 +202,7 @@ class _Decoder(DecodeSteps):
         @pl.when(token < tile.count)
         def _() -> None:
             place = tile.token + token, self.head * self.rule.group + head
-            for (first, width), staged in zip(self.shape.windows, self.smem.staged, strict=True):
+            for (first, width), staged in zip(self.rule.windows, self.smem.staged, strict=True):
                 plgpu.copy_smem_to_gmem(staged.at[row], out.at[(*place, pl.ds(first, width))])
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:

@@ -27,7 +27,6 @@ class DecodeShape(NamedTuple):
     rows: query heads of a tile, a multiple of 8.
     page: dtype of the pages.
     compute: 16-bit dtype of the products.
-    spare_rows: rows that results have besides, undefined.
     """
 
     rule: AttentionRule
@@ -35,22 +34,10 @@ class DecodeShape(NamedTuple):
     rows: int
     page: jnp.dtype
     compute: jnp.dtype
-    spare_rows: int = 0
 
     @property
     def widens(self) -> bool:
         return self.page.itemsize == 1
-
-    @property
-    def windows(self) -> list[tuple[int, int]]:
-        """Returns the first column and the width of parts of a value that wgmma takes.
-
-        Their widths are multiples of 64. The last one may overlap the one before, and end with the
-        value.
-        """
-        width = self.rule.value_width
-        whole = width // 64 * 64
-        return [(0, whole)] + [(width - 64, 64)] * (width > whole)
 
     @property
     def is_small(self) -> bool:
@@ -58,22 +45,15 @@ class DecodeShape(NamedTuple):
         return self.rows == 8
 
     @property
-    def may_finish(self) -> bool:
-        """Returns whether a thread has registers to finish tiles.
-
-        Where 8-bit pages are widened it has not: one thread block less would fit on an SM.
-        """
-        return not self.widens
-
-    @property
     def thread_blocks_per_sm(self) -> int:
         """Returns how many thread blocks fit on an SM and load at most `BYTES_AHEAD` together."""
         rule = self.rule
         ahead = STAGES * STEP * (rule.key_width + rule.value_width) * self.page.itemsize
         used = ahead + self.rows * (rule.key_width + STEP) * 2 + 4096
-        if self.may_finish:
+        if self.widens:
+            used += STEP * rule.value_width * 2
+        else:
             used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
-        used += STEP * rule.value_width * 2 if self.widens else 0
         has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
         by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
         return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
@@ -87,7 +67,7 @@ class DecodeShape(NamedTuple):
 class Outputs(NamedTuple):
     """References to the output, [T, heads, V], and to the log-sum-exp of tiles.
 
-    lse: float32[N, kv_heads, rows]; undefined for empty tiles.
+    lse: float32[N, kv_heads, rows], of prefill float32[N, heads, 2, 64]; undefined for empty tiles.
     """
 
     out: Any
@@ -150,7 +130,7 @@ class DecodeScratch(NamedTuple):
             query=tiled((shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
-                plgpu.SMEM((STAGED, width), out) for _, width in shape.windows if out is not None
+                plgpu.SMEM((STAGED, width), out) for _, width in rule.windows if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
             query_full=plgpu.Barrier(),

@@ -54,7 +54,7 @@ class DecodeSteps:
         return RunningSoftmax(
             [
                 plgpu.layout_cast(jnp.zeros((width, columns), jnp.float32), rows)
-                for _, width in self.shape.windows
+                for _, width in self.rule.windows
             ],
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), COLUMNS),
             plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), rows),
@@ -102,7 +102,7 @@ class DecodeSteps:
             self._clean_values(tile, step, holes, values, clean)
         plgpu.commit_smem()
         out: list[Array] = []
-        for (first, width), before in zip(self.shape.windows, running.out, strict=True):
+        for (first, width), before in zip(self.rule.windows, running.out, strict=True):
             added = multiply(clean.at[:, pl.ds(first, width)].T, self.smem.weights.T)
             out.append(before * lax.broadcast_in_dim(shrink, added.shape, [1]) + added)
         return RunningSoftmax(out, highest, total)

@@ -25,7 +25,7 @@ from pallas_kernels._paged_attention.shared import (
     row_stride,
     tile_shared,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, TaskMap, share_out
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, TaskMap, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -56,6 +56,7 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks, segments = _decode(arrays, shape, tiles, queries, numbers, fixed)
+        tasks = tasks if common is None else common.join(tasks)
         return combine_latents(rule, tasks, segments, numbers[:, : SINKS + filled], out, common)
 
     lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
@@ -68,10 +69,13 @@ def _attend_shared(
     """Attends to what requests share; returns the tiles of the rest, and the segments."""
     parts = tile_shared(arrays, rule, shared)
     shape = _shape(arrays, rule._replace(causal=False), parts.tiles.size * row_stride(rule))
-    queries = shared_queries(arrays.queries, parts, shape)
+    queries = shared_queries(arrays.queries, parts, rule, shape.rows).astype(shape.compute)
+    queries = jnp.swapaxes(queries, 1, 2)
     numbers = tile_numbers(arrays, shape)
     tasks, segments = _decode(arrays, shape, parts.tiles, queries, numbers, None)
-    return own_tiles(arrays, rule, parts), SharedSegments.of(rule, parts, tasks, segments)
+    tile = Tile(*tasks.tiles.T)
+    spans = jnp.stack([tile.first_segment, tile.num_segments], axis=1)
+    return own_tiles(arrays, rule, parts), SharedSegments.of(rule, parts, spans, segments)
 
 
 def _shape(arrays: AttentionArrays, rule: AttentionRule, rows: int) -> DecodeShape:

@@ -34,7 +34,7 @@ def combine_latents(
     """Writes the output of all tiles, and zeros for tokens of padding, into [T, heads, V].
 
     Args:
-      shared: other segments that tiles take a part in; None: none.
+      shared: other segments that tiles take a part in; their links are in ``tasks``. None: none.
       numbers: as `decode` takes them, for the R rows of queries of a tile.
 
     Returns:
@@ -44,9 +44,7 @@ def combine_latents(
     rows_each = math.gcd(rows, ROWS)
     together = MANY if tasks.lanes.shape[0] > MANY_PER_TILE * num_tiles else FEW
     call = plgpu.kernel(
-        lambda *refs: _Combiner(
-            rule, together, rows_each, CombineOperands.of(*refs, shared=shared is not None)
-        ).run(),
+        lambda *refs: _Combiner(rule, together, rows_each, CombineOperands.of(*refs)).run(),
         out_type=[jax.ShapeDtypeStruct((num_tiles, 1, rows), jnp.float32)],
         grid=(rows // rows_each, num_tiles),
         grid_names=("rows", "tile"),
@@ -56,8 +54,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, *segments, numbers]
-    arrays += [] if shared is None else [shared.links, *shared.segments]
+    arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
     with jax.enable_x64(False):
         return call(*own_buffers(arrays), out)[0]
 
@@ -99,8 +96,8 @@ class _Combiner:
         own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
         sums = self._add([start] * len(self.rows), self.operands.segments, own)
         if self.operands.shared is not None:
-            links, segments = self.operands.shared
-            sums = self._add(sums, segments, Link.load(links, self.index))
+            link = Link.load(self.operands.tiles, self.index)
+            sums = self._add(sums, self.operands.shared, link)
         return sums
 
     def _add(

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention.combine import ROWS as COMBINED_ROWS
+from pallas_kernels import _capability
 from pallas_kernels._paged_attention.combine import combine
 from pallas_kernels._paged_attention.decode import decode
 from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
-from pallas_kernels._paged_attention.pieces import LOG2E, Steps
+from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
 from pallas_kernels._paged_attention.rounds import in_rounds
@@ -19,6 +19,7 @@ from pallas_kernels._paged_attention.shared import (
     SharedTiles,
     own_tiles,
     row_stride,
+    split_shared,
     tile_shared,
 )
 from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, share_out
@@ -45,27 +46,33 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
     out = jax.new_ref(jnp.empty((num_tokens, heads, rule.value_width), rule.out_dtype))
     size = _decode_size(arrays, rule)
     if arrays.shared is not None:
-        lse = _decode_shared(arrays, rule, arrays.shared, out)
-        return jax.freeze(out), lse
-    if rule.reproducible:
-        lse = _decode_all(arrays, rule, size, out)
-        return jax.freeze(out), lse
-    shape = _prefill_shape(arrays, rule) if may_prefill(arrays, rule, size) else None
-    if shape is None:
+        lse = _attend_shared(arrays, rule, arrays.shared, out)
+    elif not may_prefill(arrays, rule, size):
         tiles = _decode_tiles(arrays, rule, Cut(size))
         lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
-        return jax.freeze(out), lse
+    elif rule.reproducible:
+        lse = _decode_all(arrays, rule, size, out)
+    else:
+        lse = _decode_and_prefill(arrays, rule, size, out)
+    return jax.freeze(out), lse
+
+
+def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
+    """Writes the output of all queries, and returns their log-sum-exp."""
     tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
     lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
-    queries = _whole_octets(arrays.queries).astype(shape.compute)
-    lse_tiles = _prefill(arrays, shape, tiles, queries, out)
+    shape = _prefill_shape(arrays, rule)
+    queries = jnp.pad(arrays.queries, ((0, -arrays.queries.shape[0] % 8), (0, 0), (0, 0)))
+    queries = queries.astype(shape.compute)
+    inputs = _prefill_arrays(arrays, rule, prefill_tiles(arrays, rule, tiles, shape.keys))
+    [lse_tiles] = prefill(shape, inputs, queries, arrays.pages, out)
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
     warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
     octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
-    return jax.freeze(out), jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+    return jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
 
 
 def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
@@ -74,9 +81,6 @@ def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: An
     One kernel serves requests of few and of many queries, so that a token has the same bits in a
     decode and in a prompt. Those of many have larger tiles.
     """
-    if not may_prefill(arrays, rule, size):
-        tiles = _decode_tiles(arrays, rule, Cut(size))
-        return lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     few = cut_queries(arrays, rule, Cut(size, most=size))
     many = cut_queries(arrays, rule, Cut(max(1, MAX_ROWS // rule.group), least=size + 1))
     lse = [lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule) for tiles in (few, many)]
@@ -89,37 +93,23 @@ def may_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int) -> bool
     return arrays.query_start_loc is not None and most > size and arrays.queries.shape[0] >= ROWS
 
 
-def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape | None:
-    """Returns the shape of the kernel for many queries, None if it does not support the call."""
-    page, compute = page_and_compute_dtype(arrays)
-    for keys in (128, 64):
-        shape = PrefillShape(rule, step_sizes(arrays, keys), page, compute)
-        if shape.staged_width and rule.value_width * keys <= MAX_ELEMENTS:
-            return shape
-    return None
+def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape:
+    """Returns the shape of the kernel for many queries, with large steps if they fit."""
+    large, small = [
+        PrefillShape(rule, step_sizes(arrays, keys), *page_and_compute_dtype(arrays))
+        for keys in (128, 64)
+    ]
+    fits = large.staged_width and rule.value_width * large.keys <= MAX_ELEMENTS
+    return large if fits else small
 
 
-def _whole_octets(queries: Array) -> Array:
-    """Returns queries with padding to a multiple of 8 tokens."""
-    missing = -queries.shape[0] % 8
-    return jnp.pad(queries, ((0, missing), (0, 0), (0, 0))) if missing else queries
-
-
-def _prefill(
-    arrays: AttentionArrays, shape: PrefillShape, tiles: QueryTiles, queries: Array, out: Any
-) -> Array:
-    """Writes the output of tiles; returns their log-sum-exp, float32[N, heads, 2, 64]."""
-    rule = shape.rule
+def _prefill_arrays(arrays: AttentionArrays, rule: AttentionRule, tiles: Array) -> PrefillArrays:
     scales = jnp.repeat(arrays.key_scale * jnp.float32(rule.scale), rule.group)
     value_scale = jnp.repeat(arrays.value_scale, rule.group)
     no_sinks = jnp.full_like(scales, -jnp.inf)
     sinks = no_sinks if arrays.sinks is None else arrays.sinks * LOG2E
-    inputs = PrefillArrays(
-        tiles=prefill_tiles(arrays, rule, tiles, shape.keys),
-        block_tables=arrays.block_tables,
-        numbers=jnp.stack([scales, value_scale, sinks], axis=1),
-    )
-    return prefill(shape, inputs, queries, arrays.pages, out)
+    numbers = jnp.stack([scales, value_scale, sinks], axis=1)
+    return PrefillArrays(tiles, arrays.block_tables, numbers)
 
 
 def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:
@@ -138,21 +128,23 @@ def _decode_tiles(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Que
     return cut_queries(arrays, rule, cut)
 
 
-def _decode_shared(
+def _attend_shared(
     arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes, out: Any
 ) -> Array:
     """Writes the output of one query each; returns their log-sum-exp, float32[T, heads].
 
-    Attends to what requests share for all of them together, and to the rest for each.
+    Attends to what requests share for all of them together, by the kernel for many queries, whose
+    rows are here those of one KV head, and to the rest for each.
     """
-    parts, stride = tile_shared(arrays, rule, shared), row_stride(rule)
-    all_seen = rule._replace(causal=False)
-    shape = _decode_shape(arrays, all_seen, parts.tiles.size * stride)
-    shape = shape._replace(spare_rows=COMBINED_ROWS)  # the rows of the last request begin anywhere
-    tasks = share_out(parts.tiles, shape.num_lanes, used_tokens(arrays))
-    queries, numbers = shared_queries(arrays.queries, parts, shape), tile_numbers(arrays, shape)
-    segments = decode(shape, tasks, arrays.block_tables, queries, arrays.pages, numbers)
-    common = SharedSegments.of(rule, parts, tasks, segments)
+    parts, rows_rule = tile_shared(arrays, rule, shared), rule._replace(group=1, causal=False)
+    shape = _prefill_shape(arrays, rows_rule)
+    lanes = max(1, _capability.max_thread_blocks(1) // rule.kv_heads)
+    tiles, spans = split_shared(arrays, rule, parts.tiles, shape.keys, lanes)
+    queries = shared_queries(arrays.queries, parts, rule, QUERIES).astype(shape.compute)
+    inputs = _prefill_arrays(arrays._replace(sinks=None), rows_rule, tiles)
+    flat = queries.reshape(-1, *queries.shape[2:])
+    segments = PartialSoftmax(*prefill(shape, inputs, flat, arrays.pages))
+    common = SharedSegments.of(rule, parts, spans, segments)
     tiles = own_tiles(arrays, rule, parts)
     return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
 
@@ -168,11 +160,13 @@ def _decode(
     shape = _decode_shape(arrays, rule, tiles.size * rule.group)
     fixed = FixedSegments.of(rule, arrays.block_tables.shape[1])
     # Others have parts in other kernels, or must be added up in the same way whatever their number.
-    finishes = fixed is None and shared is None and shape.may_finish
+    # With 8-bit pages, finishing takes so many registers that a thread block less fits on an SM.
+    finishes = fixed is None and shared is None and not shape.widens
     numbers = tile_numbers(arrays, shape)
 
     def run(tiles: QueryTiles, queries: Array) -> Array:
         tasks = share_out(tiles, shape.num_lanes, used_tokens(arrays), fixed)
+        tasks = tasks if shared is None else shared.join(tasks)
         outputs = Outputs(out, jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32)))
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
         segments = decode(*given, outputs if finishes else None)
@@ -229,17 +223,16 @@ def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array
     return tiled.astype(shape.compute)
 
 
-def shared_queries(queries: Array, shared: SharedTiles, shape: DecodeShape) -> Array:
-    """Returns [N, kv_heads, rows, K]; rows past a tile's queries hold other queries, or zeros."""
-    rule, stride = shape.rule, row_stride(shape.rule)
+def shared_queries(queries: Array, shared: SharedTiles, rule: AttentionRule, rows: int) -> Array:
+    """Returns [N, rows, kv_heads, K]; rows past a tile's queries hold other queries, or zeros."""
     tiled = queries[shared.requests].reshape(
         *shared.requests.shape, rule.kv_heads, rule.group, rule.key_width
     )
-    tiled = jnp.swapaxes(tiled, 1, 2)
-    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, 0), (0, stride - rule.group), (0, 0)))
-    tiled = tiled.reshape(*tiled.shape[:2], -1, rule.key_width)
-    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, shape.rows - tiled.shape[2]), (0, 0)))
-    return tiled.astype(shape.compute)
+    tiled = jnp.swapaxes(tiled, 2, 3)
+    spare = row_stride(rule) - rule.group
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, spare), (0, 0), (0, 0)))
+    tiled = tiled.reshape(tiled.shape[0], -1, rule.kv_heads, rule.key_width)
+    return jnp.pad(tiled, ((0, 0), (0, rows - tiled.shape[1]), (0, 0), (0, 0)))
 
 
 def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:

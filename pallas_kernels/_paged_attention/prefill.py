@@ -4,7 +4,8 @@ Two warpgroups compute, each with 64 queries of one head, and a third one loads 
 and widens 8-bit ones. A warpgroup scores the keys of a step and adds up the values of the
 step before at the same time, and computes the softmax of a step while the tensor cores add up.
 Steps whose keys every query sees skip the masks. Thread blocks are persistent: they run many tiles,
-long ones first, and load the first keys of the next tile in advance.
+long ones first, and load the first keys of the next tile in advance. Tiles of what requests share
+are segments, whose rows are queries of several requests, and which another kernel combines.
 """
 
 import itertools
@@ -21,14 +22,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _capability, _mosaic
 from pallas_kernels._mosaic import own_buffers, store, tiled
 from pallas_kernels._paged_attention import pieces
+from pallas_kernels._paged_attention.decode_block import Outputs
 from pallas_kernels._paged_attention.limits import GRANULE
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import LOG2E, Steps, multiply
+from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, Steps, multiply
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, PrefillTile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 WARPGROUPS = QUERIES // ROWS  # that compute
 STAGES = 2  # steps that are loaded ahead
+SPARE_ROWS = 8  # of segments, undefined; so many are read from the first row of any request on
 SMEM_BYTES = 227 * 1024 - 1024  # of a thread block, without barriers
 UNSEEN = -1e30  # a score below all others; -inf would need checks in every step
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -99,21 +102,27 @@ class PrefillArrays(NamedTuple):
 
 
 def prefill(
-    shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: StridedPages, out: Any
-) -> Array:
-    """Writes the output of tiles of queries into ``out``, [T, heads, V].
+    shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: StridedPages, out: Any = None
+) -> Sequence[Array]:
+    """Attends from tiles of queries: writes their output, or returns them as segments.
 
     Args:
       queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
+      out: the output, [T, heads, V]; None: tiles are segments.
 
     Returns:
-      The log-sum-exp, float32[N, heads, 2, 64]; undefined for rows without a query.
+      The log-sum-exp, float32[N, heads, 2, 64], undefined for rows without a query. Of segments the
+      fields of a `PartialSoftmax`, as `decode` returns it, with `SPARE_ROWS`.
     """
     num_tiles, heads = arrays.tiles.shape[0], queries.shape[1]
-    results = (num_tiles, heads, WARPGROUPS, ROWS)
+    results: list[tuple[int, ...]] = [(num_tiles, heads, WARPGROUPS, ROWS)]
+    if out is None:
+        rows = QUERIES + SPARE_ROWS
+        width = sum(width for _, width in shape.rule.windows)
+        results = [(num_tiles, heads, width, rows), *[(num_tiles, heads, rows)] * 2]
     call = plgpu.kernel(
         lambda *refs: _Prefiller(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
-        out_type=[jax.ShapeDtypeStruct(results, jnp.float32)],
+        out_type=[jax.ShapeDtypeStruct(result, jnp.float32) for result in results],
         grid=(min(heads * num_tiles, _capability.max_thread_blocks(1)),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
@@ -127,21 +136,22 @@ def prefill(
         ),
     )
     with jax.enable_x64(False):
-        return call(*own_buffers([*arrays, queries]), pages.rows(), out)[0]
+        return call(*own_buffers([*arrays, queries]), pages.rows(), *([] if out is None else [out]))
 
 
 class _Operands(NamedTuple):
-    """References to the arrays of a call, and to the log-sum-exp."""
+    """References to the arrays of a call, and to the output and its log-sum-exp, or segments."""
 
     arrays: PrefillArrays
     queries: jax.Ref
     pages: jax.Ref
-    out: jax.Ref
-    lse: jax.Ref
+    results: Outputs | PartialSoftmax
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
-        return cls(PrefillArrays(*refs[:-4]), *refs[-4:])
+        tiles, tables, numbers, queries, pages, *results = refs
+        kind = Outputs if len(results) == len(Outputs._fields) else PartialSoftmax
+        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, kind(*results))
 
 
 class _Scratch(NamedTuple):
@@ -245,7 +255,7 @@ class _Prefiller:
 
     def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.arrays, self.queries, self.pages, self.out, self.lse = operands
+        self.arrays, self.queries, self.pages, self.results = operands
         self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
@@ -420,10 +430,26 @@ class _Prefiller:
         return jnp.minimum(tile.octet + self.warpgroup * (ROWS // 8), last)
 
     def _compute(self, turn: Array, item: _Item) -> None:
+        plgpu.barrier_wait(self.smem.query_full.at[self.warpgroup])
+        has_rows = item.tile.count > self.warpgroup * ROWS
+        pl.when(has_rows)(lambda: self._compute_rows(turn, item))
+        pl.when(~has_rows)(lambda: self._pass(turn, item))
+
+    def _pass(self, turn: Array, item: _Item) -> None:
+        """Gives back the stages of an item, in which this warpgroup has no rows."""
+        pl.when(self._is_item(turn + 1))(lambda: self._load_queries(turn + 1))
+
+        @pl.loop(item.tile.first_step, item.tile.last_step)
+        def _(step: Array) -> None:
+            for part in self._parts(item):
+                stage = lax.rem(item.steps_until(step), part.stages)
+                plgpu.barrier_wait(part.full.at[stage])
+                plgpu.barrier_arrive(part.free.at[stage])
+
+    def _compute_rows(self, turn: Array, item: _Item) -> None:
         tile, index = item.tile, self.warpgroup
         octet = self._octet(tile)
         shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
-        plgpu.barrier_wait(self.smem.query_full.at[index])
         running = self._attend(item, tile.position + shift)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
         pl.when(self._is_item(turn + 1))(lambda: self._load_queries(turn + 1))
@@ -432,7 +458,11 @@ class _Prefiller:
         plgpu.barrier_arrive(self.smem.values_free.at[stage])
         begin = jnp.maximum(tile.skip, index * ROWS) - shift
         end = jnp.minimum(tile.count, (index + 1) * ROWS) - shift
-        self._write(item, running._replace(out=out), octet, begin, end)
+        running = running._replace(out=out)
+        if isinstance(self.results, PartialSoftmax):
+            self._store(item, running, self.results)
+        else:
+            self._write(item, running, _Rows(octet * 8, begin, end), self.results)
 
     def _attend(self, item: _Item, position: Array) -> _Running:
         """Attends to all keys of a tile; the values of the last step are not added yet."""
@@ -590,11 +620,23 @@ class _Prefiller:
                 pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
             plgpu.commit_smem()
 
-    def _write(
-        self, item: _Item, running: _Running, octet: Array, begin: Array, end: Array
-    ) -> None:
-        """Writes rows ``begin`` to ``end - 1`` to their tokens."""
-        index, sink = self.warpgroup, item.sink
+    def _store(self, item: _Item, running: _Running, segments: PartialSoftmax) -> None:
+        """Stores the results of a tile that is a segment."""
+        place, rows = (item.tile.index, item.head), pl.ds(self.warpgroup * ROWS, ROWS)
+        row = 0
+        for first, width in self.rule.windows:
+            part = lax.slice(running.out, (0, first), (ROWS, first + width))
+            part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+            store(segments.out.at[(*place, pl.ds(row, width), rows)].T, part)
+            row += width
+        # All rows see the same keys. If those are all in holes, their values are zeros by now.
+        highest = jnp.where(running.highest > UNSEEN, running.highest, -jnp.inf)
+        store(segments.highest.at[(*place, rows)], highest)
+        store(segments.total.at[(*place, rows)], running.total.sum(axis=1))
+
+    def _write(self, item: _Item, running: _Running, rows: "_Rows", outputs: Outputs) -> None:
+        """Writes rows to their tokens."""
+        sink = item.sink
         highest = jnp.maximum(running.highest, sink)
         shrink = jnp.exp2(running.highest - highest)
         # A query that saw no key has accumulated weights of unseen keys.
@@ -602,16 +644,16 @@ class _Prefiller:
         total = running.total.sum(axis=1) * shrink + jnp.exp2(sink - highest)
         weight = shrink * item.value_scale / jnp.where(total > 0, total, 1.0)
         lse = jnp.log(total) + highest * (1 / LOG2E)
-        store(self.lse.at[item.tile.index, item.head, index], lse)
+        store(outputs.lse.at[item.tile.index, item.head, self.warpgroup], lse)
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
         known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
         out = jnp.where(known, out, jnp.zeros_like(out)).astype(self.rule.out_dtype)
-        width, rows = self.shape.staged_width, _Rows(octet * 8, begin, end)
+        width = self.shape.staged_width
         for start in range(0, self.rule.value_width, width):
             first = min(start, self.rule.value_width - width)  # the last part may overlap
             part = lax.slice(out, (0, first), (ROWS, first + width))
-            self._write_columns(part, self.out.at[:, item.head, pl.ds(first, width)], rows)
+            self._write_columns(part, outputs.out.at[:, item.head, pl.ds(first, width)], rows)
 
     def _write_columns(self, part: Array, out: Any, rows: "_Rows") -> None:
         """Writes some columns of the rows of an output."""

@@ -1,12 +1,13 @@
 """Beginnings that requests share: tiles whose rows are the queries of several requests."""
 
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels._paged_attention.partial import PartialSoftmax
+from pallas_kernels._paged_attention.prefill_tasks import QUERIES, PrefillTile, has_holes
 from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, running_sum
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
@@ -17,7 +18,7 @@ from pallas_kernels._paged_attention.tiles import (
     one_query_each,
 )
 
-ROWS, FEW_ROWS, WIDE = 64, 32, 128  # of a tile; few if groups are small or values are wider
+LATENT_ROWS = 64  # of a tile; others have as many as those of prompts
 MAX_LATENT_GROUP = 32  # query heads of latent rows
 
 
@@ -39,28 +40,32 @@ class SharedTiles(NamedTuple):
 
 
 class SharedSegments(NamedTuple):
-    """The segments of shared tiles, and which of them each of B requests takes a part in; or refs.
+    """The segments of shared tiles, and which of them each of B requests takes a part in.
 
     links: int32[B, 3], a `Link` per row.
-    segments: of decoding the shared tiles.
+    segments: of the shared tiles.
     """
 
-    links: Any
+    links: Array
     segments: PartialSoftmax
 
     @classmethod
     def of(
-        cls, rule: AttentionRule, shared: SharedTiles, tasks: TaskMap, segments: PartialSoftmax
+        cls, rule: AttentionRule, shared: SharedTiles, spans: Array, segments: PartialSoftmax
     ) -> Self:
-        """Returns the segments, after the tiles of ``tasks`` were decoded."""
+        """Returns the segments, given int32[N, 2]: the first of each tile, and their number."""
         found = shared.of_request >= 0
-        tile = Tile(*tasks.tiles[jnp.maximum(shared.of_request, 0)].T)
+        span = spans[jnp.maximum(shared.of_request, 0)]
         link = Link(
-            first_segment=tile.first_segment,
-            num_segments=jnp.where(found, tile.num_segments, 0),
+            first_segment=span[:, 0],
+            num_segments=jnp.where(found, span[:, 1], 0),
             first_row=shared.slots * row_stride(rule),
         )
         return cls(jnp.stack(link, axis=1), segments)
+
+    def join(self, tasks: TaskMap) -> TaskMap:
+        """Returns tasks with the links of each tile after its numbers: one array, one launch."""
+        return tasks._replace(tiles=jnp.concatenate([tasks.tiles, self.links], axis=1))
 
 
 class Link(NamedTuple):
@@ -71,9 +76,10 @@ class Link(NamedTuple):
     first_row: Array
 
     @classmethod
-    def load(cls, links: jax.Ref, index: Array) -> Self:
-        """Loads a row of `SharedSegments.links` within a kernel."""
-        return cls(*[links[index, column] for column in range(len(cls._fields))])
+    def load(cls, tiles: jax.Ref, index: Array) -> Self:
+        """Loads the link of a tile within a kernel; see `SharedSegments.join`."""
+        first = len(Tile._fields)
+        return cls(*[tiles[index, first + column] for column in range(len(cls._fields))])
 
 
 def row_stride(rule: AttentionRule) -> int:
@@ -86,23 +92,16 @@ def is_worth_sharing(rule: AttentionRule) -> bool:
     return not rule.values_in_keys or rule.group <= MAX_LATENT_GROUP
 
 
-def tile_size(rule: AttentionRule, shared: SharedPrefixes) -> int:
-    """Returns the requests of a tile: as many as fill its rows.
-
-    Twice as many rows take almost twice the time, so that few are better for groups that fit.
-    """
-    stride = row_stride(rule)
-    usual = shared.members.shape[0] // shared.ends.shape[0] * stride  # rows of a group
-    is_small = usual <= FEW_ROWS or rule.value_width > WIDE
-    rows = FEW_ROWS if is_small and not rule.values_in_keys else ROWS
-    return max(1, rows // stride)
+def tile_size(rule: AttentionRule) -> int:
+    """Returns the requests of a tile: as many as fill its rows."""
+    return max(1, (LATENT_ROWS if rule.values_in_keys else QUERIES) // row_stride(rule))
 
 
 def tile_shared(
     arrays: AttentionArrays, rule: AttentionRule, shared: SharedPrefixes
 ) -> SharedTiles:
     """Cuts groups of requests into tiles of as many as fill the rows of one."""
-    size, batch = tile_size(rule, shared), arrays.block_tables.shape[0]
+    size, batch = tile_size(rule), arrays.block_tables.shape[0]
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts
@@ -112,28 +111,22 @@ def tile_shared(
     group = jnp.minimum(group, ends.shape[0] - 1)
     lens = _lens(arrays, shared, known, group)
 
-    tile_ends = running_sum(-(-counts // size))
-    first_tiles = tile_ends + counts // -size
+    # As groups and members both ascend, tiles are numbered by both, and no sum is needed.
+    first_tiles = jnp.arange(ends.shape[0], dtype=jnp.int32) + begins // size
     index = jnp.arange(ends.shape[0] + place.shape[0] // size, dtype=jnp.int32)
-    of_tile = jnp.minimum(count_ended(tile_ends, index), ends.shape[0] - 1)
+    of_tile = count_ended(first_tiles, index) - 1
     first = begins[of_tile] + (index - first_tiles[of_tile]) * size
-    used = (index < tile_ends[-1]) & (lens[of_tile] > 0)
+    used = (first < ends[of_tile]) & (lens[of_tile] > 0)
     members = jnp.clip(shared.members, 0, batch - 1)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
     zeros = jnp.zeros_like(index)
     tiles = QueryTiles(
         size,
         requests=members.at[begins[of_tile]].get(mode="clip"),
-        tokens=zeros,
-        skips=zeros,
         counts=jnp.where(used, jnp.clip(ends[of_tile] - first, 0, size), 0),
-        positions=zeros,
-        chunk_offsets=zeros,
-        ranks=zeros,
-        begins=zeros,
         ends=jnp.where(used, lens[of_tile], 0),
-        of_token=zeros,
-        rows=zeros,
+        **dict.fromkeys(("tokens", "skips", "positions", "chunk_offsets", "ranks"), zeros),
+        **dict.fromkeys(("begins", "of_token", "rows"), zeros),
     )
     # The place of each request among the members, found by comparison: one kernel, no scatter.
     is_place = known & (lens[group] > 0)
@@ -148,6 +141,47 @@ def tile_shared(
         slots=jnp.where(found, within % size, 0),
         lens=jnp.where(found, lens[group_of], 0),
     )
+
+
+def split_shared(
+    arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int, lanes: int
+) -> tuple[Array, Array]:
+    """Divides the keys of N tiles into about as many equal segments as there are lanes.
+
+    Args:
+      keys: keys of a step.
+
+    Returns:
+      int32[N + lanes, ...], a `PrefillTile` per segment, and int32[N, 2], the first segment of each
+      tile, and their number.
+    """
+    steps = -(-tiles.ends // keys)
+    each = jnp.maximum(-(-steps.sum(dtype=jnp.int32) // lanes), 1)
+    counts = -(-steps // each)
+    ends = running_sum(counts)
+    index = jnp.arange(steps.shape[0] + lanes, dtype=jnp.int32)
+    of = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
+    first = (index - (ends - counts)[of]) * each
+    last = jnp.minimum(first + each, steps[of])
+    holed = has_holes(arrays, rule, tiles)[of]
+    zeros = jnp.zeros_like(index)
+    segment = PrefillTile(
+        index=index,
+        request=tiles.requests[of],
+        octet=of * (QUERIES // 8),
+        count=tiles.counts[of] * row_stride(rule),
+        end=tiles.ends[of],
+        first_step=first,
+        full_begin=first,
+        full_end=jnp.where(holed, first, jnp.minimum(last, tiles.ends[of] // keys)),
+        last_step=last,
+        has_holes=holed.astype(jnp.int32),
+        num_tiles=zeros + ends[-1],
+        heads_together=zeros + rule.kv_heads,
+        first_row=jnp.broadcast_to(arrays.pages.first_row(), index.shape),
+        **dict.fromkeys(("skip", "position", "chunk_offset", "rank", "begin"), zeros),
+    )
+    return jnp.stack(segment, axis=1), jnp.stack([ends - counts, counts], axis=1)
 
 
 def own_tiles(arrays: AttentionArrays, rule: AttentionRule, shared: SharedTiles) -> QueryTiles:

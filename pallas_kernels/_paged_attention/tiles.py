@@ -62,6 +62,16 @@ class AttentionRule(NamedTuple):
         """Returns the parts of a packed row."""
         return PackedRow(self.value_width, self.key_width - self.value_width)
 
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """Returns the first column and the width of parts of a value that wgmma takes.
+
+        Their widths are multiples of 64. The last one may overlap the one before, and end with the
+        value.
+        """
+        whole = self.value_width // 64 * 64
+        return [(0, whole)] + [(self.value_width - 64, 64)] * (self.value_width > whole)
+
     def first_visible(self, positions: Array, chunk_offset: Array) -> Array:
         """Returns the first position that queries at these positions see.
 

@@ -125,8 +125,9 @@ LATENT = Case(
     *(8, 1, 192, 128), batch=3, width=7, page_tokens=32, latent=True, sinks=True, scaled=True
 )
 SMALL = Case(batch=4, width=14, page_tokens=16, heads=3, kv_heads=1, sinks=True)
-# An odd number of heads, groups of more requests than a tile has, and one that shares nothing.
-FOREST = Forest([200, 0, 131, 199], [[3, 0, 2], [1]], [130, 0], seed=1)
+# An odd number of heads, groups of more requests than a tile has, a step that is partly shared, and
+# one that shares nothing.
+FOREST = Forest([200, 0, 195, 199], [[3, 0, 2], [1]], [194, 0], seed=1)
 
 
 @pytest.fixture
@@ -137,8 +138,7 @@ def small_gpu(monkeypatch) -> None:
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
-    monkeypatch.setattr(shared, "ROWS", 8)
-    monkeypatch.setattr(shared, "FEW_ROWS", 8)
+    monkeypatch.setattr(shared, "tile_size", lambda _: 2)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")
