@@ -36,8 +36,6 @@ def why_not_prompt(rule: Rule, tokens: Tokens) -> str | None:
     """Returns why the Mosaic kernels of prompts do not support a call, or None if they do."""
     if tokens.inputs.dtype != jnp.bfloat16:
         return f"inputs are {tokens.inputs.dtype}, and the kernels take bfloat16"
-    if tokens.log_decay.ndim == 3:
-        return "each key channel has a decay of its own"
     if rule.key_size not in (64, 128) or rule.value_size % 64:
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and the kernels take "

@@ -31,18 +31,22 @@ def run_prompts(
       outputs: [T, value_heads, V], T a multiple of `GRANULE`.
     """
     tiles = -(-outputs.shape[0] // CHUNK)
-    inputs, log_decay, beta = (_pad(array, tiles * CHUNK) for array in tokens[:3])
+    per_key, count = tokens.log_decay.ndim == 3, tokens.log_decay.shape[0]
+    given = tokens.inputs, tokens.log_decay.reshape(count, -1), tokens.beta
+    inputs, log_decay, beta = (_pad(array, tiles * CHUNK) for array in given)
     tokens = Tokens(inputs, log_decay, beta, tokens.states)
     states, heads = tokens.states, rule.value_heads
     chunks = cut_chunks(requests, spans, tokens.inputs.shape[0], CHUNK)
     most = chunks.first.size
     operand = tokens.inputs.dtype
-    columns = rule.value_size + CHUNK + rule.key_size * rule.delta
+    columns = rule.value_size + CHUNK + rule.key_size * (rule.delta + 2 * per_key)
     turns = -(-most * heads * CHUNK * columns * operand.itemsize // TURN_BYTES)
     size = -(-most // turns)
-    shape = PromptShape(rule, size, requests.batch, operand, jnp.dtype(states.dtype))
+    shape = PromptShape(rule, size, requests.batch, operand, jnp.dtype(states.dtype), per_key)
     rows = _chunk_rows(states, chunks, size * turns)
-    gates = _gates(tokens, rows)
+    gates = _gates(tokens, rows, per_key)
+    per_channel = log_decay.astype(jnp.float32) if per_key else None
+    decay = _chunk_decay(tokens, rows) if per_key else None
     pages = writable(as_rows(states.data, states.dtype, rule.key_size))
     out = writable(outputs)
     kept = jnp.zeros((heads * rule.value_size, rule.key_size), jnp.float32)
@@ -50,9 +54,10 @@ def run_prompts(
     find, advance = (jax.jit(functools.partial(run, shape)) for run in (find_parts, pass_states))
     for first in range(0, size * turns, size):
         mine = slice(first, first + size)
-        parts = find(rows[mine], gates[mine], tokens.inputs)
+        parts = find(rows[mine], gates[mine], inputs, per_channel)
         runs = _runs(states, requests, chunks, first, size)
-        kept = advance(runs, rows[mine], parts, tokens.inputs, kept, pages, out)
+        decay_of_turn = None if decay is None else decay[mine]
+        kept = advance(runs, rows[mine], parts, decay_of_turn, inputs, kept, pages, out)
     return from_rows(jax.freeze(pages), states.data), jax.freeze(out)
 
 
@@ -79,20 +84,32 @@ def _chunk_rows(states: StatePages, chunks: Chunks, count: int) -> Array:
     return jnp.pad(rows, ((0, count - tile.size), (0, 0)))
 
 
-def _gates(tokens: Tokens, rows: Array) -> Array:
-    """Returns the gates of the tokens of chunks, as `find_parts` takes them."""
-    tile, begin, end = (rows[:, i, None] for i in range(3))
+def _take(array: Array, rows: Array) -> Array:
+    """Returns float32[chunks, CHUNK, n], the tokens of chunks; zeros for those of others."""
+    begin, end = rows[:, 1, None], rows[:, 2, None]
     place = jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    own = ((place >= begin) & (place < end))[:, None]
+    own = ((place >= begin) & (place < end))[..., None]
+    tiles = array.astype(jnp.float32).reshape(-1, CHUNK, array.shape[1])
+    return jnp.where(own, tiles[rows[:, 0]], 0.0)
 
-    def take(array: Array) -> Array:
-        tiles = array.astype(jnp.float32).reshape(-1, CHUNK, array.shape[1])
-        return jnp.where(own, jnp.swapaxes(tiles[tile[:, 0]], 1, 2), 0.0)
 
-    until = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))
-    log_decay = jnp.maximum(take(tokens.log_decay), LEAST_LOG_DECAY)
-    total = jnp.matmul(log_decay, until, precision=lax.Precision.HIGHEST)
-    return jnp.concatenate([total, take(tokens.beta)], axis=2)
+def _gates(tokens: Tokens, rows: Array, per_key: bool) -> Array:
+    """Returns the gates of the tokens of chunks, as `find_parts` takes them."""
+    beta = jnp.swapaxes(_take(tokens.beta, rows), 1, 2)
+    total = jnp.zeros_like(beta)
+    if not per_key:
+        until = jnp.triu(jnp.ones((CHUNK, CHUNK), jnp.float32))
+        log_decay = jnp.maximum(_take(tokens.log_decay, rows), LEAST_LOG_DECAY)
+        log_decay = jnp.swapaxes(log_decay, 1, 2)
+        total = jnp.matmul(log_decay, until, precision=lax.Precision.HIGHEST)
+    return jnp.concatenate([total, beta], axis=2)
+
+
+def _chunk_decay(tokens: Tokens, rows: Array) -> Array:
+    """Returns float32[chunks, heads, K], the decay of each key channel in a chunk."""
+    log_decay = jnp.maximum(_take(tokens.log_decay, rows), LEAST_LOG_DECAY)
+    heads, _, key_size = tokens.states.shape
+    return jnp.exp(log_decay.sum(axis=1)).reshape(-1, heads, key_size)
 
 
 def _runs(states: StatePages, requests: Requests, chunks: Chunks, first: int, size: int) -> Array:

@@ -29,10 +29,12 @@ from pallas_kernels._recurrence.prompt_shape import (
     multiply_sum,
     zero_rows,
 )
-from pallas_kernels._recurrence.rule import NORM_EPSILON
+from pallas_kernels._recurrence.rule import LEAST_LOG_DECAY, NORM_EPSILON
 
 
-def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -> PromptParts:
+def find_parts(
+    shape: PromptShape, chunks: Array, gates: Array, inputs: Array, log_decay: Array | None
+) -> PromptParts:
     """Returns the parts of the chunks of a turn.
 
     Args:
@@ -41,16 +43,20 @@ def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -
       gates: float32[N, value_heads, 2 * CHUNK], of each token: the logarithm of the decay up to it,
         from the chunk's beginning; and beta, 0 for rows that are not the chunk's own.
       inputs: [T, columns], T a multiple of CHUNK.
+      log_decay: float32[T, value_heads * K], if each key channel has its own; otherwise None.
     """
     rule, count = shape.rule, shape.chunks * shape.rule.value_heads
-    erased = (count * CHUNK, rule.key_size) if rule.delta else (1, rule.key_size)
+    tokens, one = (count * CHUNK, rule.key_size), (1, rule.key_size)
+    decayed = jax.ShapeDtypeStruct(tokens if shape.decay_per_key else one, shape.operand)
     call = plgpu.kernel(
         lambda *refs: _PartsKernel(shape, refs).run(),
         out_type=PromptParts(
             inner=jax.ShapeDtypeStruct((count * CHUNK, CHUNK), shape.operand),
-            erased=jax.ShapeDtypeStruct(erased, shape.operand),
+            erased=jax.ShapeDtypeStruct(tokens if rule.delta else one, shape.operand),
             values=jax.ShapeDtypeStruct((count * rule.value_size, CHUNK), shape.operand),
             factors=jax.ShapeDtypeStruct((*gates.shape[:2], 3 * CHUNK), jnp.float32),
+            queries=decayed,
+            keys=decayed,
         ),
         grid=(count,),
         grid_names=("cta",),
@@ -59,7 +65,8 @@ def find_parts(shape: PromptShape, chunks: Array, gates: Array, inputs: Array) -
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     with jax.enable_x64(False):
-        return call(*own_buffers([chunks, gates, inputs]))
+        given = [chunks, gates, inputs, *([] if log_decay is None else [log_decay])]
+        return call(*own_buffers(given))
 
 
 class _PartsKernel:
@@ -68,7 +75,8 @@ class _PartsKernel:
     def __init__(self, shape: PromptShape, refs: tuple[Any, ...]) -> None:
         self.shape, self.rule = shape, shape.rule
         self.chunks, self.gates, self.inputs = refs[:3]
-        self.out, self.smem = PromptParts(*refs[3:-1]), refs[-1]
+        self.log_decay: Any = refs[3] if shape.decay_per_key else None
+        self.out, self.smem = PromptParts(*refs[-7:-1]), refs[-1]
         index = lax.axis_index("cta")
         self.item = index
         self.chunk = lax.div(index, self.rule.value_heads)
@@ -79,7 +87,7 @@ class _PartsKernel:
         pl.when(self.end > self.begin)(self._run)
 
     def _run(self) -> None:
-        rule, smem = self.rule, self.smem
+        shape, rule, smem = self.shape, self.rule, self.smem
         gates = self.gates.at[self.chunk, self.head]
         totals, rates, norms = (pl.ds(i * CHUNK, CHUNK) for i in range(3))
         # A load of one place in two layouts would be one load, in neither of them.
@@ -93,12 +101,20 @@ class _PartsKernel:
         between = along_rows(to_row, SQUARE) - along_columns(to_column, SQUARE)
         decay = jnp.exp(jnp.where(row >= column, between, -1e9))
         decay *= along_columns(keys_of_columns, SQUARE)
-        inner = self._with_keys(smem.queries) * decay * along_rows(queries, SQUARE)
-        rows = pl.ds(self.item * CHUNK, CHUNK)
+        rows, staged = pl.ds(self.item * CHUNK, CHUNK), smem.queries.at[0]
+        if shape.decay_per_key:
+            inner, lower = self._decayed_products(row, column)
+            self._give_decayed(row, column)
+            staged = smem.decayed.at[0, 0]
+        else:
+            (inner,), lower = self._with_keys(smem.keys, smem.queries), None
+        inner *= decay * along_rows(queries, SQUARE)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
-        self._put(inner, smem.queries.at[0], self.out.inner.at[rows])
+        self._put(inner, staged, self.out.inner.at[rows])
         if rule.delta:
-            lower = self._with_keys(smem.keys) * decay * along_rows(rate * keys, SQUARE)
+            if lower is None:
+                (lower,) = self._with_keys(smem.keys, smem.keys)
+            lower *= decay * along_rows(rate * keys, SQUARE)
             solution = self._invert(jnp.where(row > column, lower, 0.0), row, column)
         else:
             solution = jnp.where(row == column, 1.0, 0.0)
@@ -121,10 +137,86 @@ class _PartsKernel:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, out)
 
-    def _with_keys(self, rows: Any) -> Array:
-        """Returns the products of rows, queries or keys, with the keys."""
-        count = self.rule.key_size // CHUNK
-        return multiply_sum([(rows.at[i], self.smem.keys.at[i].T) for i in range(count)])
+    def _with_keys(self, keys: Any, *several: Any) -> list[Array]:
+        """Returns the products of several rows, queries or keys, with keys."""
+        squares = range(self.rule.key_size // CHUNK)
+        return multiply_sum(*([(rows.at[i], keys.at[i].T) for i in squares] for rows in several))
+
+    def _decayed_products(self, row: Array, column: Array) -> tuple[Array, Array]:
+        """Returns products of queries with keys, and of keys with keys, decayed for each channel.
+
+        Those of tokens in the halves of a block, of 2, 4 ... 64 tokens, with each other: queries
+        have the decay from the middle of the block, and keys the one up to there, so that no number
+        is large. What is above the diagonal, of keys also on it, is undefined.
+        """
+        smem, squares = self.smem, range(self.rule.key_size // CHUNK)
+        queries, keys = smem.decayed.at[0], smem.decayed.at[1]
+        self._load_log_decay(row)
+        apart = row ^ column  # its highest bit is the size of the halves that part two places
+
+        def join(bit: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            def half(index: Array) -> Array:
+                return lax.shift_right_logical(index, lax.broadcast(bit, SQUARE))
+
+            # Of a token in the second half: those up to it; in the first one: those after it.
+            is_second = (half(row) & 1) == 1
+            tokens = (half(apart) == 0) & ((column <= row) == is_second)
+            self._count(tokens)  # has a barrier: all warps have read what is overwritten
+            decays = [self._decay(i) for i in squares]
+            for i, decay in enumerate(decays):
+                for source, target in ((smem.queries, queries), (smem.keys, keys)):
+                    value = load(source.at[i], TILE) * decay
+                    target.at[i][...] = value.astype(self.shape.operand)
+            plgpu.commit_smem()
+            inner, lower = self._with_keys(keys, queries, keys)
+            is_joined = half(apart) == 1
+            return jnp.where(is_joined, inner, carry[0]), jnp.where(is_joined, lower, carry[1])
+
+        # Without decay, for each query with the key of its token.
+        (start,) = self._with_keys(smem.keys, smem.queries)
+        return lax.fori_loop(0, CHUNK.bit_length() - 1, join, (start, start))
+
+    def _load_log_decay(self, row: Array) -> None:
+        """Loads the logarithms of decays, in the precision that products take."""
+        smem, key_size = self.smem, self.rule.key_size
+        tokens = pl.ds(self.chunks[self.chunk, 0] * CHUNK, CHUNK)
+        is_own = (row >= self.begin) & (row < self.end)
+        for i in range(key_size // CHUNK):
+            columns = pl.ds(self.head * key_size + i * CHUNK, CHUNK)
+            value = load(self.log_decay.at[tokens, columns], TILE)
+            value = jnp.where(is_own, jnp.maximum(value, LEAST_LOG_DECAY), 0.0)
+            smem.solving.at[i][...] = value.astype(SOLVING)
+        plgpu.commit_smem()
+
+    def _count(self, tokens: Array) -> None:
+        """Sets over which tokens `_decay` returns the decay, for each row.
+
+        In shared memory, because a mask has constants (see `_invert`), and registers are short.
+        """
+        self.smem.solving.at[2][...] = jnp.where(tokens, 1.0, 0.0).astype(SOLVING)
+        plgpu.commit_smem()
+
+    def _decay(self, i: int) -> Array:
+        """Returns the decay in some channels over the tokens that each row counts.
+
+        A logarithm of 11 bits is off by less than the bfloat16 that the decay becomes a factor of.
+        """
+        return jnp.exp(multiply(self.smem.solving.at[2], self.smem.solving.at[i]))
+
+    def _give_decayed(self, row: Array, column: Array) -> None:
+        """Writes queries and keys with their decays; keys from the beginning replace the keys."""
+        smem, rows = self.smem, pl.ds(self.item * CHUNK, CHUNK)
+        columns = [pl.ds(i * CHUNK, CHUNK) for i in range(self.rule.key_size // CHUNK)]
+        self._count(column > row)  # has a barrier: all warps have read what is overwritten
+        for i, part in enumerate(columns):
+            to_end = load(smem.keys.at[i], TILE) * self._decay(i)
+            self._put(to_end, smem.decayed.at[1, i], self.out.keys.at[rows, part])
+        self._count(column <= row)
+        for i, part in enumerate(columns):
+            from_start = self._decay(i)
+            queries, keys = load(smem.queries.at[i], TILE), load(smem.keys.at[i], TILE)
+            smem.keys.at[i][...] = (keys * from_start).astype(self.shape.operand)
+            self._put(queries * from_start, smem.queries.at[i], self.out.queries.at[rows, part])
 
     def _load(self) -> None:
         """Loads the chunk's tile of tokens; rows that are not its own become zeros."""
@@ -182,18 +274,22 @@ class _PartsKernel:
 
         Powers of ``lower`` would need fewer products, but theirs cancel out where keys are alike.
         """
+        # Adds 0, which no compiler knows: ptxas 13.0 loses constants among the registers that are
+        # the left operand of wgmma.
+        row += lax.broadcast(jnp.minimum(self.begin, 0), SQUARE)
         apart = row ^ column  # its highest bit is the size of the blocks that part two places
         inverse = jnp.where(row == column, 1.0, jnp.where(apart == 1, -lower, 0.0))
-        self.smem.lower[...] = lower.astype(SOLVING)
+        whole, blocks, products = (self.smem.solving.at[i] for i in range(3))
+        whole[...] = lower.astype(SOLVING)
         for bit in range(1, CHUNK.bit_length() - 1):
             narrow = inverse.astype(SOLVING)
-            self.smem.inverse[...] = narrow
+            blocks[...] = narrow
             plgpu.commit_smem()
-            product = multiply(self.smem.lower, self.smem.inverse)
+            product = multiply(whole, blocks)
             below = lax.shift_right_logical(apart, bit) == 1
-            self.smem.below[...] = jnp.where(below, product, 0.0).astype(SOLVING)
+            products[...] = jnp.where(below, product, 0.0).astype(SOLVING)
             plgpu.commit_smem()
-            inverse = inverse - self._multiply_left(narrow, self.smem.below)
+            inverse = inverse - self._multiply_left(narrow, products)
         return inverse
 
     def _multiply_left(self, left: Array, right: Any) -> Array:

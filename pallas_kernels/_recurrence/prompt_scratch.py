@@ -19,7 +19,9 @@ class PartsScratch(NamedTuple):
     """Shared memory of the kernel of parts. Matrices are in squares, side by side.
 
     queries, keys: also for parts on their way out, when they are not needed any more.
-    lower, inverse, below: the triangular matrix, and operands of the products of its inverse.
+    decayed: queries and keys with decays for each key channel; None without.
+    solving: the triangular matrix, and operands of the products of its inverse; until then, the
+      logarithms of decays for each key channel, and at last the tokens that they are summed over.
     numbers: of each token, the logarithm of the decay, beta, and the factor of its key.
     lefts: operands that interpret mode does not take from registers; None on a GPU.
     """
@@ -27,9 +29,8 @@ class PartsScratch(NamedTuple):
     queries: Any
     keys: Any
     values: Any
-    lower: Any
-    inverse: Any
-    below: Any
+    decayed: Any
+    solving: Any
     numbers: Any
     lefts: Any
     loaded: Any
@@ -38,7 +39,6 @@ class PartsScratch(NamedTuple):
     def of(cls, shape: PromptShape) -> Self:
         rule, operand = shape.rule, shape.operand
         key_squares, value_squares = rule.key_size // CHUNK, rule.value_size // CHUNK
-        small = tiled(SQUARE, SOLVING) if rule.delta else None
         lefts = None
         if not _mosaic.OPERANDS_IN_REGISTERS:
             lefts = tiled(SQUARE, operand), tiled(SQUARE, SOLVING)
@@ -46,9 +46,8 @@ class PartsScratch(NamedTuple):
             queries=tiled((key_squares, *SQUARE), operand),
             keys=tiled((key_squares, *SQUARE), operand),
             values=tiled((value_squares, *SQUARE), operand),
-            lower=small,
-            inverse=small,
-            below=small,
+            decayed=tiled((2, key_squares, *SQUARE), operand) if shape.decay_per_key else None,
+            solving=tiled((3, *SQUARE), SOLVING) if rule.delta else None,
             numbers=plgpu.SMEM((3 * CHUNK,), jnp.float32),
             lefts=lefts,
             loaded=plgpu.Barrier(num_arrivals=1 + 2 * key_squares + value_squares),
@@ -58,13 +57,13 @@ class PartsScratch(NamedTuple):
 class StatesScratch(NamedTuple):
     """Shared memory of the kernel of states.
 
+    decay: of each key channel; None if all have one.
     staged, plain: outputs on their way out, of whole tiles and of others.
     left: operands that interpret mode does not take from registers; None on a GPU.
     """
 
     parts: PromptParts
-    queries: Any
-    keys: Any
+    decay: Any
     staged: Any
     plain: Any
     left: Any
@@ -72,7 +71,7 @@ class StatesScratch(NamedTuple):
 
     @classmethod
     def of(cls, shape: PromptShape, out: Any) -> Self:
-        rule, dtype = shape.rule, shape.operand
+        rule, dtype, per_key = shape.rule, shape.operand, shape.decay_per_key
         tokens = tiled((STAGES, CHUNK, rule.key_size), dtype)
         left = None if _mosaic.OPERANDS_IN_REGISTERS else tiled((CHUNK, rule.key_size), dtype)
         return cls(
@@ -81,11 +80,12 @@ class StatesScratch(NamedTuple):
                 erased=tokens if rule.delta else None,
                 values=tiled((STAGES, *SQUARE), dtype),
                 factors=plgpu.SMEM((STAGES, 3 * CHUNK), jnp.float32),
+                queries=tokens,
+                keys=tokens,
             ),
-            queries=tokens,
-            keys=tokens,
+            decay=plgpu.SMEM((STAGES, rule.key_size), jnp.float32) if shape.decay_per_key else None,
             staged=tiled(SQUARE, out),
             plain=plgpu.SMEM(SQUARE, out),
             left=left,
-            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta),
+            loaded=plgpu.Barrier(num_barriers=STAGES, num_arrivals=5 + rule.delta + per_key),
         )

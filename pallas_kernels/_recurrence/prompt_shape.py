@@ -1,5 +1,6 @@
 """The constants of the kernels of prompts, and code that they share."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class PromptShape(NamedTuple):
     batch: requests.
     operand: dtype of the inputs, and of the factors of products.
     page: dtype of the states in pages.
+    decay_per_key: whether every key channel has a decay of its own.
     """
 
     rule: Rule
@@ -30,6 +32,7 @@ class PromptShape(NamedTuple):
     batch: int
     operand: jnp.dtype
     page: jnp.dtype
+    decay_per_key: bool
 
 
 class PromptParts(NamedTuple):
@@ -43,12 +46,16 @@ class PromptParts(NamedTuple):
     values: [N * heads * V, CHUNK], what is added by each token if the state were zeros.
     factors: float32[N, heads, 3 * CHUNK], of each token: that of its query, with the decay from the
       chunk's beginning; that of its key, with the decay to the chunk's end; the chunk's decay.
+    queries, keys: [N * heads * CHUNK, K], with these decays if each key channel has its own, which
+      factors do not have then; otherwise a single row.
     """
 
     inner: Any
     erased: Any
     values: Any
     factors: Any
+    queries: Any
+    keys: Any
 
 
 def along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
@@ -63,22 +70,39 @@ def along_columns(vector: Array, shape: tuple[int, ...]) -> Array:
 
 def multiply(left: Any, right: Any) -> Array:
     """Returns the product of two matrices, the right one in shared memory, in float32."""
-    return multiply_sum([(left, right)])
+    return multiply_sum([(left, right)])[0]
 
 
-def multiply_sum(pairs: Sequence[tuple[Any, Any]]) -> Array:
-    """Returns the sum of the products of pairs of matrices."""
-    if not _mosaic.OPERANDS_IN_REGISTERS and len(pairs) > 1:
-        first, *others = (multiply(*pair) for pair in pairs)
-        return sum(others, first)
+def multiply_sum(*sums: Sequence[tuple[Any, Any]]) -> list[Array]:
+    """Returns the sum of the products of pairs of matrices, for each list of pairs."""
+    if not _mosaic.OPERANDS_IN_REGISTERS:
+        return [_multiply_in_turn(pairs) for pairs in sums]
 
-    def run(total: Any) -> Array:
-        for left, right in pairs:
-            plgpu.wgmma(total, left, right)
+    def run(*totals: Any) -> list[Array]:
+        for total, pairs in zip(totals, sums, strict=True):
+            for left, right in pairs:
+                plgpu.wgmma(total, left, right)
+        return [plgpu.layout_cast(total[...], TILE) for total in totals]
+
+    shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in sums]
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def _multiply_in_turn(pairs: Sequence[tuple[Any, Any]]) -> Array:
+    """Does the same in interpret mode."""
+
+    def run(total: Any, left: Any, right: Any) -> Array:
+        plgpu.wgmma(total, left, right)
         return plgpu.layout_cast(total[...], TILE)
 
-    left, right = pairs[0]
-    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+    products = [
+        pl.run_scoped(
+            functools.partial(run, left=left, right=right),
+            plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32),
+        )
+        for left, right in pairs
+    ]
+    return functools.reduce(jnp.add, products)
 
 
 def zero_rows(ref: Any, begin: Array, end: Array) -> None:

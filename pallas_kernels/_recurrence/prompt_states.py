@@ -37,6 +37,7 @@ def pass_states(
     runs: Array,
     chunks: Array,
     parts: PromptParts,
+    decay: Array | None,
     inputs: Array,
     kept: Array,
     pages: Any,
@@ -50,6 +51,7 @@ def pass_states(
         state for the next turn.
       chunks: int32[N, 4 + W], as for `find_parts`, and at last the first rows of the pages that
         take the state after the chunk, or `NOTHING`, after the largest of them.
+      decay: float32[N, value_heads, K], of chunks, if each key channel has its own; otherwise None.
       kept: float32[value_heads * V, K], the state that the turn before kept.
       pages: reference to [rows, K].
       out: reference to [T, value_heads, V], T a multiple of 8.
@@ -68,7 +70,9 @@ def pass_states(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     with jax.enable_x64(False):
-        return call(*own_buffers([runs, chunks, *parts, inputs, kept]), pages, out)[0]
+        decays = [] if decay is None else [decay]
+        given = own_buffers([runs, chunks, *parts, *decays, inputs, kept])
+        return call(*given, pages, out)[0]
 
 
 class _Chunk(NamedTuple):
@@ -105,8 +109,9 @@ class _StatesKernel:
     def __init__(self, shape: PromptShape, refs: tuple[Any, ...]) -> None:
         self.shape, self.rule = shape, shape.rule
         self.runs, self.chunks = refs[:2]
-        self.parts = PromptParts(*refs[2:6])
-        self.inputs, self.before, self.pages, self.out, self.kept, self.smem = refs[6:]
+        self.parts = PromptParts(*refs[2:8])
+        self.decay = refs[8] if shape.decay_per_key else None
+        self.inputs, self.before, self.pages, self.out, self.kept, self.smem = refs[-6:]
         index, pieces = lax.axis_index("cta"), self.rule.value_size // CHUNK
         self.piece = lax.rem(index, pieces)
         head = lax.div(index, pieces)
@@ -178,10 +183,16 @@ class _StatesKernel:
         if rule.delta:
             get(self.parts.erased.at[rows], smem.parts.erased)
         get(self.parts.values.at[values], smem.parts.values)
-        tokens = pl.ds(tile * CHUNK, CHUNK)
-        for start, target in zip(rule.starts, (smem.queries, smem.keys), strict=False):
-            columns = pl.ds(start + key_head * rule.key_size, rule.key_size)
-            get(self.inputs.at[tokens, columns], target)
+        if self.decay is not None:
+            get(self.decay.at[place, self.head], smem.decay)
+            get(self.parts.queries.at[rows], smem.parts.queries)
+            get(self.parts.keys.at[rows], smem.parts.keys)
+        else:
+            tokens = pl.ds(tile * CHUNK, CHUNK)
+            targets = smem.parts.queries, smem.parts.keys
+            for start, target in zip(rule.starts, targets, strict=False):
+                columns = pl.ds(start + key_head * rule.key_size, rule.key_size)
+                get(self.inputs.at[tokens, columns], target)
         get(self.parts.inner.at[rows], smem.parts.inner)
         get(self.parts.factors.at[place, self.head], smem.parts.factors)
 
@@ -194,7 +205,7 @@ class _StatesKernel:
 
         @pl.when(~chunk.is_whole)
         def _() -> None:
-            zero_rows(self.smem.keys.at[stage], chunk.begin, chunk.end)
+            zero_rows(self.smem.parts.keys.at[stage], chunk.begin, chunk.end)
             plgpu.commit_smem()
 
         state, outputs = self._update(place, carry, stage)
@@ -233,12 +244,16 @@ class _StatesKernel:
         """
         smem, parts, operand = self.smem, self.smem.parts, self.shape.operand
         factors = parts.factors.at[stage]
-        decay = load(factors.at[pl.ds(2 * CHUNK, CHUNK)], ROW)
         before = carry.state.astype(operand)
         values = load(parts.values.at[stage], TILE)
-        state = carry.state * along_rows(decay, carry.state.shape)
+        if self.decay is None:
+            decay = load(factors.at[pl.ds(2 * CHUNK, CHUNK)], ROW)
+            state = carry.state * along_rows(decay, carry.state.shape)
+        else:
+            decay = load(smem.decay.at[stage], COLUMN)
+            state = carry.state * along_columns(decay, carry.state.shape)
         erased = parts.erased.at[stage].T if self.rule.delta else None
-        queries, keys = smem.queries.at[stage].T, smem.keys.at[stage]
+        queries, keys = parts.queries.at[stage].T, parts.keys.at[stage]
         inner = parts.inner.at[stage].T
 
         def weigh(added: Array) -> tuple[Array, Array]:

@@ -31,6 +31,7 @@ POOL = 257  # pages
 class RecurrentSpec(NamedTuple):
     """Requests with so many tokens each, and the layer that they pass.
 
+    rule: "delta", "delta per key" (each key channel has a decay of its own), or "scan".
     drafts: tokens after which a state is written, other than the last one, of each request.
     """
 
@@ -84,6 +85,7 @@ SPECS = (
     RecurrentSpec("delta, prompt 1 x 8k", (8192,)),
     RecurrentSpec("delta, prompts 8 x 1k, ragged", tuple(768 + 73 * i for i in range(8))),
     RecurrentSpec("delta, 63 decodes and 2k", (*[1] * 63, 2048)),
+    RecurrentSpec("KDA, prompt 1 x 8k", (8192,), rule="delta per key", key_heads=32),
     RecurrentSpec("Mamba-2, decode 64", (1,) * 64, **MAMBA),
     RecurrentSpec("Mamba-2, decode 256", (1,) * 256, **MAMBA),
     RecurrentSpec("Mamba-2, prompt 1 x 8k", (8192,), **MAMBA),
@@ -99,9 +101,9 @@ def run(report: Report, peer: VllmPeer | None) -> None:
         is_step = max(spec.counts) <= 8
         add = functools.partial(report.add, spec.name, num_bytes=spec.num_bytes * is_step)
         ours = add(default_implementation(), time_ours(spec))
-        if ON_GPU and is_step and not spec.drafts:
+        if ON_GPU and not spec.drafts and (is_step or spec.rule == "delta per key"):
             add("XLA", time_ours(spec, "xla"), base=ours)
-        if peer is not None and peer.has_tables:
+        if peer is not None and peer.has_tables and spec.rule != "delta per key":
             from tests.benchmarks.recurrent_peers import time_peer
 
             try:
@@ -123,9 +125,10 @@ def make_arrays(spec: RecurrentSpec) -> Arrays:
     if max(spec.counts) > 8:
         count += -count % 64
     heads = (count, spec.value_heads)
+    per_key = (spec.key,) if spec.rule == "delta per key" else ()
     return Arrays(
         jax.random.normal(keys[0], (heads[0], spec.channels), jnp.bfloat16),
-        -jax.random.exponential(keys[1], heads) / 8,
+        -jax.random.exponential(keys[1], (*heads, *per_key)) / 8,
         jax.random.uniform(keys[2], heads),
         jax.random.normal(keys[3], (spec.width, spec.channels), jnp.bfloat16),
     )

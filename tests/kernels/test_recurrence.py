@@ -381,12 +381,14 @@ PROMPTS_IN_KERNELS = (
     Layer(key=64, value=64, value_heads=1, inputs="bfloat16", state="bfloat16"),
     Layer(rule="scan", key=64, value=128, value_heads=1, inputs="bfloat16"),
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
+    Layer(rule="delta per key", key=64, value=64, value_heads=1, inputs="bfloat16"),
+    Layer(rule="delta per key", key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
 )
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    "layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[1:2], ids=str
+    "layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[1::2], ids=str
 )
 @settings(max_examples=8 if ON_GPU else 1)
 @given(data=st.data())
@@ -470,6 +472,7 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
         (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
+        (PROMPTS_IN_KERNELS[3], 64, 4, 4),
     ],
     ids=str,
 )
