@@ -47,11 +47,10 @@ class PendingCopies:
         for block_id in ids.tolist() if self._of else ():
             self._of.pop(block_id, None)
 
-    def drop_own(self, ids: np.ndarray) -> None:
-        """Lets blocks that their only holder no longer reads start empty."""
-        copies = ids[np.isin(ids, list(self._of)) & (self._pool.others_of(ids) == 0)]
-        self._pool.is_fresh[copies] = True
-        self.forget(copies)
+    def drop(self, block_id: int) -> None:
+        """Lets a held block start empty instead."""
+        del self._of[block_id]
+        self._pool.is_fresh[block_id] = True
 
     def clear(self) -> None:
         """Forgets all copies: an upload has them, or the device starts anew."""

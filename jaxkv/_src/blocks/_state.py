@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv._src.blocks._cells import NO_IDS, Cells, Changes
 from jaxkv._src.blocks._copies import PendingCopies
 from jaxkv._src.blocks._pool import BlockPool
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import SharedColumns
 from jaxkv._src.specs import GrowthTable
@@ -106,6 +106,17 @@ class RequestState:
     def awaits_copy(self, row: int) -> bool:
         """Returns whether the next upload copies into a block of a row."""
         return bool(self.copies) and self.copies.go_into(self.blocks_of(row))
+
+    def drop_unread_copies(self) -> None:
+        """Drops the copies into blocks that no row reads since it was rewound.
+
+        Otherwise one step would copy several blocks of a row and group, for which shapes have no
+        room.
+        """
+        for (group, _, column, *_), block_id in self.copies.held:
+            holders = self.table[:, self._starts[group] + column] == block_id
+            if not (self.computed[holders] > column * self.column_tokens[group]).any():
+                self.copies.drop(block_id)
 
     def _at(self, cells: Cells) -> np.ndarray:
         """Returns the index of each cell in the flat table, int64[K]."""
@@ -330,10 +341,6 @@ class RequestState:
         self.version += 1
         self.beginnings += 1
         self.computed[rows] = num_tokens
-        if self.copies:  # or one step would copy several blocks of a row, and no shape has room
-            for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-                for group, tokens in enumerate(self.column_tokens):
-                    self.copies.drop_own(self.columns_of(row, group)[cdiv(count, tokens) :])
         if self.growth.aligned.size:
             self.needs_no_change_until[rows] = 0
         if self.pool.has_shared_blocks:

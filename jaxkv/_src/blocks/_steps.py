@@ -135,6 +135,8 @@ class StepPlanner:
         state, batch, grown = self._state, self._rows.batch(work), self._grown
         if grown is not None and grown.batch is batch and grown.version == state.version:
             return grown
+        if state.copies:
+            state.drop_unread_copies()
         computed = state.computed[batch.rows]
         totals = computed + batch.counts
         longest = self._check_totals(batch, totals)
