@@ -147,7 +147,7 @@ def test_a_scan_copies_nothing_as_large_as_the_pool() -> None:
     copied = [math.prod(map(int, dims.split(","))) for dims in COPIES.findall(text)]
     assert max(copied, default=0) < pool / PERIODS / 10, "no copy of a layer's part either"
     sent = jax.tree.map(jnp.asarray, upload)
-    cache, out = assert_in_place(run_scanned, cache, sent, x, max_temp_bytes=150_000)
+    cache, out = assert_in_place(scanned, cache, sent, x, max_temp_bytes=150_000)
     jaxkv.check_errors(cache)
     assert np.isfinite(np.asarray(out)).all()
 
