@@ -45,16 +45,21 @@ def serve(index: int) -> dict[str, Any]:
 def serve_by_one(mesh: Mesh, index: int) -> dict[str, Any]:
     """The first process of a mesh packs for all of its processes."""
     engine = demo_engine(mesh, "heads")
+    decode, mixed = shapes = engine.shapes
+    engine.shapes = (mixed, mixed)  # of which one program is enough
     if index % 2 == 0:
-        broadcast = functools.partial(broadcasting, engine.shapes, mesh)
+        broadcast = functools.partial(broadcasting, shapes, mesh)
         result: dict[str, Any] = {"broadcast": serve_demo(engine, 1, broadcast)}
-        assert jaxkv.step.broadcast_upload(None, engine.shapes, mesh) is None
+        jaxkv.step.broadcast_upload(decode.idle(), shapes, mesh)
+        assert jaxkv.step.broadcast_upload(None, shapes, mesh) is None
         return result
     try:
-        jaxkv.step.broadcast_upload(engine.shapes[0].idle(), engine.shapes, mesh)
+        jaxkv.step.broadcast_upload(mixed.idle(), shapes, mesh)
     except ValueError as error:
         result = {"refused upload": str(error)}
-    return result | {"broadcast": receive(engine, mesh)}
+    result["broadcast"] = receive(engine, shapes, mesh)
+    assert result["broadcast"]["others"] == [decode]
+    return result
 
 
 def refusals(mesh: Mesh) -> list[str]:

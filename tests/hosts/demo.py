@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,20 +88,24 @@ def tokens_of(result: dict[str, Any]) -> dict[int, list[int]]:
     return {name: rows.argmax(axis=-1).tolist() for name, rows in result["logits"].items()}
 
 
-def receive(engine: Engine, mesh: Mesh) -> dict[str, Any]:
-    """Runs the steps that another process packs."""
+def receive(engine: Engine, shapes: Sequence[jaxkv.StepShape], mesh: Mesh) -> dict[str, Any]:
+    """Runs the steps that another process packs, and notes uploads of other shapes."""
+    others: list[jaxkv.StepShape] = []
     for shape in engine.shapes:  # as ``Engine.warm_up`` does
-        upload = jaxkv.step.broadcast_upload(None, engine.shapes, mesh)
+        upload = jaxkv.step.broadcast_upload(None, shapes, mesh)
         assert upload is not None and upload.shape == shape
         engine.cache, _ = engine.step(engine.params, engine.cache, upload)
     jaxkv.check_errors(engine.cache)
     steps = 0
     with count_compilations() as compiled:
-        while (upload := jaxkv.step.broadcast_upload(None, engine.shapes, mesh)) is not None:
+        while (upload := jaxkv.step.broadcast_upload(None, shapes, mesh)) is not None:
+            if upload.shape not in engine.shapes:
+                others.append(upload.shape)
+                continue
             engine.cache, _ = engine.step(engine.params, engine.cache, upload)
             steps += 1
         jaxkv.check_errors(engine.cache)
-    return {"compiled": [str(one) for one in compiled], "steps": steps}
+    return {"compiled": [str(one) for one in compiled], "steps": steps, "others": others}
 
 
 def checked(mesh: Mesh, is_wrong: bool, planted: list[tuple[int, str]], run: Step) -> Step:
