@@ -228,20 +228,15 @@ def test_a_file_that_cannot_be_read_warns(
     assert jnp.array_equal(out["scaled"], 2 * X)
 
 
-def test_code_is_kept_next_to_what_jax_keeps(tmp_path: pathlib.Path) -> None:
-    class Gpu:
-        platform = "gpu"
-
-    device: Any = Gpu()
-    for folder, expected in (
-        (str(tmp_path), Place(str(tmp_path / "jaxkv"))),
-        ("gs://bucket", None),
-        (None, None),
-    ):
-        before = jax.config.jax_compilation_cache_dir
-        jax.config.update("jax_compilation_cache_dir", folder)
-        try:
-            assert kept.place_for(device) == expected
-            assert kept.place_for(jax.devices("cpu")[0]) is None
-        finally:
-            jax.config.update("jax_compilation_cache_dir", before)
+@pytest.mark.parametrize("folder", ["local", "gs://bucket", None])
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_code_is_kept_next_to_what_jax_keeps(
+    folder: str | None, is_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"jax_compilation_cache_dir": folder, "jax_enable_compilation_cache": is_enabled}
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(**config))
+    devices: list[Any] = [types.SimpleNamespace(platform=name) for name in ("gpu", "cpu")]
+    wanted = (
+        Place(str(pathlib.Path("local", "jaxkv"))) if folder == "local" and is_enabled else None
+    )
+    assert [kept.place_for(device) for device in devices] == [wanted, None]

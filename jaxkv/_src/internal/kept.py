@@ -50,9 +50,10 @@ def place_for(device: jax.Device) -> Place | None:
     jax needs the package ``flatbuffers`` to write what it has lowered.
     """
     folder = jax.config.jax_compilation_cache_dir
-    if device.platform != "gpu" or not folder or "://" in folder:
+    is_local = folder and "://" not in folder and jax.config.jax_enable_compilation_cache
+    if device.platform != "gpu" or not is_local or not find_spec("flatbuffers"):
         return None
-    return Place(os.path.join(folder, "jaxkv")) if find_spec("flatbuffers") else None
+    return Place(os.path.join(folder, "jaxkv"))
 
 
 def kept_jit[F: Callable[..., Any]](function: F) -> F:
