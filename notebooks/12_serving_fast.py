@@ -79,8 +79,8 @@ print(len(programs) > 0, "that compiled steps are kept")
 # - A start took 45 s cold and 9 s with that directory, with the 10 shapes of `max_requests=256`
 #   and `max_tokens=8192`. jax keeps what the compiler made of a step. The engine keeps what jax
 #   made of its layers before, in a folder `jaxkv` of the same directory: jax takes 2 to 6 s a shape
-#   to trace and lower their kernels, and 0.2 s with them. (On one core without a GPU, jax 0.12 takes
-#   5.2 s for a step of 2,048 tokens, 0.11 takes 6.4.)
+#   to trace and lower their kernels, and 0.2 s with them. (On one core without a GPU, jax 0.12
+#   takes 5.2 s for a step of 2,048 tokens, and 0.11 takes 6.4.)
 # - The engine does so on one GPU, and needs the package `flatbuffers` for it, which the extras
 #   `cuda12` and `cuda13` bring; without it a start took 35 s. What is kept is taken by the same
 #   code of this library, the same jax, settings, device and shapes only. It is code: whoever can
