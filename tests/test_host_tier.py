@@ -695,6 +695,15 @@ def test_bytes_of_a_chunk_stay_when_its_ids_are_those_of_another_group() -> None
     assert room.used_bytes == 2 * 64
 
 
+def test_a_block_of_a_chunk_may_be_loaded_more_than_once() -> None:
+    room = HostRoom([64], 1000, 10)
+    ids = room.take(np.zeros(4, np.int64)).tolist()
+    room.seal(dict.fromkeys(ids, 1), set())
+    chunks = room.loads({1: ids[0], 2: ids[2], 3: ids[0], 4: ids[0], 5: ids[2]})
+    loaded = [chunk.block_ids.tolist() for chunk in chunks]
+    assert loaded == [[1, -1, 2, -1], [3, -1, 5, -1], [4, -1, -1, -1]]
+
+
 def test_moves_that_nobody_took_stop_the_next_step() -> None:
     layers = {"a": FULL}
     served = Served(layers, 9, host(100, layers))
