@@ -43,8 +43,16 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
     assert min(seen[what] for what in ("stored", "loaded", "parked", "resumed")) > 0, seen
 
 
-def test_a_checkpoint_that_is_dropped_for_its_own_blocks_frees_each_once() -> None:
-    run_serving(50225, tier=True)
+@pytest.mark.parametrize(
+    ("seed", "calls"),
+    [
+        (50225, "a checkpoint that is dropped for its own blocks frees each once"),
+        (33000077, "a block is copied before others take it, and loaded before that"),
+        (33001436, "loads into blocks that all were taken keep no host memory"),
+    ],
+)
+def test_servings_that_found_a_fault(seed: int, calls: str) -> None:
+    run_serving(seed, tier=True)
 
 
 def len_or_none(tokens: np.ndarray | None) -> str:

@@ -61,7 +61,7 @@ class Prefixes:
         self._state, self._tier, self._tree = state, tier, _tree(state, plan, tier)
         if tier is not None:
             tier.attach(self._tree, self._events)
-            state.pool.on_take = tier.taken
+            state.pool.on_take = self._taken
         self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self._events, tier)
         self.loads = HostLoads(state, self._tree, self.kept, tier)
         self.has_encoder = bool(state.growth.crossed.size)
@@ -181,6 +181,12 @@ class Prefixes:
             wanted.add(min(found.num_seen, limit))
         ends = sorted(end for end in {*wanted, limit} if found.num_tokens < end <= limit)
         return tuple(ends), frozenset(wanted)
+
+    def _taken(self, ids: np.ndarray) -> None:
+        """Gives up loads into blocks, unless the next upload copies these before they change."""
+        if self._tier is not None:
+            sources = self._state.copies.sources
+            self._tier.give_up(ids[~np.isin(ids, sources)] if sources.size else ids)
 
     def _evicted(self, ids: np.ndarray) -> np.ndarray:
         """Forgets evicted blocks. Returns other blocks whose content is useless without theirs."""

@@ -218,8 +218,8 @@ class HostTier:
         """Lets the next moves have all loads, because the step after them needs some."""
         self._is_urgent = True
 
-    def taken(self, ids: np.ndarray) -> None:
-        """Gives up loads into blocks that somebody takes, as those of a request that has ended."""
+    def give_up(self, ids: np.ndarray) -> None:
+        """Forgets loads into blocks, whose content nobody reads any more."""
         if not (self._loads or self._ahead or self._later):
             return
         for block_id in ids.tolist():
@@ -227,6 +227,11 @@ class HostTier:
         for chunks in (self._ahead, self._later):
             for at, (number, group, into) in enumerate(chunks):
                 chunks[at] = Chunk(number, group, np.where(np.isin(into, ids), -1, into))
+        later = self._later
+        self._later = [chunk for chunk in later if (chunk.block_ids >= 0).any()]
+        for chunk in later:
+            if (chunk.block_ids < 0).all():
+                self.room.unpin(chunk.number)
 
     # --- moves ------------------------------------------------------------------------
 
