@@ -337,6 +337,26 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
         np.testing.assert_array_equal(buffer[:, 10:13], old[:, 5:8])
 
 
+def test_what_was_copied_ahead_is_copied_again_after_a_failure(monkeypatch) -> None:
+    cache, memory = filled("full"), HostBlocks()
+    before, real, calls = bytes_in(cache), _host_blocks.put, iter(range(10))
+    cache = memory.move(cache, moves(1, [chunk(1, 1), chunk(2, 2)]))
+    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+
+    def fails_once(*args, **options):
+        if next(calls) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return real(*args, **options)
+
+    monkeypatch.setattr(_host_blocks, "put", fails_once)
+    loads = moves(3, [], [chunk(1, 6), chunk(2, 7)])
+    with pytest.raises(MoveError) as caught:
+        memory.move(cache, loads)
+    cache = memory.move(caught.value.cache, loads)
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        np.testing.assert_array_equal(buffer[:, 6:8], old[:, 1:3])
+
+
 def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, memory = filled("full"), HostBlocks()
     before = bytes_in(cache)

@@ -46,6 +46,8 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
 @pytest.mark.parametrize(
     ("seed", "calls"),
     [
+        (44, "blocks that a dropped checkpoint has released are not stored"),
+        (320, "a block that was written on frees its old copy"),
         (50225, "a checkpoint that is dropped for its own blocks frees each once"),
         (33000077, "a block is copied before others take it, and loaded before that"),
         (33001436, "loads into blocks that all were taken keep no host memory"),

@@ -1,6 +1,6 @@
 """`HostRoom`, the ids and the bytes of blocks in host memory, and their chunks. NumPy only."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -120,7 +120,7 @@ class HostRoom:
             if number != UNSEALED:
                 self._members[number] = self._members.pop(number)
 
-    def oldest(self, spared: frozenset[int]) -> list[int] | None:
+    def oldest(self, spared: Set[int]) -> list[int] | None:
         """Drops the least recently used chunk but for some; returns its blocks that were alive."""
         number = next((n for n in self._members if n not in spared), None)
         if number is None:
