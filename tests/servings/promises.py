@@ -213,6 +213,8 @@ class Promises:
                 max(0, blocks - sum(self._manager.held_blocks(request.name)))
                 for request, blocks in zip(running, needed, strict=False)
                 if request.computed < self.prefills.get(request.name, 0)
+                # Nobody starts while one that runs lacks blocks.
+                or (request.name not in schedule.work and len(request.tokens) > request.computed)
             ]
             room = self._manager.num_free_blocks - sum(owed) - (needed[-1] - held)
             # The blocks that are copied are free after the step only.
