@@ -405,12 +405,13 @@ class SchedulerServing(Serving):
             self.say("    refused")
             assert count < max(self.prompts[name], request.computed), "drafts cannot be rewound"
             return
+        is_awaited = name in self.unanswered  # by the scheduler, even if it was preempted
         self.unanswered = [other for other in self.unanswered if other != name]
         missing, computed = len(request.tokens) - count, request.computed
         self._rewound(request, count)
         request.verified = count
         self.known[name][:] = request.tokens
-        if computed < count:  # tokens follow once all of these are computed
+        if computed < count and not is_awaited:  # tokens follow once these are computed
             return self.after_change()
         more = [self._id() for _ in range(missing)]
         self.promises.newest[name] = count
