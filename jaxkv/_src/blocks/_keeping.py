@@ -97,8 +97,7 @@ class KeptPrompts:
 
     def before_step(self, rows: np.ndarray) -> None:
         """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
-        blocks = set[int]() if self._tier is None else self._tier.blocks_to_load()
-        if self._tier is None or not blocks:
+        if self._tier is None or not (blocks := self._tier.blocks_to_load()):
             return
         state = self._state
         started = [row for row in rows.tolist() if state.unsent_tokens[row]]
