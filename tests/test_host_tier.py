@@ -582,7 +582,7 @@ def test_nothing_leaks() -> None:
     assert stats is not None and preempted > count / 50, preempted
     assert stats.resumed_requests and stats.loaded_blocks and stats.evicted_blocks
     assert not loads.parked and not tree.parked and not manager.requests
-    assert len(tree._nodes) < 4000 and len(room._members) <= room.num_ids
+    assert len(tree.prompts.nodes) < 4000 and len(room._members) <= room.num_ids
     manager.new_epoch()
     manager.step(shape, {})
     moves = manager.take_moves()

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxkv._src.prefixes import Checkpoint
-from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoints
+from jaxkv._src.prefixes import PrefixPolicy
+from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoint, Checkpoints
 from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
-from jaxkv._src.prefixes._tree import PrefixPolicy
 from tests.layer_examples import chunked, full, sliding, state
 
 GROWTHS = {
@@ -43,6 +42,11 @@ def test_a_miss_is_an_eviction_only_if_an_evicted_block_would_be_read(name: str)
     assert len(seen) == 2
 
 
+def checkpoint(position: int, *, is_wanted: bool) -> Checkpoint:
+    blocks = np.ones(2, np.int32)
+    return Checkpoint(position, blocks, position * blocks, is_wanted=is_wanted)
+
+
 def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_them_out() -> None:
     draw, max_blocks = np.random.default_rng(0), 8
     for _ in range(30):
@@ -54,7 +58,7 @@ def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_t
                 order.remove(at)
                 order.append(at)
                 assert at.is_wanted or not wanted
-            made = Checkpoint(position, np.ones(2, np.int32), is_wanted=bool(draw.integers(2)))
+            made = checkpoint(position, is_wanted=bool(draw.integers(2)))
             kept.add(made)
             order.append(made)
             wanted = [each for each in order if each.is_wanted]
@@ -71,7 +75,7 @@ def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_t
 
 
 def test_what_was_wanted_once_stays_wanted() -> None:
-    kept, made = Checkpoints(), Checkpoint(4, np.ones(1, np.int32), is_wanted=True)
+    kept, made = Checkpoints(), checkpoint(4, is_wanted=True)
     kept.add(made)
     kept.touch(made, is_wanted=False)
     assert made.is_wanted and made in kept

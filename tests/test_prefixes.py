@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import PrefixTree
+from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     FullAttentionSpec,
@@ -262,7 +262,7 @@ def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     wanted = manager.start("by its tokens", tokens)
     manager.finish("by its tokens")
     found = manager.find_prefix(tokens)
-    monkeypatch.setattr(PrefixTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
+    monkeypatch.setattr(PromptTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
     assert found.num_cached_tokens == wanted.num_cached_tokens > 0
     assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
     assert manager.start("a", found)._replace(row=wanted.row) == wanted

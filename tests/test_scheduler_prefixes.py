@@ -10,7 +10,7 @@ import pytest
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.hf_config import layers_from_config, load_config
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import PrefixTree
+from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
 from jaxkv._src.tier import HostMemory
@@ -196,11 +196,11 @@ def test_a_prompt_is_looked_up_once_when_it_is_admitted(name: str, monkeypatch) 
     server.serve()
     looked_up: list[int] = []
 
-    def walk(tree, namespace, tokens, walk=PrefixTree.walk):
+    def walk(tree, namespace, tokens, walk=PromptTree.walk):
         looked_up.append(tokens.size)
         return walk(tree, namespace, tokens)
 
-    monkeypatch.setattr(PrefixTree, "walk", walk)
+    monkeypatch.setattr(PromptTree, "walk", walk)
     for request in range(2):
         server.add(request, [1] * 20, 20)
     hits = server.scheduler.schedule().hits

@@ -36,7 +36,8 @@ from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.cache import CacheError, KVCache, make_cache
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.pool import zero_blocks
-from jaxkv._src.prefixes import PrefixTree, _tree
+from jaxkv._src.prefixes import PrefixTree, _policies
+from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import FullAttentionSpec, GrowthTable, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from jaxkv.testing import (
@@ -378,8 +379,8 @@ PREFIX_BUGS = {
     "a state is kept as that of one token less": (PrefixTree, "keep", one_token_late),
     "rejected drafts are kept as if accepted": (KeptPrompts, "finish", with_drafts),
     "the salt is forgotten": (Prefixes, "_encode", without_salt),
-    "a state that is kept is written in place": (_tree, "WHOLE", lambda _: 1),
-    "a hit is one block too long": (PrefixTree, "walk", to_the_end_of_the_block),
+    "a state that is kept is written in place": (_policies, "WHOLE", lambda _: 1),
+    "a hit is one block too long": (PromptTree, "walk", to_the_end_of_the_block),
     "an evicted block is still found": (
         PrefixTree,
         "_replace",

@@ -10,7 +10,7 @@ from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._prompts import CachedPrompt, PrefixHit
 from jaxkv._src.blocks._resuming import columns_to_share
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.prefixes import ParkedBlocks, PrefixPolicy, PrefixTree, SharedColumns
+from jaxkv._src.prefixes import Checkpoint, PrefixPolicy, PrefixTree, SharedColumns
 from jaxkv._src.tier import HostTier
 from jaxkv._src.uploads import Ints
 
@@ -25,7 +25,7 @@ class ParkedRequest:
     prompt: None: it was started without tokens.
     """
 
-    blocks: ParkedBlocks
+    blocks: Checkpoint
     columns: Sequence[SharedColumns]
     lost_ends: np.ndarray
     prompt: CachedPrompt | None
@@ -59,7 +59,7 @@ class ParkedRequest:
                 np.full(whole.size, until) if policy.by_checkpoint else whole.clip(0, until)
             )
         ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
-        blocks = ParkedBlocks(count, ids, groups, np.concatenate(ends))
+        blocks = Checkpoint(count, ids, np.concatenate(ends), groups, is_wanted=True)
         return cls(blocks, columns, state.lost_ends[:, row].copy(), prompt)
 
     @property

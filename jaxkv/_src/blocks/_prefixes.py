@@ -93,7 +93,7 @@ class Prefixes:
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
             if known.state is self._tree.state:
-                self._tree.touch(known.path)
+                self._tree.prompts.touch(known.path)
                 limit = _limit(known.tokens, max_cached_tokens)
                 if limit == known.limit:
                     return known
@@ -102,8 +102,8 @@ class Prefixes:
             tokens, salt, extra_keys = known.tokens & MAX_TOKEN, known.salt, known.extra_keys
         namespace, encoded = self._encode(tokens, salt, extra_keys)
         limit = _limit(encoded, max_cached_tokens)
-        path, seen = self._tree.walk(namespace, encoded)
-        self._tree.touch(path)
+        path, seen = self._tree.prompts.walk(namespace, encoded)
+        self._tree.prompts.touch(path)
         found = self._find(path, seen, limit)
         of_prompt = namespace, encoded, salt, tuple(extra_keys)
         return PrefixMatch(*of_prompt, path, limit, found, self._tree.state, self._state.pool)

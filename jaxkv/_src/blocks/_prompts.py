@@ -25,7 +25,7 @@ class PrefixMatch(NamedTuple):
     prompt, and looks the prompt up again only if the cache has changed.
 
     namespace, tokens, salt, extra_keys: of the prompt; see `TokenCodes`.
-    path: see `PrefixTree.walk`.
+    path: see `PromptTree.walk`.
     limit: the most tokens that may be shared.
     found: the prefix, of at most ``limit`` tokens.
     state: of the tree during the lookup; ``found`` is valid until the tree has another one.

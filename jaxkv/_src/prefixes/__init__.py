@@ -2,7 +2,7 @@
 
 from jaxkv._src.prefixes._beginnings import PrefixGroup, group_by_beginning
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
-from jaxkv._src.prefixes._checkpoints import Checkpoint, ParkedBlocks
+from jaxkv._src.prefixes._checkpoints import Checkpoint
 from jaxkv._src.prefixes._event_encoding import (
     END_OF_REPLAY,
     EventFormat,
@@ -35,8 +35,10 @@ from jaxkv._src.prefixes._extra_keys import (
 from jaxkv._src.prefixes._keys import block_keys, root_key
 from jaxkv._src.prefixes._lookup import CachedPrefix, Reason, SharedColumns, find
 from jaxkv._src.prefixes._namespaces import KnownNamespaces, Namespace
+from jaxkv._src.prefixes._nodes import Node
+from jaxkv._src.prefixes._policies import PLAIN_INTS, PrefixPolicy
 from jaxkv._src.prefixes._tokens import MAX_TOKEN, TokenCodes, as_tokens
-from jaxkv._src.prefixes._tree import PLAIN_INTS, Node, PrefixPolicy, PrefixTree
+from jaxkv._src.prefixes._tree import PrefixTree
 
 __all__ = [
     "END_OF_REPLAY",
@@ -64,7 +66,6 @@ __all__ = [
     "Medium",
     "Namespace",
     "Node",
-    "ParkedBlocks",
     "PrefixEvents",
     "PrefixGroup",
     "PrefixPolicy",

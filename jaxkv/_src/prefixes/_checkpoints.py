@@ -7,23 +7,34 @@ WANTED_PART = 0.75  # share of the checkpoint blocks above which wanted ones are
 
 
 class Checkpoint:
-    """A position in a prompt to continue from, and the blocks this needs besides whole ones.
+    """A position at which a request can go on, and blocks that it needs there.
 
-    position: length of the prefix, in tokens.
-    blocks: int32[G], the block with the state for a group that overwrites its states, and the
-      last block for any other group if the prefix ends inside it; 0 where a group needs neither,
-      `EVICTED` where the block is gone.
+    At a position in a prompt these are the blocks besides whole ones. A preempted request has a
+    checkpoint of its own, with all the blocks that it reads next, which no prompt finds.
+
+    position: tokens before it.
+    blocks: int32[N], one per group: the block with the state for a group that overwrites its
+      states, and the last block for any other group if the prefix ends inside it; 0 where a group
+      needs neither, `EVICTED` where the block is gone.
+    ends: int64[N], the position before which each block may not be written.
+    groups: int64[N], the group of each block; None: there is one of every group, in their order.
     is_wanted: whether other prompts are expected to continue here: the caller named this boundary,
       two prompts parted here, or a request has shared the prefix.
-    groups: int64[N], the group of each block, if not every group has one.
     """
 
-    __slots__ = ("blocks", "groups", "is_wanted", "position")
-    groups: np.ndarray | None
+    __slots__ = ("blocks", "ends", "groups", "is_wanted", "position")
 
-    def __init__(self, position: int, blocks: np.ndarray, *, is_wanted: bool):
-        self.position, self.blocks, self.is_wanted = position, blocks, is_wanted
-        self.groups = None
+    def __init__(
+        self,
+        position: int,
+        blocks: np.ndarray,
+        ends: np.ndarray,
+        groups: np.ndarray | None = None,
+        *,
+        is_wanted: bool,
+    ):
+        self.position, self.blocks, self.ends, self.groups = position, blocks, ends, groups
+        self.is_wanted = is_wanted
 
     @property
     def num_blocks(self) -> int:
@@ -38,30 +49,17 @@ class Checkpoint:
         at = int((self.blocks == block_id).argmax())
         return at if self.groups is None else self.groups.item(at)
 
-
-class ParkedBlocks(Checkpoint):
-    """All blocks that a preempted request reads next. No prompt finds them.
-
-    ends: int64[N], the position before which each block may not be written.
-    """
-
-    __slots__ = ("ends",)
-
-    def __init__(self, position: int, blocks: np.ndarray, groups: np.ndarray, ends: np.ndarray):
-        super().__init__(position, blocks, is_wanted=True)
-        self.groups, self.ends = groups, ends
-
     def until(self, block_id: int) -> int:
         """Returns the position before which a block may not be written."""
-        return int(self.ends[(self.blocks == block_id).argmax()])
+        return self.ends.item((self.blocks == block_id).argmax())
 
 
 class Checkpoints:
     """All checkpoints, the least recently used first.
 
     Most prompts end where no other prompt continues. Checkpoints of such ends are evicted before
-    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks. One that has a
-    block in host memory takes no part in this order, and no `ParkedBlocks` do.
+    wanted ones, unless the wanted ones hold more than `WANTED_PART` of the blocks. Those that
+    have a block in host memory, and those of preempted requests, take no part in this order.
     """
 
     def __init__(self) -> None:

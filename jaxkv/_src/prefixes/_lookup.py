@@ -7,7 +7,9 @@ import numpy as np
 
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.prefixes._checkpoints import EVICTED, Checkpoint
-from jaxkv._src.prefixes._tree import Node, PrefixPolicy, PrefixTree
+from jaxkv._src.prefixes._nodes import Node
+from jaxkv._src.prefixes._policies import PrefixPolicy
+from jaxkv._src.prefixes._tree import PrefixTree
 
 Reason = Literal[
     "complete",
@@ -71,7 +73,7 @@ def find(
     """Finds the longest prefix of at most ``limit`` tokens that all groups hold.
 
     Args:
-      path: nodes from `PrefixTree.walk`.
+      path: nodes from `PromptTree.walk`.
       num_seen: tokens of the prompt that agree with the path.
       limit: the most tokens to share; less than the prompt, whose last token is always computed.
       on_device: whether blocks in host memory count as evicted.
@@ -79,7 +81,10 @@ def find(
     seen = min(num_seen, limit)
     if not seen:
         return _nothing_seen(tree, num_seen, limit)
-    columns = [tree.columns(path, g, seen) for g in range(len(tree.policies))]
+    columns = [
+        np.concatenate([node.blocks[group] for node in path])[: seen // policy.block]
+        for group, policy in enumerate(tree.policies)
+    ]
     end_id = tree.host_ids if on_device else tree.frozen_before.size
     if on_device:
         columns = [np.where(ids < end_id, ids, EVICTED) for ids in columns]

@@ -1,0 +1,48 @@
+"""The rules by which groups keep the blocks of prefixes. NumPy only."""
+
+import dataclasses
+import functools
+import types
+
+import numpy as np
+
+from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.specs import Growth
+
+WHOLE = np.iinfo(np.int64).max  # `frozen_before` of a block of which no byte may change
+PLAIN_INTS = types.SimpleNamespace(maximum=max)  # replaces NumPy for `Growth` of one int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefixPolicy:
+    """The rule by which a group keeps the blocks of a prefix.
+
+    growth: block rule of the group.
+    block: tokens per column of its block table.
+    shares_rows: whether several tokens of a layer share a row.
+    """
+
+    growth: Growth
+    block: int
+    shares_rows: bool = False
+
+    @functools.cached_property
+    def by_checkpoint(self) -> bool:
+        """Whether a block holds a state that later tokens overwrite."""
+        return self.growth.stores == "state" and self.growth.cache_mode != "all"
+
+    @functools.cached_property
+    def only_last(self) -> bool:
+        """Whether the next token reads only the block at the end of the prefix."""
+        return self.growth.stores == "state"
+
+    def first_column(self, position: int) -> int:
+        """Returns the column of the oldest token that the one at a position reads."""
+        return int(self.growth.first_visible(position, PLAIN_INTS)) // self.block
+
+    def until(self, position: int) -> int:
+        """Returns the position before which the last block of a prefix may not be written."""
+        if self.only_last:
+            return WHOLE
+        # The next token would write into the row that it shares with the prefix's last tokens.
+        return cdiv(position, self.block) * self.block if self.shares_rows else position
