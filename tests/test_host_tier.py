@@ -273,11 +273,11 @@ def loaded_by(moves: Moves | None) -> list[int]:
 
 def test_loads_are_copied_next_to_a_step_that_does_not_need_them() -> None:
     served = beside()
-    row = served.start("c", prompt(1, 17)).row
-    assert served.manager.loading_by_row.nonzero()[0].tolist() == [row]
+    served.start("c", prompt(1, 17))
+    assert served.manager.is_loading("c") and not served.manager.is_loading("b")
     moves = served.step({"b": 1})
     assert moves is not None and moves.ahead and not moves.loads
-    assert not served.manager.loading_by_row.any()  # its step waits for no more than that
+    assert not served.manager.is_loading("c")  # its step waits for no more than that
     assert sorted(loaded_by(served.step({"b": 1, "c": 1}))) == sorted(
         served.manager.block_ids("c")[0][:4]
     )
@@ -302,14 +302,15 @@ def test_loads_are_spread_over_steps() -> None:
     served = beside()
     assert served.manager._tier is not None
     served.manager._tier.bytes_ahead = 1  # a chunk
-    rows = [served.start(name, prompt(number, 17)).row for number, name in ((1, "c"), (2, "d"))]
+    for number, name in ((1, "c"), (2, "d")):
+        served.start(name, prompt(number, 17))
     waiting, counts = [], []
     while not waiting or waiting[-1]:
         moves = served.step({"b": 1})
         assert moves is not None and len(moves.ahead) == 1
-        waiting.append(served.manager.loading_by_row.nonzero()[0].tolist())
+        waiting.append([name for name in "bcd" if served.manager.is_loading(name)])
         counts.append(len(loaded_by(moves)))
-    assert waiting == [rows, rows[1:], rows[1:], []] and counts[0] == 0
+    assert waiting == [["c", "d"], ["d"], ["d"], []] and counts[0] == 0
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
 
 

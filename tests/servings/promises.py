@@ -169,7 +169,7 @@ class Promises:
                 continue
             has_work = len(request.tokens) > request.computed
             row = self._manager.requests[name]
-            may_wait = self._manager.may_copy_by_row[row] or self._manager.loading_by_row[row]
+            may_wait = self._manager.may_copy_by_row[row] or self._manager.is_loading(name)
             assert not has_work or may_wait, f"{name!r} is left out"
 
     def _check_admitted(self, schedule: Schedule, longest: int) -> None:

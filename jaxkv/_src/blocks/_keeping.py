@@ -95,16 +95,6 @@ class KeptPrompts:
 
     # --- keeping ------------------------------------------------------------------
 
-    def before_step(self, rows: np.ndarray) -> None:
-        """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
-        if self._tier is None or not (blocks := self._tier.blocks_to_load()):
-            return
-        state = self._state
-        started = [row for row in rows.tolist() if state.unsent_tokens[row]]
-        read = np.concatenate([state.copies.sources, *map(state.blocks_of, started)])
-        if not (rows.size and blocks.isdisjoint(read.tolist())):
-            self._tier.hurry()
-
     def after_step(self, rows: np.ndarray) -> None:
         """Keeps the prompt tokens that the last step of ``rows`` computes."""
         if self._tier is not None:

@@ -108,7 +108,7 @@ class BlockManager:
         self._prefixes = Prefixes(
             self._state, plan, checkpoint_blocks=most, events=events, tier=self._tier
         )
-        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes.kept)
+        self._steps = StepPlanner(plan, self._state, self._rows, self._prefixes)
         self._computed = _read_only(self._state.computed)
         self._unsent_tokens = _read_only(self._state.unsent_tokens)
         self._lock = threading.Lock()  # held while a call changes anything
@@ -513,13 +513,12 @@ class BlockManager:
             pending[[row for row in self._rows.of.values() if self._state.awaits_copy(row)]] = True
         return pending
 
-    @property
-    def loading_by_row(self) -> np.ndarray:
-        """Whether the next step of a row would wait for host memory, bool[max_requests].
+    def is_loading(self, request: Hashable) -> bool:
+        """Returns whether the next step of a request would wait for host memory.
 
-        Steps without these rows run next to the copies, and bring the row closer to its own step.
+        Steps without it run next to the copies, and bring the request closer to its own step.
         """
-        return self._prefixes.loads.by_row()
+        return self._prefixes.loads.are_read_by([self._rows.row(request)])
 
     @property
     def unsent_tokens_by_row(self) -> np.ndarray:

@@ -126,14 +126,18 @@ class HostLoads:
             )
         return columns
 
-    def by_row(self) -> np.ndarray:
-        """Returns which rows hold blocks that the next moves need not load, bool[R]."""
-        state = self._state
-        waits = np.zeros(state.computed.size, bool)
+    def are_read_by(self, rows: Sequence[int]) -> bool:
+        """Returns whether steps of rows read what the next moves need not load."""
+        blocks = set() if self._tier is None else self._tier.blocks_to_load()
+        started = [row for row in rows if self._state.unsent_tokens[row]] if blocks else ()
+        return any(not blocks.isdisjoint(self._state.blocks_of(row).tolist()) for row in started)
+
+    def before_step(self, rows: np.ndarray) -> None:
+        """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
         if self._tier is not None and (blocks := self._tier.blocks_to_load()):
-            rows = state.unsent_tokens.nonzero()[0]
-            waits[rows] = np.isin(state.table[rows], [*blocks]).any(axis=1)
-        return waits
+            is_copied = not blocks.isdisjoint(self._state.copies.sources.tolist())
+            if is_copied or not rows.size or self.are_read_by(rows.tolist()):
+                self._tier.hurry()
 
     # --- preempted requests -------------------------------------------------------
 

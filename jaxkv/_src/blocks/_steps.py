@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxkv._src.blocks._cells import NO_IDS, Changes
 from jaxkv._src.blocks._changes import plan_changes
-from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.blocks._news import News, find_news, write_news
+from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.blocks._resuming import check_moved
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
@@ -67,9 +67,10 @@ class StepPlanner:
     num_uploads: number of uploads so far.
     """
 
-    def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, kept: KeptPrompts):
+    def __init__(self, plan: Plan, state: RequestState, rows: RowAllocator, prefixes: Prefixes):
         """Creates the steps of a manager, from its parts."""
-        self._plan, self._state, self._rows, self._kept = plan, state, rows, kept
+        self._plan, self._state, self._rows = plan, state, rows
+        self._kept, self._loads = prefixes.kept, prefixes.loads
         self._shape: StepShape | None = None  # that passed `_check_shape` last
         self._shapes: set[StepShape] = set()  # all that passed
         self._shared = [  # groups of layers in which a token reads all that are before it
@@ -109,7 +110,7 @@ class StepPlanner:
         encoder_lens = state.encoder_tokens[batch.rows] if shape.format.has_encoder else NO_IDS
         write_batch(shape, data, batch, computed, encoder_lens, own)
         self._change(step)
-        self._kept.before_step(batch.rows)
+        self._loads.before_step(batch.rows)
         if news is not None:
             write_news(state, shape, data, news, step.taken)
         if shape.shared_prefixes and self._shared and state.pool.has_shared_blocks:

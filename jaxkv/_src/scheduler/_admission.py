@@ -71,7 +71,7 @@ class Admission:
                 hit = None if step.is_full else self._start(step, request, room)
                 if hit is None:
                     break
-                if may_wait and self._manager.loading_by_row[hit.row]:
+                if may_wait and self._manager.is_loading(request.name):
                     step.take_back(request.name)
                 hits[request.name] = hit
                 started.append(request)

@@ -198,7 +198,9 @@ class Chooser:
         """
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
-        goes_on = has_work & ~manager.loading_by_row[rows]
+        goes_on, unsent = has_work.copy(), manager.unsent_tokens_by_row[rows]
+        for at in unsent.nonzero()[0].tolist():
+            goes_on[at] &= not manager.is_loading(running.order.names[at])
         if np.count_nonzero(goes_on):
             has_work = goes_on
         if self._options.forks and manager.block_pool.has_shared_blocks:
@@ -207,7 +209,7 @@ class Chooser:
             room = self._options.forks - int(np.count_nonzero(pending))
             has_work &= ~more | (np.cumsum(more) <= room)
             step.forks = max(0, room - int(np.count_nonzero(more)))
-        unsent = manager.unsent_tokens_by_row[rows] * has_work
+        unsent *= has_work
         if unsent.any():
             has_work &= (unsent == 0) | (np.cumsum(unsent) <= step.cached_tokens)
             step.cached_tokens -= int(unsent[has_work].sum())
