@@ -426,7 +426,13 @@ def no_logits(params: Any, step: jaxkv.StepContext) -> Any:
 
 def logits_of_all(params: Any, step: jaxkv.StepContext) -> Any:
     forward(params, step)
-    return jnp.zeros((step.token_ids.size + 1, VOCAB))
+    return jnp.zeros((step.token_ids.size, VOCAB))
+
+
+def made(**options: Any) -> jaxkv.Engine:
+    """Makes an engine of the tests, with some arguments replaced."""
+    given = {"forward": forward, "params": make_params(), "plan": make_plan()}
+    return jaxkv.Engine(**given | SIZES | options)
 
 
 MISTAKES = {
@@ -454,7 +460,21 @@ MISTAKES = {
         ValueError,
         "sampling holds 1 for 2 prompts",
     ),
-    "a dict": (lambda e: e.add("r", [1], {"n": 2}), TypeError, "sampling must be a Sampling"),
+    "no list of prompts": (
+        lambda e: e.generate(iter([[1]])),
+        TypeError,
+        "prompts must be a list of prompts, each of them token ids; got list_iterator",
+    ),
+    "lists in a prompt": (lambda e: e.add("r", [[1], [2, 3]]), TypeError, "give ints alone"),
+    "a dict": (
+        lambda e: e.add("r", [1], {"n": 2}),
+        TypeError,
+        r"sampling must be a jaxkv.Sampling\(...\), got dict",
+    ),
+    "no sampling": (lambda e: e.add("r", [1], {}), TypeError, "sampling must be a"),
+    "a list for a name": (lambda e: e.add([1], [1]), TypeError, "must be a hashable name"),
+    "to abort": (lambda e: e.abort([1]), TypeError, "must be a hashable name"),
+    "to warm up": (lambda e: e.warm_up({"n": 2}), TypeError, "samplings must be jaxkv.Sampling"),
     "unknown": (lambda e: e.abort("r"), ValueError, "request='r' is unknown, or has ended"),
     "other weights": (
         lambda e: e.update(make_params() | {"turn": jnp.zeros(3)}),
@@ -465,8 +485,17 @@ MISTAKES = {
     "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
     "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
     "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be above 0"),
-    "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k and max_tokens must be positive"),
+    "no top_p": (lambda e: Sampling(top_p=None), TypeError, "top_p must be a number, got None"),
+    "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k=0 must be at least 1; None means"),
     "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be a sequence"),
+    "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids='a' must be a"),
+    "a huge stop": (lambda e: Sampling(stop_token_ids=[2**40]), ValueError, "must be in 0..214748"),
+    "a stop out of range": (
+        lambda e: e.add("r", [1], Sampling(stop_token_ids=[50])),
+        ValueError,
+        r"stop_token_ids=\(50,\) must be in 0..49, the columns of the logits",
+    ),
+    "logprobs": (lambda e: Sampling(logprobs=5), TypeError, "logprobs must be True or False"),
     "reproducible states": (
         lambda e: jaxkv.Engine(forward, make_params(), make_plan(), reproducible=True, **SIZES),
         ValueError,
@@ -480,17 +509,35 @@ MISTAKES = {
         "leave out decode_steps=2",
     ),
     "no logits": (
-        lambda e: jaxkv.Engine(no_logits, make_params(), make_plan(), **SIZES),
+        lambda e: made(forward=no_logits),
         ValueError,
-        r"of shape \(4,\); it returns the logits of each request's last token, \[4, vocab\]",
+        r"an array of shape \(16,\); it returns the logits of each request's last token, \[4, v",
     ),
     "logits of all tokens": (
-        lambda e: jaxkv.Engine(logits_of_all, make_params(), make_plan(), **SIZES),
+        lambda e: made(forward=logits_of_all),
         ValueError,
         "index with step.last_tokens",
     ),
+    "as many as there are requests": (
+        lambda e: made(forward=logits_of_all, max_tokens=4),
+        ValueError,
+        r"an array of shape \(5, 50\); it returns the logits of each request's last token, \[4, ",
+    ),
+    "swapped": (
+        lambda e: jaxkv.Engine(make_params(), forward, make_plan(), **SIZES),
+        TypeError,
+        r"forward must be a function of params and a step, got dict; the order is Engine\(forward",
+    ),
+    "params with a name": (
+        lambda e: made(params={"name": "llama"}),
+        TypeError,
+        r"params\['name'\] is of type str; params is a pytree of arrays",
+    ),
+    "layers": (lambda e: made(plan={}), TypeError, "plan must be what plan_cache returned, got d"),
+    "a plan twice": (lambda e: made(cache=make_plan()), TypeError, "cache must be what make_cache"),
+    "a key for a seed": (lambda e: made(seed=jax.random.key(0)), TypeError, "seed must be an int"),
     "a small step": (
-        lambda e: jaxkv.Engine(forward, make_params(), make_plan(), max_requests=8, max_tokens=4),
+        lambda e: made(max_requests=8, max_tokens=4),
         ValueError,
         "max_tokens=4 is less than max_requests=8",
     ),
@@ -516,3 +563,18 @@ def test_generate_wants_the_engine_for_itself() -> None:
     engine.abort("r")
     (output,) = engine.step()
     assert (output.request, output.tokens, output.finish_reason) == ("r", [], "abort")
+
+
+def test_a_name_that_a_sample_has_is_refused_and_the_sample_goes_on() -> None:
+    engine, sampling = make_engine(), Sampling(n=2, temperature=1.0, max_tokens=2)
+    engine.add("r", [1, 2], sampling)
+    with pytest.raises(ValueError, match=r"request=\('r', 1\) has not ended; use another name"):
+        engine.add(("r", 1), [1])
+    engine.abort("r")
+    engine.add(("q", 1), [1])
+    with pytest.raises(ValueError, match=r"request=\('q', 1\) has not ended; use another name"):
+        engine.add("q", [1, 2], sampling)
+    engine.abort(("q", 1))
+    ended = [(output.request, output.sample) for output in engine.step()]
+    assert ended == [("r", 0), ("r", 1), (("q", 1), 0)]
+    assert_all_free(engine)

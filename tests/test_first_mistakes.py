@@ -14,7 +14,7 @@ from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import make_cache
 from jaxkv._src.planning import KVCacheCapacityError, plan_cache
 from jaxkv._src.sleeping import ClosedOverError
-from jaxkv._src.specs import FullAttentionSpec, StateSpec
+from jaxkv._src.specs import FullAttentionSpec, SharedKVSpec, StateSpec
 from jaxkv._src.uploads import StepShape, TableEntry, pack_step
 from jaxkv.testing import CacheStateMachine, ReferenceCache, assert_same_bytes, strategies
 from tests.helpers import hybrid_plan
@@ -152,7 +152,47 @@ MISTAKES = {
         "max_model_len=1,000,000 needs 250,000 blocks and the pool has 8,191 usable ones; set "
         "max_model_len to at most 32,764 or raise memory_bytes to at least 32,000,128",
     ),
+    "layers by their numbers": (
+        lambda s: plan_cache({0: FULL}, 2**20, max_model_len=24),
+        TypeError,
+        "layers must be mapped from names, which are str, got int",
+    ),
+    "a class for a spec": (
+        lambda s: plan_cache({"a": FullAttentionSpec}, 2**20, max_model_len=24),
+        TypeError,
+        r"layers\['a'\] must be a layer spec, such as FullAttentionSpec\(...\), got <class",
+    ),
+    "a layer that shares its own cache": (
+        lambda s: plan_cache({"a": FULL, "b": SharedKVSpec("b")}, 2**20, max_model_len=24),
+        ValueError,
+        r"layers\['b'\] shares the cache of 'b', which is no layer with a cache of its own",
+    ),
+    "one shape for a tuple of them": (
+        lambda s: StateSpec(block_size=16, shapes=4, dtypes=("f32",)),
+        TypeError,
+        "shapes must be a tuple of shapes, got 4",
+    ),
+    "a size of NumPy": (
+        lambda s: FullAttentionSpec(block_size=np.int64(16), num_kv_heads=1, head_size=4),
+        TypeError,
+        r"block_size must be an int, got np.int64\(16\) \(int64\); pass int\(...\)",
+    ),
     # --- cache, manager and shape ---
+    "a size that is traced": (
+        lambda s: jax.eval_shape(lambda n: make_cache(PLAN, max_requests=n), 2),
+        TypeError,
+        "max_requests must be an int, got .*; it is traced, .* pass it from outside of jit",
+    ),
+    "the name of a mesh": (
+        lambda s: make_cache(PLAN, max_requests=2, mesh="x", axis="x"),
+        TypeError,
+        "mesh must be a jax.sharding.Mesh, got str",
+    ),
+    "scales of a plan": (
+        lambda s: jaxkv.set_scales(PLAN, (1.0, 1.0)),
+        TypeError,
+        "cache must be a KVCache, got Plan",
+    ),
     "layers for a plan": (
         lambda s: make_cache({"a": FULL}, max_requests=2),
         TypeError,
@@ -323,6 +363,16 @@ MISTAKES = {
         ValueError,
         "entries: row 0 has ids for 1 groups and starts for 5; the tables have 5 groups",
     ),
+    "block ids without groups": (
+        lambda s: pack_step(s.shape, entries=[TableEntry(0, [1, 2, 3, 4, 5])]),
+        TypeError,
+        r"entries: row 0 has block_ids=\[1, 2, 3, 4, 5\]; give a list for each group",
+    ),
+    "a plan for a shape": (
+        lambda s: pack_step(PLAN),
+        TypeError,
+        "shape must be a StepShape, got Plan",
+    ),
     # --- steps on the device ---
     "the books for an upload": (
         lambda s: jaxkv.apply_step(s.cache, s.manager),
@@ -398,6 +448,32 @@ MISTAKES = {
         lambda s: s.write(keys=KEYS[None], values=KEYS[None]),
         ValueError,
         r"keys has shape \(1, 8, 2, 4\); layer 'full.0' wants \(8, 2, 4\)",
+    ),
+    "lists for keys": (lambda s: s.write(keys=[1.0]), TypeError, "keys must be an array, got list"),
+    "nothing for rows": (
+        lambda s: jaxkv.write_rows(s.cache, "full.0", s.batch, None),
+        TypeError,
+        "rows must be an array, got NoneType",
+    ),
+    "nothing for a view": (
+        lambda s: jaxkv.with_layer_view(s.cache, "full.0", None),
+        TypeError,
+        "view must be an array, got NoneType",
+    ),
+    "lists for a state": (
+        lambda s: jaxkv.write_state(s.cache, "state.0", s.batch, [[1.0]]),
+        TypeError,
+        r"arrays\[0\] must be an array, got list",
+    ),
+    "nothing for queries": (
+        lambda s: s.attend(None, KEYS, KEYS),
+        TypeError,
+        "queries must be an array, got NoneType",
+    ),
+    "a scale for each head": (
+        lambda s: s.attend(KEYS, KEYS, KEYS, scale=jnp.ones(2)),
+        TypeError,
+        "scale must be a number, got Array",
     ),
     "keys that were quantised before": (
         lambda s: s.write(keys=KEYS.astype(jnp.int8)),

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.checks import check_array, check_number
 from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import (
     SAME,
@@ -209,6 +210,9 @@ def _rule(
             f"cache has context_parallel={layout.context_parallel} and no mesh axis over "
             "which attend could combine the ranks; pass mesh= and axis= to make_cache"
         )
+    check_number(
+        scale=1.0 if scale is None else scale, soft_cap=1.0 if soft_cap is None else soft_cap
+    )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap} must be positive; None means no cap")
     if row_packing is not None:
@@ -219,6 +223,7 @@ def _rule(
         kv_heads, value_size = 1, spec.value_size or spec.head_size
     else:
         kv_heads, value_size = spec.num_kv_heads, spec.value_size
+    check_array(queries=queries)
     if not jnp.issubdtype(queries.dtype, jnp.floating) or queries.dtype.itemsize < 2:
         raise TypeError(
             f"queries has dtype {queries.dtype}, which attend cannot compute in; cast it to "

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxkv._src.cache._layout import CacheLayout
 from jaxkv._src.cache._state import KVCache
 from jaxkv._src.internal.allocation import Device, copied, zeros
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_positive
 from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
 from jaxkv._src.planning import Plan
 
@@ -80,8 +80,7 @@ def make_cache(
         mesh axis.
     """
     check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+    check_kind(Plan, "what plan_cache returned", plan=plan)
     _check_places(mesh, axis, device)
     if device is None and mesh is None:
         device = _default_place()
@@ -130,6 +129,7 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
       TypeError: scales that are not pairs of numbers.
       ValueError: a cache without scales, an unknown layer, or a scale that is not positive.
     """
+    check_kind(KVCache, cache=cache)
     if cache.scales is None:
         raise ValueError(
             "the cache has no scales; make it with scales=(1.0, 1.0) to set them later"
@@ -157,6 +157,8 @@ def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
         raise ValueError(f"axis={axis!r} was given without mesh=: pass the mesh with this axis")
     if mesh is not None and device is not None:
         raise ValueError("mesh= and device= both place the cache: pass only one of them")
+    if mesh is not None:
+        check_kind(Mesh, "a jax.sharding.Mesh", mesh=mesh)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
         raise TypeError(f"device must be a jax.Device or a Sharding, got {device!r}")
     if isinstance(device, jax.sharding.Sharding) and not device.is_fully_replicated:

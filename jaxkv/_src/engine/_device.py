@@ -221,17 +221,28 @@ def _leave_ended_out(step: StepContext) -> Array:
 def _check_logits(logits: Any, context: Any) -> None:
     if not isinstance(context, StepContext):
         raise TypeError(
-            f"forward returned a pair whose second element is {type(context).__name__}; it returns "
-            "logits, or (logits, step)"
+            f"forward returned a tuple whose second element is no StepContext but "
+            f"{type(context).__name__}; it returns logits, or (logits, step)"
         )
     batch, shape = context.batch.shape.batch_size, getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != batch:
+        given = type(logits).__name__ if shape is None else f"an array of shape {shape}"
         raise ValueError(
-            f"forward returned {type(logits).__name__} of shape {shape}; it returns the logits of "
-            f"each request's last token, [{batch}, vocab]: index with step.last_tokens"
+            f"forward returned {given}; it returns the logits of each request's last token, "
+            f"[{batch}, vocab]: index with step.last_tokens"
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"forward returned logits of dtype {logits.dtype}; they are floats")
+
+
+def check_params(params: Any) -> None:
+    """Raises TypeError for a leaf of a pytree that is neither an array nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not isinstance(leaf, bool | int | float) and not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; params is a "
+                "pytree of arrays: bind what is none to forward, with functools.partial"
+            )
 
 
 def _check_same(old: Any, new: Any) -> None:

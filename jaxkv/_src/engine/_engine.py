@@ -1,6 +1,6 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -8,12 +8,19 @@ import numpy as np
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
-from jaxkv._src.engine._device import Device, Forward
+from jaxkv._src.engine._device import Device, Forward, check_params
 from jaxkv._src.engine._ladder import Ladder, check_reproducible
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats
-from jaxkv._src.internal.checks import check_choice, check_positive
+from jaxkv._src.internal.checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_kind,
+    check_name,
+    check_positive,
+)
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
@@ -88,9 +95,20 @@ class Engine:
 
         Raises:
           TypeError, ValueError: arguments that contradict each other; what ``forward`` raises for
-            the smallest step; logits that are not [B, vocab].
+            the largest step; logits that are not [B, vocab].
         """
+        if not callable(forward):
+            raise TypeError(
+                f"forward must be a function of params and a step, got {type(forward).__name__}; "
+                "the order is Engine(forward, params, plan)"
+            )
+        check_params(params)
+        check_kind(Plan, "what plan_cache returned", plan=plan)
         check_positive(decode_steps=decode_steps)
+        check_count(seed=seed)
+        check_flag(reproducible=reproducible)
+        if cache is not None:
+            check_kind(KVCache, "what make_cache returned", cache=cache)
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
@@ -114,7 +132,7 @@ class Engine:
         self._device = Device(forward, params, cache, self._packer.num_drawn)
         if reproducible:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
-        self._device.trace((self._ladder.shapes[0].idle(),))
+        self._device.trace((self._ladder.to_trace.idle(),))
         self._packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
         self._stops: set[int] = set()  # of all requests so far
         self._calls = Calls(self._device, self._packer, self.stats, decode_steps=decode_steps)
@@ -148,14 +166,21 @@ class Engine:
           TypeError, ValueError: as `add`; the engine has other requests, or there is not one
             sampling for each prompt.
         """
-        each = (
-            sampling if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
-        )
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling holds {len(each)} for {len(prompts)} prompts")
+        if not hasattr(prompts, "__len__") or isinstance(prompts, (str, Mapping)):
+            raise TypeError(
+                f"prompts must be a list of prompts, each of them token ids; got "
+                f"{type(prompts).__name__}"
+            )
+        if not isinstance(sampling, Sequence):
+            sampling = [Sampling() if sampling is None else sampling] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(
+                f"sampling holds {len(sampling)} for {len(prompts)} prompts; give one for each, or "
+                "one Sampling for all"
+            )
         requests = [
             self._samples.made(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
-            for name, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+            for name, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
         ]
         self._check_idle()
         return self._outputs(requests)
@@ -182,7 +207,7 @@ class Engine:
           TypeError, ValueError: a prompt that is not token ids, or that is too long for the plan
             together with ``max_tokens``; a name in use.
         """
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
         samples = self._samples.made(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
@@ -192,6 +217,7 @@ class Engine:
         Raises:
           ValueError: an unknown request, or one that has ended.
         """
+        check_name(request)
         if request not in self._samples.num_of:
             raise ValueError(f"request={request!r} is unknown, or has ended")
         for sample in [s for s in self._samples.of.values() if s.request == request]:
@@ -279,6 +305,8 @@ class Engine:
           samplings: kinds of sampling that will come. A step that draws, or draws within limits
             (``top_k``, ``top_p``, ``min_p``), is compiled anew when the first request asks for it.
         """
+        for sampling in samplings:
+            check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
         self._settle()
         self._device.kind = max([self._device.kind, *(sampling.kind for sampling in samplings)])
         ladder, idle = self._ladder, self._packer.idle

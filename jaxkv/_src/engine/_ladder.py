@@ -22,6 +22,7 @@ class Ladder:
       None in a reproducible engine, whose steps have one shape.
     mixed: by number of tokens: ``max_tokens``, a quarter of it, and so on. Closer ones would save
       nothing, because `fill` fills them, and each takes seconds to compile.
+    to_trace: the shape in which a model is checked.
     """
 
     def __init__(
@@ -56,6 +57,15 @@ class Ladder:
             )
             for size in ([max_tokens] if reproducible else _quarters(smallest, max_tokens))
         }
+        # Tokens and requests differ in number, so that logits of all tokens are told from those of
+        # each request's last.
+        self.to_trace = self.mixed[max_tokens]
+        if max_tokens == max_requests:
+            self.to_trace = scheduler.shape(
+                max_tokens=max_tokens + 1,
+                extra=extra_size(max_tokens + 1, max_requests),
+                reproducible=reproducible,
+            )
         self._num_scant = 0  # steps in a row that left few tokens to prompts
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.engine._sampling import FinishReason, Output, Sampling, as_prompt
+from jaxkv._src.internal.checks import check_kind, check_name
 
 #: rows of a sampler's table, int32[len(NUMBERS), samples]; floats by their bits
 NUMBERS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
@@ -81,8 +82,8 @@ class Samples:
         self, request: Hashable, name: str, prompt: Any, sampling: Sampling, vocab_size: int | None
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+        check_kind(Sampling, "a jaxkv.Sampling(...)", sampling=sampling)
+        check_name(request)
         ids, longest = as_prompt(name, prompt, vocab_size), self._max_model_len
         end = longest if sampling.max_tokens is None else len(ids) + sampling.max_tokens
         if not len(ids) < end <= longest:
@@ -90,8 +91,14 @@ class Samples:
                 f"{name} of {len(ids)} tokens and max_tokens={sampling.max_tokens} are more than "
                 f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
             )
-        if request in self.num_of:
-            raise ValueError(f"request={request!r} has not ended; use another name")
+        if vocab_size is not None and max(sampling.stop_token_ids, default=0) >= vocab_size:
+            raise ValueError(
+                f"stop_token_ids={sampling.stop_token_ids} must be in 0..{vocab_size - 1}, the "
+                "columns of the logits"
+            )
+        for taken in (request, *((request, index) for index in range(1, sampling.n))):
+            if taken in self.num_of or taken in self.of:
+                raise ValueError(f"request={taken!r} has not ended; use another name")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         return [

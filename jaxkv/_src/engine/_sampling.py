@@ -2,12 +2,12 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_flag, check_number, check_positive
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -51,9 +51,14 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(n=self.n, top_k=self.top_k or 1, max_tokens=self.max_tokens or 1)
-        if self.top_k == 0 or self.max_tokens == 0:
-            raise ValueError("top_k and max_tokens must be positive; None means no limit")
+        check_positive(n=self.n)
+        for name in ("top_k", "max_tokens"):
+            most = getattr(self, name)
+            if isinstance(most, int) and most < 1:
+                raise ValueError(f"{name}={most} must be at least 1; None means no limit")
+            check_positive(**{name: 1 if most is None else most})
+        check_flag(logprobs=self.logprobs)
+        check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature} must be 0 or more, and finite")
         if not 0 < self.top_p <= 1:
@@ -68,11 +73,7 @@ class Sampling:
             raise ValueError(
                 f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"
             )
-        if isinstance(self.stop_token_ids, int):
-            raise TypeError(f"stop_token_ids={self.stop_token_ids} must be a sequence of token ids")
-        for token in self.stop_token_ids:
-            check_count(stop_token_ids=token)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _stops(self.stop_token_ids))
 
     @property
     def kind(self) -> Kind:
@@ -107,11 +108,14 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
       TypeError: not a sequence of ints.
       ValueError: empty, or an id out of range.
     """
-    ids = np.asarray(prompt)
+    ids = _as_array(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        remedy = {"U": "encode it first", "O": "give ints alone"}.get(ids.dtype.kind)
+        if ids.ndim != 1 and remedy is None:
+            remedy = "a prompt has one axis, and several prompts are a list of them"
         raise TypeError(
             f"{name} must be a sequence of token ids, got {type(prompt).__name__} of shape "
-            f"{ids.shape} and dtype {ids.dtype}; encode texts first"
+            f"{ids.shape} and dtype {ids.dtype}; {remedy or 'cast it to ints'}"
         )
     if not ids.size:
         raise ValueError(f"{name} is empty; give at least one token id")
@@ -123,6 +127,24 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
             + (", the columns of the logits" if vocab_size else "")
         )
     return ids.tolist()
+
+
+def _as_array(ids: Any) -> np.ndarray:
+    """Returns an array of ids; one of objects where they have none."""
+    try:
+        return np.asarray(ids)
+    except ValueError:  # lists of unlike lengths
+        return np.array([None])
+
+
+def _stops(token_ids: Any) -> tuple[int, ...]:
+    """Returns the tokens that end a sample, checked."""
+    ids = _as_array(list(token_ids) if isinstance(token_ids, Set) else token_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(f"stop_token_ids={token_ids!r} must be a sequence of token ids, as in [2]")
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"stop_token_ids={token_ids!r} must be in 0..{2**31 - 1}")
+    return tuple(ids.tolist())
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Refusals that name the argument, the value given and the value wanted. No jax."""
 
+import numbers
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -37,9 +38,46 @@ def check_count(**values: int) -> None:
 def _check_at_least(least: int, values: dict[str, int]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+            given = f"{value!r} ({type(value).__name__})"
+            raise TypeError(f"{name} must be an int, got {given}{_remedy(value)}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _remedy(value: object) -> str:
+    """Returns how to make an int of a value that is much like one."""
+    if "Tracer" in type(value).__name__:
+        return "; it is traced, and has to be known before: pass it from outside of jit"
+    return "; pass int(...)" if hasattr(value, "__index__") and not isinstance(value, bool) else ""
+
+
+def check_number(**values: float) -> None:
+    """Raises TypeError for the first value that is neither an int nor a float."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+
+
+def check_flag(**values: bool) -> None:
+    """Raises TypeError for the first value that is not a bool."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_kind(kind: type, wanted: str | None = None, /, **values: object) -> None:
+    """Raises TypeError for the first value that is not a ``kind``, which ``wanted`` describes."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            wanted = wanted or f"a {kind.__name__}"
+            raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
+
+
+def check_array(**values: Any) -> None:
+    """Raises TypeError for the first value that is not an array, of jax or NumPy."""
+    for name, value in values.items():
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
 def check_choice(choices: Collection[str], **values: str) -> None:

@@ -207,6 +207,11 @@ def _check_shared(
     for layer, owner in shared.items():
         if layer in names:
             raise ValueError(f"layers[{layer!r}] both owns a cache and shares that of {owner!r}")
+        if owner not in names:
+            raise ValueError(
+                f"layers[{layer!r}] shares the cache of {owner!r}, which is no layer with a cache "
+                "of its own; name one that is"
+            )
         if owner not in (names if here is None else here):
             raise ValueError(
                 f"layers[{layer!r}] shares the cache of {owner!r}, which is not on its worker; put "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.planning._layout import Group, PoolLayout, make_layout
 from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec
 
@@ -36,6 +36,7 @@ def _read(worker: WorkerLayers) -> Worker:
     own: dict[str, LayerSpec] = {}
     shared: dict[str, str] = {}
     for name, spec in worker.items():
+        check_kind(str, "mapped from names, which are str", layers=name)
         match spec:
             case LayerSpec():
                 own[name] = spec
@@ -44,7 +45,10 @@ def _read(worker: WorkerLayers) -> Worker:
             case EncoderOnlySpec():
                 pass
             case _:
-                raise TypeError(f"layers[{name!r}] must be a layer spec, got {spec!r}")
+                raise TypeError(
+                    f"layers[{name!r}] must be a layer spec, such as FullAttentionSpec(...), got "
+                    f"{spec!r}"
+                )
     return Worker(own, shared)
 
 

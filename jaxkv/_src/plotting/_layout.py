@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.html import group_colour, text_colour
 from jaxkv._src.internal.text import describe_unused
 from jaxkv._src.planning import PoolLayout
@@ -15,7 +15,6 @@ from jaxkv._src.plotting._style import (
     axes_inches,
     axes_of,
     byte_unit,
-    check_kind,
     count_of,
     finish,
     fits,

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.html import GROUP_COLOURS
 from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import Plan
-from jaxkv._src.plotting._style import INK, LABEL, axes_of, check_kind, finish, spread
+from jaxkv._src.plotting._style import INK, LABEL, axes_of, finish, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.html import group_colour
 from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import Plan
@@ -13,7 +13,6 @@ from jaxkv._src.plotting._style import (
     UNUSED,
     axes_of,
     byte_unit,
-    check_kind,
     count_of,
     finish,
     label_bar,

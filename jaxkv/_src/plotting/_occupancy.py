@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.planning import Plan
 from jaxkv._src.plotting._style import (
     INK,
     PALE,
     axes_of,
-    check_kind,
     count_of,
     finish,
     group_style,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxkv._src.internal.checks import check_count
+from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.internal.html import GROUP_COLOURS, group_colour, text_colour
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import blocks_per_kv_block, row_format, rows_per_block
@@ -14,7 +14,6 @@ from jaxkv._src.plotting._style import (
     axes_inches,
     axes_of,
     byte_unit,
-    check_kind,
     count_of,
     finish,
     fits,

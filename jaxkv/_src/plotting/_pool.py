@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.html import group_colour, text_colour
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.planning import Plan
@@ -15,7 +16,6 @@ from jaxkv._src.plotting._style import (
     SMALL,
     axes_inches,
     axes_of,
-    check_kind,
     finish,
     fits,
     group_style,

@@ -160,10 +160,3 @@ def byte_unit(num_bytes: int) -> tuple[str, int]:
 def count_of(number: int, noun: str) -> str:
     """Returns ``1 block`` or ``2 blocks``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def check_kind(kind: type, **values: object) -> None:
-    """Raises TypeError for the first value that is not a ``kind``."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")

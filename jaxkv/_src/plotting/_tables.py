@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
 from jaxkv._src.plotting._style import (
     LABEL,
@@ -15,7 +16,6 @@ from jaxkv._src.plotting._style import (
     UNUSED,
     axes_inches,
     axes_of,
-    check_kind,
     count_of,
     figure_of,
     finish,

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
+from jaxkv._src.internal.checks import check_array
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
@@ -98,6 +99,7 @@ def check_tokens(layer: str, bound: BoundLayer, keys: Array, values: Array) -> N
     shape = _token_shape(bound, keys=keys)
     heads = spec.num_kv_heads * bound.ranks_of_heads
     wanted = {"keys": (*shape, heads, spec.head_size), "values": (*shape, heads, spec.value_size)}
+    check_array(keys=keys, values=values)
     for (name, wants), array in zip(wanted.items(), (keys, values), strict=True):
         if array.shape != wants:
             raise ValueError(
@@ -114,6 +116,7 @@ def check_latents(layer: str, bound: BoundLayer, rows: Array) -> None:
     """Raises TypeError or ValueError unless latent rows fit a layer and its batch."""
     spec = token_spec(layer, bound.form.spec)
     check_owner(bound.layout, layer)
+    check_array(keys=rows)
     wanted = (*bound.batch.token_shape, spec.head_size)
     if rows.shape != wanted:
         raise ValueError(
@@ -179,6 +182,7 @@ def _check_rows(layer: str, bound: BoundLayer, rows: Array, mask: Array | None) 
     spec = token_spec(layer, bound.form.spec)
     check_owner(bound.layout, layer)
     check_rank_known(bound.layout, layer, positions=False)
+    check_array(rows=rows)
     shape = _token_shape(bound, rows=rows)
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[len(shape) :])
     wanted = spec.token_bytes * (bound.ranks_of_heads if bound.form.has_heads else 1)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import KVCache
-from jaxkv._src.internal.checks import check_choice
+from jaxkv._src.internal.checks import check_array, check_choice
 from jaxkv._src.layout import LayerView
 from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
 from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
@@ -78,6 +78,7 @@ def with_layer_view(cache: KVCache, layer: str, view: Array) -> KVCache:
       ValueError: a view of another shape or dtype.
     """
     place = _place_of(cache, layer)
+    check_array(view=view)
 
     def replace(cache: KVCache, view: Array) -> KVCache:
         check_whole(cache.buffers[place.buffer], place.form.buffer_shape)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.internal.checks import check_array
 from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
 
@@ -59,6 +60,7 @@ def check_convolution(
     layer: str, spec: StateSpec, columns: int, weights: Array, bias: Array | None
 ) -> None:
     """Raises ValueError unless a layer keeps the inputs of this convolution."""
+    check_array(conv_weights=weights)
     kept = spec.shapes[0][0]
     # Others keep the inputs of drafts in one window; here, the state after each has a window.
     widths = {kept + 1, kept + 1 - spec.speculative_blocks}

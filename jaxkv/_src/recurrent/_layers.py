@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.checks import check_array
 from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import SAME, BoundLayer, bind, on_devices, put_back
 from jaxkv._src.recurrent._heads import (
@@ -97,6 +98,7 @@ def gated_delta(
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
     check_convolution(layer, spec, columns_of(parts), conv_weights, conv_bias)
+    check_array(log_decay=log_decay)
     per_key = (keys.size,) if log_decay.ndim == len(batch.token_shape) + 2 else ()
     given = _Given(
         flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
@@ -200,6 +202,7 @@ def linear_attention(
     spec, tokens = check_states(layer, bound, (3,), at, num_drafts), batch.token_shape
     heads, keys, values = _heads(bound, spec, "num_key_heads", num_key_heads)
     parts = keys, keys, values
+    check_array(log_decay=log_decay)
     if log_decay.shape == (heads,):
         log_decay = jnp.broadcast_to(log_decay.reshape(*[1] * len(tokens), heads), (*tokens, heads))
     given = _Given(

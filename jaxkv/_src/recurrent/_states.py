@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.internal.checks import check_int32
+from jaxkv._src.internal.checks import check_array, check_int32
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.pool import BoundLayer
 from jaxkv._src.specs import StateSpec
@@ -133,6 +133,7 @@ def check_states(
 def flat_tokens(bound: BoundLayer, name: str, array: Array, inner: tuple[int, ...]) -> Array:
     """Returns a token array of a batch with its token axes made one, [T, *inner]."""
     shape = bound.batch.token_shape
+    check_array(**{name: array})
     if array.shape != (*shape, *inner):
         raise ValueError(f"{name} has shape {array.shape}; this batch wants {(*shape, *inner)}")
     return array.reshape(math.prod(shape), *inner)

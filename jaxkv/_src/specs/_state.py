@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import ClassVar, get_args
 
 from jaxkv._src.internal.checks import check_choice, check_count, check_positive
@@ -45,10 +45,10 @@ class StateSpec(LayerSpec):
     kind: ClassVar[str] = "state"
 
     def __post_init__(self) -> None:
-        if isinstance(self.dtypes, str):
+        if isinstance(self.dtypes, str) or not isinstance(self.dtypes, Sequence):
             raise TypeError(f"dtypes={self.dtypes!r} must be a tuple of names; add a comma")
         object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))
-        if any(isinstance(shape, int) for shape in self.shapes):
+        if not isinstance(self.shapes, Sequence) or any(isinstance(s, int) for s in self.shapes):
             raise TypeError(f"shapes must be a tuple of shapes, got {self.shapes!r}")
         object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
         if len(self.shapes) != len(self.dtypes) or not self.shapes:

@@ -326,7 +326,8 @@ def _without_batch_axis(
 ) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
     """Removes the first axis of [1, T, ...] arrays. Returns a function that restores it."""
     axes, first = len(batch.token_shape) + 1, arrays[0] if arrays else None
-    if features is None or first is None or first.ndim != axes + features or first.shape[0] != 1:
+    is_batched = first is not None and features is not None and np.ndim(first) == axes + features
+    if not is_batched or first.shape[0] != 1:
         return arrays, lambda out: out
     return tuple(x if x is None else x[0] for x in arrays), lambda out: out[None]
 

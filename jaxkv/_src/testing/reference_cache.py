@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import CrossAttentionSpec, LayerSpec, StateSpec
@@ -56,8 +57,7 @@ class ReferenceCache:
             encoder's tokens.
           seed: of the bytes to write.
         """
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        check_kind(Plan, "what plan_cache returned", plan=plan)
         self.plan = plan
         self.layers = {
             layer: plan.layout.place_of(layer)

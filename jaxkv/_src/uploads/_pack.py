@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count
+from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.uploads._format import (
     Batch,
     Entries,
@@ -78,6 +78,7 @@ def pack_step(
       ValueError: an argument does not fit the shape; the message names the argument and its size.
       TypeError: an argument holds values that are not ints.
     """
+    check_kind(StepShape, shape=shape)
     groups = len(shape.growths)
     listed = list_entries(entries, groups, shape.max_requests)
     zeroed = [as_int32("zero_ids", ids) for ids in _by_group("zero_ids", zero_ids, groups)]
@@ -128,6 +129,8 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
                 f"entries: row {row} has ids for {len(ids)} groups and starts for {len(starts)}; "
                 f"the tables have {groups} groups"
             )
+        if any(np.ndim(of_group) != 1 for of_group in ids):
+            raise TypeError(f"entries: row {row} has block_ids={ids!r}; give a list for each group")
         check_count(row=row, **{f"starts[{g}]": start for g, start in enumerate(starts)})
         if row >= max_requests:
             raise ValueError(f"entries: row={row} is not in 0..{max_requests - 1}")

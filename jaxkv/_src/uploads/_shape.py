@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import Growth
@@ -164,8 +164,7 @@ class StepShape:
         Raises:
           TypeError, ValueError: sizes that are not positive ints or contradict each other.
         """
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        check_kind(Plan, "what plan_cache returned", plan=plan)
         check_positive(max_requests=max_requests)
         check_count(forks=forks)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
