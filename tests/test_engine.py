@@ -86,7 +86,7 @@ def run(engine: jaxkv.Engine, requests: Sequence[tuple[list[int], Sampling]]) ->
 
 def test_tokens_are_those_of_the_model_without_a_cache() -> None:
     """Greedy and drawn, chunked, forked, after prefix hits and preemptions, of all layers."""
-    engine, requests = make_engine(), random_requests(0, 30)
+    engine, requests = make_engine(), random_requests(1, 30)
     before: Stats = dataclasses.replace(engine.stats)
     assert_right(run(engine, requests), requests)
     assert engine.stats.preemptions > before.preemptions
@@ -563,6 +563,14 @@ def test_generate_wants_the_engine_for_itself() -> None:
     engine.abort("r")
     (output,) = engine.step()
     assert (output.request, output.tokens, output.finish_reason) == ("r", [], "abort")
+
+
+def test_prompts_with_the_longest_answers_start_first() -> None:
+    """Four of six have rows; of these, the shortest answer ends before the two that wait begin."""
+    samplings = [Sampling(max_tokens=count) for count in (1, 5, 2, 6, 3, 5)]
+    outputs = run(make_engine(), [([1], sampling) for sampling in samplings])
+    assert outputs[0].request == 4
+    assert sorted(output.request for output in outputs) == list(range(6))
 
 
 def test_a_name_that_a_sample_has_is_refused_and_the_sample_goes_on() -> None:

@@ -154,6 +154,8 @@ class Engine:
     ) -> Iterator[Output]:
         """Generates tokens for prompts, and yields every sample when it ends.
 
+        Prompts with the longest answers start first, so that few requests are left at the end.
+
         Args:
           prompts: token ids of each prompt, sequences or arrays of ints.
           sampling: one for all prompts, or one for each; None: `Sampling()`.
@@ -325,7 +327,7 @@ class Engine:
 
     def _outputs(self, requests: list[list[Sample]]) -> Iterator[Output]:
         self._check_idle()
-        for samples in requests:
+        for samples in sorted(requests, key=lambda samples: samples[0].num_prompt - samples[0].end):
             self._add(samples)
         try:
             while self.has_work:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-import jaxkv
 from tests.benchmarks.served import workloads
 from tests.benchmarks.served.jaxkv_engine import Server
 from tests.benchmarks.served.workloads import Request, Trace
@@ -45,10 +44,7 @@ def run(config: Mapping[str, Any], trace: Trace, **sizes: Any) -> dict[str, int]
 
 def _answers(server: Server, requests: Sequence[Request]) -> list[list[int]]:
     server.engine.update(server.params)  # no prefix of an earlier call is found
-    each = [jaxkv.Sampling(max_tokens=r.answer_tokens, temperature=0.0) for r in requests]
-    outputs = server.engine.generate([request.prompt for request in requests], each)
-    answers = {output.request: list(map(int, output.tokens)) for output in outputs}
-    return [answers[number] for number in range(len(requests))]
+    return server.generate(requests)
 
 
 def main(config: str, results: str, chosen: str) -> None:

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 import jaxkv
 from tests.benchmarks.served import profiling, workloads
 from tests.benchmarks.served.decoders import Decoder
-from tests.benchmarks.served.workloads import Decode, Prefill
+from tests.benchmarks.served.workloads import Decode, Prefill, Request
 
 ROOM = 4 * 2**30  # beside weights and pool
 MAX_LEN = 16_640
@@ -69,6 +69,13 @@ class Server:
     def step(self) -> dict[int, int]:
         """Runs a step. Returns the number of new tokens of each request."""
         return {output.request: len(output.tokens) for output in self.engine.step()}
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Answers requests that come at once, greedily. Returns the tokens of each."""
+        each = [jaxkv.Sampling(max_tokens=r.answer_tokens, temperature=0.0) for r in requests]
+        outputs = self.engine.generate([request.prompt for request in requests], each)
+        answers = {output.request: list(map(int, output.tokens)) for output in outputs}
+        return [answers[number] for number in range(len(requests))]
 
     @property
     def has_work(self) -> bool:

@@ -13,10 +13,11 @@ import pathlib
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tests.benchmarks.served import workloads
-from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill
+from tests.benchmarks.served.workloads import MEMORY_SHARE, Prefill, Request
 
 # The engine core in this process, nothing fetched, and no kernels that a small install lacks.
 SETTINGS = {
@@ -77,9 +78,23 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         """Runs a step. Returns the number of new tokens of each request."""
-        return {
-            output.request_id: len(output.outputs[0].token_ids) for output in self.engine.step()
+        return {name: len(tokens) for name, tokens in self._step().items()}
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Answers requests that come at once, greedily. Returns the tokens of each.
+
+        In the order given, as ``LLM.generate`` does.
+        """
+        answers: dict[str, list[int]] = {
+            self.add(request.prompt, request.answer_tokens): [] for request in requests
         }
+        while self.has_work:
+            for name, tokens in self._step().items():
+                answers[name] += tokens
+        return list(answers.values())
+
+    def _step(self) -> dict[str, Sequence[int]]:
+        return {output.request_id: output.outputs[0].token_ids for output in self.engine.step()}
 
     @property
     def has_work(self) -> bool:

@@ -108,8 +108,8 @@ class Figures(NamedTuple):
 
     seconds: of a decode step, of a prefill, or of a whole trace.
     tokens: that the engine made in these seconds.
-    first: seconds from arrival to the first token of each request, p50 and p99; a trace only.
-    between: seconds between two tokens of a request, p50 and p99; a trace only.
+    first: seconds from arrival to the first token of each request, p50 and p99; arrivals only.
+    between: seconds between two tokens of a request, p50 and p99; arrivals only.
     """
 
     seconds: float
@@ -135,12 +135,17 @@ class Server(Protocol):
     def step(self) -> dict[Any, int]:
         """Runs a step. Returns the number of new tokens of each request."""
 
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Answers requests that come at once, greedily. Returns the tokens of each."""
+
 
 def run(server: Server, workload: Workload) -> Figures:
     """Runs a workload once."""
     if isinstance(workload, Decode):
         return _decode(server, workload)
-    return _prefill(server, workload) if isinstance(workload, Prefill) else _trace(server, workload)
+    if isinstance(workload, Prefill):
+        return _prefill(server, workload)
+    return _arrivals(server, workload) if workload.rate else _at_once(server, workload)
 
 
 def _decode(server: Server, workload: Decode) -> Figures:
@@ -172,7 +177,14 @@ def _prefill(server: Server, workload: Prefill) -> Figures:
     return Figures(statistics.median(seconds[1:]), workload.requests * workload.length)
 
 
-def _trace(server: Server, workload: Trace) -> Figures:
+def _at_once(server: Server, workload: Trace) -> Figures:
+    chosen = requests(workload, server.vocab)
+    started = time.perf_counter()
+    answers = server.generate(chosen)
+    return Figures(time.perf_counter() - started, sum(map(len, answers)))
+
+
+def _arrivals(server: Server, workload: Trace) -> Figures:
     waiting = requests(workload, server.vocab)[::-1]
     arrivals: dict[Hashable, float] = {}
     times: dict[Hashable, list[float]] = {}
