@@ -309,33 +309,48 @@ plotting.plot_block_use(uses, preemptions=preemptions)
 # What a hit shares was computed from the same tokens in the same order, so its bytes are those that
 # the request would have computed. For the rest to be equal to the bit, it must be computed by the
 # same program on the same shapes. `Scheduler(chunk_tokens=8)` ends the chunks of prompts at
-# multiples of 8, wherever a hit begins. Below, a prompt of 40 tokens is computed in such chunks,
-# cold and after a hit of 32 tokens.
+# multiples of 8, wherever a hit begins. Below, a hybrid computes a prompt of 40 tokens in such
+# chunks: cold, and after a hit of 32 tokens. `attend` finds the keys and values in shared blocks,
+# and `gated_delta` goes on from a copy of the state that the checkpoint holds.
 
 # %%
+delta = jaxkv.StateSpec(block_size=16, shapes=((3, 96), (2, 16, 16)), dtypes=("f32", "f32"))
+hybrid = {"layers.0": full, "layers.1": delta}
+plan = jaxkv.plan_cache(hybrid, 2**40, max_model_len=360, num_blocks_override=32)
+shape = jaxkv.StepShape.for_plan(
+    plan, max_requests=4, max_tokens=8, forks=1, cached_tokens=360, extra=8
+)
 table = jax.random.normal(jax.random.key(0), (50_000, 2, 16))
+conv = jax.random.normal(jax.random.key(1), (4, 96)) / 2
 
 
 @jax.jit(donate_argnums=0)
-def attend_step(cache, upload):
+def hybrid_step(cache, upload):
     cache, batch = jaxkv.apply_step(cache, upload)
     x = table[batch.extra]
     cache, out = jaxkv.attend(cache, "layers.0", batch, queries=x, keys=jnp.roll(x, 1), values=x)
-    return cache, out
+    x = x + out
+    qkv, each = jnp.tile(x.reshape(8, 32), 3), x.mean(axis=-1)  # your projections
+    cache, out = jaxkv.gated_delta(
+        *(cache, "layers.1", batch, qkv, -jax.nn.softplus(each), jax.nn.sigmoid(each)),
+        conv_weights=conv,
+        num_key_heads=2,
+    )
+    return cache, x + out
 
 
 manager = jaxkv.BlockManager(plan, max_requests=4)
 cache = jaxkv.make_cache(plan, max_requests=4)
-chunk = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=8, cached_tokens=360, extra=8)
 prompt, outputs = random_tokens(40), []
 for name in ("cold", "warm"):
-    hit = manager.start(name, prompt)
+    hit = manager.start(name, prompt, boundaries=(32,))
     for start in range(hit.num_cached_tokens, 40, 8):
-        upload = manager.step(chunk, {name: 8}, extra=prompt[start : start + 8])
-        cache, out = attend_step(cache, upload)
+        upload = manager.step(shape, {name: 8}, extra=prompt[start : start + 8])
+        cache, out = hybrid_step(cache, upload)
     outputs.append(np.asarray(out))
     print(f"{name}: {hit.num_cached_tokens} tokens cached")
 jaxkv.check_errors(cache)
+assert hit.num_cached_tokens == 32
 np.testing.assert_array_equal(*outputs)
 print("the last chunk's outputs are equal to the bit")
 
