@@ -406,14 +406,16 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
         for output in engine.step():
             if output.finish_reason is not None:
                 ended += 1
-                alive -= {output.request} if output.request not in engine._samples.num_of else set()
+                if output.request not in engine._samples.of_request:
+                    alive.discard(output.request)
         if alive and rng.random() < 0.1:
             engine.abort(gone := int(rng.choice(sorted(alive))))
             alive.remove(gone)
     assert_all_free(engine)
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
-    assert not samples.of and not samples.tokens and not samples.num_of and not len(engine._calls)
+    assert not samples.of and not samples.tokens and not samples.of_request
+    assert not len(engine._calls)
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -436,9 +438,9 @@ def made(**options: Any) -> jaxkv.Engine:
 
 
 MISTAKES = {
-    "text": (lambda e: e.add("r", "Hello"), TypeError, "must be a sequence of token ids, got str"),
-    "floats": (lambda e: e.add("r", [1.0]), TypeError, "got list of shape .* dtype float64"),
-    "a batch": (lambda e: e.add("r", [[1], [2]]), TypeError, r"of shape \(2, 1\)"),
+    "text": (lambda e: e.add("r", "Hello"), TypeError, "a sequence of ints, got str; tokenize"),
+    "floats": (lambda e: e.add("r", [1.0]), TypeError, "must be token ids, ints, got float64"),
+    "a batch": (lambda e: e.add("r", [[1], [2]]), ValueError, r"an array of shape \(2, 1\)"),
     "no tokens": (lambda e: e.add("r", []), ValueError, "prompt is empty"),
     "an id out of range": (
         lambda e: e.add("r", [1, 50]),
@@ -453,7 +455,7 @@ MISTAKES = {
     "one prompt for several": (
         lambda e: e.generate([1, 2, 3]),
         TypeError,
-        r"prompts\[0\] must be a sequence of token ids, got int of shape \(\)",
+        r"prompts\[0\] must be token ids, a sequence of ints, got int",
     ),
     "fewer samplings": (
         lambda e: e.generate([[1], [2]], [Sampling()]),
@@ -465,7 +467,12 @@ MISTAKES = {
         TypeError,
         "prompts must be a list of prompts, each of them token ids; got list_iterator",
     ),
-    "lists in a prompt": (lambda e: e.add("r", [[1], [2, 3]]), TypeError, "give ints alone"),
+    "a set of prompts": (lambda e: e.generate({(1,), (2,)}), TypeError, "got set"),
+    "a set for a prompt": (lambda e: e.add("r", {1, 2}), TypeError, "prompt must be .*, got set"),
+    "nothing": (lambda e: e.add("r", None), TypeError, "prompt must be .*, got NoneType$"),
+    "a huge id": (lambda e: e.add("r", [1, 2**70]), ValueError, "got 1180591620717411303424"),
+    "one id": (lambda e: e.add("r", jnp.int32(3)), TypeError, "a sequence of ints, got ArrayImpl"),
+    "lists in a prompt": (lambda e: e.add("r", [[1], [2, 3]]), ValueError, "got nested ones"),
     "a dict": (
         lambda e: e.add("r", [1], {"n": 2}),
         TypeError,
@@ -484,17 +491,24 @@ MISTAKES = {
     "awake": (lambda e: e.wake_up(), RuntimeError, "the engine is awake"),
     "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
     "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
-    "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be above 0"),
+    "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be from 1e-30 to 1"),
     "no top_p": (lambda e: Sampling(top_p=None), TypeError, "top_p must be a number, got None"),
-    "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k=0 must be at least 1; None means"),
-    "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be a sequence"),
-    "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids='a' must be a"),
+    "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k=0 must be in 1.*; None means no"),
+    "a temperature of float64": (
+        lambda e: Sampling(temperature=1e-300),
+        ValueError,
+        "temperature=1e-300 must be 0, or from 1e-30 to 1e",
+    ),
+    "a huge top_k": (lambda e: Sampling(top_k=2**40), ValueError, "top_k=1099511627776 must be in"),
+    "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be token ids, a sequence"),
+    "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids must be token"),
     "a huge stop": (lambda e: Sampling(stop_token_ids=[2**40]), ValueError, "must be in 0..214748"),
     "a stop out of range": (
         lambda e: e.add("r", [1], Sampling(stop_token_ids=[50])),
         ValueError,
         r"stop_token_ids=\(50,\) must be in 0..49, the columns of the logits",
     ),
+    "a flag of NumPy": (lambda e: Sampling(logprobs=np.True_), TypeError, r"; pass bool\(...\)"),
     "logprobs": (lambda e: Sampling(logprobs=5), TypeError, "logprobs must be True or False"),
     "reproducible states": (
         lambda e: jaxkv.Engine(forward, make_params(), make_plan(), reproducible=True, **SIZES),
@@ -536,6 +550,12 @@ MISTAKES = {
     "layers": (lambda e: made(plan={}), TypeError, "plan must be what plan_cache returned, got d"),
     "a plan twice": (lambda e: made(cache=make_plan()), TypeError, "cache must be what make_cache"),
     "a key for a seed": (lambda e: made(seed=jax.random.key(0)), TypeError, "seed must be an int"),
+    "three things": (
+        lambda e: made(forward=lambda params, step: (step, step, step)),
+        ValueError,
+        "forward returned tuple; it returns the logits of each request's last token",
+    ),
+    "no prefixes": (lambda e: made(shared_prefixes=None), TypeError, "shared_prefixes must be an"),
     "a small step": (
         lambda e: made(max_requests=8, max_tokens=4),
         ValueError,
@@ -585,4 +605,15 @@ def test_a_name_that_a_sample_has_is_refused_and_the_sample_goes_on() -> None:
     engine.abort(("q", 1))
     ended = [(output.request, output.sample) for output in engine.step()]
     assert ended == [("r", 0), ("r", 1), (("q", 1), 0)]
+    assert_all_free(engine)
+
+
+def test_names_that_equal_nothing_or_give_arrays_are_aborted() -> None:
+    """NaN differs from itself, and ``==`` of NumPy's scalars and tuples is an array."""
+    engine, names = make_engine(), [float("nan"), np.int64(1), (1, 2)]
+    for name in names:
+        engine.add(name, [1, 2], Sampling(n=2, temperature=1.0, max_tokens=2))
+    for name in names:
+        engine.abort(name)
+    assert [output.request for output in engine.step()] == [name for name in names for _ in "ab"]
     assert_all_free(engine)

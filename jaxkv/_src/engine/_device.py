@@ -185,7 +185,8 @@ def run_steps(
         context = StepContext(state.cache, upload, newest_tokens=state.drawn)
         has_ended = _leave_ended_out(context) if len(uploads) > 1 else None
         result = forward(params, context)
-        logits, context = result if isinstance(result, tuple) else (result, context)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        logits, context = result if is_pair else (result, context)
         _check_logits(logits, context)
         note_vocab_size(logits.shape[-1])
         cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]

@@ -1,6 +1,6 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -105,7 +105,7 @@ class Engine:
         check_params(params)
         check_kind(Plan, "what plan_cache returned", plan=plan)
         check_positive(decode_steps=decode_steps)
-        check_count(seed=seed)
+        check_count(seed=seed, shared_prefixes=shared_prefixes)
         check_flag(reproducible=reproducible)
         if cache is not None:
             check_kind(KVCache, "what make_cache returned", cache=cache)
@@ -168,7 +168,7 @@ class Engine:
           TypeError, ValueError: as `add`; the engine has other requests, or there is not one
             sampling for each prompt.
         """
-        if not hasattr(prompts, "__len__") or isinstance(prompts, (str, Mapping)):
+        if not hasattr(prompts, "__len__") or isinstance(prompts, str | Mapping | Set):
             raise TypeError(
                 f"prompts must be a list of prompts, each of them token ids; got "
                 f"{type(prompts).__name__}"
@@ -220,9 +220,9 @@ class Engine:
           ValueError: an unknown request, or one that has ended.
         """
         check_name(request)
-        if request not in self._samples.num_of:
+        if request not in self._samples.of_request:
             raise ValueError(f"request={request!r} is unknown, or has ended")
-        for sample in [s for s in self._samples.of.values() if s.request == request]:
+        for sample in self._samples.of_request[request].copy():
             self._end(sample, "abort")
 
     def step(self) -> list[Output]:
@@ -335,7 +335,7 @@ class Engine:
                 ended = [sample for sample in self._take_changed() if sample.reason is not None]
                 yield from [sample.output() for sample in ended]
         finally:
-            for request in list(self._samples.num_of):
+            for request in list(self._samples.of_request):
                 self.abort(request)
             self._changed.clear()
 

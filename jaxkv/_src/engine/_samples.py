@@ -1,6 +1,5 @@
 """The samples of an engine, and the numbers of all of them in one array. No jax."""
 
-import collections
 import dataclasses
 from collections.abc import Hashable
 from typing import Any
@@ -62,7 +61,7 @@ class Samples:
 
     of: by name.
     tokens: token ids by name, for the scheduler.
-    num_of: number of samples by request.
+    of_request: by request.
     num_logprobs: number of samples that want log-probabilities.
     numbers: int32[len(NUMBERS) + 2, N], a column for each sample: `NUMBERS`, where the position is
       that of the last token that a step draws; ``LEFT``, the tokens that it may still draw;
@@ -73,7 +72,7 @@ class Samples:
         self._max_model_len, self._seeds = max_model_len, np.random.default_rng(seed)
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, list[int]] = {}
-        self.num_of: collections.Counter[Hashable] = collections.Counter()
+        self.of_request: dict[Hashable, list[Sample]] = {}
         self.num_logprobs = 0
         self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
         self._free = list(range(64))
@@ -97,7 +96,7 @@ class Samples:
                 "columns of the logits"
             )
         for taken in (request, *((request, index) for index in range(1, sampling.n))):
-            if taken in self.num_of or taken in self.of:
+            if taken in self.of_request or taken in self.of:
                 raise ValueError(f"request={taken!r} has not ended; use another name")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
@@ -114,7 +113,7 @@ class Samples:
             self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
         sample.slot = self._free.pop()
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
-        self.num_of[sample.request] += 1
+        self.of_request.setdefault(sample.request, []).append(sample)
         self.num_logprobs += sample.sampling.logprobs
         self.restart(sample)
 
@@ -133,9 +132,10 @@ class Samples:
         del self.of[sample.name], self.tokens[sample.name]
         self._free.append(sample.slot)
         self.num_logprobs -= sample.sampling.logprobs
-        self.num_of[sample.request] -= 1
-        if not self.num_of[sample.request]:
-            del self.num_of[sample.request]
+        others = self.of_request[sample.request]
+        others.remove(sample)
+        if not others:
+            del self.of_request[sample.request]
 
 
 def numbers_of(sampling: Sampling, sample: int, position: int) -> np.ndarray:

@@ -5,10 +5,11 @@ import enum
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from jaxkv._src.internal.checks import check_count, check_flag, check_number, check_positive
+from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.prefixes import as_tokens
 
+SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in f32
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -54,15 +55,17 @@ class Sampling:
         check_positive(n=self.n)
         for name in ("top_k", "max_tokens"):
             most = getattr(self, name)
-            if isinstance(most, int) and most < 1:
-                raise ValueError(f"{name}={most} must be at least 1; None means no limit")
+            if isinstance(most, int) and not 1 <= most <= INT32_MAX:
+                raise ValueError(f"{name}={most} must be in 1..{INT32_MAX}; None means no limit")
             check_positive(**{name: 1 if most is None else most})
         check_flag(logprobs=self.logprobs)
         check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 or more, and finite")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, or from {SMALLEST} to {LARGEST}"
+            )
+        if not SMALLEST <= self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be from {SMALLEST} to 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
         if self.seed is not None:
@@ -73,7 +76,9 @@ class Sampling:
             raise ValueError(
                 f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"
             )
-        object.__setattr__(self, "stop_token_ids", _stops(self.stop_token_ids))
+        stops = self.stop_token_ids
+        stops = as_tokens("stop_token_ids", list(stops) if isinstance(stops, Set) else stops)
+        object.__setattr__(self, "stop_token_ids", tuple(stops.tolist()))
 
     @property
     def kind(self) -> Kind:
@@ -108,43 +113,15 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
       TypeError: not a sequence of ints.
       ValueError: empty, or an id out of range.
     """
-    ids = _as_array(prompt)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        remedy = {"U": "encode it first", "O": "give ints alone"}.get(ids.dtype.kind)
-        if ids.ndim != 1 and remedy is None:
-            remedy = "a prompt has one axis, and several prompts are a list of them"
-        raise TypeError(
-            f"{name} must be a sequence of token ids, got {type(prompt).__name__} of shape "
-            f"{ids.shape} and dtype {ids.dtype}; {remedy or 'cast it to ints'}"
-        )
+    ids = as_tokens(name, prompt)
     if not ids.size:
         raise ValueError(f"{name} is empty; give at least one token id")
-    low, high = int(ids.min()), int(ids.max())
-    most = 2**31 if vocab_size is None else vocab_size
-    if low < 0 or high >= most:
+    if vocab_size is not None and ids.max() >= vocab_size:
         raise ValueError(
-            f"{name} holds the token id {low if low < 0 else high}; ids are from 0 to {most - 1:,}"
-            + (", the columns of the logits" if vocab_size else "")
+            f"{name} holds the token id {ids.max()}; ids are from 0 to {vocab_size - 1:,}, the "
+            "columns of the logits"
         )
     return ids.tolist()
-
-
-def _as_array(ids: Any) -> np.ndarray:
-    """Returns an array of ids; one of objects where they have none."""
-    try:
-        return np.asarray(ids)
-    except ValueError:  # lists of unlike lengths
-        return np.array([None])
-
-
-def _stops(token_ids: Any) -> tuple[int, ...]:
-    """Returns the tokens that end a sample, checked."""
-    ids = _as_array(list(token_ids) if isinstance(token_ids, Set) else token_ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(f"stop_token_ids={token_ids!r} must be a sequence of token ids, as in [2]")
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(f"stop_token_ids={token_ids!r} must be in 0..{2**31 - 1}")
-    return tuple(ids.tolist())
 
 
 @dataclasses.dataclass

@@ -39,30 +39,34 @@ def _check_at_least(least: int, values: dict[str, int]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
             given = f"{value!r} ({type(value).__name__})"
-            raise TypeError(f"{name} must be an int, got {given}{_remedy(value)}")
+            raise TypeError(f"{name} must be an int, got {given}{_remedy(value, int, '__index__')}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _remedy(value: object) -> str:
-    """Returns how to make an int of a value that is much like one."""
+def _remedy(value: object, kind: type, method: str) -> str:
+    """Returns how to make a number of a value that is much like one, and so has a ``method``."""
     if "Tracer" in type(value).__name__:
         return "; it is traced, and has to be known before: pass it from outside of jit"
-    return "; pass int(...)" if hasattr(value, "__index__") and not isinstance(value, bool) else ""
+    is_like = hasattr(value, method) and not isinstance(value, bool)
+    return f"; pass {kind.__name__}(...)" if is_like else ""
 
 
 def check_number(**values: float) -> None:
     """Raises TypeError for the first value that is neither an int nor a float."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+            given = f"{value!r} ({type(value).__name__})"
+            remedy = _remedy(value, float, "__float__")
+            raise TypeError(f"{name} must be a number, got {given}{remedy}")
 
 
 def check_flag(**values: bool) -> None:
     """Raises TypeError for the first value that is not a bool."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+            remedy = _remedy(value, bool, "dtype")
+            raise TypeError(f"{name} must be True or False, got {value!r}{remedy}")
 
 
 def check_kind(kind: type, wanted: str | None = None, /, **values: object) -> None:

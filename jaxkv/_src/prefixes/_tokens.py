@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -70,18 +71,32 @@ def as_tokens(
     if array.ndim != 1:
         raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be token ids, ints, got {array.dtype}")
+        raise _no_ids(name, array)
     # MAX_TOKEN has all lower bits set: the OR of all ids is in range only if each of them is.
     if array.size and not 0 <= np.bitwise_or.reduce(array) <= MAX_TOKEN:
-        raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {array.min()}..{array.max()}")
+        bad = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {bad}")
     return array.astype(dtype)
 
 
-def _as_array(name: str, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
+def _as_array(name: str, tokens: Any) -> np.ndarray:
+    is_odd = isinstance(tokens, (str, bytes, set, frozenset, dict))
+    if is_odd or not hasattr(tokens, "__len__") or getattr(tokens, "ndim", 1) == 0:
+        remedy = "; tokenize first" if isinstance(tokens, str | bytes) else ""
         kind = type(tokens).__name__
-        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}; tokenize first")
+        raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}{remedy}")
     try:
         return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
     except ValueError:
         raise ValueError(f"{name} must be a flat list of ints, got nested ones") from None
+
+
+def _no_ids(name: str, array: np.ndarray) -> Exception:
+    """Returns the refusal of an array whose dtype is not that of ints."""
+    odd: list[object] = [array.dtype]
+    if array.dtype == object:
+        odd = [type(token).__name__ for token in array.tolist() if type(token) is not int]
+    if odd:
+        return TypeError(f"{name} must be token ids, ints, got {odd[0]}")
+    farthest = max(array.tolist(), key=abs)  # past int64
+    return ValueError(f"{name} must be in 0..{MAX_TOKEN}, got {farthest}")
