@@ -168,7 +168,7 @@ class Engine:
           TypeError, ValueError: as `add`; the engine has other requests, or there is not one
             sampling for each prompt.
         """
-        if not hasattr(prompts, "__len__") or isinstance(prompts, str | Mapping | Set):
+        if not hasattr(prompts, "__len__") or isinstance(prompts, (str, Mapping, Set)):
             raise TypeError(
                 f"prompts must be a list of prompts, each of them token ids; got "
                 f"{type(prompts).__name__}"
