@@ -1,6 +1,7 @@
 """Blocks of a cache in page-locked host memory: the copies, on the CPU's memory of that kind."""
 
 import dataclasses
+import itertools
 import os
 import random
 from collections import Counter
@@ -337,18 +338,23 @@ def test_a_failed_copy_leaves_the_state_before_and_can_be_repeated(
         np.testing.assert_array_equal(buffer[:, 10:13], old[:, 5:8])
 
 
-def test_what_was_copied_ahead_is_copied_again_after_a_failure(monkeypatch) -> None:
-    cache, memory = filled("full"), HostBlocks()
-    before, real, calls = bytes_in(cache), _host_blocks.put, iter(range(10))
-    cache = memory.move(cache, moves(1, [chunk(1, 1), chunk(2, 2)]))
-    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+def fail_at_the_second_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = _host_blocks.put, itertools.count()
 
-    def fails_once(*args, **options):
+    def put(*args, **options):
         if next(calls) == 1:
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return real(*args, **options)
 
-    monkeypatch.setattr(_host_blocks, "put", fails_once)
+    monkeypatch.setattr(_host_blocks, "put", put)
+
+
+def test_what_was_copied_ahead_is_copied_again_after_a_failure(monkeypatch) -> None:
+    cache, memory = filled("full"), HostBlocks()
+    before = bytes_in(cache)
+    cache = memory.move(cache, moves(1, [chunk(1, 1), chunk(2, 2)]))
+    cache = memory.move(cache, moves(2, ahead=[1, 2]))
+    fail_at_the_second_put(monkeypatch)
     loads = moves(3, [], [chunk(1, 6), chunk(2, 7)])
     with pytest.raises(MoveError) as caught:
         memory.move(cache, loads)
@@ -361,14 +367,7 @@ def test_moves_after_a_reset_go_on_where_a_copy_failed(monkeypatch: pytest.Monke
     cache, memory = filled("full"), HostBlocks()
     before = bytes_in(cache)
     swap = moves(5, [chunk(8, 6), chunk(9, 7)], [chunk(8, 7), chunk(9, 6)], [8, 9], is_anew=True)
-    real, calls = jax.device_put, iter(range(100))
-
-    def device_put(values, place):
-        if isinstance(values, tuple) and next(calls) == 3:  # the second load
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-        return real(values, place)
-
-    monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
+    fail_at_the_second_put(monkeypatch)  # when what is to be stored from one block is gone
     with pytest.raises(MoveError) as caught:
         memory.move(cache, swap)
     cache = memory.move(caught.value.cache, swap)

@@ -58,6 +58,15 @@ def test_what_was_used_last_is_kept(monkeypatch, sizes: tuple[int, ...]) -> None
                 assert num_found >= min(host_blocks, sum(of for _, of in found)), (seed, found)
 
 
+def test_host_memory_gives_up_first_what_is_on_the_device_again(monkeypatch) -> None:
+    monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))
+    served = Recent(1, 8, host_blocks=3)
+    for number in (*range(11), 0, 11):  # the second last one makes room for what it loads
+        served.use(number)
+    assert [of for of in served.found() if of != (1, 1)] == [(0, 1)]
+    assert served.manager.tier_stats().loaded_blocks == 1
+
+
 def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
     """Only what device memory lacks counts, and each chunk that holds a part of it once."""
     seen = {True: 0, False: 0}

@@ -329,6 +329,23 @@ def test_blocks_that_others_took_meanwhile_are_not_loaded(are_ahead: bool) -> No
     assert not any(map(loaded_by, moves))
 
 
+def test_a_block_is_stored_that_took_the_place_of_a_load() -> None:
+    served = beside()
+    for name in "def":
+        served.manager.start(name)
+    served.step({"d": 32, "e": 8, "f": 16})  # all blocks
+    served.manager.finish("f")
+    served.start("c", prompt(1, 17))  # takes its four
+    served.manager.finish("c")
+    served.start("g", prompt(7))
+    assert served.step({"g": 16}) is None
+    for name in "deg":
+        served.manager.finish(name)
+    for number in (8, 9):
+        served.run(number, prompt(number, 32))
+    assert served.manager.find_prefix(prompt(7, 17)).num_cached_tokens == 16
+
+
 def test_host_memory_keeps_what_is_still_to_be_loaded() -> None:
     served = beside(blocks=8)
     served.start("c", prompt(2, 17))

@@ -128,14 +128,15 @@ class HostLoads:
 
     def are_read_by(self, rows: Sequence[int]) -> bool:
         """Returns whether steps of rows read what the next moves need not load."""
-        blocks = set() if self._tier is None else self._tier.blocks_to_load()
-        started = [row for row in rows if self._state.unsent_tokens[row]] if blocks else ()
-        return any(not blocks.isdisjoint(self._state.blocks_of(row).tolist()) for row in started)
+        if self._tier is None or not self._tier.has_loads:
+            return False
+        started = [row for row in rows if self._state.unsent_tokens[row]]
+        return any(self._tier.await_loads(self._state.blocks_of(row)) for row in started)
 
     def before_step(self, rows: np.ndarray) -> None:
         """Lets the moves before a step of ``rows`` have all loads, if the step needs some."""
-        if self._tier is not None and (blocks := self._tier.blocks_to_load()):
-            is_copied = not blocks.isdisjoint(self._state.copies.sources.tolist())
+        if self._tier is not None and self._tier.has_loads:
+            is_copied = self._tier.await_loads(self._state.copies.sources)
             if is_copied or not rows.size or self.are_read_by(rows.tolist()):
                 self._tier.hurry()
 

@@ -12,6 +12,7 @@ from jaxkv._src.tier._moves import COUNTED, Chunk, Moves, TierStats
 from jaxkv._src.tier._room import HostRoom
 
 NO_IDS = np.zeros(0, np.int64)
+NO_LOAD, AHEAD, LATER = range(3)  # of a load into a block: the moves that have it
 BYTES_AHEAD = 2**28  # of loads whose copies run next to one step: what 50 GB/s bring in 5 ms
 
 
@@ -36,7 +37,8 @@ class HostTier:
         self._stores: dict[int, int] = {}  # host block -> block on the device
         self._loads: dict[int, int] = {}  # block on the device -> host block, since `seal`
         self._later: list[Chunk] = []  # other loads, which no moves have had yet
-        self._ahead: list[Chunk] = []  # those that the next moves have first
+        self._ahead: list[Chunk] = []  # those that the next moves have first, in any case
+        self._load_of = np.full(plan.num_blocks, NO_LOAD)  # of each block on the device
         self.bytes_ahead, self._is_urgent = BYTES_AHEAD, False
         self._pinned: set[int] = set()  # chunks of loads since `seal`
         self._sealed: Moves | None = None
@@ -104,16 +106,13 @@ class HostTier:
         self._copy_of[ids] = 0
 
     def _pair(self, host_ids: np.ndarray, ids: np.ndarray) -> None:
-        """Notes that blocks are copies of each other, and that those on the host were used."""
+        """Notes that blocks are copies of each other."""
         self._copy_of[ids], self._copy_of[host_ids] = host_ids, ids
-        self.room.touch(host_ids)
 
     def _chosen(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks to store, as many as host memory can hold, and their groups."""
-        # The content of a block that is to be loaded is not there yet.
-        coming = self.blocks_to_load(with_ahead=True)
-        here = [block_id for block_id in ids.tolist() if block_id not in coming]
-        inside = [block_id for block_id in here if self._tree.is_inside(block_id)]
+        here = ids[self._load_of[ids] == NO_LOAD]  # the content of others is not there yet
+        inside = [block_id for block_id in here.tolist() if self._tree.is_inside(block_id)]
         groups = np.array([self._tree.group_of(block_id) for block_id in inside], np.int64)
         # The last ones were used last.
         fit = np.cumsum(self.room.block_bytes[groups][::-1])[::-1] <= self.room.num_bytes
@@ -128,8 +127,7 @@ class HostTier:
         others = [NO_IDS]
         if self.room.num_bytes - self.room.used_bytes >= num_bytes:
             return NO_IDS
-        spared = self._pinned | self._parked()
-        spared |= {chunk.number for chunk in (*self._ahead, *self._later)}
+        spared = self._parked().union(self._pins())
         while self.room.num_bytes - self.room.used_bytes < num_bytes:
             gone = self.room.oldest(spared)
             if gone is None:
@@ -203,16 +201,17 @@ class HostTier:
         self._tree.move(host_ids, into)
         self._pair(host_ids, into)
         self._loads.update(zip(into.tolist(), host_ids.tolist(), strict=True))
+        self._load_of[into] = LATER
         return into
 
-    def blocks_to_load(self, *, with_ahead: bool = False) -> set[int]:
-        """Returns the blocks of the device whose loads no moves have had yet.
+    @property
+    def has_loads(self) -> bool:
+        """Whether there are loads that the next moves need not have."""
+        return bool(self._loads or self._later)
 
-        Args:
-          with_ahead: whether to count loads that the next moves have in any case.
-        """
-        chunks = (*self._ahead, *self._later) if with_ahead else self._later
-        return self._loads.keys() | {i for chunk in chunks for i in chunk.block_ids.tolist()} - {-1}
+    def await_loads(self, ids: np.ndarray) -> bool:
+        """Returns whether any of the blocks, int[N], on the device waits for such a load."""
+        return bool((self._load_of[ids] == LATER).any())
 
     def hurry(self) -> None:
         """Lets the next moves have all loads, because the step after them needs some."""
@@ -220,8 +219,9 @@ class HostTier:
 
     def give_up(self, ids: np.ndarray) -> None:
         """Forgets loads into blocks, whose content nobody reads any more."""
-        if not (self._loads or self._ahead or self._later):
+        if not (self._ahead or self.has_loads):
             return
+        self._load_of[ids] = NO_LOAD
         for block_id in ids.tolist():
             self._loads.pop(block_id, None)
         for chunks in (self._ahead, self._later):
@@ -250,7 +250,7 @@ class HostTier:
 
         What changes from here on, the tokens of that step included, is moved before the next one.
         """
-        has_loads = self._loads or self._ahead or self._later
+        has_loads = self._ahead or self.has_loads
         if not (self.room.has_changed or has_loads or self._is_anew):
             return
         stores = tuple(self.room.seal(self._stores, {*self._loads.values()}))
@@ -281,7 +281,15 @@ class HostTier:
         sizes = np.cumsum([self._bytes_of(chunk) for chunk in rest])
         end = max(1, int(np.count_nonzero(sizes <= self.bytes_ahead)))
         self._ahead, self._later, self._is_urgent = rest[:end], rest[end:], False
+        self._load_of[:] = NO_LOAD
+        for which, chunks in ((AHEAD, self._ahead), (LATER, self._later)):
+            for chunk in chunks:
+                self._load_of[chunk.block_ids[chunk.block_ids >= 0]] = which
         return loads + dropped
+
+    def _pins(self) -> list[int]:
+        """Returns the chunks of loads, each as often as it is pinned for them."""
+        return [*self._pinned, *(chunk.number for chunk in (*self._ahead, *self._later))]
 
     def _bytes_of(self, chunk: Chunk) -> int:
         return chunk.block_ids.size * self.room.block_bytes.item(chunk.group)
@@ -303,10 +311,11 @@ class HostTier:
 
     def reset(self) -> None:
         """Lets the next moves go on from any state of host memory, which is empty."""
-        for number in (*self._pinned, *(chunk.number for chunk in (*self._ahead, *self._later))):
+        for number in self._pins():
             self.room.unpin(number)
         for of_moves in (self._stores, self._loads, self._pinned, self._ahead, self._later):
             of_moves.clear()
+        self._load_of[:] = NO_LOAD
         self._sealed, self._is_anew, self._is_urgent = None, True, False
 
     def count(self, **counts: int) -> None:
