@@ -239,6 +239,46 @@ MISTAKES = {
         TypeError,
         r"request=\[1, 15043, 3186\] must be a hashable name, such as an int or a str",
     ),
+    **{
+        f"a list for a name, to {name}": (
+            lambda s, name=name: getattr(s.manager, name)(["r"]),
+            TypeError,
+            r"request=\['r'\] must be a hashable name",
+        )
+        for name in (
+            "num_computed_tokens",
+            "block_ids",
+            "held_blocks",
+            "finish",
+            "park",
+            "num_parked_tokens",
+            "unpark",
+            "resume",
+            "export_blocks",
+            "is_loading",
+        )
+    },
+    "one request to trim": (
+        lambda s: s.manager.trim("r"),
+        TypeError,
+        "requests must list names of requests, got 'r'",
+    ),
+    "nothing to trim": (lambda s: s.manager.trim(None), TypeError, "must list names .*, got None"),
+    "a share of checkpoints": (
+        lambda s: BlockManager(PLAN, max_requests=1, checkpoint_share="0.1"),
+        TypeError,
+        r"checkpoint_share must be a number, got '0.1' \(str\)",
+    ),
+    "a list for the log of events": (
+        lambda s: BlockManager(PLAN, max_requests=1, events=[]),
+        TypeError,
+        "events must be an EventLog, got list",
+    ),
+    "a number for a ring": (
+        lambda s: s.step({"r": 1}, ring=2),
+        TypeError,
+        "ring must be an UploadRing or None, got int",
+    ),
     "a request that runs already": (
         lambda s: s.manager.start("r"),
         ValueError,
@@ -295,7 +335,7 @@ MISTAKES = {
     "one extra number": (
         lambda s: s.step({"r": 1}, extra=7),
         ValueError,
-        r"extra must be a flat list, got an array of shape \(\)",
+        "extra must be a flat list of ints, got int",
     ),
     "more blocks than are free": (
         lambda s: s.manager.block_pool.allocate(10**6),
@@ -312,6 +352,11 @@ MISTAKES = {
         lambda s: s.prompt("hello"),
         TypeError,
         "tokens must be token ids, a sequence of ints, got str; tokenize first",
+    ),
+    "the length of a prompt": (
+        lambda s: s.prompt(5),
+        TypeError,
+        "tokens must be token ids, a sequence of ints, got int",
     ),
     "token ids as floats": (
         lambda s: s.prompt([1.0]),

@@ -673,7 +673,7 @@ def test_blocks_that_left_the_window_are_not_stored() -> None:
     assert hit.shared_blocks == (7, 2)  # those of positions 23 to 27, and no others
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 5, 12.5])
+@pytest.mark.parametrize("blocks", [1, 5, 12.5])
 def test_host_memory_holds_as_many_blocks_as_it_has_bytes_for(monkeypatch, blocks: float) -> None:
     monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))  # larger chunks leave as a whole
     layers = {"a": FULL}
@@ -770,11 +770,28 @@ def test_a_reset_manager_begins_with_empty_host_memory() -> None:
     assert moves is not None and moves.is_anew and not moves.stores
 
 
-def test_wrong_host_memory_is_refused() -> None:
+WRONG_MEMORY = {
+    "a number": (100, TypeError, "host_memory must be a HostMemory, got int"),
+    "less than a block": (
+        {"num_bytes": 63},
+        ValueError,
+        "num_bytes=63 holds no block, .* 64 bytes",
+    ),
+    "too much": (
+        {"num_bytes": 2**80},
+        ValueError,
+        "more blocks than int32 counts; give it at most",
+    ),
+    "nothing": ({"num_bytes": 0}, ValueError, "num_bytes must be at least 1, got 0"),
+    "gigabytes": ({"num_bytes": 64e9}, TypeError, "num_bytes must be an int, got 64000000000.0"),
+    "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MEMORY)
+def test_wrong_host_memory_is_refused(what: str) -> None:
+    given, error, message = WRONG_MEMORY[what]
     plan = plan_of({"a": FULL}, 9, 32)
-    with pytest.raises(TypeError, match="host_memory"):
-        BlockManager(plan, max_requests=1, host_memory=100)  # pyrefly: ignore
-    with pytest.raises(ValueError, match="num_bytes"):
-        HostMemory(num_bytes=-1)
-    with pytest.raises(ValueError, match="min_tokens"):
-        HostMemory(num_bytes=1, min_tokens=0)
+    with pytest.raises(error, match=message):
+        memory = HostMemory(**given) if isinstance(given, dict) else given
+        BlockManager(plan, max_requests=1, host_memory=memory)

@@ -53,6 +53,19 @@ def refused(call: Callable[[], object], message: str) -> None:
 MISTAKES = {
     "an order": (lambda s: Scheduler(s.manager, max_tokens=1, order="lifo"), "order='lifo'"),
     "a plan": (lambda s: Scheduler(s.manager.plan, max_tokens=1), "must be a BlockManager"),
+    "a word for a flag": (
+        lambda s: Scheduler(
+            BlockManager(s.manager.plan, max_requests=1), max_tokens=1, preemption="no"
+        ),
+        "preemption must be True or False, got 'no'",
+    ),
+    "a batch beyond the rows": (
+        lambda s: Scheduler(
+            BlockManager(s.manager.plan, max_requests=1), max_tokens=1, batch_size=2
+        ),
+        "batch_size=2 is more than max_requests=1 of the manager",
+    ),
+    "a flag of a shape": (lambda s: s.scheduler.shape(reproducible=1), "reproducible must be True"),
     "a used manager": (lambda s: Scheduler(s.manager, max_tokens=1), "runs 1 requests"),
     "steps": (lambda s: Scheduler(s.manager, max_tokens=1, steps_ahead=-1), "steps_ahead must be"),
     "a name twice": (lambda s: s.scheduler.add("a", 3), "'a' is in use"),

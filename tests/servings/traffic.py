@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jaxkv import BlockManager, ExtraKey, HostMemory, Plan
+from jaxkv._src.tier._memory import block_bytes
 from jaxkv.blocks import PrefixHit
 from jaxkv.prefixes import EventLog
 from tests.servings.events import Mirror
@@ -70,8 +71,10 @@ class Serving:
         if draw.random() < 0.5 or any(g.growth.kind == "cross" for g in self.plan.groups):
             return None
         size = max(layout.bytes_per_block for layout in self.plan.layouts)
+        smallest = min(filter(None, block_bytes(self.plan)))
+        blocks = draw.choice([0, 0.7, 3, 10, self.plan.num_blocks, 1000])
         return HostMemory(
-            num_bytes=int(size * draw.choice([0, 0.7, 3, 10, self.plan.num_blocks, 1000])),
+            num_bytes=max(smallest, int(size * blocks)),
             min_tokens=draw.choice([1, 1, 1, 4, 16]),
             max_bytes_per_token=draw.choice([2**20, 2**20, size]),
         )

@@ -22,7 +22,13 @@ from jaxkv._src.blocks._resuming import (
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.blocks._steps import Ring, StepPlanner
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import (
+    check_count,
+    check_kind,
+    check_name,
+    check_number,
+    check_positive,
+)
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import EventLog, ExtraKey
@@ -91,10 +97,12 @@ class BlockManager:
             then belongs to every step. None: such blocks are forgotten.
         """
         check_positive(max_requests=max_requests)
+        check_number(checkpoint_share=checkpoint_share)
         if not 0 <= checkpoint_share <= 1:
             raise ValueError(f"checkpoint_share={checkpoint_share} must be from 0.0 to 1.0")
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan must be what plan_cache returned, got {type(plan).__name__}")
+        check_kind(Plan, "what plan_cache returned", plan=plan)
+        if events is not None:
+            check_kind(EventLog, "an EventLog", events=events)
         self._plan, self._max_requests = plan, max_requests
         self.block_pool = BlockPool(plan.num_blocks)
         #: per group, the blocks of attention sinks, which all requests share
@@ -238,8 +246,10 @@ class BlockManager:
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
         length = 0
-        if tokens is not None:
-            length = tokens.num_tokens if isinstance(tokens, PrefixMatch) else len(tokens)
+        if isinstance(tokens, PrefixMatch):
+            length = tokens.num_tokens
+        elif tokens is not None and hasattr(tokens, "__len__"):  # or it is refused below
+            length = len(tokens)
         if length > self._plan.max_model_len:
             raise ValueError(
                 f"tokens holds {length} token ids, more than the plan's "
@@ -357,11 +367,13 @@ class BlockManager:
         0: it is not parked, its blocks are gone, loading them is not worth it (`HostMemory`), or
         too few blocks are free.
         """
+        check_name(request)
         return self._prefixes.loads.num_parked_tokens(request)
 
     @_alone
     def unpark(self, request: Hashable) -> None:
         """Forgets what was parked of a request that does not go on, if anything was."""
+        check_name(request)
         self._prefixes.loads.unpark(request)
 
     def export_blocks(self, request: Hashable) -> HandedBlocks:
@@ -430,7 +442,9 @@ class BlockManager:
         Raises:
           ValueError: a request is not running; nothing is released.
         """
-        rows = [self._rows.row(name) for name in dict.fromkeys(requests)]
+        if isinstance(requests, str) or not isinstance(requests, Iterable):
+            raise TypeError(f"requests must list names of requests, got {requests!r}")
+        rows = list(dict.fromkeys([self._rows.row(name) for name in requests]))
         self._state.trim(np.array(rows, np.int64))
 
     @_alone
@@ -608,6 +622,8 @@ class BlockManager:
             admits, the step does not fit the shape, or token ids are missing; nothing is changed.
         """
         self._check_moves_taken()
+        if ring is not None and not hasattr(ring, "buffer"):
+            raise TypeError(f"ring must be an UploadRing or None, got {type(ring).__name__}")
         return self._steps.step(shape, work, extra, ring)
 
     def _check_moves_taken(self) -> None:
@@ -645,8 +661,7 @@ class BlockManager:
 
 
 def _tier(memory: HostMemory, plan: Plan) -> HostTier:
-    if not isinstance(memory, HostMemory):
-        raise TypeError(f"host_memory must be a HostMemory, got {type(memory).__name__}")
+    check_kind(HostMemory, host_memory=memory)
     if any(group.growth.stores == "encoder" for group in plan.groups):
         raise ValueError(
             "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out"

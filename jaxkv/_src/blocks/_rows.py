@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_new_names
+from jaxkv._src.internal.checks import check_name, check_new_names
 from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.uploads import Batch
@@ -33,9 +33,11 @@ class RowAllocator:
 
     def row(self, request: Hashable) -> int:
         """Returns the row of a running request."""
-        if request not in self.of:
-            raise ValueError(f"request={request!r} is not running; start it first")
-        return self.of[request]
+        try:
+            return self.of[request]
+        except (KeyError, TypeError):
+            check_name(request)
+            raise ValueError(f"request={request!r} is not running; start it first") from None
 
     def name(self, row: int) -> Hashable:
         """Returns the request that has a row."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_flag, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX
 
 Order = Literal["decode_first", "prefill_first"]
@@ -32,6 +32,12 @@ class Options:
 
     def __post_init__(self) -> None:
         check_positive(max_tokens=self.max_tokens, batch_size=self.batch_size)
+        check_flag(preemption=self.preemption)
+        if self.batch_size > self.manager.max_requests:
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than max_requests="
+                f"{self.manager.max_requests} of the manager; a request is in a batch once"
+            )
         check_positive(chunk_tokens=1 if self.chunk_tokens is None else self.chunk_tokens)
         check_count(
             forks=self.forks, cached_tokens=self.cached_tokens, steps_ahead=self.steps_ahead

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import CachedPrefix, PrefixEvents, PrefixTree
 from jaxkv._src.tier._memory import HostMemory, block_bytes
@@ -31,7 +32,9 @@ class HostTier:
     def __init__(self, memory: HostMemory, plan: Plan):
         """Creates the books of empty memory."""
         self._memory = memory
-        self.room = HostRoom(block_bytes(plan), memory.num_bytes, plan.num_blocks)
+        sizes = block_bytes(plan)
+        _check_size(memory.num_bytes, min(filter(None, sizes)), plan.num_blocks)
+        self.room = HostRoom(sizes, memory.num_bytes, plan.num_blocks)
         # Blocks on the device and on the host that are copies of each other; 0: there is none.
         self._copy_of = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)
         self._stores: dict[int, int] = {}  # host block -> block on the device
@@ -328,4 +331,18 @@ class HostTier:
             **{name: self._counts[name] for name in COUNTED},
             num_bytes=self.room.num_bytes,
             used_bytes=self.room.used_bytes,
+        )
+
+
+def _check_size(num_bytes: int, block: int, num_blocks: int) -> None:
+    """Raises ValueError for memory that holds no block, or more blocks than have ids."""
+    if num_bytes < block:
+        raise ValueError(
+            f"host_memory: num_bytes={num_bytes} holds no block, of which the smallest has "
+            f"{block:,} bytes; give it more, or leave host_memory out"
+        )
+    if num_blocks + 2 * (num_bytes // block) > INT32_MAX:
+        raise ValueError(
+            f"host_memory: num_bytes={num_bytes} holds more blocks than int32 counts; give it at "
+            f"most {(INT32_MAX - num_blocks) // 2 * block}"
         )

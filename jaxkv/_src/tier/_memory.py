@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.planning import Plan
 
 
@@ -26,8 +26,8 @@ class HostMemory:
     max_bytes_per_token: int = 2**20
 
     def __post_init__(self) -> None:
-        check_count(num_bytes=self.num_bytes)
-        check_positive(min_tokens=self.min_tokens, max_bytes_per_token=self.max_bytes_per_token)
+        check_positive(num_bytes=self.num_bytes, min_tokens=self.min_tokens)
+        check_positive(max_bytes_per_token=self.max_bytes_per_token)
 
     def is_worth_it(self, num_tokens: int, num_bytes: int) -> bool:
         """Returns whether to load blocks, rather than compute their tokens."""

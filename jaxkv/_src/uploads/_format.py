@@ -158,7 +158,8 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
     if not array.size:
         return np.zeros(0, np.int32)
     if array.ndim != 1:
-        raise ValueError(f"{name} must be a flat list, got an array of shape {array.shape}")
+        given = f"an array of shape {array.shape}" if array.ndim else type(values).__name__
+        raise ValueError(f"{name} must be a flat list of ints, got {given}")
     if array.dtype == np.int32:
         return array
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:

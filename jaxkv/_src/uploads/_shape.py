@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_kind, check_positive
+from jaxkv._src.internal.checks import check_count, check_flag, check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import Growth
@@ -71,6 +71,7 @@ class StepShape:
         counts += ("shared_prefixes",)
         check_positive(**{name: getattr(self, name) for name in positive})
         check_count(**{name: getattr(self, name) for name in counts})
+        check_flag(token_ids=self.token_ids, reproducible=self.reproducible)
         if self.batch_size > self.max_requests:
             raise ValueError(
                 f"batch_size={self.batch_size} is more than max_requests={self.max_requests}, the "
