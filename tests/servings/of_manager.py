@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jaxkv import OutOfBlocksError, StepShape
-from jaxkv.blocks import Upload
+from jaxkv.blocks import HandedBlocks, Upload
 from tests.servings.oracle import Known
 from tests.servings.plans import most_drafts
 from tests.servings.traffic import NAMES, Serving
@@ -33,6 +33,8 @@ class ManagerServing(Serving):
         calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
         others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
         calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
+        if self.has_peers:
+            calls |= {self.receive: 2, self.export: 2}
         for _ in range(num_calls):
             (call,) = self.draw.choices(list(calls), list(calls.values()))
             is_full = len(self.requests) == self.manager.max_requests
@@ -86,6 +88,26 @@ class ManagerServing(Serving):
             assert hit.num_cached_tokens >= self.oracle.whole.least(request, limit), "a missed hit"
         self.requests[name] = request
         self.oracle.begin(request, hit.num_cached_tokens)
+
+    def receive(self) -> None:
+        """Starts a request whose first tokens another cache has computed."""
+        if len(self.requests) == self.manager.max_requests:
+            return
+        request = self.new_request()
+        name, count = request.name, self.draw.randint(1, len(request.tokens))
+        self.say(f"import_blocks({name!r}, {count}) of {request.tokens}")
+        handed: list[HandedBlocks] = []
+        if self.refused(
+            lambda: handed.append(self.manager.import_blocks(name, count)), OutOfBlocksError
+        ):
+            self.say("    refused")
+            return
+        self.requests[name], self.prompts[name] = request, -1
+        self.oracle.receive(request, handed[0])
+
+    def export(self) -> None:
+        """Checks the blocks that another cache would get of a request."""
+        self.check_export(self.requests[self.draw.choice(list(self.requests))])
 
     def finish(self) -> None:
         self.end(self.draw.choice(list(self.requests)))

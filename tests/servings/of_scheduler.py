@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jaxkv import ExtraKey, OutOfBlocksError, Plan, Scheduler, StepShape
+from jaxkv.blocks import HandedBlocks
 from jaxkv.scheduler import Schedule
 from tests.servings.oracle import Known
 from tests.servings.plans import ROOM, most_drafts, random_plan
@@ -114,7 +115,7 @@ class SchedulerServing(Serving):
         while arrivals or self.requests:
             if arrivals and (len(self.requests) < 8) and self.chance(0.25):
                 for _ in range(min(arrivals, self.draw.choice([1, 1, 3]))):
-                    self.add()
+                    self.receive() if self.has_peers and self.chance(0.5) else self.add()
                     arrivals -= 1
                 if self.has_tokens and not self.ahead and self.chance(0.3):
                     self.hide()
@@ -178,6 +179,36 @@ class SchedulerServing(Serving):
             self.late[each] = deque()
         family = [self.requests[each] for each in (name, *others)]
         self.siblings |= {each: family for each in (name, *others)}
+
+    def receive(self) -> None:
+        """Adds a request whose tokens another cache has computed, if there is room for it."""
+        request = self.new_request()
+        name, count = request.name, len(request.tokens)
+        limit = self.draw.randint(count, self.plan.max_model_len)
+        self.known[name] = list(request.tokens)
+        self.say(f"import_blocks({name!r}, {count}, max_tokens={limit}) of {request.tokens}")
+        handed: list[HandedBlocks | None] = []
+        if self.refused(
+            lambda: handed.append(
+                self.scheduler.import_blocks(name, count, max_tokens=limit, **self.keys(request))
+            )
+        ):
+            assert count > self.scheduler._options.cached_tokens, "a step has room for its tokens"
+        if not handed or handed[0] is None:
+            self.say("    refused")
+            del self.known[name]
+            return
+        self.requests[name], self.limits[name], self.prompts[name] = request, limit, count
+        self.ages[name] = (next(self.counter),)
+        self.late[name], self.siblings[name] = deque(), [request]
+        self.oracle.receive(request, handed[0])
+        self.unanswered.append(name)
+
+    def export(self, name: Hashable) -> None:
+        """Hands a request over to another cache, and lets it go on here all the same."""
+        self.say(f"export_blocks({name!r})")
+        self.check_export(self.requests[name])
+        self.refused(lambda: self.scheduler.export_blocks(name))
 
     def add_wrong(self) -> None:
         """Adds a request that cannot be served, and must stop no other."""
@@ -443,6 +474,7 @@ class SchedulerServing(Serving):
     def schedule(self) -> Schedule:
         self.manager.resumed.clear()
         running, had_work, cut = self.scheduler.running, self.scheduler.has_work, None
+        self.promises.before()
         if not self.has_states and self.chance(0.1):
             cut = self.draw.choice([1, 3])
         schedule = self.scheduler.schedule(max_tokens=cut)
@@ -530,8 +562,11 @@ class SchedulerServing(Serving):
             if self.is_slow and self.chance(0.3):
                 self.unanswered.append(name)
                 continue
-            if not self.drafting(name) and self.chance(0.05):
+            is_certain = not self.drafting(name)
+            if is_certain and self.chance(0.05):
                 self.fork(name, is_ready=True)
+            if self.has_peers and is_certain and name in self.manager.requests and self.chance(0.3):
+                self.export(name)
             self.sample(name)
         if self.answers:
             self.scheduler.append(self.answers)

@@ -8,13 +8,13 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxkv import BlockManager
-from jaxkv.blocks import Upload
+from jaxkv.blocks import HandedBlocks, Upload
 from tests.servings.device import Device, Group, Stories
 
 
@@ -121,6 +121,50 @@ class Oracle:
 
     def begin(self, request: Known, cached: int) -> None:
         """Starts a request whose first tokens were found in the cache."""
+        self._begin(request, cached)
+        self.seen["hits"] += cached > 0
+        self.seen["cached tokens"] += cached
+
+    def receive(self, request: Known, handed: HandedBlocks) -> None:
+        """Starts a request whose first tokens another cache has computed, and writes their blocks.
+
+        The moves that make room for them come first.
+        """
+        self.move()
+        self._begin(request, handed.num_tokens)
+        self.device.lose_all(np.concatenate(handed.block_ids).tolist())
+        for block, place, content in self._handed(request, handed):
+            self.device.blocks.setdefault(block, {})[place] = content
+        self.seen["imports"] += 1
+
+    def check_handed(self, request: Known, handed: HandedBlocks) -> None:
+        """Checks that the blocks of a request hold all that another cache needs."""
+        assert handed.num_tokens == request.computed, "handed tokens"
+        for block, place, content in self._handed(request, handed):
+            found = self.device.blocks.get(block, {}).get(place)
+            assert found == content, f"block {block}: WRONG BYTES are handed over"
+        self.seen["exports"] += 1
+
+    def _handed(self, request: Known, handed: HandedBlocks) -> Iterator[tuple[int, int, int]]:
+        """Yields block, place and content of all that the next token of a request reads."""
+        count = handed.num_tokens
+        each = zip(self.groups, handed.first_columns, handed.block_ids, strict=True)
+        for group, first, ids in each:
+            if group.is_state:
+                assert (first, len(ids)) == (group.newest_column(count), 1), "handed states"
+                yield int(ids[0]), 0, self._content(group, request.story[count])
+                continue
+            oldest, ratio = group.oldest_visible(count), group.ratio
+            assert first == oldest // group.block, "handed columns"
+            assert len(ids) == -(-count // group.block) - first, "handed columns"
+            for row in range(oldest // ratio, -(-count // ratio)):
+                content = request.partial[group.index]
+                if (end := (row + 1) * ratio) <= count:
+                    content = self._content(group, request.story[end])
+                column, place = divmod(row * ratio, group.block)
+                yield int(ids[column - first]), place // ratio, content
+
+    def _begin(self, request: Known, cached: int) -> None:
         self.is_fresh_epoch, request.epoch = False, self.epoch
         request.evicted = self.manager.prefix_stats().evicted_blocks
         request.resumed = request.reached = request.unsent = cached
@@ -131,8 +175,6 @@ class Oracle:
             if group.is_state and cached:
                 request.states[group.index][cached] = group.newest_column(cached)
         request.partial = {g.index: self._content(g, request.story[-1]) for g in self.groups}
-        self.seen["hits"] += cached > 0
-        self.seen["cached tokens"] += cached
 
     def fork(self, donor: Known, request: Known, num_tokens: int) -> None:
         """Starts a request with the first tokens of another."""
@@ -233,13 +275,7 @@ class Oracle:
 
     def step(self, upload: Upload, requests: Mapping[Hashable, Known], work: Mapping) -> None:
         """Applies an upload, checks all that the step reads, and writes its tokens."""
-        moves = self.manager.take_moves()
-        if moves is not None:
-            self.device.move(moves)
-            self.seen["stored"] += sum(chunk.block_ids.size for chunk in moves.stores)
-            self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in moves.loads)
-            self.seen["copied ahead"] += len(moves.ahead)
-            self._check_host()
+        self.move()
         parts = self.device.apply(upload)
         if self.manager.tier_stats() is not None:
             self._poison()
@@ -278,6 +314,16 @@ class Oracle:
             assert self.manager.num_computed_tokens(request.name) == request.computed
         self.seen["steps"] += 1
         self.seen["copies"] += parts["copy_sources"].size
+
+    def move(self) -> None:
+        """Carries out the moves before a step, or before another cache writes."""
+        moves = self.manager.take_moves()
+        if moves is not None:
+            self.device.move(moves)
+            self.seen["stored"] += sum(chunk.block_ids.size for chunk in moves.stores)
+            self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in moves.loads)
+            self.seen["copied ahead"] += len(moves.ahead)
+            self._check_host()
 
     def _check_widths(self, upload: Upload, request: Known, total: int) -> None:
         """Checks that the tables of a step have a column for each block that a token reads."""

@@ -19,7 +19,8 @@ class Promises:
     newest: by request, the tokens before its newest ones, which one step computes.
     prefills: by request, the tokens that it had when it started.
     idle: empty schedules one after the other.
-    evicted: blocks that had been evicted when a schedule was last checked.
+    evicted: blocks that had been evicted before the last schedule was chosen.
+    found: by waiting request, the cached tokens that it had then.
     """
 
     def __init__(self, serving: "SchedulerServing"):
@@ -29,6 +30,18 @@ class Promises:
         self.newest: dict[Hashable, int] = {}
         self.prefills: dict[Hashable, int] = {}
         self.idle = self.evicted = 0
+        self.found: dict[Hashable, int] = {}
+
+    def before(self) -> None:
+        """Notes which prefixes a schedule that is about to be chosen can find."""
+        serving, manager = self._serving, self._manager
+        self.evicted = manager.prefix_stats().evicted_blocks
+        waiting = [r.name for r in self._scheduler._queues.waiting] if serving.has_tokens else []
+        self.found = {
+            name: manager.find_prefix(request.tokens, **serving.keys(request)).num_cached_tokens
+            for name in waiting
+            if (request := serving.requests.get(name)) is not None
+        }
 
     def check_new(
         self, schedule: Schedule, running: tuple[Hashable, ...], cut: int | None, *, had_work: bool
@@ -98,7 +111,6 @@ class Promises:
             assert schedule.token_ids.tolist() == self._ids(schedule), "token ids"
         for queue in (running, self._scheduler.waiting):
             assert list(queue) == sorted(queue, key=serving.ages.__getitem__), "not by age"
-        self.evicted = self._manager.prefix_stats().evicted_blocks
 
     def check_started(self, schedule: Schedule) -> None:
         """Checks that the samples of a step run, once it is carried out."""
@@ -159,9 +171,10 @@ class Promises:
         """Checks that a step with room to spare leaves nobody out who fits for certain."""
         serving, longest = self._serving, self._plan.admission_blocks(self._plan.max_model_len)
         self._check_admitted(schedule, longest)
-        # Decodes that were chosen get what prompts leave of a step, although it may not be enough.
+        # Decodes with drafts get what prompts leave of a step, although it may not be enough.
         is_late = schedule.hits and serving.options["order"] == "prefill_first"
-        if is_late or self._manager.num_free_blocks < longest:
+        drafting = [self._together(r) for n in running if (r := serving.requests.get(n))]
+        if (is_late and any(drafting)) or self._manager.num_free_blocks < longest:
             return
         for name in set(running) - set(schedule.work):
             request = serving.requests.get(name)
@@ -188,14 +201,14 @@ class Promises:
             if len(serving.known[name]) < len(first.tokens):
                 return
             found = self._manager.find_prefix(first.tokens, **serving.keys(first))
-            if self._manager.prefix_stats().evicted_blocks > self.evicted:
-                return  # maybe of a prefix that the schedule had found
+            # The schedule may have found what it evicted later.
+            has_evicted = self._manager.prefix_stats().evicted_blocks > self.evicted
+            cached = max(found.num_cached_tokens, self.found.get(name, 0) if has_evicted else 0)
             # With host memory, a request that was resumed since may have brought the prefix back.
             may_be_late = self._manager.tier_stats() is not None
-            fits = self._fits(schedule, found.num_cached_tokens)
-            if found.num_cached_tokens and (may_be_late or not fits):
+            if cached and (may_be_late or not self._fits(schedule, cached)):
                 return
-            held = found.num_held_blocks if found.num_cached_tokens else 0
+            held = found.num_held_blocks if cached and not has_evicted else 0
         if self._manager.num_parked_tokens(name):
             return
         limits = [serving.limits[request.name] for request in (*running, first)]

@@ -58,6 +58,8 @@ class Serving:
         self.encoders = itertools.count()
         self.has_encoder = any(g.growth.kind == "cross" for g in self.plan.groups)
         self.has_states = any(g.growth.kind == "state" for g in self.plan.groups)
+        # Some hand requests over to other caches; drawn apart, so that the rest stays.
+        self.has_peers = not self.has_encoder and random.Random(-5 - seed).random() < 0.25
 
     def num_rows(self) -> int:
         return self.draw.randint(1, 5)
@@ -125,6 +127,23 @@ class Serving:
     def boundaries(self, request: Known) -> list[int]:
         chosen = self.draw.choices(range(1, len(request.tokens) + 1), k=self.draw.randint(0, 2))
         return sorted(set(chosen)) if self.chance(0.4) else []
+
+    def check_export(self, request: Known) -> None:
+        """Checks the blocks of a request that another cache would get, unless it cannot get any.
+
+        A step of it must have run, and the newest state must not lie in the block of a draft.
+        """
+        row = self.manager.requests[request.name]
+        try:
+            handed = self.manager.export_blocks(request.name)
+        except ValueError:
+            is_new = not request.computed or request.unsent > 0
+            has_drafts = any(group.drafts for group in self.oracle.groups)
+            copies = self.manager.pending_copies_by_row[row]
+            assert is_new or has_drafts or copies, f"{request.name!r} cannot be handed over"
+        else:
+            assert request.unsent == 0, "blocks are handed over that no step has brought"
+            self.oracle.check_handed(request, handed)
 
     def forget(self, name: Hashable) -> None:
         self.forgotten.append(self.requests.pop(name))
