@@ -32,8 +32,8 @@ def call_kernel(
     Args:
       kernel: takes references to operands, refs and outputs, in that order.
       operands: arrays that the kernel reads.
-      refs: references that the kernel writes in place, as from ``jax.new_ref``; or arrays to read
-        that are known to begin at the start of a buffer.
+      refs: references that the kernel writes in place, as from `writable`; or arrays to read that
+        another kernel returned.
       out_type: shapes of the arrays that the kernel fills, and that this function returns.
       approx_math: whether exponentials and roots may be off by an ulp or two.
     """
@@ -46,26 +46,32 @@ def call_kernel(
         # No thread reads what another one wrote, so no barriers are needed.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
     )
-    with jax.enable_x64(False):  # kernels count in int32, even for callers with x64
-        return call(*own_buffers(operands), *refs)
+    return call_unfused(call, operands, refs)
 
 
-def own_buffers(operands: Sequence[Array]) -> list[Array]:
-    """Returns the operands of a kernel, each at the start of a buffer.
+def call_unfused[T](
+    call: Callable[..., T], operands: Sequence[Array], refs: Sequence[Any] = ()
+) -> T:
+    """Calls a kernel on arrays that it reads and on references that it writes.
 
-    XLA may pass a slice of a larger array in place, at a multiple of 128 bytes, and Mosaic needs
-    multiples of 256. The barrier keeps XLA from doing so.
+    On GPUs XLA fuses a call with the slices that it reads, and with the larger arrays that its
+    results are written into. The fused call reads slices where they lie, at multiples of 128 bytes
+    (Mosaic needs 256), and no longer knows which results are written in place: it returns memory
+    that nobody wrote. Barriers around all that goes in and comes out keep XLA from fusing; those of
+    references are in `writable` and `written`.
     """
-    return lax.optimization_barrier(list(operands))
+    with jax.enable_x64(False):  # kernels count in int32, even for callers with x64
+        return lax.optimization_barrier(call(*lax.optimization_barrier(list(operands)), *refs))
 
 
 def writable(array: Array) -> jax.Ref:
-    """Returns a reference to an array that a kernel writes in place.
-
-    XLA may pass a slice of a larger array, and return other bytes than those that the kernel wrote.
-    The barrier keeps XLA from doing so.
-    """
+    """Returns a reference to an array that kernels write in place; see `call_unfused`."""
     return jax.new_ref(lax.optimization_barrier(array))
+
+
+def written(ref: jax.Ref) -> Array:
+    """Returns what kernels wrote in place, and ends the reference; see `call_unfused`."""
+    return lax.optimization_barrier(jax.freeze(ref))
 
 
 def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _capability
 from pallas_kernels._arguments import IdLists, PagedBuffer
-from pallas_kernels._mosaic import call_kernel, writable
+from pallas_kernels._mosaic import call_kernel, writable, written
 from pallas_kernels._tiling import tile_page
 
 THREAD_BLOCKS_PER_SM = 4  # more of them gained nothing on an H200
@@ -71,8 +71,8 @@ def run_in_place(buffers: Sequence[PagedBuffer], ids: IdLists, launches: Launche
         return [buffer.pages for buffer in buffers]
     refs = [writable(task.buffer.pages) for task in busy]
     launches(busy, refs)
-    written = iter([jax.freeze(ref) for ref in refs])
-    return [next(written) if task.num_items else task.buffer.pages for task in tasks]
+    done = iter([written(ref) for ref in refs])
+    return [next(done) if task.num_items else task.buffer.pages for task in tasks]
 
 
 def make_task(buffer: PagedBuffer, num_entries: int) -> Task:

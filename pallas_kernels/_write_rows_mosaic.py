@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import call_kernel, load_strip, strip_at, writable
+from pallas_kernels._mosaic import call_kernel, load_strip, strip_at, writable, written
 from pallas_kernels._tiling import Tiling, tile_page
 
 STRIPS = 4  # per work item, at most
@@ -57,7 +57,7 @@ def write_pages(
         operands=[block_ids, offsets, rows],
         refs=[ref],
     )
-    return jax.freeze(ref)
+    return written(ref)
 
 
 def _move_part(

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers, store
+from pallas_kernels._mosaic import call_unfused, store
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.shared import Link, SharedSegments
@@ -101,8 +101,7 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
-    with jax.enable_x64(False):
-        call(*own_buffers(arrays), *outputs)
+    call_unfused(call, arrays, outputs)
 
 
 class CombineOperands(NamedTuple):

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import own_buffers, store
+from pallas_kernels._mosaic import call_unfused, store
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode_block import (
     COLUMNS,
@@ -82,9 +82,8 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     first_row = pages.first_row().reshape(1)
-    inputs = own_buffers([tasks.tiles, tasks.lanes, tables, queries, numbers, first_row])
-    with jax.enable_x64(False):  # pages.rows() is a whole buffer
-        return PartialSoftmax(*call(*inputs, pages.rows(), *(outputs or ())))
+    arrays = [tasks.tiles, tasks.lanes, tables, queries, numbers, first_row, pages.rows()]
+    return PartialSoftmax(*call_unfused(call, arrays, outputs or ()))
 
 
 class _Part(NamedTuple):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels._mosaic import written
 from pallas_kernels._paged_attention.decode_block import SINKS, DecodeShape
 from pallas_kernels._paged_attention.mla_combine import combine_latents
 from pallas_kernels._paged_attention.mla_decode import ROWS, decode_latents, num_lanes
@@ -60,7 +61,7 @@ def attend_latents(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array,
         return combine_latents(rule, tasks, segments, numbers[:, : SINKS + filled], out, common)
 
     lse = in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
-    return jax.freeze(out), lse_of_tokens(lse, tiles, rule)
+    return written(out), lse_of_tokens(lse, tiles, rule)
 
 
 def _attend_shared(

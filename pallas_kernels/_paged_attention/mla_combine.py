@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import own_buffers
+from pallas_kernels._mosaic import call_unfused
 from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
@@ -55,8 +55,7 @@ def combine_latents(
         ),
     )
     arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
-    with jax.enable_x64(False):
-        return call(*own_buffers(arrays), out)[0]
+    return call_unfused(call, arrays, [out])[0]
 
 
 class _Combiner:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import own_buffers, store, tiled
+from pallas_kernels._mosaic import call_unfused, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode_block import SCALE, DecodeShape
 from pallas_kernels._paged_attention.mla_rows import (
@@ -100,8 +100,7 @@ def decode_latents(
     )
     first_row = pages.first_row().reshape(1)
     arrays = [tasks.tiles, tasks.lanes, full_steps, tables, queries, numbers, first_row]
-    with jax.enable_x64(False):  # pages are a whole buffer already
-        return PartialSoftmax(*call(*own_buffers(arrays), *_kind_of_rows(shape).views(pages)))
+    return PartialSoftmax(*call_unfused(call, [*arrays, *_kind_of_rows(shape).views(pages)]))
 
 
 class _Operands(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import _capability
+from pallas_kernels._mosaic import written
 from pallas_kernels._paged_attention.combine import combine
 from pallas_kernels._paged_attention.decode import decode
 from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
@@ -54,7 +55,7 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
         lse = _decode_all(arrays, rule, size, out)
     else:
         lse = _decode_and_prefill(arrays, rule, size, out)
-    return jax.freeze(out), lse
+    return written(out), lse
 
 
 def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
@@ -171,7 +172,7 @@ def _decode(
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
         segments = decode(*given, outputs if finishes else None)
         combine(rule, tasks, segments, numbers, outputs, shared, finished=finishes)
-        return jax.freeze(outputs.lse)
+        return written(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability, _mosaic
-from pallas_kernels._mosaic import own_buffers, store, tiled
+from pallas_kernels._mosaic import call_unfused, store, tiled
 from pallas_kernels._paged_attention import pieces
 from pallas_kernels._paged_attention.decode_block import Outputs
 from pallas_kernels._paged_attention.limits import GRANULE
@@ -135,8 +135,7 @@ def prefill(
             reduction_scratch_bytes=0,  # maxima and sums of rows stay within warps
         ),
     )
-    with jax.enable_x64(False):
-        return call(*own_buffers([*arrays, queries]), pages.rows(), *([] if out is None else [out]))
+    return call_unfused(call, [*arrays, queries, pages.rows()], [] if out is None else [out])
 
 
 class _Operands(NamedTuple):

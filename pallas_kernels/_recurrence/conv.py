@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_kernel, writable
+from pallas_kernels._mosaic import call_kernel, writable, written
 from pallas_kernels._recurrence.limits import THREADS, channels_per_thread
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests
@@ -106,4 +106,4 @@ def convolve_step(
         refs=[ref],
         out_type=[jax.ShapeDtypeStruct((inputs.shape[0], channels), inputs.dtype)],
     )
-    return from_rows(jax.freeze(ref), pages.data), out
+    return from_rows(written(ref), pages.data), out

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._mosaic import writable
+from pallas_kernels._mosaic import writable, written
 from pallas_kernels._recurrence.chunks import CHUNK, Chunks, cut_chunks
 from pallas_kernels._recurrence.pages import StatePages, as_rows, from_rows
 from pallas_kernels._recurrence.prompt_parts import find_parts
@@ -58,7 +58,7 @@ def run_prompts(
         runs = _runs(states, requests, chunks, first, size)
         decay_of_turn = None if decay is None else decay[mine]
         kept = advance(runs, rows[mine], parts, decay_of_turn, inputs, kept, pages, out)
-    return from_rows(jax.freeze(pages), states.data), jax.freeze(out)
+    return from_rows(written(pages), states.data), written(out)
 
 
 def _pad(array: Array, rows: int) -> Array:

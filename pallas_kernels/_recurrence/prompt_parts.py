@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import load, own_buffers, store
+from pallas_kernels._mosaic import call_unfused, load, store
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_scratch import SOLVING, SQUARE, PartsScratch
 from pallas_kernels._recurrence.prompt_shape import (
@@ -64,9 +64,7 @@ def find_parts(
         scratch_types=[PartsScratch.of(shape)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    with jax.enable_x64(False):
-        given = [chunks, gates, inputs, *([] if log_decay is None else [log_decay])]
-        return call(*own_buffers(given))
+    return call_unfused(call, [chunks, gates, inputs, *([] if log_decay is None else [log_decay])])
 
 
 class _PartsKernel:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import load, own_buffers, store
+from pallas_kernels._mosaic import call_unfused, load, store
 from pallas_kernels._recurrence.chunks import CHUNK
 from pallas_kernels._recurrence.prompt_scratch import SQUARE, STAGES, StatesScratch
 from pallas_kernels._recurrence.prompt_shape import (
@@ -69,10 +69,8 @@ def pass_states(
         scratch_types=[StatesScratch.of(shape, out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    with jax.enable_x64(False):
-        decays = [] if decay is None else [decay]
-        given = own_buffers([runs, chunks, *parts, *decays, inputs, kept])
-        return call(*given, pages, out)[0]
+    decays = [] if decay is None else [decay]
+    return call_unfused(call, [runs, chunks, *parts, *decays, inputs, kept], [pages, out])[0]
 
 
 class _Chunk(NamedTuple):

@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _capability
-from pallas_kernels._mosaic import own_buffers, writable
+from pallas_kernels._mosaic import call_unfused, writable, written
 from pallas_kernels._recurrence.pages import as_rows, from_rows
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Tokens
 from pallas_kernels._recurrence.step_convolution import outputs_scratch
@@ -81,9 +81,8 @@ def step_mosaic(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     ref = writable(pages)
-    with jax.enable_x64(False):
-        written = call(*own_buffers(operands), ref)
-    return from_rows(jax.freeze(ref), states.data), written
+    found = call_unfused(call, operands, [ref])
+    return from_rows(written(ref), states.data), found
 
 
 def _scratch(shape: StepShape) -> list[Any]:

@@ -165,7 +165,6 @@ def test_donated_pages_stay_where_they_are(implementation: str, subject: Subject
 @needs_mosaic
 @each_subject
 def test_the_cuda_lowering_is_one_aliased_kernel(subject: Subject) -> None:
-    """And no operand goes straight into it: slices that a GPU would refuse pass a barrier."""
     pages, *operands = subject.make(2112)
     run = functools.partial(subject.kernel, implementation="mosaic_gpu")
     count = 5 if subject.takes_trees else 1
@@ -179,11 +178,6 @@ def test_the_cuda_lowering_is_one_aliased_kernel(subject: Subject) -> None:
     assert text.count("stablehlo.output_operand_alias<") == count
     assert text.count("tf.aliasing_output") == count
     assert "__gpu$xla.gpu.triton" not in text
-    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
-    passed = {line.split("=")[0].strip().split(":")[0] for line in barriers}
-    passing = [operand.split("#")[0] in passed for call in found for operand in call]
-    # The pages of each launch do, too; what one stages for the next does not.
-    assert sum(passing) == subject.num_read + count * subject.launches
 
 
 @each_subject
