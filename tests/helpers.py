@@ -31,6 +31,10 @@ IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=needs_mosaic)]
 TREES = [("xla", None), ("xla", 3), pytest.param("mosaic_gpu", 3, marks=needs_mosaic)]
 
 
+def needs_devices(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(len(jax.devices()) < count, reason=f"needs {count} devices")
+
+
 def runs_of(shapes: Sequence[Any], interpreted: Sequence[Any]) -> list[Any]:
     """Returns pairs of implementation and shape; without a GPU Mosaic has the interpreted ones."""
     mosaic = shapes if ON_GPU else interpreted

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv.testing import assert_no_recompilation, assert_same_bytes
 from tests import pool_cases as cases
+from tests.helpers import needs_devices
 
 REQUESTS, LENGTH, TOKENS, EACH, ENCODER = 3, 24, 16, 7, 5
 WINDOW, CHUNK, KV_HEADS, SIZE, VALUE_SIZE, LATENT = 6, 7, 2, 4, 3, 14
@@ -76,7 +77,7 @@ SETTINGS = [
     Setting("int8", "float32", "BLNHC", kernel_block_size=1, layers=("full", "chunked", "latent")),
     pytest.param(
         Setting("bf16", "float32", rectangular=True, layers=("full", "shared"), ranks=2),
-        marks=pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices"),
+        marks=needs_devices(2),
     ),
 ]
 

@@ -14,7 +14,7 @@ import pytest
 
 import jaxkv
 from pallas_kernels import _capability
-from tests.helpers import ON_GPU, kernels_run, needs_mosaic
+from tests.helpers import ON_GPU, kernels_run, needs_devices, needs_mosaic
 
 KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 64}
 GROUP, LENGTH = 2, 160  # query heads of a KV head; the longest request
@@ -222,7 +222,7 @@ def test_the_kernel_for_latents_and_xla_attend_alike() -> None:
 
 
 @needs_mosaic
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@needs_devices(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_cache_over_a_mesh_is_attended_to_by_the_kernel_of_each_device(ranks: int) -> None:
     """Heads are divided, or positions interleaved."""

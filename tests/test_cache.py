@@ -18,12 +18,11 @@ from jaxkv._src.layout import ORDERS
 from jaxkv._src.specs import FullAttentionSpec, Limits, SharedKVSpec, SlidingWindowSpec
 from jaxkv.testing import assert_no_recompilation
 from tests import pool_cases as cases
-from tests.helpers import as_ids, hybrid_plan
+from tests.helpers import as_ids, hybrid_plan, needs_devices
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
 LAYERS = {"a": SPEC, "b": SPEC, "shared": SharedKVSpec("a")}
 MESH = Mesh(np.array(jax.devices()[:2]), ("heads",))
-two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 PAIRS = PartitionSpec
 
 
@@ -87,7 +86,7 @@ def test_a_cache_that_is_made_again_compiles_nothing() -> None:
 # --- places ---------------------------------------------------------------------------
 
 
-@two_devices
+@needs_devices(2)
 def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
     last = jax.devices()[1]
     with jax.default_device(last):
@@ -105,7 +104,7 @@ def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
         cache_of(device=NamedSharding(MESH, PartitionSpec("heads")))
 
 
-@two_devices
+@needs_devices(2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_partition_specs_are_those_of_the_arrays(order) -> None:
     cache = cache_of(mesh=MESH, axis="heads", order=order, scales=(1.0, 1.0))
@@ -202,7 +201,7 @@ def test_a_cache_that_cannot_be_is_refused_by_name(options, error, message) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"mesh": MESH, "axis": "heads"}, marks=two_devices)],
+    [{}, pytest.param({"mesh": MESH, "axis": "heads"}, marks=needs_devices(2))],
     ids=["one device", "a mesh"],
 )
 def test_a_cache_of_tables_only_has_no_bytes_to_read(options) -> None:

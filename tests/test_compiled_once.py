@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv._src.step._apply import _shared
 from jaxkv.cache import LOST_UPLOAD, STALE_BATCH
 from jaxkv.testing import assert_in_place
-from tests.helpers import HAS_MOSAIC, ON_GPU, needs_mosaic
+from tests.helpers import HAS_MOSAIC, ON_GPU, needs_devices, needs_mosaic
 
 KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
 TOKENS, REQUESTS, HEADS = 64, 2, 4
@@ -146,7 +146,7 @@ def test_layers_that_share_a_page_are_lowered_once() -> None:
     assert count_functions(lowered(model, plan), model) == model.functions
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@needs_devices(2)
 @pytest.mark.parametrize(("ranks", "is_context"), [(1, False), (2, True)])
 def test_layers_over_a_mesh_are_lowered_once(ranks: int, is_context: bool) -> None:
     """Twice without the mesh in the context: jax tells arrays of the mesh from the first input."""

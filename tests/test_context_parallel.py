@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jaxkv
 from jaxkv._src.cache import NO_BLOCK
 from jaxkv.testing import ReferenceTables
+from tests.helpers import needs_devices
 
 REQUESTS, LENGTH, HEADS, SIZE = 2, 48, 2, 4
 DEVICES = jax.devices()
 SAME, BY_RANK = PartitionSpec(), PartitionSpec("context")
-many_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
 
 
 class Interleaving(NamedTuple):
@@ -301,7 +301,7 @@ def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None
             assert read[rank, request, : len(mine)].tolist() == mine
 
 
-@many_devices
+@needs_devices(2)
 def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
     plan = plan_for(*DIVIDED[:2])
     cache, batch = jax.jit(jaxkv.apply_step)(divided_cache(plan, 4), shape_for(plan).idle())

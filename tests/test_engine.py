@@ -20,6 +20,7 @@ from jaxkv._src.engine._sampling import Kind
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
 from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
+from tests.helpers import needs_devices
 
 Sampling = jaxkv.Sampling
 ALL, NEW = tuple(SPECS), 9
@@ -215,7 +216,7 @@ def engine_on_two_devices() -> jaxkv.Engine:
     return jaxkv.Engine(forward, jax.device_put(make_params(), same), plan, cache=cache, **SIZES)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+@needs_devices(2)
 def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one() -> None:
     engine, requests = engine_on_two_devices(), random_requests(2, 6)
     engine.warm_up(*[sampling for _, sampling in requests])

@@ -1,11 +1,13 @@
 """Requests that go on in another cache: the blocks that they name, and where these lie."""
 
 import ctypes
+import functools
 import os
 import random
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -14,6 +16,7 @@ import jaxkv
 from jaxkv import BlockManager, HostMemory, KVCache, OutOfBlocksError, Scheduler, StepShape
 from jaxkv.blocks import HandedBlocks
 from jaxkv.pool import BlockPieces, block_pieces
+from tests.helpers import ON_GPU, needs_devices
 from tests.layer_examples import plan_of
 from tests.test_host_blocks import LONGEST, ORDERS, filled
 from tests.test_host_tier import ALL, FULL, STATE, WINDOW, Served, host, prompt
@@ -27,9 +30,32 @@ def manager_of(layers, num_blocks: int) -> tuple[BlockManager, StepShape]:
     return BlockManager(plan, max_requests=3), shape
 
 
-def cut(pieces: BlockPieces) -> list[bytes]:
-    pairs = zip(pieces.addresses.tolist(), pieces.lengths.tolist(), strict=True)
-    return [ctypes.string_at(address, length) for address, length in pairs]
+def cut(pieces: BlockPieces) -> list[ctypes.Array]:
+    """Returns the bytes of all pieces, which a transfer would read."""
+    found = [ctypes.create_string_buffer(length) for length in pieces.lengths.tolist()]
+    for data, address in zip(found, pieces.addresses.tolist(), strict=True):
+        copy_memory(ctypes.addressof(data), address, len(data))
+    return found
+
+
+def copy_memory(to: int, source: int, num_bytes: int) -> None:
+    """Copies from an address to another, of the host or of a GPU."""
+    if not ON_GPU:
+        ctypes.memmove(to, source, num_bytes)
+        return
+    driver = of_this_thread()
+    addresses = ctypes.c_uint64(to), ctypes.c_uint64(source)
+    assert not driver.cuMemcpy(*addresses, ctypes.c_size_t(num_bytes))
+    assert not driver.cuCtxSynchronize()
+
+
+@functools.cache
+def of_this_thread() -> ctypes.CDLL:
+    """Returns CUDA's driver, with the context of the first GPU for the thread that calls."""
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    assert not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    assert not driver.cuCtxSetCurrent(context)
+    return driver
 
 
 @pytest.mark.parametrize("num_tokens", [1, 18, 24])
@@ -91,7 +117,7 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
 
 @pytest.mark.parametrize("options", ORDERS, ids=str)
 def test_pieces_are_the_bytes_of_their_blocks(options: dict) -> None:
-    cache = filled("windows", **options)
+    cache = jax.block_until_ready(filled("windows", **options))
     ids = [np.array(of) for of in ([3, 1], [4], [7, 5, 6])]
     ((_, pieces),) = block_pieces(cache, ids).items()
     layout = cache.layout.buffers
@@ -99,7 +125,7 @@ def test_pieces_are_the_bytes_of_their_blocks(options: dict) -> None:
         for column, block in enumerate(of):
             here = (pieces.groups == group) & (pieces.columns == column)
             assert pieces.lengths[here].sum() == layout.layout.group_bytes(group)
-            found = sorted(b for b, of_block in zip(cut(pieces), here, strict=True) if of_block)
+            found = [b.raw for b, of_block in zip(cut(pieces), here, strict=True) if of_block]
             assert b"".join(found) and sorted(b"".join(found)) == sorted(
                 b"".join(bytes_of(cache, group, block))
             )
@@ -108,7 +134,7 @@ def test_pieces_are_the_bytes_of_their_blocks(options: dict) -> None:
     ((_, places),) = block_pieces(cache, into).items()
     assert (places.lengths == pieces.lengths).all()
     for data, address in zip(cut(pieces), places.addresses.tolist(), strict=True):
-        ctypes.memmove(address, data, len(data))
+        copy_memory(address, ctypes.addressof(data), len(data))
     for group, (of, new) in enumerate(zip(ids, into, strict=True)):
         for block, other in zip(of, new, strict=True):
             assert bytes_of(cache, group, other) == bytes_of(cache, group, block)
@@ -119,7 +145,8 @@ def bytes_of(cache: KVCache, group: int, block: int) -> list[bytes]:
     layout = cache.layout.buffers
     mine, found = layout.layout.tensors_of(group), []
     for buffer, stack in zip(cache.buffers, layout.stacks, strict=True):
-        at = np.asarray(buffer).take(block, axis=layout.block_axis)
+        # A copy, because jax keeps what it has read from a GPU, and memory changes behind its back.
+        at = np.asarray(jnp.copy(buffer)).take(block, axis=layout.block_axis)
         axes = layout.axes.replace("B", "")
         for i, tensor in enumerate(stack):
             if tensor in mine:
@@ -127,6 +154,7 @@ def bytes_of(cache: KVCache, group: int, block: int) -> list[bytes]:
     return found
 
 
+@needs_devices(2)
 def test_each_device_of_a_mesh_has_pieces_of_its_share() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
     plan = plan_of({"a": spec, "b": spec}, 20, LONGEST)

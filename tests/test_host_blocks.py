@@ -20,6 +20,7 @@ from jaxkv._src.moving._chunks import put, take
 from jaxkv._src.tier import _room
 from jaxkv.blocks import Chunk, Moves, Upload
 from jaxkv.pool import MoveError
+from tests.helpers import needs_devices
 from tests.layer_examples import plan_of
 from tests.servings.device import Device
 from tests.servings.of_tier import TierServing
@@ -257,6 +258,7 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
     assert (take._cache_size(), put._cache_size()) == counts
 
 
+@needs_devices(2)
 def test_a_mesh_keeps_the_share_of_each_device() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
     plan = plan_of({"a": spec, "b": spec}, 20, LONGEST)

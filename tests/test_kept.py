@@ -23,11 +23,15 @@ from jaxkv._src.engine import _device
 from jaxkv._src.internal import kept
 from jaxkv._src.internal.kept import Place, keep_in, kept_jit, run_kept
 from tests.engine_models import forward, make_params, make_plan
-from tests.helpers import needs_mosaic
+from tests.helpers import ON_GPU, needs_mosaic
 
 pytest.importorskip("flatbuffers")
 ROOT = pathlib.Path(__file__).parents[1]
 SPEC = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
+
+
+def place_in(folder: pathlib.Path) -> Place:
+    return Place(str(folder), "cuda" if ON_GPU else "cpu")
 
 
 def files(place: Place) -> dict[str, int]:
@@ -52,7 +56,7 @@ def make_engine() -> jaxkv.Engine:
 def test_an_engine_computes_the_same(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, found = Place(str(tmp_path), "cpu"), []
+    place, found = place_in(tmp_path), []
     for chosen in (None, place):
         monkeypatch.setattr(_device, "place_for", lambda device, chosen=chosen: chosen)
         outputs = make_engine().generate([[7], [5]], jaxkv.Sampling(max_tokens=4))
@@ -131,7 +135,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Call | None]] = {
 def test_whatever_changes_is_lowered_anew(
     change: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, call = Place(str(tmp_path), "cpu"), Call()
+    place, call = place_in(tmp_path), Call()
     with keep_in(place):
         for _ in range(2):
             run_kept(scaled, call.pair, by=call.by)
@@ -165,26 +169,26 @@ def test_the_hash_of_the_code_is_that_of_all_modules(
 
 
 def test_what_may_depend_on_more_is_not_kept(tmp_path: pathlib.Path) -> None:
-    with keep_in(Place(str(tmp_path), "cpu")):
+    with keep_in(place_in(tmp_path)):
         out = run_kept(
             lambda pair, *, by: scaled(pair, by=(2,)), (X, X), by=(fractions.Fraction(2),)
         )
         assert jnp.array_equal(out["scaled"], 2 * X)
-        assert not files(Place(str(tmp_path)))
+        assert not files(place_in(tmp_path))
         run_kept(scaled, (X, X), by=(np.float32(2),))
-        assert files(Place(str(tmp_path))) == {"scaled": 1}
+        assert files(place_in(tmp_path)) == {"scaled": 1}
 
 
 def test_code_for_one_device_is_not_taken_on_a_mesh(tmp_path: pathlib.Path) -> None:
     mesh = jax.make_mesh((1,), ("axis",), axis_types=(jax.sharding.AxisType.Auto,))
-    with keep_in(Place(str(tmp_path), "cpu")), jax.set_mesh(mesh):
+    with keep_in(place_in(tmp_path)), jax.set_mesh(mesh):
         run_kept(scaled, (X, X), by=(2,))
-    assert not files(Place(str(tmp_path)))
+    assert not files(place_in(tmp_path))
 
 
 def test_what_is_traced_without_a_place_keeps_nothing(tmp_path: pathlib.Path) -> None:
     """Both traces are jax's to cache, and neither is taken for the other."""
-    place, twice = Place(str(tmp_path), "cpu"), kept_jit(scaled)
+    place, twice = place_in(tmp_path), kept_jit(scaled)
     for chosen in (None, place, None):
         with keep_in(chosen):
             text = jax.jit(functools.partial(twice, by=(2,))).lower((X, X)).as_text()
@@ -193,7 +197,7 @@ def test_what_is_traced_without_a_place_keeps_nothing(tmp_path: pathlib.Path) ->
 
 def test_a_folder_that_cannot_be_written_warns(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
-    with keep_in(Place(str(tmp_path / "file"), "cpu")), pytest.warns(UserWarning, match="not kept"):
+    with keep_in(place_in(tmp_path / "file")), pytest.warns(UserWarning, match="not kept"):
         out = run_kept(scaled, (X, X), by=(2,))
     assert jnp.array_equal(out["scaled"], 2 * X)
 
@@ -202,7 +206,7 @@ def test_a_folder_that_cannot_be_written_warns(tmp_path: pathlib.Path) -> None:
 def test_a_broken_file_warns_and_is_written_anew(
     break_it: Callable[[bytes], bytes], tmp_path: pathlib.Path
 ) -> None:
-    with keep_in(Place(str(tmp_path), "cpu")):
+    with keep_in(place_in(tmp_path)):
         run_kept(scaled, (X, X), by=(2,))
         (path,) = tmp_path.iterdir()
         whole = path.read_bytes()
@@ -220,7 +224,7 @@ def test_a_file_that_cannot_be_read_warns(
     def refuse(path: pathlib.Path) -> bytes:
         raise PermissionError(f"{path.name} belongs to another")
 
-    with keep_in(Place(str(tmp_path), "cpu")):
+    with keep_in(place_in(tmp_path)):
         run_kept(scaled, (X, X), by=(2,))
         monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
         with pytest.warns(UserWarning, match="because scaled-.* belongs to another"):

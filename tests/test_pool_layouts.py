@@ -18,7 +18,7 @@ import jaxkv
 from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv.testing import assert_in_place, assert_unchanged
 from tests import pool_cases as cases
-from tests.helpers import as_ids, kernels_run, needs_mosaic
+from tests.helpers import as_ids, kernels_run, needs_devices, needs_mosaic
 from tests.pool_cases import BLOCKS, CASES, NO_BLOCKS, WINDOWS, Case
 
 TINY = 2.0**-126  # what is smaller, XLA may take for zero
@@ -172,7 +172,7 @@ def test_the_kernels_write_what_xla_writes(case: Case) -> None:
 # --- sharded --------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@needs_devices(2)
 @pytest.mark.parametrize("order", ["LBNHC", "LHBNC"])
 def test_two_ranks_hold_their_heads_in_any_order(order) -> None:
     """Written, copied, zeroed, read and viewed as on one device with all heads."""

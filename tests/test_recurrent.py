@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
-from tests.helpers import ON_GPU, as_ids
+from tests.helpers import ON_GPU, as_ids, needs_devices
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 from tests.test_attend import poisoned
 
@@ -291,14 +291,14 @@ def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
     assert ranks == 1 or np.abs(out[1, :6] - out[0, :6]).max() > 0.1
 
 
+@needs_devices(2)
 @pytest.mark.parametrize(
     ("kind", "key_heads"),
     [("gated_delta", 2), ("mamba2", 1), ("linear_attention", 1), ("short_conv", 2)],
 )
 def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_heads: int) -> None:
     """Each rank computes its own, as one device computes all; fewer key heads are shared."""
-    ranks = min(2, len(jax.devices()))
-    mesh, heads = Mesh(np.array(jax.devices()[:ranks]), ("heads",)), ranks * HEADS
+    mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), 2 * HEADS
     rng, columns = np.random.default_rng(0), 2 * key_heads * SIZE + heads * SIZE
     conv, states = (WIDTH - 1, columns), (heads, SIZE, SIZE)
     whole = {"short_conv": (conv,), "linear_attention": (states,)}.get(kind, (conv, states))
@@ -336,7 +336,7 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
         close(found, expected)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+@needs_devices(2)
 def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
     plan = plan_of("gated_delta", shapes=((WIDTH - 1, 48), (3, SIZE, SIZE)))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)

@@ -16,14 +16,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxkv
 from jaxkv._src.pool import copy_blocks, zero_blocks
 from jaxkv.testing import assert_no_recompilation
-from tests.helpers import as_ids, kernels_run, needs_mosaic, pointers
+from tests.helpers import as_ids, kernels_run, needs_devices, needs_mosaic, pointers
 
 HEADS, SIZE, TOKENS, REQUESTS, BLOCKS = 8, 4, 8, 2, 12
 LAYERS = ("full.0", "full.1", "window.0", "window.1")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = jax.devices()
 SAME = PartitionSpec()
-two_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two devices")
 
 # Sums may be taken in another order where there are fewer heads; all else agrees bit by bit.
 # Outputs are means of up to 24 values up to 2, in float32; weights are exponentials of scores
@@ -63,7 +62,7 @@ SETTINGS = [
     Setting((2, 4), (EXPLICIT, EXPLICIT), "set_mesh", "BHLNC"),
     Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLNHC"),
 ]
-RUNS = [setting for setting in SETTINGS if math.prod(setting.mesh) <= len(DEVICES)]
+RUNS = [pytest.param(of, marks=needs_devices(math.prod(of.mesh))) for of in SETTINGS]
 
 
 def plan_for(ranks: int) -> jaxkv.Plan:
@@ -222,7 +221,7 @@ def test_states_of_a_replicated_cache_are_kept_on_every_device(types, devices) -
             assert len(state.addressable_shards) == devices
 
 
-@two_devices
+@needs_devices(2)
 @pytest.mark.parametrize(
     ("types", "implementation"),
     [(AUTO, "xla"), (EXPLICIT, "xla"), pytest.param(EXPLICIT, "mosaic_gpu", marks=needs_mosaic)],
@@ -249,7 +248,7 @@ def test_blocks_are_zeroed_and_copied_on_every_device_of_a_mesh(types, implement
     assert after.sharding.is_equivalent_to(buffer.sharding, buffer.ndim)
 
 
-@two_devices
+@needs_devices(2)
 def test_a_view_of_a_sharded_layer_has_all_heads() -> None:
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(EXPLICIT,), devices=DEVICES[:2])
     cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")

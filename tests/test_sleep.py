@@ -27,7 +27,7 @@ from jaxkv._src.sleeping import (
     wake_up,
 )
 from jaxkv.testing import assert_same_bytes, count_compilations
-from tests.helpers import garbage, hybrid_plan, snapshot
+from tests.helpers import garbage, hybrid_plan, needs_devices, snapshot
 
 PLAN = hybrid_plan(num_blocks=24)
 SMALL_CHUNKS = 2 * PLAN.layout.bytes_per_block  # the pool goes out in twelve parts
@@ -44,14 +44,13 @@ SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=4, max_tokens=8)
 CONTENT = ("buffers", "rows", "status")
 SCALES = (0.02, 3.0)
 
-two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 HOMES = [
     "default",
     "unstacked",
     "BHLNC",
     "uncommitted",
-    pytest.param("mesh", marks=two_devices),
-    pytest.param("explicit mesh", marks=two_devices),
+    pytest.param("mesh", marks=needs_devices(2)),
+    pytest.param("explicit mesh", marks=needs_devices(2)),
 ]
 
 
