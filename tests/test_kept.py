@@ -62,7 +62,8 @@ def test_an_engine_computes_the_same(
         outputs = make_engine().generate([[7], [5]], jaxkv.Sampling(max_tokens=4))
         found.append(sorted((output.request, output.tokens) for output in outputs))
     assert found[0] == found[1]
-    assert files(place) == {"apply": 1, "attend": 1, "recur": 1}
+    # Of the shape that is traced first, and of that which serves.
+    assert files(place) == {"apply": 2, "attend": 2, "recur": 2}
     monkeypatch.setattr(kept, "_flat", never)
     make_engine()  # traces a step
 
