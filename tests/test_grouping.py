@@ -42,6 +42,10 @@ from tests.layer_examples import (
     state,
 )
 
+SHORT_ROWS = SlidingWindowMLASpec(
+    block_size=64, head_size=576, dtype="uint8", bytes_per_token=288, sliding_window=128
+)
+
 # --- blocks that hold a state -----------------------------------------------------
 
 
@@ -367,6 +371,7 @@ def layout_of(
         ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8_e5m2")}, [True, True]),
         ({"a": full(), "b": sliding(num_kv_heads=1)}, [True, True]),
         ({"a": full(), "b": sliding(head_size_v=4)}, [True, True]),
+        ({"a": mla(dtype="uint8"), "b": SHORT_ROWS}, [True, True]),
         ({"a": state(), "b": state(cache_mode="all"), "c": full()}, [True, True, True]),
         ({"a": state(), "b": state(cache_mode="all")}, [False, False]),
     ],

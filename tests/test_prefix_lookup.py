@@ -1,11 +1,14 @@
 """Reasons of misses and the order of eviction, against their definitions."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from jaxkv._src.prefixes import PrefixPolicy
 from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoint, Checkpoints
 from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
+from jaxkv._src.prefixes._nodes import PromptTree
 from tests.layer_examples import chunked, full, sliding, state
 
 GROWTHS = {
@@ -72,6 +75,42 @@ def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_t
             kept.remove(last)
             order.remove(last)
             assert last not in kept and kept.num_blocks == 2 * len(order)
+
+
+def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
+    """Against a list of prompts; those with kept blocks are never forgotten."""
+    for seed in range(20):
+        draw, tree, most = np.random.default_rng(seed), PromptTree([2], 24), 0
+        prompts: list[np.ndarray] = []
+        for _ in range(80):
+            root = prompts[draw.integers(len(prompts))] if prompts and draw.random() < 0.7 else []
+            tokens = np.array(
+                [*root[: draw.integers(9)], *draw.integers(0, 2, draw.integers(1, 6))]
+            )
+            path, _ = tree.grow("a", tokens)
+            tree.touch(path)
+            for node in path:
+                if draw.random() < 0.15:
+                    node.blocks[0][:] = 1
+                elif draw.random() < 0.6:
+                    node.blocks[0][:] = EVICTED
+            tree.prune()
+            prompts.append(tokens)
+            nodes = [node for node in tree.nodes if node is not None]
+            for node in nodes:
+                of_node, above = [node.tokens], node
+                while (above := above.parent) is not None:
+                    of_node.insert(0, above.tokens)
+                assert tree.walk("a", np.concatenate(of_node)) == (mock.ANY, node.end)
+            kept = [node for node in nodes if not node.is_empty]
+            assert all(node.parent in [*nodes, tree._roots["a"]] for node in kept)
+            tokens_held = sum(node.tokens.size for node in nodes)
+            assert tree._num_tokens == tokens_held
+            # One pass forgets all that it may, or until a quarter is free.
+            leaves = [n for n in nodes if not n.children and n.is_empty]
+            was_pruned = len(nodes) < most
+            assert not was_pruned or tokens_held <= 0.75 * 24 or not leaves
+            most = len(nodes)
 
 
 def test_what_was_wanted_once_stays_wanted() -> None:

@@ -732,9 +732,33 @@ def test_missing_ids_are_found_in_steady_steps(count: int) -> None:
             missing = missing if step < 3 else count - 1
             schedule = server.step()
             for name in schedule.samples:
-                tokens[name] += [1] * (name != missing)
+                tokens[name] += [1] * (name != missing or step > 3)
             server.scheduler.append(dict.fromkeys(schedule.samples, 1))
     assert missing == count - 1
+
+
+def test_ids_of_a_prompt_are_there_when_it_is_added_however_far_the_host_is_ahead() -> None:
+    tokens = {"a": [1, 2, 3]}
+    server = Server(small_plan(9), max_requests=1, max_tokens=8, tokens=tokens, steps_ahead=2)
+    with pytest.raises(ValueError, match="hold 3 token ids of it"):
+        server.scheduler.add("a", 4)
+    assert not server.scheduler.has_work
+
+
+def test_blocks_that_a_request_needs_no_more_are_no_room_for_those_that_others_owe() -> None:
+    """A lost schedule gave it blocks for tokens that were taken back."""
+    server = Server(small_plan(13, in_flight=24), max_requests=3, max_tokens=24)
+    scheduler = server.scheduler
+    server.add("a", 4, 32)
+    for _ in range(17):
+        server.step()
+        scheduler.append({"a": 1})
+    scheduler.restart()
+    assert scheduler.schedule().work == {"a": 21}
+    scheduler.rewind({"a": 4})
+    server.add("b", 16, 32)
+    server.add("c", 5, 32)
+    assert scheduler.schedule().work == {"a": 4, "b": 16}
 
 
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:

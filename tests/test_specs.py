@@ -132,6 +132,9 @@ def test_states_are_divided_among_ranks_and_scarce_groups_repeated() -> None:
     sizes = {"num_heads": 8, "head_size": 4, "state_size": 6, "num_groups": 1, "conv_kernel": 4}
     assert mamba2_state(**sizes) == ((3, 32 + 12), (8, 4, 6))
     assert mamba2_state(**sizes, tensor_parallel=2) == ((3, (32 + 24) // 2), (4, 4, 6))
+    for groups in (3, 6):
+        with pytest.raises(ValueError, match=f"num_groups={groups} does not divide"):
+            mamba2_state(**sizes | {"num_groups": groups}, tensor_parallel=4)
     with pytest.raises(ValueError, match="num_heads=9 does not divide"):
         kda_state(num_heads=9, head_size=4, conv_kernel=4, tensor_parallel=2)
     with pytest.raises(ValueError, match="num_kv_heads=6 does not divide"):

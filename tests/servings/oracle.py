@@ -405,6 +405,22 @@ class Oracle:
                 assert content == self._content(group, tokens.story[end]), f"kept token {end - 1}"
         self.seen["kept tokens"] += tokens.computed
 
+    def check_tree(self) -> None:
+        """Checks the books of the prompts that are remembered against each other."""
+        tree = self.manager._prefixes._tree
+        for block in tree.frozen_before.nonzero()[0].tolist():
+            frozen = tree.frozen_before[block]
+            assert frozen == tree._until(block), f"block {block} is frozen before {frozen}"
+        nodes = [node for node in tree.prompts.nodes if node is not None]
+        assert tree.prompts._num_tokens == sum(node.tokens.size for node in nodes), "tokens"
+        for node in nodes:
+            parent = node.parent
+            assert parent.children[int(node.tokens[0])] is node, "a node that nobody finds"
+            assert node.start == parent.end, "a node that begins elsewhere"
+        in_turn = [made for queue in tree.checkpoints._queues.values() for made in queue]
+        assert sum(made.num_blocks for made in in_turn) == tree.checkpoints.num_blocks
+        assert all(made.is_kept and made not in in_turn for made in tree.parked), "parked requests"
+
     def check_pool(self) -> None:
         """Checks that each block is free or held, and counted so."""
         manager, use = self.manager, self.manager.block_use

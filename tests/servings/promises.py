@@ -137,6 +137,7 @@ class Promises:
             known = kept.num_known(request.row)
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
         assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
+        assert queues.handed <= queues.running.keys(), "requests that do not run are handed over"
         with_ends = {name for name, request in queues.running.items() if request.chunk_ends}
         assert with_ends <= queues.in_chunks.keys(), "ends of chunks that no step looks at"
         indices = [request.index for request in queues.of.values()]
@@ -182,7 +183,8 @@ class Promises:
                 continue
             has_work = len(request.tokens) > request.computed
             row = self._manager.requests[name]
-            may_wait = self._manager.may_copy_by_row[row] or self._manager.is_loading(name)
+            copies, has_room = self._manager.may_copy_by_row, self._manager.pending_copies_by_row
+            may_wait = (copies[row] and not has_room[row]) or self._manager.is_loading(name)
             assert not has_work or may_wait, f"{name!r} is left out"
 
     def _check_admitted(self, schedule: Schedule, longest: int) -> None:

@@ -175,6 +175,7 @@ class Serving:
         self.mirror.follow()
         self.num_checks += 1
         if self.num_checks % 8 == 0 and not self.has_encoder:
+            self.oracle.check_tree()
             for request in (*self.forgotten[-4:], *self.requests.values()):
                 if request.tokens:
                     self.oracle.check_kept(request, self.keys(request))

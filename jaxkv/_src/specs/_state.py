@@ -102,10 +102,14 @@ def heads_per_rank(num_kv_heads: int, ranks: int) -> int:
     Raises:
       ValueError: neither number divides the other.
     """
-    check_positive(num_kv_heads=num_kv_heads, tensor_parallel=ranks)
-    if ranks > num_kv_heads and ranks % num_kv_heads == 0:
+    return _per_rank("num_kv_heads", num_kv_heads, ranks)
+
+
+def _per_rank(name: str, count: int, ranks: int) -> int:
+    check_positive(**{name: count}, tensor_parallel=ranks)
+    if ranks > count and ranks % count == 0:
         return 1
-    return divide("num_kv_heads", num_kv_heads, ranks)
+    return divide(name, count, ranks)
 
 
 def mamba1_state(
@@ -128,13 +132,15 @@ def mamba2_state(
 ) -> Shapes:
     """Returns the shapes of one mamba2 state on one rank.
 
-    The convolution runs over inputs and two group projections; groups that do not
-    divide among the ranks are repeated until each rank has at least one.
+    The convolution runs over inputs and two group projections. Groups that are fewer than the ranks
+    are repeated, so that each rank has one.
+
+    Raises:
+      ValueError: heads that do not divide among the ranks, or groups that do not either and of
+        whose number that of the ranks is no multiple.
     """
-    check_positive(tensor_parallel=tensor_parallel)
-    if num_groups % tensor_parallel:
-        num_groups = tensor_parallel
-    channels = num_heads * head_size + 2 * num_groups * state_size
+    groups = _per_rank("num_groups", num_groups, tensor_parallel) * tensor_parallel
+    channels = num_heads * head_size + 2 * groups * state_size
     heads = divide("num_heads", num_heads, tensor_parallel)
     rows = conv_kernel - 1 + speculative_tokens
     return (rows, divide("channels", channels, tensor_parallel)), (heads, head_size, state_size)
