@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkv import HostMemory
+from jaxkv._src.planning import plan_cache
 from jaxkv._src.tier import _room, chunk_sizes
+from jaxkv._src.tier._memory import block_bytes
 from tests.test_host_tier import FULL, STATE, Served, host
 
 BLOCK = FULL.block_size
@@ -206,3 +208,38 @@ def test_a_load_takes_no_blocks_for_what_is_on_the_device(num_free: int, is_held
     hit = served.start("c", range(17))
     found = 16 if num_free >= (2 if is_held else 4) else min(8, 4 * num_free + 8 * is_held)
     assert hit.num_cached_tokens == found
+
+
+def test_of_blocks_that_leave_together_those_that_were_used_last_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))
+    served = Recent(1, 8, host_blocks=2)
+    for number in range(8):
+        served.use(number)
+    served.start("last", range(1000, 1032))
+    served.manager.grow({"last": 32})  # takes all blocks but one
+    assert [have for have, _ in served.found()] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_load_brings_each_block_to_all_that_want_it() -> None:
+    for seed in range(20):
+        draw, room = random.Random(seed), _room.HostRoom([4, 8], 1000, 50)
+        stored: dict[int, tuple[int, int]] = {}  # chunk and place
+        for _ in range(draw.randint(1, 6)):
+            ids = room.take(np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 7))]))
+            for chunk in room.seal(dict.fromkeys(ids.tolist(), 1), set()):
+                members = room._members[chunk.number]
+                stored |= {host_id: (chunk.number, at) for at, host_id in enumerate(members)}
+        pairs = {into: draw.choice([*stored]) for into in range(1, draw.randint(2, 12))}
+        loads = room.loads(pairs)
+        brought = [
+            (into, chunk.number, at)
+            for chunk in loads
+            for at, into in enumerate(chunk.block_ids.tolist())
+            if into >= 0
+        ]
+        assert sorted(brought) == [(into, *stored[host_id]) for into, host_id in pairs.items()]
+
+
+def test_a_block_on_the_host_has_the_bytes_of_the_worker_that_has_most() -> None:
+    plan = plan_cache([{"a": FULL}, {"b": FULL, "c": FULL}], [2**20] * 2, max_model_len=32)
+    assert block_bytes(plan) == (2 * FULL.page_bytes,)

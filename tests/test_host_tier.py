@@ -5,7 +5,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from unittest import mock
 
 import numpy as np
@@ -20,7 +20,9 @@ from jaxkv import (
     StateSpec,
     StepShape,
 )
+from jaxkv._src.blocks import PrefixMatch
 from jaxkv._src.blocks._keeping import KeptPrompts
+from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.tier import HostRoom, HostTier, _room
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
@@ -570,6 +572,67 @@ def test_a_scheduler_computes_no_token_of_a_preempted_request_twice(layers, has_
             else:
                 scheduler.finish(name)
     assert num_preempted and num_computed == 4 * 31
+
+
+def test_a_request_that_waits_for_loads_goes_on_once_it_is_alone(monkeypatch) -> None:
+    monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))
+    layers, tokens = {"a": FULL}, {name: list(prompt(1 + name % 2, 29)) for name in range(3)}
+    tokens["short"] = list(prompt(3, 3))
+    manager = BlockManager(plan_of(layers, 12, 32), max_requests=4, host_memory=host(100, layers))
+    manager._tier.bytes_ahead = 1  # pyrefly: ignore
+    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+
+    def step() -> Mapping:
+        schedule = scheduler.schedule()
+        manager.step(scheduler.shape(extra=0), schedule.work)
+        manager.take_moves()
+        return schedule.work
+
+    for name in range(2):
+        scheduler.add(name, 29)
+        assert step() == {name: 29}
+        scheduler.finish(name)
+    scheduler.add("short", 3)
+    step()
+    tokens["short"].append(1)
+    scheduler.append({"short": 1})
+    scheduler.add(2, 29)
+    assert step() == {"short": 1} and 2 in scheduler.running
+    scheduler.finish("short")
+    assert manager.is_loading(2)
+    assert step() == {2: 1}
+
+
+def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
+    layers = {"a": FULL}
+    manager = BlockManager(plan_of(layers, 12, 32), max_requests=4, host_memory=host(100, layers))
+    scheduler = Scheduler(manager, max_tokens=32)
+    scheduler.add("a", 4)
+    for _ in range(6):
+        manager.step(scheduler.shape(), scheduler.schedule().work)
+        scheduler.append({"a": 1})
+    scheduler._chooser.preempt(scheduler._queues.of["a"])
+    assert manager.num_parked_tokens("a") == 9
+    scheduler.rewind({"a": 6})
+    assert not manager.num_parked_tokens("a")
+    assert sum(scheduler.schedule().work.values()) <= 6
+
+
+def test_prompts_go_on_where_too_few_blocks_are_free_for_what_is_on_the_host(monkeypatch) -> None:
+    """Which only a start finds out, after the schedule has counted on them."""
+    look_up, refused = Prefixes.look_up, Counter[bool]()
+
+    def without_room(prefixes, tokens, *options):
+        on_host = isinstance(tokens, PrefixMatch) and tokens.found.num_host_tokens > 0
+        refused[on_host] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(prefixes.loads, "fits", lambda columns: False)
+            return look_up(prefixes, tokens, *options)
+
+    monkeypatch.setattr(Prefixes, "look_up", without_room)
+    for seed in range(1, 2001 if IS_LONG else 12, 2):
+        run_serving(seed, "full", tier=True)
+    assert refused[True]
 
 
 def test_nothing_leaks() -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxkv._src.prefixes import PrefixPolicy
+from jaxkv._src.prefixes import PrefixPolicy, PrefixTree
 from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoint, Checkpoints
 from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
 from jaxkv._src.prefixes._nodes import PromptTree
@@ -111,6 +111,16 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
             was_pruned = len(nodes) < most
             assert not was_pruned or tokens_held <= 0.75 * 24 or not leaves
             most = len(nodes)
+
+
+def test_a_state_that_is_computed_again_was_just_used() -> None:
+    policy, no_ids = PrefixPolicy(state(block_size=4).growth, 4), np.zeros(0, np.int32)
+    tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
+    for block_id, number in ((1, 0), (2, 1), (3, 0)):
+        tokens = np.arange(4) + 10 * number
+        tree.keep("a", tokens, [(0, no_ids)], np.array([block_id], np.int32))
+    last = tree.checkpoints.one_too_many(1)
+    assert last is not None and last.blocks.tolist() == [2]
 
 
 def test_what_was_wanted_once_stays_wanted() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.planning import Plan, plan_cache
+from jaxkv._src.prefixes import ExtraKey, TokenCodes
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -293,6 +294,25 @@ def test_a_prefix_that_another_manager_found_is_looked_up_again() -> None:
     assert manager.find_prefix(tokens).num_cached_tokens == 8
     assert empty.start("a", manager.find_prefix(tokens)).num_cached_tokens == 0
     assert manager.start("a", empty.find_prefix(tokens)).num_cached_tokens == 8
+
+
+def test_a_prefix_stays_as_it_is_when_the_array_of_its_tokens_changes() -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    manager, _ = computed_prompt(plan_of("full"), tokens)
+    tokens[:] = 7
+    assert manager.find_prefix(tokens).num_cached_tokens == 0
+    assert manager.find_prefix(np.arange(12)).num_cached_tokens == 8
+
+
+def test_two_images_side_by_side_are_not_one() -> None:
+    pair = [ExtraKey.mm("x", 0, 4), ExtraKey.mm("x", 4, 8)]
+    codes = [TokenCodes().encode([1] * 8, keys) for keys in (pair, [ExtraKey.mm("x", 0, 8)])]
+    assert not np.array_equal(*codes)
+
+
+def test_a_prompt_of_one_block_is_known_under_its_salt() -> None:
+    manager, _ = computed_prompt(plan_of("full"), np.arange(4))
+    assert manager.start("a", np.arange(5), salt="b").reasons == ("other_salt",)
 
 
 def test_a_found_prefix_keeps_its_salt() -> None:

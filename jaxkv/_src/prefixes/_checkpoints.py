@@ -99,4 +99,4 @@ class Checkpoints:
         if self.num_blocks <= max_blocks:
             return None
         crowds = self._num_blocks[True] > WANTED_PART * max_blocks
-        return next(iter(self._queues[crowds or not self._queues[False]]))
+        return next(iter(self._queues[crowds]))  # others are there unless the wanted ones crowd
