@@ -271,14 +271,17 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
 
 @pytest.mark.parametrize("in_flight", ["finish", "restart"])
 def test_new_weights(in_flight: Any) -> None:
-    engine, requests = make_engine(), random_requests(0, 4)
+    engine, requests = make_engine(num_blocks=300), random_requests(0, 4)
     old, new = run(engine, requests), make_params(1)
+    longest = max((prompt for prompt, _ in requests), key=len)
+    assert engine.manager.find_prefix(longest).num_cached_tokens
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     for _ in range(3):
         engine.step()
     hits = engine.stats.cached_tokens
     engine.update(new, in_flight=in_flight)
+    assert not engine.manager.find_prefix(longest).num_cached_tokens
     outputs: dict[Any, list[int]] = {}
     while engine.has_work:
         for output in engine.step():

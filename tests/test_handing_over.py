@@ -89,6 +89,9 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
         imported.block_ids, exported.block_ids, source.block_ids("a"), strict=True
     ):
         assert mine.size == theirs.size and set(theirs.tolist()) <= set(of_row)
+    given = [ids.tolist() for ids in exported.block_ids]
+    source.finish("a")
+    assert [ids.tolist() for ids in exported.block_ids] == given
     held = [set(ids) for ids in other.block_ids("before")]
     assert not set.union(*held) & {i for ids in imported.block_ids for i in ids.tolist()}
     parts = other.step(shape, {"b": 1}).parts()

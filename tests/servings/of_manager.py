@@ -156,6 +156,8 @@ class ManagerServing(Serving):
             request = Known(name, tokens, donor.salt, donor.adapter, donor.media)
             request.encoder_tokens, request.verified = donor.encoder_tokens, len(tokens)
             self.oracle.fork(donor, request, count)
+            known = self.manager._prefixes.kept.num_known(self.manager.requests[name])
+            assert known <= count, "a fork knows tokens that it does not share"
             self.requests[name], self.prompts[name] = request, min(count, self.prompts[donor.name])
             if donor.name in self.cut or count < self.prompts[donor.name]:
                 self.cut.add(name)

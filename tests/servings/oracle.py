@@ -165,6 +165,8 @@ class Oracle:
                 yield int(ids[column - first]), place // ratio, content
 
     def _begin(self, request: Known, cached: int) -> None:
+        may_copy = self.manager.may_copy_by_row[self.manager.requests[request.name]]
+        assert cached or not may_copy, "a request that shares nothing may copy"
         self.is_fresh_epoch, request.epoch = False, self.epoch
         request.evicted = self.manager.prefix_stats().evicted_blocks
         request.resumed = request.reached = request.unsent = cached
@@ -407,7 +409,8 @@ class Oracle:
 
     def check_tree(self) -> None:
         """Checks the books of the prompts that are remembered against each other."""
-        tree = self.manager._prefixes._tree
+        tree, of_rows = self.manager._prefixes._tree, self.manager._prefixes.kept._of.values()
+        assert all(prompt.num_kept <= prompt.tokens.size for prompt in of_rows), "kept tokens"
         for block in tree.frozen_before.nonzero()[0].tolist():
             frozen = tree.frozen_before[block]
             assert frozen == tree._until(block), f"block {block} is frozen before {frozen}"
