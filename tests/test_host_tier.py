@@ -20,9 +20,7 @@ from jaxkv import (
     StateSpec,
     StepShape,
 )
-from jaxkv._src.blocks import PrefixMatch
 from jaxkv._src.blocks._keeping import KeptPrompts
-from jaxkv._src.blocks._prefixes import Prefixes
 from jaxkv._src.tier import HostRoom, HostTier, _room
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
@@ -616,23 +614,6 @@ def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> N
     scheduler.rewind({"a": 6})
     assert not manager.num_parked_tokens("a")
     assert sum(scheduler.schedule().work.values()) <= 6
-
-
-def test_prompts_go_on_where_too_few_blocks_are_free_for_what_is_on_the_host(monkeypatch) -> None:
-    """Which only a start finds out, after the schedule has counted on them."""
-    look_up, refused = Prefixes.look_up, Counter[bool]()
-
-    def without_room(prefixes, tokens, *options):
-        on_host = isinstance(tokens, PrefixMatch) and tokens.found.num_host_tokens > 0
-        refused[on_host] += 1
-        with monkeypatch.context() as patch:
-            patch.setattr(prefixes.loads, "fits", lambda columns: False)
-            return look_up(prefixes, tokens, *options)
-
-    monkeypatch.setattr(Prefixes, "look_up", without_room)
-    for seed in range(1, 2001 if IS_LONG else 12, 2):
-        run_serving(seed, "full", tier=True)
-    assert refused[True]
 
 
 def test_nothing_leaks() -> None:
