@@ -157,6 +157,36 @@ MISTAKES = {
         TypeError,
         "layers must be mapped from names, which are str, got int",
     ),
+    "no workers": (
+        lambda s: plan_cache([], 2**20, max_model_len=24),
+        ValueError,
+        "layers lists no worker; give the layers of one at least",
+    ),
+    "a word for a flag": (
+        lambda s: plan_one(fit_max_model_len="yes"),
+        TypeError,
+        "fit_max_model_len must be True or False, got 'yes'",
+    ),
+    "half a token": (
+        lambda s: PLAN.steady_blocks(2.5),
+        TypeError,
+        r"num_tokens must be an int, got 2.5 \(float\)",
+    ),
+    "layers for the bytes of a pool": (
+        lambda s: jaxkv.planning.pool_bytes({"a": FULL}),
+        TypeError,
+        "plan must be what plan_cache returned, got dict",
+    ),
+    "a list of layers to group": (
+        lambda s: jaxkv.planning.make_groups([FULL]),
+        TypeError,
+        "layers must be a mapping from names to specs, got list",
+    ),
+    "the number of a shared layer": (
+        lambda s: SharedKVSpec(3),
+        TypeError,
+        "layer must be the name of a layer, got int",
+    ),
     "a class for a spec": (
         lambda s: plan_cache({"a": FullAttentionSpec}, 2**20, max_model_len=24),
         TypeError,
@@ -413,6 +443,21 @@ MISTAKES = {
         TypeError,
         r"entries: row 0 has block_ids=\[1, 2, 3, 4, 5\]; give a list for each group",
     ),
+    "one entry": (
+        lambda s: pack_step(s.shape, entries=5),
+        TypeError,
+        "entries must be an iterable of TableEntry, got int",
+    ),
+    "a row for an entry": (
+        lambda s: pack_step(s.shape, entries=[5]),
+        TypeError,
+        "entries must be TableEntry objects, got int",
+    ),
+    "a number of copies": (
+        lambda s: pack_step(s.shape, copies=5),
+        ValueError,
+        "copies has 5 and the shape has 5 groups; give one list per group",
+    ),
     "a plan for a shape": (
         lambda s: pack_step(PLAN),
         TypeError,
@@ -458,6 +503,26 @@ MISTAKES = {
         "entries must be TableEntries, got list",
     ),
     # --- layers ---
+    **{
+        f"a plan for a cache, to {name}": (call, TypeError, "cache must be a KVCache, got Plan")
+        for name, call in {
+            "layer_view": lambda s: jaxkv.layer_view(PLAN, "full.0"),
+            "describe_layer": lambda s: jaxkv.pool.describe_layer(PLAN, "full.0"),
+            "zero_blocks": lambda s: jaxkv.pool.zero_blocks(PLAN, s.upload.data, s.upload.data),
+            "block_pieces": lambda s: jaxkv.pool.block_pieces(PLAN, [[1]]),
+            "move": lambda s: jaxkv.HostBlocks().move(PLAN, None),
+        }.items()
+    },
+    "an upload for moves": (
+        lambda s: jaxkv.HostBlocks().move(s.cache, s.upload),
+        TypeError,
+        "moves must be what take_moves returned, got Upload",
+    ),
+    "the name of a device for a ring": (
+        lambda s: jaxkv.UploadRing(device="gpu"),
+        TypeError,
+        "device must be a Device, got str",
+    ),
     "the number of a layer": (
         lambda s: s.write(layer=0),
         TypeError,

@@ -13,6 +13,7 @@ from jaxkv._src.cache import (
     expand_blocks,
     first_columns,
 )
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.indexing import bit, within
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.layout import PageListSizes
@@ -44,8 +45,7 @@ def page_list_sizes(
       ValueError: a rectangular shape, context parallelism, a shape of another plan, or sizes
         that contradict each other.
     """
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
+    check_kind(KVCache, cache=cache)
     layout = cache.layout
     check_layout(layout, shape)
     group = layout.place_of(layer).group

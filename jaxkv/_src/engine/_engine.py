@@ -109,6 +109,8 @@ class Engine:
         check_flag(reproducible=reproducible)
         if cache is not None:
             check_kind(KVCache, "what make_cache returned", cache=cache)
+            if cache.status.is_deleted():
+                raise ValueError("cache was donated, to another engine say; make one for each")
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)

@@ -34,14 +34,17 @@ def load_config(name: str) -> dict[str, Any]:
         )
     key = str(name).rpartition("/")[2].lower()
     path = pathlib.Path(name)
+    where = ""
     try:
         if key in preset_names() and not path.exists():
             path = PRESETS / f"{key}.json"
-        config = read_json(path / "config.json" if path.is_dir() else path)
+        if path.is_dir():
+            path, where = path / "config.json", "config.json: "
+        config = read_json(path)
     except (OSError, ValueError) as error:  # an OSError: a name that no path can have
         raise ValueError(
             f"config={shown(str(name))} is neither a preset nor a readable JSON file "
-            f"({getattr(error, 'strerror', None) or error}){_alike(key)}"
+            f"({where}{getattr(error, 'strerror', None) or error}){_alike(key)}"
         ) from error
     if not isinstance(config, dict):
         raise ValueError(

@@ -13,7 +13,7 @@ import functools
 import math
 from typing import Literal, get_args
 
-from jaxkv._src.internal.checks import check_choice, check_positive
+from jaxkv._src.internal.checks import check_choice, check_kind, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 
 PageListKind = Literal["lists", "csr", "block_mask", "physical_to_logical"]
@@ -188,6 +188,7 @@ def page_list_bytes(sizes: PageListSizes, kind: PageListKind = "lists") -> int:
     Raises:
       ValueError: an unknown kind.
     """
+    check_kind(PageListSizes, "what page_list_sizes returned", sizes=sizes)
     check_choice(get_args(PageListKind), kind=kind)
     groups = sizes.num_query_groups
     per_batch = 2 * sizes.max_num_batched_tokens + sizes.max_num_seqs + 1

@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxkv._src.cache import KVCache
 from jaxkv._src.internal.allocation import HOST_MEMORY
+from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.moving._chunks import ChunkArrays, put, take
 from jaxkv._src.tier import Chunk, Moves, chunk_sizes
@@ -91,8 +92,10 @@ class HostBlocks:
           MoveError: a copy failed, usually because memory ran out.
           ValueError: other moves than the next ones, or a cache on devices of other processes.
         """
+        check_kind(KVCache, cache=cache)
         if moves is None:
             return cache
+        check_kind(Moves, "what take_moves returned", moves=moves)
         _check_devices(cache)
         self._begin(moves)
         self._forget_ended()
@@ -132,6 +135,8 @@ class HostBlocks:
         Raises:
           ValueError: a cache on devices of other processes.
         """
+        check_kind(KVCache, cache=cache)
+        check_count(num_bytes=num_bytes)
         _check_devices(cache)
         layout = cache.layout
         group_bytes = [layout.buffers.layout.group_bytes(i) for i in range(len(layout.growths))]

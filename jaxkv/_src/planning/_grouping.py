@@ -1,10 +1,10 @@
 """Groups of layers: by vLLM's rule, packed, or with the least waste. No jax."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-from jaxkv._src.internal.checks import check_choice
+from jaxkv._src.internal.checks import check_choice, check_kind
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._pages import Layers, grow_for_states, unifiable, unify_grown
@@ -60,6 +60,8 @@ def make_groups(
       ValueError: an unknown grouping, or pages that cannot be unified.
     """
     check_choice(get_args(Grouping), grouping=grouping)
+    check_kind(Mapping, "a mapping from names to specs", layers=layers)
+    check_kind(LayerSpec, **{f"layers[{name!r}]": spec for name, spec in layers.items()})
     if not layers:
         return ()
     if len({spec.growth for spec in layers.values()}) == 1:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Literal, get_args
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning._grouping import GroupingFigures
 from jaxkv._src.planning._layout import Group, PoolLayout
@@ -50,8 +50,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_positive(max_model_len=self.max_model_len, context_parallel=self.context_parallel)
         check_choice(get_args(ZeroPolicy), zero_policy=self.zero_policy)
-        if not isinstance(self.limits, Limits):
-            raise TypeError(f"limits must be a Limits, got {self.limits!r}")
+        check_kind(Limits, limits=self.limits)
 
     @property
     def layout(self) -> PoolLayout:
@@ -106,6 +105,7 @@ class Plan:
         return cdiv(num_tokens, self.context_parallel)
 
     def _max_blocks(self, num_tokens: int, in_flight_tokens: int) -> tuple[int, ...]:
+        check_count(num_tokens=num_tokens)
         local, encoder = self.local_tokens(num_tokens), self.limits.max_encoder_tokens
         return tuple(g.growth.max_blocks(local, in_flight_tokens, encoder) for g in self.groups)
 
@@ -189,4 +189,5 @@ def pool_bytes(plan: Plan) -> tuple[int, ...]:
     The null block counts as any other. These are the bytes that `jaxkv.make_cache` allocates for
     keys, values and states (``cache.num_bytes``); the block tables come on top.
     """
+    check_kind(Plan, "what plan_cache returned", plan=plan)
     return tuple(plan.num_blocks * block for block in plan.bytes_per_block)

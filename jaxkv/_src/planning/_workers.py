@@ -26,6 +26,8 @@ def read_workers(layers: WorkerLayers | Sequence[WorkerLayers]) -> list[Worker]:
     if not isinstance(layers, (Mapping, Sequence)):
         raise TypeError(f"layers must map names to specs, or list such mappings; got {layers!r}")
     given = [layers] if isinstance(layers, Mapping) else layers
+    if not given:
+        raise ValueError("layers lists no worker; give the layers of one at least")
     known = {id(worker): _read(worker) for worker in {id(w): w for w in given}.values()}
     return [known[id(worker)] for worker in given]  # a mapping given for several ranks is read once
 

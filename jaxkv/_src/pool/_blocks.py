@@ -10,7 +10,7 @@ from jax import Array
 
 import pallas_kernels
 from jaxkv._src.cache import KVCache
-from jaxkv._src.internal.checks import check_int32, check_same_shape
+from jaxkv._src.internal.checks import check_int32, check_kind, check_same_shape
 from jaxkv._src.internal.indexing import group_of
 from jaxkv._src.pool._bytes import known_blocks, on_devices
 from jaxkv._src.pool._layer import SAME
@@ -67,6 +67,7 @@ def _on_buffers(cache: KVCache, kernel: Callable[..., Any], ends: Array, **ids: 
     In a stack the kernel works on whole blocks, also in tensors where their group has no layer: a
     block belongs to one group at a time, so nobody uses those bytes.
     """
+    check_kind(KVCache, cache=cache)
     check_int32(ends=ends, **ids)
     num_groups = len(cache.layout.growths)
     if ends.shape != (num_groups,):

@@ -20,6 +20,7 @@ from jaxkv._src.cache import (
     Period,
     StepBatch,
 )
+from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.layout import LayerExtents, RowFormat, row_format
@@ -232,7 +233,8 @@ def _cut_to_layer(extents: LayerExtents, num_bytes: int) -> LayerExtents:
 
 
 def check_pool(cache: KVCache) -> None:
-    """Raises ValueError for a cache that has no pool."""
+    """Raises TypeError or ValueError unless a cache has a pool."""
+    check_kind(KVCache, cache=cache)
     if not cache.buffers:
         raise ValueError("the cache has no pool: make it without tables_only=True")
 
@@ -252,12 +254,8 @@ def check_whole(buffer: Array, shape: tuple[int, ...]) -> None:
 
 def check_batch(cache: KVCache, batch: StepBatch) -> None:
     """Raises TypeError or ValueError unless the batch belongs to a step of this cache."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if not isinstance(batch, StepBatch):
-        raise TypeError(
-            f"batch must be the StepBatch that apply_step returned, got {type(batch).__name__}"
-        )
+    check_kind(KVCache, cache=cache)
+    check_kind(StepBatch, "the StepBatch that apply_step returned", batch=batch)
     if batch.layout is not cache.layout and batch.layout != cache.layout:
         raise ValueError(
             "batch belongs to another cache; use the one that apply_step returned with this cache"

@@ -6,7 +6,7 @@ The fields are those of vLLM 0.33; the current routers of llm-d and Dynamo read 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
-from jaxkv._src.internal.checks import check_choice, check_count
+from jaxkv._src.internal.checks import check_choice, check_count, check_kind
 from jaxkv._src.prefixes._events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -81,6 +81,7 @@ def encode_events(
       ImportError: msgpack is not installed.
       ValueError: an unknown ``format``, ``keys`` or ``groups``, or a negative ``rank``.
     """
+    check_kind(EventBatch, "what EventLog.take returned", batch=batch)
     check_choice(("tagged", "positional"), format=format)
     check_choice(("int", "bytes"), keys=keys)
     check_choice(("all", "counted"), groups=groups)
@@ -112,6 +113,8 @@ def event_frames(sequence: int, payload: bytes, *, topic: str = "") -> EventFram
       topic: the topic that subscribers filter by.
     """
     check_count(sequence=sequence)
+    check_kind(bytes, payload=payload)
+    check_kind(str, topic=topic)
     return EventFrames(topic.encode(), sequence.to_bytes(8, "big"), payload)
 
 

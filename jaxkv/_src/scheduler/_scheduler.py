@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager, HandedBlocks, OutOfBlocksError
-from jaxkv._src.internal.checks import check_count, check_new_names, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_new_names, check_positive
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
@@ -86,8 +86,7 @@ class Scheduler:
             one. So many of the newest ids of a request may be missing in ``tokens``; leave these
             out, because any number in their place would be taken for a token.
         """
-        if not isinstance(manager, BlockManager):
-            raise TypeError(f"manager must be a BlockManager, got {type(manager).__name__}")
+        check_kind(BlockManager, manager=manager)
         self._manager, self._plan = manager, manager.plan
         self._options = options = Options(
             manager=manager,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxkv._src.cache import KVCache
+from jaxkv._src.internal.checks import check_kind
 
 
 class ClosedOverError(ValueError):
@@ -39,8 +40,9 @@ def check_not_closed_over(
       RuntimeError: jax's own, for a step that was never traced before and closes over arrays
         that are deleted.
     """
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache that is awake, got {type(cache).__name__}")
+    check_kind(KVCache, "a KVCache that is awake", cache=cache)
+    if not callable(step):
+        raise TypeError(f"step must be a function, got {type(step).__name__}")
     trace = getattr(step, "trace", None) or jax.jit(step).trace
     constants = list(_constants(trace(*args, **kwargs).jaxpr))
     found = [

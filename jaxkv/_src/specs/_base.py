@@ -6,7 +6,7 @@ import functools
 from collections.abc import Hashable
 from typing import ClassVar
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_positive
 from jaxkv._src.specs._growth import Growth
 
 
@@ -32,6 +32,9 @@ class SharedKVSpec:
     """A layer that reads the keys and values of another layer and owns none."""
 
     layer: str  # name of the layer that owns them
+
+    def __post_init__(self) -> None:
+        check_kind(str, "the name of a layer", layer=self.layer)
 
 
 @dataclasses.dataclass(frozen=True)

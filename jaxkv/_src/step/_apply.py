@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch, report
 from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
-from jaxkv._src.internal.checks import check_int32
+from jaxkv._src.internal.checks import check_int32, check_kind
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.kept import run_kept
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -48,12 +48,8 @@ def apply_step(
       TypeError: an upload that is not int32, or arguments of other types.
       ValueError: an upload of another plan than the cache's.
     """
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
-    if not isinstance(upload, Upload):
-        raise TypeError(
-            f"upload must be what BlockManager.step returned, got {type(upload).__name__}"
-        )
+    check_kind(KVCache, cache=cache)
+    check_kind(Upload, "what BlockManager.step returned", upload=upload)
     shape = upload.shape
     check_layout(cache.layout, shape)
     check_int32(upload=upload.data)

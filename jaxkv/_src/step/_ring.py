@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.internal.allocation import HOST_MEMORY
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.uploads import StepShape
 
 
@@ -47,6 +47,7 @@ class UploadRing:
         """
         check_positive(depth=depth)
         device = next(iter(jnp.zeros(0).devices())) if device is None else device
+        check_kind(jax.Device, device=device)
         if HOST_MEMORY not in [memory.kind for memory in device.addressable_memories()]:
             raise NotImplementedError(
                 f"device={device} has no {HOST_MEMORY} memory; call step without a ring"

@@ -121,9 +121,13 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
     """
     cells: dict[tuple[int, int, int], int] = {}
     lengths: dict[int, list[int]] = {}
+    check_kind(Iterable, "an iterable of TableEntry", entries=entries)
     for entry in entries:
+        check_kind(tuple, "TableEntry objects", entries=entry)
         row, ids, starts = TableEntry(*entry)
         starts = (0,) * groups if starts is None else starts
+        if not hasattr(ids, "__len__"):
+            raise TypeError(f"entries: row {row} has block_ids={ids!r}; give a list for each group")
         if len(ids) != groups or len(starts) != groups:
             raise ValueError(
                 f"entries: row {row} has ids for {len(ids)} groups and starts for {len(starts)}; "
@@ -152,11 +156,14 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
 
 def _by_group(name: str, lists: Sequence[Any] | None, groups: int) -> Sequence[Any]:
     """Returns one list per group; empty ones for None."""
-    if lists is not None and len(lists) != groups:
+    if lists is None:
+        return [()] * groups
+    if not hasattr(lists, "__len__") or len(lists) != groups:
+        given = f"{len(lists)} groups" if hasattr(lists, "__len__") else repr(lists)
         raise ValueError(
-            f"{name} has {len(lists)} groups and the shape has {groups}; give one list per group"
+            f"{name} has {given} and the shape has {groups} groups; give one list per group"
         )
-    return [()] * groups if lists is None else lists
+    return lists
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
