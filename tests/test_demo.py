@@ -169,10 +169,10 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
     def run_exchanged(uploads):
         is_wrong = next(steps) == 3
         if is_wrong:
-            device._cache = exchange_rows(device.cache)
+            device.cache = exchange_rows(device.cache)
         out = right(uploads)
         if is_wrong:
-            device._cache = exchange_rows(device.cache)
+            device.cache = exchange_rows(device.cache)
         return out
 
     device, right = engine._device, engine._device.run

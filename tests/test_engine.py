@@ -313,7 +313,7 @@ def test_requests_go_on_after_sleep(level: int) -> None:
     for _ in range(5):
         note(engine.step())
     assert engine.sleep(level) > 0
-    with pytest.raises(RuntimeError, match="the engine sleeps; call wake_up first"):
+    with pytest.raises(RuntimeError, match=r"asleep.*; call wake_up first"):
         engine.step()
     engine.wake_up()
     while engine.has_work:
@@ -492,7 +492,7 @@ MISTAKES = {
         ValueError,
         r"params\['turn'\] is float32\(3,\); the engine was made with float32\(1, 16\)",
     ),
-    "awake": (lambda e: e.wake_up(), RuntimeError, "the engine is awake"),
+    "awake": (lambda e: e.wake_up(), RuntimeError, "the cache is awake"),
     "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
     "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
     "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be from 1e-30 to 1"),

@@ -52,8 +52,8 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
     assert stats is not None and stats.stored_blocks and stats.loaded_blocks, stats
     assert engine.manager.prefix_stats().host_tokens
     assert engine.stats.preemptions and stats.resumed_requests
-    assert 0 < engine._device._host_blocks.num_bytes <= stats.num_bytes
-    jax.block_until_ready(engine._device._host_blocks._chunks)
+    assert 0 < engine._device.host_blocks.num_bytes <= stats.num_bytes
+    jax.block_until_ready(engine._device.host_blocks._chunks)
     assert engine.bytes_in_flight == 0
     for level in (1, 2) if decode_steps == 1 else ():
         engine.sleep(level)
@@ -89,7 +89,7 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_engine_compiles_its_copies_before_it_serves() -> None:
     engine, requests = make_engine(1), requests_of(4, 6)
-    engine._device.warm_up_moves(2**20)
+    engine._device.cache = engine._device.host_blocks.warm_up(engine._device.cache, 2**20)
     counts = [f._cache_size() for f in (_host_blocks.take, _host_blocks.put)]
     for _ in range(2):  # a prefix may not fit, although its request does
         assert_right(served(engine, requests), requests, LAYERS)

@@ -287,5 +287,5 @@ def _without_host_memory(server: Server) -> Server:
         max_requests=manager.max_requests,
         max_tokens=max(server.engine._ladder.mixed),
     )
-    twin.engine._device._few, twin.engine._device._many = device._few, device._many
+    twin.engine._device.steps = device.steps
     return twin

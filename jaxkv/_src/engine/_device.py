@@ -19,13 +19,13 @@ from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.kept import keep_in, place_for
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.moving import HostBlocks, MoveError
-from jaxkv._src.sleeping import SleepingCache, sleep, wake_up
 from jaxkv._src.step import COMPILER_OPTIONS, StepContext, UploadRing
 from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import Upload
 
 Forward = Callable[[Any, StepContext], Any]
 Uploads = tuple[Upload, ...]  # of one shape
+State = tuple[KVCache, Array]  # and int32[N], see `Device`; between two calls
 # Tokens of a step for which XLA's own matrix products in Triton read weights faster than cuBLAS.
 FEW_TOKENS = 32
 
@@ -35,6 +35,8 @@ class Device:
 
     kind: of the sampler that is compiled: the widest wanted so far.
     vocab_size: columns of the logits; None: no step was traced yet.
+    cache: a `KVCache`, or a `SleepingCache`, which jax refuses.
+    host_blocks: those in host memory.
     """
 
     def __init__(self, forward: Forward, params: Any, cache: KVCache, num_drawn: int):
@@ -44,67 +46,49 @@ class Device:
           cache: from `make_cache`, which is donated.
           num_drawn: tokens of the latest steps to keep for the steps that follow.
         """
-        self.params, self.kind = params, Kind.GREEDY
+        self._forward, self.params, self.kind = forward, params, Kind.GREEDY
         self.vocab_size: int | None = None
-        self._cache: KVCache | SleepingCache = cache
-        self._host_blocks = HostBlocks()
+        self.cache: Any = cache
+        self.host_blocks = HostBlocks()
         first, *others = cache.status.devices()
         self._only = None if others else first
-        # With the sharding of the cache, to which steps return it.
+        # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
+        # of one that no step shall go on from. They have the sharding of what steps return.
         self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
-        self._few, self._many = [
+        self.steps = [
             jax.jit(
-                functools.partial(self._run_steps, forward),
+                self._run_steps,
                 donate_argnums=1,
                 static_argnames="kind",
                 compiler_options=COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": are_few},
             )
-            for are_few in (True, False)
+            for are_few in (False, True)
         ]
 
-    @property
-    def cache(self) -> KVCache:
-        """The cache, which must be awake."""
-        if isinstance(self._cache, SleepingCache):
-            raise RuntimeError("the engine sleeps; call wake_up first")
-        return self._cache
-
     def run(self, uploads: Uploads) -> Array:
-        """Starts steps, and returns what they will draw; see `run_steps`."""
-        state, out = self._step_of(uploads)(*self._arguments(uploads), kind=self.kind)
-        self._cache, self._drawn = state.cache, state.drawn
+        """Starts steps, and returns what they will draw; see `_run_steps`."""
+        (self.cache, self._drawn), out = self._step_of(uploads)(*self._arguments(uploads))
         out.copy_to_host_async()
         return out
 
     def move(self, moves: Moves) -> None:
         """Moves blocks between the memories, before the next steps."""
         try:
-            self._cache = self._host_blocks.move(self.cache, moves)
+            self.cache = self.host_blocks.move(self.cache, moves)
         except MoveError as error:
-            self._cache = error.cache
+            self.cache = error.cache
             raise
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of copies between the memories that have not ended."""
-        return self._host_blocks.bytes_in_flight
-
-    def warm_up_moves(self, num_bytes: int) -> None:
-        """Compiles all copies between the memories, and takes bytes of host memory."""
-        self._cache = self._host_blocks.warm_up(self.cache, num_bytes)
 
     def trace(self, uploads: Uploads) -> None:
         """Traces steps, so that mistakes of a model are said."""
-        self._step_of(uploads).eval_shape(*self._arguments(uploads), kind=self.kind)
+        self._step_of(uploads).eval_shape(*self._arguments(uploads))
 
     def compile(self, calls: Sequence[Uploads]) -> None:
         """Compiles steps, and shows the progress."""
         # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiling = []
-            for uploads in calls:
-                step = self._step_of(uploads).lower(*self._arguments(uploads), kind=self.kind)
-                compiling.append(pool.submit(step.compile))
+            lowered = (self._step_of(uploads).lower(*self._arguments(uploads)) for uploads in calls)
+            compiling = [pool.submit(step.compile) for step in lowered]
             for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
                 done.result()
 
@@ -113,17 +97,6 @@ class Device:
         _check_same(self.params, params)
         self.params = params
 
-    def sleep(self, level: int) -> int:
-        """Gives the memory of the cache back; returns its bytes."""
-        self._cache = sleep(self.cache, level=level)
-        return self._cache.released_bytes
-
-    def wake_up(self) -> None:
-        """Takes the memory of the cache again."""
-        if isinstance(self._cache, KVCache):
-            raise RuntimeError("the engine is awake; call sleep first")
-        self._cache = wake_up(self._cache)
-
     def ring(self, depth: int) -> UploadRing | None:
         """Returns a ring of page-locked uploads, for a cache on one GPU."""
         if self._only is None or self._only.platform != "gpu":
@@ -131,64 +104,46 @@ class Device:
         return UploadRing(depth=depth, device=self._only)
 
     def _step_of(self, uploads: Uploads) -> Any:
-        return self._few if uploads[0].shape.max_tokens <= FEW_TOKENS else self._many
+        return self.steps[uploads[0].shape.max_tokens <= FEW_TOKENS]
 
-    def _arguments(self, uploads: Uploads) -> tuple[Any, "State", Uploads]:
-        return self.params, State(self.cache, self._drawn), uploads
+    def _arguments(self, uploads: Uploads) -> tuple[Any, State, Uploads, Kind]:
+        return self.params, (self.cache, self._drawn), uploads, self.kind
 
-    def _run_steps(self, forward: Forward, *args: Any, kind: Kind) -> tuple["State", Array]:
+    def _run_steps(
+        self, params: Any, state: State, uploads: Uploads, kind: Kind
+    ) -> tuple[State, Array]:
+        """Runs steps of one shape, each over the tokens that those before it drew.
+
+        Where they are several, a sample that draws a stop token writes nothing to the cache from
+        there on, and what it draws is void.
+
+        Args:
+          uploads: their ``extra`` holds what `extra_size` counts, for S samples.
+          kind: of the sampler; static.
+
+        Returns:
+          The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and
+          the error flags of the cache.
+        """
         with keep_in(self._only and place_for(self._only)):
-            return run_steps(forward, self._note_vocab_size, *args, kind=kind)
+            if len(uploads) == 1:
+                state, out = self._run_step(params, kind, False, state, uploads[0])
+                return state, out[None]
+            memory = jax.memory.Space.Device  # uploads of a ring are in the host's
+            data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
+            step = functools.partial(self._run_step, params, kind, True)
+            return lax.scan(step, state, Upload(data=data, shape=uploads[0].shape))
 
-    def _note_vocab_size(self, size: int) -> None:
-        self.vocab_size = size
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class State:
-    """The device's state between two calls.
-
-    drawn: tokens of the latest steps; each step says in its upload where its own begin. -1 in
-      place of a token that no step shall go on from.
-    """
-
-    cache: KVCache
-    drawn: Array  # int32[N]
-
-
-def run_steps(
-    forward: Forward,
-    note_vocab_size: Callable[[int], object],
-    params: Any,
-    state: State,
-    uploads: Uploads,
-    *,
-    kind: Kind,
-) -> tuple[State, Array]:
-    """Runs steps of one shape, each over the tokens that those before it drew.
-
-    Where they are several, a sample that draws a stop token writes nothing to the cache from there
-    on, and what it draws is void.
-
-    Args:
-      note_vocab_size: called with the width of the logits while the step is traced.
-      uploads: their ``extra`` holds what `extra_size` counts, for S samples.
-      kind: of the sampler; static.
-
-    Returns:
-      The state, and int32[steps, 2 * S + 1]: tokens, the bits of their log-probabilities, and the
-      error flags of the cache.
-    """
-
-    def one(state: State, upload: Upload) -> tuple[State, Array]:
-        context = StepContext(state.cache, upload, newest_tokens=state.drawn)
-        has_ended = _leave_ended_out(context) if len(uploads) > 1 else None
-        result = forward(params, context)
+    def _run_step(
+        self, params: Any, kind: Kind, may_have_ended: bool, state: State, upload: Upload
+    ) -> tuple[State, Array]:
+        context = StepContext(state[0], upload, newest_tokens=state[1])
+        has_ended = _leave_ended_out(context) if may_have_ended else None
+        result = self._forward(params, context)
         is_pair = isinstance(result, tuple) and len(result) == 2
         logits, context = result if is_pair else (result, context)
         _check_logits(logits, context)
-        note_vocab_size(logits.shape[-1])
+        self.vocab_size = logits.shape[-1]
         cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]
         table = extra[1:].reshape(len(NUMBERS), -1)
         tokens, logprobs = draw(logits, table, kind)
@@ -196,17 +151,9 @@ def run_steps(
         if has_ended is not None:
             is_last = (tokens[None] == table[-NUM_STOPS:]).any(axis=0)
             drawn = jnp.where(is_last | has_ended[table[INDEX]], -1, tokens)
-        drawn = lax.dynamic_update_slice(state.drawn, drawn, extra[:1])
+        drawn = lax.dynamic_update_slice(state[1], drawn, extra[:1])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
-        out = jnp.concatenate([tokens, bits, cache.error_flags[None]])
-        return State(cache, drawn), out
-
-    if len(uploads) == 1:
-        state, out = one(state, uploads[0])
-        return state, out[None]
-    memory = jax.memory.Space.Device  # uploads of a ring are in the host's
-    data = jnp.stack([jax.device_put(upload.data, memory) for upload in uploads])
-    return lax.scan(one, state, Upload(data=data, shape=uploads[0].shape))
+        return (cache, drawn), jnp.concatenate([tokens, bits, cache.error_flags[None]])
 
 
 def _leave_ended_out(step: StepContext) -> Array:

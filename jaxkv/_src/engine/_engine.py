@@ -24,6 +24,7 @@ from jaxkv._src.internal.checks import (
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
+from jaxkv._src.sleeping import sleep, wake_up
 from jaxkv._src.tier import HostMemory
 
 InFlight = Literal["finish", "restart"]
@@ -243,7 +244,7 @@ class Engine:
     @property
     def bytes_in_flight(self) -> int:
         """Bytes on their way to host memory and back; `BlockManager.tier_stats` counts the rest."""
-        return self._device.bytes_in_flight
+        return self._device.host_blocks.bytes_in_flight
 
     # --- weights and memory -------------------------------------------------------
 
@@ -277,15 +278,15 @@ class Engine:
           The bytes of device memory that are free now.
         """
         self._settle()
-        released = self._device.sleep(level)
+        self._device.cache = asleep = sleep(self._device.cache, level=level)
         if level == 2:
             self._restart(from_prompts=False)
             self.manager.reset_prefixes()
-        return released
+        return asleep.released_bytes
 
     def wake_up(self) -> None:
         """Takes the memory of the cache again."""
-        self._device.wake_up()
+        self._device.cache = wake_up(self._device.cache)
 
     def restart(self) -> None:
         """Computes all requests again, with the tokens that they have.
@@ -323,7 +324,8 @@ class Engine:
             self._calls.run(steps)
         stats = self.manager.tier_stats()
         if stats is not None:
-            self._device.warm_up_moves(stats.num_bytes)
+            device = self._device
+            device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
 
     # --- steps --------------------------------------------------------------------
 
