@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from jax import Array
@@ -15,15 +14,6 @@ from jaxkv._src.engine._samples import Sample
 from jaxkv._src.engine._sampling import Stats
 
 CALLS_AHEAD = 2  # one runs while the next one waits for it
-
-
-class Tokens(NamedTuple):
-    """The tokens that a step has drawn, for samples that had not ended."""
-
-    step: Step
-    samples: list[Sample]
-    tokens: list[int]
-    logprobs: np.ndarray  # f32[S]
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,8 +61,12 @@ class Calls:
                 steps[at] = step._replace(moves=None)
         return self._device.run(tuple([step.upload for step in steps]))
 
-    def collect(self, num_left: int) -> Iterator[Tokens]:
-        """Waits for the oldest calls, until ``num_left`` are in flight; yields what they drew."""
+    def collect(self, num_left: int) -> Iterator[tuple[Step, list[Sample], list[int], np.ndarray]]:
+        """Waits for the oldest calls, until ``num_left`` are in flight; yields what they drew.
+
+        Yields:
+          Each step with the samples that had not ended, their tokens and log-probabilities, f32[S].
+        """
         while len(self._of) > max(0, num_left):
             outs = np.asarray(self._of[0].out)  # the call stays if this is interrupted
             for out, step in zip(outs, self._of.popleft().steps, strict=True):
@@ -83,7 +77,7 @@ class Calls:
                 at = [i for i, sample in enumerate(samples) if sample.reason is None]
                 if len(at) < len(samples):  # some ended before these tokens
                     samples, tokens, logprobs = [samples[i] for i in at], tokens[at], logprobs[at]
-                yield Tokens(step, samples, tokens.tolist(), logprobs.view(np.float32))
+                yield step, samples, tokens.tolist(), logprobs.view(np.float32)
 
     def clear(self) -> None:
         """Forgets all calls, whatever they do."""

@@ -49,23 +49,16 @@ class Ladder:
             for size in ([] if reproducible else _of_decodes(max_requests))
         }
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
-        self.mixed = {
-            size: scheduler.shape(
-                max_tokens=size,
-                extra=extra_size(size, max_requests),
-                reproducible=reproducible,
-            )
-            for size in ([max_tokens] if reproducible else _quarters(smallest, max_tokens))
-        }
+        sizes = [max_tokens] if reproducible else _quarters(smallest, max_tokens)
+
+        def mixed(size: int) -> StepShape:
+            extra = extra_size(size, max_requests)
+            return scheduler.shape(max_tokens=size, extra=extra, reproducible=reproducible)
+
+        self.mixed = {size: mixed(size) for size in sizes}
         # Tokens and requests differ in number, so that logits of all tokens are told from those of
         # each request's last.
-        self.to_trace = self.mixed[max_tokens]
-        if max_tokens == max_requests:
-            self.to_trace = scheduler.shape(
-                max_tokens=max_tokens + 1,
-                extra=extra_size(max_tokens + 1, max_requests),
-                reproducible=reproducible,
-            )
+        self.to_trace = mixed(max_tokens + (max_tokens == max_requests))
         self._num_scant = 0  # steps in a row that left few tokens to prompts
 
     @property

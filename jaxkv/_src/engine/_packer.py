@@ -31,10 +31,9 @@ class Drawn(NamedTuple):
     samples: list[Sample]
     slots: np.ndarray
     answers: Mapping[Any, int]
-    wants_logprobs: bool
 
 
-NONE_DRAWN = Drawn([], {}, [], np.zeros(0, np.int64), {}, False)
+NONE_DRAWN = Drawn([], {}, [], np.zeros(0, np.int64), {})
 
 
 class Step(NamedTuple):
@@ -163,9 +162,8 @@ class Packer:
             return last._replace(places=schedule.samples)
         samples = [self._samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)
-        wants_logprobs = self._samples.num_logprobs > 0
         answers = FrozenDict(dict.fromkeys(names, 1))
-        return Drawn(names, schedule.samples, samples, slots, answers, wants_logprobs)
+        return Drawn(names, schedule.samples, samples, slots, answers)
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""
