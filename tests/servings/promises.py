@@ -59,7 +59,8 @@ class Promises:
         assert set(running).issuperset(schedule.preempted), "one that waits is preempted"
         if schedule.preempted:
             oldest = min(serving.ages[name] for name in schedule.preempted)
-            younger = [name for name in self._scheduler.running if serving.ages[name] > oldest]
+            may_be = set(self._scheduler.running) - self._scheduler._queues.handed
+            younger = [name for name in may_be if serving.ages[name] > oldest]
             assert not younger, f"one older than {younger} is preempted"
         for name, count in work.items():
             request = serving.requests.get(name)
