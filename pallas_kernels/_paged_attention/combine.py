@@ -249,8 +249,7 @@ class _Combiner:
         """Writes the tile's rows to their tokens."""
         store(self.smem.staged.T, result.astype(self.smem.staged.dtype))
         plgpu.commit_smem()
-        for row in range(ROWS):
-            self._write_row(row, tile.token, tile.count)
+        self._write_rows(tile.token, tile.count)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _load(self, segments: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
@@ -270,14 +269,14 @@ class _Combiner:
     def _load_rows(self, ref: Any, rows: Any) -> Array:
         return plgpu.load(ref.at[rows], layout=COLUMNS, optimized=False)
 
-    def _write_row(self, row: int, first_token: Array, count: Array | int) -> None:
-        """Writes a staged row to its token and head, if the tile has such a token."""
+    def _write_rows(self, first_token: Array, count: Array | int) -> None:
+        """Writes the staged rows of ``count`` tokens to their tokens and heads."""
         group = self.rule.group
-        token = lax.div(self.first_row + row, group)
-        head = self.head * group + lax.rem(self.first_row + row, group)
 
-        @pl.when(token < count)
-        def _() -> None:
+        @pl.loop(0, jnp.minimum(count * group - self.first_row, ROWS))
+        def _(row: Array) -> None:
+            token = lax.div(self.first_row + row, group)
+            head = self.head * group + lax.rem(self.first_row + row, group)
             plgpu.copy_smem_to_gmem(
                 self.smem.staged.at[row],
                 self.operands.out.at[first_token + token, head, self.columns],
@@ -297,7 +296,6 @@ class _Combiner:
 
             @pl.loop(begin, num_tokens, step=num_tiles)
             def _(token: Array) -> None:
-                for row in range(ROWS):
-                    self._write_row(row, token, 1)
+                self._write_rows(token, 1)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

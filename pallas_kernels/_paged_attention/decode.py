@@ -8,7 +8,6 @@ memory. A tile that one thread block serves whole is finished there; the others 
 another kernel.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,12 +119,13 @@ class _Decoder(DecodeSteps):
         source = self.operands.queries.at[part.index, self.head]
         plgpu.copy_gmem_to_smem(source, self.smem.query, self.smem.query_full)
         granules, request = self.steps.granules, part.tile.request
-        holes = jnp.int32(0)
-        for stage in range(STAGES):
+
+        def begin(stage: Array, holes: Array) -> Array:
             places, found = self._locate(request, part.first_step + stage)
-            holes |= found << (stage * granules)
-            exists = stage < part.num_steps
-            pl.when(exists)(functools.partial(self._fetch, places, stage))
+            pl.when(stage < part.num_steps)(lambda: self._fetch(places, stage))
+            return holes | (found << (stage * granules))
+
+        holes = lax.fori_loop(0, STAGES, begin, jnp.int32(0))
         plgpu.barrier_wait(self.smem.query_full)
         scale = self.operands.numbers[self.head, SCALE]
 
@@ -172,7 +172,7 @@ class _Decoder(DecodeSteps):
         if outputs is None:
             self._store(number, running)
             return
-        is_whole = Tile.load(self.operands.tiles, part.index).num_segments == 1
+        is_whole = Tile.load_one(self.operands.tiles, part.index, "num_segments") == 1
         pl.when(is_whole)(lambda: self._finish(part, outputs, running))
         pl.when(~is_whole)(lambda: self._store(number, running))
 
@@ -183,7 +183,6 @@ class _Decoder(DecodeSteps):
         total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
         weight, lse = pieces.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
-        tile = Tile.load(self.operands.tiles, part.index)  # again, to have more registers before
         for first_row in range(0, self.shape.rows, STAGED):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
             rows = slice(first_row, first_row + STAGED)
@@ -191,16 +190,18 @@ class _Decoder(DecodeSteps):
                 scaled = out * lax.broadcast_in_dim(weight, out.shape, [1])
                 store(staged.T, scaled[:, rows].astype(staged.dtype))
             plgpu.commit_smem()
-            for row in range(STAGED):
-                self._write_row(tile, outputs.out, row, first_row + row)
+            self._write_rows(part.index, outputs.out, first_row)
 
-    def _write_row(self, tile: Tile, out: Any, row: int, number: int) -> None:
-        """Writes a staged row to its token and head, if the tile has such a token."""
-        token, head = divmod(number, self.rule.group)
+    def _write_rows(self, index: Array, out: Any, first_row: int) -> None:
+        """Writes the staged rows that are queries of a tile to their tokens and heads."""
+        group, tiles = self.rule.group, self.operands.tiles
+        # Loaded again, to have more registers before.
+        first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
 
-        @pl.when(token < tile.count)
-        def _() -> None:
-            place = tile.token + token, self.head * self.rule.group + head
+        @pl.loop(0, jnp.minimum(count * group - first_row, STAGED))
+        def _(row: Array) -> None:
+            token, head = lax.div(first_row + row, group), lax.rem(first_row + row, group)
+            place = first_token + token, self.head * group + head
             for (first, width), staged in zip(self.rule.windows, self.smem.staged, strict=True):
                 plgpu.copy_smem_to_gmem(staged.at[row], out.at[(*place, pl.ds(first, width))])
 

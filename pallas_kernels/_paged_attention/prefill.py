@@ -258,8 +258,10 @@ class _Prefiller:
         self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
-        first_tile = PrefillTile.load(self.arrays.tiles, 0)
-        self.num_tiles, self.heads_together = first_tile.num_tiles, first_tile.heads_together
+        self.num_tiles, self.heads_together = [
+            PrefillTile.load_one(self.arrays.tiles, 0, field)
+            for field in ("num_tiles", "heads_together")
+        ]
         self.num_items = self.num_tiles * self.queries.shape[1]
         self.num_rounds = lax.div(self.num_items + (self.num_blocks - 1), self.num_blocks)
 
@@ -280,7 +282,8 @@ class _Prefiller:
         """Calls ``do(turn, item)`` for every item of this thread block."""
 
         def one(turn: Array, steps_before: Array) -> Array:
-            tile, head = self._tile(turn)
+            index, head = self._place(turn)
+            tile = PrefillTile.load(self.arrays.tiles, index)
             kv_head = lax.div(head, self.rule.group)
             first_row, column = self.steps.head(tile.first_row, kv_head)
             # Loaded early to hide the latency.
@@ -300,8 +303,8 @@ class _Prefiller:
     def _is_item(self, turn: Array | int) -> Array:
         return self._number(turn) < self.num_items
 
-    def _tile(self, turn: Array | int) -> tuple[PrefillTile, Array]:
-        """Returns the tile and the head of an item; past the last item, those of the last."""
+    def _place(self, turn: Array | int) -> tuple[Array, Array]:
+        """Returns the row of the tile, and the head, of an item; past the last, of the last."""
         number = jnp.maximum(jnp.minimum(self._number(turn), self.num_items - 1), 0)
         heads = self.heads_together * self.rule.group
         of_section = jnp.maximum(self.num_tiles * heads, 1)
@@ -312,7 +315,7 @@ class _Prefiller:
         index = lax.div(within, heads)
         index = jnp.where(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
         head = section * heads + lax.rem(within, heads)
-        return PrefillTile.load(self.arrays.tiles, index), head
+        return index, head
 
     # --- the last warpgroup: loads ------------------------------------------------
 
@@ -415,18 +418,19 @@ class _Prefiller:
 
     def _load_queries(self, turn: Array | int) -> None:
         """Starts loading the queries of an item."""
-        tile, head = self._tile(turn)
-        source = self.queries.at[pl.ds(self._octet(tile) * 8, ROWS), head]
+        index, head = self._place(turn)
+        octet = self._octet(PrefillTile.load_one(self.arrays.tiles, index, "octet"))
+        source = self.queries.at[pl.ds(octet * 8, ROWS), head]
         target = self.smem.query.at[self.warpgroup]
         plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
 
-    def _octet(self, tile: PrefillTile) -> Array:
-        """Returns the first row of this warpgroup, in multiples of 8 tokens.
+    def _octet(self, first: Array) -> Array:
+        """Returns the first row of this warpgroup, given that of the tile, in multiples of 8.
 
         Rows past the end of the array are moved back to lie within it.
         """
         last = self.queries.shape[0] // 8 - ROWS // 8
-        return jnp.minimum(tile.octet + self.warpgroup * (ROWS // 8), last)
+        return jnp.minimum(first + self.warpgroup * (ROWS // 8), last)
 
     def _compute(self, turn: Array, item: _Item) -> None:
         plgpu.barrier_wait(self.smem.query_full.at[self.warpgroup])
@@ -447,7 +451,7 @@ class _Prefiller:
 
     def _compute_rows(self, turn: Array, item: _Item) -> None:
         tile, index = item.tile, self.warpgroup
-        octet = self._octet(tile)
+        octet = self._octet(tile.octet)
         shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
         running = self._attend(item, tile.position + shift)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
@@ -597,7 +601,15 @@ class _Prefiller:
         place = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         queries = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + position
         seen = pieces.sees(self.rule, item.tile, queries, place + step * keys)
-        return seen & self.steps.held(place, self._locate(item, step)[1])
+        return seen & self.steps.held(place, self._holes(item, step))
+
+    def _holes(self, item: _Item, step: Array) -> Array:
+        """Returns a bit for each hole of a step."""
+        return lax.cond(
+            item.tile.has_holes != 0,
+            lambda: self._locate(item, step)[1],
+            lambda: jnp.int32(0),
+        )
 
     def _clean_values(self, item: _Item, step: Array) -> None:
         """Overwrites the values that no query of the tile sees with zeros.
@@ -609,14 +621,18 @@ class _Prefiller:
 
         @pl.when((key < tile.begin) | (key + keys > tile.end) | (tile.has_holes != 0))
         def _() -> None:
-            _, holes = self._locate(item, step)
+            holes = self._holes(item, step)
             width = math.gcd(self.rule.value_width, 64)  # registers are short
-            for first, column in itertools.product(
-                range(0, keys, 64), range(0, self.rule.value_width, width)
-            ):
+            columns = self.rule.value_width // width
+
+            @pl.loop(0, keys // 64 * columns)
+            def _(i: Array) -> None:
+                first = pl.multiple_of(lax.div(i, columns) * 64, 64)
+                column = pl.multiple_of(lax.rem(i, columns) * width, width)
                 part = self.smem.values.at[stage, pl.ds(first, 64), pl.ds(column, width)]
                 seen = tile.begin, tile.end
                 pieces.zero_unseen(part, part, self.steps, holes, key + first, seen)
+
             plgpu.commit_smem()
 
     def _store(self, item: _Item, running: _Running, segments: PartialSoftmax) -> None:
