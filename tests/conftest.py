@@ -6,6 +6,7 @@ import shutil
 import tempfile
 
 import jax
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -52,3 +53,11 @@ settings.register_profile(
     max_examples=1000,
 )
 settings.load_profile(os.environ.get("JAXKV_HYPOTHESIS_PROFILE", "default"))
+
+
+# Their tests take longest. They come first, so that no worker is left with one of them at the end.
+LONGEST = {"test_notebooks", "test_benchmarks", "test_demo", "test_hosts", "test_two_processes"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
