@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.engine._ladder import FULL_ENOUGH, READING, Ladder
+from jaxkv._src.engine._ladder import PADDING, PADDING_OF_BACKLOG, READING, Ladder
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.scheduler import Scheduler
 from jaxkv._src.specs import FullAttentionSpec
@@ -24,20 +24,34 @@ def make(
 def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
     _, _, ladder = make(256, 8192)
     assert list(ladder.decode) == [8, 32, 64, 128, 192, 256]
-    assert list(ladder.mixed) == [256, 512, 2048, 8192]
+    assert list(ladder.mixed) == [256, 512, 768, 2048, 8192]
     for max_requests, max_tokens in [(1, 1), (1, 16), (3, 16), (8, 100), (100, 100), (1000, 3000)]:
         _, _, ladder = make(max_requests, max_tokens)
+        assert list(ladder.mixed) == sorted(ladder.mixed)
+        assert min(ladder.mixed) >= min(max_requests, max_tokens)  # or decodes leave no room
         assert max(ladder.decode) == max_requests
         assert max(ladder.mixed) == max_tokens
         assert list(ladder.decode) == sorted(ladder.decode)
 
 
-def test_large_steps_are_filled() -> None:
+def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:
+    """Next to all ways to compute it, by the same estimate of a step's time."""
     _, _, ladder = make(64, 4096)
-    for wanted in range(1, 10_000):
-        most = ladder.fill(wanted, decodes=min(wanted, 32))
-        if most > READING:
-            assert wanted >= FULL_ENOUGH * most
+    for decodes in (0, 10, 63):
+        for has_backlog, padding in ((False, PADDING), (True, PADDING_OF_BACKLOG)):
+
+            def time_of(size: int, wanted: int, padding: int = padding) -> int:
+                return READING + size + padding * max(0, size - wanted)
+
+            best, taken = dict[int, int](), dict[int, int]()
+            for wanted in range(decodes + 1, 4096):
+                sizes = [size for size in ladder.mixed if size > decodes]
+                best[wanted] = min(
+                    time_of(size, wanted) + best.get(wanted - size + decodes, 0) for size in sizes
+                )
+                size = ladder.fill(wanted, decodes, has_backlog=has_backlog)
+                taken[wanted] = time_of(size, wanted) + taken.get(wanted - size + decodes, 0)
+                assert taken[wanted] <= 1.1 * best[wanted], (wanted, decodes)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +68,8 @@ def test_steps_of_a_burst_are_padded_little(num_bytes: int, most: float) -> None
     computed = padded = 0
     drawn: list[int] = []
     while left:
-        filled = ladder.fill(scheduler.wanted_tokens, decodes=len(drawn))
+        wanted, has_backlog = scheduler.wanted()
+        filled = ladder.fill(wanted, decodes=len(drawn), has_backlog=has_backlog)
         schedule = scheduler.schedule(max_tokens=filled)
         shape = ladder.fitting(schedule, sum(schedule.work.values()))
         manager.step(shape, schedule.work)
@@ -80,7 +95,9 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
         scheduler.add(name, 1)
     steps, drawn = 0, list[int | str]()
     while "prompt" not in drawn:
-        schedule = scheduler.schedule(max_tokens=ladder.fill(scheduler.wanted_tokens, len(drawn)))
+        wanted, has_backlog = scheduler.wanted()
+        most = ladder.fill(wanted, len(drawn), has_backlog=has_backlog)
+        schedule = scheduler.schedule(max_tokens=most)
         manager.step(ladder.fitting(schedule, sum(schedule.work.values())), schedule.work)
         drawn = list(schedule.samples)
         scheduler.append(dict.fromkeys(drawn, 1))

@@ -893,13 +893,16 @@ def test_tokens_of_a_step_can_be_cut() -> None:
     server = Server(small_plan(40), max_requests=3, max_tokens=8)
     for name in "ab":
         server.add(name, 6, 30)
-    assert server.scheduler.wanted_tokens == 12
+    assert server.scheduler.wanted() == (12, False)
     schedule = server.scheduler.schedule(max_tokens=4)
     assert schedule.work == {"a": 4}
     server.manager.step(server.shape, schedule.work)
-    assert server.scheduler.wanted_tokens == 8
+    assert server.scheduler.wanted() == (8, False)
     assert server.step().work == {"a": 2, "b": 6}
-    assert server.scheduler.wanted_tokens == 0
+    assert server.scheduler.wanted() == (0, False)
+    for name in "cd":  # of which one finds a row
+        server.add(name, 6, 30)
+    assert server.scheduler.wanted() == (6, True)
 
 
 def test_a_restart_lets_requests_wait_for_their_tokens_anew() -> None:

@@ -541,7 +541,7 @@ class SchedulerServing(Serving):
         entering = waiting[: self.manager.max_requests - len(running)]
         known = {name: self.requests[name] for name in (*running, *entering)}
         left = {name: len(each.tokens) - max(each.computed, 0) for name, each in known.items()}
-        wanted, of_running = self.scheduler.wanted_tokens, sum(left[name] for name in running)
+        (wanted, has_backlog), of_running = self.scheduler.wanted(), sum(map(left.get, running))
         assert wanted >= of_running, "wanted tokens"
         # Samples that wait for the prompt of another one compute nothing themselves.
         if all(len(self.siblings.get(name, [name])) == 1 for name in waiting):
@@ -551,6 +551,8 @@ class SchedulerServing(Serving):
             ends = range(len(entering) if has_room else 0, len(entering) + 1)
             started = [of_running + sum(left[name] for name in entering[:end]) for end in ends]
             assert wanted in started, "wanted tokens"
+            sizes = [len(self.requests[name].tokens) for name in waiting]
+            assert has_backlog == (wanted < of_running + sum(sizes)), "backlog"
 
     def handle(self, schedule: Schedule) -> None:
         """Handles the results of a step: forks, rejected drafts, next tokens, ends."""

@@ -4,15 +4,18 @@ import bisect
 from collections.abc import Sequence
 
 from jaxkv._src.engine._samples import extra_size
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.uploads import StepShape
 
-FULL_ENOUGH = 0.95  # of a step's tokens; below that, a smaller step takes what fits
-PROMPT_SHARE, MAX_SCANT = 1 / 8, 4  # prompts get less of a step's tokens in so many in a row
-# Tokens up to which a step takes as long as the weights take to be read: 163 on an H200 in bf16.
+# Tokens that take as long as the weights take to be read: 163 on an H200 in bf16. A step takes
+# about the time of so many besides its own.
 READING = 256
 SMALLEST_MIXED = 16  # tokens
+# What a token of padding counts as, in tokens: others may come and take its place, and surely do
+# where they wait already.
+PADDING, PADDING_OF_BACKLOG = 1, 8
 
 
 class Ladder:
@@ -20,8 +23,8 @@ class Ladder:
 
     decode: by number of requests: 8, 32, then powers of two and their halves between them.
       None in a reproducible engine, whose steps have one shape.
-    mixed: by number of tokens: ``max_tokens``, a quarter of it, and so on. Closer ones would save
-      nothing, because `fill` fills them, and each takes seconds to compile.
+    mixed: by number of tokens: few, because each takes seconds to compile, and large ones are
+      filled by `fill`; a prompt alone has to fill a small one, so that these are closer.
     to_trace: the shape in which a model is checked.
     """
 
@@ -49,7 +52,7 @@ class Ladder:
             for size in ([] if reproducible else _of_decodes(max_requests))
         }
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
-        sizes = [max_tokens] if reproducible else _quarters(smallest, max_tokens)
+        sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
 
         def mixed(size: int) -> StepShape:
             extra = extra_size(size, max_requests)
@@ -59,30 +62,34 @@ class Ladder:
         # Tokens and requests differ in number, so that logits of all tokens are told from those of
         # each request's last.
         self.to_trace = mixed(max_tokens + (max_tokens == max_requests))
-        self._num_scant = 0  # steps in a row that left few tokens to prompts
 
     @property
     def shapes(self) -> list[StepShape]:
         """All shapes, the smallest first."""
         return [*self.decode.values(), *self.mixed.values()]
 
-    def fill(self, wanted: int, decodes: int) -> int:
+    def fill(self, wanted: int, decodes: int, *, has_backlog: bool) -> int:
         """Returns the most tokens of a step for which so many wait, ``decodes`` of them decodes.
 
-        What does not fill a large step comes in smaller ones that it fills: their time is that of
-        their matrix products, and requests that decode get a token in each. Where these leave a
-        few tokens to prompts, a larger step comes now and then, or a prompt would take as many
-        steps as it has tokens.
+        Of a large step that takes all of them, and smaller ones that they fill, it is the one by
+        which they are done first. Requests that decode get a token in each.
+
+        Args:
+          has_backlog: whether other requests wait, and find no room.
         """
+        return self._best(wanted, decodes, PADDING_OF_BACKLOG if has_backlog else PADDING)[1]
+
+    def _best(self, wanted: int, decodes: int, padding: int) -> tuple[int, int]:
+        """Returns the time of all steps, in tokens, and the tokens of the first."""
         sizes = list(self.mixed)
         at = min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)
-        below, above = sizes[max(0, at - 1)], sizes[at]
-        is_full = above <= READING or wanted >= FULL_ENOUGH * above
-        is_scant = not is_full and below - decodes < PROMPT_SHARE * below
-        self._num_scant = self._num_scant + 1 if is_scant else 0
-        if self._num_scant > MAX_SCANT:
-            is_full, self._num_scant = True, 0
-        return above if is_full else below
+        best = READING + sizes[at] + padding * max(0, sizes[at] - wanted), sizes[at]
+        for size in sizes[bisect.bisect_right(sizes, decodes) : at]:
+            count = cdiv(wanted - size, size - decodes)  # of steps that are full
+            rest = wanted - count * (size - decodes)
+            time = count * (READING + size) + self._best(rest, decodes, padding)[0]
+            best = min(best, (time, size))
+        return best
 
     def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
         """Returns the smallest shape that holds a schedule of so many tokens."""
@@ -106,11 +113,14 @@ def _of_decodes(largest: int) -> Sequence[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def _quarters(smallest: int, largest: int) -> Sequence[int]:
-    """Returns ``largest`` and its quarters down to ``smallest``, and that if it is far below."""
+def _of_prompts(smallest: int, largest: int) -> Sequence[int]:
+    """Returns ``largest`` and its quarters, small multiples of `READING`, and ``smallest``."""
     sizes = [largest]
-    while sizes[-1] // 4 >= smallest:
+    while sizes[-1] // 4 > 3 * READING:
         sizes.append(sizes[-1] // 4)
+    for size in (3 * READING, 2 * READING, READING):
+        if smallest <= size <= 3 / 4 * sizes[-1]:
+            sizes.append(size)
     if sizes[-1] >= 2 * smallest:
         sizes.append(smallest)
     return sizes[::-1]

@@ -115,7 +115,8 @@ class Packer:
         decodes = len(self._drawn.names)  # have drawn a token, and want one more
         if decodes == len(self._samples.of):
             return None
-        return self._ladder.fill(self._scheduler.wanted_tokens, decodes)
+        wanted = self._scheduler.wanted()
+        return self._ladder.fill(wanted.tokens, decodes, has_backlog=wanted.has_backlog)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
         drawn, numbers = self._drawn, self._samples.numbers

@@ -40,22 +40,22 @@ class Admission:
 
     # --- waiting requests -----------------------------------------------------------
 
-    def entering_tokens(self) -> int:
-        """Returns the known tokens of the waiting requests that find rows and blocks.
+    def entering_tokens(self) -> tuple[int, bool]:
+        """Returns the known tokens of waiting requests that have room, and whether others have not.
 
         As if no prefix were cached: only a start tells how many tokens and blocks one saves.
         """
-        queues, found = self._queues, 0
-        if not queues.waiting or not queues.num_free_rows:
-            return found
+        queues, found, count = self._queues, 0, 0
+        if not queues.may_admit:
+            return found, bool(queues.waiting)
         room = self._room()
         for request in itertools.islice(queues.waiting, queues.num_free_rows):
             blocks = self._prompt_blocks(request)
             if not self._has_room(request, room, blocks):
                 break
             room.take(request, blocks)
-            found += queues.num_tokens(request)
-        return found
+            found, count = found + queues.num_tokens(request), count + 1
+        return found, count < len(queues.waiting)
 
     def admit(self, step: StepBudget, *, may_wait: bool) -> dict[Hashable, PrefixHit]:
         """Starts waiting requests in order, for as long as there is room; returns their hits.

@@ -2,11 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxkv._src.blocks import PrefixHit
+
+
+class Wanted(NamedTuple):
+    """Tokens that wait to be computed.
+
+    tokens: known ones, of the requests that run and of those that have room to start.
+    has_backlog: whether requests wait that have no room.
+    """
+
+    tokens: int
+    has_backlog: bool
 
 
 @dataclasses.dataclass(frozen=True)

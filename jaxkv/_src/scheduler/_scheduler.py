@@ -14,7 +14,7 @@ from jaxkv._src.scheduler._options import Options, Order, Tokens
 from jaxkv._src.scheduler._prompts import Prompts
 from jaxkv._src.scheduler._queues import Queues
 from jaxkv._src.scheduler._requests import ANYWHERE, Request, find
-from jaxkv._src.scheduler._schedule import Schedule
+from jaxkv._src.scheduler._schedule import Schedule, Wanted
 from jaxkv._src.uploads import StepShape
 
 
@@ -129,13 +129,13 @@ class Scheduler:
         """Whether any request has not been finished."""
         return bool(self._queues.of)
 
-    @property
-    def wanted_tokens(self) -> int:
-        """Known tokens to compute: of running requests, and of those that have room to start."""
+    def wanted(self) -> Wanted:
+        """Returns what there is to compute, for the choice of a step's shape."""
         order = self._queues.order
         known, computed = self._ledger.num_tokens, self._manager.computed_by_row
         left = int((known[order.index] - computed[order.rows]).sum())
-        return left + self._admission.entering_tokens()
+        entering, has_backlog = self._admission.entering_tokens()
+        return Wanted(left + entering, has_backlog)
 
     def num_tokens(self, request: Hashable) -> int:
         """Returns the known tokens of a request: prompt, sampled ones and drafts."""
