@@ -3,6 +3,7 @@
 Tiles that decoding has finished, because they are one segment, are left out.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -15,8 +16,7 @@ from pallas_kernels import _capability
 from pallas_kernels._mosaic import call_unfused, store
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
-from pallas_kernels._paged_attention.shared import Link, SharedSegments
-from pallas_kernels._paged_attention.tasks import TaskMap, Tile
+from pallas_kernels._paged_attention.tasks import Link, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 ROWS = 8  # of the output that a thread block computes
@@ -63,34 +63,40 @@ class _Split(NamedTuple):
 
 def combine(
     rule: AttentionRule,
-    tasks: TaskMap,
-    segments: PartialSoftmax,
+    tiles: Array,
+    segments: PartialSoftmax | None,
     numbers: Array,
     outputs: Outputs,
-    shared: SharedSegments | None = None,
+    linked: PartialSoftmax | None = None,
     *,
+    num_lanes: int,
     finished: bool,
 ) -> None:
     """Writes the output of tiles, and zeros for padding.
 
     Args:
+      tiles: int32[N, ...], a `Tile` per row, and a `Link` if there are linked segments.
+      segments: of the tiles; None: none.
       numbers: as `decode` takes them.
-      shared: other segments that tiles take a part in; their links are in ``tasks``. None: none.
+      linked: segments that tiles take a part in, by their links; None: none.
+      num_lanes: segments of all tiles together, about.
       finished: whether tiles of one segment are left out.
     """
-    num_lanes, rows = tasks.lanes.shape[0], outputs.lse.shape[2]
-    num_tiles = tasks.tiles.shape[0]
+    num_tiles, rows = tiles.shape[0], outputs.lse.shape[2]
     num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
-    rows_of_values = segments.out.shape[2]
+    parts = [*(segments or ()), *(linked or ())]
+    rows_of_values = parts[0].shape[2]
     split = _Split.of(rule.value_width, num_lanes, num_tiles, num_blocks)
     if rule.reproducible:  # one warpgroup, to add up in order
         width = min(rule.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
     warpgroups, width, _ = split
     call = plgpu.kernel(
-        lambda *refs: _Combiner(rule, split, CombineOperands.of(*refs[:-1]), refs[-1]).run(
-            finished
-        ),
+        lambda *refs: _Combiner(
+            *(rule, split),
+            CombineOperands.of(*refs[:-1], has_own=segments is not None),
+            refs[-1],
+        ).run(finished),
         out_type=[],
         grid=(rows_of_values // width, rows // ROWS, rule.kv_heads, num_tiles),
         grid_names=("part", "row", "head", "tile"),
@@ -100,25 +106,32 @@ def combine(
         scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
-    call_unfused(call, arrays, outputs)
+    call_unfused(call, [tiles, numbers, *parts], outputs)
 
 
 class CombineOperands(NamedTuple):
-    """References to the arrays of a call, and to the log-sum-exp; ``shared`` may be None."""
+    """References to the arrays of a call, and to the log-sum-exp; segments may be None."""
 
     tiles: jax.Ref
-    segments: PartialSoftmax
     numbers: jax.Ref
+    segments: PartialSoftmax | None
+    linked: PartialSoftmax | None
     out: jax.Ref
     lse: jax.Ref
-    shared: PartialSoftmax | None
 
     @classmethod
-    def of(cls, *refs: jax.Ref) -> Self:
-        tiles, *inputs, out, lse = refs
-        segments, (numbers, *others) = PartialSoftmax(*inputs[:3]), inputs[3:]
-        return cls(tiles, segments, numbers, out, lse, PartialSoftmax(*others) if others else None)
+    def of(cls, *refs: jax.Ref, has_own: bool = True) -> Self:
+        tiles, numbers, *parts, out, lse = refs
+        own, others = (parts[:3], parts[3:]) if has_own else ((), parts)
+        segments, linked = [PartialSoftmax(*some) if some else None for some in (own, others)]
+        return cls(tiles, numbers, segments, linked, out, lse)
+
+    def parts_of(self, tile: Tile, index: Array) -> Iterator[tuple[PartialSoftmax, Link]]:
+        """Yields segments, and those that a tile takes a part in."""
+        if self.segments is not None:
+            yield self.segments, Link(tile.first_segment, tile.num_segments, jnp.int32(0))
+        if self.linked is not None:
+            yield self.linked, Link.load(self.tiles, index)
 
 
 class _Scratch(NamedTuple):
@@ -204,12 +217,9 @@ class _Combiner:
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMNS),
         )
 
-        own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
-        summed = self._add(start, self.operands.segments, own)
-        if self.operands.shared is not None:
-            link = Link.load(self.operands.tiles, self.index)
-            summed = self._add(summed, self.operands.shared, link)
-        return summed
+        for segments, link in self.operands.parts_of(tile, self.index):
+            start = self._add(start, segments, link)
+        return start
 
     def _add(self, running: PartialSoftmax, segments: PartialSoftmax, link: Link) -> PartialSoftmax:
         """Adds this warpgroup's share of some segments."""
@@ -249,7 +259,7 @@ class _Combiner:
         """Writes the tile's rows to their tokens."""
         store(self.smem.staged.T, result.astype(self.smem.staged.dtype))
         plgpu.commit_smem()
-        self._write_rows(tile.token, tile.count)
+        self._write_rows(tile.token, tile.count, tile.skip)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _load(self, segments: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
@@ -269,11 +279,12 @@ class _Combiner:
     def _load_rows(self, ref: Any, rows: Any) -> Array:
         return plgpu.load(ref.at[rows], layout=COLUMNS, optimized=False)
 
-    def _write_rows(self, first_token: Array, count: Array | int) -> None:
-        """Writes the staged rows of ``count`` tokens to their tokens and heads."""
+    def _write_rows(self, first_token: Array, count: Array | int, skip: Array | int = 0) -> None:
+        """Writes the staged rows of tokens ``skip`` to ``count - 1`` to their tokens and heads."""
         group = self.rule.group
+        begin = jnp.maximum(skip * group - self.first_row, 0)
 
-        @pl.loop(0, jnp.minimum(count * group - self.first_row, ROWS))
+        @pl.loop(begin, jnp.minimum(count * group - self.first_row, ROWS))
         def _(row: Array) -> None:
             token = lax.div(self.first_row + row, group)
             head = self.head * group + lax.rem(self.first_row + row, group)

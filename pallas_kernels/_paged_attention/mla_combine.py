@@ -13,8 +13,8 @@ from pallas_kernels._mosaic import call_unfused
 from pallas_kernels._paged_attention.combine import CombineOperands
 from pallas_kernels._paged_attention.decode_block import SINKS, VALUE_SCALE
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
-from pallas_kernels._paged_attention.shared import Link, SharedSegments
-from pallas_kernels._paged_attention.tasks import TaskMap, Tile
+from pallas_kernels._paged_attention.shared import SharedSegments
+from pallas_kernels._paged_attention.tasks import Link, TaskMap, Tile
 from pallas_kernels._paged_attention.tiles import AttentionRule
 
 # Segments that are loaded at once, because each load waits long for memory.
@@ -54,7 +54,7 @@ def combine_latents(
             unsafe_no_auto_barriers=True,  # threads read nothing that other threads write
         ),
     )
-    arrays = [tasks.tiles, *segments, numbers, *(shared.segments if shared else ())]
+    arrays = [tasks.tiles, numbers, *segments, *(shared.segments if shared else ())]
     return call_unfused(call, arrays, [out])[0]
 
 
@@ -92,11 +92,9 @@ class _Combiner:
             plgpu.layout_cast(zeros, self.layout), jnp.float32(-jnp.inf), jnp.float32(0)
         )
 
-        own = Link(tile.first_segment, tile.num_segments, jnp.int32(0))
-        sums = self._add([start] * len(self.rows), self.operands.segments, own)
-        if self.operands.shared is not None:
-            link = Link.load(self.operands.tiles, self.index)
-            sums = self._add(sums, self.operands.shared, link)
+        sums = [start] * len(self.rows)
+        for segments, link in self.operands.parts_of(tile, self.index):
+            sums = self._add(sums, segments, link)
         return sums
 
     def _add(

@@ -13,7 +13,13 @@ from pallas_kernels._paged_attention.decode import decode
 from pallas_kernels._paged_attention.decode_block import DecodeShape, Outputs
 from pallas_kernels._paged_attention.pieces import LOG2E, PartialSoftmax, Steps
 from pallas_kernels._paged_attention.prefill import PrefillArrays, PrefillShape, prefill
-from pallas_kernels._paged_attention.prefill_tasks import QUERIES, ROWS, prefill_tiles
+from pallas_kernels._paged_attention.prefill_tasks import (
+    QUERIES,
+    ROWS,
+    divide,
+    halves_of,
+    prefill_tiles,
+)
 from pallas_kernels._paged_attention.rounds import in_rounds
 from pallas_kernels._paged_attention.shared import (
     SharedSegments,
@@ -63,17 +69,50 @@ def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int,
     tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
     lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
-    shape = _prefill_shape(arrays, rule)
+    lse_prefill = _prefill(arrays, rule, tiles, out)
+    return jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+
+
+def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, out: Any) -> Array:
+    """Writes the output of tiles; returns their log-sum-exp by token, float32[T, heads]."""
+    shape, num_tiles = _prefill_shape(arrays, rule), tiles.requests.shape[0]
     queries = jnp.pad(arrays.queries, ((0, -arrays.queries.shape[0] % 8), (0, 0), (0, 0)))
     queries = queries.astype(shape.compute)
-    inputs = _prefill_arrays(arrays, rule, prefill_tiles(arrays, rule, tiles, shape.keys))
-    [lse_tiles] = prefill(shape, inputs, queries, arrays.pages, out)
+    pieces = divide(arrays, rule, tiles, shape.keys)
+    task_map = prefill_tiles(arrays, rule, tiles, shape.keys, pieces)
+    lse, *segments = prefill(
+        *(shape, _prefill_arrays(arrays, rule, task_map), queries, arrays.pages),
+        num_tiles=num_tiles,
+        num_segments=2 * pieces.lanes if pieces else 0,
+        out=out,
+    )
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
     warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
     octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
-    lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
-    return jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)
+    found = lse[tiles.of_token, :, warpgroup, row]
+    if pieces is None:
+        return found
+    halves, places = halves_of(tiles, pieces, queries.shape[0])
+    lse = _combine_pieces(arrays, rule, halves, PartialSoftmax(*segments), out)
+    place = places[tiles.of_token]
+    return jnp.where(place[:, None] < 0, found, lse[place, warpgroup, :, row])
+
+
+def _combine_pieces(
+    arrays: AttentionArrays, rule: AttentionRule, halves: Array, segments: PartialSoftmax, out: Any
+) -> Array:
+    """Writes the output of N divided tiles; returns float32[N, 2, heads, 64], the log-sum-exp."""
+    of_heads = rule._replace(kv_heads=rule.kv_heads * rule.group, group=1)
+    scales = [jnp.repeat(scale, rule.group) for scale in (arrays.key_scale, arrays.value_scale)]
+    arrays = arrays._replace(key_scale=scales[0], value_scale=scales[1])
+    numbers = tile_numbers(arrays, _decode_shape(arrays, of_heads, ROWS))
+    num_halves, num_segments = halves.shape[0], segments.out.shape[0]
+    lse = jnp.empty((num_halves, of_heads.kv_heads, ROWS), jnp.float32)
+    outputs = Outputs(out, jax.new_ref(lse))
+    given = of_heads, halves, None, numbers, outputs, segments
+    combine(*given, num_lanes=num_halves * num_segments // 2, finished=False)
+    return written(outputs.lse).reshape(-1, 2, *lse.shape[1:])
 
 
 def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
@@ -144,7 +183,9 @@ def _attend_shared(
     queries = shared_queries(arrays.queries, parts, rule, QUERIES).astype(shape.compute)
     inputs = _prefill_arrays(arrays._replace(sinks=None), rows_rule, tiles)
     flat = queries.reshape(-1, *queries.shape[2:])
-    segments = PartialSoftmax(*prefill(shape, inputs, flat, arrays.pages))
+    num_segments = tiles.shape[0]
+    segments = prefill(shape, inputs, flat, arrays.pages, num_segments=num_segments)
+    segments = PartialSoftmax(*segments)
     common = SharedSegments.of(rule, parts, spans, segments)
     tiles = own_tiles(arrays, rule, parts)
     return lse_of_tokens(_decode(arrays, rule, tiles, out, common), tiles, rule)
@@ -171,7 +212,9 @@ def _decode(
         outputs = Outputs(out, jax.new_ref(jnp.empty(queries.shape[:3], jnp.float32)))
         given = shape, tasks, arrays.block_tables, queries, arrays.pages, numbers
         segments = decode(*given, outputs if finishes else None)
-        combine(rule, tasks, segments, numbers, outputs, shared, finished=finishes)
+        linked = None if shared is None else shared.segments
+        given = rule, tasks.tiles, segments, numbers, outputs, linked
+        combine(*given, num_lanes=shape.num_lanes, finished=finishes)
         return written(outputs.lse)
 
     return in_rounds(run, tiles, tile_queries(arrays.queries, tiles, shape), rule, fixed)

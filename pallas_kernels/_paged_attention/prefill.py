@@ -4,8 +4,9 @@ Two warpgroups compute, each with 64 queries of one head, and a third one loads 
 and widens 8-bit ones. A warpgroup scores the keys of a step and adds up the values of the
 step before at the same time, and computes the softmax of a step while the tensor cores add up.
 Steps whose keys every query sees skip the masks. Thread blocks are persistent: they run many tiles,
-long ones first, and load the first keys of the next tile in advance. Tiles of what requests share
-are segments, whose rows are queries of several requests, and which another kernel combines.
+long ones first, and load the first keys of the next tile in advance. Pieces of long tiles, and
+tiles of what requests share, whose rows are queries of several requests, are segments, which
+another kernel combines.
 """
 
 import itertools
@@ -102,28 +103,38 @@ class PrefillArrays(NamedTuple):
 
 
 def prefill(
-    shape: PrefillShape, arrays: PrefillArrays, queries: Array, pages: StridedPages, out: Any = None
+    shape: PrefillShape,
+    arrays: PrefillArrays,
+    queries: Array,
+    pages: StridedPages,
+    *,
+    num_tiles: int = 0,
+    num_segments: int = 0,
+    out: Any = None,
 ) -> Sequence[Array]:
     """Attends from tiles of queries: writes their output, or returns them as segments.
 
     Args:
       queries: [T with padding, heads, K], a multiple of 8 tokens, and at least `ROWS`.
-      out: the output, [T, heads, V]; None: tiles are segments.
+      num_tiles: tiles whose output is written; those from this index on are segments.
+      num_segments: the most segments that there can be.
+      out: the output, [T, heads, V], if there are any tiles that are no segments.
 
     Returns:
-      The log-sum-exp, float32[N, heads, 2, 64], undefined for rows without a query. Of segments the
-      fields of a `PartialSoftmax`, as `decode` returns it, with `SPARE_ROWS`.
+      If there are tiles, their log-sum-exp, float32[num_tiles, heads, 2, 64], undefined for rows
+      without a query. If there are segments, the fields of a `PartialSoftmax`, as `decode` returns
+      it, with `SPARE_ROWS`.
     """
-    num_tiles, heads = arrays.tiles.shape[0], queries.shape[1]
-    results: list[tuple[int, ...]] = [(num_tiles, heads, WARPGROUPS, ROWS)]
-    if out is None:
-        rows = QUERIES + SPARE_ROWS
-        width = sum(width for _, width in shape.rule.windows)
-        results = [(num_tiles, heads, width, rows), *[(num_tiles, heads, rows)] * 2]
+    heads, results = queries.shape[1], list[tuple[int, ...]]()
+    if num_tiles:
+        results.append((num_tiles, heads, WARPGROUPS, ROWS))
+    if num_segments:
+        rows, width = QUERIES + SPARE_ROWS, sum(width for _, width in shape.rule.windows)
+        results += [(num_segments, heads, width, rows), *[(num_segments, heads, rows)] * 2]
     call = plgpu.kernel(
         lambda *refs: _Prefiller(shape, _Operands.of(*refs[:-1]), refs[-1]).run(),
         out_type=[jax.ShapeDtypeStruct(result, jnp.float32) for result in results],
-        grid=(min(heads * num_tiles, _capability.max_thread_blocks(1)),),
+        grid=(min(heads * arrays.tiles.shape[0], _capability.max_thread_blocks(1)),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -139,18 +150,26 @@ def prefill(
 
 
 class _Operands(NamedTuple):
-    """References to the arrays of a call, and to the output and its log-sum-exp, or segments."""
+    """References to the arrays of a call, to the output and its log-sum-exp, and to segments.
+
+    Either of the latter may be None.
+    """
 
     arrays: PrefillArrays
     queries: jax.Ref
     pages: jax.Ref
-    results: Outputs | PartialSoftmax
+    outputs: Outputs | None
+    segments: PartialSoftmax | None
 
     @classmethod
     def of(cls, *refs: jax.Ref) -> Self:
         tiles, tables, numbers, queries, pages, *results = refs
-        kind = Outputs if len(results) == len(Outputs._fields) else PartialSoftmax
-        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, kind(*results))
+        outputs = segments = None
+        if len(results) != len(PartialSoftmax._fields):
+            outputs, results = Outputs(*results[:2]), results[2:]
+        if results:
+            segments = PartialSoftmax(*results)
+        return cls(PrefillArrays(tiles, tables, numbers), queries, pages, outputs, segments)
 
 
 class _Scratch(NamedTuple):
@@ -254,7 +273,7 @@ class _Prefiller:
 
     def __init__(self, shape: PrefillShape, operands: _Operands, scratch: _Scratch) -> None:
         self.shape, self.rule, self.steps = shape, shape.rule, shape.steps
-        self.arrays, self.queries, self.pages, self.results = operands
+        self.arrays, self.queries, self.pages, self.outputs, self.segments = operands
         self.smem = scratch
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
         self.num_blocks = lax.axis_size("block")
@@ -462,10 +481,19 @@ class _Prefiller:
         begin = jnp.maximum(tile.skip, index * ROWS) - shift
         end = jnp.minimum(tile.count, (index + 1) * ROWS) - shift
         running = running._replace(out=out)
-        if isinstance(self.results, PartialSoftmax):
-            self._store(item, running, self.results)
-        else:
-            self._write(item, running, _Rows(octet * 8, begin, end), self.results)
+        self._finish(item, running, _Rows(octet * 8, begin, end))
+
+    def _finish(self, item: _Item, running: _Running, rows: "_Rows") -> None:
+        """Writes the output of a tile, or stores the results of a segment."""
+        outputs, segments, index = self.outputs, self.segments, item.tile.index
+        if outputs is not None and segments is not None:
+            number = index - outputs.lse.shape[0]
+            pl.when(number < 0)(lambda: self._write(item, running, rows, outputs))
+            pl.when(number >= 0)(lambda: self._store((number, item.head), running, segments))
+        elif outputs is not None:
+            self._write(item, running, rows, outputs)
+        elif segments is not None:
+            self._store((index, item.head), running, segments)
 
     def _attend(self, item: _Item, position: Array) -> _Running:
         """Attends to all keys of a tile; the values of the last step are not added yet."""
@@ -635,17 +663,21 @@ class _Prefiller:
 
             plgpu.commit_smem()
 
-    def _store(self, item: _Item, running: _Running, segments: PartialSoftmax) -> None:
-        """Stores the results of a tile that is a segment."""
-        place, rows = (item.tile.index, item.head), pl.ds(self.warpgroup * ROWS, ROWS)
-        row = 0
+    def _store(
+        self, place: tuple[Array, Array], running: _Running, segments: PartialSoftmax
+    ) -> None:
+        """Stores the results of a segment, given its number and the head."""
+        rows, row = pl.ds(self.warpgroup * ROWS, ROWS), 0
+        # Rows that saw no key have added up values that they do not see, which may be infinite.
+        seen = running.highest > UNSEEN
+        out = lax.broadcast_in_dim(seen, running.out.shape, [0])
+        out = jnp.where(out, running.out, jnp.zeros_like(running.out))
         for first, width in self.rule.windows:
-            part = lax.slice(running.out, (0, first), (ROWS, first + width))
+            part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
             store(segments.out.at[(*place, pl.ds(row, width), rows)].T, part)
             row += width
-        # All rows see the same keys. If those are all in holes, their values are zeros by now.
-        highest = jnp.where(running.highest > UNSEEN, running.highest, -jnp.inf)
+        highest = jnp.where(seen, running.highest, -jnp.inf)
         store(segments.highest.at[(*place, rows)], highest)
         store(segments.total.at[(*place, rows)], running.total.sum(axis=1))
 

@@ -1,4 +1,8 @@
-"""The tiles of prefill: their queries and keys, and the steps that need masks."""
+"""The tiles of prefill: their queries and keys, and the steps that need masks.
+
+Few tiles of long requests would leave most of the GPU idle. So they are divided into pieces, whose
+results are segments, as those of decoding are.
+"""
 
 from typing import NamedTuple, Self
 
@@ -6,16 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, QueryTiles
+from pallas_kernels import _capability
+from pallas_kernels._paged_attention.tasks import Link, Tile, running_sum
+from pallas_kernels._paged_attention.tiles import (
+    AttentionArrays,
+    AttentionRule,
+    QueryTiles,
+    count_ended,
+)
 
 QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
+LEAST_STEPS = 8  # of a piece; a tile takes about the time of 3 to 8 steps besides its own
 CACHED_BYTES = 96 * 2**20  # some of which are gone from the 50 MB of L2 cache when they are needed
 
 
 class PrefillTile(NamedTuple):
     """The numbers of a tile that the kernel reads: columns of an array of tiles.
 
-    index: index of the tile and of its results.
+    index: index of the tile and of its results; of a segment the number of all tiles and its own.
     request: row of the block tables.
     octet: first row of the tile among the tokens, divided by 8.
     skip, count: rows ``skip`` to ``count - 1`` are queries of the request.
@@ -60,8 +72,50 @@ class PrefillTile(NamedTuple):
         return tiles[index, cls._fields.index(field)]
 
 
-def prefill_tiles(
+class Pieces(NamedTuple):
+    """Consecutive steps that N tiles are divided into; several of a tile are segments.
+
+    counts: int32[N], pieces of each tile; 1 for most.
+    first_segments: int32[N], the number of the first segment of each tile that has several.
+    lanes: pieces that all steps together would have. At most ``lanes`` tiles have several, and all
+      of these together ``2 * lanes`` at most.
+    """
+
+    counts: Array
+    first_segments: Array
+    lanes: int
+
+
+def divide(
     arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, keys: int
+) -> Pieces | None:
+    """Divides the tiles that are longer than others, where the GPU has thread blocks left for them.
+
+    Args:
+      keys: keys of a step.
+
+    Returns:
+      None: no step of this shape needs it.
+    """
+    heads, capacity = rule.kv_heads * rule.group, arrays.block_tables.shape[1] * rule.page_tokens
+    lanes = _capability.max_thread_blocks(1) // heads
+    is_small = arrays.queries.shape[0] <= 2 * QUERIES * lanes
+    if lanes < 2 or not is_small or capacity < 2 * LEAST_STEPS * keys:
+        return None
+    first, last = _steps(tiles, keys)
+    steps = jnp.where(tiles.counts > 0, last - first, 0)
+    each = jnp.maximum(-(-steps.sum(dtype=jnp.int32) // lanes), LEAST_STEPS)
+    counts = jnp.where(4 * steps > 5 * each, -(-steps // each), 1)
+    segments = jnp.where(counts > 1, counts, 0)
+    return Pieces(counts, running_sum(segments) - segments, lanes)
+
+
+def prefill_tiles(
+    arrays: AttentionArrays,
+    rule: AttentionRule,
+    tiles: QueryTiles,
+    keys: int,
+    pieces: Pieces | None = None,
 ) -> Array:
     """Returns int32[N, ...], a `PrefillTile` per row: the longest first, empty ones last.
 
@@ -69,9 +123,9 @@ def prefill_tiles(
 
     Args:
       keys: keys of a step.
+      pieces: from `divide`; there are ``pieces.lanes`` rows more then, one for each piece.
     """
-    first = tiles.begins // keys
-    last = jnp.maximum((tiles.ends + (keys - 1)) // keys, first + 1)
+    first, last = _steps(tiles, keys)
     first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
     full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (keys - 1)) // keys
@@ -103,14 +157,81 @@ def prefill_tiles(
         heads_together=jnp.broadcast_to(_heads_together(arrays, rule, tiles), last.shape),
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
-    steps = jnp.where(tiles.counts > 0, last - first, 0)
+    if pieces is not None:
+        tile = _in_pieces(tile, pieces)
+    steps = jnp.where(tile.count > 0, tile.last_step - tile.first_step, 0)
+    index = jnp.arange(steps.shape[0], dtype=jnp.int32)
     # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
     before = (steps[None] > steps[:, None]) | (
-        (steps[None] == steps[:, None]) & (tile.index[None] < tile.index[:, None])
+        (steps[None] == steps[:, None]) & (index[None] < index[:, None])
     )
     rank = before.sum(axis=1, dtype=jnp.int32)
-    order = jnp.where(rank[None] == tile.index[:, None], tile.index[None], 0).sum(axis=1)
+    order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(axis=1)
     return jnp.stack(tile, axis=1)[order]
+
+
+def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
+    """Returns the first and the last step of each tile, the last one excluded."""
+    first = tiles.begins // keys
+    return first, jnp.maximum((tiles.ends + (keys - 1)) // keys, first + 1)
+
+
+def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
+    """Returns the pieces of N tiles, and rows that count none."""
+    num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
+    index = jnp.arange(num_tiles + pieces.lanes, dtype=jnp.int32)
+    of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
+    whole = PrefillTile(*jnp.stack(tile, axis=1)[of].T)
+    counts, steps = pieces.counts[of], whole.last_step - whole.first_step
+    number = index - (ends[of] - counts)
+    first = whole.first_step + number * steps // counts
+    last = whole.first_step + (number + 1) * steps // counts
+    full_begin = jnp.clip(whole.full_begin, first, last)
+    count = jnp.where(index < ends[-1], whole.count, 0)
+    segment = num_tiles + pieces.first_segments[of] + number
+    return whole._replace(
+        index=jnp.where(counts > 1, segment, whole.index),
+        count=count,
+        first_step=first,
+        full_begin=full_begin,
+        full_end=jnp.clip(whole.full_end, full_begin, last),
+        last_step=last,
+        num_tiles=jnp.broadcast_to(jnp.sum(count > 0, dtype=jnp.int32), index.shape),
+    )
+
+
+def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, Array]:
+    """Returns what is left to combine: the rows of each warpgroup of the divided tiles.
+
+    Args:
+      num_rows: of the queries with padding; rows past them are moved back to lie within.
+
+    Returns:
+      int32[2 * lanes, ...], a `Tile` and a `Link` per row, and int32[N], the place of each divided
+      tile among them, or -1.
+    """
+    is_divided = pieces.counts > 1
+    ends, index = (
+        running_sum(is_divided.astype(jnp.int32)),
+        jnp.arange(pieces.lanes, dtype=jnp.int32),
+    )
+    of = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
+    count = jnp.where(index < ends[-1], tiles.counts[of], 0)
+    halves: list[Array] = []
+    for first in (0, ROWS):
+        token = jnp.minimum(tiles.tokens[of] + first, num_rows - ROWS)
+        shift = token - tiles.tokens[of]
+        zeros = jnp.zeros_like(token)
+        tile = dict.fromkeys(Tile._fields, zeros) | {
+            "token": token,
+            "skip": jnp.maximum(tiles.skips[of], first) - shift,
+            "count": jnp.where(count > first, jnp.minimum(count, first + ROWS) - shift, 0),
+            "used_tokens": zeros + num_rows,  # the padding is cleared elsewhere
+        }
+        link = Link(pieces.first_segments[of], pieces.counts[of], zeros + first)
+        halves.append(jnp.stack([*Tile(**tile), *link], axis=1))
+    table = jnp.stack(halves, axis=1).reshape(2 * pieces.lanes, -1)
+    return table, jnp.where(is_divided, ends - 1, -1)
 
 
 def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:

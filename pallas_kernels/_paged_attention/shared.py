@@ -2,13 +2,12 @@
 
 from typing import NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels._paged_attention.partial import PartialSoftmax
 from pallas_kernels._paged_attention.prefill_tasks import QUERIES, PrefillTile, has_holes
-from pallas_kernels._paged_attention.tasks import STEP, TaskMap, Tile, running_sum
+from pallas_kernels._paged_attention.tasks import STEP, Link, TaskMap, running_sum
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -66,20 +65,6 @@ class SharedSegments(NamedTuple):
     def join(self, tasks: TaskMap) -> TaskMap:
         """Returns tasks with the links of each tile after its numbers: one array, one launch."""
         return tasks._replace(tiles=jnp.concatenate([tasks.tiles, self.links], axis=1))
-
-
-class Link(NamedTuple):
-    """Segments that a request takes a part in, and its first row in them."""
-
-    first_segment: Array
-    num_segments: Array
-    first_row: Array
-
-    @classmethod
-    def load(cls, tiles: jax.Ref, index: Array) -> Self:
-        """Loads the link of a tile within a kernel; see `SharedSegments.join`."""
-        first = len(Tile._fields)
-        return cls(*[tiles[index, first + column] for column in range(len(cls._fields))])
 
 
 def row_stride(rule: AttentionRule) -> int:

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
     request: row of the block tables.
     token: index of the first row among the tokens.
-    count: rows that are queries of the request.
+    skip, count: rows ``skip`` to ``count - 1`` are queries of the request.
     position: position of the first row in the request.
     chunk_offset, rank: as in `AttentionArrays`.
     begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
@@ -47,6 +47,7 @@ class Tile(NamedTuple):
 
     request: Array
     token: Array
+    skip: Array
     count: Array
     position: Array
     chunk_offset: Array
@@ -69,6 +70,23 @@ class Tile(NamedTuple):
     def load_one(cls, tiles: jax.Ref, index: Array, field: str) -> Array:
         """Loads one field of a row: fewer operations to compile."""
         return tiles[index, cls._fields.index(field)]
+
+
+class Link(NamedTuple):
+    """Segments that a tile takes a part in, and its first row in them.
+
+    Columns that follow those of a `Tile`.
+    """
+
+    first_segment: Array
+    num_segments: Array
+    first_row: Array
+
+    @classmethod
+    def load(cls, tiles: jax.Ref, index: Array) -> Self:
+        """Loads the link of a tile within a kernel."""
+        first = len(Tile._fields)
+        return cls(*[tiles[index, first + column] for column in range(len(cls._fields))])
 
 
 class Lane(NamedTuple):
@@ -139,6 +157,7 @@ def share_out(
     tile = Tile(
         request=tiles.requests,
         token=tiles.tokens,
+        skip=tiles.skips,
         count=tiles.counts,
         position=tiles.positions,
         chunk_offset=tiles.chunk_offsets,

@@ -10,9 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import _capability
 from pallas_kernels._paged_attention import prefill_tasks
-from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, prefill_tiles
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, Lane, Tile, share_out
+from pallas_kernels._paged_attention.prefill_tasks import (
+    ROWS,
+    PrefillTile,
+    divide,
+    halves_of,
+    prefill_tiles,
+)
+from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, Lane, Link, Tile, share_out
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -236,6 +243,72 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
         for row in rows:
             unmasked += check_steps(arrays, rule, row)
     assert unmasked or name == "a window of few"
+
+
+@pytest.mark.parametrize("lanes", [5, 40])
+@pytest.mark.parametrize("name", ["all keys", "a window", "interleaved"])
+def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkeypatch) -> None:
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: lanes)
+    monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
+    rule, cut, num_segments = rule_of(name), Cut(128, align=8, least=2), 0
+    for arrays in batches(rule):
+        tiles = cut_queries(arrays, rule, cut)
+        pieces = divide(arrays, rule, tiles, KEYS)
+        assert pieces is not None
+        whole = [PrefillTile(*row) for row in prefill_tiles(arrays, rule, tiles, KEYS).tolist()]
+        rows = prefill_tiles(arrays, rule, tiles, KEYS, pieces).tolist()
+        rows = [PrefillTile(*row) for row in rows if PrefillTile(*row).count]
+        assert {row.num_tiles for row in rows} <= {len(rows)}
+        steps = [row.last_step - row.first_step for row in rows]
+        assert steps == sorted(steps, reverse=True), "the longest first"
+        firsts, counts = np.asarray(pieces.first_segments), np.asarray(pieces.counts)
+        total = sum(row.last_step - row.first_step for row in whole if row.count)
+        for row in whole:
+            if row.count:
+                segments = range(firsts[row.index], firsts[row.index] + counts[row.index])
+                index = [len(counts) + i for i in segments] if len(segments) > 1 else [row.index]
+                check_pieces(row, [next(r for r in rows if r.index == i) for i in index])
+                longest = max(1, -(-total // lanes))
+                assert -(-(row.last_step - row.first_step) // len(index)) <= 1.25 * longest
+        used = [row.index - len(counts) for row in rows if row.index >= len(counts)]
+        assert sorted(used) == list(range(len(used))) and len(used) <= 2 * lanes
+        check_halves(tiles, *halves_of(tiles, pieces, max(96, ROWS)), pieces.counts)
+        num_segments += len(used)
+    assert num_segments
+
+
+def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:
+    """Checks that parts take each step of a tile once, and the same masks."""
+    taken = [step for part in parts for step in range(part.first_step, part.last_step)]
+    assert taken == list(range(whole.first_step, whole.last_step))
+    full = [step for part in parts for step in range(part.full_begin, part.full_end)]
+    assert full == list(range(whole.full_begin, whole.full_end))
+    for part in parts:
+        same = part._replace(
+            **{name: getattr(whole, name) for name in ("index", "num_tiles")},
+            **{name: getattr(whole, name) for name in PrefillTile._fields if "step" in name},
+            **{name: getattr(whole, name) for name in PrefillTile._fields if "full" in name},
+        )
+        assert same == whole
+
+
+def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> None:
+    """Checks that each query of a divided tile is combined once, from its row of the segments."""
+    found = np.asarray(halves)
+    combined = list[tuple[int, int, int]]()
+    for number, row in enumerate(found.tolist()):
+        tile, link = Tile(*row[: len(Tile._fields)]), Link(*row[len(Tile._fields) :])
+        assert 0 <= tile.token and tile.count <= ROWS
+        assert link.first_row == number % 2 * ROWS
+        combined += [(number // 2, tile.token + r, r) for r in range(tile.skip, tile.count)]
+    wanted = list[tuple[int, int]]()
+    for index in np.flatnonzero(np.asarray(counts) > 1):
+        begin, end = int(tiles.skips[index]), int(tiles.counts[index])
+        wanted += [(int(places[index]), int(tiles.tokens[index]) + r) for r in range(begin, end)]
+    assert sorted(pair[:2] for pair in combined) == sorted(wanted)
+    assert set(np.flatnonzero(np.asarray(places) >= 0)) == set(
+        np.flatnonzero(np.asarray(counts) > 1)
+    )
 
 
 def check_steps(arrays: AttentionArrays, rule: AttentionRule, row: PrefillTile) -> int:

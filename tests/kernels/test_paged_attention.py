@@ -396,6 +396,14 @@ MOSAIC_CASES = {
     "prefill, 256 wide in int8": Case(
         tokens=203, width=20, key=256, value=256, pages="int8", scaled=True, place="NHD"
     ),
+    "prefill in pieces": Case(tokens=200, width=300, heads=4, key=128, value=128, sinks=True),
+    "prefill in pieces, window": Case(tokens=130, width=300, heads=2, window=2300, scaled=True),
+    "prefill in pieces, 80 wide": Case(tokens=99, width=300, key=80, value=80, holes=True),
+    "prefill in pieces, fp8": Case(tokens=90, width=300, pages="float8_e4m3fn", scaled=True),
+    "prefill in pieces, 256 wide": Case(
+        tokens=150, width=300, heads=2, key=256, value=256, cap=9.0
+    ),
+    "prefill in pieces, interleaved": Case(tokens=90, width=300, heads=8, ranks=2, holes=True),
     "prefill of few": Case(*(2, 1, 128, 128), tokens=65, width=20, window=70),
     "reproducible": Case(tokens=9, width=100, reproducible=True, holes=True, sinks=True),
     "reproducible prefill": Case(tokens=200, width=100, key=128, value=128, reproducible=True),
@@ -410,6 +418,7 @@ INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
 )
 WIDE = Case(2, 2, 80, 96, page_tokens=8, width=16, tokens=67, sinks=True, window=80, holes=True)
+PIECES = Case(1, 1, batch=2, page_tokens=32, width=20, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
         Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True),
@@ -425,6 +434,8 @@ INTERPRETED = {
         [0, 64, 66],
     ),
     "a decode and two prefills, 80 and 96 wide": (WIDE, [90, 120, 41], [0, 1, 40, 66]),
+    # The rows of the first one are moved back, because the second warpgroup has no others.
+    "prefills in pieces": (PIECES, [600, 380], [0, 2, 67]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
@@ -467,6 +478,7 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     monkeypatch.setattr(tasks, "SEGMENT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 20_000)
     monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", 0)  # one KV head after another
+    monkeypatch.setattr(prefill_tasks, "LEAST_STEPS", 1)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
     case, lens, loc = INTERPRETED[name]
     check(case, make(case, lens, loc), "mosaic_gpu")
@@ -535,14 +547,15 @@ class Shape(NamedTuple):
 
 
 PLAIN = Shape(64, 64, 32, 8, 128, 16, "bfloat16", 2)
-NARROW = Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 3)
-# Those of prompts have a kernel for decodes, too; `PLAIN` and `NARROW` are lowered below.
+NARROW = Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 4)
+# Those of prompts have a kernel for decodes, too, and one for pieces of long prompts where tables are
+# long enough; `PLAIN` and `NARROW` are lowered below.
 SHAPES = [
     Shape(64, 64, 16, 2, 256, 544, "float8_e5m2", 2),
     Shape(8, 1024, 32, 8, 128, 16, "bfloat16", 3),
     Shape(8, 1024, 32, 8, 128, 16, "float8_e4m3fn", 3),
     Shape(8, 1023, 16, 2, 256, 8, "bfloat16", 3),
-    Shape(8, 1024, 16, 2, 256, 16, "int8", 3),
+    Shape(8, 1024, 16, 2, 256, 16, "int8", 4),
     Shape(8, 1024, 8, 8, 192, 16, "bfloat16", 3, value=128),
     Shape(8, 1024, 32, 8, 112, 16, "bfloat16", 3),
     Shape(256, 1024, 32, 8, 128, 16, "bfloat16", 2, most=4),
