@@ -548,7 +548,7 @@ class Shape(NamedTuple):
 
 PLAIN = Shape(64, 64, 32, 8, 128, 16, "bfloat16", 2)
 NARROW = Shape(8, 1024, 16, 1, 64, 48, "bfloat16", 4)
-# Those of prompts have a kernel for decodes, too, and one for pieces of long prompts where tables are
+# Those of prompts have a kernel for decodes, too, and one for pieces of long prompts if tables are
 # long enough; `PLAIN` and `NARROW` are lowered below.
 SHAPES = [
     Shape(64, 64, 16, 2, 256, 544, "float8_e5m2", 2),
