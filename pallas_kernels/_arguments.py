@@ -12,9 +12,9 @@ from jax import Array
 def check_choice(choices: Sequence[str], **values: str | None) -> None:
     """Raises ValueError for the first value that is neither one of the choices nor None."""
     for name, value in values.items():
-        if value not in (None, *choices):
+        if value is not None and (not isinstance(value, str) or value not in choices):
             listed = ", ".join(map(repr, choices))
-            raise ValueError(f"{name}={value!r}; use one of {listed} or None")
+            raise ValueError(f"{name}={' '.join(repr(value).split())}; use one of {listed} or None")
 
 
 class PagedBuffer(NamedTuple):

@@ -49,7 +49,7 @@ def plot_order(
     physical = order if isinstance(order, PhysicalOrder) else PhysicalOrder(order)
     check_count(block_id=block_id)
     sizes = {"L": num_layers, "B": num_blocks, "H": num_heads, "N": block_size}
-    check_positive(num_layers=num_layers, num_heads=num_heads)
+    check_positive(num_layers=num_layers, num_blocks=num_blocks, num_heads=num_heads)
     if block_id >= num_blocks:
         raise ValueError(f"block_id={block_id} is not one of num_blocks={num_blocks}")
     index = _addresses(physical, sizes)

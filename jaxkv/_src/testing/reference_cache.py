@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.internal.checks import check_kind
+from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import CrossAttentionSpec, LayerSpec, StateSpec
@@ -58,6 +58,7 @@ class ReferenceCache:
           seed: of the bytes to write.
         """
         check_kind(Plan, "what plan_cache returned", plan=plan)
+        check_count(seed=seed)
         self.plan = plan
         self.layers = {
             layer: plan.layout.place_of(layer)
