@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.attention import build_page_lists
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import make_cache
 from jaxkv._src.planning import KVCacheCapacityError, plan_cache
@@ -68,6 +69,12 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting() -> Setting:
     return Setting()
+
+
+def donated() -> jaxkv.KVCache:
+    cache = make_cache(PLAN, max_requests=2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    return cache
 
 
 class Flat(CacheStateMachine):
@@ -412,6 +419,11 @@ MISTAKES = {
         TypeError,
         "tokens must be token ids, ints, got float64",
     ),
+    "token ids that are traced": (
+        lambda s: jax.eval_shape(s.prompt, jnp.ones(4, jnp.int32)),
+        TypeError,
+        "tokens is a .*Tracer; it is traced, .* pass it from outside of jit",
+    ),
     "no token ids": (
         lambda s: s.prompt([]),
         ValueError,
@@ -647,6 +659,38 @@ MISTAKES = {
         lambda s: jaxkv.read_state(s.cache, "full.0", s.batch),
         TypeError,
         "layer='full.0' keeps tokens, not states; use read_tokens and write_tokens, or read_rows",
+    ),
+    "a cache that was donated": (
+        lambda s: jaxkv.layer_view(donated(), "full.0"),
+        ValueError,
+        "cache is used up: it was donated to an earlier call, or went to sleep; use the one that",
+    ),
+    "an array for the name of an implementation": (
+        lambda s: s.write(implementation=np.ones(2)),
+        ValueError,
+        r"implementation=array\(\[1., 1.\]\); use one of 'mosaic_gpu', 'xla' or None",
+    ),
+    "a list of sinks": (
+        lambda s: s.attend(KEYS, KEYS, KEYS, sinks=[0.0, 0.0]),
+        TypeError,
+        "sinks must be an array, got list",
+    ),
+    "names for keys": (
+        lambda s: s.write(keys=np.array(["a"])),
+        TypeError,
+        "keys must be an array of numbers, got <U1",
+    ),
+    "a word for a period": (
+        lambda s: build_page_lists(s.cache, "full.0", s.batch, q_block_tokens=4, period="first"),
+        TypeError,
+        "period must be an array of int32, got str",
+    ),
+    "a list of token ids, to a step": (
+        lambda s: jax.eval_shape(
+            lambda *step: jaxkv.StepContext(*step, token_ids=[1] * 8), s.fresh, s.upload
+        ),
+        TypeError,
+        "token_ids must be an array, got list",
     ),
     # --- testing kit ---
     "a fixed model for a strategy": (
