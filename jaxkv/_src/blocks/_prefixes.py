@@ -16,8 +16,7 @@ from jaxkv._src.blocks._prompts import (
     PrefixStats,
 )
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.internal.checks import check_count
-from jaxkv._src.internal.text import shown
+from jaxkv._src.internal.checks import check_count, check_left_out
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import (
     MAX_TOKEN,
@@ -126,8 +125,13 @@ class Prefixes:
         Returns None if it shares nothing: without tokens, or if a group stores encoder tokens.
         """
         if tokens is None:
-            of_prompt = {"salt": salt, "extra_keys": extra_keys, "boundaries": boundaries}
-            _check_left_out(**of_prompt, max_cached_tokens=max_cached_tokens)
+            of_prompt: dict[str, Any] = {
+                "salt": salt,
+                "extra_keys": extra_keys,
+                "boundaries": boundaries,
+            }
+            of_prompt |= {"max_cached_tokens": max_cached_tokens}
+            check_left_out("pass the token ids of the prompt as tokens=", **of_prompt)
             return None
         prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
@@ -280,16 +284,6 @@ def _event_groups(plan: Plan) -> list[EventGroup]:
         )
         for index, group in enumerate(plan.groups)
     ]
-
-
-def _check_left_out(**options: Any) -> None:
-    """Raises ValueError for the first option of a prompt that is given without the prompt."""
-    for name, value in options.items():
-        if value is not None and not (isinstance(value, Sequence) and not value):
-            raise ValueError(
-                f"{name}={shown(value)} has no effect without tokens; pass the token ids of the "
-                f"prompt as tokens=, or leave {name} out"
-            )
 
 
 def _limit(tokens: np.ndarray, max_cached_tokens: int | None) -> int:

@@ -419,6 +419,7 @@ class Engine:
     def _check_idle(self) -> None:
         if self.has_work:
             raise ValueError(
-                f"the engine has {len(self._samples.of)} samples that have not ended: generate "
-                "needs it for itself; take their outputs with step, or add these prompts to them"
+                f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
+                "that step has not returned: generate needs it for itself; call step until "
+                "has_work is False, or add these prompts to them"
             )

@@ -112,6 +112,15 @@ def check_known(**values: Any) -> None:
             raise TypeError(f"{name} is a {type(value).__name__}{remedy}")
 
 
+def check_left_out(remedy: str, /, **options: Any) -> None:
+    """Raises ValueError for the first option of a prompt that is given where no tokens are."""
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ValueError(
+                f"{name}={shown(value)} has no effect without tokens; {remedy}, or leave {name} out"
+            )
+
+
 def check_choice(choices: Collection[str], **values: str) -> None:
     """Raises ValueError for the first value that is not one of the choices."""
     for name, value in values.items():
