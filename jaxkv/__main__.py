@@ -41,9 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _refuse(f"{name} needs {error.name}: pip install 'jaxkv[demo]'")
             run.add_arguments(command)
     try:
-        options = parser.parse_args(arguments)
+        options, rest = parser.parse_known_args(arguments)
         if run is None:  # argparse accepted an option before the command
             parser.error("give the command first")
+        if rest:
+            commands.choices[options.command].error(f"unrecognized arguments: {' '.join(rest)}")
     except UsageError as error:
         if "--json" not in arguments:
             return _refuse(str(error), prefix="")

@@ -12,9 +12,40 @@ from jax import Array
 def check_choice(choices: Sequence[str], **values: str | None) -> None:
     """Raises ValueError for the first value that is neither one of the choices nor None."""
     for name, value in values.items():
-        if value not in (None, *choices):
+        if value is not None and (not isinstance(value, str) or value not in choices):
             listed = ", ".join(map(repr, choices))
-            raise ValueError(f"{name}={value!r}; use one of {listed} or None")
+            raise ValueError(f"{name}={shown(value)}; use one of {listed} or None")
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of a value's text, on one line."""
+    return " ".join(repr(value).split())[:80]
+
+
+def as_number(name: str, value: Any) -> float:
+    """Returns a finite number as a float."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={shown(value)} must be a finite number, or None")
+    return number
+
+
+def check_type(kind: type, **values: Any) -> None:
+    """Raises TypeError for the first value that is not of a type."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+
+
+def as_array(name: str, value: Any) -> Array:
+    """Returns numbers as a `jax.Array`; raises TypeError for what holds none."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}") from None
 
 
 class PagedBuffer(NamedTuple):
@@ -80,7 +111,7 @@ def flatten_arguments(buffers: Any, block_axis: Any, num_ids: Any, **id_lists: A
     distinct = {tuple(map(id, lists)): lists for lists in per_buffer}
     index = {key: i for i, key in enumerate(distinct)}
     paged = [
-        as_pages(jnp.asarray(buffer), axis, index[tuple(map(id, lists))])
+        as_pages(as_array("buffers", buffer), axis, index[tuple(map(id, lists))])
         for buffer, lists, axis in zip(leaves, per_buffer, axes, strict=True)
     ]
     checked = [
@@ -128,7 +159,7 @@ def as_count(num_ids: Any) -> Array | None:
 def as_pages(buffer: Array, axis: int, list_index: int) -> PagedBuffer:
     """Checks one buffer and its block axis, and returns its pages."""
     if not isinstance(axis, int):
-        raise TypeError(f"block_axis must be an int, got {axis!r}")
+        raise TypeError(f"block_axis must be an int, got {type(axis).__name__}")
     if not -buffer.ndim <= axis < buffer.ndim:
         raise ValueError(f"block_axis={axis} is not an axis of a buffer of shape {buffer.shape}")
     if not jnp.issubdtype(buffer.dtype, jnp.number) or jnp.iscomplexobj(buffer):

@@ -1,9 +1,11 @@
 """Devices that run the Mosaic GPU kernels, dtypes and grids of these. Does not import Mosaic."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels._arguments import check_choice
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -55,6 +57,7 @@ def import_mosaic(implementation: Implementation | None) -> None:
 
     An import while jax traces a function makes it trace again what it has traced before.
     """
+    check_choice(get_args(Implementation), implementation=implementation)
     if implementation != "xla" and not why_unsupported(implementation == "mosaic_gpu"):
         import pallas_kernels._mosaic  # noqa: F401
 

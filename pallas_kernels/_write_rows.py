@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels._arguments import PagedBuffer, as_ids
+from pallas_kernels._arguments import PagedBuffer, as_array, as_ids
 from pallas_kernels._bitcast import as_integers, as_words, from_words
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import run
@@ -65,7 +65,7 @@ def write_rows(
       NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old. (On other devices
         jax itself refuses to compile the kernel.)
     """
-    pages, rows = jnp.asarray(pages), jnp.asarray(rows)
+    pages, rows = as_array("pages", pages), as_array("rows", rows)
     ids, offsets = as_ids(block_ids, "block_ids"), as_ids(offsets, "offsets")
     _check(pages, ids, offsets, rows, align)
     if implementation is None and rows.shape[1] * rows.dtype.itemsize < SHORT_BYTES:

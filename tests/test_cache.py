@@ -182,7 +182,7 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),
         ({"mesh": MESH}, ValueError, r"was given without axis=: .*device=NamedSharding\("),
         ({"plan": RANKS, "mesh": MESH, "axis": "heads"}, ValueError, r"pass context_parallel=\d"),
-        ({"order": "LBNCH"}, ValueError, "order='LBNCH' is not a physical order; use one of LBNHC"),
+        ({"order": "LBNCH"}, ValueError, "order='LBNCH'; use one of 'LBNHC'"),
         ({"order": "BLNHC", "stacked": False}, ValueError, "stacked=False: order='BLNHC' lays all"),
         ({"plan": UNEVEN, "order": "BLNHC"}, ValueError, "needs tensors of one page size"),
         ({"kernel_block_sizes": 2}, TypeError, "must be a sequence, one per group"),

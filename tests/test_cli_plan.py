@@ -89,7 +89,10 @@ ON_GPUS = ("--gpu", "h200", "--tensor-parallel")
         (("deepseek-v4-flash", *ON_GPUS, "2", "--request-len", "8k"), ["mxfp4, fp8, bfloat16"]),
         (("gpt-oss-20b", "--gpu", "l4", "--request-len", "4k"), ["last 128 tokens"]),
         (("gemma-4-e2b", "--gpu", "rtx4090", "--max-model-len", "32k"), ["5.08 billion"]),
-        (("whisper-large-v3", "--memory", "9GiB"), ["64 caches", "32 cross (of the encoder)"]),
+        (
+            ("whisper-large-v3", "--memory", "9GiB"),
+            ["64 caches", "32 cross layers (of the encoder)"],
+        ),
     ],
 )
 def test_a_plan_is_one_screen(capsys, arguments, texts) -> None:
@@ -302,10 +305,19 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
     ("arguments", "message"),
     [
         (("nowhere.json", "--memory", "1GiB"), "CONFIG='nowhere.json'"),
-        (("llama-3.1-8b",), "give one of --memory, such as 71.3GiB for the cache, and --gpu NAME"),
-        ((*LLAMA, "--gpu", "h200"), "give one of --memory"),
-        ((*LLAMA, "--specs", "layers.json"), "give one of CONFIG and --specs FILE"),
-        (("--memory", "1GiB"), "give one of CONFIG and --specs FILE"),
+        (
+            ("llama-3.1-8b",),
+            "give either --gpu NAME, such as --gpu h200, or the memory that is left",
+        ),
+        ((*LLAMA, "--gpu", "h200"), "give either --gpu NAME"),
+        (
+            (*LLAMA, "--specs", "layers.json"),
+            "give either CONFIG (a preset, a config.json or its directory) or --specs FILE",
+        ),
+        (
+            ("--memory", "1GiB"),
+            "give either CONFIG (a preset, a config.json or its directory) or --specs FILE",
+        ),
         ((*LLAMA, "--utilization", "0.9"), "--utilization needs --gpu"),
         ((*LLAMA, "--weights", "16GB"), "--weights needs --gpu, because --memory is for the cache"),
         (("llama-3.1-8b", "--gpu", "tpu"), "--gpu='tpu' is not in the table: a10, "),

@@ -552,7 +552,7 @@ MISTAKES = {
         r"params\['name'\] is of type str; params is a pytree of arrays",
     ),
     "layers": (lambda e: made(plan={}), TypeError, "plan must be what plan_cache returned, got d"),
-    "a plan twice": (lambda e: made(cache=make_plan()), TypeError, "cache must be what make_cache"),
+    "a plan twice": (lambda e: made(cache=make_plan()), TypeError, "cache must be a KVCache"),
     "a key for a seed": (lambda e: made(seed=jax.random.key(0)), TypeError, "seed must be an int"),
     "three things": (
         lambda e: made(forward=lambda params, step: (step, step, step)),

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.attention import build_page_lists
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.cache import make_cache
 from jaxkv._src.planning import KVCacheCapacityError, plan_cache
+from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.sleeping import ClosedOverError
 from jaxkv._src.specs import FullAttentionSpec, SharedKVSpec, StateSpec
 from jaxkv._src.uploads import StepShape, TableEntry, pack_step
@@ -67,6 +69,12 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting() -> Setting:
     return Setting()
+
+
+def donated() -> jaxkv.KVCache:
+    cache = make_cache(PLAN, max_requests=2)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    return cache
 
 
 class Flat(CacheStateMachine):
@@ -136,6 +144,11 @@ MISTAKES = {
         TypeError,
         "dtypes='f32' must be a tuple of names; add a comma",
     ),
+    "a number of groups": (
+        lambda s: jaxkv.planning.make_layout(5),
+        TypeError,
+        "groups must be a list, each entry a Group; got 5",
+    ),
     "layers without names": (
         lambda s: plan_cache([FULL], 2**20, max_model_len=24),
         TypeError,
@@ -200,7 +213,7 @@ MISTAKES = {
     "one shape for a tuple of them": (
         lambda s: StateSpec(block_size=16, shapes=4, dtypes=("f32",)),
         TypeError,
-        "shapes must be a tuple of shapes, got 4",
+        "shapes must be a list, each entry a tuple of ints; got 4",
     ),
     "a size of NumPy": (
         lambda s: FullAttentionSpec(block_size=np.int64(16), num_kv_heads=1, head_size=4),
@@ -208,6 +221,19 @@ MISTAKES = {
         r"block_size must be an int, got np.int64\(16\) \(int64\); pass int\(...\)",
     ),
     # --- cache, manager and shape ---
+    **{
+        f"more rows than int32 counts, to {name}": (
+            call,
+            ValueError,
+            "max_requests=1,099,511,627,776 rows have more cells than int32 counts; set it to at "
+            "most 85,899,345, the requests that run at the same time",
+        )
+        for name, call in {
+            "make_cache": lambda s: make_cache(PLAN, max_requests=2**40),
+            "BlockManager": lambda s: BlockManager(PLAN, max_requests=2**40),
+            "for_plan": lambda s: StepShape.for_plan(PLAN, max_requests=2**40, max_tokens=8),
+        }.items()
+    },
     "a size that is traced": (
         lambda s: jax.eval_shape(lambda n: make_cache(PLAN, max_requests=n), 2),
         TypeError,
@@ -393,6 +419,11 @@ MISTAKES = {
         TypeError,
         "tokens must be token ids, ints, got float64",
     ),
+    "token ids that are traced": (
+        lambda s: jax.eval_shape(s.prompt, jnp.ones(4, jnp.int32)),
+        TypeError,
+        "tokens is a .*Tracer; it is traced, .* pass it from outside of jit",
+    ),
     "no token ids": (
         lambda s: s.prompt([]),
         ValueError,
@@ -403,16 +434,29 @@ MISTAKES = {
         TypeError,
         r"salt must be a str or None, got 7; use str\(...\)",
     ),
+    **{
+        f"{name} without its prompt": (
+            lambda s, name=name, value=value: s.prompt(None, **{name: value}),
+            ValueError,
+            f"{name}=.* has no effect without tokens; pass the token ids of the prompt as tokens=",
+        )
+        for name, value in {
+            "salt": 5,
+            "boundaries": [2],
+            "extra_keys": [ExtraKey.lora("a", "/a")],
+            "max_cached_tokens": 4,
+        }.items()
+    },
     "the name of an adapter for its key": (
         lambda s: s.prompt([1], extra_keys=["my-adapter"]),
         TypeError,
-        "extra_keys must hold ExtraKey objects, got 'my-adapter'; make one with ExtraKey.lora, "
-        "ExtraKey.mm or ExtraKey.prompt_embeds",
+        r"extra_keys\[0\] must be made by ExtraKey.lora, ExtraKey.mm or ExtraKey.prompt_embeds, "
+        "got 'my-adapter'",
     ),
     "one boundary": (
         lambda s: s.prompt([1, 2], boundaries=1),
         TypeError,
-        "boundaries must be a sequence of ints, got 1",
+        "boundaries must be a list, each entry an int; got 1",
     ),
     "no room for what the cache holds of a prompt": (
         lambda s: pack_step(s.shape, entries=[TableEntry(0, [range(99)] * 5)]),
@@ -500,7 +544,7 @@ MISTAKES = {
     "entries that were not packed": (
         lambda s: jaxkv.append_block_ids(s.cache, [TableEntry(0, [[1]] * 5)]),
         TypeError,
-        "entries must be TableEntries, got list",
+        "entries must be a TableEntries, got list",
     ),
     # --- layers ---
     **{
@@ -511,6 +555,7 @@ MISTAKES = {
             "zero_blocks": lambda s: jaxkv.pool.zero_blocks(PLAN, s.upload.data, s.upload.data),
             "block_pieces": lambda s: jaxkv.pool.block_pieces(PLAN, [[1]]),
             "move": lambda s: jaxkv.HostBlocks().move(PLAN, None),
+            "append_block_ids": lambda s: jaxkv.append_block_ids(PLAN, None),
         }.items()
     },
     "an upload for moves": (
@@ -614,6 +659,38 @@ MISTAKES = {
         lambda s: jaxkv.read_state(s.cache, "full.0", s.batch),
         TypeError,
         "layer='full.0' keeps tokens, not states; use read_tokens and write_tokens, or read_rows",
+    ),
+    "a cache that was donated": (
+        lambda s: jaxkv.layer_view(donated(), "full.0"),
+        ValueError,
+        "cache is used up: it was donated to an earlier call, or went to sleep; use the one that",
+    ),
+    "an array for the name of an implementation": (
+        lambda s: s.write(implementation=np.ones(2)),
+        ValueError,
+        r"implementation=array\(\[1., 1.\]\); use one of 'mosaic_gpu', 'xla' or None",
+    ),
+    "a list of sinks": (
+        lambda s: s.attend(KEYS, KEYS, KEYS, sinks=[0.0, 0.0]),
+        TypeError,
+        "sinks must be an array, got list",
+    ),
+    "names for keys": (
+        lambda s: s.write(keys=np.array(["a"])),
+        TypeError,
+        "keys must be an array of numbers, got <U1",
+    ),
+    "a word for a period": (
+        lambda s: build_page_lists(s.cache, "full.0", s.batch, q_block_tokens=4, period="first"),
+        TypeError,
+        "period must be an array of int32, got str",
+    ),
+    "a list of token ids, to a step": (
+        lambda s: jax.eval_shape(
+            lambda *step: jaxkv.StepContext(*step, token_ids=[1] * 8), s.fresh, s.upload
+        ),
+        TypeError,
+        "token_ids must be an array, got list",
     ),
     # --- testing kit ---
     "a fixed model for a strategy": (

@@ -645,7 +645,7 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
 @pytest.mark.parametrize(
     ("layout", "options", "error", "message"),
     [
-        ("mixed", {"order": "NBC"}, ValueError, "order='NBC' is not a physical order"),
+        ("mixed", {"order": "NBC"}, ValueError, "order='NBC'; use one of"),
         (
             "two groups",
             {"order": "BLNHC", "stacked": False},
@@ -709,7 +709,11 @@ def test_no_common_size_is_refused_by_name(arguments, message) -> None:
     ("call", "error", "message"),
     [
         (lambda: AcceptedSizes(), ValueError, "accepts nothing"),
-        (lambda: AcceptedSizes(exact=64), TypeError, "exact must be a tuple"),
+        (
+            lambda: AcceptedSizes(exact=64),
+            TypeError,
+            "exact must be a list, each entry a number of tokens; got",
+        ),
         (lambda: AcceptedSizes(exact=(0,)), ValueError, r"exact\[0\] must be at least 1"),
         (lambda: AcceptedSizes(multiples_of=1.5), TypeError, "multiples_of must be an int"),
         (lambda: select_kernel_block_size(64, [64]), TypeError, "backends must map"),
@@ -749,7 +753,7 @@ TILED = {"tile_tokens": 64}
 @pytest.mark.parametrize(
     ("order", "place", "size", "message"),
     [
-        ({"order": "LBNCH"}, {}, None, "order='LBNCH' is not a physical order; use one of LBNHC"),
+        ({"order": "LBNCH"}, {}, None, "order='LBNCH'; use one of 'LBNHC'"),
         ({}, {"layer": 2, "num_layers": 2}, None, "layer=2 is not one of num_layers=2"),
         ({}, {"num_blocks": 0}, None, "num_blocks must be at least 1"),
         ({}, {"page_bytes": 64}, None, "page_bytes=64 cannot hold 524288 bytes"),

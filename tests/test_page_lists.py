@@ -383,7 +383,7 @@ def test_a_batch_reaches_the_bounds() -> None:
         ({"sliding_window": 4, "causal": False}, ValueError, "sliding_window=4.* causal=True"),
         ({"chunk_size": 4, "causal": False}, ValueError, "chunk_size=4.* needs causal=True"),
         ({"chunk_size": 4, "sliding_window": 4}, ValueError, "both given"),
-        ({"causal": 1}, TypeError, "causal must be a bool"),
+        ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
         ({"max_model_len": 2**31}, ValueError, "token positions reach"),
         (
             {"max_model_len": 2**30, "page_tokens": 1, "num_pages": 2**30},

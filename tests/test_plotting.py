@@ -532,11 +532,21 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
             "kernel_block_size=3 does not divide",
         ),
         (lambda: plotting.plot_page(SMALL.groups[0].specs[0], block_id=-1), ValueError, "block_id"),
-        (lambda: plotting.plot_order("LBH"), ValueError, "order='LBH' is not a physical order"),
+        (lambda: plotting.plot_order("LBH"), ValueError, "order='LBH'; use one of"),
         (lambda: plotting.plot_order("NHD", block_id=3), ValueError, "block_id=3 is not one of"),
+        (
+            lambda: plotting.plot_block_use(None),
+            TypeError,
+            "uses must be a list, each entry what BlockManager.block_use was; got None",
+        ),
+        (lambda: plotting.plot_order("NHD", ax=3), TypeError, "ax must be matplotlib Axes or None"),
         (lambda: plotting.plot_orders([]), ValueError, r"orders=\[\] must be"),
         (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
-        (lambda: plotting.plot_length_against_requests(SMALL, 512), TypeError, "lengths=512 must"),
+        (
+            lambda: plotting.plot_length_against_requests(SMALL, 512),
+            TypeError,
+            "lengths must be a list, .* got 512",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(draw, error, message) -> None:

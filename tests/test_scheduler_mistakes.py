@@ -77,7 +77,11 @@ MISTAKES = {
     "encoder": (lambda s: s.scheduler.add("b", 3, encoder_tokens=9), "max_encoder_tokens=0"),
     "no tokens": (lambda s: s.scheduler.add("b", 0), "num_tokens must be at least 1"),
     "a number of keys": (lambda s: s.scheduler.add("b", 3, extra_keys=5), "extra_keys must be"),
-    "a str of boundaries": (lambda s: s.scheduler.add("b", 3, boundaries=["a"]), "must be ints"),
+    "a str of boundaries": (lambda s: s.scheduler.add("b", 3, boundaries=["a"]), "must be an int"),
+    "endless samples": (
+        lambda s: s.scheduler.add("b", 3, samples=2**40),
+        "samples=1099511627776 must be at most 1048576",
+    ),
     "no samples": (lambda s: s.scheduler.add("b", 3, samples=0), "samples must be at least 1"),
     "samples, no forks": (lambda s: s.scheduler.add("b", 3, samples=2), "forks=0; pass forks="),
     "unknown": (lambda s: s.scheduler.finish("b"), "'b' is unknown; add it first"),

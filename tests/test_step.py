@@ -180,7 +180,7 @@ def test_a_request_whose_block_never_came_is_reported() -> None:
         ({"plan": hybrid_plan(41)}, "num_blocks is 41 and the cache's 40"),
         ({"max_requests": 3}, "max_requests is 3 and the cache's 4"),
         ({"plan": hybrid_plan(kv_dtype="bf16", max_model_len=20)}, None),
-        ({"plan": hybrid_plan(grouping="packed")}, "growths"),
+        ({"plan": hybrid_plan(grouping="packed")}, "its groups hold other blocks"),
     ],
 )  # fmt: skip
 def test_an_upload_of_another_plan_is_refused(change, message) -> None:

@@ -5,10 +5,11 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels._arguments import check_choice
+from pallas_kernels._arguments import as_array, as_number, check_choice, check_type, shown
 from pallas_kernels._paged_attention.packed import GROUP, PackedRow, RowPacking
 from pallas_kernels._paged_attention.pages import StridedPages, check_pages
 from pallas_kernels._paged_attention.shared import is_worth_sharing
@@ -55,7 +56,12 @@ def check_arguments(
     Raises:
       TypeError, ValueError: an argument that does not fit.
     """
-    queries, pages = jnp.asarray(queries), check_pages(pages)
+    check_type(bool, causal=causal, reproducible=reproducible)
+    if interleaving is not None:
+        check_type(Interleaving, interleaving=interleaving)
+    key_width = _as_count("key_width", key_width)
+    value_width = _as_count("value_width", value_width)
+    queries, pages = as_array("queries", queries), check_pages(pages)
     _check_dtype("queries", queries.dtype, QUERY_DTYPES)
     _check_row_packing(row_packing, pages)
     _check_widths(queries, pages, key_width, value_width, row_packing)
@@ -124,6 +130,7 @@ def _as_shared(
     """Checks beginnings that requests share; returns None if there is room for no group."""
     if shared is None:
         return None
+    check_type(SharedPrefixes, shared_prefixes=shared)
     members, ends, lens = shared
     members = _as_int32("shared_prefixes.members", members, 1, jnp.size(members))
     ends = _as_int32("shared_prefixes.ends", ends, 1, jnp.size(ends))
@@ -251,7 +258,7 @@ def _as_scale(name: str, scale: Any, kv_heads: int) -> Array:
 
 
 def _as_float(name: str, array: Any, shape: tuple[int, ...]) -> Array:
-    given = jnp.asarray(array)
+    given = as_array(name, array)
     if given.shape != shape:
         wanted = f"{list(shape)}" if name == "sinks" else f"a number or {list(shape)}"
         raise ValueError(f"{name} has shape {given.shape}; wants {wanted}, one per head")
@@ -263,12 +270,13 @@ def _as_float(name: str, array: Any, shape: tuple[int, ...]) -> Array:
 def _as_count(name: str, count: int | None) -> int | None:
     if count is None:
         return None
-    if isinstance(count, jax.Array) or int(count) != count or count < 1:
-        raise ValueError(f"{name}={count!r} must be an int of at least 1, or None")
-    return min(int(count), INT32_MAX)
+    number = math.nan if isinstance(count, jax.Array | np.ndarray) else as_number(name, count)
+    if not number >= 1 or number != int(number):
+        raise ValueError(f"{name}={shown(count)} must be an int of at least 1, or None")
+    return min(int(number), INT32_MAX)
 
 
 def _positive(name: str, number: float) -> float:
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name}={number!r} must be positive and finite, or None")
+    if as_number(name, number) <= 0:
+        raise ValueError(f"{name}={number} must be positive and finite, or None")
     return float(number)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from pallas_kernels._arguments import as_array
+
 
 class StridedPages(NamedTuple):
     """Pages of keys and values among other bytes: padding, other layers, other heads.
@@ -128,7 +130,7 @@ class StridedPages(NamedTuple):
 def check_pages(pages: Any) -> StridedPages:
     """Checks pages, which may be given as an array, and returns them as `StridedPages`."""
     if not isinstance(pages, StridedPages):
-        array = jnp.asarray(pages)
+        array = as_array("pages", pages)
         if array.ndim != 4:
             raise ValueError(
                 f"pages must be [blocks, tokens, kv_heads, K + V], got shape {array.shape}"

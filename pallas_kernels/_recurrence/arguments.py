@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels._arguments import as_array, as_number, check_type, shown
 from pallas_kernels._recurrence.pages import StatePages
 from pallas_kernels._recurrence.rule import Convolution, Requests, Rule, Spans, Tokens
 
@@ -26,15 +27,18 @@ def check_tokens(
     values_first: bool = False,
 ) -> tuple[Rule, Tokens]:
     """Checks what a recurrence computes, and returns its rule and its tokens."""
-    inputs, log_decay, beta = (jnp.asarray(x) for x in (inputs, log_decay, beta))
+    check_type(bool, normalize=normalize, values_first=values_first)
+    inputs, log_decay = as_array("inputs", inputs), as_array("log_decay", log_decay)
+    beta = as_array("beta" if delta else "steps", beta)
     check_pages("states", states, 3)
     value_heads, value_size, key_size = states.shape
     heads = "num_key_heads" if delta else "num_groups"
     if not isinstance(key_heads, int) or key_heads < 1 or value_heads % key_heads:
         raise ValueError(
-            f"{heads}={key_heads!r} must be an int that divides the {value_heads} heads of states"
+            f"{heads}={shown(key_heads)} must be an int that divides the {value_heads} heads of "
+            "states"
         )
-    scale = key_size**-0.5 if scale is None else float(scale)
+    scale = key_size**-0.5 if scale is None else as_number("scale", scale)
     rule = Rule(
         *(key_heads, value_heads, key_size, value_size, delta, normalize, scale, values_first)
     )
@@ -93,7 +97,9 @@ def check_requests(
     if write_after is not None:
         write_after = _as_int32("write_after", write_after, (batch, writes))
     if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
-        raise ValueError(f"max_query_len={max_query_len!r} must be an int of at least 1, or None")
+        raise ValueError(
+            f"max_query_len={shown(max_query_len)} must be an int of at least 1, or None"
+        )
     most = count if max_query_len is None else min(count, max_query_len)
     spans = Spans(starts[:-1], counts, write_after)
     return Requests(read_ids, write_ids, spans), most
@@ -103,6 +109,7 @@ def check_convolution(conv: Convolution | None, inputs: Array, data: Any) -> Non
     """Checks a convolution over these inputs, whose pages lie in ``data``."""
     if conv is None:
         return
+    check_type(Convolution, convolution=conv)
     check_pages("convolution.pages", conv.pages, 2)
     weights, (kept, channels) = conv.weights, conv.pages.shape
     if conv.pages.data is not data:
@@ -129,6 +136,7 @@ def check_convolution(conv: Convolution | None, inputs: Array, data: Any) -> Non
 
 def check_pages(name: str, pages: StatePages, ndim: int) -> None:
     """Raises TypeError or ValueError unless the arrays lie within their extents."""
+    check_type(StatePages, **{name: pages})
     data = pages.data
     if jnp.dtype(pages.dtype).name not in DTYPES:
         raise TypeError(

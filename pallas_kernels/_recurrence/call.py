@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels._arguments import as_array, check_type
 from pallas_kernels._capability import Implementation
 from pallas_kernels._dispatch import choose
 from pallas_kernels._recurrence.arguments import (
@@ -191,7 +192,8 @@ def causal_conv1d(
       NotImplementedError: ``"mosaic_gpu"`` with a jax or a GPU that is too old, or with arguments
         that it does not support.
     """
-    inputs = jnp.asarray(inputs)
+    check_type(Convolution, convolution=convolution)
+    inputs = as_array("inputs", inputs)
     requests, most = check_requests(
         inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
     )

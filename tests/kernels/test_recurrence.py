@@ -546,6 +546,10 @@ GOOD = {
 }
 WINDOWS = StatePages(GOOD["states"].data, jnp.float32, (3, 256), 9)
 BAD = [
+    ("inputs", None, TypeError, "inputs must be an array of numbers, got NoneType"),
+    ("states", 5, TypeError, "states must be of type StatePages, got int"),
+    ("scale", "x", ValueError, "scale='x' must be a finite number, or None"),
+    ("convolution", 5, TypeError, "convolution must be of type Convolution, got int"),
     ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
     ("inputs", jnp.ones((3, 250)), ValueError, r"want \[T, 256\]"),
     ("inputs", jnp.ones((3, 256), jnp.int8), TypeError, "inputs must be one of float32"),

@@ -339,6 +339,7 @@ BAD = [
     (zero_blocks, "num_ids", IDS, TypeError, "num_ids must be int32"),
     (zero_blocks, "buffers", jnp.ones((3, 2), bool), TypeError, "buffers must be real and num"),
     (zero_blocks, "buffers", jnp.ones((3, 2), complex), TypeError, "buffers must be real and num"),
+    (zero_blocks, "buffers", 2**40, TypeError, "buffers must be an array of numbers, got int"),
     (copy_blocks, "implementation", "triton", ValueError, "implementation='triton'"),
     (copy_blocks, "sources", np.array([2**32 + 1]), TypeError, "sources must be int32"),
     (copy_blocks, "sources", [IDS] * 2, ValueError, "sources must be one value, or a tree"),
@@ -358,6 +359,7 @@ BAD = [
     (write_rows, "rows", jnp.ones(2), ValueError, "rows must be"),
     (write_rows, "rows", jnp.ones((2, 3), jnp.int32), TypeError, "rows must be float32"),
     (write_rows, "pages", jnp.ones((4, 8, 2)), ValueError, "pages must be"),
+    (write_rows, "rows", None, TypeError, "rows must be an array of numbers, got NoneType"),
     (write_rows, "align", 0, ValueError, "align must be at least 1, got 0"),
     (write_rows, "align", 0.5, TypeError, "align must be an int"),
 ]

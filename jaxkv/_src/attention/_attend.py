@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv._src.attention._kernel import AttentionRule, attend_to_layer
 from jaxkv._src.cache import KVCache, Period, StepBatch
-from jaxkv._src.internal.checks import check_array, check_number
+from jaxkv._src.internal.checks import check_array, check_choice, check_number
 from jaxkv._src.internal.kept import kept_jit
 from jaxkv._src.pool import (
     SAME,
@@ -113,10 +113,12 @@ def attend(
     """
     bound = bind(cache, layer, batch, period, implementation)
     rule = _rule(layer, bound, queries, scale, soft_cap, row_packing)
-    if sinks is not None and sinks.shape != queries.shape[-2:-1]:
-        raise ValueError(
-            f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
-        )
+    if sinks is not None:
+        check_array(sinks=sinks)
+        if sinks.shape != queries.shape[-2:-1]:
+            raise ValueError(
+                f"sinks has shape {sinks.shape}; wants {queries.shape[-2:-1]}, one per head"
+            )
     _check_written(layer, bound, keys, values)
     buffer, out = _attend(bound, queries, keys, values, sinks, rule=rule)
     return put_back(cache, layer, bound, buffer), out
@@ -259,9 +261,7 @@ def _packed_row(spec: MLASpec) -> PackedRow:
 
 def _check_packing(layer: str, spec: FullAttentionSpec | MLASpec, row_packing: RowPacking) -> None:
     """Raises ValueError unless the rows of a layer have the size of packed rows."""
-    if row_packing not in get_args(RowPacking):
-        choices = ", ".join(map(repr, get_args(RowPacking)))
-        raise ValueError(f"row_packing={row_packing!r}; use one of {choices} or None")
+    check_choice(get_args(RowPacking), row_packing=row_packing)
     if not isinstance(spec, MLASpec):
         raise ValueError(f"row_packing={row_packing!r}, but layer={layer!r} stores no latent rows")
     wanted = _packed_row(spec).row_bytes

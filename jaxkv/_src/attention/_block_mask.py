@@ -20,6 +20,7 @@ from jaxkv._src.attention._segments import NULL_PAGE, PageTables
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.checks import FlagsError
 from jaxkv._src.internal.indexing import bit, gather_bits, within
+from jaxkv._src.internal.jit_int32 import jit_int32
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.layout import PageListSizes
 from jaxkv._src.pool import SAME, check_batch, on_devices
@@ -59,7 +60,7 @@ class PhysicalToLogical:
         return f"PhysicalToLogical({requests} requests, {pages} pages)"
 
 
-@jax.jit
+@jit_int32()
 def block_mask_indices(lists: PageLists) -> BlockMaskIndices:
     """Returns the distinct pages of each query group.
 
@@ -103,6 +104,7 @@ def physical_to_logical(
       TypeError, ValueError: as for `build_page_lists`.
     """
     check_batch(cache, batch)
+    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
     one_group = batch.shape.max_tokens  # the map has no query groups
     sizes = page_list_sizes(cache, layer, batch.shape, q_block_tokens=one_group)
 

@@ -178,6 +178,7 @@ def _build(
 ) -> Any:
     """Lists the pages of a step by ``make``, with ids on the block axis of the layer's view."""
     check_batch(cache, batch)
+    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
     sizes = page_list_sizes(cache, layer, batch.shape, **options)
 
     def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists | PageCSR:

@@ -9,11 +9,11 @@ from jaxkv._src.cache import (
     KVCache,
     Period,
     StepBatch,
+    check_cache,
     check_layout,
     expand_blocks,
     first_columns,
 )
-from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.indexing import bit, within
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.layout import PageListSizes
@@ -45,7 +45,7 @@ def page_list_sizes(
       ValueError: a rectangular shape, context parallelism, a shape of another plan, or sizes
         that contradict each other.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     layout = cache.layout
     check_layout(layout, shape)
     group = layout.place_of(layer).group

@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, BAD_ROW, PAD_ROW, CacheLayout, KVCache
-from jaxkv._src.internal.checks import check_count, check_positive, check_same_shape
+from jaxkv._src.internal.checks import check_at_most, check_count, check_positive, check_same_shape
 from jaxkv._src.internal.indexing import bit, gather_bits, group_of, take, within
 from jaxkv._src.internal.jit_int32 import jit_int32
-from jaxkv._src.internal.numbers import NULL_BLOCK
+from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.uploads import TableEntry, list_entries
 
 
@@ -58,6 +58,8 @@ def pack_entries(
     """
     check_positive(num_groups=num_groups, max_requests=max_requests)
     check_count(max_block_ids=max_block_ids, max_rows=max_rows)
+    sizes = {"num_groups": num_groups, "max_block_ids": max_block_ids, "max_rows": max_rows}
+    check_at_most(INT32_MAX, **sizes)
     listed = list_entries(entries, num_groups, max_requests)
     rooms = {
         "max_block_ids": (listed.ids, max_block_ids),

@@ -30,7 +30,7 @@ from jaxkv._src.internal.checks import (
     check_positive,
 )
 from jaxkv._src.internal.html import html_table
-from jaxkv._src.planning import Plan
+from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.prefixes import EventLog, ExtraKey
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
 from jaxkv._src.uploads import Ints, StepShape, Upload
@@ -96,11 +96,10 @@ class BlockManager:
           host_memory: memory for kept blocks that make room for others on the device; `take_moves`
             then belongs to every step. None: such blocks are forgotten.
         """
-        check_positive(max_requests=max_requests)
+        check_rows(plan, max_requests)
         check_number(checkpoint_share=checkpoint_share)
         if not 0 <= checkpoint_share <= 1:
             raise ValueError(f"checkpoint_share={checkpoint_share} must be from 0.0 to 1.0")
-        check_kind(Plan, "what plan_cache returned", plan=plan)
         if events is not None:
             check_kind(EventLog, "an EventLog", events=events)
         self._plan, self._max_requests = plan, max_requests
@@ -245,21 +244,9 @@ class BlockManager:
                 f"encoder_tokens={encoder_tokens} is more than the plan admits: "
                 f"limits.max_encoder_tokens={self._plan.limits.max_encoder_tokens}"
             )
-        length = 0
-        if isinstance(tokens, PrefixMatch):
-            length = tokens.num_tokens
-        elif tokens is not None and hasattr(tokens, "__len__"):  # or it is refused below
-            length = len(tokens)
-        if length > self._plan.max_model_len:
-            raise ValueError(
-                f"tokens holds {length} token ids, more than the plan's "
-                f"max_model_len={self._plan.max_model_len}; cut the prompt, or plan for longer ones"
-            )
         self._rows.check_new([request])
-        looked_up = None
-        if tokens is not None and not self._prefixes.has_encoder:
-            prompt = tokens, salt, extra_keys, max_cached_tokens
-            looked_up = self._prefixes.look_up(*prompt, boundaries)
+        prompt = tokens, salt, extra_keys, max_cached_tokens
+        looked_up = self._prefixes.look_up(*prompt, boundaries)
         self._prefixes.loads.unpark(request)
         row = self._rows.take(request)
         self._state.start(row, encoder_tokens)

@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from jaxkv._src.blocks._prompts import (
     PrefixStats,
 )
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.internal.checks import check_count
+from jaxkv._src.internal.checks import check_count, check_left_out
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import (
     MAX_TOKEN,
@@ -43,7 +43,6 @@ from jaxkv._src.uploads import Ints
 class Prefixes:
     """The prompts that the manager remembers, and the blocks that it keeps of them.
 
-    has_encoder: whether a group stores encoder tokens; nothing is shared then.
     kept: the prompts of rows, and what is kept of them.
     loads: from host memory.
     """
@@ -64,7 +63,7 @@ class Prefixes:
             state.pool.on_take = self._taken
         self.kept = KeptPrompts(state, self._tree, checkpoint_blocks, self._events, tier)
         self.loads = HostLoads(state, self._tree, self.kept, tier)
-        self.has_encoder = bool(state.growth.crossed.size)
+        self._has_encoder, self._longest = bool(state.growth.crossed.size), plan.max_model_len
         self._codes = TokenCodes()
         self._counts = Counter(
             requests=0,
@@ -115,16 +114,35 @@ class Prefixes:
 
     def look_up(
         self,
-        tokens: Ints | PrefixMatch,
+        tokens: Ints | PrefixMatch | None,
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None,
         boundaries: Sequence[int],
-    ) -> tuple[CachedPrompt, CachedPrefix]:
-        """Finds the prefix of a prompt, for `start`; the arguments are of `BlockManager.start`."""
+    ) -> tuple[CachedPrompt, CachedPrefix] | None:
+        """Finds the prefix of a prompt, for `start`; the arguments are of `BlockManager.start`.
+
+        Returns None if it shares nothing: without tokens, or if a group stores encoder tokens.
+        """
+        if tokens is None:
+            of_prompt: dict[str, Any] = {
+                "salt": salt,
+                "extra_keys": extra_keys,
+                "boundaries": boundaries,
+            }
+            of_prompt |= {"max_cached_tokens": max_cached_tokens}
+            check_left_out("pass the token ids of the prompt as tokens=", **of_prompt)
+            return None
         prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
+        if encoded.size > self._longest:
+            raise ValueError(
+                f"tokens holds {encoded.size} token ids, more than the plan's "
+                f"max_model_len={self._longest}; cut the prompt, or plan for longer ones"
+            )
         check_boundaries(boundaries, encoded.size)
+        if self._has_encoder:
+            return None
         if found.num_host_tokens and not self.loads.fits(found.columns):
             found = find(self._tree, prefix.path, found.num_seen, prefix.limit, on_device=True)
             found = found._replace(reasons=("on_host",) * len(found.reasons))

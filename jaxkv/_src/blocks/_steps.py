@@ -71,7 +71,7 @@ class StepPlanner:
         """Creates the steps of a manager, from its parts."""
         self._plan, self._state, self._rows = plan, state, rows
         self._kept, self._loads = prefixes.kept, prefixes.loads
-        self._shape: StepShape | None = None  # that passed `_check_shape` last
+        self._shape: object = self  # the shape that passed `_check_shape` last
         self._shapes: set[StepShape] = set()  # all that passed
         self._shared = [  # groups of layers in which a token reads all that are before it
             group

@@ -19,6 +19,7 @@ from jaxkv._src.cache._state import (
     TOO_LONG,
     CacheError,
     KVCache,
+    check_cache,
     check_layout,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "KVCache",
     "Period",
     "StepBatch",
+    "check_cache",
     "check_errors",
     "check_layout",
     "expand_blocks",

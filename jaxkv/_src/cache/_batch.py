@@ -10,6 +10,7 @@ from jax import Array
 from jaxkv._src.cache._expand import expand_blocks
 from jaxkv._src.cache._layout import CacheLayout, Period
 from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch
+from jaxkv._src.internal.checks import check_count
 from jaxkv._src.internal.indexing import group_of, take
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.uploads import StepShape
@@ -54,6 +55,9 @@ class StepBatch:
 
     def in_group(self, group: int) -> GroupBatch:
         """Returns the requests with the block table of one group."""
+        check_count(group=group)
+        if group >= len(self.tables):
+            raise ValueError(f"group={group} is not in 0..{len(self.tables) - 1}, the plan's")
         return GroupBatch(self, self.tables[group], self.layout.growths[group])
 
     # --- requests -----------------------------------------------------------------

@@ -4,7 +4,7 @@ from typing import ClassVar, Protocol
 
 from jax import Array
 
-from jaxkv._src.internal.checks import FlagsError
+from jaxkv._src.internal.checks import FlagsError, check_known
 
 
 class Flagged(Protocol):
@@ -32,6 +32,7 @@ def check_errors(state: Flagged) -> None:
     """
     if not hasattr(type(state), "error"):
         raise TypeError(f"state must be a cache or page lists, got {type(state).__name__}")
+    check_known(state=state.error_flags)
     flags = int(state.error_flags)
     if flags:
         raise type(state).error(flags)

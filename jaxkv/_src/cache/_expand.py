@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_at_most
 from jaxkv._src.internal.indexing import within
 from jaxkv._src.internal.jit_int32 import jit_int32
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -25,7 +25,7 @@ def expand_blocks(block_ids: Array, blocks_per_kv_block: int) -> Array:
       int32[..., N * blocks_per_kv_block]: id ``b`` becomes ``b * k .. b * k + k - 1``; an id
       that is negative, or whose kernel ids do not fit int32, becomes -1.
     """
-    check_positive(blocks_per_kv_block=blocks_per_kv_block)
+    check_at_most(INT32_MAX, blocks_per_kv_block=blocks_per_kv_block)
     k = blocks_per_kv_block
     known = within(block_ids, (INT32_MAX - k + 1) // k + 1) if k > 1 else block_ids >= 0
     first = jnp.repeat(jnp.where(known, block_ids * k, -1), k, axis=-1)

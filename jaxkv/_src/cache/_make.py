@@ -11,11 +11,18 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._src.cache._layout import CacheLayout
-from jaxkv._src.cache._state import KVCache
+from jaxkv._src.cache._state import KVCache, check_cache
 from jaxkv._src.internal.allocation import Device, copied, zeros
-from jaxkv._src.internal.checks import check_count, check_kind, check_positive
+from jaxkv._src.internal.checks import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_number,
+    check_positive,
+)
+from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
-from jaxkv._src.planning import Plan
+from jaxkv._src.planning import Plan, check_rows
 
 Scale = tuple[float | Array, float | Array]
 
@@ -79,8 +86,9 @@ def make_cache(
         ways where nothing is zeroed; an order that the layout cannot have; an unknown worker or
         mesh axis.
     """
-    check_positive(max_requests=max_requests, interleave_tokens=interleave_tokens)
-    check_kind(Plan, "what plan_cache returned", plan=plan)
+    check_rows(plan, max_requests)
+    check_positive(interleave_tokens=interleave_tokens)
+    check_flag(tables_only=tables_only, stacked=True if stacked is None else stacked)
     _check_places(mesh, axis, device)
     if device is None and mesh is None:
         device = _default_place()
@@ -129,7 +137,7 @@ def set_scales(cache: KVCache, scales: Scale | Mapping[str, Scale]) -> KVCache:
       TypeError: scales that are not pairs of numbers.
       ValueError: a cache without scales, an unknown layer, or a scale that is not positive.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     if cache.scales is None:
         raise ValueError(
             "the cache has no scales; make it with scales=(1.0, 1.0) to set them later"
@@ -153,6 +161,8 @@ def _as_row(pair: Scale) -> Any:
 
 
 def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
+    if axis is not None:
+        check_kind(str, "the name of an axis", axis=axis)
     if axis is not None and mesh is None:
         raise ValueError(f"axis={axis!r} was given without mesh=: pass the mesh with this axis")
     if mesh is not None and device is not None:
@@ -160,7 +170,7 @@ def _check_places(mesh: Mesh | None, axis: str | None, device: Device) -> None:
     if mesh is not None:
         check_kind(Mesh, "a jax.sharding.Mesh", mesh=mesh)
     if device is not None and not isinstance(device, jax.Device | jax.sharding.Sharding):
-        raise TypeError(f"device must be a jax.Device or a Sharding, got {device!r}")
+        raise TypeError(f"device must be a jax.Device or a Sharding, got {shown(device)}")
     if isinstance(device, jax.sharding.Sharding) and not device.is_fully_replicated:
         raise ValueError(
             f"device={device} would shard every array of the cache; pass mesh= and axis= to "
@@ -306,7 +316,12 @@ def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mappi
         scales = dict.fromkeys(layout.layer_index, scales)
     for pair in scales.values():
         if not isinstance(pair, Sequence) or [np.ndim(scale) for scale in pair] != [0, 0]:
-            raise TypeError(f"scales must be pairs (K scale, V scale) of numbers, got {pair!r}")
+            raise TypeError(
+                f"scales must be pairs (K scale, V scale) of numbers, got {shown(pair)}"
+            )
+        for scale in pair:
+            if not isinstance(scale, Array | np.ndarray):
+                check_number(scales=scale)
         if not all(_is_positive(scale) for scale in pair):
-            raise ValueError(f"scales must be finite float32 greater than 0, got {pair!r}")
+            raise ValueError(f"scales must be finite float32 greater than 0, got {shown(pair)}")
     return scales

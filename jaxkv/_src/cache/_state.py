@@ -1,14 +1,14 @@
 """The state of a cache on the device: block tables, pool and scales in one pytree."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax import Array
 
 from jaxkv._src.cache._layout import CacheLayout
-from jaxkv._src.internal.checks import FlagsError
+from jaxkv._src.internal.checks import FlagsError, check_kind
 from jaxkv._src.internal.html import html_table
 from jaxkv._src.uploads import StepShape, Upload
 
@@ -186,8 +186,24 @@ def _ids_text(ids: np.ndarray, used: int) -> str:
 jax.tree_util.register_dataclass(Upload, data_fields=["data"], meta_fields=["shape"])
 
 
+def check_cache(cache: Any) -> None:
+    """Raises TypeError or ValueError unless this is a cache whose arrays still exist."""
+    check_kind(KVCache, cache=cache)
+    status = cache.status
+    if (
+        isinstance(status, Array)
+        and not isinstance(status, jax.core.Tracer)
+        and status.is_deleted()
+    ):
+        raise ValueError(
+            "cache is used up: it was donated to an earlier call, or went to sleep; use the one "
+            "that this call returned, and make one for each engine"
+        )
+
+
 def check_layout(layout: CacheLayout, shape: StepShape) -> None:
-    """Raises ValueError unless a step's shape belongs to the plan of the cache."""
+    """Raises TypeError or ValueError unless a step's shape belongs to the plan of the cache."""
+    check_kind(StepShape, shape=shape)
     shape.check_made_for(
         "cache",
         growths=layout.growths,

@@ -24,7 +24,9 @@ class TokenBytes(NamedTuple):
     num_bytes: int
 
     def __str__(self) -> str:
-        text = f"{self.num_bytes:,} bytes in {self.layers} {self.kind}"
+        text = (
+            f"{self.num_bytes:,} bytes in {self.layers} {self.kind} layer{'s' * (self.layers != 1)}"
+        )
         if self.kind == "cross":
             return f"{text} (of the encoder)"
         return text if self.span is None else f"{text} (last {self.span:,} tokens)"

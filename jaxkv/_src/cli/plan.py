@@ -146,7 +146,10 @@ def _read_model(
     options: argparse.Namespace, counts: Mapping[str, int]
 ) -> Mapping[str, Any] | SpecsFile:
     if (options.config is None) == (options.specs is None):
-        raise ValueError("give one of CONFIG and --specs FILE")
+        raise ValueError(
+            "give either CONFIG (a preset, a config.json or its directory) or --specs FILE; see "
+            "python -m jaxkv plan --help"
+        )
     if options.specs is None:
         return load_config(options.config)
     if counts.get("tensor_parallel", 1) != 1:
@@ -162,7 +165,10 @@ def _read_budget(
 ) -> tuple[Budget, Weights | None]:
     """Returns the memory for the cache, and the weights where they are counted."""
     if (options.memory is None) == (options.gpu is None):
-        raise ValueError("give one of --memory, such as 71.3GiB for the cache, and --gpu NAME")
+        raise ValueError(
+            "give either --gpu NAME, such as --gpu h200, or the memory that is left for the cache, "
+            "such as --memory 71.3GiB"
+        )
     if options.gpu is None:
         for name in ("utilization", "weights"):
             if getattr(options, name) is not None:

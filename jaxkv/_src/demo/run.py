@@ -32,13 +32,15 @@ REQUESTS_WITHOUT_ZEROING = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=64, help="how many (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and trace (default 0)")
+    parser.add_argument("--requests", type=int, default=64, help="how many to serve (default 64)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of the trace (default 0)"
+    )
     parser.add_argument(
         "--kv-dtype",
         default=DEFAULT_DTYPE,
         choices=tuple(BOUNDS),
-        help=f"of keys and values: {', '.join(BOUNDS)} (default {DEFAULT_DTYPE})",
+        help=f"dtype of keys and values: {', '.join(BOUNDS)} (default {DEFAULT_DTYPE})",
         metavar="DTYPE",
     )
     parser.add_argument(
@@ -49,14 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts; rl: four answers to each prompt (default random)",
     )
     parser.add_argument(
-        "--pool-bytes", type=int, default=1_500_000, help="memory of the pool (default 1500000)"
+        "--pool-bytes", type=int, default=1_500_000, help="bytes of the pool (default 1500000)"
     )
-    parser.add_argument("--implementation", choices=("xla", "mosaic_gpu"), help="of all kernels")
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "mosaic_gpu"),
+        help="implementation of all kernels (default: the best that the device runs)",
+    )
     parser.add_argument(
         "--kernel-block-size",
         type=int,
         metavar="TOKENS",
-        help="that attention reads at a time; divides the block size (default: all of it)",
+        help="tokens that attention reads at a time; divides the block size (default: all of it)",
     )
     parser.add_argument(
         "--context-parallel",
@@ -75,7 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-zeroing", action="store_true", help="serve once, without zeroing fresh blocks"
     )
     parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("demo_output/occupancy.png")
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("demo_output/occupancy.png"),
+        help="file to draw the use of the pool to (default demo_output/occupancy.png)",
     )
 
 

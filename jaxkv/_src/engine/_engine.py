@@ -1,12 +1,12 @@
 """`Engine`, which generates tokens with a model, over a paged cache."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.cache import KVCache, make_cache
+from jaxkv._src.cache import KVCache, check_cache, make_cache
 from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
 from jaxkv._src.engine._device import Device, Forward, check_params
 from jaxkv._src.engine._ladder import Ladder, check_reproducible
@@ -14,6 +14,7 @@ from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
 from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats
 from jaxkv._src.internal.checks import (
+    check_at_most,
     check_choice,
     check_count,
     check_flag,
@@ -106,12 +107,11 @@ class Engine:
         check_params(params)
         check_kind(Plan, "what plan_cache returned", plan=plan)
         check_positive(decode_steps=decode_steps)
+        check_at_most(plan.max_model_len, decode_steps=decode_steps)
         check_count(seed=seed, shared_prefixes=shared_prefixes)
         check_flag(reproducible=reproducible)
         if cache is not None:
-            check_kind(KVCache, "what make_cache returned", cache=cache)
-            if cache.status.is_deleted():
-                raise ValueError("cache was donated, to another engine say; make one for each")
+            check_cache(cache)
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
@@ -171,7 +171,8 @@ class Engine:
           TypeError, ValueError: as `add`; the engine has other requests, or there is not one
             sampling for each prompt.
         """
-        if not hasattr(prompts, "__len__") or isinstance(prompts, (str, Mapping, Set)):
+        is_list = isinstance(prompts, Collection) and getattr(prompts, "ndim", 1)
+        if not is_list or isinstance(prompts, (str, Mapping, Set)):
             raise TypeError(
                 f"prompts must be a list of prompts, each of them token ids; got "
                 f"{type(prompts).__name__}"
@@ -418,6 +419,7 @@ class Engine:
     def _check_idle(self) -> None:
         if self.has_work:
             raise ValueError(
-                f"the engine has {len(self._samples.of)} samples that have not ended: generate "
-                "needs it for itself; take their outputs with step, or add these prompts to them"
+                f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
+                "that step has not returned: generate needs it for itself; call step until "
+                "has_work is False, or add these prompts to them"
             )

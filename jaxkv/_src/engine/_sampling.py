@@ -5,8 +5,14 @@ import enum
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-from jaxkv._src.internal.checks import check_count, check_flag, check_number, check_positive
-from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.checks import (
+    check_at_most,
+    check_count,
+    check_flag,
+    check_number,
+    check_positive,
+)
+from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
 from jaxkv._src.prefixes import as_tokens
 
 SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in f32
@@ -53,6 +59,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_positive(n=self.n)
+        check_at_most(MAX_SAMPLES, n=self.n)
         for name in ("top_k", "max_tokens"):
             most = getattr(self, name)
             if isinstance(most, int) and not 1 <= most <= INT32_MAX:

@@ -15,11 +15,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.json")))
 
 
-def load_config(name: str) -> dict[str, Any]:
+def load_config(config: str | pathlib.PurePath) -> dict[str, Any]:
     """Reads the configuration of a model.
 
     Args:
-      name: a preset, whatever its case and with or without its organization, such as
+      config: a preset, whatever its case and with or without its organization, such as
         ``"qwen3-8b"`` or ``"Qwen/Qwen3-8B"``; or the path of a ``config.json`` or of the directory
         that holds one. A path that exists goes before a preset.
 
@@ -27,12 +27,13 @@ def load_config(name: str) -> dict[str, Any]:
       TypeError: a name that is neither text nor a path.
       ValueError: neither a preset nor a readable JSON object; the message names presets like it.
     """
-    if not isinstance(name, str | pathlib.PurePath):
+    if not isinstance(config, str | pathlib.PurePath):
         raise TypeError(
-            f"config must be the name of a preset or a path, got {type(name).__name__}; what is "
+            f"config must be the name of a preset or a path, got {type(config).__name__}; what is "
             "read already goes to layers_from_config as it is"
         )
-    key = str(name).rpartition("/")[2].lower()
+    name = str(config)
+    key = name.rpartition("/")[2].lower()
     path = pathlib.Path(name)
     where = ""
     try:
@@ -40,21 +41,24 @@ def load_config(name: str) -> dict[str, Any]:
             path = PRESETS / f"{key}.json"
         if path.is_dir():
             path, where = path / "config.json", "config.json: "
-        config = read_json(path)
+        found = read_json(path)
     except (OSError, ValueError) as error:  # an OSError: a name that no path can have
         raise ValueError(
-            f"config={shown(str(name))} is neither a preset nor a readable JSON file "
+            f"config={shown(name)} is neither a preset nor a readable JSON file "
             f"({where}{getattr(error, 'strerror', None) or error}){_alike(key)}"
         ) from error
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"config={shown(str(name))} holds a {type(config).__name__}, not an object"
-        )
-    return config
+    if not isinstance(found, dict):
+        raise ValueError(f"config={shown(name)} holds a {type(found).__name__}, not an object")
+    return found
 
 
 def _alike(key: str) -> str:
     """Returns a hint at the presets with a name like this one, or at all of them."""
     if near := difflib.get_close_matches(key[:100], preset_names(), n=3, cutoff=0.5):
         return f"; did you mean {' or '.join(near)}?"
-    return "" if "." in key else f"; presets: {', '.join(preset_names())}"
+    if "." in key:
+        return ""
+    return (
+        "; nothing is downloaded: give the path of the model's config.json, or one of the presets "
+        f"{', '.join(preset_names())}"
+    )

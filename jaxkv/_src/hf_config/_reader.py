@@ -40,7 +40,7 @@ class ConfigReader:
         self._outside = outside(config)
         self._contradictions = contradictions(config)
         self._read: set[str] = set()
-        self._asked_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
+        self._asked_dtype = None if kv_dtype is None else canonical_dtype(kv_dtype, "kv_dtype")
         self._shipped_dtype = family.dtype if family else None
         self._layers: dict[int, ConfigReader] = {}
         if family is not None:

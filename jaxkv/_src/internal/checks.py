@@ -4,6 +4,8 @@ import numbers
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxkv._src.internal.text import shown
+
 
 class FlagsError(RuntimeError):
     """Error bits that a jitted function set on the device.
@@ -38,17 +40,24 @@ def check_count(**values: int) -> None:
 def _check_at_least(least: int, values: dict[str, int]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            given = f"{value!r} ({type(value).__name__})"
+            given = f"{shown(value)} ({type(value).__name__})"
             raise TypeError(f"{name} must be an int, got {given}{_remedy(value, int, '__index__')}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_at_most(most: int, /, **values: int) -> None:
+    """Raises ValueError for the first int that is more than ``most``."""
+    for name, value in values.items():
+        if value > most:
+            raise ValueError(f"{name}={value} must be at most {most}")
 
 
 def _remedy(value: object, kind: type, method: str) -> str:
     """Returns how to make a number of a value that is much like one, and so has a ``method``."""
     if "Tracer" in type(value).__name__:
         return "; it is traced, and has to be known before: pass it from outside of jit"
-    is_like = hasattr(value, method) and not isinstance(value, bool)
+    is_like = method and hasattr(value, method) and not isinstance(value, bool)
     return f"; pass {kind.__name__}(...)" if is_like else ""
 
 
@@ -56,7 +65,7 @@ def check_number(**values: float) -> None:
     """Raises TypeError for the first value that is neither an int nor a float."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            given = f"{value!r} ({type(value).__name__})"
+            given = f"{shown(value)} ({type(value).__name__})"
             remedy = _remedy(value, float, "__float__")
             raise TypeError(f"{name} must be a number, got {given}{remedy}")
 
@@ -66,10 +75,10 @@ def check_flag(**values: bool) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             remedy = _remedy(value, bool, "dtype")
-            raise TypeError(f"{name} must be True or False, got {value!r}{remedy}")
+            raise TypeError(f"{name} must be True or False, got {shown(value)}{remedy}")
 
 
-def check_kind(kind: type, wanted: str | None = None, /, **values: object) -> None:
+def check_kind(kind: Any, wanted: str | None = None, /, **values: object) -> None:
     """Raises TypeError for the first value that is not a ``kind``, which ``wanted`` describes."""
     for name, value in values.items():
         if not isinstance(value, kind):
@@ -77,18 +86,46 @@ def check_kind(kind: type, wanted: str | None = None, /, **values: object) -> No
             raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
 
 
+def check_each(kind: Any, wanted: str, /, **lists: Any) -> None:
+    """Raises TypeError unless each value is a list of ``kind``, which ``wanted`` describes."""
+    for name, values in lists.items():
+        if not isinstance(values, Collection) or getattr(values, "ndim", 1) == 0:
+            raise TypeError(f"{name} must be a list, each entry {wanted}; got {shown(values)}")
+        for index, value in enumerate(values):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}[{index}] must be {wanted}, got {shown(value)}")
+
+
 def check_array(**values: Any) -> None:
-    """Raises TypeError for the first value that is not an array, of jax or NumPy."""
+    """Raises TypeError for the first value that is not an array of numbers, of jax or NumPy."""
     for name, value in values.items():
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+        if getattr(value.dtype, "kind", "V") in "OSUMm":  # which jax has not
+            raise TypeError(f"{name} must be an array of numbers, got {value.dtype}")
+
+
+def check_known(**values: Any) -> None:
+    """Raises TypeError for the first value that jax traces."""
+    for name, value in values.items():
+        if remedy := _remedy(value, int, ""):
+            raise TypeError(f"{name} is a {type(value).__name__}{remedy}")
+
+
+def check_left_out(remedy: str, /, **options: Any) -> None:
+    """Raises ValueError for the first option of a prompt that is given where no tokens are."""
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ValueError(
+                f"{name}={shown(value)} has no effect without tokens; {remedy}, or leave {name} out"
+            )
 
 
 def check_choice(choices: Collection[str], **values: str) -> None:
     """Raises ValueError for the first value that is not one of the choices."""
     for name, value in values.items():
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name}={value!r}; use one of {', '.join(map(repr, choices))}")
+            raise ValueError(f"{name}={shown(value)}; use one of {', '.join(map(repr, choices))}")
 
 
 def check_name(name: Hashable) -> None:
@@ -97,20 +134,24 @@ def check_name(name: Hashable) -> None:
         hash(name)
     except TypeError:
         raise TypeError(
-            f"request={name!r} must be a hashable name, such as an int or a str"
+            f"request={shown(name)} must be a hashable name, such as an int or a str"
         ) from None
 
 
 def check_new_names(names: Sequence[Hashable], taken: Collection[Hashable]) -> None:
     """Raises TypeError or ValueError unless names are hashable, distinct, and none is taken."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise TypeError(f"into must be a sequence of names, got {names!r}; pass a list of names")
+        raise TypeError(
+            f"into must be a sequence of names, got {shown(names)}; pass a list of names"
+        )
     for name in names:
         check_name(name)
         if name in taken:
-            raise ValueError(f"request={name!r} is in use; finish it first, or use another name")
+            raise ValueError(
+                f"request={shown(name)} is in use; finish it first, or use another name"
+            )
     if len(set(names)) < len(names):
-        raise ValueError(f"{list(names)!r} names a request twice; give each its own name")
+        raise ValueError(f"{shown(list(names))} names a request twice; give each its own name")
 
 
 def check_int32(**arrays: Any) -> None:

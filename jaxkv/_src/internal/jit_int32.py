@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from jaxkv._src.internal.checks import check_int32
+from jaxkv._src.internal.checks import check_int32, check_kind, check_positive
 
 
 class JittedInt32[**P, R]:
-    """A jitted function that first checks that named arguments are int32.
+    """A jitted function that first checks that named arguments are int32, and ints positive.
 
     ``lower``, ``trace`` and the like are those of `jax.jit`. They are not attributes of a plain
     function, because a ``jit`` around it would copy them and lose its own.
@@ -28,19 +28,22 @@ class JittedInt32[**P, R]:
         self._jitted = jax.jit(function, **options)
         parameters = inspect.signature(function).parameters
         self._places = [
-            (name, list(parameters).index(name), parameters[name].annotation) for name in names
+            (name, place, parameter.annotation, name in names)
+            for place, (name, parameter) in enumerate(parameters.items())
         ]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for name, place, wanted in self._places:
-            value = args[place] if place < len(args) else kwargs.get(name)
-            if dataclasses.is_dataclass(value):
-                fields = dataclasses.fields(value)
-                check_int32(**{f"{name}.{f.name}": getattr(value, f.name) for f in fields})
-            elif dataclasses.is_dataclass(wanted):
-                raise TypeError(f"{name} must be {wanted.__name__}, got {type(value).__name__}")
-            else:
-                check_int32(**{name: value})
+        for name, place, wanted, is_int32 in self._places:
+            value: Any = args[place] if place < len(args) else kwargs.get(name)
+            if dataclasses.is_dataclass(wanted):
+                check_kind(wanted, **{name: value})
+            if wanted is int:  # static
+                check_positive(**{name: value})
+            if not is_int32:
+                continue
+            fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+            of_fields = {f"{name}.{f.name}": getattr(value, f.name) for f in fields}
+            check_int32(**(of_fields or {name: value}))
         return self._jitted(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:

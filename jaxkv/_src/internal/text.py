@@ -8,7 +8,7 @@ MAX_SHOWN = 80  # characters
 
 def shown(value: Any) -> str:
     """Returns the text of a value for an error, on one line; only the beginning of a long one."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.text import shown
 from jaxkv._src.layout._order import PhysicalOrder
 from jaxkv._src.layout._rows import blocks_per_kv_block, row_format
 from jaxkv._src.layout._view import LayerExtents, LayerView, PagePlacement
@@ -248,9 +249,9 @@ def _checked_sizes(
 ) -> Sequence[int | None]:
     if kernel_block_sizes is None:
         return (None,) * len(layout.groups)
-    if isinstance(kernel_block_sizes, int):
+    if not isinstance(kernel_block_sizes, Sequence):
         raise TypeError(
-            f"kernel_block_sizes={kernel_block_sizes} must be a sequence, one per group"
+            f"kernel_block_sizes={shown(kernel_block_sizes)} must be a sequence, one per group"
         )
     if len(kernel_block_sizes) != len(layout.groups):
         raise ValueError(

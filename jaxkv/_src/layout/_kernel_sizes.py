@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_each, check_positive
+from jaxkv._src.internal.text import shown
 from jaxkv._src.layout._rows import tokens_per_row
 from jaxkv._src.planning import Group
 from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, SharedKVSpec, StateSpec
@@ -26,8 +27,7 @@ class AcceptedSizes:
     multiples_of: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.exact, int):
-            raise TypeError(f"exact must be a tuple of sizes, got {self.exact!r}; add a comma")
+        check_each(int, "a number of tokens", exact=self.exact)
         object.__setattr__(self, "exact", tuple(self.exact))
         check_positive(**{f"exact[{i}]": size for i, size in enumerate(self.exact)})
         if self.multiples_of is not None:
@@ -94,6 +94,8 @@ def select_kernel_block_sizes(
       ValueError: as for `select_kernel_block_size`, with the index of the group; or lists
         of different lengths.
     """
+    check_each(object, "a Group, a spec or None", groups_or_specs=groups_or_specs)
+    check_each(object, "a mapping of backends", backends_per_group=backends_per_group)
     if len(groups_or_specs) != len(backends_per_group):
         raise ValueError(
             f"backends_per_group has {len(backends_per_group)} entries for "
@@ -108,7 +110,7 @@ def _for_entry(entry: Group | LayerSpec | Cacheless, backends: Backends, index: 
         return None
     if not isinstance(entry, Group | LayerSpec):
         raise TypeError(
-            f"groups_or_specs[{index}]={entry!r} is neither a Group, a layer spec nor None"
+            f"groups_or_specs[{index}]={shown(entry)} is neither a Group, a layer spec nor None"
         )
     specs = entry.specs if isinstance(entry, Group) else (entry,)
     if not specs:  # no layer of the group lives on this worker
@@ -142,7 +144,7 @@ def _select(block_size: int, backends: Backends, compress_ratio: int, where: str
 
 def _check_backends(backends: Backends, where: str) -> None:
     if not isinstance(backends, Mapping):
-        raise TypeError(f"{where}backends must map names to AcceptedSizes, got {backends!r}")
+        raise TypeError(f"{where}backends must map names to AcceptedSizes, got {shown(backends)}")
     if not backends:  # "all of none" would accept anything, and hide a forgotten backend
         raise ValueError(
             f"{where}backends is empty; name the backends that read these blocks, or one with "
@@ -150,7 +152,7 @@ def _check_backends(backends: Backends, where: str) -> None:
         )
     for name, sizes in backends.items():
         if not isinstance(sizes, AcceptedSizes):
-            raise TypeError(f"{where}backends[{name!r}] must be AcceptedSizes, got {sizes!r}")
+            raise TypeError(f"{where}backends[{name!r}] must be AcceptedSizes, got {shown(sizes)}")
 
 
 def _remedy(backends: Backends, compress_ratio: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NoReturn, get_args
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.layout._rows import (
     blocks_per_kv_block,
     check_kernel_block_size,
@@ -41,13 +41,10 @@ class PhysicalOrder:
     tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        order = ORDER_ALIASES.get(self.order, self.order)
-        if order not in ORDERS:
-            known = ", ".join((*ORDERS, *ORDER_ALIASES))
-            raise ValueError(f"order={self.order!r} is not a physical order; use one of {known}")
+        check_choice((*ORDERS, *ORDER_ALIASES), order=self.order)
         if self.tile_tokens is not None:
             check_positive(tile_tokens=self.tile_tokens)
-        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "order", ORDER_ALIASES.get(self.order, self.order))
 
     @property
     def has_whole_pages(self) -> bool:

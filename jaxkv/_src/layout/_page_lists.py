@@ -13,7 +13,7 @@ import functools
 import math
 from typing import Literal, get_args
 
-from jaxkv._src.internal.checks import check_choice, check_kind, check_positive
+from jaxkv._src.internal.checks import check_choice, check_flag, check_kind, check_positive
 from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 
 PageListKind = Literal["lists", "csr", "block_mask", "physical_to_logical"]
@@ -70,10 +70,9 @@ class PageListSizes:
     pages_are_shared: bool = True
 
     def __post_init__(self) -> None:
-        sizes = dataclasses.asdict(self)
-        for name in ("causal", "pages_are_shared"):
-            if not isinstance(sizes.pop(name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        sizes = dict(vars(self))
+        flags = {name: sizes.pop(name) for name in ("causal", "pages_are_shared")}
+        check_flag(**flags)
         limits = [name for name in ("sliding_window", "chunk_size") if sizes[name] is not None]
         check_positive(**{name: size for name, size in sizes.items() if size is not None})
         if self.num_pages < 2:

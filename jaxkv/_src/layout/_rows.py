@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 
 
@@ -92,5 +93,6 @@ def check_spec(spec: LayerSpec) -> None:
     """Raises TypeError for a spec that keeps no cache of its own."""
     if not isinstance(spec, LayerSpec):
         raise TypeError(
-            f"spec={spec!r} keeps no cache of its own and has no kernel blocks; pass a LayerSpec"
+            f"spec={shown(spec)} keeps no cache of its own and has no kernel blocks; pass a "
+            "LayerSpec"
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxkv._src.cache import KVCache
+from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.layout import BlockPieces, pieces_of
 
@@ -25,7 +25,7 @@ def block_pieces(cache: KVCache, block_ids: Sequence[np.ndarray]) -> dict[jax.De
       ValueError: a cache of block tables only, another number of groups, or a block that is not in
         the pool.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     check_kind(Sequence, "block ids per group", block_ids=block_ids)
     if not cache.layout.has_buffers:
         raise ValueError("the cache has block tables only; its owner knows where blocks lie")

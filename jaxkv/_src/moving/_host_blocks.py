@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import KVCache
+from jaxkv._src.cache import KVCache, check_cache
 from jaxkv._src.internal.allocation import HOST_MEMORY
 from jaxkv._src.internal.checks import check_count, check_kind
 from jaxkv._src.internal.numbers import cdiv
@@ -92,7 +92,7 @@ class HostBlocks:
           MoveError: a copy failed, usually because memory ran out.
           ValueError: other moves than the next ones, or a cache on devices of other processes.
         """
-        check_kind(KVCache, cache=cache)
+        check_cache(cache)
         if moves is None:
             return cache
         check_kind(Moves, "what take_moves returned", moves=moves)
@@ -135,7 +135,7 @@ class HostBlocks:
         Raises:
           ValueError: a cache on devices of other processes.
         """
-        check_kind(KVCache, cache=cache)
+        check_cache(cache)
         check_count(num_bytes=num_bytes)
         _check_devices(cache)
         layout = cache.layout

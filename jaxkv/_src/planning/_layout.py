@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxkv._src.internal.checks import check_each, check_kind
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs import Growth, LayerSpec
 
 
@@ -106,8 +108,8 @@ class PoolLayout:
         """
         if not isinstance(layer, str):
             raise TypeError(
-                f"layer must be the name of a layer, got {layer!r}; in a loop over layers pass "
-                "the name of any layer of the group and the traced index as period="
+                f"layer must be the name of a layer, got {shown(layer)}; in a loop over layers "
+                "pass the name of any layer of the group and the traced index as period="
             )
         if layer not in self._places:
             raise ValueError(f"layer={layer!r} has no cache here; use one of {list(self._places)}")
@@ -190,12 +192,16 @@ def make_layout(
     Raises:
       ValueError: layers that are in no group, or that share the cache of a layer elsewhere.
     """
+    check_each(Group, "a Group", groups=groups)
+    if layers is not None:
+        check_each(str, "the name of a layer", layers=layers)
     here = None if layers is None else set(layers)
     kept = tuple(_restrict(group, here) for group in groups)
     if here is not None and sum(len(group.layers) for group in kept) < len(here):
         unknown = here.difference(*(group.layers for group in groups))
         raise ValueError(f"layers {sorted(unknown)} are in none of the groups; group them first")
-    if shared:
+    if shared is not None:
+        check_kind(Mapping, "a mapping from layers to layers", shared=shared)
         _check_shared(groups, here, shared)
     return PoolLayout(kept, tuple(_tensors(kept)), tuple((shared or {}).items()))
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxkv._src.internal.checks import check_count, check_each, check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.specs import Limits
@@ -32,6 +33,10 @@ def longest_model_len(
     Returns:
       Tokens; 0 if not even one fits.
     """
+    check_each(Group, "a Group", groups=groups)
+    check_count(usable_blocks=usable_blocks, max_model_len=max_model_len)
+    check_kind(Limits, limits=limits)
+    check_positive(context_parallel=context_parallel)
     growths = Counter(group.growth for group in groups).items()
     sizes = limits.max_in_flight_tokens, limits.max_encoder_tokens
 

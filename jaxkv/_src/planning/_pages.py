@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_kind, check_positive
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
 
@@ -104,6 +104,7 @@ def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) 
       spec: the spec of the attention layer.
       state_page_bytes: bytes of the largest state page.
     """
+    check_kind((FullAttentionSpec, MLASpec), "an attention spec", spec=spec)
     check_positive(state_page_bytes=state_page_bytes)
     is_mla = isinstance(spec, MLASpec)
     step = math.lcm(spec.block_size, 128) if is_mla else spec.block_size

@@ -5,7 +5,7 @@ import functools
 from typing import Literal, get_args
 
 from jaxkv._src.internal.checks import check_choice, check_count, check_kind, check_positive
-from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.numbers import INT32_MAX, cdiv
 from jaxkv._src.planning._grouping import GroupingFigures
 from jaxkv._src.planning._layout import Group, PoolLayout
 from jaxkv._src.planning._longest import longest_model_len
@@ -102,10 +102,10 @@ class Plan:
 
     def local_tokens(self, num_tokens: int) -> int:
         """Returns the tokens of a request that one context-parallel rank keeps."""
+        check_count(num_tokens=num_tokens)
         return cdiv(num_tokens, self.context_parallel)
 
     def _max_blocks(self, num_tokens: int, in_flight_tokens: int) -> tuple[int, ...]:
-        check_count(num_tokens=num_tokens)
         local, encoder = self.local_tokens(num_tokens), self.limits.max_encoder_tokens
         return tuple(g.growth.max_blocks(local, in_flight_tokens, encoder) for g in self.groups)
 
@@ -181,6 +181,18 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return plan_html(self)
+
+
+def check_rows(plan: Plan, max_requests: int) -> None:
+    """Raises TypeError or ValueError unless a plan can have tables of so many rows."""
+    check_kind(Plan, "what plan_cache returned", plan=plan)
+    check_positive(max_requests=max_requests)
+    most = INT32_MAX // (sum(plan.row_blocks) + len(plan.groups) or 1)
+    if max_requests > most:
+        raise ValueError(
+            f"max_requests={max_requests:,} rows have more cells than int32 counts; set it to at "
+            f"most {most:,}, the requests that run at the same time"
+        )
 
 
 def pool_bytes(plan: Plan) -> tuple[int, ...]:

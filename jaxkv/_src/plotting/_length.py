@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv._src.internal.checks import check_kind, check_positive
+from jaxkv._src.internal.checks import check_each, check_kind, check_positive
 from jaxkv._src.internal.html import GROUP_COLOURS
 from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import Plan
@@ -43,9 +43,8 @@ def plot_length_against_requests(
         raise ValueError("plans is empty; give at least one")
     check_kind(Plan, **{f"plans[{name!r}]": plan for name, plan in named.items()})
     longest = max(plan.max_model_len for plan in named.values())
-    if isinstance(lengths, int):
-        raise TypeError(f"lengths={lengths} must be a sequence; write [{lengths}]")
-    lengths = _lengths(longest) if lengths is None else sorted(lengths)
+    lengths = _lengths(longest) if lengths is None else lengths
+    check_each(int, "a number of tokens", lengths=lengths)
     check_positive(**{f"lengths[{i}]": length for i, length in enumerate(lengths)})
     ax = axes_of(ax, 9, 4.2)
     ends: dict[str, tuple[int, tuple[int, int]]] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxkv._src.internal.checks import check_kind, check_positive
+from jaxkv._src.internal.checks import check_count, check_kind, check_positive
 from jaxkv._src.internal.html import group_colour
 from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import Plan
@@ -59,7 +59,8 @@ def plot_memory(
     check_positive(num_tokens=length)
     if not plan.admits(length):
         raise ValueError(f"num_tokens={length:,}; the plan admits {plan.max_model_len:,} at most")
-    if not 0 <= worker < len(plan.layouts):
+    check_count(worker=worker)
+    if worker >= len(plan.layouts):
         raise ValueError(f"worker={worker}: the plan has {len(plan.layouts)} workers")
     parts = [part for part in _split(plan, length, worker) if part.num_bytes]
     ax = axes_of(ax, 9, 1.2 + 0.36 * len(parts))

@@ -1,11 +1,13 @@
 """The blocks that each group holds, and what blocks are used for, step by step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_kind
+from jaxkv._src.blocks import BlockUse
+from jaxkv._src.internal.checks import check_each, check_kind
 from jaxkv._src.planning import Plan
 from jaxkv._src.plotting._style import (
     INK,
@@ -21,8 +23,6 @@ from jaxkv._src.plotting._style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from jaxkv._src.blocks import BlockUse
 
 
 def plot_occupancy(
@@ -45,6 +45,8 @@ def plot_occupancy(
       ValueError: no steps, or steps of another number of groups than the plan has.
     """
     check_kind(Plan, plan=plan)
+    check_each(Collection, "what BlockManager.held_blocks returned", held_blocks=held_blocks)
+    check_each(Integral, "the number of a step", preemptions=preemptions)
     lengths = {len(held) for held in held_blocks}
     if lengths != {len(plan.groups)}:
         raise ValueError(
@@ -65,7 +67,7 @@ def plot_occupancy(
 
 
 def plot_block_use(
-    uses: "Sequence[BlockUse]", *, preemptions: Sequence[int] = (), ax: "Axes | None" = None
+    uses: Sequence[BlockUse], *, preemptions: Sequence[int] = (), ax: "Axes | None" = None
 ) -> "Figure":
     """Draws the blocks that are held, shared, warm and cold at every step, stacked.
 
@@ -78,7 +80,9 @@ def plot_block_use(
       ImportError: matplotlib is missing.
       ValueError: no steps.
     """
-    if not len(uses):
+    check_each(BlockUse, "what BlockManager.block_use was", uses=uses)
+    check_each(Integral, "the number of a step", preemptions=preemptions)
+    if not uses:
         raise ValueError("uses has no steps; give BlockManager.block_use of at least one")
     ax = axes_of(ax, 10, 4)
     labels = ["one holder", "shared by several", "warm: free, and kept", "cold: free"]

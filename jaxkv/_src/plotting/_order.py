@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.internal.html import text_colour
+from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import ORDERS, PagePlacement, PhysicalOrder
 from jaxkv._src.plotting._style import SMALL, axes_of, count_of, finish, new_figure
 from jaxkv._src.specs import FullAttentionSpec
@@ -49,7 +50,7 @@ def plot_order(
     physical = order if isinstance(order, PhysicalOrder) else PhysicalOrder(order)
     check_count(block_id=block_id)
     sizes = {"L": num_layers, "B": num_blocks, "H": num_heads, "N": block_size}
-    check_positive(num_layers=num_layers, num_heads=num_heads)
+    check_positive(num_layers=num_layers, num_blocks=num_blocks, num_heads=num_heads)
     if block_id >= num_blocks:
         raise ValueError(f"block_id={block_id} is not one of num_blocks={num_blocks}")
     index = _addresses(physical, sizes)
@@ -84,8 +85,10 @@ def plot_orders(orders: Sequence[str | PhysicalOrder] = ORDERS, **sizes: int) ->
       ImportError: matplotlib is missing.
       ValueError: no orders, or as `plot_order`.
     """
-    if not orders or isinstance(orders, str):
-        raise ValueError(f"orders={orders!r} must be a sequence of at least one; write ('NHD',)")
+    if not isinstance(orders, Sequence) or isinstance(orders, str) or not orders:
+        raise ValueError(
+            f"orders={shown(orders)} must be a sequence of at least one; write ('NHD',)"
+        )
     figure = new_figure(10, 1.95 * len(orders))
     for order, ax in zip(orders, figure.subplots(len(orders), squeeze=False)[:, 0], strict=True):
         plot_order(order, ax=ax, **sizes)

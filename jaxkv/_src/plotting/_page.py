@@ -53,7 +53,9 @@ def plot_page(
     """
     check_kind(LayerSpec, spec=spec)
     check_count(block_id=block_id)
-    parts = blocks_per_kv_block(spec, kernel_block_size or spec.block_size)
+    parts = blocks_per_kv_block(
+        spec, spec.block_size if kernel_block_size is None else kernel_block_size
+    )
     if isinstance(spec, StateSpec):
         return _draw_state(spec, block_id, ax)
     return _draw_rows(spec, block_id, parts, ax)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.internal.checks import check_kind
+from jaxkv._src.internal.checks import check_each, check_kind
 from jaxkv._src.internal.html import group_colour, text_colour
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.planning import Plan
@@ -105,12 +105,12 @@ def plot_pool_over_time(
 
 def _cells(plan: Plan, snapshots: Sequence[Snapshot]) -> tuple[np.ndarray, list[Holder]]:
     """Returns int[num_blocks, steps], holders counted from 1 and 0 for free; and the holders."""
+    check_each(Mapping, "what snapshot_blocks returned", snapshots=snapshots)
     if not len(snapshots):
         raise ValueError("snapshots is empty; give one of snapshot_blocks(manager) per step")
     cells = np.zeros((plan.num_blocks, len(snapshots)), int)
     numbers: dict[Holder, int] = {}
     for step, snapshot in enumerate(snapshots):
-        check_kind(Mapping, **{f"snapshots[{step}]": snapshot})
         for block_id, holder in snapshot.items():
             if not (0 <= block_id < plan.num_blocks and 0 <= holder.group < len(plan.groups)):
                 raise ValueError(

@@ -33,7 +33,11 @@ def new_figure(width: float, height: float) -> "Figure":
 
 def axes_of(ax: "Axes | None", width: float, height: float) -> "Axes":
     """Returns the axes to draw on: those given, or the only ones of a new figure."""
-    return new_figure(width, height).subplots() if ax is None else ax
+    if ax is None:
+        return new_figure(width, height).subplots()
+    if not hasattr(ax, "get_figure"):
+        raise TypeError(f"ax must be matplotlib Axes or None, got {type(ax).__name__}")
+    return ax
 
 
 def figure_of(ax: "Axes") -> "Figure":

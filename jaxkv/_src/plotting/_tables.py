@@ -3,11 +3,12 @@
 import itertools
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_kind
+from jaxkv._src.internal.checks import check_each, check_kind
 from jaxkv._src.internal.numbers import NULL_BLOCK, cdiv
 from jaxkv._src.plotting._style import (
     LABEL,
@@ -59,9 +60,9 @@ def plot_block_tables(
       TypeError: not a cache, or not a batch.
       ValueError: rows that the tables do not have, or a batch of another cache.
     """
-    from jaxkv._src.cache import KVCache
+    from jaxkv._src.cache import check_cache
 
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     used = np.asarray(cache.row_lengths)
     shown = _choose_rows(used, rows)
     frames = [] if batch is None else _read_columns(cache, batch, shown)
@@ -113,6 +114,7 @@ class _Frame(NamedTuple):
 def _choose_rows(used: np.ndarray, rows: Sequence[int] | None) -> list[int]:
     num_rows = used.shape[0]
     if rows is not None:
+        check_each(Integral, "the number of a row", rows=rows)
         unknown = [row for row in rows if not 0 <= row < num_rows]
         if unknown:
             raise ValueError(f"rows: {unknown} are not in 0..{num_rows - 1}")

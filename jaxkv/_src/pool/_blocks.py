@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from jaxkv._src.cache import KVCache
-from jaxkv._src.internal.checks import check_int32, check_kind, check_same_shape
+from jaxkv._src.cache import KVCache, check_cache
+from jaxkv._src.internal.checks import check_int32, check_same_shape
 from jaxkv._src.internal.indexing import group_of
 from jaxkv._src.pool._bytes import known_blocks, on_devices
 from jaxkv._src.pool._layer import SAME
@@ -54,6 +54,7 @@ def copy_blocks(
         fresh blocks. Saves temporary memory of the size of all copied blocks.
       implementation: as for `pallas_kernels.copy_blocks`.
     """
+    check_int32(sources=sources, destinations=destinations)
     check_same_shape(sources=sources, destinations=destinations)
     kernel = functools.partial(
         pallas_kernels.copy_blocks, disjoint=disjoint, implementation=implementation
@@ -67,9 +68,12 @@ def _on_buffers(cache: KVCache, kernel: Callable[..., Any], ends: Array, **ids: 
     In a stack the kernel works on whole blocks, also in tensors where their group has no layer: a
     block belongs to one group at a time, so nobody uses those bytes.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     check_int32(ends=ends, **ids)
     num_groups = len(cache.layout.growths)
+    for name, given in ids.items():
+        if given.ndim != 1:
+            raise ValueError(f"{name} has shape {given.shape}; wants a flat list of block ids")
     if ends.shape != (num_groups,):
         raise ValueError(f"ends has shape {ends.shape}; wants {(num_groups,)}, one end per group")
     if not cache.buffers:

@@ -19,6 +19,7 @@ from jaxkv._src.cache import (
     KVCache,
     Period,
     StepBatch,
+    check_cache,
 )
 from jaxkv._src.internal.checks import check_kind
 from jaxkv._src.internal.indexing import bit
@@ -234,7 +235,7 @@ def _cut_to_layer(extents: LayerExtents, num_bytes: int) -> LayerExtents:
 
 def check_pool(cache: KVCache) -> None:
     """Raises TypeError or ValueError unless a cache has a pool."""
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     if not cache.buffers:
         raise ValueError("the cache has no pool: make it without tables_only=True")
 
@@ -254,7 +255,7 @@ def check_whole(buffer: Array, shape: tuple[int, ...]) -> None:
 
 def check_batch(cache: KVCache, batch: StepBatch) -> None:
     """Raises TypeError or ValueError unless the batch belongs to a step of this cache."""
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     check_kind(StepBatch, "the StepBatch that apply_step returned", batch=batch)
     if batch.layout is not cache.layout and batch.layout != cache.layout:
         raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxkv._src.cache import KVCache, Period, StepBatch
-from jaxkv._src.internal.checks import check_array, check_int32
+from jaxkv._src.internal.checks import check_array, check_int32, check_kind
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
@@ -55,6 +55,7 @@ def write_state(
     spec = _state_spec(layer, bound, at)
     check_owner(bound.layout, layer)
     shapes = tuple((batch.shape.batch_size, *shape) for shape in spec.shapes)
+    check_kind(Sequence, "a list of arrays", arrays=arrays)
     check_array(**{f"arrays[{i}]": array for i, array in enumerate(arrays)})
     given = tuple(array.shape for array in arrays)
     if given != shapes:

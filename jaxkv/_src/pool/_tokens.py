@@ -5,17 +5,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
-from jaxkv._src.internal.checks import check_array
+from jaxkv._src.internal.checks import check_array, check_number
 from jaxkv._src.internal.mesh import runs_manually
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.pool._bytes import on_devices, read_elements, to_bytes, write_bytes
 from jaxkv._src.pool._layer import SAME, BoundLayer, bind, put_back
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec
+from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, canonical_dtype
 from pallas_kernels import Implementation
 
 TokenSpec = FullAttentionSpec | MLASpec
@@ -35,18 +36,27 @@ def quantize(values: Array, dtype: DTypeLike, scale: Array | float) -> Array:
     Raises:
       TypeError: ``dtype`` is uint8, which holds bytes of your own format.
     """
-    if jnp.dtype(dtype) == jnp.uint8:
-        raise TypeError(
-            "dtype=uint8 holds bytes of your own format, not numbers; pack the rows and use "
-            "write_rows"
-        )
-    scaled = values.astype(jnp.float32) / scale
+    check_array(values=values)
+    if not isinstance(scale, Array | np.ndarray):
+        check_number(scale=scale)
+    dtype = _dtype_of_numbers(dtype)
+    scaled = values.astype(jnp.float32) / jnp.asarray(scale, jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return jnp.clip(jnp.round(scaled), info.min, info.max).astype(dtype)
     # Conversion turns values that are too large into NaN (fp8) or Inf, and 0 * Inf is NaN.
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -largest, largest).astype(dtype)
+
+
+def _dtype_of_numbers(dtype: DTypeLike) -> jnp.dtype:
+    name = canonical_dtype(dtype)
+    if name in ("uint8", "nvfp4"):
+        raise TypeError(
+            f"dtype={name} holds bytes of your own format, not numbers; pack the rows and use "
+            "write_rows, or read them with read_rows"
+        )
+    return jnp.dtype(name)
 
 
 def write_tokens(
@@ -197,8 +207,10 @@ def _check_rows(layer: str, bound: BoundLayer, rows: Array, mask: Array | None) 
             f"rows has dtype {rows.dtype}; layer {layer!r} stores {dtype}: cast it, or pass its "
             "bytes as uint8"
         )
-    if mask is not None and mask.shape != shape:
-        raise ValueError(f"mask has shape {mask.shape}; the batch wants {shape}")
+    if mask is not None:
+        check_array(mask=mask)
+        if mask.shape != shape:
+            raise ValueError(f"mask has shape {mask.shape}; the batch wants {shape}")
 
 
 @jax.jit
@@ -258,7 +270,7 @@ def read_tokens(
     bound = bind(cache, layer, batch, period)
     _attention_spec(layer, bound.form.spec)
     check_rank_known(bound.layout, layer)
-    return _read_tokens(bound, dtype=jnp.dtype(dtype))
+    return _read_tokens(bound, dtype=_dtype_of_numbers(dtype))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.cache import KVCache
-from jaxkv._src.internal.checks import check_array, check_choice, check_kind
+from jaxkv._src.cache import KVCache, check_cache
+from jaxkv._src.internal.checks import check_array, check_choice
 from jaxkv._src.layout import LayerView
 from jaxkv._src.pool._bytes import as_dtype, on_devices, to_bytes
 from jaxkv._src.pool._layer import LayerPlace, check_pool, check_whole, place_of
@@ -119,7 +119,7 @@ def describe_layer(cache: KVCache, layer: str, *, ids: Ids = "kernel") -> LayerV
     Raises:
       ValueError: blocks that are not evenly spaced; `describe_bytes` works for these, too.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     check_choice(get_args(Ids), ids=ids)
     buffers = cache.layout.buffers
     if ids == "manager":

@@ -6,7 +6,8 @@ The fields are those of vLLM 0.33; the current routers of llm-d and Dynamo read 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_kind
+from jaxkv._src.internal.checks import check_at_most, check_choice, check_count, check_kind
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes._events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -86,6 +87,7 @@ def encode_events(
     check_choice(("int", "bytes"), keys=keys)
     check_choice(("all", "counted"), groups=groups)
     check_count(rank=rank)
+    check_at_most(INT32_MAX, rank=rank)
     packb = _msgpack_packb()
     as_key = _as_int if keys == "int" else bytes
     events = [
@@ -113,6 +115,7 @@ def event_frames(sequence: int, payload: bytes, *, topic: str = "") -> EventFram
       topic: the topic that subscribers filter by.
     """
     check_count(sequence=sequence)
+    check_at_most(2**64 - 1, sequence=sequence)
     check_kind(bytes, payload=payload)
     check_kind(str, topic=topic)
     return EventFrames(topic.encode(), sequence.to_bytes(8, "big"), payload)

@@ -5,9 +5,16 @@ import dataclasses
 import time
 from typing import Literal
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.checks import (
+    check_at_most,
+    check_choice,
+    check_count,
+    check_number,
+    check_positive,
+)
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes._extra_keys import BlockExtras
-from jaxkv._src.prefixes._keys import DEFAULT_ROOT
+from jaxkv._src.prefixes._keys import DEFAULT_ROOT, check_key
 
 #: the memory that a block is in, by vLLM's names
 Medium = Literal["GPU", "CPU", "STORAGE"]
@@ -151,6 +158,8 @@ class EventLog:
           root: `root_key` of the seed that all readers use.
         """
         check_positive(max_batches=max_batches)
+        check_at_most(INT32_MAX, max_batches=max_batches)
+        check_key(root=root)
         self.root = root
         self._pending: list[CacheEvent] = []
         self._batches: collections.deque[EventBatch] = collections.deque(maxlen=max_batches)
@@ -186,6 +195,7 @@ class EventLog:
         if not self._pending:
             return None
         now = time.time() if timestamp is None else timestamp
+        check_number(timestamp=now)
         batch = EventBatch(self._next, now, tuple(self._pending))
         self._pending.clear()
         self._batches.append(batch)

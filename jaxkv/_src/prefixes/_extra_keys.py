@@ -2,13 +2,15 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_each, check_positive
 from jaxkv._src.internal.numbers import cdiv
+from jaxkv._src.internal.text import shown
 
 #: kinds of extra keys, by vLLM 0.33's tags
 ExtraKind = Literal["lora", "mm", "prompt_embeds"]
@@ -55,7 +57,7 @@ class ExtraKey:
     def _check_lora(self) -> None:
         names = self.value
         if not isinstance(names, tuple) or [type(name) for name in names] != [str, str]:
-            raise TypeError(f"value of an adapter must be (name, path), got {self.value!r}")
+            raise TypeError(f"value of an adapter must be (name, path), got {shown(self.value)}")
         if (self.start, self.end) != (0, None):
             raise ValueError(
                 "an adapter applies to the whole sequence, got "
@@ -64,7 +66,7 @@ class ExtraKey:
 
     def _check_mm(self) -> None:
         if not isinstance(self.value, str):
-            raise TypeError(f"value of a medium must be a str, got {self.value!r}")
+            raise TypeError(f"value of a medium must be a str, got {shown(self.value)}")
         if self.end is None:
             raise ValueError("end is missing; give the position after the last token of the medium")
 
@@ -105,12 +107,12 @@ class ExtraKey:
           rows: [T, ...] of any dtype, one row for each of the first T tokens.
         """
         if not isinstance(rows, np.ndarray) or not rows.size:
-            raise TypeError(f"rows must be a NumPy array that is not empty, got {rows!r}")
+            raise TypeError(f"rows must be a NumPy array that is not empty, got {shown(rows)}")
         return cls("prompt_embeds", rows.tobytes(), 0, len(rows))
 
 
 def extra_keys_by_block(
-    extra_keys: Iterable[ExtraKey],
+    extra_keys: Collection[ExtraKey],
     block_size: int,
     num_blocks: int,
     *,
@@ -135,7 +137,6 @@ def extra_keys_by_block(
     Raises:
       TypeError: something that is not an `ExtraKey`, or a salt that is not a str.
     """
-    extra_keys = tuple(extra_keys)
     check_content(salt, extra_keys)
     if not extra_keys and not (salt and start == 0):
         return [None] * num_blocks
@@ -151,18 +152,12 @@ def extra_keys_by_block(
     return [tuple(entries) or None for entries in found]
 
 
-def check_content(salt: str | None, extra_keys: Iterable[ExtraKey]) -> None:
+def check_content(salt: str | None, extra_keys: Collection[ExtraKey]) -> None:
     """Raises TypeError for a salt that is not a str, or a key that is not an `ExtraKey`."""
     if salt is not None and not isinstance(salt, str):
-        raise TypeError(f"salt must be a str or None, got {salt!r}; use str(...)")
-    if not isinstance(extra_keys, Iterable):
-        raise TypeError(f"extra_keys must be a sequence of ExtraKey objects, got {extra_keys!r}")
-    for key in extra_keys:
-        if not isinstance(key, ExtraKey):
-            raise TypeError(
-                f"extra_keys must hold ExtraKey objects, got {key!r}; make one with ExtraKey.lora, "
-                "ExtraKey.mm or ExtraKey.prompt_embeds"
-            )
+        raise TypeError(f"salt must be a str or None, got {shown(salt)}; use str(...)")
+    wanted = "made by ExtraKey.lora, ExtraKey.mm or ExtraKey.prompt_embeds"
+    check_each(ExtraKey, wanted, extra_keys=extra_keys)
 
 
 def check_ranges(extra_keys: Iterable[ExtraKey], num_tokens: int) -> None:
@@ -181,11 +176,10 @@ def check_ranges(extra_keys: Iterable[ExtraKey], num_tokens: int) -> None:
 
 def check_boundaries(boundaries: Sequence[int], num_tokens: int) -> None:
     """Raises TypeError or ValueError unless each boundary is a position in the prompt."""
-    if isinstance(boundaries, str) or not isinstance(boundaries, Iterable):
-        raise TypeError(f"boundaries must be a sequence of ints, got {boundaries!r}")
+    check_each(Integral, "an int", boundaries=boundaries)
     for boundary in boundaries:
-        if isinstance(boundary, bool) or not isinstance(boundary, int | np.integer):
-            raise TypeError(f"boundaries={list(boundaries)} must be ints, got {boundary!r}")
+        if isinstance(boundary, bool):
+            raise TypeError(f"boundaries={list(boundaries)} must be ints, got {boundary}")
         if not 0 < boundary <= num_tokens:
             raise ValueError(
                 f"boundaries={list(boundaries)} must be in 1..{num_tokens}, the length of the "

@@ -9,11 +9,13 @@ unless its speculative config has ``disable_lookahead_block_hashes``.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_at_most, check_count, check_kind, check_positive
+from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.text import shown
 from jaxkv._src.prefixes._cbor import array_head, encode, encode_tokens
 from jaxkv._src.prefixes._extra_keys import ExtraKey, extra_keys_by_block
 from jaxkv._src.prefixes._tokens import as_tokens
@@ -31,6 +33,7 @@ def root_key(seed: str = DEFAULT_SEED) -> bytes:
     Args:
       seed: the seed of the processes that compare keys.
     """
+    check_kind(str, seed=seed)
     return hashlib.sha256(encode(seed)).digest()
 
 
@@ -42,7 +45,7 @@ def block_keys(
     block_size: int,
     *,
     salt: str | None = None,
-    extra_keys: Iterable[ExtraKey] = (),
+    extra_keys: Collection[ExtraKey] = (),
     root: bytes = DEFAULT_ROOT,
     start: int = 0,
     parent: bytes | None = None,
@@ -74,6 +77,7 @@ def block_keys(
         parent, or a root or parent that is not a key.
     """
     check_positive(block_size=block_size)
+    check_at_most(INT32_MAX, block_size=block_size)
     _check_place(start, block_size, root, parent)
     ids = as_tokens("tokens", tokens).astype(np.uint32)
     num_blocks = ids.size // block_size
@@ -89,12 +93,17 @@ def block_keys(
     return keys
 
 
+def check_key(**keys: bytes) -> None:
+    """Raises ValueError for the first value that is not a key."""
+    for name, key in keys.items():
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"{name} must be a key of {KEY_BYTES} bytes, got {shown(key)}")
+
+
 def _check_place(start: int, block_size: int, root: bytes, parent: bytes | None) -> None:
     """Raises ValueError unless a chain can continue at ``start`` with ``parent``."""
     check_count(start=start)
-    for name, key in {"root": root, "parent": parent}.items():
-        if key is not None and (not isinstance(key, bytes) or len(key) != KEY_BYTES):
-            raise ValueError(f"{name} must be a key of {KEY_BYTES} bytes, got {key!r}")
+    check_key(root=root, parent=root if parent is None else parent)
     if start % block_size:
         raise ValueError(f"start={start} must be a multiple of block_size={block_size}")
     if (parent is None) != (start == 0):

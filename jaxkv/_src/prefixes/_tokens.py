@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.internal.checks import check_known
 from jaxkv._src.prefixes._extra_keys import ExtraKey, check_ranges
 
 MAX_TOKEN = 2**31 - 1
@@ -85,6 +86,7 @@ def _as_array(name: str, tokens: Any) -> np.ndarray:
         remedy = "; tokenize first" if isinstance(tokens, str | bytes) else ""
         kind = type(tokens).__name__
         raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}{remedy}")
+    check_known(**{name: tokens})
     try:
         return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
     except ValueError:

@@ -121,11 +121,12 @@ class Prompts:
         if self.num_parked(request, max_cached_tokens):
             hit = self._manager.resume(request.name)
         else:
+            is_known = request.found is not None
             hit = self._manager.start(
                 request.name,
                 request.found,
-                boundaries=request.boundaries,
-                max_cached_tokens=max_cached_tokens,
+                boundaries=request.boundaries if is_known else (),
+                max_cached_tokens=max_cached_tokens if is_known else None,
                 encoder_tokens=request.encoder_tokens,
             )
             request.num_known = None if request.found is None else request.found.num_tokens

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._src.blocks import PrefixMatch
-from jaxkv._src.internal.checks import check_name, check_positive
+from jaxkv._src.internal.checks import check_at_most, check_name, check_positive
 from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.prefixes import ExtraKey
@@ -139,8 +139,7 @@ def _as_counts(counts: list[Any]) -> np.ndarray:
     if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
         for count in counts:
             check_positive(num_tokens=count)
-    if counts and max(counts) > INT32_MAX:
-        raise ValueError(f"num_tokens={max(counts)} must be at most {INT32_MAX}")
+    check_at_most(INT32_MAX, num_tokens=max(counts, default=0))
     return np.array(counts, np.int64)
 
 

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.blocks import BlockManager, HandedBlocks, OutOfBlocksError
-from jaxkv._src.internal.checks import check_count, check_kind, check_new_names, check_positive
+from jaxkv._src.internal.checks import (
+    check_at_most,
+    check_count,
+    check_kind,
+    check_new_names,
+    check_positive,
+)
+from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv._src.prefixes import ExtraKey, check_boundaries, check_content, check_ranges
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._chooser import Chooser
@@ -175,7 +182,7 @@ class Scheduler:
         """
         options = self._options
         batch = options.batch_size if batch_size is None else batch_size
-        check_positive(batch_size=batch)
+        check_positive(batch_size=batch, max_tokens=1 if max_tokens is None else max_tokens)
         if tokens_per_request is not None:
             check_positive(tokens_per_request=tokens_per_request)
             if options.chunk_tokens is None or options.chunk_tokens > tokens_per_request:
@@ -242,6 +249,7 @@ class Scheduler:
         self._change()
         longest = self._plan.max_model_len if max_tokens is None else max_tokens
         check_positive(samples=samples)
+        check_at_most(MAX_SAMPLES, samples=samples)
         if samples > 1:
             self._check_forks()
         self._check_lengths(num_tokens, longest, max_tokens, encoder_tokens)

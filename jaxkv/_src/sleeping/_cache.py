@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxkv._src.cache import CacheLayout, KVCache
 from jaxkv._src.internal.allocation import HOST_MEMORY
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_flag, check_positive
+from jaxkv._src.internal.text import shown
 from jaxkv._src.sleeping._host import ArrayPlace, HostCopy, to_device, to_host
 
 Part = Literal["kv_cache", "block_tables"]
@@ -141,7 +142,7 @@ def sleep(
     """
     check_positive(chunk_bytes=chunk_bytes)
     if type(level) is not int or level not in (1, 2):
-        raise ValueError(f"level={level!r}; use 1 to keep content on the host, 2 to drop it")
+        raise ValueError(f"level={shown(level)}; use 1 to keep content on the host, 2 to drop it")
     _check_parts(parts)
     awake, asleep, scales, layout = _taken_apart(cache)
     for part in parts:
@@ -196,6 +197,7 @@ def wake_up(
     if isinstance(cache, KVCache):
         raise SleepError(f"the cache is awake, all of it; it needs no wake_up: {cache!r}")
     awake, asleep, scales, layout = _taken_apart(cache)
+    check_flag(reset_scales=reset_scales)
     parts = tuple(asleep) if parts is None else parts
     _check_parts(parts)
     for part in parts:
@@ -279,7 +281,7 @@ def _spend(cache: KVCache | SleepingCache) -> None:
 def _check_parts(parts: Collection[Part]) -> None:
     listed = isinstance(parts, (tuple, list, set, frozenset))
     if not listed or not parts or not all(part in PARTS for part in parts):
-        raise ValueError(f"parts={parts!r}; give at least one of {PARTS}, as a tuple")
+        raise ValueError(f"parts={shown(parts)}; give at least one of {PARTS}, as a tuple")
 
 
 def _check_alive(part: str, tree: Any) -> None:

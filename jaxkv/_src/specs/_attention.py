@@ -140,7 +140,8 @@ class MLASpec(LayerSpec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
-        check_positive(head_size=self.head_size, compress_ratio=self.compress_ratio)
+        check_positive(block_size=self.block_size, compress_ratio=self.compress_ratio)
+        check_positive(head_size=self.head_size)
         if self.bytes_per_token is not None:
             check_positive(bytes_per_token=self.bytes_per_token)
         if self.value_size is not None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxkv._src.internal.text import shown
+
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
     "bfloat16": 2,
@@ -39,7 +41,7 @@ def canonical_dtype(dtype: Any, argument: str = "dtype") -> str:
     name = DTYPE_ALIASES.get(str(given), str(given))
     if name != "nvfp4" and name not in DTYPE_BYTES:
         known = ", ".join(sorted({*DTYPE_BYTES, *DTYPE_ALIASES, "nvfp4"}))
-        raise ValueError(f"{argument}={dtype!r} is not a cache dtype; use one of {known}")
+        raise ValueError(f"{argument}={shown(dtype)} is not a cache dtype; use one of {known}")
     return name
 
 

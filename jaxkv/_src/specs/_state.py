@@ -6,7 +6,8 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import ClassVar, get_args
 
-from jaxkv._src.internal.checks import check_choice, check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_each, check_positive
+from jaxkv._src.internal.text import shown
 from jaxkv._src.specs._base import LayerSpec
 from jaxkv._src.specs._dtypes import canonical_dtype, packed_bytes
 from jaxkv._src.specs._growth import CacheMode, Growth
@@ -46,10 +47,9 @@ class StateSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         if isinstance(self.dtypes, str) or not isinstance(self.dtypes, Sequence):
-            raise TypeError(f"dtypes={self.dtypes!r} must be a tuple of names; add a comma")
+            raise TypeError(f"dtypes={shown(self.dtypes)} must be a tuple of names; add a comma")
         object.__setattr__(self, "dtypes", tuple(canonical_dtype(d, "dtypes") for d in self.dtypes))
-        if not isinstance(self.shapes, Sequence) or any(isinstance(s, int) for s in self.shapes):
-            raise TypeError(f"shapes must be a tuple of shapes, got {self.shapes!r}")
+        check_each(Sequence, "a tuple of ints", shapes=self.shapes)
         object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
         if len(self.shapes) != len(self.dtypes) or not self.shapes:
             raise ValueError(
@@ -112,12 +112,19 @@ def _per_rank(name: str, count: int, ranks: int) -> int:
     return divide(name, count, ranks)
 
 
+def _conv_rows(conv_kernel: int, speculative_tokens: int) -> int:
+    check_positive(conv_kernel=conv_kernel)
+    check_count(speculative_tokens=speculative_tokens)
+    return conv_kernel - 1 + speculative_tokens
+
+
 def mamba1_state(
     *, inner_size: int, state_size: int, conv_kernel: int, tensor_parallel: int = 1
 ) -> Shapes:
     """Returns the shapes of one mamba1 state on one rank: convolution inputs, state per channel."""
+    check_positive(state_size=state_size)
     inner = divide("inner_size", inner_size, tensor_parallel)
-    return (conv_kernel - 1, inner), (inner, state_size)
+    return (_conv_rows(conv_kernel, 0), inner), (inner, state_size)
 
 
 def mamba2_state(
@@ -139,10 +146,11 @@ def mamba2_state(
       ValueError: heads that do not divide among the ranks, or groups that do not either and of
         whose number that of the ranks is no multiple.
     """
+    check_positive(num_heads=num_heads, head_size=head_size, state_size=state_size)
     groups = _per_rank("num_groups", num_groups, tensor_parallel) * tensor_parallel
     channels = num_heads * head_size + 2 * groups * state_size
     heads = divide("num_heads", num_heads, tensor_parallel)
-    rows = conv_kernel - 1 + speculative_tokens
+    rows = _conv_rows(conv_kernel, speculative_tokens)
     return (rows, divide("channels", channels, tensor_parallel)), (heads, head_size, state_size)
 
 
@@ -161,9 +169,11 @@ def gated_delta_net_state(
     The arrays are the convolution inputs over queries, keys and values, and a (value x key)
     matrix for each value head.
     """
+    check_positive(num_key_heads=num_key_heads, num_value_heads=num_value_heads)
+    check_positive(key_size=key_size, value_size=value_size)
     channels = 2 * num_key_heads * key_size + num_value_heads * value_size
     heads = divide("num_value_heads", num_value_heads, tensor_parallel)
-    rows = conv_kernel - 1 + speculative_tokens
+    rows = _conv_rows(conv_kernel, speculative_tokens)
     return (rows, divide("channels", channels, tensor_parallel)), (heads, value_size, key_size)
 
 
@@ -176,12 +186,14 @@ def kda_state(
     tensor_parallel: int = 1,
 ) -> Shapes:
     """Returns the shapes of one Kimi delta attention state on one rank: q, k and v have heads."""
+    check_positive(num_heads=num_heads, head_size=head_size)
     channels = divide("num_heads * head_size", num_heads * head_size, tensor_parallel)
     heads = divide("num_heads", num_heads, tensor_parallel)
-    rows = conv_kernel - 1 + speculative_tokens
+    rows = _conv_rows(conv_kernel, speculative_tokens)
     return (rows, 3 * channels), (heads, head_size, head_size)
 
 
 def linear_attention_state(*, num_heads: int, head_size: int, tensor_parallel: int = 1) -> Shapes:
     """Returns the shape of one linear attention state on one rank (MiniMax): a matrix per head."""
+    check_positive(head_size=head_size)
     return ((divide("num_heads", num_heads, tensor_parallel), head_size, head_size),)

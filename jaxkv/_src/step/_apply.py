@@ -9,7 +9,14 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxkv._src.block_tables import TableEntries, append_block_ids, gather_batch, report
-from jaxkv._src.cache import LOST_UPLOAD, REPEATED_UPLOAD, KVCache, StepBatch, check_layout
+from jaxkv._src.cache import (
+    LOST_UPLOAD,
+    REPEATED_UPLOAD,
+    KVCache,
+    StepBatch,
+    check_cache,
+    check_layout,
+)
 from jaxkv._src.internal.checks import check_int32, check_kind
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.kept import run_kept
@@ -48,7 +55,7 @@ def apply_step(
       TypeError: an upload that is not int32, or arguments of other types.
       ValueError: an upload of another plan than the cache's.
     """
-    check_kind(KVCache, cache=cache)
+    check_cache(cache)
     check_kind(Upload, "what BlockManager.step returned", upload=upload)
     shape = upload.shape
     check_layout(cache.layout, shape)

@@ -10,7 +10,9 @@ from jax import Array
 
 from jaxkv._src.attention import attend
 from jaxkv._src.cache import KVCache, Period, StepBatch
+from jaxkv._src.internal.checks import check_array, check_flag, check_int32
 from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.text import shown
 from jaxkv._src.pool import read_state, write_state
 from jaxkv._src.recurrent import gated_delta, linear_attention, mamba2, short_conv
 from jaxkv._src.step._apply import apply_step
@@ -86,6 +88,7 @@ class StepContext:
         self._cache, self._batch = apply_step(cache, upload, implementation=implementation)
         self._token_ids = _token_ids(self._batch, token_ids)
         if newest_tokens is not None:
+            check_int32(newest_tokens=newest_tokens)
             newest = take(newest_tokens, -1 - self._token_ids)
             self._token_ids = jnp.where(self._token_ids < 0, newest, self._token_ids)
         self._record, self._calls = _Record(), 0
@@ -152,6 +155,7 @@ class StepContext:
           ValueError: no keys for a layer that the step has not written (``write=True``), or keys
             for one that it has; as `jaxkv.attend`.
         """
+        check_flag(write=write)
         if keys is None and write and values is None:
             self._check_readable(layer, period)
         options |= {"period": period, "writes": keys is not None}
@@ -207,6 +211,8 @@ class StepContext:
         Returns:
           The output; None if there is none.
         """
+        if not callable(function):
+            raise TypeError(f"function must be a function of a cache, got {shown(function)}")
         return self._call(function, layer, *arrays, **options)
 
     def done(self) -> KVCache:
@@ -310,6 +316,7 @@ def _token_ids(batch: StepBatch, token_ids: Array | np.ndarray | None) -> Array:
     """Returns the token ids of a step in the shape of its token arrays."""
     shape, tokens = batch.token_shape, batch.shape.max_tokens
     if token_ids is not None:
+        check_array(token_ids=token_ids)
         if token_ids.shape != shape:
             raise ValueError(f"token_ids has shape {token_ids.shape}; this step wants {shape}")
         return jnp.asarray(token_ids)

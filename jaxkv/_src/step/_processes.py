@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxkv._src.internal.checks import check_each, check_kind
 from jaxkv._src.uploads import StepShape, Upload
 
 END = -1  # in place of a shape's index: no upload will follow
@@ -39,6 +40,8 @@ def check_same_upload(upload: Upload, mesh: Mesh) -> None:
         of them. Or a process has ended.
       ValueError: a mesh without a device of this process.
     """
+    check_kind(Upload, "what BlockManager.step returned", upload=upload)
+    check_kind(Mesh, "a jax.sharding.Mesh", mesh=mesh)
     exchange = _exchange_of(mesh)
     if len(exchange.processes) == 1:
         return
@@ -84,6 +87,8 @@ def broadcast_upload(
         first, or a mesh without a device of this process. Only this process raises it: end the
         process, and the others end with it.
     """
+    check_each(StepShape, "a StepShape", shapes=shapes)
+    check_kind(Mesh, "a jax.sharding.Mesh", mesh=mesh)
     exchange, shapes = _exchange_of(mesh), tuple(shapes)
     if not shapes:
         raise ValueError("shapes is empty; pass every shape that an upload may have")
@@ -94,6 +99,7 @@ def broadcast_upload(
                 f"process {jax.process_index()} passed an upload, but process "
                 f"{exchange.processes[0]} packs for this mesh; pass None here"
             )
+        check_kind(Upload, "what BlockManager.step returned", upload=upload)
         if upload.shape not in shapes:
             raise ValueError(
                 f"upload has the shape {upload.shape}, which is not one of shapes={list(shapes)}"

@@ -64,6 +64,7 @@ class UploadRing:
 
         A buffer that is not sealed is the next one again.
         """
+        check_kind(StepShape, shape=shape)
         buffers = self._buffers.get(shape)
         if buffers is None:
             buffers = _Buffers(shape.format.size, self._depth, self._device)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.internal.checks import check_kind
+from jaxkv._src.internal.checks import check_count, check_kind
+from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.planning import Plan
 from jaxkv._src.specs import CrossAttentionSpec, LayerSpec, StateSpec
@@ -58,6 +59,7 @@ class ReferenceCache:
           seed: of the bytes to write.
         """
         check_kind(Plan, "what plan_cache returned", plan=plan)
+        check_count(seed=seed)
         self.plan = plan
         self.layers = {
             layer: plan.layout.place_of(layer)
@@ -270,10 +272,11 @@ def place_in_row(spec: LayerSpec, position: int) -> tuple[int, int]:
 
     A state of ``cache_mode="none"`` stays in column 0.
     """
+    check_count(position=position)
     if isinstance(spec, StateSpec):
         return (0 if spec.cache_mode == "none" else position // spec.block_size), 0
     if not isinstance(spec, LayerSpec) or isinstance(spec, CrossAttentionSpec):
-        raise TypeError(f"spec={spec!r} stores neither tokens nor a state")
+        raise TypeError(f"spec={shown(spec)} stores neither tokens nor a state")
     column, token = divmod(position, spec.block_size)
     rows = rows_per_block(spec)
     return column, token * rows // spec.block_size * (spec.data_bytes // rows)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
-from jaxkv._src.planning import Plan
+from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
@@ -32,6 +32,7 @@ class ReferenceTables:
         interleave_tokens: int = 1,
         rank: int = 0,
     ):
+        check_rows(plan, max_requests)
         self.plan, self.max_requests, self.rank = plan, max_requests, rank
         self.specs = [group.specs[0] for group in plan.groups]
         self.kernel_block_sizes = kernel_block_sizes or [spec.block_size for spec in self.specs]

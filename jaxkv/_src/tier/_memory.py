@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._src.internal.checks import check_positive
+from jaxkv._src.internal.checks import check_count, check_positive
 from jaxkv._src.planning import Plan
 
 
@@ -31,6 +31,7 @@ class HostMemory:
 
     def is_worth_it(self, num_tokens: int, num_bytes: int) -> bool:
         """Returns whether to load blocks, rather than compute their tokens."""
+        check_count(num_tokens=num_tokens, num_bytes=num_bytes)
         return num_tokens >= self.min_tokens and num_bytes <= num_tokens * self.max_bytes_per_token
 
 

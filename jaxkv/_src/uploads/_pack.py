@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxkv._src.internal.checks import check_count, check_kind
+from jaxkv._src.internal.text import shown
 from jaxkv._src.uploads._format import (
     Batch,
     Entries,
@@ -126,15 +127,20 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
         check_kind(tuple, "TableEntry objects", entries=entry)
         row, ids, starts = TableEntry(*entry)
         starts = (0,) * groups if starts is None else starts
-        if not hasattr(ids, "__len__"):
-            raise TypeError(f"entries: row {row} has block_ids={ids!r}; give a list for each group")
+        if not hasattr(ids, "__len__") or not hasattr(starts, "__len__"):
+            raise TypeError(
+                f"entries: row {row} has block_ids={shown(ids)} and starts={shown(starts)}; give "
+                "a list of ids, and a start, for each group"
+            )
         if len(ids) != groups or len(starts) != groups:
             raise ValueError(
                 f"entries: row {row} has ids for {len(ids)} groups and starts for {len(starts)}; "
                 f"the tables have {groups} groups"
             )
         if any(np.ndim(of_group) != 1 for of_group in ids):
-            raise TypeError(f"entries: row {row} has block_ids={ids!r}; give a list for each group")
+            raise TypeError(
+                f"entries: row {row} has block_ids={shown(ids)}; give a list for each group"
+            )
         check_count(row=row, **{f"starts[{g}]": start for g, start in enumerate(starts)})
         if row >= max_requests:
             raise ValueError(f"entries: row={row} is not in 0..{max_requests - 1}")

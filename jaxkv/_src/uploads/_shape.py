@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxkv._src.internal.checks import check_count, check_flag, check_kind, check_positive
-from jaxkv._src.internal.numbers import cdiv
-from jaxkv._src.planning import Plan
+from jaxkv._src.internal.checks import check_at_most, check_count, check_flag, check_positive
+from jaxkv._src.internal.numbers import INT32_MAX, cdiv
+from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.specs import Growth
 from jaxkv._src.uploads._format import BY_GROUP, UploadFormat
 
@@ -71,6 +71,7 @@ class StepShape:
         counts += ("shared_prefixes",)
         check_positive(**{name: getattr(self, name) for name in positive})
         check_count(**{name: getattr(self, name) for name in counts})
+        check_at_most(INT32_MAX, **{name: getattr(self, name) for name in (*positive, *counts)})
         check_flag(token_ids=self.token_ids, reproducible=self.reproducible)
         if self.batch_size > self.max_requests:
             raise ValueError(
@@ -165,8 +166,7 @@ class StepShape:
         Raises:
           TypeError, ValueError: sizes that are not positive ints or contradict each other.
         """
-        check_kind(Plan, "what plan_cache returned", plan=plan)
-        check_positive(max_requests=max_requests)
+        check_rows(plan, max_requests)
         check_count(forks=forks)
         tokens, batch = _token_sizes(max_requests, max_tokens, batch_size, tokens_per_request)
         longest = plan.max_model_len if max_seq_len is None else max_seq_len
@@ -221,11 +221,14 @@ class StepShape:
           tables: their ``growths``, ``num_blocks``, ``context_parallel`` and ``max_requests``.
         """
         for name, wanted in tables.items():
-            if getattr(self, name) != wanted:
+            mine = getattr(self, name)
+            if mine != wanted:
+                both = f"its {name} is {mine} and the {owner}'s {wanted}"
+                if name == "growths":
+                    both = "its groups hold other blocks"
                 raise ValueError(
-                    f"the step shape was made for another plan than the {owner}: its {name} is "
-                    f"{getattr(self, name)!r} and the {owner}'s {wanted!r}; make cache, manager "
-                    "and shapes from one plan, with one max_requests"
+                    f"the step shape was made for another plan than the {owner}: {both}; make "
+                    "cache, manager and shapes from one plan, with one max_requests"
                 )
 
     def __repr__(self) -> str:
@@ -305,8 +308,9 @@ def _token_sizes(
         raise TypeError("max_tokens is missing: pass the tokens of a step over all its requests")
     batch = max_requests if batch_size is None else batch_size
     each = 1 if tokens_per_request is None else tokens_per_request
+    check_positive(batch_size=batch, tokens_per_request=each)
     tokens = batch * each if max_tokens is None else max_tokens
-    check_positive(max_tokens=tokens, batch_size=batch, tokens_per_request=each)
+    check_positive(max_tokens=tokens)
     if batch_size is None and tokens_per_request is None:
         batch = min(batch, tokens)
     return tokens, batch

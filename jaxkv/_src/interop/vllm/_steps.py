@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxkv._src.internal.checks import check_positive
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK, cdiv
 from jaxkv._src.interop.vllm._fields import get
 from jaxkv._src.interop.vllm._output import Arrival, read_arrivals, read_copies, read_work
 from jaxkv._src.interop.vllm._split import split
-from jaxkv._src.planning import Plan
+from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.uploads import StepShape, TableEntry, Upload, pack_step
 
 Ids = tuple[tuple[int, ...], ...]  # per group, the block ids of a request
@@ -60,7 +59,7 @@ class SchedulerTables:
           plan: from `plan_from_config`.
           max_requests: rows of the block tables; at least ``max_num_seqs`` of vLLM.
         """
-        check_positive(max_requests=max_requests)
+        check_rows(plan, max_requests)
         self._plan, self._max_requests = plan, max_requests
         self._held: dict[str, _Held] = {}
 
