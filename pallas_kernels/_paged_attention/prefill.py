@@ -329,12 +329,12 @@ class _Prefiller:
             stage = self._reuse(item, step, part)
             self._fetch(places, part.columns, part.wide.at[stage], part.full.at[stage])
 
-        places, _ = self._locate(item, first)
+        places = self._locate(item, first)
         fetch(places, first, keys)
 
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
-            places, _ = self._locate(item, step)
+            places = self._locate(item, step)
             fetch(places, step, keys)
             fetch(before, step - 1, values)
             return places
@@ -347,7 +347,7 @@ class _Prefiller:
         del turn
         keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
-        places, _ = self._locate(item, first)
+        places = self._locate(item, first)
         for part in keys, values:
             self._fetch(places, part.columns, part.narrow, part.narrow_full)
 
@@ -356,11 +356,11 @@ class _Prefiller:
             given = later, part.columns, part.narrow, part.narrow_full
             pl.when(step + 1 < last)(lambda: self._fetch(*given))
 
-        later, _ = self._locate(item, first + 1)
+        later = self._locate(item, first + 1)
         widen(first, keys, later)
 
         def load(step: Array, places: list[Array]) -> list[Array]:
-            later, _ = self._locate(item, step + 1)
+            later = self._locate(item, step + 1)
             widen(step, keys, later)
             widen(step - 1, values, places)
             return later
@@ -410,9 +410,10 @@ class _Prefiller:
             source = self.pages.at[pl.ds(pl.multiple_of(place, GRANULE), n), columns]
             plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(j * n, n)], full)
 
-    def _locate(self, item: _Item, step: Array) -> tuple[list[Array], Array]:
-        request, tables = item.tile.request, self.arrays.block_tables
-        return self.steps.locate(tables, request, step, item.first_row)
+    def _locate(self, item: _Item, step: Array) -> list[Array]:
+        """Returns the first row of each granule of a step."""
+        found = self.steps.find(self.arrays.block_tables, item.tile.request, step)
+        return self.steps.rows(found, item.first_row)
 
     # --- the other warpgroups: attention ------------------------------------------
 
@@ -605,9 +606,10 @@ class _Prefiller:
 
     def _holes(self, item: _Item, step: Array) -> Array:
         """Returns a bit for each hole of a step."""
+        tables, request = self.arrays.block_tables, item.tile.request
         return lax.cond(
             item.tile.has_holes != 0,
-            lambda: self._locate(item, step)[1],
+            lambda: self.steps.holes(self.steps.find(tables, request, step)),
             lambda: jnp.int32(0),
         )
 
