@@ -327,7 +327,7 @@ class _Prefiller:
 
         def fetch(places: list[Array], step: Array, part: _Part) -> None:
             stage = self._reuse(item, step, part)
-            self._fetch(places, part.columns, part.wide.at[stage], part.full.at[stage])
+            self._fetch(places, part.columns, part.wide, part.full.at[stage], stage)
 
         places = self._locate(item, first)
         fetch(places, first, keys)
@@ -403,12 +403,14 @@ class _Prefiller:
         )
         return keys, values
 
-    def _fetch(self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any) -> None:
+    def _fetch(
+        self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any, *stage: Array
+    ) -> None:
         """Starts loading the keys or the values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             source = self.pages.at[pl.ds(pl.multiple_of(place, GRANULE), n), columns]
-            plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(j * n, n)], full)
+            plgpu.copy_gmem_to_smem(source, buffer.at[(*stage, pl.ds(j * n, n))], full)
 
     def _locate(self, item: _Item, step: Array) -> list[Array]:
         """Returns the first row of each granule of a step."""
