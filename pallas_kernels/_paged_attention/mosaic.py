@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import written
@@ -69,8 +69,8 @@ def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int,
     inputs = _prefill_arrays(arrays, rule, prefill_tiles(arrays, rule, tiles, shape.keys))
     [lse_tiles] = prefill(shape, inputs, queries, arrays.pages, out)
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
-    warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
-    octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
+    warpgroup, row = lax.div(tiles.rows, ROWS), lax.rem(tiles.rows, ROWS)
+    octets = lax.div(tiles.tokens[tiles.of_token], 8) + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     lse_prefill = lse_tiles[tiles.of_token, :, warpgroup, row]
     return jnp.where(tiles.of_token[:, None] < 0, lse, lse_prefill)

@@ -298,7 +298,7 @@ class _Prefiller:
         """Returns the number of an item; every other round is reversed, to balance the load."""
         back = self.num_blocks - 1 - self.block
         is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
-        return turn * self.num_blocks + jnp.where(is_even, self.block, back)
+        return turn * self.num_blocks + lax.select(is_even, self.block, back)
 
     def _is_item(self, turn: Array | int) -> Array:
         return self._number(turn) < self.num_items
@@ -313,7 +313,7 @@ class _Prefiller:
         # neighbours are alike, which balances the load.
         is_back = lax.rem(lax.div(self.queries.shape[1], heads) - section, 2) == 0
         index = lax.div(within, heads)
-        index = jnp.where(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
+        index = lax.select(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
         head = section * heads + lax.rem(within, heads)
         return index, head
 

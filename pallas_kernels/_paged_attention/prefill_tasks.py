@@ -4,9 +4,9 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, QueryTiles
+from pallas_kernels._paged_attention.tiles import AttentionArrays, AttentionRule, QueryTiles, take
 
 QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
 CACHED_BYTES = 96 * 2**20  # some of which are gone from the 50 MB of L2 cache when they are needed
@@ -70,23 +70,23 @@ def prefill_tiles(
     Args:
       keys: keys of a step.
     """
-    first = tiles.begins // keys
-    last = jnp.maximum((tiles.ends + (keys - 1)) // keys, first + 1)
+    first = lax.div(tiles.begins, keys)
+    last = jnp.maximum(lax.div(tiles.ends + (keys - 1), keys), first + 1)
     first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (keys - 1)) // keys
-    full_end = tiles.ends // keys
+    seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
+    full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
     if rule.causal:
         seen_by_all = rule.held_before(first_query + 1, arrays.rank)
         seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
-        full_end = jnp.minimum(seen_by_all, tiles.ends) // keys
+        full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
     full_begin = jnp.clip(full_begin, first, last)
     full_end = jnp.clip(full_end, full_begin, last)
     holed = has_holes(arrays, rule, tiles)
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
         request=tiles.requests,
-        octet=tiles.tokens // 8,
+        octet=lax.div(tiles.tokens, 8),
         skip=tiles.skips,
         count=tiles.counts,
         position=tiles.positions,
@@ -110,7 +110,7 @@ def prefill_tiles(
     )
     rank = before.sum(axis=1, dtype=jnp.int32)
     order = jnp.where(rank[None] == tile.index[:, None], tile.index[None], 0).sum(axis=1)
-    return jnp.stack(tile, axis=1)[order]
+    return take(jnp.stack(tile, axis=1), order)
 
 
 def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
@@ -136,4 +136,4 @@ def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
     read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
-    return holes.any(axis=1)[tiles.requests]
+    return take(holes.any(axis=1), tiles.requests)
