@@ -2,6 +2,7 @@
 
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -161,12 +162,13 @@ def _run(
     check_choice(get_args(Implementation), implementation=implementation)
     if not arrays.queries.size or not arrays.block_tables.size or not arrays.pages.data.size:
         return _see_nothing(arrays, rule)
-    return choose(
-        implementation,
-        why_not_paged_attention(arrays, rule),
-        mosaic_gpu=lambda: _attend_mosaic(arrays, rule),
-        xla=lambda: attend_xla(arrays, rule),
-    )
+    with jax.enable_x64(False):  # tasks are counted in int32, even for callers with x64
+        return choose(
+            implementation,
+            why_not_paged_attention(arrays, rule),
+            mosaic_gpu=lambda: _attend_mosaic(arrays, rule),
+            xla=lambda: attend_xla(arrays, rule),
+        )
 
 
 def _see_nothing(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, Array]:

@@ -61,7 +61,8 @@ class DecodeSteps:
         )
 
     def _locate(self, request: Array, step: Array) -> tuple[list[Array], Array]:
-        return self.steps.locate(self.operands.tables, request, step, self.first_row)
+        found = self.steps.find(self.operands.tables, request, step)
+        return self.steps.rows(found, self.first_row), self.steps.holes(found)
 
     def _fetch(self, places: list[Array], stage: Array | int) -> None:
         """Starts loading the keys and values of a step."""

@@ -30,7 +30,7 @@ from pallas_kernels._paged_attention.mla_rows import (
     opaque_zero,
 )
 from pallas_kernels._paged_attention.pages import StridedPages
-from pallas_kernels._paged_attention.pieces import PartialSoftmax, multiply
+from pallas_kernels._paged_attention.pieces import Granule, PartialSoftmax, multiply
 from pallas_kernels._paged_attention.tasks import STEP, Lane, TaskMap, Tile, segment_steps
 
 ROWS = 64  # of queries, in a thread block
@@ -262,11 +262,9 @@ class _Decoder:
     def _stage(self, place: Array) -> Array:
         return lax.rem(place - self.lane.line_begin, self.step_rows.stages)
 
-    def _locate(self, segment: _Segment, place: Array) -> tuple[list[Array], Array]:
-        step = place + segment.shift
-        return self.steps.locate(
-            self.operands.tables, segment.tile.request, step, self.first_page_row
-        )
+    def _find(self, segment: _Segment, place: Array) -> list[Granule]:
+        request, step = segment.tile.request, place + segment.shift
+        return self.steps.find(self.operands.tables, request, step)
 
     # The third warpgroup loads.
 
@@ -290,7 +288,7 @@ class _Decoder:
         @pl.loop(segment.begin, segment.end)
         def _(place: Array) -> None:
             # Ids take long to load: ask for them before waiting for a stage.
-            granules, _ = self._locate(segment, place)
+            granules = self.steps.rows(self._find(segment, place), self.first_page_row)
             stage, n = self._stage(place), self.steps.granule
             used = place - self.lane.line_begin >= self.step_rows.stages
             pl.when(used)(lambda: plgpu.barrier_wait(self.smem.loaded_free.at[stage]))
@@ -345,7 +343,7 @@ class _Decoder:
             if self.widened is None:
                 holes = self._clean_values(segment, place, 0)
             else:
-                _, holes = self._locate(segment, place)
+                holes = self.steps.holes(self._find(segment, place))
             scores = jnp.where(self._seen(segment, place, holes), scores * factor, UNSEEN)
             factor = 1.0
         highest = jnp.maximum(running.highest, scores.max(axis=1) * factor)
@@ -438,7 +436,7 @@ class _Decoder:
         """Returns bool[STEP, COLUMNS], whether any row of the tile may see each key of a step."""
         row = plgpu.broadcasted_iota(jnp.int32, (STEP, COLUMNS), 0, layout=NARROW)
         keys, tile = row + (place + segment.shift) * STEP, segment.tile
-        held = self.steps.held(row, self._locate(segment, place)[1])
+        held = self.steps.held(row, self.steps.holes(self._find(segment, place)))
         return held & (keys >= tile.begin) & (keys < tile.end)
 
     def _clean_values(self, segment: _Segment, place: Array, half: int) -> Array:
@@ -450,7 +448,7 @@ class _Decoder:
           A bit for each hole of the step.
         """
         tile, key, stage = segment.tile, (place + segment.shift) * STEP, self._stage(place)
-        _, holes = self._locate(segment, place)
+        holes = self.steps.holes(self._find(segment, place))
         plgpu.commit_smem()  # also a barrier, because the compiler adds none; so is the one below
 
         @pl.when((key < tile.begin) | (key + STEP > tile.end) | (holes != 0))

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import _capability
 from pallas_kernels._mosaic import written
@@ -87,8 +87,8 @@ def _prefill(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles, ou
         out=out,
     )
     # The rows of a warpgroup that was moved back to lie within the queries are shifted, too.
-    warpgroup, row = tiles.rows // ROWS, tiles.rows % ROWS
-    octets = tiles.tokens[tiles.of_token] // 8 + warpgroup * (ROWS // 8)
+    warpgroup, row = lax.div(tiles.rows, ROWS), lax.rem(tiles.rows, ROWS)
+    octets = lax.div(tiles.tokens[tiles.of_token], 8) + warpgroup * (ROWS // 8)
     row += jnp.maximum(octets - (queries.shape[0] - ROWS) // 8, 0) * 8
     found = lse[tiles.of_token, :, warpgroup, row]
     if pieces is None:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -107,30 +108,40 @@ class Steps(NamedTuple):
     def granules(self) -> int:
         return self.size // self.granule
 
-    def locate(
-        self, tables: jax.Ref, request: Array, step: Array, first_row: Array
-    ) -> tuple[list[Array], Array]:
-        """Returns the first row of each granule of a step, and a bit for each hole.
+    def find(self, tables: jax.Ref, request: Array, step: Array) -> list["Granule"]:
+        """Returns the granules of a step; those past the tables are read from another page."""
+        per_page, first = self.page_tokens // self.granule, step * self.granules
+        found: list[Granule] = []
+        for j in range(self.granules):
+            column, inner = first + j, None
+            if per_page > 1:
+                column, inner = lax.div(column, per_page), lax.rem(column, per_page)
+            page = tables[request, lax.min(column, self.width - 1)]
+            found.append(Granule(page, (page >= 0) & (page < self.num_pages), inner))
+        return found
 
-        A hole is a granule whose page holds no keys. Holes, and granules past the tables, are read
-        from another page and must be masked.
+    def rows(self, found: list["Granule"], first_row: Array) -> list[Array]:
+        """Returns the first row of each granule; holes are read from another page.
 
         Args:
           first_row: first row of the head in the first page, a multiple of `GRANULE`.
         """
-        per_page, first_octet = self.page_tokens // self.granule, lax.div(first_row, GRANULE)
+        first_octet, octets = lax.div(first_row, GRANULE), self.granule // GRANULE
         places: list[Array] = []
-        holes = jnp.int32(0)
-        for j in range(self.granules):
-            index = step * self.granules + j
-            column = jnp.minimum(lax.div(index, per_page), self.width - 1)
-            page = tables[request, column]
-            held = (page >= 0) & (page < self.num_pages)
-            inner = lax.rem(index, per_page) * (self.granule // GRANULE)
-            octet = first_octet + jnp.where(held, page, 0) * (self.page_rows // GRANULE) + inner
+        for page, held, inner in found:
+            page = lax.select(held, page, jnp.int32(0))
+            octet = first_octet + page * (self.page_rows // GRANULE)
+            octet = octet if inner is None else octet + inner * octets
             places.append(octet * GRANULE)  # Mosaic must see that it is a multiple
-            holes |= jnp.where(held, 0, 1 << j)
-        return places, holes
+        return places
+
+    def holes(self, found: list["Granule"]) -> Array:
+        """Returns a bit for each hole; those must be masked."""
+        bits = [
+            lax.select(granule.held, jnp.int32(0), jnp.int32(1 << j))
+            for j, granule in enumerate(found)
+        ]
+        return functools.reduce(operator.or_, bits)
 
     def head(self, first_row: Array, head: Array) -> tuple[Array, Array | int]:
         """Returns the first row of a head in the first page, and its first column."""
@@ -140,6 +151,21 @@ class Steps(NamedTuple):
         """Returns whether the keys at these places of a step are in no hole."""
         bit = lax.div(place, self.granule)
         return ((lax.broadcast(holes, place.shape) >> bit) & 1) == 0
+
+
+class Granule(NamedTuple):
+    """A granule of a step.
+
+    A hole is a granule whose page holds no keys.
+
+    page: its page.
+    held: whether the page holds keys.
+    inner: its number among the granules of the page; None: a page has one.
+    """
+
+    page: Array
+    held: Array
+    inner: Array | None
 
 
 class Bounds(Protocol):

@@ -317,7 +317,7 @@ class _Prefiller:
         """Returns the number of an item; every other round is reversed, to balance the load."""
         back = self.num_blocks - 1 - self.block
         is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
-        return turn * self.num_blocks + jnp.where(is_even, self.block, back)
+        return turn * self.num_blocks + lax.select(is_even, self.block, back)
 
     def _is_item(self, turn: Array | int) -> Array:
         return self._number(turn) < self.num_items
@@ -332,7 +332,7 @@ class _Prefiller:
         # neighbours are alike, which balances the load.
         is_back = lax.rem(lax.div(self.queries.shape[1], heads) - section, 2) == 0
         index = lax.div(within, heads)
-        index = jnp.where(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
+        index = lax.select(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
         head = section * heads + lax.rem(within, heads)
         return index, head
 
@@ -346,14 +346,14 @@ class _Prefiller:
 
         def fetch(places: list[Array], step: Array, part: _Part) -> None:
             stage = self._reuse(item, step, part)
-            self._fetch(places, part.columns, part.wide.at[stage], part.full.at[stage])
+            self._fetch(places, part.columns, part.wide, part.full.at[stage], stage)
 
-        places, _ = self._locate(item, first)
+        places = self._locate(item, first)
         fetch(places, first, keys)
 
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
-            places, _ = self._locate(item, step)
+            places = self._locate(item, step)
             fetch(places, step, keys)
             fetch(before, step - 1, values)
             return places
@@ -366,7 +366,7 @@ class _Prefiller:
         del turn
         keys, values = self._parts(item)
         first, last = item.tile.first_step, item.tile.last_step
-        places, _ = self._locate(item, first)
+        places = self._locate(item, first)
         for part in keys, values:
             self._fetch(places, part.columns, part.narrow, part.narrow_full)
 
@@ -375,11 +375,11 @@ class _Prefiller:
             given = later, part.columns, part.narrow, part.narrow_full
             pl.when(step + 1 < last)(lambda: self._fetch(*given))
 
-        later, _ = self._locate(item, first + 1)
+        later = self._locate(item, first + 1)
         widen(first, keys, later)
 
         def load(step: Array, places: list[Array]) -> list[Array]:
-            later, _ = self._locate(item, step + 1)
+            later = self._locate(item, step + 1)
             widen(step, keys, later)
             widen(step - 1, values, places)
             return later
@@ -422,16 +422,19 @@ class _Prefiller:
         )
         return keys, values
 
-    def _fetch(self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any) -> None:
+    def _fetch(
+        self, places: list[Array], columns: pl.Slice, buffer: Any, full: Any, *stage: Array
+    ) -> None:
         """Starts loading the keys or the values of a step."""
         n = self.steps.granule
         for j, place in enumerate(places):
             source = self.pages.at[pl.ds(pl.multiple_of(place, GRANULE), n), columns]
-            plgpu.copy_gmem_to_smem(source, buffer.at[pl.ds(j * n, n)], full)
+            plgpu.copy_gmem_to_smem(source, buffer.at[(*stage, pl.ds(j * n, n))], full)
 
-    def _locate(self, item: _Item, step: Array) -> tuple[list[Array], Array]:
-        request, tables = item.tile.request, self.arrays.block_tables
-        return self.steps.locate(tables, request, step, item.first_row)
+    def _locate(self, item: _Item, step: Array) -> list[Array]:
+        """Returns the first row of each granule of a step."""
+        found = self.steps.find(self.arrays.block_tables, item.tile.request, step)
+        return self.steps.rows(found, item.first_row)
 
     # --- the other warpgroups: attention ------------------------------------------
 
@@ -633,9 +636,10 @@ class _Prefiller:
 
     def _holes(self, item: _Item, step: Array) -> Array:
         """Returns a bit for each hole of a step."""
+        tables, request = self.arrays.block_tables, item.tile.request
         return lax.cond(
             item.tile.has_holes != 0,
-            lambda: self._locate(item, step)[1],
+            lambda: self.steps.holes(self.steps.find(tables, request, step)),
             lambda: jnp.int32(0),
         )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import _capability
 from pallas_kernels._paged_attention.tasks import Link, Tile, running_sum
@@ -17,6 +17,7 @@ from pallas_kernels._paged_attention.tiles import (
     AttentionRule,
     QueryTiles,
     count_ended,
+    take,
 )
 
 QUERIES, ROWS = 128, 64  # of a tile, and of a warpgroup
@@ -104,8 +105,9 @@ def divide(
         return None
     first, last = _steps(tiles, keys)
     steps = jnp.where(tiles.counts > 0, last - first, 0)
-    each = jnp.maximum(-(-steps.sum(dtype=jnp.int32) // lanes), LEAST_STEPS)
-    counts = jnp.where(4 * steps > 5 * each, -(-steps // each), 1)
+    total = steps.sum(dtype=jnp.int32)
+    each = jnp.maximum(lax.div(total + (lanes - 1), lanes), LEAST_STEPS)
+    counts = jnp.where(4 * steps > 5 * each, lax.div(steps + each - 1, each), 1)
     segments = jnp.where(counts > 1, counts, 0)
     return Pieces(counts, running_sum(segments) - segments, lanes)
 
@@ -128,19 +130,19 @@ def prefill_tiles(
     first, last = _steps(tiles, keys)
     first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
-    full_begin = (rule.first_visible(last_query, tiles.chunk_offsets) + (keys - 1)) // keys
-    full_end = tiles.ends // keys
+    seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
+    full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
     if rule.causal:
         seen_by_all = rule.held_before(first_query + 1, arrays.rank)
         seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
-        full_end = jnp.minimum(seen_by_all, tiles.ends) // keys
+        full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
     full_begin = jnp.clip(full_begin, first, last)
     full_end = jnp.clip(full_end, full_begin, last)
     holed = has_holes(arrays, rule, tiles)
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
         request=tiles.requests,
-        octet=tiles.tokens // 8,
+        octet=lax.div(tiles.tokens, 8),
         skip=tiles.skips,
         count=tiles.counts,
         position=tiles.positions,
@@ -167,13 +169,13 @@ def prefill_tiles(
     )
     rank = before.sum(axis=1, dtype=jnp.int32)
     order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(axis=1)
-    return jnp.stack(tile, axis=1)[order]
+    return take(jnp.stack(tile, axis=1), order)
 
 
 def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
     """Returns the first and the last step of each tile, the last one excluded."""
-    first = tiles.begins // keys
-    return first, jnp.maximum((tiles.ends + (keys - 1)) // keys, first + 1)
+    first = lax.div(tiles.begins, keys)
+    return first, jnp.maximum(lax.div(tiles.ends + (keys - 1), keys), first + 1)
 
 
 def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
@@ -181,14 +183,15 @@ def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
     num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
     index = jnp.arange(num_tiles + pieces.lanes, dtype=jnp.int32)
     of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
-    whole = PrefillTile(*jnp.stack(tile, axis=1)[of].T)
-    counts, steps = pieces.counts[of], whole.last_step - whole.first_step
-    number = index - (ends[of] - counts)
-    first = whole.first_step + number * steps // counts
-    last = whole.first_step + (number + 1) * steps // counts
+    added = pieces.counts, pieces.first_segments, ends
+    *found, counts, segments, ends_of = take(jnp.stack([*tile, *added], axis=1), of).T
+    whole, number = PrefillTile(*found), index - (ends_of - counts)
+    steps = whole.last_step - whole.first_step
+    first = whole.first_step + lax.div(number * steps, counts)
+    last = whole.first_step + lax.div((number + 1) * steps, counts)
     full_begin = jnp.clip(whole.full_begin, first, last)
     count = jnp.where(index < ends[-1], whole.count, 0)
-    segment = num_tiles + pieces.first_segments[of] + number
+    segment = num_tiles + segments + number
     return whole._replace(
         index=jnp.where(counts > 1, segment, whole.index),
         count=count,
@@ -210,26 +213,23 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
       int32[2 * lanes, ...], a `Tile` and a `Link` per row, and int32[N], the place of each divided
       tile among them, or -1.
     """
-    is_divided = pieces.counts > 1
-    ends, index = (
-        running_sum(is_divided.astype(jnp.int32)),
-        jnp.arange(pieces.lanes, dtype=jnp.int32),
-    )
+    is_divided, index = pieces.counts > 1, jnp.arange(pieces.lanes, dtype=jnp.int32)
+    ends = running_sum(is_divided.astype(jnp.int32))
     of = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
-    count = jnp.where(index < ends[-1], tiles.counts[of], 0)
+    columns = tiles.tokens, tiles.skips, tiles.counts, pieces.first_segments, pieces.counts
+    tokens, skips, counts, segments, pieces_of = take(jnp.stack(columns, axis=1), of).T
+    counts = jnp.where(index < ends[-1], counts, 0)
     halves: list[Array] = []
     for first in (0, ROWS):
-        token = jnp.minimum(tiles.tokens[of] + first, num_rows - ROWS)
-        shift = token - tiles.tokens[of]
-        zeros = jnp.zeros_like(token)
+        token = jnp.minimum(tokens + first, num_rows - ROWS)
+        shift, zeros = token - tokens, jnp.zeros_like(token)
         tile = dict.fromkeys(Tile._fields, zeros) | {
             "token": token,
-            "skip": jnp.maximum(tiles.skips[of], first) - shift,
-            "count": jnp.where(count > first, jnp.minimum(count, first + ROWS) - shift, 0),
+            "skip": jnp.maximum(skips, first) - shift,
+            "count": jnp.where(counts > first, jnp.minimum(counts, first + ROWS) - shift, 0),
             "used_tokens": zeros + num_rows,  # the padding is cleared elsewhere
         }
-        link = Link(pieces.first_segments[of], pieces.counts[of], zeros + first)
-        halves.append(jnp.stack([*Tile(**tile), *link], axis=1))
+        halves.append(jnp.stack([*Tile(**tile), *Link(segments, pieces_of, zeros + first)], axis=1))
     table = jnp.stack(halves, axis=1).reshape(2 * pieces.lanes, -1)
     return table, jnp.where(is_divided, ends - 1, -1)
 
@@ -257,4 +257,4 @@ def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -
     columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
     read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
-    return holes.any(axis=1)[tiles.requests]
+    return take(holes.any(axis=1), tiles.requests)

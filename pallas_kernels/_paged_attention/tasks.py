@@ -13,9 +13,9 @@ from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles
+from pallas_kernels._paged_attention.tiles import AttentionRule, QueryTiles, count_ended
 
 STEP = 64  # keys of a step
 MAX_COMPARED = 2048  # tiles whose numbers are compared in pairs
@@ -120,20 +120,22 @@ def share_out(
     tiles: QueryTiles, num_lanes: int, used_tokens: Array, fixed: "FixedSegments | None" = None
 ) -> TaskMap:
     """Divides the steps of tiles among lanes; with ``fixed``, in whole segments of fixed ranges."""
-    first_steps, num_tiles = tiles.begins // STEP, tiles.begins.shape[0]
-    steps = (tiles.ends + (STEP - 1)) // STEP - first_steps
+    first_steps, num_tiles = lax.div(tiles.begins, STEP), tiles.begins.shape[0]
+    steps = lax.div(tiles.ends + (STEP - 1), STEP) - first_steps
     # Tiles without keys, such as those of padding, take none: each would take all of its latencies.
     steps = jnp.where(tiles.ends > tiles.begins, steps, 0)
     line_ends = running_sum(steps)
     line_begins, total = line_ends - steps, line_ends[-1]
-    least, longer = total // num_lanes, total % num_lanes  # ``longer`` lanes have one step more
+    # ``longer`` lanes have one step more.
+    least, longer = lax.div(total, num_lanes), lax.rem(total, num_lanes)
     lanes = jnp.arange(num_lanes, dtype=jnp.int32)
     begins = lanes * least + jnp.minimum(lanes, longer)
     ends = begins + least + (lanes < longer).astype(jnp.int32)
 
     def lane_of(step: Array) -> Array:
         later = step - longer * (least + 1)
-        return jnp.where(later < 0, step // (least + 1), longer + later // jnp.maximum(least, 1))
+        shorter = longer + lax.div(later, jnp.maximum(least, 1))
+        return jnp.where(later < 0, lax.div(step, least + 1), shorter)
 
     if fixed is None:
         first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
@@ -143,14 +145,14 @@ def share_out(
     else:
         begins = _to_segments((line_begins, line_ends, first_steps), begins, fixed)
         ends = jnp.append(begins[1:], total)
-        last = (first_steps + steps - 1) // fixed.steps
-        num_segments = jnp.where(steps > 0, last - first_steps // fixed.steps + 1, 0)
+        last = lax.div(first_steps + steps - 1, fixed.steps)
+        num_segments = jnp.where(steps > 0, last - lax.div(first_steps, fixed.steps) + 1, 0)
         first_segments = jnp.arange(num_tiles, dtype=jnp.int32) * fixed.per_tile
         most = num_tiles * fixed.per_tile
     busy = begins < ends
     lane = Lane(
-        first_tile=jnp.where(busy, _tile_at(line_ends, begins), 0),
-        last_tile=jnp.where(busy, _tile_at(line_ends, ends - 1), -1),
+        first_tile=jnp.where(busy, count_ended(line_ends, begins), 0),
+        last_tile=jnp.where(busy, count_ended(line_ends, ends - 1), -1),
         line_begin=begins,
         line_end=ends,
     )
@@ -192,7 +194,7 @@ class FixedSegments(NamedTuple):
 def _to_segments(line: tuple[Array, Array, Array], places: Array, fixed: FixedSegments) -> Array:
     """Moves places on the line of all steps to the nearest beginning or end of a segment."""
     line_begins, line_ends, first_steps = line
-    tile = jnp.minimum(_tile_at(line_ends, places), line_ends.shape[0] - 1)
+    tile = jnp.minimum(count_ended(line_ends, places), line_ends.shape[0] - 1)
     shift = (first_steps - line_begins)[tile]  # from places to steps
     step = places + shift
     below = jnp.maximum(step // fixed.steps * fixed.steps, first_steps[tile])
@@ -207,9 +209,3 @@ def running_sum(counts: Array) -> Array:
         return jnp.cumsum(counts, dtype=jnp.int32)
     index = jnp.arange(counts.size, dtype=jnp.int32)  # one kernel, where a scan takes several
     return jnp.where(index[None] <= index[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
-
-
-def _tile_at(line_ends: Array, steps: Array) -> Array:
-    """Returns the tile that each step of the line belongs to."""
-    found = jnp.searchsorted(line_ends, steps, side="right", method="compare_all")
-    return found.astype(jnp.int32)

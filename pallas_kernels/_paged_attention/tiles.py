@@ -222,7 +222,7 @@ class Cut(NamedTuple):
         index = jnp.arange(first_rows.shape[0], dtype=jnp.int32)
         if self.is_single or self.size == 1:
             return index if self.is_single else first_rows
-        return index + first_rows // self.size
+        return index + lax.div(first_rows, self.size)
 
 
 def one_query_each(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
@@ -241,8 +241,9 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     """Cuts the queries of a call with ``query_start_loc`` into tiles of one request each."""
     num_tokens, batch = arrays.queries.shape[0], arrays.block_tables.shape[0]
     loc = jnp.clip(arrays.query_start_loc, 0, num_tokens)
-    query_lens = loc[1:] - loc[:-1]
-    first_rows = loc[:-1] // cut.align * cut.align
+    starts, ends = loc[:-1], loc[1:]
+    query_lens = ends - starts
+    first_rows = lax.div(starts, cut.align) * cut.align
     counted = query_lens >= cut.least
     if cut.most is not None:
         counted &= query_lens <= cut.most
@@ -252,21 +253,22 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
         requests = index
     else:
         requests = jnp.maximum(count_ended(first_tiles, index) - 1, 0)
-    tokens = first_rows[requests] + (index - first_tiles[requests]) * cut.size
-    counts = jnp.clip(loc[1:][requests] - tokens, 0, cut.size)
-    counts = jnp.where(counted[requests], counts, 0)
+    tokens = take(first_rows, requests) + (index - take(first_tiles, requests)) * cut.size
+    counts = jnp.clip(take(ends, requests) - tokens, 0, cut.size)
+    counts = jnp.where(take(counted, requests), counts, 0)
     tokens = jnp.where(counts > 0, tokens, 0)
-    skips = jnp.clip(loc[requests] - tokens, 0, cut.size)
-    positions = jnp.maximum(arrays.seq_lens, 0)[requests] - loc[1:][requests] + tokens
+    skips = jnp.clip(take(starts, requests) - tokens, 0, cut.size)
+    positions = take(jnp.maximum(arrays.seq_lens, 0) - ends, requests) + tokens
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = count_ended(loc[1:], token)
+    owner = count_ended(ends, token)
     known = (owner < batch) & (token >= loc[0])
     owner = jnp.minimum(owner, batch - 1)
-    within = token - first_rows[owner]
-    of_token = jnp.where(known & counted[owner], first_tiles[owner] + within // cut.size, -1)
+    within = jnp.maximum(token - take(first_rows, owner), 0)
+    tile = take(first_tiles, owner) + lax.div(within, cut.size)
+    of_token = jnp.where(known & take(counted, owner), tile, -1)
     places = requests, tokens, skips, counts, positions
-    return _tiles(arrays, rule, cut.size, places, of_token, within % cut.size)
+    return _tiles(arrays, rule, cut.size, places, of_token, lax.rem(within, cut.size))
 
 
 def _tiles(
@@ -280,8 +282,8 @@ def _tiles(
     """Returns tiles, with the range of keys that each sees."""
     requests, tokens, skips, counts, positions = places
     capacity = arrays.block_tables.shape[1] * rule.page_tokens
-    offsets = arrays.chunk_offsets[requests]
-    begins, ends = jnp.zeros_like(positions), arrays.seq_lens[requests]
+    offsets = take(arrays.chunk_offsets, requests)
+    begins, ends = jnp.zeros_like(positions), take(arrays.seq_lens, requests)
     if rule.causal:
         begins = rule.first_visible(jnp.maximum(positions + skips, 0), offsets)
         ends = rule.held_before(positions + counts, arrays.rank)
@@ -295,6 +297,12 @@ def _tiles(
         of_token=of_token,
         rows=rows,
     )
+
+
+def take(values: Array, index: Array) -> Array:
+    """Returns ``values[index]``, for indices that are in range: less code than for any index."""
+    cells = jnp.asarray(values).at[index]
+    return cells.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def count_ended(ends: Array, index: Array) -> Array:
