@@ -122,6 +122,12 @@ SPECS = (
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 16", (8192,) * 2, 32, 8, 128, 16, queries=8192),
     AttentionSpec("bf16 32/8, prefill 2 x 8k, page 64", (8192,) * 2, 32, 8, 128, 64, queries=8192),
     AttentionSpec("bf16 32/8, 4 x 2k over 16k", (16_384,) * 4, 32, 8, 128, 16, queries=2048),
+    AttentionSpec("bf16 32/8, 64 over 32k", (32_768,), 32, 8, 128, 16, queries=64),
+    AttentionSpec("bf16 32/8, 256 over 32k", (32_768,), 32, 8, 128, 16, queries=256),
+    AttentionSpec(
+        *("bf16 32/8, 60 decodes of 1k, 100 of 8k", (*(1024,) * 60, 8192), 32, 8, 128, 16),
+        queries=(*(1,) * 60, 100),
+    ),
     AttentionSpec("bf16 32/8, prefill 1 x 32k", (32_768,), 32, 8, 128, 16, queries=32_768),
     AttentionSpec("bf16 32/8, prefill 8 x 1k", (1024,) * 8, 32, 8, 128, 16, queries=1024),
     AttentionSpec("bf16 32/8, prefill of 6, 300 to 3k", UNLIKE, 32, 8, 128, 16, queries=UNLIKE),
