@@ -160,7 +160,7 @@ def prefill_tiles(
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
     if pieces is not None:
-        tile = _in_pieces(tile, pieces)
+        tile = _in_pieces(tile, pieces, rule.kv_heads)
     steps = jnp.where(tile.count > 0, tile.last_step - tile.first_step, 0)
     index = jnp.arange(steps.shape[0], dtype=jnp.int32)
     # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
@@ -178,8 +178,8 @@ def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
     return first, jnp.maximum(lax.div(tiles.ends + (keys - 1), keys), first + 1)
 
 
-def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
-    """Returns the pieces of N tiles, and rows that count none."""
+def _in_pieces(tile: PrefillTile, pieces: Pieces, kv_heads: int) -> PrefillTile:
+    """Returns the pieces of N tiles, and rows that count none; those of all heads come together."""
     num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
     index = jnp.arange(num_tiles + pieces.lanes, dtype=jnp.int32)
     of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
@@ -200,6 +200,7 @@ def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
         full_end=jnp.clip(whole.full_end, full_begin, last),
         last_step=last,
         num_tiles=jnp.broadcast_to(jnp.sum(count > 0, dtype=jnp.int32), index.shape),
+        heads_together=jnp.full_like(index, kv_heads),
     )
 
 

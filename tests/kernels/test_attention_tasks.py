@@ -285,7 +285,7 @@ def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:
     assert full == list(range(whole.full_begin, whole.full_end))
     for part in parts:
         same = part._replace(
-            **{name: getattr(whole, name) for name in ("index", "num_tiles")},
+            **{name: getattr(whole, name) for name in ("index", "num_tiles", "heads_together")},
             **{name: getattr(whole, name) for name in PrefillTile._fields if "step" in name},
             **{name: getattr(whole, name) for name in PrefillTile._fields if "full" in name},
         )
