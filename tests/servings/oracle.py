@@ -146,7 +146,10 @@ class Oracle:
         self.seen["exports"] += 1
 
     def _handed(self, request: Known, handed: HandedBlocks) -> Iterator[tuple[int, int, int]]:
-        """Yields block, place and content of all that the next token of a request reads."""
+        """Yields block, place and content of all tokens in the blocks that are handed over.
+
+        Those that the next token does not see are read again after a rewind.
+        """
         count = handed.num_tokens
         each = zip(self.groups, handed.first_columns, handed.block_ids, strict=True)
         for group, first, ids in each:
@@ -157,7 +160,7 @@ class Oracle:
             oldest, ratio = group.oldest_visible(count), group.ratio
             assert first == oldest // group.block, "handed columns"
             assert len(ids) == -(-count // group.block) - first, "handed columns"
-            for row in range(oldest // ratio, -(-count // ratio)):
+            for row in range(first * group.block // ratio, -(-count // ratio)):
                 content = request.partial[group.index]
                 if (end := (row + 1) * ratio) <= count:
                     content = self._content(group, request.story[end])
