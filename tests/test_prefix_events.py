@@ -23,10 +23,9 @@ from jaxkv._src.prefixes import (
     block_keys,
     encode_events,
     event_frames,
-    root_key,
 )
 from jaxkv._src.uploads import StepShape
-from tests.test_prefixes import LAYERS, Driver, plan_of
+from tests.test_prefixes import plan_of
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())
 PLAIN = next(case for case in GOLDEN["keys"] if case["name"] == "plain")
@@ -241,69 +240,6 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
 
 
 # --- events of a manager --------------------------------------------------------------
-
-
-class Listener(Driver):
-    """Random requests, and the keys that a reader of nothing but their events knows."""
-
-    def __init__(self, name: str, seed: int):
-        self.log = EventLog(root=root_key("a seed"))
-        super().__init__(plan_of(name, 40), seed, events=self.log, checkpoint_share=1.0)
-        self.known: set[tuple[int, bytes]] = set()
-        self.removed = 0
-        self.keys: dict[tuple[int, int], bytes] = {}
-
-    def check_leaks(self) -> None:
-        super().check_leaks()
-        batch = self.log.take()
-        for event in () if batch is None else batch.events:
-            self.apply(event)
-        columns = self.reference.columns
-        assert self.known == {self.name(*at) for at, block_id in columns.items() if block_id > 0}
-
-    def apply(self, event: CacheEvent) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.known.clear()
-            return
-        names = {(event.group.index, key) for key in event.block_keys}
-        if isinstance(event, BlocksRemoved):
-            assert names <= self.known
-            self.known -= names
-            self.removed += len(names)
-            return
-        assert not names & self.known
-        self.known |= names
-        salts = [keys[0][1] for keys in event.extra_keys or () if keys]
-        start = 0 if event.parent_key is None else 4
-        keys = block_keys(
-            event.token_ids, 4, root=self.log.root, start=start, parent=event.parent_key,
-            salt=str(salts[0]) if salts else None,
-        )  # fmt: skip
-        step = event.group.block_size // 4
-        assert tuple(keys[step - 1 :: step]) == event.block_keys
-
-    def name(self, story: int, group: int) -> tuple[int, bytes]:
-        """Returns the group and the key of a prefix, computed from its tokens."""
-        if (story, group) not in self.keys:
-            before = {number: pair for pair, number in self.reference.story._numbers.items()}
-            tokens: list[Any] = []
-            at, token = before[story]
-            while at != "namespace":
-                tokens.append(token)
-                at, token = before[at]
-            keys = block_keys(tokens[::-1], 4, salt=token[1], root=self.log.root)
-            self.keys[story, group] = keys[-1]
-        return group, self.keys[story, group]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_reader_of_the_events_knows_which_whole_blocks_are_kept(name: str) -> None:
-    removed = known = 0
-    for seed in range(3):
-        listener = Listener(name, seed)
-        listener.run(150)
-        removed, known = removed + listener.removed, known + len(listener.known)
-    assert removed and known
 
 
 def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> None:

@@ -15,7 +15,8 @@ from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import FullAttentionSpec, Limits
 from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
-from tests.reference_prefixes import Content, Story
+from tests.reference_device import Content
+from tests.servings.device import Stories
 from tests.test_prefixes import LAYERS, plan_of, state
 
 
@@ -44,7 +45,7 @@ class Server:
             **({"max_tokens": 16, "forks": max_requests} | options),
         )
         self.shape = self.scheduler.shape(extra=16)
-        self.content, self.story = Content(self.manager), Story()
+        self.content, self.stories = Content(plan, max_requests), Stories()
         self.limits: dict[Hashable, int] = {}
         self.chunks: dict[Hashable, list[int]] = {}
         self.computed = self.preemptions = 0
@@ -60,7 +61,7 @@ class Server:
         upload = self.manager.step(self.shape, schedule.work)
         self.content.apply(upload)
         for name, count in schedule.work.items():
-            story = self.story.of((), self.tokens[name])
+            story = self.stories.of((), self.tokens[name])
             row, total = self.manager.requests[name], before[name] + count
             self.content.compute(row, story, before[name], total)
             self.chunks[name].append(total)

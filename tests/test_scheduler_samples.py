@@ -7,7 +7,8 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.scheduler import Schedule, Scheduler
-from tests.reference_prefixes import Content, Story
+from tests.reference_device import Content
+from tests.servings.device import Stories
 from tests.test_prefixes import LAYERS, plan_of
 
 
@@ -25,7 +26,7 @@ class Server:
             self.manager, max_tokens=16, forks=forks, tokens=self.tokens, **options
         )
         self.shape = self.scheduler.shape(extra=16)
-        self.content, self.story = Content(self.manager), Story()
+        self.content, self.stories = Content(plan, max_requests), Stories()
         self.computed = 0
         self.answers: dict[Hashable, list[int]] = {}
 
@@ -46,7 +47,7 @@ class Server:
         assert upload.parts()["extra"][: len(ids)].tolist() == ids
         self.content.apply(upload)
         for name, count in schedule.work.items():
-            story, row = self.story.of((), self.tokens[name]), self.manager.requests[name]
+            story, row = self.stories.of((), self.tokens[name]), self.manager.requests[name]
             self.content.compute(row, story, before[name], before[name] + count)
         self.computed += len(ids)
         return schedule
@@ -205,6 +206,7 @@ def test_a_restart_changes_no_answer(name: str, loses: bool) -> None:
                 if loses:
                     server.manager.step(server.shape, server.scheduler.schedule().work)
                     server.manager.reset()
+                    server.content.goes_on_anew = True
                 running = server.scheduler.running
                 server.scheduler.restart()
                 again = [n for n in server.scheduler.waiting if n in running]

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv._src.scheduler._admission import Admission
 from tests.servings import run_serving
+from tests.servings.of_prefixes import SHARED
 from tests.servings.plans import KINDS
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
@@ -22,6 +23,15 @@ def test_requests_read_what_they_wrote_and_all_of_them_end(kind: str) -> None:
     wanted = {"steps", "forks", "rewinds", "lost schedules", "hits"}
     rare = {"cross": "hits", "two states": "rewinds", "three states": "rewinds"}
     assert not wanted - {rare.get(kind)} - set(seen), seen
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) -> None:
+    first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + (1000 if IS_LONG else 3)):
+        seen += run_serving(seed, kind, prefixes=True)
+    assert seen["hits"], seen
 
 
 @pytest.mark.parametrize("kind", ["windows", "chunks", "none", "two states"])

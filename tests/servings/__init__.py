@@ -8,19 +8,24 @@ import random
 from collections import Counter
 
 from tests.servings.of_manager import ManagerServing
+from tests.servings.of_prefixes import PrefixServing
 from tests.servings.of_scheduler import SchedulerServing
 from tests.servings.of_tier import TierSchedulerServing, TierServing
 
 NUM_CALLS = 60  # of a manager
+PREFIX_CALLS = 150
 
 
-def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Counter[str]:
+def run_serving(
+    seed: int, kind: str | None = None, *, tier: bool = False, prefixes: bool = False
+) -> Counter[str]:
     """Runs a serving; those of even seeds are of a manager alone.
 
     Args:
       seed: of all that it draws.
       kind: of the plan, one of `KINDS`; None: any.
       tier: whether most blocks go to host memory and come back.
+      prefixes: whether it is of a manager in which prompts find what was kept.
 
     Returns:
       Counts of what it did.
@@ -30,6 +35,8 @@ def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Co
     """
     history: list[str] = []
     try:
+        if prefixes:
+            return PrefixServing(seed, kind, history).run(PREFIX_CALLS)
         if seed % 2:
             serving = (TierSchedulerServing if tier else SchedulerServing)(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))

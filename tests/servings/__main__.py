@@ -16,12 +16,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=time.time_ns() // 10**6 % 10**10)
     parser.add_argument("--kind", choices=list(KINDS))
     parser.add_argument("--tier", action="store_true", help="use host memory most of the time")
+    parser.add_argument("--prefixes", action="store_true", help="find kept prefixes more often")
     asked = parser.parse_args()
     seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
     began = time.perf_counter()
     for seed in range(asked.first, asked.first + asked.servings):
         try:
-            seen += run_serving(seed, asked.kind, tier=asked.tier)
+            seen += run_serving(seed, asked.kind, tier=asked.tier, prefixes=asked.prefixes)
         except AssertionError as error:
             if asked.servings == 1:
                 print(error)

@@ -4,6 +4,7 @@ Contents are numbers. `Stories` numbers the sequences of tokens that contents ar
 a group adds its own index, so that equal numbers mean equal groups, namespaces and tokens.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable
 
 import numpy as np
@@ -26,6 +27,10 @@ class Stories:
 
     def go_on(self, story: int, code: Hashable) -> int:
         return self._number((story, code), story)
+
+    def of(self, namespace: Hashable, codes: Iterable[Hashable]) -> list[int]:
+        """Returns the stories of the first 0, 1, ... tokens."""
+        return list(itertools.accumulate(codes, self.go_on, initial=self.begin(namespace)))
 
     def _number(self, key: Hashable, before: int | None) -> int:
         number = self._numbers.setdefault(key, len(self._numbers))

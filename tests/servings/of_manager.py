@@ -8,6 +8,7 @@ from jaxkv import OutOfBlocksError, StepShape
 from jaxkv.blocks import HandedBlocks, Upload
 from tests.servings.oracle import Known
 from tests.servings.plans import most_drafts
+from tests.servings.prefixes import ReferencePrefixes
 from tests.servings.traffic import NAMES, Serving
 
 
@@ -25,16 +26,11 @@ class ManagerServing(Serving):
             cached_tokens=most * self.plan.max_model_len,
         )
         self.drafts = most_drafts(self.plan)
-        self.prompts: dict[Hashable, int] = {}  # tokens that requests started with; -1: none
-        self.cut: set[Hashable] = set()  # requests that went back into their prompt
+        self.prefixes = ReferencePrefixes(self.manager, self.checkpoint_share)
 
     def run(self, num_calls: int) -> Counter[str]:
         """Makes random calls, then finishes all requests."""
-        calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
-        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
-        calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
-        if self.has_peers:
-            calls |= {self.receive: 2, self.export: 2}
+        calls = self.calls()
         for _ in range(num_calls):
             (call,) = self.draw.choices(list(calls), list(calls.values()))
             is_full = len(self.requests) == self.manager.max_requests
@@ -53,27 +49,56 @@ class ManagerServing(Serving):
         self.check()
         return self.oracle.seen
 
+    def calls(self) -> dict[Callable[[], object], float]:
+        """Returns the calls to draw from, and how often each comes."""
+        calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
+        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
+        calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
+        if self.has_peers:
+            calls |= {self.receive: 2, self.export: 2}
+        return calls
+
+    def meanwhile(self) -> None:
+        """Takes the time between the lookup of a prompt and its start."""
+
     def reset(self) -> None:
         super().reset()
+        self.prefixes.new_epoch(forget=True)
+        self.prefixes.prompts.clear()
         for name in list(self.requests):
-            del self.prompts[name]
-            self.cut.discard(name)
             self.forget(name)
+
+    def lose_content(self) -> None:
+        super().lose_content()
+        self.prefixes.new_epoch(forget=True)
+
+    def new_epoch(self) -> None:
+        super().new_epoch()
+        self.prefixes.new_epoch(forget=False)
+
+    def check(self) -> None:
+        super().check()
+        self.prefixes.check_events(self.mirror.stored, self.mirror.told)
 
     def start(self) -> None:
         request, options = self.new_request(), {}
         name, tokens = request.name, list(request.tokens)
         keys, boundaries = self.keys(request), self.boundaries(request)
+        extra_keys = keys["extra_keys"]
         if self.chance(0.2):
             options["max_cached_tokens"] = self.draw.randint(0, len(tokens))
         self.say(f"start({name!r}, {tokens}, boundaries={boundaries}, {keys}, {options})")
         if self.chance(0.1):  # nothing of it is kept
             hit = self.manager.start(name, encoder_tokens=request.encoder_tokens)
-            self.prompts[name] = -1
+            self.prefixes.prompts[name] = None
         else:
             given: Any = tokens
             if self.chance(0.3):
                 given, keys = self.manager.find_prefix(tokens, **keys), {}
+                self.meanwhile()
+            prompt = self.prefixes.prompt_of(request, extra_keys)
+            limit = min(len(tokens) - 1, options.get("max_cached_tokens", len(tokens)))
+            wanted = self.prefixes.find(prompt, limit)
             hit = self.manager.start(
                 *(name, given),
                 boundaries=boundaries,
@@ -81,11 +106,9 @@ class ManagerServing(Serving):
                 **keys,
                 **options,
             )
-            self.prompts[name] = len(tokens)
-        self.say(f"    hit {hit.num_cached_tokens}")
-        if self.prompts[name] >= 0 and not request.media:
-            limit = min(len(tokens) - 1, options.get("max_cached_tokens", len(tokens)))
-            assert hit.num_cached_tokens >= self.oracle.whole.least(request, limit), "a missed hit"
+            self.prefixes.check(hit, *wanted)
+            self.prefixes.start(name, prompt, hit)
+        self.say(f"    hit {hit.num_cached_tokens}, {hit.reasons}")
         self.requests[name] = request
         self.oracle.begin(request, hit.num_cached_tokens)
 
@@ -102,7 +125,7 @@ class ManagerServing(Serving):
         ):
             self.say("    refused")
             return
-        self.requests[name], self.prompts[name] = request, -1
+        self.requests[name], self.prefixes.prompts[name] = request, None
         self.oracle.receive(request, handed[0])
 
     def export(self) -> None:
@@ -113,21 +136,15 @@ class ManagerServing(Serving):
         self.end(self.draw.choice(list(self.requests)))
 
     def end(self, name: Hashable) -> None:
-        request, known = self.requests[name], self.prompts.pop(name)
+        request, prompt = self.requests[name], self.prefixes.prompts[name]
         more = None
-        if known >= 0 and self.chance(0.7):
-            more = request.tokens[known : self.draw.choice([len(request.tokens), request.computed])]
+        if prompt is not None and self.chance(0.7):
+            end = self.draw.choice([len(request.tokens), request.computed])
+            more = request.tokens[len(prompt.codes) : end]
         self.say(f"finish({name!r}, {more})")
+        self.prefixes.finish(name, more)
         self.manager.finish(name, more)
-        if name not in self.cut:
-            self.note_whole(request, known + len(more or ()), has_ended=True)
-        self.cut.discard(name)
         self.forget(name)
-
-    def note_whole(self, request: Known, known: int, *, has_ended: bool = False) -> None:
-        """Notes a request that later prompts have to find, as far as it is computed."""
-        if known > 0 and request.epoch == self.oracle.epoch:
-            self.oracle.whole.add(request, min(known, request.computed), has_ended=has_ended)
 
     def grow_and_share(self) -> None:
         """Forks or ends a request that has grown, and lets others grow, before any step."""
@@ -158,9 +175,8 @@ class ManagerServing(Serving):
             self.oracle.fork(donor, request, count)
             known = self.manager._prefixes.kept.num_known(self.manager.requests[name])
             assert known <= count, "a fork knows tokens that it does not share"
-            self.requests[name], self.prompts[name] = request, min(count, self.prompts[donor.name])
-            if donor.name in self.cut or count < self.prompts[donor.name]:
-                self.cut.add(name)
+            self.requests[name] = request
+            self.prefixes.fork(donor.name, name, count)
 
     def hand_over(self) -> None:
         """Forks a request and finishes it, as an engine does with a prompt of several samples."""
@@ -173,9 +189,10 @@ class ManagerServing(Serving):
         request = self.requests[self.draw.choice(list(self.requests))]
         name = request.name
         count = max(0, request.computed - self.draw.choice([0, 1, 1, 2, 4, 99]))
-        waits = request.computed < self.prompts[name] and name not in self.cut
-        if waits and not self.has_encoder and self.chance(0.5):
-            count = self.draw.randint(request.computed, self.prompts[name])
+        prompt = self.prefixes.prompts[name]
+        waits = prompt is not None and prompt.goes_on and request.computed < len(prompt.codes)
+        if prompt and waits and not self.has_encoder and self.chance(0.5):
+            count = self.draw.randint(request.computed, len(prompt.codes))
         known = [columns.keys() for columns in request.states.values()]
         is_known = count == 0 or count >= request.computed or all(count in of for of in known)
         if not is_known and self.oracle.may_resume(request, count):
@@ -188,8 +205,7 @@ class ManagerServing(Serving):
         self.oracle.rewind(request, count)
         request.tokens[count:] = [self._id() for _ in request.tokens[count:]]
         request.verified = len(request.tokens)
-        if count < self.prompts[name]:
-            self.cut.add(name)
+        self.prefixes.rewind(name, count)
 
     def trim(self) -> None:
         names = self.draw.choices(list(self.requests), k=2)
@@ -244,6 +260,4 @@ class ManagerServing(Serving):
         if self.chance(0.01):  # the upload never runs
             return self.reset()
         self.oracle.step(uploads[0], self.requests, work)
-        for name in work:
-            if name not in self.cut:
-                self.note_whole(self.requests[name], self.prompts[name])
+        self.prefixes.step(work)

@@ -10,6 +10,7 @@ from tests.servings.of_manager import ManagerServing
 from tests.servings.of_scheduler import SchedulerServing
 from tests.servings.oracle import Known
 from tests.servings.plans import KINDS, random_plan
+from tests.servings.prefixes import Prompt
 from tests.servings.traffic import Serving
 
 STORED = [kind for kind in KINDS if kind != "cross"]
@@ -43,7 +44,7 @@ class TierServing(Tight, ManagerServing):
     def __init__(self, seed: int, kind: str | None, history: list[str]):
         super().__init__(seed, kind, history)
         self.chosen: dict[Hashable, int] | None = None
-        self.parked: dict[Hashable, tuple[Known, int]] = {}  # and what `self.prompts` had
+        self.parked: dict[Hashable, tuple[Known, Prompt | None]] = {}
         self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
 
     def prompt(self) -> list[int]:
@@ -71,46 +72,41 @@ class TierServing(Tight, ManagerServing):
         if self.parked and self.chance(0.5):
             return self.resume()
         super().start()
-        if self.parked.pop([*self.requests][-1], None):  # a new request of its name
-            self.cut.discard([*self.requests][-1])
+        self.parked.pop([*self.requests][-1], None)  # a new request of its name
 
     def end(self, name: Hashable) -> None:
         if not self.chance(0.3):
             return super().end(name)
-        request, known, is_cut = self.requests[name], self.prompts[name], name in self.cut
-        more = request.tokens[known : request.computed] if known >= 0 and self.chance(0.7) else None
+        request, prompt, more = self.requests[name], self.prefixes.prompts[name], None
+        if prompt is not None and self.chance(0.7):
+            more = request.tokens[len(prompt.codes) : request.computed]
         self.say(f"park({name!r}, {more})")
+        prompt = self.prefixes.finish(name, more)
         is_parked = self.manager.park(name, more)
         self.say(f"    {is_parked}")
-        del self.requests[name], self.prompts[name]
-        if not is_cut:
-            self.note_whole(request, known + len(more or ()), has_ended=True)
+        del self.requests[name]
         if is_parked:
-            self.parked[name] = request, known + len(more or ())
+            self.parked[name] = request, prompt
             self.oracle.seen["parked"] += 1
             self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
-        else:
-            self.cut.discard(name)
 
     def resume(self) -> None:
         name = self.draw.choice([*self.parked])
-        request, known = self.parked.pop(name)
+        request, prompt = self.parked.pop(name)
         count = self.manager.num_parked_tokens(name)
         self.say(f"resume({name!r}): {count}")
         if not count or self.chance(0.1):
             self.manager.unpark(name)
-            self.cut.discard(name)
             return
         assert count == request.computed
         hit = self.manager.resume(name)
         assert hit.num_cached_tokens == count
-        self.requests[name], self.prompts[name] = request, known
+        self.requests[name], self.prefixes.prompts[name] = request, prompt
         self.oracle.resume(request)
 
     def forget_parked(self) -> None:
         for name in self.parked:
             assert not self.manager.num_parked_tokens(name)
-            self.cut.discard(name)
         self.parked.clear()
 
     def new_epoch(self) -> None:

@@ -6,7 +6,6 @@ media and epochs up to it. The content of a state is that of the last token that
 
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,8 +31,6 @@ class Known:
     row: in which it took its last step.
     resumed, reached: tokens that were computed before and after its last step.
     unsent: cached tokens, or those of its donor, until it first computes.
-    epoch: in which it, or the request that it was forked from, started.
-    evicted: blocks that had been evicted then.
     """
 
     name: Hashable
@@ -51,56 +48,10 @@ class Known:
     resumed: int = 0
     reached: int = 0
     unsent: int = 0
-    epoch: int = 0
-    evicted: int = 0
 
     @property
     def computed(self) -> int:
         return len(self.story) - 1
-
-
-class Whole:
-    """Prompts whose whole blocks have to be found, of plans that keep all tokens.
-
-    They are forgotten as soon as anything is evicted.
-    """
-
-    def __init__(self, manager: BlockManager):
-        self.manager = manager
-        plan = manager.plan
-        self.is_known = all(group.growth.keeps_all_tokens for group in plan.groups)
-        sizes = [group.block_size * plan.context_parallel for group in plan.groups]
-        self.size = math.lcm(*sizes)
-        self.forget()
-
-    def forget(self) -> None:
-        self._evicted = self.manager.prefix_stats().evicted_blocks
-        self._prompts: set[Hashable] = set()
-
-    def add(self, request: Known, num_tokens: int, *, has_ended: bool = False) -> None:
-        """Notes that the first tokens of a request are computed, and known to the manager.
-
-        Of a request that runs, blocks that were kept for another one may have been evicted since.
-        """
-        self._check_evicted()
-        if not self.is_known or request.media:
-            return
-        if has_ended or request.evicted == self._evicted:
-            for end in range(self.size, num_tokens + 1, self.size):
-                self._prompts.add(self._key(request, end))
-
-    def least(self, request: Known, limit: int) -> int:
-        """Returns the tokens of a prompt that have to be found, at most ``limit``."""
-        self._check_evicted()
-        ends = range(limit // self.size * self.size, 0, -self.size)
-        return next((end for end in ends if self._key(request, end) in self._prompts), 0)
-
-    def _check_evicted(self) -> None:
-        if self.manager.prefix_stats().evicted_blocks > self._evicted:
-            self.forget()
-
-    def _key(self, request: Known, end: int) -> Hashable:
-        return request.salt, request.adapter, tuple(request.tokens[:end])
 
 
 class Oracle:
@@ -114,7 +65,6 @@ class Oracle:
         self.sinks = sum(map(len, manager.sink_block_ids))
         self.epoch = 0
         self.is_fresh_epoch = True  # whether no request has started in it
-        self.whole = Whole(manager)
         self.seen: Counter[str] = Counter()
 
     # --- requests ---------------------------------------------------------------------
@@ -146,7 +96,10 @@ class Oracle:
         self.seen["exports"] += 1
 
     def _handed(self, request: Known, handed: HandedBlocks) -> Iterator[tuple[int, int, int]]:
-        """Yields block, place and content of all that the next token of a request reads."""
+        """Yields block, place and content of all tokens in the blocks that are handed over.
+
+        Those that the next token does not see are read again after a rewind.
+        """
         count = handed.num_tokens
         each = zip(self.groups, handed.first_columns, handed.block_ids, strict=True)
         for group, first, ids in each:
@@ -157,7 +110,7 @@ class Oracle:
             oldest, ratio = group.oldest_visible(count), group.ratio
             assert first == oldest // group.block, "handed columns"
             assert len(ids) == -(-count // group.block) - first, "handed columns"
-            for row in range(oldest // ratio, -(-count // ratio)):
+            for row in range(first * group.block // ratio, -(-count // ratio)):
                 content = request.partial[group.index]
                 if (end := (row + 1) * ratio) <= count:
                     content = self._content(group, request.story[end])
@@ -167,8 +120,7 @@ class Oracle:
     def _begin(self, request: Known, cached: int) -> None:
         may_copy = self.manager.may_copy_by_row[self.manager.requests[request.name]]
         assert cached or not may_copy, "a request that shares nothing may copy"
-        self.is_fresh_epoch, request.epoch = False, self.epoch
-        request.evicted = self.manager.prefix_stats().evicted_blocks
+        self.is_fresh_epoch = False
         request.resumed = request.reached = request.unsent = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
@@ -182,7 +134,6 @@ class Oracle:
         """Starts a request with the first tokens of another."""
         request.story = donor.story[: num_tokens + 1]
         request.resumed = request.reached = request.unsent = num_tokens
-        request.epoch, request.evicted = donor.epoch, donor.evicted
         request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
@@ -384,7 +335,6 @@ class Oracle:
         """Notes that the cache has forgotten all prefixes."""
         self.epoch += 1
         self.is_fresh_epoch = True
-        self.whole.forget()
 
     def check_kept(self, request: Known, keys: Mapping[str, Any]) -> None:
         """Checks all that the cache would give to a prompt with the tokens of a request."""

@@ -41,11 +41,12 @@ class Serving:
         self.draw = random.Random(seed)
         self.kind = self.draw.choice(list(KINDS)) if kind is None else kind
         self.plan = self.random_plan()
-        self.log = EventLog()
+        self.log, rows = EventLog(), self.num_rows()
+        self.checkpoint_share = self.share()
         self.manager = Watched(
             self.plan,
-            max_requests=self.num_rows(),
-            checkpoint_share=self.draw.choice([0.1, 0.5, 1.0]),
+            max_requests=rows,
+            checkpoint_share=self.checkpoint_share,
             events=self.log,
             host_memory=self.host_memory(seed),
         )
@@ -63,6 +64,10 @@ class Serving:
 
     def num_rows(self) -> int:
         return self.draw.randint(1, 5)
+
+    def share(self) -> float:
+        """Returns the largest share of blocks that may keep states."""
+        return self.draw.choice([0.1, 0.5, 1.0])
 
     def random_plan(self) -> Plan:
         return random_plan(self.draw, self.kind)
