@@ -7,6 +7,7 @@ find; ``python -m tests.servings 1 --first 345`` runs the one of a seed, and pri
 import random
 from collections import Counter
 
+from tests.servings.of_copies import CopyServing, TierCopyServing
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_scheduler import SchedulerServing
 from tests.servings.of_tier import TierSchedulerServing, TierServing
@@ -14,13 +15,16 @@ from tests.servings.of_tier import TierSchedulerServing, TierServing
 NUM_CALLS = 60  # of a manager
 
 
-def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Counter[str]:
-    """Runs a serving; those of even seeds are of a manager alone.
+def run_serving(
+    seed: int, kind: str | None = None, *, tier: bool = False, copies: bool = False
+) -> Counter[str]:
+    """Runs a serving; those of even seeds, and those of copies, are of a manager alone.
 
     Args:
       seed: of all that it draws.
       kind: of the plan, one of `KINDS`; None: any.
       tier: whether most blocks go to host memory and come back.
+      copies: whether requests share, copy and give back blocks between steps most of the time.
 
     Returns:
       Counts of what it did.
@@ -30,6 +34,8 @@ def run_serving(seed: int, kind: str | None = None, *, tier: bool = False) -> Co
     """
     history: list[str] = []
     try:
+        if copies:
+            return (TierCopyServing if tier else CopyServing)(seed, kind, history).run(NUM_CALLS)
         if seed % 2:
             serving = (TierSchedulerServing if tier else SchedulerServing)(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))

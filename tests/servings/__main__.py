@@ -16,12 +16,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=time.time_ns() // 10**6 % 10**10)
     parser.add_argument("--kind", choices=list(KINDS))
     parser.add_argument("--tier", action="store_true", help="use host memory most of the time")
+    parser.add_argument("--copies", action="store_true", help="share and copy blocks all the time")
     asked = parser.parse_args()
     seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
     began = time.perf_counter()
     for seed in range(asked.first, asked.first + asked.servings):
         try:
-            seen += run_serving(seed, asked.kind, tier=asked.tier)
+            seen += run_serving(seed, asked.kind, tier=asked.tier, copies=asked.copies)
         except AssertionError as error:
             if asked.servings == 1:
                 print(error)

@@ -1,5 +1,6 @@
 """Random servings of a manager alone."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -27,14 +28,11 @@ class ManagerServing(Serving):
         self.drafts = most_drafts(self.plan)
         self.prompts: dict[Hashable, int] = {}  # tokens that requests started with; -1: none
         self.cut: set[Hashable] = set()  # requests that went back into their prompt
+        self.finds = random.Random(-6 - seed)  # drawn apart, so that the rest stays
 
     def run(self, num_calls: int) -> Counter[str]:
         """Makes random calls, then finishes all requests."""
-        calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
-        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
-        calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
-        if self.has_peers:
-            calls |= {self.receive: 2, self.export: 2}
+        calls = self.calls()
         for _ in range(num_calls):
             (call,) = self.draw.choices(list(calls), list(calls.values()))
             is_full = len(self.requests) == self.manager.max_requests
@@ -52,6 +50,15 @@ class ManagerServing(Serving):
         assert not self.manager.requests
         self.check()
         return self.oracle.seen
+
+    def calls(self) -> dict[Callable[[], object], float]:
+        """Returns calls, and how often each is made."""
+        calls: dict[Callable[[], object], float] = {self.start: 8, self.step: 10, self.finish: 3}
+        others = self.grow, self.fork, self.rewind, self.trim, self.hand_over, self.grow_and_share
+        calls |= {call: self.draw.choice([0, 0.3, 1, 4]) for call in others}
+        if self.has_peers:
+            calls |= {self.receive: 2, self.export: 2}
+        return calls
 
     def reset(self) -> None:
         super().reset()
@@ -74,6 +81,8 @@ class ManagerServing(Serving):
             given: Any = tokens
             if self.chance(0.3):
                 given, keys = self.manager.find_prefix(tokens, **keys), {}
+                most = self.finds.choice([None, 0, len(tokens) // 2])
+                given = self.manager.find_prefix(given, max_cached_tokens=most)
             hit = self.manager.start(
                 *(name, given),
                 boundaries=boundaries,
@@ -101,6 +110,7 @@ class ManagerServing(Serving):
             lambda: handed.append(self.manager.import_blocks(name, count)), OutOfBlocksError
         ):
             self.say("    refused")
+            assert not self.oracle.fits(count), "blocks that fit are refused"
             return
         self.requests[name], self.prompts[name] = request, -1
         self.oracle.receive(request, handed[0])
@@ -148,6 +158,8 @@ class ManagerServing(Serving):
         self.say(f"fork({donor.name!r}, {into}, num_tokens={count})")
         if self.refused(lambda: self.manager.fork(donor.name, into, num_tokens=count)):
             self.say("    refused")
+            has_drafts = any(group.drafts for group in self.oracle.groups)
+            assert count < donor.computed or has_drafts, "a fork of all tokens is refused"
             return
         for name in into:
             tokens = donor.tokens[:count]
@@ -176,15 +188,18 @@ class ManagerServing(Serving):
         waits = request.computed < self.prompts[name] and name not in self.cut
         if waits and not self.has_encoder and self.chance(0.5):
             count = self.draw.randint(request.computed, self.prompts[name])
-        known = [columns.keys() for columns in request.states.values()]
-        is_known = count == 0 or count >= request.computed or all(count in of for of in known)
+        states = [columns.keys() for columns in request.states.values()]
+        is_known = count == 0 or count >= request.computed or all(count in of for of in states)
         if not is_known and self.oracle.may_resume(request, count):
             return  # an engine knows which states it wrote
+        kept, row = self.manager._prefixes.kept, self.manager.requests[name]
+        known = min(count, kept.num_known(row))
         self.say(f"rewind({{{name!r}: {count}}})")
         if self.refused(lambda: self.manager.rewind({name: count})):
             self.say("    refused")
             assert count < request.computed, "a rewind to where a request is, is refused"
             return
+        assert kept.num_known(row) == known, "known tokens"
         self.oracle.rewind(request, count)
         request.tokens[count:] = [self._id() for _ in request.tokens[count:]]
         request.verified = len(request.tokens)

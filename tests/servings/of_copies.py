@@ -1,0 +1,49 @@
+"""Random servings of a manager whose blocks are shared, copied and given back between its steps."""
+
+from collections.abc import Callable, Hashable
+
+from tests.servings.of_manager import ManagerServing
+from tests.servings.of_tier import TierServing
+
+
+class CopyServing(ManagerServing):
+    """Requests that grow, fork, end and come from other caches before any step makes copies."""
+
+    def __init__(self, seed: int, kind: str | None, history: list[str]):
+        super().__init__(seed, kind, history)
+        self.has_peers = not self.has_encoder
+
+    def num_rows(self) -> int:
+        return self.draw.randint(2, 6)
+
+    def calls(self) -> dict[Callable[[], object], float]:
+        others = self.finish, self.rewind, self.trim, self.hand_over
+        calls: dict[Callable[[], object], float] = dict.fromkeys(others, 1)
+        calls |= {self.start: 4, self.step: 6, self.share: 8}
+        return calls | ({self.receive: 1, self.export: 1} if self.has_peers else {})
+
+    def work(self) -> dict[Hashable, int]:
+        """Returns work that verifies as many drafts as a plan admits more often than others."""
+        work = super().work()
+        for name in work if self.drafts else ():
+            if self.chance(0.4) and not self.has_moved(name):
+                room = self.plan.max_model_len - self.requests[name].computed
+                most = min(room, self.plan.limits.max_in_flight_tokens)
+                work = {**work, name: min(1 + self.drafts, most)}
+        return work
+
+    def share(self) -> None:
+        """Lets requests of one prefix grow, which copies blocks, and makes other calls then."""
+        donor = max(self.requests.values(), key=lambda request: request.computed)
+        self.fork_into(donor, donor.computed, self.draw.randint(0, 2))
+        calls = [self.grow, self.grow, self.fork, self.rewind, self.finish, self.trim]
+        calls += [self.receive, self.receive] * self.has_peers
+        self.grow()
+        for call in self.draw.choices(calls, k=self.draw.randint(0, 4)):
+            if self.requests:
+                call()
+                self.check()
+
+
+class TierCopyServing(CopyServing, TierServing):
+    """Such requests next to host memory, from which blocks are loaded before copies are made."""
