@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 
+from jaxkv import OutOfBlocksError
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_tier import TierServing
 
@@ -25,12 +26,29 @@ class CopyServing(ManagerServing):
     def work(self) -> dict[Hashable, int]:
         """Returns work that verifies as many drafts as a plan admits more often than others."""
         work = super().work()
+        for name in filter(self.has_moved, list(self.requests)):
+            self.grow_past(name)
         for name in work if self.drafts else ():
             if self.chance(0.4) and not self.has_moved(name):
                 room = self.plan.max_model_len - self.requests[name].computed
                 most = min(room, self.plan.limits.max_in_flight_tokens)
                 work = {**work, name: min(1 + self.drafts, most)}
         return work
+
+    def grow_past(self, name: Hashable) -> None:
+        """Lets a request grow whose state is in the block of a draft: not beyond that block."""
+        request = self.requests[name]
+        before, groups = request.computed, [g for g in self.oracle.groups if g.is_state]
+        room = self.plan.max_model_len - before
+        count = self.draw.randint(1, min(room, self.plan.limits.max_in_flight_tokens) or 1)
+        self.say(f"grow({{{name!r}: {count}}})")
+        is_lost = any(
+            request.states[group.index][before] not in group.state_columns(before, before + count)
+            for group in groups
+        )
+        errors = ValueError, OutOfBlocksError
+        is_refused = self.refused(lambda: self.manager.grow({name: count}), *errors)
+        assert is_refused or not is_lost, "a step that cannot read its state is accepted"
 
     def share(self) -> None:
         """Lets requests of one prefix grow, which copies blocks, and makes other calls then."""

@@ -256,8 +256,6 @@ class Oracle:
                 continue
             if request.resumed < num_tokens and request.reached - request.resumed <= most:
                 continue
-            if group.mode == "all" and at_end:
-                continue
             if group.mode != "align" or not at_end or num_tokens != request.resumed:
                 return False
         return True

@@ -221,12 +221,12 @@ class Serving:
                 if request.tokens:
                     self.oracle.check_kept(request, self.keys(request))
 
-    def refused(self, call: Callable[[], object], error: type[Exception] = ValueError) -> bool:
+    def refused(self, call: Callable[[], object], *errors: type[Exception]) -> bool:
         """Makes a call that may be refused. Returns whether it was; it then changed nothing."""
         before = self._visible()
         try:
             call()
-        except (error, TypeError):
+        except (TypeError, *(errors or (ValueError,))):  # noqa: B030
             assert self._visible() == before, "a refused call changed something"
             return True
         return False
