@@ -53,7 +53,7 @@ class PendingCopies:
         self._pool.is_fresh[block_id] = True
 
     def clear(self) -> None:
-        """Forgets all copies: an upload has them, or the device starts anew."""
+        """Forgets all copies, which an upload has now."""
         self._of.clear()
 
     def take_to_load(self, count: int) -> np.ndarray:
