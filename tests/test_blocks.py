@@ -590,6 +590,13 @@ def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
 
 
+def test_floats_are_refused_after_a_step_of_as_many_tokens() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 1)
+    for call in (lambda work: manager.step(shape, work), manager.grow):
+        with unchanged(manager), pytest.raises(TypeError, match=r"ints, got 1\.0"):
+            call({"r": 1.0})
+
+
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     manager, shape = running()
     first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
