@@ -590,6 +590,13 @@ def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
 
 
+def test_floats_are_refused_after_a_step_of_as_many_tokens() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 1)
+    for call in (lambda work: manager.step(shape, work), manager.grow):
+        with unchanged(manager), pytest.raises(TypeError, match=r"ints, got 1\.0"):
+            call({"r": 1.0})
+
+
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     manager, shape = running()
     first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
@@ -703,16 +710,33 @@ def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> N
         manager.rewind({"again": 4})
 
 
-def test_a_step_past_the_block_where_drafts_left_a_state_is_refused() -> None:
-    state = StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE)
-    manager, shape = running(small_plan({"s": state}), 6)
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("sizes", [(4,), (4, 16), (16, 4)])
+def test_a_step_past_the_block_where_drafts_left_a_state_is_refused(sizes, count: int) -> None:
+    aligned = StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE)
+    layers = {f"s{size}": dataclasses.replace(aligned, block_size=size) for size in sizes}
+    manager, shape = running(small_plan(layers), 6)
     manager.step(shape, {"r": 3})
     manager.rewind({"r": 7})  # whose state is in the third block
     for call in (lambda work: manager.step(shape, work), manager.grow):
         with unchanged(manager), pytest.raises(ValueError, match="compute one token first"):
             call({"r": 6})
-    manager.step(shape, {"r": 5})
+    manager.step(shape, {"r": count})
     manager.step(shape, {"r": 6})
+
+
+@pytest.mark.parametrize(("count", "is_kept"), [(3, True), (2, False)])
+def test_drafts_leave_the_state_at_the_end_of_a_block_where_their_first_token_ends_it(
+    count: int, is_kept: bool
+) -> None:
+    state = StateSpec(block_size=4, speculative_blocks=1, cache_mode="all", **STATE)
+    manager, shape = running(small_plan({"s": state}), count)
+    manager.step(shape, {"r": 2})
+    manager.step(shape, {"r": 4})
+    if is_kept:
+        return manager.rewind({"r": 4})
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"r": 4})
 
 
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:
@@ -797,6 +821,43 @@ def test_a_step_after_a_rewind_does_not_write_into_shared_blocks() -> None:
     shared = manager.block_pool.references_of(np.array(manager.block_ids("s")[0]))
     assert shared.tolist() == [1, 1, 1]
     assert not set(manager.block_ids("r")[0]) & set(manager.block_ids("s")[0])
+
+
+@pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
+def test_a_step_that_is_shorter_than_its_grow_copies_the_shared_states_of_every_group(
+    sizes: tuple[int, int],
+) -> None:
+    layers = {f"s{n}": StateSpec(block_size=n, cache_mode="align", **STATE) for n in sizes}
+    manager, shape = running(small_plan(layers), 5)
+    manager.fork("r", ["s"])
+    manager.grow({"r": 4})  # writes the shared block of 16 tokens, and none of 4
+    manager.step(dataclasses.replace(shape, block_copies=2), {"r": 1})
+    for ours, shared in zip(manager.block_ids("r"), manager.block_ids("s"), strict=True):
+        assert not {*ours} & {*shared} - {0}
+
+
+def test_a_shape_has_room_for_the_copies_that_others_read_of_a_block_that_is_dropped() -> None:
+    plan = small_plan({"s": StateSpec(block_size=4, cache_mode="align", **STATE)})
+    manager, shape = running(plan, 3)
+    manager.fork("r", ["s"])
+    manager.grow({"r": 1})
+    manager.fork("r", ["t"])  # reads the copy, too
+    manager.rewind({"r": 0})
+    without = dataclasses.replace(shape, block_copies=0)
+    with unchanged(manager), pytest.raises(ValueError, match="block_copies=1"):
+        manager.step(without, {"r": 5})
+    parts = manager.step(dataclasses.replace(shape, block_copies=1), {"r": 5}).parts()
+    assert parts["copy_destinations"].tolist() == [manager.block_ids("t")[0][0]]
+
+
+def test_the_device_learns_of_a_copy_with_the_upload_that_makes_it() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 5)
+    shape = dataclasses.replace(shape, block_copies=1)
+    manager.fork("r", ["s"])
+    manager.start("t")
+    manager.grow({"r": 1})
+    manager.step(shape, {"t": 1})
+    assert not manager.step(shape, {"r": 1}).parts()["entry_ids"].size
 
 
 @pytest.mark.parametrize(("rewound", "readers"), [("r", ""), ("rt", ""), ("r", "t")])

@@ -123,6 +123,21 @@ def test_a_state_that_is_computed_again_was_just_used() -> None:
     assert last is not None and last.blocks.tolist() == [2]
 
 
+def test_a_block_of_a_checkpoint_does_not_take_the_place_of_one_in_host_memory() -> None:
+    """It would be forgotten for its column alone, and the checkpoint would stay."""
+    tree = PrefixTree(
+        [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=99, host_ids=5
+    )
+    tokens, here, on_host, partial = np.arange(4), *np.array([[1], [6], [2]])
+    tree.keep("a", tokens, [(0, here)])
+    tree.move(here, on_host)
+    tree.keep("a", tokens[:3], [(0, here[:0])], partial)
+    tree.keep("a", tokens, [(0, partial)])
+    assert tree.keeps(on_host) and not tree.keeps(partial)
+    tree.forget(partial)
+    assert not tree.checkpoints.num_blocks
+
+
 def test_what_was_wanted_once_stays_wanted() -> None:
     kept, made = Checkpoints(), checkpoint(4, is_wanted=True)
     kept.add(made)

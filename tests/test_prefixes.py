@@ -167,11 +167,35 @@ def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(name: 
     assert manager.find_prefix([*tokens, 0]).num_cached_tokens == (8 if name == "all" else 12)
 
 
-def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one() -> None:
+@pytest.mark.parametrize("blocks", [0.75, 1, 5])
+def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one(blocks: float) -> None:
+    """If a block or more is the same."""
     manager = BlockManager(plan_of("none"), max_requests=2)
     shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
     manager.start("a", [1] * 30)
     for _ in range(3):
         manager.step(shape, {"a": 10})
     manager.finish("a")
-    assert manager.start("b", [1] * 20 + [2] * 10).chunk_ends == (20, 29)
+    count = int(blocks * min(group.block_size for group in manager.plan.groups))
+    ends = (count, count + 9)[blocks < 1 :]
+    assert manager.start("b", [1] * count + [2] * 10).chunk_ends == ends
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_state_that_a_prompt_went_on_from_outlives_ends_of_others(is_shared: bool) -> None:
+    manager = BlockManager(plan_of("none", num_blocks=100), max_requests=1, checkpoint_share=0.1)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, forks=1, cached_tokens=9
+    )
+
+    def serve(tokens: list[int]) -> None:
+        hit = manager.start("a", tokens)
+        manager.step(shape, {"a": len(tokens) - hit.num_cached_tokens})
+        manager.finish("a")
+
+    serve([1] * 9)
+    if is_shared:
+        serve([1] * 10)
+    for number in range(2, 22):  # more than there is room for
+        serve([number] * 9)
+    assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == is_shared

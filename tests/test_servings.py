@@ -1,5 +1,6 @@
 """Random servings of every kind of plan: no wrong byte, no refused step, no standstill, no leak."""
 
+import itertools
 import os
 import random
 from collections import Counter
@@ -9,6 +10,7 @@ import pytest
 from jaxkv._src.scheduler._admission import Admission
 from tests.servings import run_serving
 from tests.servings.of_prefixes import SHARED
+from tests.servings.of_tier import STORED
 from tests.servings.plans import KINDS
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
@@ -32,6 +34,17 @@ def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) 
     for seed in range(first, first + (1000 if IS_LONG else 3)):
         seen += run_serving(seed, kind, prefixes=True)
     assert seen["hits"], seen
+
+
+def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -> None:
+    """Also by requests that come from other caches, and from host memory."""
+    first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
+    seen: Counter[str] = Counter()
+    for seed, kind in itertools.product(range(first, first + (400 if IS_LONG else 6)), KINDS):
+        seen += run_serving(seed, kind, copies=True)
+    for seed, kind in itertools.product(range(first, first + (100 if IS_LONG else 2)), STORED):
+        seen += run_serving(seed, kind, copies=True, tier=True)
+    assert min(seen[what] for what in ("copies", "imports", "rewinds", "loaded")) > 0, seen
 
 
 @pytest.mark.parametrize("kind", ["windows", "chunks", "none", "two states"])

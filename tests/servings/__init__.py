@@ -7,6 +7,7 @@ find; ``python -m tests.servings 1 --first 345`` runs the one of a seed, and pri
 import random
 from collections import Counter
 
+from tests.servings.of_copies import CopyServing, TierCopyServing
 from tests.servings.of_manager import ManagerServing
 from tests.servings.of_prefixes import PrefixServing
 from tests.servings.of_scheduler import SchedulerServing
@@ -17,15 +18,21 @@ PREFIX_CALLS = 150
 
 
 def run_serving(
-    seed: int, kind: str | None = None, *, tier: bool = False, prefixes: bool = False
+    seed: int,
+    kind: str | None = None,
+    *,
+    tier: bool = False,
+    prefixes: bool = False,
+    copies: bool = False,
 ) -> Counter[str]:
-    """Runs a serving; those of even seeds are of a manager alone.
+    """Runs a serving; those of even seeds, of prefixes and of copies are of a manager alone.
 
     Args:
       seed: of all that it draws.
       kind: of the plan, one of `KINDS`; None: any.
       tier: whether most blocks go to host memory and come back.
       prefixes: whether it is of a manager in which prompts find what was kept.
+      copies: whether requests share, copy and give back blocks between steps most of the time.
 
     Returns:
       Counts of what it did.
@@ -37,6 +44,8 @@ def run_serving(
     try:
         if prefixes:
             return PrefixServing(seed, kind, history).run(PREFIX_CALLS)
+        if copies:
+            return (TierCopyServing if tier else CopyServing)(seed, kind, history).run(NUM_CALLS)
         if seed % 2:
             serving = (TierSchedulerServing if tier else SchedulerServing)(seed, kind, history)
             return serving.run(random.Random(seed).randint(3, 12))

@@ -17,12 +17,14 @@ def main() -> int:
     parser.add_argument("--kind", choices=list(KINDS))
     parser.add_argument("--tier", action="store_true", help="use host memory most of the time")
     parser.add_argument("--prefixes", action="store_true", help="find kept prefixes more often")
+    parser.add_argument("--copies", action="store_true", help="share and copy blocks all the time")
     asked = parser.parse_args()
     seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
     began = time.perf_counter()
     for seed in range(asked.first, asked.first + asked.servings):
         try:
-            seen += run_serving(seed, asked.kind, tier=asked.tier, prefixes=asked.prefixes)
+            which = {name: getattr(asked, name) for name in ("tier", "prefixes", "copies")}
+            seen += run_serving(seed, asked.kind, **which)
         except AssertionError as error:
             if asked.servings == 1:
                 print(error)

@@ -53,6 +53,11 @@ class Group:
     def is_state(self) -> bool:
         return self.kind == "state"
 
+    @property
+    def is_window(self) -> bool:
+        """Whether a token does not attend to all that are before it."""
+        return min(self.window, self.chunk) < NO_WINDOW
+
     def oldest_visible(self, position: int) -> int:
         """Returns the oldest position that the token at ``position`` attends to."""
         if self.window < NO_WINDOW:

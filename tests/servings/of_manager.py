@@ -1,5 +1,6 @@
 """Random servings of a manager alone."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -27,6 +28,7 @@ class ManagerServing(Serving):
         )
         self.drafts = most_drafts(self.plan)
         self.prefixes = ReferencePrefixes(self.manager, self.checkpoint_share)
+        self.finds = random.Random(-6 - seed)  # drawn apart, so that the rest stays
 
     def run(self, num_calls: int) -> Counter[str]:
         """Makes random calls, then finishes all requests."""
@@ -95,6 +97,8 @@ class ManagerServing(Serving):
             given: Any = tokens
             if self.chance(0.3):
                 given, keys = self.manager.find_prefix(tokens, **keys), {}
+                most = self.finds.choice([None, 0, len(tokens) // 2])
+                given = self.manager.find_prefix(given, max_cached_tokens=most)
                 self.meanwhile()
             prompt = self.prefixes.prompt_of(request, extra_keys)
             limit = min(len(tokens) - 1, options.get("max_cached_tokens", len(tokens)))
@@ -124,6 +128,7 @@ class ManagerServing(Serving):
             lambda: handed.append(self.manager.import_blocks(name, count)), OutOfBlocksError
         ):
             self.say("    refused")
+            assert not self.oracle.fits(count), "blocks that fit are refused"
             return
         self.requests[name], self.prefixes.prompts[name] = request, None
         self.oracle.receive(request, handed[0])
@@ -165,6 +170,8 @@ class ManagerServing(Serving):
         self.say(f"fork({donor.name!r}, {into}, num_tokens={count})")
         if self.refused(lambda: self.manager.fork(donor.name, into, num_tokens=count)):
             self.say("    refused")
+            has_drafts = any(group.drafts for group in self.oracle.groups)
+            assert count < donor.computed or has_drafts, "a fork of all tokens is refused"
             return
         for name in into:
             tokens = donor.tokens[:count]
@@ -193,15 +200,22 @@ class ManagerServing(Serving):
         waits = prompt is not None and prompt.goes_on and request.computed < len(prompt.codes)
         if prompt and waits and not self.has_encoder and self.chance(0.5):
             count = self.draw.randint(request.computed, len(prompt.codes))
-        known = [columns.keys() for columns in request.states.values()]
-        is_known = count == 0 or count >= request.computed or all(count in of for of in known)
+        states = [columns.keys() for columns in request.states.values()]
+        is_known = count == 0 or count >= request.computed or all(count in of for of in states)
         if not is_known and self.oracle.may_resume(request, count):
             return  # an engine knows which states it wrote
+        kept, row = self.manager._prefixes.kept, self.manager.requests[name]
+        known = min(count, kept.num_known(row))
         self.say(f"rewind({{{name!r}: {count}}})")
         if self.refused(lambda: self.manager.rewind({name: count})):
             self.say("    refused")
             assert count < request.computed, "a rewind to where a request is, is refused"
+            # Before the last step, states may lie in blocks of drafts; "align" moves on in `grow`.
+            is_sure = is_known and count > request.resumed
+            is_sure &= not any(g.is_window or g.mode == "align" for g in self.oracle.groups)
+            assert not is_sure, "a rewind to known states is refused"
             return
+        assert kept.num_known(row) == known, "known tokens"
         self.oracle.rewind(request, count)
         request.tokens[count:] = [self._id() for _ in request.tokens[count:]]
         request.verified = len(request.tokens)

@@ -44,7 +44,8 @@ class TierServing(Tight, ManagerServing):
     def __init__(self, seed: int, kind: str | None, history: list[str]):
         super().__init__(seed, kind, history)
         self.chosen: dict[Hashable, int] | None = None
-        self.parked: dict[Hashable, tuple[Known, Prompt | None]] = {}
+        # And what `self.prefixes.prompts` and `RequestState.lost_ends` had.
+        self.parked: dict[Hashable, tuple[Known, Prompt | None, list[int]]] = {}
         self.roots = [[self._id() for _ in range(48)] for _ in range(self.draw.choice([2, 3, 5]))]
 
     def prompt(self) -> list[int]:
@@ -81,18 +82,19 @@ class TierServing(Tight, ManagerServing):
         if prompt is not None and self.chance(0.7):
             more = request.tokens[len(prompt.codes) : request.computed]
         self.say(f"park({name!r}, {more})")
+        lost_ends = self.lost_ends(name)
         prompt = self.prefixes.finish(name, more)
         is_parked = self.manager.park(name, more)
         self.say(f"    {is_parked}")
         del self.requests[name]
         if is_parked:
-            self.parked[name] = request, prompt
+            self.parked[name] = request, prompt, lost_ends
             self.oracle.seen["parked"] += 1
             self.oracle.is_fresh_epoch = False  # requests of any epoch may be parked
 
     def resume(self) -> None:
         name = self.draw.choice([*self.parked])
-        request, prompt = self.parked.pop(name)
+        request, prompt, lost_ends = self.parked.pop(name)
         count = self.manager.num_parked_tokens(name)
         self.say(f"resume({name!r}): {count}")
         if not count or self.chance(0.1):
@@ -100,9 +102,14 @@ class TierServing(Tight, ManagerServing):
             return
         assert count == request.computed
         hit = self.manager.resume(name)
-        assert hit.num_cached_tokens == count
+        assert hit.num_cached_tokens == count < min(hit.chunk_ends, default=count + 1)
+        assert self.lost_ends(name) == lost_ends, "states in blocks of drafts are taken for others"
         self.requests[name], self.prefixes.prompts[name] = request, prompt
         self.oracle.resume(request)
+
+    def lost_ends(self, name: Hashable) -> list[int]:
+        state = self.manager._state
+        return state.lost_ends[:, self.manager.requests[name]].tolist()
 
     def forget_parked(self) -> None:
         for name in self.parked:

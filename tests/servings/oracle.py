@@ -95,6 +95,21 @@ class Oracle:
             assert found == content, f"block {block}: WRONG BYTES are handed over"
         self.seen["exports"] += 1
 
+    def fits(self, num_tokens: int) -> bool:
+        """Returns whether blocks are free for tokens of another cache.
+
+        Blocks that the next upload copies are not, whoever has given them back.
+        """
+        ids = {
+            *itertools.chain(*(i for n in self.manager.requests for i in self.manager.block_ids(n)))
+        }
+        copies = self.manager._state.copies._of
+        needed = len({cell.block_id for block, cell in copies.items() if block in ids})
+        for group in self.groups:
+            end, oldest = -(-num_tokens // group.block), group.oldest_visible(num_tokens)
+            needed += 1 if group.is_state else end - oldest // group.block
+        return needed <= self.manager.num_free_blocks
+
     def _handed(self, request: Known, handed: HandedBlocks) -> Iterator[tuple[int, int, int]]:
         """Yields block, place and content of all tokens in the blocks that are handed over.
 
@@ -107,8 +122,8 @@ class Oracle:
                 assert (first, len(ids)) == (group.newest_column(count), 1), "handed states"
                 yield int(ids[0]), 0, self._content(group, request.story[count])
                 continue
-            oldest, ratio = group.oldest_visible(count), group.ratio
-            assert first == oldest // group.block, "handed columns"
+            ratio = group.ratio
+            assert first == group.oldest_visible(count) // group.block, "handed columns"
             assert len(ids) == -(-count // group.block) - first, "handed columns"
             for row in range(first * group.block // ratio, -(-count // ratio)):
                 content = request.partial[group.index]
@@ -189,8 +204,6 @@ class Oracle:
                 continue
             if request.resumed < num_tokens and request.reached - request.resumed <= most:
                 continue
-            if group.mode == "all" and at_end:
-                continue
             if group.mode != "align" or not at_end or num_tokens != request.resumed:
                 return False
         return True
@@ -251,6 +264,8 @@ class Oracle:
         for request, count in zip(named, work.values(), strict=True):
             request.row = rows[request.name]
             _Step(self, request, request.computed + count, held).read()
+        if copied := set(parts["copy_destinations"].tolist()):
+            assert copied <= {*self._read_blocks(requests, held)}, "a copy that nobody reads"
         written: dict[int, Hashable] = {}
         for request, count in zip(named, work.values(), strict=True):
             self._check_widths(upload, request, request.computed + count)
@@ -277,6 +292,12 @@ class Oracle:
             self.seen["loaded"] += sum(int((c.block_ids >= 0).sum()) for c in moves.loads)
             self.seen["copied ahead"] += len(moves.ahead)
             self._check_host()
+
+    def _read_blocks(self, requests: Mapping[Hashable, Known], held: Mapping) -> Iterator[int]:
+        """Yields the blocks of requests that hold computed tokens, or states of them."""
+        for name, of_groups in held.items():
+            for group, ids in zip(self.groups, of_groups, strict=True):
+                yield from ids[: -(-requests[name].computed // group.block)]
 
     def _check_widths(self, upload: Upload, request: Known, total: int) -> None:
         """Checks that the tables of a step have a column for each block that a token reads."""
@@ -511,8 +532,6 @@ class _Step:
         if group.mode == "align":  # `Oracle.rewind` writes the accepted one there
             last = group.newest_column(self.total)
             known.update(dict.fromkeys(self._to_verify(), last))
-        elif group.mode == "all":
-            known.update({n: group.newest_column(n) for n in self._to_verify()})
         return written
 
     def _to_verify(self) -> list[int]:
@@ -527,8 +546,9 @@ class _Step:
         counts = self._to_verify() or [total]
         if group.mode == "align" or (group.mode == "none" and len(counts) == 1):
             return {total: last}
-        if group.mode == "none":  # read with at=, after drafts were rejected
-            return {n: n - counts[0] for n in counts}
+        if len(counts) > 1:  # read with at=, after drafts were rejected; wherever blocks end
+            first = group.newest_column(counts[0])
+            return {n: first + n - counts[0] for n in counts}
         ends = range((before // group.block + 1) * group.block, total + 1, group.block)
         return {end: end // group.block - 1 for end in ends} | {total: last}
 

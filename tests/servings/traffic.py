@@ -1,13 +1,18 @@
 """The common part of random servings of a scheduler and of a manager."""
 
+import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from unittest import mock
 
-from jaxkv import BlockManager, ExtraKey, HostMemory, Plan
+from jaxkv import BlockManager, ExtraKey, HostMemory, Plan, StepShape
+from jaxkv._src.blocks import _steps
 from jaxkv._src.tier._memory import block_bytes
-from jaxkv.blocks import PrefixHit
+from jaxkv._src.uploads import check_fits
+from jaxkv.blocks import PrefixHit, Upload
 from jaxkv.prefixes import EventLog
 from tests.servings.events import Mirror
 from tests.servings.oracle import Known, Oracle
@@ -18,14 +23,47 @@ NAMES = [*range(6), "a", "b", ("a", 0), (0, 1), 2.5, None]
 
 
 class Watched(BlockManager):
-    """A manager that tells which requests were resumed, and not started.
+    """A manager that checks the sizes of its uploads, and tells what its calls returned.
 
-    resumed: their names, since somebody has cleared them.
+    resumed: names of requests that were resumed and not started, since somebody has cleared them.
+    told: counts of the hits of those that were started, as `PrefixStats` has them.
+    reasons: why these were not longer.
     """
 
     def __init__(self, plan: Plan, **options: Any):
         super().__init__(plan, **options)
         self.resumed: set[Hashable] = set()
+        self.told: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def start(self, request: Hashable, tokens: Any = None, **options: Any) -> PrefixHit:
+        """Counts the hit."""
+        hit = super().start(request, tokens, **options)
+        if "not_looked_up" not in hit.reasons:
+            known = self._prefixes.kept.num_known(hit.row)
+            cached, from_host = hit.num_cached_tokens, hit.num_host_tokens
+            self.told.update(requests=1, hits=cached > 0, host_hits=from_host > 0)
+            self.told.update(prompt_tokens=known, cached_tokens=cached, host_tokens=from_host)
+            self.reasons.update({*hit.reasons} - {"complete", "other_groups"})
+        return hit
+
+    def step(self, shape: StepShape, work: Any, **options: Any) -> Upload:
+        """Checks that an upload holds as much as its shape was checked for: no less, and no more.
+
+        More would go unseen into what follows in the array.
+        """
+        checked: list[int] = []
+
+        def check(shape: StepShape, sizes: Sequence[int]) -> None:
+            checked.extend([*sizes[5:], 0, 0, 0][:3])
+            check_fits(shape, sizes)
+
+        with mock.patch.object(_steps, "check_fits", check):
+            upload = super().step(shape, work, **options)
+        parts = upload.parts()
+        written = [parts[name].size for name in ("entry_ids", "zero_ids", "copy_destinations")]
+        assert checked == written, "an upload of other sizes than were checked"
+        return upload
 
     def resume(self, request: Hashable) -> PrefixHit:
         """Notes a request that goes on."""
@@ -177,6 +215,9 @@ class Serving:
 
     def check(self) -> None:
         self.oracle.check_pool()
+        stats = dataclasses.asdict(self.manager.prefix_stats())
+        assert stats.pop("reasons") == self.manager.reasons, "reasons of misses"
+        assert {**stats, **self.manager.told} == stats, "counts of hits"
         self.mirror.follow()
         self.num_checks += 1
         if self.num_checks % 8 == 0 and not self.has_encoder:
@@ -185,12 +226,12 @@ class Serving:
                 if request.tokens:
                     self.oracle.check_kept(request, self.keys(request))
 
-    def refused(self, call: Callable[[], object], error: type[Exception] = ValueError) -> bool:
+    def refused(self, call: Callable[[], object], *errors: type[Exception]) -> bool:
         """Makes a call that may be refused. Returns whether it was; it then changed nothing."""
         before = self._visible()
         try:
             call()
-        except (error, TypeError):
+        except (TypeError, *(errors or (ValueError,))):  # noqa: B030
             assert self._visible() == before, "a refused call changed something"
             return True
         return False

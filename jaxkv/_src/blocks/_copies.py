@@ -29,7 +29,7 @@ class PendingCopies:
     @property
     def sources(self) -> np.ndarray:
         """Blocks that are copied, int64[N]."""
-        return np.unique(np.array([cell.block_id for cell in self._of.values()], np.int64))
+        return np.unique(np.array([cell.block_id for cell, _ in self.held], np.int64))
 
     def go_into(self, ids: np.ndarray) -> bool:
         """Returns whether any of ``ids`` starts as a copy."""
@@ -53,7 +53,7 @@ class PendingCopies:
         self._pool.is_fresh[block_id] = True
 
     def clear(self) -> None:
-        """Forgets all copies: an upload has them, or the device starts anew."""
+        """Forgets all copies, which an upload has now."""
         self._of.clear()
 
     def take_to_load(self, count: int) -> np.ndarray:

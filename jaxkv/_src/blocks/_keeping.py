@@ -104,10 +104,9 @@ class KeptPrompts:
         for row in [row for row in rows.tolist() if row in self._computing]:
             prompt, computed = self._of[row], self._state.computed.item(row)
             size = prompt.tokens.size
-            count = min(computed, size)
             # `rewind` shortens the prompt, so the row may have computed more tokens than that.
-            is_end = count == computed and count in prompt.chunk_ends
-            self._keep(row, prompt, count, is_end=is_end)
+            count = min(computed, size)
+            self._keep(row, prompt, count, is_end=count in prompt.chunk_ends)
             if count == size:
                 self._computing.remove(row)
 

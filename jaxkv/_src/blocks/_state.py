@@ -153,7 +153,6 @@ class RequestState:
                 self.pool.is_fresh[ids] = True
             self.copies.forget(ids)
         if shared:
-            self.beginnings += 1
             for cell in shared:
                 if cell.is_read:
                     new = self.columns_of(cell.row, cell.group)[cell.column]

@@ -128,7 +128,6 @@ class StepPlanner:
 
     def reset(self) -> None:
         """Lets the next upload go on from any state of the device."""
-        self._state.copies.clear()
         self._is_anew = True
 
     def _planned(self, work: Work) -> PlannedStep:
