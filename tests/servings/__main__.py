@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from tests.servings import run_serving
+from tests.servings.of_engine import run_engine
 from tests.servings.plans import KINDS
 
 
@@ -16,12 +17,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=time.time_ns() // 10**6 % 10**10)
     parser.add_argument("--kind", choices=list(KINDS))
     parser.add_argument("--tier", action="store_true", help="use host memory most of the time")
+    parser.add_argument("--engine", action="store_true", help="serve by an engine")
     asked = parser.parse_args()
     seen, faults, seeds = Counter[str](), Counter[str](), dict[str, int]()
     began = time.perf_counter()
     for seed in range(asked.first, asked.first + asked.servings):
         try:
-            seen += run_serving(seed, asked.kind, tier=asked.tier)
+            if asked.engine:
+                seen += run_engine(seed)
+            else:
+                seen += run_serving(seed, asked.kind, tier=asked.tier)
         except AssertionError as error:
             if asked.servings == 1:
                 print(error)
