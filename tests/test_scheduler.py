@@ -780,6 +780,19 @@ def test_blocks_that_a_request_needs_no_more_are_no_room_for_those_that_others_o
     assert scheduler.schedule().work == {"a": 4, "b": 16}
 
 
+def test_a_prompt_that_gets_no_blocks_gives_those_that_left_its_window_to_an_older_request() -> (
+    None
+):
+    plan = small_plan(13, {"window": WINDOW}, in_flight=24, max_model_len=64)
+    server = Server(plan, max_requests=2, max_tokens=64, preemption=False)
+    server.add("a", 9, 64)
+    server.step()
+    server.add("b", 60, 64)
+    assert server.step().work == {"b": 24}
+    server.scheduler.append({"a": 24})
+    assert server.step().work == {"a": 24}
+
+
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
     server = Server(small_plan(9), max_requests=2, max_tokens=8)
     server.add("a", 16, 32)
