@@ -14,8 +14,8 @@ import pytest
 
 import jaxkv
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._samples import INDEX, POSITION, numbers_of
+from jaxkv._src.engine._draw import _keep, draw
+from jaxkv._src.engine._samples import INDEX, NUMBERS, POSITION, numbers_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
@@ -245,6 +245,17 @@ def test_limits_keep_what_sorting_keeps() -> None:
     ]
     table = np.stack([numbers_of(sampling, 1, 7) for sampling in samplings], axis=1)
     table[INDEX] = range(40)
+    of = {name: jnp.asarray(x)[:, None] for name, x in zip(NUMBERS, table, strict=True)}
+    floats = [
+        jax.lax.bitcast_convert_type(of[name], jnp.float32)
+        for name in ("temperature", "top_p", "min_p")
+    ]
+    scaled = logits / floats[0]
+    are_kept = jnp.isfinite(_keep(scaled, of["top_k"], *floats[1:]))
+    right = [
+        np.isfinite(kept(r.astype(np.float64), s)) for r, s in zip(logits, samplings, strict=True)
+    ]
+    np.testing.assert_array_equal(are_kept, right)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.LIMITED)
     drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
     wanted = [

@@ -204,8 +204,10 @@ def test_requests_start_in_order_for_as_long_as_they_fit_together(
     kind: str, preemption: bool
 ) -> None:
     draw = random.Random(kind)
-    for _ in range(25):
-        plan = tight_plan(draw.randint(0, 40), LAYERS[kind], in_flight=draw.choice([2, 8]))
+    # With preemption, windows give blocks back while a long prompt is computed.
+    spare, in_flight = (40, [2, 8]) if preemption else (20, [2, 8, 24])
+    for _ in range(40):
+        plan = tight_plan(draw.randint(0, spare), LAYERS[kind], in_flight=draw.choice(in_flight))
         server = Server(plan, max_requests=12, max_tokens=200, preemption=preemption)
         sizes: dict[Hashable, tuple[int, int]] = {}
         for name in range(8):
@@ -451,7 +453,7 @@ def test_a_schedule_cannot_be_changed() -> None:
     assert [server.scheduler.num_tokens(name) for name in "acb"] == [8, 9, 3]
 
 
-def test_numbers_of_tokens_that_are_changed_in_place_are_read_anew() -> None:
+def test_numbers_of_tokens_are_read_anew_if_they_or_their_requests_have_changed() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=9)
     for name in "ab":
         server.add(name, 3, 30)
@@ -461,6 +463,13 @@ def test_numbers_of_tokens_that_are_changed_in_place_are_read_anew() -> None:
         more |= {"a": a, "b": b}
         server.scheduler.append(more)
     assert [server.scheduler.num_tokens(name) for name in "ab"] == [7, 8]
+    for name in "ab":
+        server.scheduler.finish(name)
+    for name in "ab":  # the second one's counts take the place of the first one's
+        server.add(name, 3, 30)
+    server.step()
+    server.scheduler.append({"a": 1, "b": 2})
+    assert [server.scheduler.num_tokens(name) for name in "ab"] == [4, 5]
 
 
 def test_rejected_drafts_are_rewound() -> None:
@@ -720,6 +729,16 @@ def test_the_newest_tokens_of_a_request_that_starts_again_are_computed_together(
     assert [server.scheduler.schedule(max_tokens=most).work for most in (2, 3)] == [{}, {"a": 3}]
 
 
+def test_ids_that_are_missing_follow_those_of_their_request_that_are_known() -> None:
+    tokens = {"a": [1] * 4}
+    server = Server(small_plan(60), max_requests=1, max_tokens=8, tokens=tokens, steps_ahead=2)
+    server.add("a", 4, 32)
+    server.step()
+    tokens["a"] += [7]
+    server.scheduler.append({"a": 3})
+    assert server.scheduler.schedule().token_ids.tolist() == [7, -1, -1]
+
+
 @pytest.mark.parametrize("count", [2, 40])
 def test_missing_ids_are_found_in_steady_steps(count: int) -> None:
     tokens = {name: [1] * 3 for name in range(count)}
@@ -759,6 +778,19 @@ def test_blocks_that_a_request_needs_no_more_are_no_room_for_those_that_others_o
     server.add("b", 16, 32)
     server.add("c", 5, 32)
     assert scheduler.schedule().work == {"a": 4, "b": 16}
+
+
+def test_a_prompt_that_gets_no_blocks_gives_those_that_left_its_window_to_an_older_request() -> (
+    None
+):
+    plan = small_plan(13, {"window": WINDOW}, in_flight=24, max_model_len=64)
+    server = Server(plan, max_requests=2, max_tokens=64, preemption=False)
+    server.add("a", 9, 64)
+    server.step()
+    server.add("b", 60, 64)
+    assert server.step().work == {"b": 24}
+    server.scheduler.append({"a": 24})
+    assert server.step().work == {"a": 24}
 
 
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:

@@ -209,17 +209,17 @@ def test_a_prompt_is_looked_up_once_when_it_is_admitted(name: str, monkeypatch) 
     assert all(hits[request].num_cached_tokens > 0 for request in range(2))
 
 
-def test_a_plan_with_states_needs_forks_to_share() -> None:
-    plan = plan_of("none")
+@pytest.mark.parametrize(("mode", "shares"), [("none", False), ("align", False), ("all", True)])
+def test_a_plan_that_overwrites_states_needs_forks_to_share(mode: str, shares: bool) -> None:
+    manager = BlockManager(plan_of(mode), max_requests=2)
     tokens = {name: list(range(20)) for name in "ab"}
-    manager = BlockManager(plan, max_requests=2)
     scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
-    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=32)
+    shape = scheduler.shape(extra=32)
     for name in tokens:
         scheduler.add(name, 20)
         manager.step(shape, scheduler.schedule().work)
         scheduler.finish(name)
-    assert manager.prefix_stats().hits == 0
+    assert manager.prefix_stats().hits == shares
 
 
 def test_a_prompt_without_its_token_ids_is_refused() -> None:
@@ -322,6 +322,21 @@ def test_rejected_drafts_of_a_request_that_started_again_are_not_kept(is_compute
     old, new = [1] * 10 + [0, 0, 2, 2, 0, 0], server.tokens["a"] + [0]
     assert server.manager.find_prefix(old).num_cached_tokens <= 12
     assert server.manager.find_prefix(new).num_cached_tokens == 12
+
+
+def test_a_request_that_starts_again_after_a_rewind_is_kept_to_its_last_token() -> None:
+    server = _preempted_with_drafts()
+    server.step()
+    server.scheduler.rewind({"a": 12})
+    del server.tokens["a"][12:]
+    server.scheduler.restart()
+    while "a" not in server.step().samples:
+        pass
+    server.tokens["a"] += [1] * 6
+    server.scheduler.append({"a": 6})
+    server.step()
+    server.scheduler.finish("a")
+    assert server.manager.find_prefix([*server.tokens["a"], 0]).num_cached_tokens >= 16
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])

@@ -292,6 +292,32 @@ def test_earlier_tokens_alone_are_read_if_asked() -> None:
     jax.eval_shape(lambda *given: model(Step(*given))[0].done(), *made())
 
 
+def test_a_state_is_written_twice_only_in_places_that_are_named() -> None:
+    def model(step: Step, at: jax.Array | None) -> jaxkv.KVCache:
+        for _ in range(2):
+            step.write_state("state", [jnp.ones((2, 4))], at=at)
+        step.attend("full", *keys_of(EMBED[step.token_ids]))
+        return step.done()
+
+    given = made(None, HYBRID)
+    jax.eval_shape(lambda *given: model(Step(*given), jnp.zeros(2, jnp.int32)), *given)
+    with pytest.raises(ValueError, match="layer='state' is written twice in one step"):
+        jax.eval_shape(lambda *given: model(Step(*given), None), *given)
+
+
+def test_encoder_tokens_are_read_by_steps_that_write_none() -> None:
+    cross = jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype="f32")
+    limits = jaxkv.Limits(max_encoder_tokens=4)
+    plan = jaxkv.plan_cache({"cross": cross}, 2**20, max_model_len=32, limits=limits)
+
+    def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
+        step = Step(cache, upload)
+        step.attend("cross", EMBED[step.token_ids])
+        return step.done()
+
+    jax.eval_shape(model, *made(None, plan))
+
+
 def test_a_shape_without_token_ids() -> None:
     cache, upload = made()
     manager = jaxkv.BlockManager(PLAN, max_requests=2)

@@ -82,6 +82,7 @@ class SchedulerServing(Serving):
         self.prompts: dict[Hashable, int] = {}  # tokens that cannot be rewound
         self.ages: dict[Hashable, tuple[int, ...]] = {}
         self.preempted: dict[Hashable, Any] = {}  # stories, states and partial rows
+        self.cut: set[Hashable] = set()  # requests of which not all that they compute is kept
         self.counter = itertools.count()
         self.late: dict[Hashable, deque[tuple[int, int]]] = {}  # positions whose ids arrive late
         self.time = 0
@@ -201,6 +202,7 @@ class SchedulerServing(Serving):
         self.requests[name], self.limits[name], self.prompts[name] = request, limit, count
         self.ages[name] = (next(self.counter),)
         self.late[name], self.siblings[name] = deque(), [request]
+        self.cut.add(name)
         self.oracle.receive(request, handed[0])
         self.unanswered.append(name)
 
@@ -272,7 +274,11 @@ class SchedulerServing(Serving):
 
     def finish(self, name: Hashable) -> None:
         self.say(f"finish({name!r})")
+        request, num_kept = self.requests[name], self.num_to_keep(name)
         self.scheduler.finish(name)
+        self.check_whole(request, num_kept)
+        assert not self.manager.num_parked_tokens(name), "one that has ended is still parked"
+        self.cut.discard(name)
         self.forget(name)
         self.unanswered = [other for other in self.unanswered if other != name]
         self.promises.newest.pop(name, None)
@@ -281,6 +287,21 @@ class SchedulerServing(Serving):
             del of_request[name]
         self.join()
         self.siblings.pop(name, None)
+
+    def num_to_keep(self, name: Hashable) -> int:
+        """Returns the computed tokens of a request that are kept for others when it ends."""
+        request, is_old = self.requests[name], self.requests[name].epoch < self.oracle.epoch
+        if not self.has_tokens or name in self.cut or name not in self.scheduler.running or is_old:
+            return 0
+        return max(0, min(request.computed, request.verified, len(self.known[name])))
+
+    def check_whole(self, request: Known, num_tokens: int) -> None:
+        """Checks that the first tokens of a request that has ended are found by others."""
+        if num_tokens:
+            whole = self.oracle.whole
+            whole.add(request, num_tokens, has_ended=True)
+            found = self.manager.find_prefix([*request.tokens, 0], **self.keys(request))
+            assert found.num_cached_tokens >= whole.least(request, num_tokens), "nobody finds them"
 
     def new_epoch(self) -> None:
         super().new_epoch()
@@ -345,6 +366,8 @@ class SchedulerServing(Serving):
             verified=donor.computed,
         )
         self.requests[new], self.limits[new] = request, self.limits[donor.name]
+        if donor.name in self.cut:
+            self.cut.add(new)
         self.prompts[new] = self.prompts[donor.name]
         self.ages[new] = (*self.ages[donor.name], next(self.counter))
         self.late[new] = deque(at for at in self.late[donor.name] if at[0] < donor.computed)
@@ -414,6 +437,7 @@ class SchedulerServing(Serving):
         else:
             self.stop(request)
         self.promises.rewound(request.name, num_tokens)
+        self.cut.add(request.name)
         del request.tokens[num_tokens:]
         del self.known[request.name][num_tokens:]
 
@@ -491,6 +515,7 @@ class SchedulerServing(Serving):
             if request is not None and not request.story:
                 self.oracle.begin(request, hit.num_cached_tokens)
                 before, count = self.preempted.pop(name, ([],)), hit.num_cached_tokens
+                self.cut -= set() if name in self.manager.resumed else {name}
                 # One that got no blocks after its start is parked with what it began with.
                 if name in self.manager.resumed and len(before[0]) == count + 1:
                     request.story, request.states, request.partial = before

@@ -1,7 +1,7 @@
 """Checks of every schedule, from what `Scheduler` promises."""
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxkv.blocks import Upload
@@ -68,11 +68,41 @@ class Promises:
             crossed = self.ends.get(name, set()).intersection(inside)
             crossed = {end for end in crossed if end <= self.newest.get(name, end)}
             assert not crossed, f"a chunk of {name!r} passes {crossed}"
+            if request is not None and request.computed == self.newest.get(name):
+                left = len(request.tokens) - request.computed
+                assert count == left or left > self._most_new(), f"{name!r}: {count} of {left}"
+        self._check_hits(schedule)
         self._check_progress(schedule, had_work and cut is None)  # drafts may need more than that
         most = serving.options["max_tokens"] if cut is None else cut
         is_full = sum(work.values()) >= min(most, serving.options["max_tokens"])
         if not (is_full or len(work) >= serving.shape.batch_size or schedule.preempted):
             self._check_complete(schedule, running)
+
+    def _most_new(self) -> int:
+        """Returns the most tokens after computed ones that one step has to take together."""
+        growths = [group.growth for group in self._plan.groups]
+        drafts = [g.speculative_blocks for g in growths if g.cache_mode == "align"]
+        most = 1 + min([n for n in drafts if n], default=self._plan.max_model_len)
+        limit = self._plan.limits.max_in_flight_tokens
+        return min(self._serving.options["max_tokens"], limit, most)
+
+    def _check_hits(self, schedule: Schedule) -> None:
+        """Checks that requests start with all of their prefix that the cache held before."""
+        serving, stats = self._serving, self._manager.prefix_stats()
+        copies = any(
+            g.growth.kind == "state" and g.growth.cache_mode != "all" for g in self._plan.groups
+        )
+        shares = not serving.has_encoder and (serving.options["forks"] or not copies)
+        if not shares or stats.evicted_blocks > self.evicted or self._manager.tier_stats():
+            return
+        cached = serving.options["cached_tokens"]
+        for name, hit in schedule.hits.items():
+            found, most = (
+                self.found.get(name, 0),
+                self._plan.max_model_len if cached is None else cached,
+            )
+            if found <= min(most, self.newest.get(name, found)):
+                assert hit.num_cached_tokens >= found, f"{name!r} starts with less than {found}"
 
     def begin(self, schedule: Schedule) -> None:
         """Notes after which tokens the chunks of requests that start have to end."""
@@ -139,10 +169,16 @@ class Promises:
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
         assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
         assert queues.handed <= queues.running.keys(), "requests that do not run are handed over"
+        if not self._serving.options["preemption"]:
+            limits = [self._serving.limits[name] for name in queues.running]
+            assert self._room_at_longest(limits) >= 0, "more run than fit at their longest"
         with_ends = {name for name, request in queues.running.items() if request.chunk_ends}
         assert with_ends <= queues.in_chunks.keys(), "ends of chunks that no step looks at"
         indices = [request.index for request in queues.of.values()]
         assert sorted(indices + queues.ledger._free) == list(range(len(queues.ledger.rows)))
+        if queues.ledger._last is not None:  # is used again for the same names
+            _, names, index, _ = queues.ledger._last
+            assert [queues.of[name].index for name in names] == index.tolist(), "stale indices"
         for name, request in queues.of.items():
             wanted = len(self._serving.requests[name].tokens)
             assert self._scheduler.num_tokens(name) == wanted, f"{name!r}: known tokens"
@@ -216,10 +252,7 @@ class Promises:
             return
         limits = [serving.limits[request.name] for request in (*running, first)]
         if not serving.options["preemption"]:
-            steady = [self._plan.steady_blocks(limit) for limit in limits]
-            whole = [self._plan.admission_blocks(limit) for limit in limits]
-            share = max(w - s for w, s in zip(whole, steady, strict=True))
-            room = self._plan.usable_blocks - sum(steady) - share
+            room = self._room_at_longest(limits)
         else:
             needed = [
                 self._plan.admission_blocks(min(len(request.tokens) + 1, limit))
@@ -238,6 +271,16 @@ class Promises:
             if not all(group.growth.keeps_all_tokens for group in self._plan.groups):
                 room -= longest  # windows and states make the need an estimate
         assert room < 0, f"{name!r} fits, and is not admitted"
+
+    def _room_at_longest(self, limits: Sequence[int]) -> int:
+        """Returns the blocks that are left while requests have as many tokens as they ever have.
+
+        One of them computes its prompt then.
+        """
+        steady = [self._plan.steady_blocks(limit) for limit in limits]
+        whole = [self._plan.admission_blocks(limit) for limit in limits]
+        share = max([w - s for w, s in zip(whole, steady, strict=True)], default=0)
+        return self._plan.usable_blocks - sum(steady) - share
 
     def _together(self, request: Known) -> bool:
         """Returns whether one step has to compute several tokens of a request."""

@@ -267,6 +267,8 @@ class Engine:
         self.manager.new_epoch()
         if in_flight == "restart":
             self._restart(from_prompts=True)
+            # The others have no tokens now that outputs could hold.
+            self._changed = [sample for sample in self._changed if sample.reason is not None]
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.

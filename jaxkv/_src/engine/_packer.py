@@ -159,7 +159,7 @@ class Packer:
 
     def _drawn_of(self, schedule: Schedule) -> Drawn:
         names, last = list(schedule.samples), self._drawn
-        if names == last.names and not (schedule.hits or schedule.preempted):
+        if names == last.names and not schedule.hits:
             return last._replace(places=schedule.samples)
         samples = [self._samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)

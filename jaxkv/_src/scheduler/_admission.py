@@ -206,7 +206,5 @@ class Admission:
         except ValueError:  # the newest state may be in the block of a draft
             return False
         sample.num_known, sample.may_go_on = donor.num_known, donor.may_go_on
-        ledger = self._queues.ledger
-        ledger.prefill_tokens[sample.index] = self._queues.num_computed(donor)
         self._queues.run(sample, self._manager.requests[sample.name])
         return True

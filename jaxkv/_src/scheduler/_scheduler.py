@@ -372,7 +372,6 @@ class Scheduler:
         except OutOfBlocksError:
             return None
         self._queues.enter(made, num_tokens, longest)
-        self._ledger.prefill_tokens[made.index] = num_tokens
         self._queues.run(made, self._manager.requests[request])
         self._queues.handed.add(request)
         return handed

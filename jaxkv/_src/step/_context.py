@@ -185,7 +185,7 @@ class StepContext:
         self, layer: str, *, at: Array | None = None, period: Period = None
     ) -> tuple[Array, ...]:
         """Reads the state that each request resumes from; see `jaxkv.read_state`."""
-        return self._call(read_state, layer, writes=False, at=at, period=period)
+        return self._call(read_state, layer, at=at, period=period)
 
     def write_state(
         self,
