@@ -87,14 +87,6 @@ def test_steps_of_a_burst_are_padded_little(num_bytes: int, most: float) -> None
     assert padded < most * computed, padded / computed
 
 
-def test_prompts_get_a_larger_step_once_in_five_that_leave_them_few_tokens() -> None:
-    _, _, ladder = make(256, 2048)
-    wanted = [256, 256, 256, 256, 512]
-    assert [ladder.fill(300, decodes=250) for _ in range(15)] == wanted * 3
-    assert [ladder.fill(300, decodes=most) for most in (250, 250, 250, 10)] == [256] * 4
-    assert [ladder.fill(300, decodes=250) for _ in range(5)] == wanted
-
-
 @pytest.mark.parametrize("prompt", [40, 200, 1700])
 def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
     """Decodes fill all but one token of the smallest step, and the prompt no larger one."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
@@ -296,12 +297,13 @@ class SchedulerServing(Serving):
         return max(0, min(request.computed, request.verified, len(self.known[name])))
 
     def check_whole(self, request: Known, num_tokens: int) -> None:
-        """Checks that the first tokens of a request that has ended are found by others."""
-        if num_tokens:
-            whole = self.oracle.whole
-            whole.add(request, num_tokens, has_ended=True)
+        """Checks that whole blocks of a request that has just ended are found by others."""
+        plan = self.manager.plan
+        keeps_all = all(group.growth.keeps_all_tokens for group in plan.groups)
+        if num_tokens and keeps_all and not request.media:
+            size = math.lcm(*[group.block_size * plan.context_parallel for group in plan.groups])
             found = self.manager.find_prefix([*request.tokens, 0], **self.keys(request))
-            assert found.num_cached_tokens >= whole.least(request, num_tokens), "nobody finds them"
+            assert found.num_cached_tokens >= num_tokens // size * size, "nobody finds them"
 
     def new_epoch(self) -> None:
         super().new_epoch()

@@ -31,6 +31,7 @@ class Known:
     row: in which it took its last step.
     resumed, reached: tokens that were computed before and after its last step.
     unsent: cached tokens, or those of its donor, until it first computes.
+    epoch: in which it, or the request that it was forked from, started.
     """
 
     name: Hashable
@@ -48,6 +49,7 @@ class Known:
     resumed: int = 0
     reached: int = 0
     unsent: int = 0
+    epoch: int = 0
 
     @property
     def computed(self) -> int:
@@ -135,7 +137,7 @@ class Oracle:
     def _begin(self, request: Known, cached: int) -> None:
         may_copy = self.manager.may_copy_by_row[self.manager.requests[request.name]]
         assert cached or not may_copy, "a request that shares nothing may copy"
-        self.is_fresh_epoch = False
+        self.is_fresh_epoch, request.epoch = False, self.epoch
         request.resumed = request.reached = request.unsent = cached
         request.story = [self.stories.begin((request.salt, request.adapter))]
         self._compute(request, cached)
@@ -150,6 +152,7 @@ class Oracle:
         request.story = donor.story[: num_tokens + 1]
         request.resumed = request.reached = request.unsent = num_tokens
         request.media, request.encoder = _cut(donor.media, num_tokens), donor.encoder
+        request.epoch = donor.epoch
         request.partial = {
             g.index: self._partial(g, donor, num_tokens) for g in self.groups if g.ratio > 1
         }
