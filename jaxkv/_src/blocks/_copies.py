@@ -43,7 +43,7 @@ class PendingCopies:
         self._of[new] = cell if before is None else cell._replace(block_id=before.block_id)
 
     def forget(self, ids: np.ndarray) -> None:
-        """Forgets the copies into blocks that have other content now."""
+        """Forgets the copies into blocks that were given back since, and are taken again now."""
         for block_id in ids.tolist() if self._of else ():
             self._of.pop(block_id, None)
 
@@ -68,7 +68,6 @@ class PendingCopies:
         ids = ids[~is_source][:count]
         self._pool.release(spare)
         self._pool.is_fresh[ids] = False
-        self.forget(ids)  # of those that were given back since
         return ids
 
     def allocate_to_load(self, count: int) -> np.ndarray:

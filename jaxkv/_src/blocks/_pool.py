@@ -63,7 +63,7 @@ class BlockPool:
     has_kept: whether the content of any block may be kept.
     on_evict: called with warm blocks whose content is about to be lost; returns other blocks whose
       content is useless without theirs.
-    on_take: called with blocks that were free, if not None.
+    on_take: called with blocks that were free.
     """
 
     def __init__(self, num_blocks: int):
@@ -81,7 +81,7 @@ class BlockPool:
         self.is_fresh = np.full(num_blocks, False)
         self.has_kept = False
         self.on_evict: Callable[[np.ndarray], np.ndarray] = lambda ids: ids[:0]
-        self.on_take: Callable[[np.ndarray], object] | None = None
+        self.on_take: Callable[[np.ndarray], object] = lambda ids: None
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_blocks:,} blocks, {self.num_free_blocks:,} free)"
@@ -120,8 +120,7 @@ class BlockPool:
             spare = min(MAX_SPARE_BLOCKS, self.num_blocks // BLOCKS_PER_SPARE)
             self._evict(count - self._cold.size + spare)
         ids = self._cold.pop(count)
-        if self.on_take is not None:
-            self.on_take(ids)
+        self.on_take(ids)
         return ids
 
     def _evict(self, count: int) -> None:

@@ -203,7 +203,7 @@ class Prefixes:
     def _taken(self, ids: np.ndarray) -> None:
         """Gives up loads into blocks, unless the next upload copies these before they change."""
         if self._tier is not None:
-            self._state.copies.forget(ids)  # of those that were given back since
+            self._state.copies.forget(ids)
             sources = self._state.copies.sources
             self._tier.give_up(ids[~np.isin(ids, sources)] if sources.size else ids)
 

@@ -73,6 +73,7 @@ class RequestState:
         self.may_share = np.zeros(max_requests, bool)
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies = PendingCopies(pool)
+        pool.on_take = self.copies.forget
         self.version = self.beginnings = 0
 
     # --- reading ------------------------------------------------------------------
@@ -151,7 +152,6 @@ class RequestState:
             self._cells[self._at(fresh)] = ids
             if self.zeroes:
                 self.pool.is_fresh[ids] = True
-            self.copies.forget(ids)
         if shared:
             for cell in shared:
                 if cell.is_read:
