@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,9 +29,11 @@ two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="compares with t
 
 
 @pytest.fixture(scope="module", autouse=True)
-def killed(tmp_path_factory) -> Scene:
+def killed(tmp_path_factory) -> Iterator[Scene]:
     """Started first, because it mostly waits."""
-    return Scene.start("death", 2, tmp_path_factory.mktemp("death"))
+    scene = Scene.start("death", 2, tmp_path_factory.mktemp("death"))
+    yield scene
+    scene.stop()
 
 
 @pytest.fixture(scope="module")

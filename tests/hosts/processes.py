@@ -45,8 +45,13 @@ class Scene(NamedTuple):
         try:
             return [process.wait(timeout=TIMEOUT_S) for process in self.processes]
         finally:
-            for process in self.processes:
-                process.kill()
+            self.stop()
+
+    def stop(self) -> None:
+        """Kills the processes that still run."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def results(self) -> list[Any]:
         statuses = self.end()
