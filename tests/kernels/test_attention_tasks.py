@@ -262,6 +262,7 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkey
         steps = [row.last_step - row.first_step for row in rows]
         assert steps == sorted(steps, reverse=True), "the longest first"
         firsts, counts = np.asarray(pieces.first_segments), np.asarray(pieces.counts)
+        assert len(rows) == sum(counts[row.index] for row in whole if row.count)
         total = sum(row.last_step - row.first_step for row in whole if row.count)
         for row in whole:
             if row.count:
