@@ -171,7 +171,6 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"plan": LAYERS}, TypeError, "plan must be what plan_cache returned, got dict"),
         ({"max_requests": 0}, ValueError, "max_requests must be at least 1, got 0"),
         ({"worker": 1}, ValueError, "worker=1 is not in 0\\.\\.0"),
         ({"worker": -1}, ValueError, "worker must be at least 0, got -1"),
