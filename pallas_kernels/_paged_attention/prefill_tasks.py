@@ -139,6 +139,8 @@ def prefill_tiles(
     full_begin = jnp.clip(full_begin, first, last)
     full_end = jnp.clip(full_end, full_begin, last)
     holed = has_holes(arrays, rule, tiles)
+    # The longest pieces come first, whatever their heads.
+    heads = _heads_together(arrays, rule, tiles) if pieces is None else rule.kv_heads
     tile = PrefillTile(
         index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
         request=tiles.requests,
@@ -156,11 +158,11 @@ def prefill_tiles(
         last_step=last,
         has_holes=holed.astype(jnp.int32),
         num_tiles=jnp.broadcast_to(jnp.sum(tiles.counts > 0, dtype=jnp.int32), last.shape),
-        heads_together=jnp.broadcast_to(_heads_together(arrays, rule, tiles), last.shape),
+        heads_together=jnp.broadcast_to(jnp.asarray(heads, jnp.int32), last.shape),
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
     if pieces is not None:
-        tile = _in_pieces(tile, pieces, rule.kv_heads)
+        tile = _in_pieces(tile, pieces)
     steps = jnp.where(tile.count > 0, tile.last_step - tile.first_step, 0)
     index = jnp.arange(steps.shape[0], dtype=jnp.int32)
     # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
@@ -178,8 +180,8 @@ def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
     return first, jnp.maximum(lax.div(tiles.ends + (keys - 1), keys), first + 1)
 
 
-def _in_pieces(tile: PrefillTile, pieces: Pieces, kv_heads: int) -> PrefillTile:
-    """Returns the pieces of N tiles, and rows that count none; those of all heads come together."""
+def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
+    """Returns the pieces of N tiles, and rows that count none."""
     num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
     index = jnp.arange(num_tiles + pieces.lanes, dtype=jnp.int32)
     of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
@@ -200,7 +202,6 @@ def _in_pieces(tile: PrefillTile, pieces: Pieces, kv_heads: int) -> PrefillTile:
         full_end=jnp.clip(whole.full_end, full_begin, last),
         last_step=last,
         num_tiles=jnp.broadcast_to(jnp.sum(count > 0, dtype=jnp.int32), index.shape),
-        heads_together=jnp.full_like(index, kv_heads),
     )
 
 

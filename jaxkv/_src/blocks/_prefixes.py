@@ -3,7 +3,7 @@
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -125,13 +125,13 @@ class Prefixes:
         Returns None if it shares nothing: without tokens, or if a group stores encoder tokens.
         """
         if tokens is None:
-            of_prompt: dict[str, Any] = {
-                "salt": salt,
-                "extra_keys": extra_keys,
-                "boundaries": boundaries,
-            }
-            of_prompt |= {"max_cached_tokens": max_cached_tokens}
-            check_left_out("pass the token ids of the prompt as tokens=", **of_prompt)
+            check_left_out(
+                "pass the token ids of the prompt as tokens=",
+                salt=salt,
+                extra_keys=extra_keys,
+                boundaries=boundaries,
+                max_cached_tokens=max_cached_tokens,
+            )
             return None
         prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
