@@ -103,6 +103,7 @@ class TierServing(Tight, ManagerServing):
         assert count == request.computed
         hit = self.manager.resume(name)
         assert hit.num_cached_tokens == count < min(hit.chunk_ends, default=count + 1)
+        lost_ends = [end if end <= count else 0 for end in lost_ends]  # others were rewound
         assert self.lost_ends(name) == lost_ends, "states in blocks of drafts are taken for others"
         self.requests[name], self.prefixes.prompts[name] = request, prompt
         self.oracle.resume(request)

@@ -207,6 +207,8 @@ class Oracle:
                 continue
             if request.resumed < num_tokens and request.reached - request.resumed <= most:
                 continue
+            if group.mode == "all" and at_end:
+                continue
             if group.mode != "align" or not at_end or num_tokens != request.resumed:
                 return False
         return True
@@ -297,10 +299,10 @@ class Oracle:
             self._check_host()
 
     def _read_blocks(self, requests: Mapping[Hashable, Known], held: Mapping) -> Iterator[int]:
-        """Yields the blocks of requests that hold computed tokens, or states of them."""
+        """Yields the blocks of requests that hold computed tokens, or did before a rewind."""
         for name, of_groups in held.items():
             for group, ids in zip(self.groups, of_groups, strict=True):
-                yield from ids[: -(-requests[name].computed // group.block)]
+                yield from ids[: -(-requests[name].reached // group.block)]
 
     def _check_widths(self, upload: Upload, request: Known, total: int) -> None:
         """Checks that the tables of a step have a column for each block that a token reads."""
