@@ -378,6 +378,29 @@ def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:
     assert server.manager.find_prefix([1] * 10 + [0, 2, 2]).num_cached_tokens <= 8
 
 
+def test_a_lookup_before_a_restart_with_other_tokens_is_not_used() -> None:
+    server = Server(plan_of("full", 13), max_requests=2)
+    server.add("y", [2] * 12, 48)
+    server.add("a", [1] * 12, 48)
+    while server.scheduler.running != ("y",):  # "a" is preempted, looked up, and finds no room
+        schedule = server.step()
+        server.sample(schedule)
+    old = server.tokens["a"]
+    assert len(old) > 12
+    server.scheduler.schedule()
+    server.manager.new_epoch()
+    server.tokens["a"], server.tokens["y"] = [1] * 12, [2] * 12
+    server.scheduler.restart()
+    server.scheduler.finish("y")
+    assert server.step().work == {"a": 12}
+    server.tokens["a"] += [3 - old[12]] * 9
+    server.scheduler.append({"a": 9})
+    server.step()
+    server.scheduler.finish("a")
+    assert server.manager.find_prefix([*old, 0]).num_cached_tokens <= 12
+    assert server.manager.find_prefix([*server.tokens["a"], 0]).num_cached_tokens >= 20
+
+
 @pytest.mark.parametrize("host_memory", [None, HostMemory(num_bytes=2**20)])
 @pytest.mark.parametrize("num_tokens", range(6, 14))
 def test_a_rewind_into_kept_blocks_needs_no_copy_without_forks(

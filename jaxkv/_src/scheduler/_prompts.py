@@ -193,7 +193,8 @@ class Prompts:
         return num_tokens < max(computed, (request.row >= 0 and request.num_known) or 0)
 
     def forget_unknown(self, request: Request, ledger: Ledger) -> None:
-        """Forgets the tokens of a waiting request whose ids are not known."""
+        """Forgets the tokens of a waiting request whose ids are not known, and what it found."""
+        request.found = request.ids = None
         if self._tokens is not None:
             known = max(request.prompt_tokens, self._num_known(request.name))
             if known < ledger.num_tokens[request.index]:
