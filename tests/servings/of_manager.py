@@ -210,9 +210,14 @@ class ManagerServing(Serving):
         if self.refused(lambda: self.manager.rewind({name: count})):
             self.say("    refused")
             assert count < request.computed, "a rewind to where a request is, is refused"
-            # Before the last step, states may lie in blocks of drafts; "align" moves on in `grow`.
+            # Before the last step, states may lie in blocks of drafts, and after the first end of a
+            # block for which that is so, only a step of drafts is sure; "align" moves on in `grow`.
+            count_of_step = request.reached - request.resumed
             is_sure = is_known and count > request.resumed
-            is_sure &= not any(g.is_window or g.mode == "align" for g in self.oracle.groups)
+            is_sure &= not any(
+                g.is_window or g.mode == "align" or (g.drafts and count_of_step > 1 + g.drafts)
+                for g in self.oracle.groups
+            )
             assert not is_sure, "a rewind to known states is refused"
             return
         assert kept.num_known(row) == known, "known tokens"

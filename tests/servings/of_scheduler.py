@@ -515,9 +515,13 @@ class SchedulerServing(Serving):
         for name, hit in schedule.hits.items():
             request = self.requests.get(name)  # None: one that `add_wrong` added
             if request is not None and not request.story:
-                self.oracle.begin(request, hit.num_cached_tokens)
-                before, count = self.preempted.pop(name, ([],)), hit.num_cached_tokens
-                self.cut -= set() if name in self.manager.resumed else {name}
+                epoch, count = request.epoch, hit.num_cached_tokens
+                self.oracle.begin(request, count)
+                before = self.preempted.pop(name, ([],))
+                if name in self.manager.resumed:
+                    request.epoch = epoch
+                else:
+                    self.cut.discard(name)
                 # One that got no blocks after its start is parked with what it began with.
                 if name in self.manager.resumed and len(before[0]) == count + 1:
                     request.story, request.states, request.partial = before
