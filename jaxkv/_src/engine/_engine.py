@@ -365,6 +365,7 @@ class Engine:
             self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
             for sample, token in zip(samples, tokens, strict=True):
                 sample.tokens.append(token)
+                sample.new.append(token)
             if self._samples.num_logprobs:
                 for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
                     sample.logprobs.append(logprob)

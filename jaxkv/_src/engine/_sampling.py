@@ -1,9 +1,12 @@
 """`Sampling` and `Output`: what a request asks for, and what it gets. No jax."""
 
+import array
 import dataclasses
 import enum
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -113,14 +116,14 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None
 
 
-def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
-    """Returns the token ids of a prompt.
+def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> array.array[int]:
+    """Returns the token ids of a prompt, int32s.
 
     Raises:
       TypeError: not a sequence of ints.
       ValueError: empty, or an id out of range.
     """
-    ids = as_tokens(name, prompt)
+    ids = as_tokens(name, prompt, np.int32)
     if not ids.size:
         raise ValueError(f"{name} is empty; give at least one token id")
     if vocab_size is not None and ids.max() >= vocab_size:
@@ -128,7 +131,7 @@ def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
             f"{name} holds the token id {ids.max()}; ids are from 0 to {vocab_size - 1:,}, the "
             "columns of the logits"
         )
-    return ids.tolist()
+    return array.array("i", ids.tobytes())
 
 
 @dataclasses.dataclass
