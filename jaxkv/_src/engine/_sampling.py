@@ -37,7 +37,8 @@ class Sampling:
     A sample's tokens depend on its seed, its number and their positions, never on the requests
     next to it: preemption and the order of requests change nothing.
 
-    temperature: divides the logits; 0: the most likely token.
+    temperature: divides the logits; 0: the most likely token, whatever ``seed``, ``top_k``,
+      ``top_p`` and ``min_p``.
     top_k: keeps so many of the most likely tokens, and those as likely as the last; None: all.
     top_p: of these keeps the most likely ones that together reach this probability.
     min_p: of these drops tokens less likely than ``min_p`` times the most likely one.
