@@ -447,7 +447,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
     assert not samples.of and not samples.tokens and not samples.of_request
-    assert not len(engine._calls)
+    assert not engine._calls.of
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -538,7 +538,7 @@ MISTAKES = {
     "a stop out of range": (
         lambda e: e.add("r", [1], Sampling(stop_token_ids=[50])),
         ValueError,
-        r"stop_token_ids=\(50,\) must be in 0..49, the columns of the logits",
+        "stop_token_ids holds the token id 50; ids are from 0 to 49, the columns of the logits",
     ),
     "a flag of NumPy": (lambda e: Sampling(logprobs=np.True_), TypeError, r"; pass bool\(...\)"),
     "logprobs": (lambda e: Sampling(logprobs=5), TypeError, "logprobs must be True or False"),

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.engine._sampling import FinishReason, Output, Sampling, as_prompt
+from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
+from jaxkv._src.prefixes import as_tokens
 
 #: rows of a sampler's table, int32[len(NUMBERS), samples]; floats by their bits
 NUMBERS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
@@ -66,6 +67,7 @@ class Samples:
     tokens: token ids by name, for the scheduler.
     of_request: by request.
     num_logprobs: number of samples that want log-probabilities.
+    stops: stop tokens of all samples so far.
     numbers: int32[len(NUMBERS) + 2, N], a column for each sample: `NUMBERS`, where the position is
       that of the last token that a step draws; ``LEFT``, the tokens that it may still draw;
       ``PLACE``, where the device keeps the last one, see `State`.
@@ -76,34 +78,38 @@ class Samples:
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, array.array[int]] = {}
         self.of_request: dict[Hashable, list[Sample]] = {}
-        self.num_logprobs = 0
+        self.num_logprobs, self.stops = 0, set[int]()
         self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
         self._free = list(range(64))
 
     def made(
-        self, request: Hashable, name: str, prompt: Any, sampling: Sampling, vocab_size: int | None
+        self, request: Hashable, name: str, prompt: Any, sampling: Sampling, vocab_size: int
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""
         check_kind(Sampling, "a jaxkv.Sampling(...)", sampling=sampling)
         check_name(request)
-        ids, longest = as_prompt(name, prompt, vocab_size), self._max_model_len
-        end = longest if sampling.max_tokens is None else len(ids) + sampling.max_tokens
-        if not len(ids) < end <= longest:
+        ids, longest = as_tokens(name, prompt, np.int32), self._max_model_len
+        if not ids.size:
+            raise ValueError(f"{name} is empty; give at least one token id")
+        last_stop = max(sampling.stop_token_ids, default=0)
+        for what, largest in ((name, ids.max()), ("stop_token_ids", last_stop)):
+            if largest >= vocab_size:
+                raise ValueError(
+                    f"{what} holds the token id {largest}; ids are from 0 to {vocab_size - 1:,}, "
+                    "the columns of the logits"
+                )
+        end = longest if sampling.max_tokens is None else ids.size + sampling.max_tokens
+        if not ids.size < end <= longest:
             raise ValueError(
-                f"{name} of {len(ids)} tokens and max_tokens={sampling.max_tokens} are more than "
+                f"{name} of {ids.size} tokens and max_tokens={sampling.max_tokens} are more than "
                 f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
-            )
-        if vocab_size is not None and max(sampling.stop_token_ids, default=0) >= vocab_size:
-            raise ValueError(
-                f"stop_token_ids={sampling.stop_token_ids} must be in 0..{vocab_size - 1}, the "
-                "columns of the logits"
             )
         for taken in (request, *((request, index) for index in range(1, sampling.n))):
             if taken in self.of_request or taken in self.of:
                 raise ValueError(f"request={taken!r} has not ended; use another name")
         seed = int(self._seeds.integers(2**32)) if sampling.seed is None else sampling.seed
         return [
-            Sample(request, index, sampling, ids[:], len(ids), end, seed)
+            Sample(request, index, sampling, array.array("i", ids.tobytes()), ids.size, end, seed)
             for index in range(sampling.n)
         ]
 
@@ -117,6 +123,7 @@ class Samples:
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
         self.of_request.setdefault(sample.request, []).append(sample)
         self.num_logprobs += sample.sampling.logprobs
+        self.stops.update(sample.sampling.stop_token_ids)
         column = numbers_of(sample.sampling, sample.seed, sample.index)
         self.numbers[:LEFT, sample.slot] = column
         self.restart(sample)

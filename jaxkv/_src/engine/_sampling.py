@@ -1,12 +1,9 @@
 """`Sampling` and `Output`: what a request asks for, and what it gets. No jax."""
 
-import array
 import dataclasses
 import enum
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
 
 from jaxkv._src.internal.checks import (
     check_at_most,
@@ -81,8 +78,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
         if self.seed is not None:
             check_count(seed=self.seed)
-            if self.seed >= 2**32:
-                raise ValueError(f"seed={self.seed} must be below 2**32")
+            check_at_most(2**32 - 1, seed=self.seed)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"
@@ -115,24 +111,6 @@ class Output(NamedTuple):
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: FinishReason | None
-
-
-def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> array.array[int]:
-    """Returns the token ids of a prompt, int32s.
-
-    Raises:
-      TypeError: not a sequence of ints.
-      ValueError: empty, or an id out of range.
-    """
-    ids = as_tokens(name, prompt, np.int32)
-    if not ids.size:
-        raise ValueError(f"{name} is empty; give at least one token id")
-    if vocab_size is not None and ids.max() >= vocab_size:
-        raise ValueError(
-            f"{name} holds the token id {ids.max()}; ids are from 0 to {vocab_size - 1:,}, the "
-            "columns of the logits"
-        )
-    return array.array("i", ids.tobytes())
 
 
 @dataclasses.dataclass
