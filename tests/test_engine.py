@@ -94,6 +94,22 @@ def test_tokens_are_those_of_the_model_without_a_cache() -> None:
     assert engine.stats.cached_tokens > before.cached_tokens
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.int16, np.int32, np.uint64, jnp.int32])
+def test_a_prompt_is_a_sequence_or_an_array_that_the_caller_may_change(kind: Any) -> None:
+    engine, requests = make_engine(), random_requests(0, 4)
+    right = run(engine, requests)
+    for name, (ids, sampling) in enumerate(requests):
+        prompt = kind(ids)
+        engine.add(name, prompt, sampling)
+        if isinstance(prompt, list | np.ndarray):
+            prompt[:] = [0] * len(ids)
+    tokens = {(o.request, o.sample): list[int]() for o in right}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request, output.sample] += output.tokens
+    assert tokens == {(o.request, o.sample): o.tokens for o in right}
+
+
 def test_a_sample_does_not_depend_on_the_batch() -> None:
     engine, requests = make_engine(), random_requests(0, 10)
     together = {(o.request, o.sample): o.tokens for o in run(engine, requests)}
@@ -239,12 +255,13 @@ def test_limits_keep_what_sorting_keeps() -> None:
             top_k=int(rng.integers(1, VOCAB)) if i % 2 else None,
             top_p=float(rng.uniform(0.05, 1)) if i % 3 else 1.0,
             min_p=float(rng.uniform(0, 0.3)) if i % 5 else 0.0,
-            seed=i,
         )
         for i in range(40)
     ]
-    table = np.stack([numbers_of(sampling, 1, 7) for sampling in samplings], axis=1)
-    table[INDEX] = range(40)
+    table = np.stack(
+        [numbers_of(sampling, seed, 1) for seed, sampling in enumerate(samplings)], axis=1
+    )
+    table[INDEX], table[POSITION] = range(40), 7
     of = {name: jnp.asarray(x)[:, None] for name, x in zip(NUMBERS, table, strict=True)}
     floats = [
         jax.lax.bitcast_convert_type(of[name], jnp.float32)
@@ -268,8 +285,8 @@ def test_limits_keep_what_sorting_keeps() -> None:
 def test_drawn_tokens_have_the_model_s_distribution() -> None:
     count = 4000
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
-    sampling = Sampling(temperature=0.5, seed=3)
-    table = np.repeat(numbers_of(sampling, 0, 0)[:, None], count, axis=1)
+    sampling = Sampling(temperature=0.5)
+    table = np.repeat(numbers_of(sampling, 3, 0)[:, None], count, axis=1)
     table[POSITION] = np.arange(count)
     tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.DRAWN)
     parts = np.exp(logits[0] / 0.5)
@@ -430,7 +447,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
     assert not samples.of and not samples.tokens and not samples.of_request
-    assert not len(engine._calls)
+    assert not engine._calls.of
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -521,7 +538,7 @@ MISTAKES = {
     "a stop out of range": (
         lambda e: e.add("r", [1], Sampling(stop_token_ids=[50])),
         ValueError,
-        r"stop_token_ids=\(50,\) must be in 0..49, the columns of the logits",
+        "stop_token_ids holds the token id 50; ids are from 0 to 49, the columns of the logits",
     ),
     "a flag of NumPy": (lambda e: Sampling(logprobs=np.True_), TypeError, r"; pass bool\(...\)"),
     "logprobs": (lambda e: Sampling(logprobs=5), TypeError, "logprobs must be True or False"),

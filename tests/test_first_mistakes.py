@@ -470,9 +470,9 @@ MISTAKES = {
         r"Scheduler\(tokens=\)",
     ),
     "a boundary behind the prompt": (
-        lambda s: jaxkv.Scheduler(BlockManager(PLAN, max_requests=2), max_tokens=8).add(
-            "q", 4, boundaries=[5]
-        ),
+        lambda s: jaxkv.Scheduler(
+            BlockManager(PLAN, max_requests=2), max_tokens=8, tokens={"q": [1] * 4}
+        ).add("q", 4, boundaries=[5]),
         ValueError,
         r"boundaries=\[5\] must be in 1..4, the length of the prompt in tokens",
     ),

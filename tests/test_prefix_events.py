@@ -322,6 +322,13 @@ def test_refusals_name_the_argument(text: str, make: Any) -> None:
         make()
 
 
+def test_two_managers_on_one_log_are_refused() -> None:
+    log, plan = EventLog(), plan_of("full")
+    BlockManager(plan, max_requests=1, events=log)
+    with pytest.raises(ValueError, match=r"another BlockManager.*; give each an"):
+        BlockManager(plan, max_requests=1, events=log)
+
+
 def test_a_log_takes_events_only() -> None:
     with pytest.raises(TypeError, match="must be a cache event, got str"):
         EventLog().append("stored")  # pyrefly: ignore

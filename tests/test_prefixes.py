@@ -135,6 +135,17 @@ def test_as_many_prompts_as_blocks_are_known_under_their_salt() -> None:
         manager.finish("a")
 
 
+def test_a_prompt_longer_than_the_plan_is_refused_before_it_is_looked_up(monkeypatch) -> None:
+    manager = BlockManager(plan_of("full"), max_requests=2)
+    manager.start("as long", np.arange(48))
+    found = manager.find_prefix(np.arange(49))  # asks how much there is of all tokens
+    monkeypatch.setattr(PromptTree, "walk", lambda *_: pytest.fail("it is looked up"))
+    monkeypatch.setattr(PromptTree, "touch", lambda *_: pytest.fail("it is looked up"))
+    for tokens in (np.arange(49), list(range(49)), found):
+        with pytest.raises(ValueError, match=r"holds 49 token ids, .* max_model_len=48; cut the p"):
+            manager.start("b", tokens)
+
+
 def test_a_found_prefix_keeps_its_salt() -> None:
     tokens = np.arange(12)
     manager, _ = computed_prompt(plan_of("full"), tokens)

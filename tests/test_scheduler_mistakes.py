@@ -77,7 +77,18 @@ MISTAKES = {
     "encoder": (lambda s: s.scheduler.add("b", 3, encoder_tokens=9), "max_encoder_tokens=0"),
     "no tokens": (lambda s: s.scheduler.add("b", 0), "num_tokens must be at least 1"),
     "a number of keys": (lambda s: s.scheduler.add("b", 3, extra_keys=5), "extra_keys must be"),
-    "a str of boundaries": (lambda s: s.scheduler.add("b", 3, boundaries=["a"]), "must be an int"),
+    "a salt without tokens": (
+        lambda s: s.scheduler.add("b", 3, salt="x"),
+        "salt='x' has no effect without tokens; pass tokens= when you make the Scheduler, or leave",
+    ),
+    "a key without tokens": (
+        lambda s: s.scheduler.add("b", 3, extra_keys=[ExtraKey.lora("a", "/a")]),
+        "extra_keys=.* has no effect without tokens; pass tokens= when you make the Scheduler",
+    ),
+    "boundaries without tokens": (
+        lambda s: s.scheduler.add("b", 3, boundaries=["a"]),
+        "boundaries=.* has no effect without tokens",
+    ),
     "endless samples": (
         lambda s: s.scheduler.add("b", 3, samples=2**40),
         "samples=1099511627776 must be at most 1048576",

@@ -419,7 +419,7 @@ class EngineServing:
     def check_end(self) -> None:
         """Checks that nothing is left of requests that have ended, and what was counted."""
         engine, samples, seen = self.engine, self.engine._samples, self.device.seen
-        engine._settle()
+        engine._calls.settle()
         assert not any(self.told.values()), "samples that no output has told of"
         assert not engine.has_work and not engine.manager.requests
         assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks

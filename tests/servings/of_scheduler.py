@@ -146,6 +146,13 @@ class SchedulerServing(Serving):
 
     # --- requests ---------------------------------------------------------------------
 
+    def keys(self, request: Known) -> dict[str, Any]:
+        return super().keys(request) if self.has_tokens else {}
+
+    def boundaries(self, request: Known) -> list[int]:
+        drawn = super().boundaries(request)
+        return drawn if self.has_tokens else []
+
     def add(self) -> None:
         request = self.new_request()
         name, count = request.name, len(request.tokens)

@@ -17,6 +17,7 @@ from jaxkv._src.blocks._prompts import (
 )
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.internal.checks import check_count, check_left_out
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import Plan
 from jaxkv._src.prefixes import (
     MAX_TOKEN,
@@ -85,13 +86,15 @@ class Prefixes:
         salt: str | None,
         extra_keys: Sequence[ExtraKey],
         max_cached_tokens: int | None,
+        *,
+        longest: int = INT32_MAX,
     ) -> PrefixMatch:
         """Finds the longest cached prefix of a prompt; reuses a `PrefixMatch` that is valid."""
         if isinstance(tokens, PrefixMatch):
             known = tokens
             if salt is not None or extra_keys:
                 raise ValueError("salt and extra_keys are those of find_prefix; leave them out")
-            if known.state is self._tree.state:
+            if known.state is self._tree.state and known.num_tokens <= longest:
                 self._tree.prompts.touch(known.path)
                 limit = _limit(known.tokens, max_cached_tokens)
                 if limit == known.limit:
@@ -100,6 +103,11 @@ class Prefixes:
                 return known._replace(limit=limit, found=found)
             tokens, salt, extra_keys = known.tokens & MAX_TOKEN, known.salt, known.extra_keys
         namespace, encoded = self._encode(tokens, salt, extra_keys)
+        if encoded.size > longest:
+            raise ValueError(
+                f"tokens holds {encoded.size} token ids, more than the plan's "
+                f"max_model_len={longest}; cut the prompt, or plan for longer ones"
+            )
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.prompts.walk(namespace, encoded)
         self._tree.prompts.touch(path)
@@ -133,13 +141,8 @@ class Prefixes:
                 max_cached_tokens=max_cached_tokens,
             )
             return None
-        prefix = self.find(tokens, salt, extra_keys, max_cached_tokens)
+        prefix = self.find(tokens, salt, extra_keys, max_cached_tokens, longest=self._longest)
         namespace, encoded, found = prefix.namespace, prefix.tokens, prefix.found
-        if encoded.size > self._longest:
-            raise ValueError(
-                f"tokens holds {encoded.size} token ids, more than the plan's "
-                f"max_model_len={self._longest}; cut the prompt, or plan for longer ones"
-            )
         check_boundaries(boundaries, encoded.size)
         if self._has_encoder:
             return None

@@ -1,8 +1,7 @@
-"""The calls of an engine's device, from packing to what they draw."""
+"""The calls of an engine's device, from packing to the ends of samples."""
 
 import collections
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 from jax import Array
@@ -10,75 +9,113 @@ from jax import Array
 from jaxkv._src.cache import CacheError
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._packer import Packer, Step
-from jaxkv._src.engine._samples import Sample
-from jaxkv._src.engine._sampling import Stats
+from jaxkv._src.engine._samples import Sample, Samples
+from jaxkv._src.engine._sampling import FinishReason, Stats
+from jaxkv._src.scheduler import Scheduler
 
 CALLS_AHEAD = 2  # one runs while the next one waits for it
 
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of the device: its steps, and what they draw (`run_steps`); None: not started yet."""
+    """A call of the device: its steps, and what they draw; None: not started yet."""
 
     steps: list[Step]
     out: Array | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class Calls:
-    """The calls that are packed or in flight, the oldest first."""
+    """Starts the calls of a device, and gives samples what these draw.
 
-    def __init__(self, device: Device, packer: Packer, stats: Stats, *, decode_steps: int):
-        self._device, self._packer, self._stats = device, packer, stats
-        self._decode_steps = decode_steps
-        self._of: collections.deque[_Call] = collections.deque()
+    of: the calls that are packed or in flight, the oldest first.
+    changed: samples with tokens or an end that no output has held; some more than once.
+    """
 
-    def __len__(self) -> int:
-        return len(self._of)
+    device: Device
+    packer: Packer
+    scheduler: Scheduler
+    samples: Samples
+    stats: Stats
+    decode_steps: int
+    of: collections.deque[_Call] = dataclasses.field(default_factory=collections.deque)
+    changed: list[Sample] = dataclasses.field(default_factory=list)
 
-    def start(self) -> int:
-        """Starts one call if there is work for it. Returns how many may stay in flight."""
+    def advance(self) -> list[Sample]:
+        """Starts one call if there is work for it, and collects all but the newest ones.
+
+        Returns:
+          The samples with tokens, or an end, that no output has held.
+        """
         # After an exception there may be calls that have to start, or as many as may run.
-        if len(self._of) < CALLS_AHEAD and all(call.out is not None for call in self._of):
-            steps = self._packer.pack(self._decode_steps)
-            # Moves read what the steps of earlier calls have written.
-            is_whole = len(steps) == self._decode_steps and not any(s.moves for s in steps[1:])
-            self._of.extend(map(_Call, [steps] if is_whole else [[step] for step in steps]))
-        return CALLS_AHEAD - 1 if self.start_packed() else len(self._of) - 1
+        if len(self.of) < CALLS_AHEAD and all(call.out is not None for call in self.of):
+            self.of.extend(map(_Call, self.packer.pack(self.decode_steps)))
+        if self.samples.of and not self.of:
+            raise RuntimeError(f"{self.scheduler!r} found no work, although requests wait")
+        self._collect(CALLS_AHEAD - 1 if self._start_packed() else len(self.of) - 1)
+        changed = list(dict.fromkeys(self.changed))
+        self.changed.clear()
+        return changed
 
-    def start_packed(self) -> int:
+    def settle(self) -> None:
+        """Runs what is packed, and waits for all calls."""
+        self._start_packed()
+        self._collect(0)
+        self.packer.forget()
+
+    def _start_packed(self) -> int:
         """Starts all calls that are packed, and counts them; after an exception they stay so."""
-        packed = [call for call in self._of if call.out is None]
+        packed = [call for call in self.of if call.out is None]
         for call in packed:
             call.out = self.run(call.steps)
-            self._stats.calls += 1
+            self.stats.calls += 1
         return len(packed)
 
     def run(self, steps: list[Step]) -> Array:
         """Moves blocks, and starts steps; a move that was made is not made again."""
         for at, step in enumerate(steps):
             if step.moves is not None:
-                self._device.move(step.moves)
+                self.device.move(step.moves)
                 steps[at] = step._replace(moves=None)
-        return self._device.run(tuple([step.upload for step in steps]))
+        return self.device.run(tuple([step.upload for step in steps]))
 
-    def collect(self, num_left: int) -> Iterator[tuple[Step, list[Sample], list[int], np.ndarray]]:
-        """Waits for the oldest calls, until ``num_left`` are in flight; yields what they drew.
-
-        Yields:
-          Each step with the samples that had not ended, their tokens and log-probabilities, f32[S].
-        """
-        while len(self._of) > max(0, num_left):
-            outs = np.asarray(self._of[0].out)  # the call stays if this is interrupted
-            for out, step in zip(outs, self._of.popleft().steps, strict=True):
+    def _collect(self, num_left: int) -> None:
+        """Takes what the oldest calls drew, until ``num_left`` are in flight."""
+        while len(self.of) > max(0, num_left):
+            outs = np.asarray(self.of[0].out)  # the call stays if this is interrupted
+            for out, step in zip(outs, self.of.popleft().steps, strict=True):
                 if out[-1]:
                     raise CacheError(int(out[-1]))
-                samples, half = step.drawn.samples, out.size // 2
-                tokens, logprobs = out[: len(samples)], out[half : half + len(samples)]
-                at = [i for i, sample in enumerate(samples) if sample.reason is None]
-                if len(at) < len(samples):  # some ended before these tokens
-                    samples, tokens, logprobs = [samples[i] for i in at], tokens[at], logprobs[at]
-                yield step, samples, tokens.tolist(), logprobs.view(np.float32)
+                self._take(out, step)
 
-    def clear(self) -> None:
-        """Forgets all calls, whatever they do."""
-        self._of.clear()
+    def _take(self, out: np.ndarray, step: Step) -> None:
+        """Gives samples what a step drew for them, and ends those that are done."""
+        samples, half = step.drawn.samples, out.size // 2
+        ids, logprobs = out[: len(samples)], out[half : half + len(samples)].view(np.float32)
+        at = [i for i, sample in enumerate(samples) if sample.reason is None]
+        if len(at) < len(samples):  # some ended before these tokens
+            samples, ids, logprobs = [samples[i] for i in at], ids[at], logprobs[at]
+        tokens = ids.tolist()
+        self.stats.sampled_tokens += len(samples)
+        self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
+        for sample, token in zip(samples, tokens, strict=True):
+            sample.tokens.append(token)
+            sample.new.append(token)
+        if self.samples.num_logprobs:
+            for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
+                sample.logprobs.append(logprob)
+        self.changed += samples
+        if not self.samples.stops.isdisjoint(tokens):
+            for sample, token in zip(samples, tokens, strict=True):
+                if token in sample.sampling.stop_token_ids:
+                    self.end(sample, "stop")
+        for sample in step.last:
+            if sample.reason is None:
+                self.end(sample, "length")
+
+    def end(self, sample: Sample, reason: FinishReason) -> None:
+        """Ends a sample, of which the next outputs tell."""
+        self.scheduler.finish(sample.name)
+        self.samples.remove(sample)
+        sample.reason = reason
+        self.changed.append(sample)

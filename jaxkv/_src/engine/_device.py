@@ -34,7 +34,7 @@ class Device:
     """Weights and cache on the device, and the model's steps.
 
     kind: of the sampler that is compiled: the widest wanted so far.
-    vocab_size: columns of the logits; None: no step was traced yet.
+    vocab_size: columns of the logits, once a step was traced.
     cache: a `KVCache`, or a `SleepingCache`, which jax refuses.
     host_blocks: those in host memory.
     """
@@ -47,9 +47,8 @@ class Device:
           num_drawn: tokens of the latest steps to keep for the steps that follow.
         """
         self._forward, self.params, self.kind = forward, params, Kind.GREEDY
-        self.vocab_size: int | None = None
+        self.vocab_size, self.host_blocks = 0, HostBlocks()
         self.cache: Any = cache
-        self.host_blocks = HostBlocks()
         first, *others = cache.status.devices()
         self._only = None if others else first
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
@@ -93,8 +92,16 @@ class Device:
                 done.result()
 
     def update(self, params: Any) -> None:
-        """Takes other weights; raises ValueError if their shapes or dtypes are others."""
-        _check_same(self.params, params)
+        """Takes other weights; raises ValueError for another structure, shape or dtype."""
+        if jax.tree.structure(self.params) != jax.tree.structure(params):
+            raise ValueError("params has another tree structure than the engine was made with")
+        olds = jax.tree_util.tree_leaves_with_path(self.params)
+        for (path, old), new in zip(olds, jax.tree.leaves(params), strict=True):
+            was, now = (f"{jnp.result_type(leaf)}{np.shape(leaf)}" for leaf in (old, new))
+            if was != now:
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {now}; the engine was made with {was}"
+                )
         self.params = params
 
     def ring(self, depth: int) -> UploadRing | None:
@@ -190,19 +197,6 @@ def check_params(params: Any) -> None:
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; params is a "
                 "pytree of arrays: bind what is none to forward, with functools.partial"
-            )
-
-
-def _check_same(old: Any, new: Any) -> None:
-    """Raises ValueError unless two pytrees have the same structure, shapes and dtypes."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise ValueError("params has another tree structure than the engine was made with")
-    olds, news = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
-    for (path, was), now in zip(olds, news, strict=True):
-        if (np.shape(was), jnp.result_type(was)) != (np.shape(now), jnp.result_type(now)):
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(now)}{np.shape(now)}; the "
-                f"engine was made with {jnp.result_type(was)}{np.shape(was)}"
             )
 
 

@@ -23,7 +23,10 @@ def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
       int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
     """
     of = dict(zip(NUMBERS, table, strict=True))  # and one of the stop tokens
-    floats = {name: _as_float(of[name])[:, None] for name in ("temperature", "top_p", "min_p")}
+    floats = {
+        name: lax.bitcast_convert_type(of[name], jnp.float32)[:, None]
+        for name in ("temperature", "top_p", "min_p")
+    }
     logits = logits.astype(jnp.float32)[of["index"]]
     scores = logits
     if kind != Kind.GREEDY:
@@ -79,7 +82,3 @@ def _ordered(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _as_float(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -3,8 +3,6 @@
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.cache import KVCache, check_cache, make_cache
 from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
@@ -12,7 +10,7 @@ from jaxkv._src.engine._device import Device, Forward, check_params
 from jaxkv._src.engine._ladder import Ladder, check_reproducible
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
-from jaxkv._src.engine._sampling import FinishReason, Kind, Output, Sampling, Stats
+from jaxkv._src.engine._sampling import Kind, Output, Sampling, Stats
 from jaxkv._src.internal.checks import (
     check_at_most,
     check_choice,
@@ -115,7 +113,6 @@ class Engine:
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
-        self._decode_steps = decode_steps
         #: the books of its blocks, to read from
         self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         ahead = CALLS_AHEAD * decode_steps
@@ -129,18 +126,16 @@ class Engine:
         )
         sizes = max_requests, max_tokens, shared_prefixes
         self._ladder = Ladder(self._scheduler, *sizes, reproducible=reproducible)
-        parts = self.manager, self._scheduler, self._ladder, self._samples, self.stats
-        self._packer = Packer(*parts, steps_ahead=ahead)
         cache = make_cache(plan, max_requests=max_requests) if cache is None else cache
-        self._device = Device(forward, params, cache, self._packer.num_drawn)
+        num_drawn = (ahead + 2) * max_requests  # of idle steps, and of those not collected yet
+        self._device = Device(forward, params, cache, num_drawn)
         if reproducible:
             self._device.kind = Kind.LIMITED  # one compiled step for all samplings
         self._device.trace((self._ladder.to_trace.idle(),))
-        self._packer.ring = self._device.ring(depth=max(16, 4 * decode_steps))
-        self._stops: set[int] = set()  # of all requests so far
-        self._calls = Calls(self._device, self._packer, self.stats, decode_steps=decode_steps)
-        # With tokens or an end that no output has held; some more than once.
-        self._changed: list[Sample] = []
+        ring = self._device.ring(depth=max(16, 4 * decode_steps))
+        parts = self._scheduler, self._samples, self.stats
+        self._packer = Packer(self.manager, self._ladder, *parts, ring, num_drawn)
+        self._calls = Calls(self._device, self._packer, *parts, decode_steps)
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
@@ -150,7 +145,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._samples.of or self._changed)
+        return bool(self._samples.of or self._calls.changed)
 
     def generate(
         self, prompts: Sequence[Any], sampling: Sampling | Sequence[Sampling] | None = None
@@ -227,7 +222,7 @@ class Engine:
         if request not in self._samples.of_request:
             raise ValueError(f"request={request!r} is unknown, or has ended")
         for sample in self._samples.of_request[request].copy():
-            self._end(sample, "abort")
+            self._calls.end(sample, "abort")
 
     def step(self) -> list[Output]:
         """Sends the next step to the device, and returns what the one before has computed.
@@ -239,8 +234,7 @@ class Engine:
         Raises:
           CacheError: the device found an error; see `check_errors`.
         """
-        self._advance()
-        return [sample.output() for sample in self._take_changed()]
+        return [sample.output() for sample in self._calls.advance()]
 
     @property
     def bytes_in_flight(self) -> int:
@@ -262,13 +256,14 @@ class Engine:
           ValueError: other arrays than the engine was made with.
         """
         check_choice(("finish", "restart"), in_flight=in_flight)
-        self._settle()
+        self._calls.settle()
         self._device.update(params)
         self.manager.new_epoch()
         if in_flight == "restart":
             self._restart(from_prompts=True)
             # The others have no tokens now that outputs could hold.
-            self._changed = [sample for sample in self._changed if sample.reason is not None]
+            changed = self._calls.changed
+            changed[:] = [sample for sample in changed if sample.reason is not None]
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -280,7 +275,7 @@ class Engine:
         Returns:
           The bytes of device memory that are free now.
         """
-        self._settle()
+        self._calls.settle()
         self._device.cache = asleep = sleep(self._device.cache, level=level)
         if level == 2:
             self._restart(from_prompts=False)
@@ -296,7 +291,7 @@ class Engine:
 
         For a cache that lost its content or an upload, as `CacheError` says.
         """
-        self._calls.clear()
+        self._calls.of.clear()
         self.manager.reset()
         self._restart(from_prompts=False)
 
@@ -315,12 +310,12 @@ class Engine:
         """
         for sampling in samplings:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
-        self._settle()
+        self._calls.settle()
         self._device.kind = max([self._device.kind, *(sampling.kind for sampling in samplings)])
-        ladder, idle = self._ladder, self._packer.idle
+        ladder, idle, most_steps = self._ladder, self._packer.idle, self._calls.decode_steps
         calls = [idle(shape, 1) for shape in ladder.shapes]
-        if self._decode_steps > 1:
-            calls += [idle(shape, self._decode_steps) for shape in ladder.decode.values()]
+        if most_steps > 1:
+            calls += [idle(shape, most_steps) for shape in ladder.decode.values()]
         uploads = [tuple([step.upload for step in steps]) for steps in calls]
         self._device.compile(uploads[::-1])  # the largest take longest
         for steps in calls:
@@ -338,50 +333,12 @@ class Engine:
             self._add(samples)
         try:
             while self.has_work:
-                self._advance()
-                ended = [sample for sample in self._take_changed() if sample.reason is not None]
+                ended = [sample for sample in self._calls.advance() if sample.reason is not None]
                 yield from [sample.output() for sample in ended]
         finally:
             for request in list(self._samples.of_request):
                 self.abort(request)
-            self._changed.clear()
-
-    def _take_changed(self) -> list[Sample]:
-        changed = list(dict.fromkeys(self._changed))
-        self._changed.clear()
-        return changed
-
-    def _advance(self) -> None:
-        """Starts one call if there is work for it, and collects all but the newest ones."""
-        num_left = self._calls.start()
-        if self._samples.of and not len(self._calls):
-            raise RuntimeError(f"{self._scheduler!r} found no work, although requests wait")
-        self._collect(num_left)
-
-    def _collect(self, num_left: int) -> None:
-        """Gives samples the tokens of all calls but the newest, and ends those that are done."""
-        for step, samples, tokens, logprobs in self._calls.collect(num_left):
-            self.stats.sampled_tokens += len(samples)
-            self.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
-            for sample, token in zip(samples, tokens, strict=True):
-                sample.tokens.append(token)
-            if self._samples.num_logprobs:
-                for sample, logprob in zip(samples, logprobs.tolist(), strict=True):
-                    sample.logprobs.append(logprob)
-            self._changed += samples
-            if not self._stops.isdisjoint(tokens):
-                for sample, token in zip(samples, tokens, strict=True):
-                    if token in sample.sampling.stop_token_ids:
-                        self._end(sample, "stop")
-            for sample in step.last:
-                if sample.reason is None:
-                    self._end(sample, "length")
-
-    def _settle(self) -> None:
-        """Runs what is packed, and waits for all calls."""
-        self._calls.start_packed()
-        self._collect(0)
-        self._packer.forget()
+            self._calls.changed.clear()
 
     def _restart(self, *, from_prompts: bool) -> None:
         """Lets all requests wait, to be computed again; nothing is in flight."""
@@ -409,14 +366,7 @@ class Engine:
                 self._samples.remove(sample)
             raise
         self._device.kind = max(self._device.kind, sampling.kind)
-        self._stops.update(sampling.stop_token_ids)
         self.stats.prompt_tokens += first.num_prompt
-
-    def _end(self, sample: Sample, reason: FinishReason) -> None:
-        self._scheduler.finish(sample.name)
-        self._samples.remove(sample)
-        sample.reason = reason
-        self._changed.append(sample)
 
     def _check_idle(self) -> None:
         if self.has_work:

@@ -1,7 +1,8 @@
-"""The choice and the packing of an engine's steps. No jax."""
+"""The choice and the packing of an engine's steps."""
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,29 +12,26 @@ from jaxkv._src.engine._samples import INDEX, LEFT, PLACE, POSITION, Sample, Sam
 from jaxkv._src.engine._sampling import Stats
 from jaxkv._src.internal.frozen import FrozenDict
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.step import UploadRing
 from jaxkv._src.tier import Moves
 from jaxkv._src.uploads import StepShape, Upload
-
-if TYPE_CHECKING:
-    from jaxkv._src.step import UploadRing
 
 
 class Drawn(NamedTuple):
     """The samples that a step draws a token for.
 
     slots: int64[S], see `Sample`.
-    places: `Schedule.samples` of the step that they were drawn in first.
+    places: by name, `Schedule.samples` of the step that they were drawn in first.
     answers: to the scheduler, if all of them go on.
     """
 
-    names: list[Hashable]
     places: Mapping[Any, int]
     samples: list[Sample]
     slots: np.ndarray
     answers: Mapping[Any, int]
 
 
-NONE_DRAWN = Drawn([], {}, [], np.zeros(0, np.int64), {})
+NONE_DRAWN = Drawn({}, [], np.zeros(0, np.int64), {})
 
 
 class Step(NamedTuple):
@@ -49,45 +47,43 @@ class Step(NamedTuple):
     moves: Moves | None
 
 
+@dataclasses.dataclass(eq=False)
 class Packer:
     """Chooses the work of an engine's steps, and packs their uploads.
 
-    num_drawn: tokens of the latest steps that the device has to keep.
     ring: for page-locked uploads; None: NumPy arrays.
+    num_drawn: tokens of the latest steps that the device keeps.
+    place: on the device, of the tokens that the newest step draws.
+    drawn: by the newest step, if its tokens are on the device.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        scheduler: Scheduler,
-        ladder: Ladder,
-        samples: Samples,
-        stats: Stats,
-        *,
-        steps_ahead: int,
-    ):
-        self._manager, self._scheduler, self._ladder = manager, scheduler, ladder
-        self._samples, self._stats = samples, stats
-        # Those of idle steps, and of steps that the host does not know yet.
-        self.num_drawn = (steps_ahead + 2) * manager.max_requests
-        self.ring: UploadRing | None = None
-        self._place = 0  # on the device, of the tokens that the newest step draws
-        self._drawn = NONE_DRAWN  # by the newest step, if its tokens are on the device
+    manager: BlockManager
+    ladder: Ladder
+    scheduler: Scheduler
+    samples: Samples
+    stats: Stats
+    ring: UploadRing | None
+    num_drawn: int
+    place: int = 0
+    drawn: Drawn = NONE_DRAWN
 
-    def pack(self, most_steps: int) -> list[Step]:
+    def pack(self, most_steps: int) -> list[list[Step]]:
         """Packs some decodes of one shape, or one other step; none if there is no work.
 
         Where more than half of the decodes have work, idle ones make them complete.
+
+        Returns:
+          The steps of each call: all of them if they are complete, else one.
         """
         steps: list[Step] = []
-        while len(steps) < most_steps and self._samples.of:
-            schedule = self._scheduler.schedule(max_tokens=self._most_tokens())
+        while len(steps) < most_steps and self.samples.of:
+            schedule = self.scheduler.schedule(max_tokens=self._most_tokens())
             if not schedule.work:
                 if most_steps - len(steps) < len(steps):
                     steps += self.idle(steps[0].upload.shape, most_steps - len(steps))
                 break
             num_tokens = sum(schedule.work.values())
-            shape = self._ladder.fitting(schedule, num_tokens)
+            shape = self.ladder.fitting(schedule, num_tokens)
             if steps:
                 first = steps[0].upload.shape
                 if shape.max_query_len > 1 or shape.max_tokens > first.max_tokens:
@@ -97,37 +93,39 @@ class Packer:
             self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
             if shape.max_query_len > 1:
                 break
-        return steps
+        # Moves read what the steps of earlier calls have written.
+        is_whole = len(steps) == most_steps and not any(step.moves for step in steps[1:])
+        return [steps] if is_whole else [[step] for step in steps]
 
     def idle(self, shape: StepShape, count: int) -> list[Step]:
         """Returns steps without requests, which must run."""
         if self.ring is None:  # without numbers, so that they may be lost
             return [Step(shape.idle(), NONE_DRAWN, [], None) for _ in range(count)]
-        uploads = (self._manager.step(shape, {}, ring=self.ring) for _ in range(count))
-        return [Step(upload, NONE_DRAWN, [], self._manager.take_moves()) for upload in uploads]
+        uploads = (self.manager.step(shape, {}, ring=self.ring) for _ in range(count))
+        return [Step(upload, NONE_DRAWN, [], self.manager.take_moves()) for upload in uploads]
 
     def forget(self) -> None:
         """Notes that the host knows all tokens."""
-        self._drawn = NONE_DRAWN
+        self.drawn = NONE_DRAWN
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
-        decodes = len(self._drawn.names)  # have drawn a token, and want one more
-        if decodes == len(self._samples.of):
+        decodes = len(self.drawn.samples)  # have drawn a token, and want one more
+        if decodes == len(self.samples.of):
             return None
-        wanted = self._scheduler.wanted()
-        return self._ladder.fill(wanted.tokens, decodes, has_backlog=wanted.has_backlog)
+        wanted = self.scheduler.wanted()
+        return self.ladder.fill(wanted.tokens, decodes, has_backlog=wanted.has_backlog)
 
     def _pack(self, schedule: Schedule, shape: StepShape) -> Step:
-        drawn, numbers = self._drawn, self._samples.numbers
+        drawn, numbers = self.drawn, self.samples.numbers
         goes_on = schedule.samples is drawn.places  # those of all running requests
         if not goes_on:
             drawn = self._drawn_of(schedule)
-        count = len(drawn.names)
+        count = len(drawn.samples)
         table = numbers.take(drawn.slots, axis=1)
         ids = -1 - table[PLACE] if goes_on else self._token_ids(schedule)
-        place = self._place % (self.num_drawn - self._manager.max_requests)
-        place += self._manager.max_requests  # those before are of idle steps
+        place = self.place % (self.num_drawn - self.manager.max_requests)
+        place += self.manager.max_requests  # those before are of idle steps
         in_order = np.arange(count)
         table[INDEX] = in_order if goes_on else list(schedule.samples.values())
         table[POSITION] += 1
@@ -136,21 +134,21 @@ class Packer:
         extra, tokens = np.zeros(shape.extra, np.int32), shape.max_tokens
         extra[: ids.size], extra[tokens] = ids, place
         extra[tokens + 1 :].reshape(LEFT, -1)[:, :count] = table[:LEFT]
-        upload = self._manager.step(shape, schedule.work, extra=extra, ring=self.ring)
+        upload = self.manager.step(shape, schedule.work, extra=extra, ring=self.ring)
         for number in (POSITION, LEFT, PLACE):
             numbers[number][drawn.slots] = table[number]
-        self._place, self._drawn = place, drawn
+        self.place, self.drawn = place, drawn
         left, answers = table[LEFT], drawn.answers
         last: list[Sample] = []
         if np.count_nonzero(left) < count:
             last = [drawn.samples[at] for at in (left == 0).nonzero()[0]]
             ended = {sample.name for sample in last}
-            answers = {name: 1 for name in drawn.names if name not in ended}
-        self._scheduler.append(answers)
-        return Step(upload, drawn, last, self._manager.take_moves())
+            answers = {name: 1 for name in drawn.places if name not in ended}
+        self.scheduler.append(answers)
+        return Step(upload, drawn, last, self.manager.take_moves())
 
     def _count(self, schedule: Schedule, num_tokens: int, num_padded: int) -> None:
-        stats = self._stats
+        stats = self.stats
         stats.steps += 1
         stats.computed_tokens += num_tokens
         stats.padded_tokens += num_padded
@@ -158,13 +156,13 @@ class Packer:
         stats.cached_tokens += sum(hit.num_cached_tokens for hit in schedule.hits.values())
 
     def _drawn_of(self, schedule: Schedule) -> Drawn:
-        names, last = list(schedule.samples), self._drawn
-        if names == last.names and not schedule.hits:
+        names, last = list(schedule.samples), self.drawn
+        if names == list(last.places) and not schedule.hits:
             return last._replace(places=schedule.samples)
-        samples = [self._samples.of[name] for name in names]
+        samples = [self.samples.of[name] for name in names]
         slots = np.array([sample.slot for sample in samples], np.int64)
         answers = FrozenDict(dict.fromkeys(names, 1))
-        return Drawn(names, schedule.samples, samples, slots, answers)
+        return Drawn(schedule.samples, samples, slots, answers)
 
     def _token_ids(self, schedule: Schedule) -> np.ndarray:
         """Returns the token ids of a step; ``-1 - i`` for the one in place i on the device."""
@@ -172,6 +170,6 @@ class Packer:
         unknown = np.flatnonzero(ids < 0)
         if unknown.size:  # the last of their requests
             names, ends = list(work), np.cumsum(list(work.values()))
-            at, of = ends.searchsorted(unknown, "right").tolist(), self._samples.of
-            ids[unknown] = -1 - self._samples.numbers[PLACE, [of[names[i]].slot for i in at]]
+            at, of = ends.searchsorted(unknown, "right").tolist(), self.samples.of
+            ids[unknown] = -1 - self.samples.numbers[PLACE, [of[names[i]].slot for i in at]]
         return ids

@@ -34,7 +34,8 @@ class Sampling:
     A sample's tokens depend on its seed, its number and their positions, never on the requests
     next to it: preemption and the order of requests change nothing.
 
-    temperature: divides the logits; 0: the most likely token.
+    temperature: divides the logits; 0: the most likely token, whatever ``seed``, ``top_k``,
+      ``top_p`` and ``min_p``.
     top_k: keeps so many of the most likely tokens, and those as likely as the last; None: all.
     top_p: of these keeps the most likely ones that together reach this probability.
     min_p: of these drops tokens less likely than ``min_p`` times the most likely one.
@@ -77,8 +78,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
         if self.seed is not None:
             check_count(seed=self.seed)
-            if self.seed >= 2**32:
-                raise ValueError(f"seed={self.seed} must be below 2**32")
+            check_at_most(2**32 - 1, seed=self.seed)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"
@@ -111,24 +111,6 @@ class Output(NamedTuple):
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: FinishReason | None
-
-
-def as_prompt(name: str, prompt: Any, vocab_size: int | None) -> list[int]:
-    """Returns the token ids of a prompt.
-
-    Raises:
-      TypeError: not a sequence of ints.
-      ValueError: empty, or an id out of range.
-    """
-    ids = as_tokens(name, prompt)
-    if not ids.size:
-        raise ValueError(f"{name} is empty; give at least one token id")
-    if vocab_size is not None and ids.max() >= vocab_size:
-        raise ValueError(
-            f"{name} holds the token id {ids.max()}; ids are from 0 to {vocab_size - 1:,}, the "
-            "columns of the logits"
-        )
-    return ids.tolist()
 
 
 @dataclasses.dataclass

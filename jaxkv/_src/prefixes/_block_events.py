@@ -73,8 +73,17 @@ class PrefixEvents:
     """
 
     def __init__(self, log: EventLog, groups: Sequence[EventGroup]):
-        """Creates the events of a plan's groups, for ``log``."""
-        self._log, self._groups = log, groups
+        """Creates the events of a plan's groups, for ``log``.
+
+        Raises:
+          ValueError: the log has another manager.
+        """
+        if log.has_manager:
+            raise ValueError(
+                f"events={log!r} is the log of another BlockManager, and nobody could tell their "
+                "blocks apart; give each an EventLog of its own"
+            )
+        self._log, self._groups, log.has_manager = log, groups, True
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
         self._names: dict[int, Name] = {}  # by block id
         self._counts: collections.Counter[Name] = collections.Counter()

@@ -146,8 +146,10 @@ class EventLog:
     """A log of one cache's events, in numbered batches that can be sent again.
 
     A router that applies all batches in order knows which blocks the cache holds. A router that
-    misses a number asks for a replay: the batches `since` that number. Pass a log to
+    misses a number asks for a replay: the batches `since` that number. Pass a log to one
     `jaxkv.BlockManager`, which appends the events of its blocks.
+
+    has_manager: whether one appends to it.
     """
 
     def __init__(self, *, max_batches: int = 10_000, root: bytes = DEFAULT_ROOT):
@@ -160,7 +162,7 @@ class EventLog:
         check_positive(max_batches=max_batches)
         check_at_most(INT32_MAX, max_batches=max_batches)
         check_key(root=root)
-        self.root = root
+        self.root, self.has_manager = root, False
         self._pending: list[CacheEvent] = []
         self._batches: collections.deque[EventBatch] = collections.deque(maxlen=max_batches)
         self._next = 0

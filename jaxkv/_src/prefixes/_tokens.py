@@ -1,5 +1,6 @@
 """Codes of tokens, which combine token ids with extra keys. NumPy only."""
 
+import array
 import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -87,6 +88,11 @@ def _as_array(name: str, tokens: Any) -> np.ndarray:
         kind = type(tokens).__name__
         raise TypeError(f"{name} must be token ids, a sequence of ints, got {kind}{remedy}")
     check_known(**{name: tokens})
+    if isinstance(tokens, (list, tuple)) and tokens and type(tokens[0]) is int:
+        try:  # in a third of the time that NumPy takes
+            return np.asarray(array.array("q", tokens))
+        except (TypeError, OverflowError):
+            pass  # NumPy tells what is odd
     try:
         return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
     except ValueError:

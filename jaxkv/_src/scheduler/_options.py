@@ -39,8 +39,8 @@ class Options:
                 f"{self.manager.max_requests} of the manager; a request is in a batch once"
             )
         check_positive(chunk_tokens=1 if self.chunk_tokens is None else self.chunk_tokens)
-        check_count(forks=self.forks, steps_ahead=self.steps_ahead)
-        check_count(cached_tokens=self.cached_tokens)
+        most_cached = 0 if self.most_cached_tokens is None else self.most_cached_tokens
+        check_count(forks=self.forks, steps_ahead=self.steps_ahead, cached_tokens=most_cached)
         check_choice(get_args(Order), order=self.order)
         if self.tokens is not None and not isinstance(self.tokens, Mapping):
             kind = type(self.tokens).__name__

@@ -1,5 +1,6 @@
 """The token ids of a scheduler's requests, and the lookup of their prefixes. No jax."""
 
+import array
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -68,7 +69,7 @@ class Prompts:
     def _ids(self, name: Hashable, start: int = 0, end: int | None = None) -> np.ndarray:
         """Returns the token ids of a request from one position to another, int32[N]."""
         ids = () if self._tokens is None else self._tokens.get(name, ())
-        if isinstance(ids, (list, tuple, np.ndarray)):  # others may have no slices
+        if isinstance(ids, (list, tuple, array.array, np.ndarray)):  # others may have no slices
             return as_tokens(f"tokens[{name!r}]", ids[start:end], np.int32)
         return as_tokens(f"tokens[{name!r}]", ids, np.int32)[start:end]
 

@@ -10,6 +10,7 @@ from jaxkv._src.internal.checks import (
     check_at_most,
     check_count,
     check_kind,
+    check_left_out,
     check_new_names,
     check_positive,
 )
@@ -239,7 +240,7 @@ class Scheduler:
           max_tokens: the most tokens that it will have, the prompt's included; None: the
             plan's ``max_model_len``.
           encoder_tokens: encoder tokens of the request, for cross attention.
-          salt, extra_keys, boundaries: as for `BlockManager.start`.
+          salt, extra_keys, boundaries: as for `BlockManager.start`; they need ``tokens``.
 
         Raises:
           TypeError, ValueError: a name that is in use, more tokens than the plan admits, anything
@@ -560,6 +561,9 @@ class Scheduler:
     ) -> Request:
         """Returns a new request, the youngest of all, which neither waits nor runs yet."""
         check_content(salt, extra_keys)
+        if self._options.tokens is None:
+            remedy = "pass tokens= when you make the Scheduler"
+            check_left_out(remedy, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
         keys = tuple(extra_keys)
         check_ranges(keys, num_tokens)
         check_boundaries(boundaries, num_tokens)
