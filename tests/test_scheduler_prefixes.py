@@ -39,6 +39,7 @@ class Server:
             plan, max_requests=max_requests, checkpoint_share=0.5, host_memory=host_memory
         )
         self.tokens: dict[Hashable, list[int]] = {}
+        self.is_cached = cached
         self.scheduler = Scheduler(
             self.manager,
             tokens=self.tokens if cached else None,
@@ -53,6 +54,8 @@ class Server:
     def add(self, name: Hashable, prompt: list[int], length: int, **options) -> None:
         self.tokens[name], self.limits[name] = list(prompt), length
         self.chunks[name] = []
+        if not self.is_cached:
+            options.pop("boundaries", None)
         self.scheduler.add(name, len(prompt), max_tokens=length, **options)
 
     def step(self) -> Schedule:
