@@ -138,12 +138,12 @@ class _Scratch(NamedTuple):
     """Shared memory and a barrier: their types, or references to them.
 
     staged: rows of the output.
-    parts: the sum of each warpgroup.
+    parts: the sum of each warpgroup, if there are several.
     arrived: barrier; all sums are there.
     """
 
     staged: Any
-    parts: PartialSoftmax
+    parts: Any
     arrived: Any
 
     @classmethod
@@ -154,8 +154,8 @@ class _Scratch(NamedTuple):
         of_values = plgpu.SMEM((warpgroups, width, ROWS), jnp.float32)
         return cls(
             staged=plgpu.SMEM((ROWS, width), dtype),
-            parts=PartialSoftmax(of_values, of_rows, of_rows),
-            arrived=plgpu.Barrier(num_arrivals=warpgroups),
+            parts=PartialSoftmax(of_values, of_rows, of_rows) if warpgroups > 1 else None,
+            arrived=plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
         )
 
 
@@ -174,9 +174,11 @@ class _Combiner:
         self.columns = self.values
         if rule.value_width % WIDTH_OF_MANY:  # the last window ends with the value
             last = rule.value_width - self.width
-            self.columns = pl.ds(jnp.minimum(part * self.width, last), self.width)
+            self.columns = pl.ds(lax.min(part * self.width, last), self.width)
         self.first_row = row * ROWS
-        self.is_first_part = part == 0
+        # Known beforehand where there is only one, for less code.
+        self.is_first_part = lax.axis_size("part") == 1 or part == 0
+        self.is_first_warpgroup = self.warpgroups == 1 or self.warpgroup == 0
 
     def run(self, finished: bool) -> None:
         """Combines a tile, and clears padding.
@@ -197,7 +199,7 @@ class _Combiner:
             if self.warpgroups > 1:
                 self._hand_over(summed)
 
-            @pl.when(self.warpgroup == 0)
+            @pl.when(self.is_first_warpgroup)
             def _() -> None:
                 all_summed = summed if self.warpgroups == 1 else self._sum_of_all()
                 weight, lse = normalize(*all_summed[1:], sinks, value_scale)
@@ -206,7 +208,7 @@ class _Combiner:
                 out = all_summed.out
                 self._write(tile, out * lax.broadcast_in_dim(weight, out.shape, [1]))
 
-        pl.when(self.warpgroup == 0)(lambda: self._clear_padding(tile.used_tokens))
+        pl.when(self.is_first_warpgroup)(lambda: self._clear_padding(tile.used_tokens))
 
     def _sum(self, tile: Tile) -> PartialSoftmax:
         """Returns the sum of this warpgroup's share of the segments of the tile."""
@@ -264,27 +266,24 @@ class _Combiner:
 
     def _load(self, segments: PartialSoftmax, link: Link, index: Array) -> PartialSoftmax:
         """Loads one of the segments; past the last one, an empty segment."""
-        number = link.first_segment + jnp.minimum(index, link.num_segments - 1)
-        penalty = jnp.where(index < link.num_segments, 0.0, -jnp.inf)
+        number = link.first_segment + lax.min(index, link.num_segments - 1)
+        penalty = lax.select(index < link.num_segments, jnp.float32(0), jnp.float32(-jnp.inf))
         rows = pl.ds(link.first_row + self.first_row, ROWS)
-        out = plgpu.load(
-            segments.out.at[number, self.head, self.values, rows],
-            layout=plgpu.Layout.WGMMA,
-            optimized=False,
-        )
+        # Layouts are those of the sum: to name them again takes more code.
+        out = plgpu.load(segments.out.at[number, self.head, self.values, rows], optimized=False)
         highest = self._load_rows(segments.highest.at[number, self.head], rows)
         total = self._load_rows(segments.total.at[number, self.head], rows)
         return PartialSoftmax(out, highest + penalty, total)
 
     def _load_rows(self, ref: Any, rows: Any) -> Array:
-        return plgpu.load(ref.at[rows], layout=COLUMNS, optimized=False)
+        return plgpu.load(ref.at[rows], optimized=False)
 
     def _write_rows(self, first_token: Array, count: Array | int, skip: Array | int = 0) -> None:
         """Writes the staged rows of tokens ``skip`` to ``count - 1`` to their tokens and heads."""
         group = self.rule.group
-        begin = jnp.maximum(skip * group - self.first_row, 0)
+        begin = lax.max(skip * group - self.first_row, 0)
 
-        @pl.loop(begin, jnp.minimum(count * group - self.first_row, ROWS))
+        @pl.loop(begin, lax.min(count * group - self.first_row, ROWS))
         def _(row: Array) -> None:
             token = lax.div(self.first_row + row, group)
             head = self.head * group + lax.rem(self.first_row + row, group)

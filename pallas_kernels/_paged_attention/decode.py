@@ -106,8 +106,8 @@ class _Decoder(DecodeSteps):
         @pl.loop(lane.first_tile, lane.last_tile + 1)
         def _(index: Array) -> None:
             tile = Tile.load(self.operands.tiles, index)
-            begin = jnp.maximum(lane.line_begin, tile.line_begin)
-            num_steps = jnp.minimum(lane.line_end, tile.line_end) - begin
+            begin = lax.max(lane.line_begin, tile.line_begin)
+            num_steps = lax.min(lane.line_end, tile.line_end) - begin
             part = _Part(tile, index, tile.first_step + begin - tile.line_begin, num_steps)
             pl.when(num_steps > 0)(lambda: self._attend(part))
 

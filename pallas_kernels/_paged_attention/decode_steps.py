@@ -91,10 +91,9 @@ class DecodeSteps:
         products = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
         scores, factor = pieces.cap(self.rule, products, scale)
         seen = self._seen(tile, step, holes, shape)
-        scores = jnp.where(seen, scores * factor, -jnp.inf)
-        highest = jnp.maximum(running.highest, scores.max(axis=0))
-        # Without a seen key, highest is -inf, and -inf - -inf is NaN.
-        finite = jnp.where(highest > -jnp.inf, highest, 0.0)
+        scores = lax.select(seen, scores * factor, lax.full_like(scores, -jnp.inf))
+        highest = lax.max(running.highest, scores.max(axis=0))
+        finite = pieces.finite_or_zero(highest)
         shrink = jnp.exp2(running.highest - finite)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, shape, [1]))
         total = running.total * lax.broadcast_in_dim(shrink, shape, [1]) + weights

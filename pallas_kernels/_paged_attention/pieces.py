@@ -40,16 +40,20 @@ def add_up(parts: Sequence[PartialSoftmax], *, in_order: bool = False) -> Partia
         return functools.reduce(lambda left, right: add_up([left, right]), parts)
     highest = parts[0].highest
     for part in parts[1:]:
-        highest = jnp.maximum(highest, part.highest)
-    # Without a seen key, highest is -inf, and -inf - -inf is NaN.
-    finite = jnp.where(highest > -jnp.inf, highest, 0.0)
-    out, total = jnp.zeros_like(parts[0].out), jnp.zeros_like(parts[0].total)
+        highest = lax.max(highest, part.highest)
+    finite = finite_or_zero(highest)
+    out, total = lax.full_like(parts[0].out, 0), lax.full_like(parts[0].total, 0)
     last_axes = range(out.ndim - highest.ndim, out.ndim)
     for part in parts:
         weight = jnp.exp2(part.highest - finite)
         total += part.total * weight
         out += part.out * lax.broadcast_in_dim(weight, out.shape, last_axes)
     return PartialSoftmax(out, highest, total)
+
+
+def finite_or_zero(highest: Array) -> Array:
+    """Replaces -inf, of what sees no key, because -inf - -inf is NaN."""
+    return lax.select(highest > -jnp.inf, highest, lax.full_like(highest, 0))
 
 
 def normalize(
@@ -60,13 +64,11 @@ def normalize(
     Args:
       sinks: logits in base 2; -inf for none.
     """
-    with_sinks = jnp.maximum(highest, sinks)
-    # Without a seen key, it is -inf, and -inf - -inf is NaN.
-    finite = jnp.where(with_sinks > -jnp.inf, with_sinks, 0.0)
+    finite = finite_or_zero(lax.max(highest, sinks))
     shrink = jnp.exp2(highest - finite)
     total = total * shrink + jnp.exp2(sinks - finite)
     # Without a seen key, total is 0: the output is 0, and its logarithm -inf, as wanted.
-    weight = shrink * value_scale / jnp.where(total > 0, total, 1.0)
+    weight = shrink * value_scale / lax.select(total > 0, total, lax.full_like(total, 1))
     return weight, jnp.log(total) + finite * (1 / LOG2E)
 
 
@@ -110,15 +112,15 @@ class Steps(NamedTuple):
 
     def find(self, tables: jax.Ref, request: Array, step: Array) -> list["Granule"]:
         """Returns the granules of a step; those past the tables are read from another page."""
-        per_page, first = self.page_tokens // self.granule, step * self.granules
-        found: list[Granule] = []
-        for j in range(self.granules):
-            column, inner = first + j, None
-            if per_page > 1:
-                column, inner = lax.div(column, per_page), lax.rem(column, per_page)
-            page = tables[request, lax.min(column, self.width - 1)]
-            found.append(Granule(page, (page >= 0) & (page < self.num_pages), inner))
-        return found
+        first = step * self.granules
+        return [self._granule(tables, request, first + j) for j in range(self.granules)]
+
+    def _granule(self, tables: jax.Ref, request: Array, column: Array) -> "Granule":
+        per_page, inner = self.page_tokens // self.granule, None
+        if per_page > 1:
+            column, inner = lax.div(column, per_page), lax.rem(column, per_page)
+        page = tables[request, lax.min(column, self.width - 1)]
+        return Granule(page, (page >= 0) & (page < self.num_pages), inner)
 
     def rows(self, found: list["Granule"], first_row: Array) -> list[Array]:
         """Returns the first row of each granule; holes are read from another page.
@@ -142,6 +144,16 @@ class Steps(NamedTuple):
             for j, granule in enumerate(found)
         ]
         return functools.reduce(operator.or_, bits)
+
+    def find_holes(self, tables: jax.Ref, request: Array, step: Array) -> Array:
+        """Returns the bits of a step that is not loaded: in a loop, which takes less code."""
+        first = step * self.granules
+
+        def add(j: Array, bits: Array) -> Array:
+            held = self._granule(tables, request, first + j).held
+            return lax.select(held, bits, bits | lax.shift_left(jnp.int32(1), j))
+
+        return lax.fori_loop(0, self.granules, add, jnp.int32(0))
 
     def head(self, first_row: Array, head: Array) -> tuple[Array, Array | int]:
         """Returns the first row of a head in the first page, and its first column."""
@@ -222,4 +234,4 @@ def zero_unseen(
     keys = row + key
     known = steps.held(row + lax.rem(key, steps.size), holes)
     known &= (keys >= begin) & (keys < end)
-    target[...] = jnp.where(known, values, jnp.zeros_like(values))
+    target[...] = lax.select(known, values, lax.full_like(values, 0))

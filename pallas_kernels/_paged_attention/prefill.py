@@ -324,15 +324,15 @@ class _Prefiller:
 
     def _place(self, turn: Array | int) -> tuple[Array, Array]:
         """Returns the row of the tile, and the head, of an item; past the last, of the last."""
-        number = jnp.maximum(jnp.minimum(self._number(turn), self.num_items - 1), 0)
+        number = lax.max(lax.min(self._number(turn), self.num_items - 1), 0)
         heads = self.heads_together * self.rule.group
-        of_section = jnp.maximum(self.num_tiles * heads, 1)
+        of_section = lax.max(self.num_tiles * heads, 1)
         section, within = lax.div(number, of_section), lax.rem(number, of_section)
         # From long to short tiles, back in the next section, and to short ones in the last: so
         # neighbours are alike, which balances the load.
         is_back = lax.rem(lax.div(self.queries.shape[1], heads) - section, 2) == 0
         index = lax.div(within, heads)
-        index = lax.select(is_back, jnp.maximum(self.num_tiles - 1 - index, 0), index)
+        index = lax.select(is_back, lax.max(self.num_tiles - 1 - index, 0), index)
         head = section * heads + lax.rem(within, heads)
         return index, head
 
@@ -452,7 +452,7 @@ class _Prefiller:
         Rows past the end of the array are moved back to lie within it.
         """
         last = self.queries.shape[0] // 8 - ROWS // 8
-        return jnp.minimum(first + self.warpgroup * (ROWS // 8), last)
+        return lax.min(first + self.warpgroup * (ROWS // 8), last)
 
     def _compute(self, turn: Array, item: _Item) -> None:
         plgpu.barrier_wait(self.smem.query_full.at[self.warpgroup])
@@ -481,8 +481,8 @@ class _Prefiller:
         stage = self._value_stage(item, tile.last_step - 1)
         out = self._add_product(running, stage)
         plgpu.barrier_arrive(self.smem.values_free.at[stage])
-        begin = jnp.maximum(tile.skip, index * ROWS) - shift
-        end = jnp.minimum(tile.count, (index + 1) * ROWS) - shift
+        begin = lax.max(tile.skip, index * ROWS) - shift
+        end = lax.min(tile.count, (index + 1) * ROWS) - shift
         running = running._replace(out=out)
         self._finish(item, running, _Rows(octet * 8, begin, end))
 
@@ -603,11 +603,12 @@ class _Prefiller:
 
         def mask(scores: Array) -> tuple[Array, Array]:
             seen = self._seen(item, position, step)
-            return jnp.where(seen, scores * scale, UNSEEN), jnp.float32(1)
+            unseen = lax.full_like(scores, UNSEEN)
+            return lax.select(seen, scores * scale, unseen), jnp.float32(1)
 
         is_full = (step >= item.tile.full_begin) & (step < item.tile.full_end)
         scores, scale = lax.cond(is_full, lambda scores: (scores, scale), mask, scores)
-        highest = jnp.maximum(before, scores.max(axis=1) * scale)
+        highest = lax.max(before, scores.max(axis=1) * scale)
         shrink = jnp.exp2(before - highest)
         weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(highest, scores.shape, [0]))
         return highest, shrink, weights
@@ -639,7 +640,7 @@ class _Prefiller:
         tables, request = self.arrays.block_tables, item.tile.request
         return lax.cond(
             item.tile.has_holes != 0,
-            lambda: self.steps.holes(self.steps.find(tables, request, step)),
+            lambda: self.steps.find_holes(tables, request, step),
             lambda: jnp.int32(0),
         )
 
@@ -675,7 +676,7 @@ class _Prefiller:
         # Rows that saw no key have added up values that they do not see, which may be infinite.
         seen = running.highest > UNSEEN
         out = lax.broadcast_in_dim(seen, running.out.shape, [0])
-        out = jnp.where(out, running.out, jnp.zeros_like(running.out))
+        out = lax.select(out, running.out, lax.full_like(running.out, 0))
         for first, width in self.rule.windows:
             part = lax.slice(out, (0, first), (ROWS, first + width))
             part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -699,7 +700,7 @@ class _Prefiller:
         out = running.out * lax.broadcast_in_dim(weight, running.out.shape, [0])
         # The output of a query that saw no key may be infinite.
         known = lax.broadcast_in_dim(total, out.shape, [0]) > 0
-        out = jnp.where(known, out, jnp.zeros_like(out)).astype(self.rule.out_dtype)
+        out = lax.select(known, out, lax.full_like(out, 0)).astype(self.rule.out_dtype)
         width = self.shape.staged_width
         for start in range(0, self.rule.value_width, width):
             first = min(start, self.rule.value_width - width)  # the last part may overlap
