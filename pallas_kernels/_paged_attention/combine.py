@@ -3,6 +3,7 @@
 Tiles that decoding has finished, because they are one segment, are left out.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
@@ -280,16 +281,16 @@ class _Combiner:
 
     def _write_rows(self, first_token: Array, count: Array | int, skip: Array | int = 0) -> None:
         """Writes the staged rows of tokens ``skip`` to ``count - 1`` to their tokens and heads."""
-        group = self.rule.group
+        group, together = self.rule.group, math.gcd(self.rule.group, ROWS)
         begin = lax.max(skip * group - self.first_row, 0)
 
-        @pl.loop(begin, lax.min(count * group - self.first_row, ROWS))
+        @pl.loop(begin, lax.min(count * group - self.first_row, ROWS), step=together)
         def _(row: Array) -> None:
             token = lax.div(self.first_row + row, group)
             head = self.head * group + lax.rem(self.first_row + row, group)
             plgpu.copy_smem_to_gmem(
-                self.smem.staged.at[row],
-                self.operands.out.at[first_token + token, head, self.columns],
+                self.smem.staged.at[pl.ds(row, together)],
+                self.operands.out.at[first_token + token, pl.ds(head, together), self.columns],
             )
 
     def _clear_padding(self, used_tokens: Array) -> None:

@@ -8,6 +8,7 @@ memory. A tile that one thread block serves whole is finished there; the others 
 another kernel.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -198,12 +199,15 @@ class _Decoder(DecodeSteps):
         # Loaded again, to have more registers before.
         first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
 
-        @pl.loop(0, jnp.minimum(count * group - first_row, STAGED))
+        together = math.gcd(group, STAGED)
+
+        @pl.loop(0, lax.min(count * group - first_row, STAGED), step=together)
         def _(row: Array) -> None:
             token, head = lax.div(first_row + row, group), lax.rem(first_row + row, group)
-            place = first_token + token, self.head * group + head
+            place = first_token + token, pl.ds(self.head * group + head, together)
+            rows = pl.ds(row, together)
             for (first, width), staged in zip(self.rule.windows, self.smem.staged, strict=True):
-                plgpu.copy_smem_to_gmem(staged.at[row], out.at[(*place, pl.ds(first, width))])
+                plgpu.copy_smem_to_gmem(staged.at[rows], out.at[(*place, pl.ds(first, width))])
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:
         """Stores the results of a segment."""
