@@ -34,6 +34,7 @@ from jaxkv._src.cache import (
     CacheError,
     check_errors,
     expand_blocks,
+    first_columns,
     make_cache,
 )
 from jaxkv._src.internal import indexing
@@ -483,6 +484,28 @@ def test_padding_of_a_flat_batch_has_its_last_token_at_0() -> None:
     assert batch.last_tokens.tolist() == [2, 7, 0]
 
 
+def test_a_decode_step_has_the_token_of_request_i_at_i() -> None:
+    shape = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=3, max_tokens=3, max_query_len=1)
+    data = upload_of([2, 0], [4, 7], [1, 1], shape).data[shape.format.batch_fields]
+    batch, flags = gather(full_rows(), data, shape=shape)
+    assert int(flags) == 0
+    assert batch.token_requests.tolist() == [0, 1, -1] and batch.positions.tolist() == [4, 7, -1]
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        (-1, ValueError, "group must be at least 0, got -1"),
+        (len(EVERY_KIND), ValueError, r"group=9 is not in 0\.\.8, the plan's"),
+        ("full", TypeError, "group must be an int"),
+    ],
+)
+def test_a_group_that_the_plan_has_not_is_refused(group, error, message) -> None:
+    batch, _ = gather(full_rows(), SHAPE.idle().data[SHAPE.format.batch_fields], shape=SHAPE)
+    with pytest.raises(error, match=message):
+        first_columns(batch, group)
+
+
 def test_states_have_no_slots() -> None:
     batch, _ = gather(
         full_rows(), upload_of([0], [4], [3]).data[SHAPE.format.batch_fields], shape=SHAPE
@@ -549,6 +572,9 @@ def test_a_step_runs_in_every_mode_of_jax(x64: bool, promotion: str) -> None:
         assert positions.dtype == jnp.int32 and positions.tolist()[:9] == [*range(8), -1]
         assert batch.slot_mapping("full").dtype == jnp.int32
         check_errors(cache)
+        square = StepShape.for_plan(PLAN, max_requests=ROWS, tokens_per_request=2)
+        get = lambda *step: apply_step(*step)[1].positions  # noqa: E731
+        assert jax.eval_shape(get, cache, square.idle()).dtype == jnp.int32
 
 
 def test_integers_that_are_not_int32_are_refused_and_not_truncated() -> None:

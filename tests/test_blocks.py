@@ -590,6 +590,25 @@ def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
 
 
+def test_a_step_has_as_many_requests_as_tokens_at_most_unless_told() -> None:
+    plan = hybrid_plan()
+    assert [shape_of(plan, max_tokens=count).batch_size for count in (2, 8)] == [2, 4]
+    assert shape_of(plan, max_tokens=None, tokens_per_request=2).batch_size == 4
+    assert shape_of(plan, max_tokens=2, batch_size=3).batch_size == 3
+
+
+def test_uploads_have_no_integers_for_what_a_plan_or_a_shape_leaves_out() -> None:
+    cross, limits = CrossAttentionSpec(block_size=4, **KV), Limits(max_encoder_tokens=4)
+    plain, encoder = small_plan({"a": FULL}), small_plan({"a": cross}, limits=limits)
+    for plan, options, wanted in (
+        (plain, {}, (0, 0)),
+        (plain, {"max_query_len": 1, "shared_prefixes": 2}, (0, 4)),
+        (encoder, {}, (4, 0)),
+    ):
+        parts = shape_of(plan, **options).format.split(np.zeros(1000, np.int32))
+        assert (parts["encoder_lens"].size, parts["prefix_members"].size) == wanted
+
+
 def test_floats_are_refused_after_a_step_of_as_many_tokens() -> None:
     manager, shape = running(small_plan({"a": FULL}), 1)
     for call in (lambda work: manager.step(shape, work), manager.grow):

@@ -147,6 +147,8 @@ def test_scales_are_given_for_all_layers_or_by_layer() -> None:
         ({"a": 2.0}, TypeError, "scales must be pairs"),
         ((np.ones(2), 1.0), TypeError, "scales must be pairs"),
         ({"c": (1.0, 1.0)}, ValueError, "layer='c' has no cache here"),
+        ((0.0, 1.0), ValueError, "scales must be finite float32 greater than 0"),
+        ((1.0, np.inf), ValueError, "scales must be finite float32 greater than 0"),
     ],
 )
 def test_scales_that_are_none_are_refused_by_name(scales, error, message) -> None:
@@ -191,6 +193,8 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
          r"groups \[0, 1\] overlay each other and would cut a block into \[2, 1\] tiles"),
         ({"interleave_tokens": 3}, ValueError, "interleave_tokens=3 does not divide"),
         ({"interleave_tokens": 0}, ValueError, "interleave_tokens must be at least 1"),
+        ({"tables_only": 1}, TypeError, "tables_only must be True or False, got 1"),
+        ({"stacked": "no"}, TypeError, "stacked must be True or False, got 'no'"),
     ],
 )  # fmt: skip
 def test_a_cache_that_cannot_be_is_refused_by_name(options, error, message) -> None:

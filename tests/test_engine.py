@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._draw import _keep, draw
 from jaxkv._src.engine._samples import INDEX, NUMBERS, POSITION, numbers_of
@@ -233,7 +234,10 @@ def engine_on_two_devices() -> jaxkv.Engine:
 
 
 @needs_devices(2)
-def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one() -> None:
+def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(_device, "place_for", None)  # of the lowered layers, for one device alone
     engine, requests = engine_on_two_devices(), random_requests(2, 6)
     engine.warm_up(*[sampling for _, sampling in requests])
     with count_compilations() as compilations:
@@ -400,6 +404,32 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
     assert not list(failures)
     monkeypatch.undo()
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+
+
+@pytest.mark.parametrize("has_ring", [False, True])
+def test_a_warm_up_that_is_interrupted_loses_nothing(has_ring: bool, monkeypatch) -> None:
+    """Its steps were packed, and never run."""
+    engine, layers = make_engine(), ALL
+    if has_ring:
+        engine, layers = engine_of_three_steps(), ("full", "state")
+    requests = random_requests(0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._device, "compile", lambda calls: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.warm_up()
+    assert_right(run(engine, requests), requests, layers)
+
+
+def test_requests_for_which_there_is_no_work_are_an_error_and_no_loop(monkeypatch) -> None:
+    engine = make_engine()
+    engine.add("r", [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._packer, "pack", lambda most_steps: [])
+        with pytest.raises(RuntimeError, match="found no work, although requests wait"):
+            engine.step()
+    engine.abort("r")
+    assert [output.finish_reason for output in engine.step()] == ["abort"]
+    assert_all_free(engine)
 
 
 def test_an_engine_restarts_after_a_lost_upload() -> None:
@@ -634,9 +664,13 @@ def test_a_name_that_a_sample_has_is_refused_and_the_sample_goes_on() -> None:
     engine.add(("q", 1), [1])
     with pytest.raises(ValueError, match=r"request=\('q', 1\) has not ended; use another name"):
         engine.add("q", [1, 2], sampling)
+    engine.add(("q", 0), [1])  # no sample has this name
     engine.abort(("q", 1))
+    engine.add("q", [1])
+    for name in (("q", 0), "q"):
+        engine.abort(name)
     ended = [(output.request, output.sample) for output in engine.step()]
-    assert ended == [("r", 0), ("r", 1), (("q", 1), 0)]
+    assert ended == [("r", 0), ("r", 1), (("q", 1), 0), (("q", 0), 0), ("q", 0)]
     assert_all_free(engine)
 
 

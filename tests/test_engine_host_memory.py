@@ -64,11 +64,14 @@ def test_tokens_are_right_when_blocks_went_to_the_host_and_back(decode_steps: in
 def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, requests = make_engine(1), requests_of(3, 9)[:6]
     served(engine, requests)
-    real, calls = jax.device_put, iter(range(10_000))
+    real, calls, donated = jax.device_put, iter(range(10_000)), iter(range(10_000))
 
     def device_put(values, place):
-        if isinstance(values, tuple) and next(calls) in (2, 5, 7, 30, 31):
-            raise RuntimeError("RESOURCE_EXHAUSTED")
+        if isinstance(values, tuple):
+            # Amid a move that has written blocks already, there is a cache to go on from.
+            is_amid = engine._device.cache.status.is_deleted() and next(donated) in (0, 3)
+            if next(calls) in (2, 5, 7, 30, 31) or is_amid:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
         return real(values, place)
 
     monkeypatch.setattr(_host_blocks.jax, "device_put", device_put)
@@ -81,7 +84,7 @@ def test_an_engine_goes_on_after_a_failed_copy(monkeypatch: pytest.MonkeyPatch) 
                 tokens[out.request, out.sample] += len(out.tokens)
         except MoveError:
             failures += 1
-    assert failures == 5
+    assert failures == 7 and next(donated) > 3
     assert sum(tokens.values()) == sum(s.n * s.max_tokens for _, s in requests)
     monkeypatch.undo()
     assert_right(served(engine, requests), requests, LAYERS)

@@ -213,6 +213,27 @@ def test_rows_can_be_given_as_bytes_and_read_by_the_layers_that_share_them(spec)
             jaxkv.read_tokens(cache, "a", batch)
 
 
+def test_encoder_tokens_can_be_given_as_bytes() -> None:
+    cache, step, batch = poisoned(Case(cross))
+    rows = np.random.default_rng(0).normal(size=(REQUESTS, cases.ENCODER, 2, 8))
+    rows = rows.astype(np.float32)
+    flat = rows.reshape(*rows.shape[:2], -1).view(np.uint8)
+    after = [jaxkv.write_rows(cache, "cross.0", batch, given) for given in (rows, flat)]
+    assert_same_bytes(*after)
+    got = np.asarray(jaxkv.read_rows(after[0], "cross.0", batch))
+    for request, count in enumerate(step.encoder):
+        np.testing.assert_array_equal(got[request, :count], rows[request, :count])
+
+
+def test_a_pool_is_read_in_every_mode_of_jax() -> None:
+    """Indices stay int32, which strict promotion would not add to int64."""
+    case = Case(windows, "BHLNC", None, (2, 2))
+    cache, _, batch = poisoned(case)
+    wanted = cases.read(cache, "full.0", batch)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert_same_bytes(cases.read(cache, "full.0", batch), wanted)
+
+
 def test_a_worker_without_layers_has_nothing_to_zero_or_copy() -> None:
     plan = jaxkv.plan_cache([{"a": cases.attention()}, {}], [2**16] * 2, max_model_len=4)
     cache = jaxkv.make_cache(plan, max_requests=1, worker=1, order="BLHNC", kernel_block_sizes=[2])
@@ -305,7 +326,8 @@ def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None
 
 def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> None:
     layers = {"full.0": cases.attention(head_size_v=2), "shared": SharedKVSpec("full.0")}
-    plan = cases.planned(layers)
+    latents = {"mla": MLASpec(block_size=4, head_size=4), "shared mla": SharedKVSpec("mla")}
+    plan = cases.planned(layers | latents)
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
     batch = cases.fixed_step(plan).batch(cache, plan)
     for call in CALLS:
@@ -314,6 +336,7 @@ def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> No
     for write in (
         lambda: W(cache, "shared", batch, KEYS, VALUES),
         lambda: jaxkv.write_rows(cache, "shared", batch, ROWS),
+        lambda: jaxkv.attend(cache, "shared mla", batch, KEYS, KEYS[:, 0]),
     ):
-        with pytest.raises(ValueError, match="layer='shared' shares the cache of '"):
+        with pytest.raises(ValueError, match=r"layer='shared.*' shares the cache of '"):
             write()

@@ -248,18 +248,58 @@ def test_blocks_are_zeroed_and_copied_on_every_device_of_a_mesh(types, implement
     assert after.sharding.is_equivalent_to(buffer.sharding, buffer.ndim)
 
 
+def cache_on_two(types: AxisType, **options: Any) -> jaxkv.KVCache:
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(types,), devices=DEVICES[:2])
+    return jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads", **options)
+
+
 @needs_devices(2)
-def test_a_view_of_a_sharded_layer_has_all_heads() -> None:
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(EXPLICIT,), devices=DEVICES[:2])
-    cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")
+@pytest.mark.parametrize(
+    ("order", "shape"),
+    [("LBNHC", (2 * BLOCKS, 4, HEADS, 2 * SIZE)), ("LHBNC", (HEADS, BLOCKS, 4, 2 * SIZE))],
+)
+def test_a_view_of_a_sharded_layer_has_all_heads(order, shape) -> None:
+    cache = cache_on_two(EXPLICIT, order=order, stacked=order == "LBNHC")
     view = jaxkv.layer_view(cache, "full.1")
-    assert view.shape == (2 * BLOCKS, 4, HEADS, 2 * SIZE)
+    assert view.shape == shape
     content = np.random.default_rng(0).normal(size=view.shape).astype(view.dtype)
     cache = jaxkv.with_layer_view(cache, "full.1", jax.device_put(content, view.sharding))
-    np.testing.assert_array_equal(jaxkv.layer_view(cache, "full.0"), content)
+    first = "full.0" if order == "LBNHC" else "full.1"  # views of a stack have all layers
+    np.testing.assert_array_equal(jaxkv.layer_view(cache, first), content)
 
 
 # --- refusals ---------------------------------------------------------------------------
+
+
+@needs_devices(2)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache, batch, ones: jaxkv.write_tokens(cache, "full.0", batch, ones, ones).status,
+        lambda cache, batch, ones: jaxkv.read_tokens(cache, "full.0", batch),
+        lambda cache, batch, ones: jaxkv.layer_view(cache, "full.0"),
+        lambda cache, batch, ones: (
+            jaxkv.with_layer_view(
+                cache, "full.0", jnp.zeros((2 * BLOCKS, 4, HEADS // 2, 2 * SIZE), jnp.bfloat16)
+            ).status
+        ),
+    ],
+    ids=["write_tokens", "read_tokens", "layer_view", "with_layer_view"],
+)
+def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
+    """A rank would write into the part of the first."""
+    cache = cache_on_two(AUTO)
+    shape = jaxkv.StepShape.for_plan(plan_for(2), max_requests=REQUESTS, max_tokens=TOKENS)
+
+    def body(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        return use(cache, batch, jnp.ones((TOKENS, HEADS, SIZE)))
+
+    mapped = jax.shard_map(
+        body, mesh=cache.layout.mesh, in_specs=(SAME, SAME), out_specs=SAME, check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"the pool is sharded; .* with cache.partition_specs"):
+        jax.eval_shape(mapped, cache, shape.idle())
 
 
 def one_axis() -> Mesh:

@@ -34,7 +34,7 @@ from jaxkv.testing import (
     assert_unchanged,
     count_compilations,
 )
-from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, pointers
+from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, needs_mosaic, pointers
 
 PLAN = hybrid_plan()
 SHAPE = StepShape.for_plan(PLAN, max_requests=4, max_tokens=16, forks=2)
@@ -78,6 +78,15 @@ def test_blocks_are_copied_then_fresh_ones_are_zeroed(implementation) -> None:
     assert (blocks[:, 6] == 7).all() and (blocks[:, 8] == 9).all(), "all at once"
     assert not blocks[:, [4, 5]].any()
     assert (blocks[:, [1, 2, 3, 7]] == 0xFF).all() and not blocks[:, 0].any()
+
+
+@needs_mosaic
+def test_a_gpu_saves_what_copies_overwrite_before_it_copies() -> None:
+    """By a kernel of its own, without which a source that is a destination, too, is lost."""
+    run = functools.partial(apply_step, implementation="mosaic_gpu")
+    traced = jax.jit(run).trace(poisoned(), SHAPE.idle())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3  # and one that zeroes
 
 
 @pytest.mark.parametrize("stacked", [True, False])

@@ -1,5 +1,6 @@
 """`StepContext`: the same bytes as by hand, and every slip of a model said while it is traced."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +173,28 @@ def test_states_and_calls_of_others() -> None:
     assert (state.shape, float(state.sum())) == ((2, 4), 0)
     assert again.shape == (2, 4)  # a fresh request reads zeros
     np.testing.assert_array_equal(keys[0, :5], 1)
+
+
+def test_a_state_is_written_where_it_is_told() -> None:
+    """In the block of a draft, and in the layer that a period names."""
+    state = dataclasses.replace(STATE, speculative_blocks=1)
+    plan = jaxkv.plan_cache(dict.fromkeys(("state.0", "state.1"), state), 2**20, max_model_len=32)
+    x, at = jnp.arange(8.0).reshape(2, 4) + 1, jnp.array([1, 0], jnp.int32)
+
+    def by_name(cache, upload):
+        step = Step(cache, upload)
+        for period in range(2):
+            step.write_state("state.0", [x + period], at=at, period=period)
+        return step.done()
+
+    def by_hand(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        for period in range(2):
+            cache = jaxkv.write_state(cache, f"state.{period}", batch, [x + period], at=at)
+        return cache
+
+    given = made(None, plan)
+    assert_same_bytes(jax.jit(by_name)(*given), jax.jit(by_hand)(*given))
 
 
 def test_recurrent_layers() -> None:

@@ -98,11 +98,14 @@ class Packer:
         return [steps] if is_whole else [[step] for step in steps]
 
     def idle(self, shape: StepShape, count: int) -> list[Step]:
-        """Returns steps without requests, which must run."""
-        if self.ring is None:  # without numbers, so that they may be lost
-            return [Step(shape.idle(), NONE_DRAWN, [], None) for _ in range(count)]
-        uploads = (self.manager.step(shape, {}, ring=self.ring) for _ in range(count))
-        return [Step(upload, NONE_DRAWN, [], self.manager.take_moves()) for upload in uploads]
+        """Returns steps without requests, whose uploads have no numbers: they may be lost."""
+        return [Step(self._idle_upload(shape), NONE_DRAWN, [], None) for _ in range(count)]
+
+    def _idle_upload(self, shape: StepShape) -> Upload:
+        if self.ring is None:
+            return shape.idle()
+        self.ring.buffer(shape)[:] = shape.format.padding
+        return Upload(data=self.ring.seal(), shape=shape)
 
     def forget(self) -> None:
         """Notes that the host knows all tokens."""

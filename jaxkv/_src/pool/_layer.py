@@ -132,7 +132,7 @@ class BoundLayer:
             self,
             buffer=self.layout.buffer_spec,
             first=same,
-            scales=None if self.scales is None else same,
+            scales=same,
             number=same,
             requests=same,
         )

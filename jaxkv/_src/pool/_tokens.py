@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxkv._src.cache import PAD_SLOT, CacheLayout, KVCache, Period, StepBatch
@@ -215,7 +214,7 @@ def _check_rows(layer: str, bound: BoundLayer, rows: Array, mask: Array | None) 
 
 @jax.jit
 def _write_rows(bound: BoundLayer, rows: Array, mask: Array | None) -> Array:
-    by_head = _rows_by_head(bound, len(_token_shape(bound, rows=rows)))
+    by_head = bound.form.by_head(len(_token_shape(bound, rows=rows)))
     specs = {"in_specs": (by_head, SAME), "out_specs": bound.layout.buffer_spec}
     return on_devices(store_rows, bound, rows, mask, **specs)
 
@@ -314,17 +313,13 @@ def read_rows(cache: KVCache, layer: str, batch: StepBatch, *, period: Period = 
 
 @jax.jit
 def _read_rows(bound: BoundLayer) -> Array:
-    return on_devices(_load_rows, bound, in_specs=(), out_specs=_rows_by_head(bound, 2))
+    return on_devices(_load_rows, bound, in_specs=(), out_specs=bound.form.by_head(2))
 
 
 def _load_rows(bound: BoundLayer) -> Array:
     """Reads the stored rows of a step's blocks: [B, W * rows, *row] in the layer's dtype."""
     data = read_elements(bound, bound.requests.table, bound.form.row.dtype)
     return data.reshape(data.shape[0], data.shape[1] * data.shape[2], *bound.form.row_shape)
-
-
-def _rows_by_head(bound: BoundLayer, dim: int) -> PartitionSpec:
-    return bound.form.by_head(dim) if bound.form.has_heads else SAME
 
 
 def _token_shape(bound: BoundLayer, **arrays: Array) -> tuple[int, ...]:

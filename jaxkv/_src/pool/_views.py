@@ -189,6 +189,6 @@ def _view_axes(cache: KVCache, layer: str) -> str:
 
 
 def _by_head(cache: KVCache, layer: str) -> PartitionSpec:
-    heads = _view_axes(cache, layer).find("H")
+    """Returns the PartitionSpec of `layer_view`; rows without an axis of heads are not divided."""
     form = place_of(cache.layout, layer).form
-    return form.by_head(heads) if heads >= 0 else PartitionSpec()
+    return form.by_head(_view_axes(cache, layer).find("H"))
