@@ -24,7 +24,6 @@ from jaxkv._src.specs import (
     ChunkedAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    LayerSpec,
     Limits,
     MLASpec,
     SlidingWindowMLASpec,
@@ -34,7 +33,9 @@ from jaxkv._src.specs import (
 from jaxkv._src.uploads import StepShape, TableEntry
 from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
+from tests.layer_examples import Layers
 from tests.reference_manager import Change, OutOfBlocks, ReferenceManager
+from tests.servings.traffic import Watched
 
 SEEDS = int(os.environ.get("JAXKV_SEEDS", "40"))  # 2,800 calls of a manager of each model
 KV = {"num_kv_heads": 1, "head_size": 4}
@@ -42,9 +43,10 @@ FULL = FullAttentionSpec(block_size=4, **KV)
 WINDOW = SlidingWindowSpec(block_size=4, sliding_window=6, **KV)
 
 
-def small_plan(layers: dict[str, LayerSpec], num_blocks: int = 24, **options) -> Plan:
+def small_plan(layers: Layers | list[Layers], num_blocks: int = 24, **options) -> Plan:
     options = {"max_model_len": 30, "limits": Limits(max_in_flight_tokens=9)} | options
-    return plan_cache(layers, 2**30, num_blocks_override=num_blocks, **options)
+    memory = [2**30] * len(layers) if isinstance(layers, list) else 2**30
+    return plan_cache(layers, memory, num_blocks_override=num_blocks, **options)
 
 
 def shape_of(plan: Plan, max_requests: int = 4, **options) -> StepShape:
@@ -123,7 +125,7 @@ def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled() -> None:
 # --- the manager against the reference ------------------------------------------------
 
 STATE = {"shapes": ((2,),), "dtypes": ("f32",)}
-MODELS: dict[str, dict[str, LayerSpec]] = {
+MODELS: dict[str, Layers | list[Layers]] = {
     "full": {"a": FULL},
     "windows": {
         "a": FULL,
@@ -137,10 +139,13 @@ MODELS: dict[str, dict[str, LayerSpec]] = {
         "align": StateSpec(block_size=4, speculative_blocks=2, cache_mode="align", **STATE),
         "all": StateSpec(block_size=2, speculative_blocks=1, cache_mode="all", **STATE),
     },
-    "aligned": {
-        "a": StateSpec(block_size=4, speculative_blocks=1, cache_mode="align", **STATE),
-        "b": WINDOW,
-    },
+    "aligned": [
+        {
+            "a": StateSpec(block_size=4, speculative_blocks=1, cache_mode="align", **STATE),
+            "b": WINDOW,
+        },
+        {"c": FULL},  # on a worker where blocks of no other group lie
+    ],
     "cross": {
         "a": FULL,
         "b": CrossAttentionSpec(block_size=4, **KV),
@@ -162,7 +167,7 @@ class Pair:
 
     def __init__(self, plan: Plan, seed: int, max_requests: int = 4):
         self.plan, self.rng = plan, random.Random(seed)
-        self.manager = BlockManager(plan, max_requests=max_requests)
+        self.manager = Watched(plan, max_requests=max_requests)
         self.reference = ReferenceManager(plan, max_requests=max_requests)
         tokens = max_requests * plan.limits.max_in_flight_tokens
         self.shape = shape_of(plan, max_requests, batch_size=max_requests, max_tokens=tokens)
@@ -958,6 +963,11 @@ BAD_CALLS = [
     ("computes -1 tokens", lambda m, s: m.step(s, {"r": -(2**64)})),
     ("computes 2147483647 tokens", lambda m, s: m.step(s, {"r": 2**63})),
     ("extra must be ints", lambda m, s: m.step(s, {"r": 1}, extra=[0.5])),
+    ("ring must be an UploadRing", lambda m, s: m.step(s, {"r": 1}, ring=7)),
+    ("must be a hashable name", lambda m, s: m.finish(["r"])),
+    ("must be a hashable name", lambda m, s: m.num_parked_tokens(["r"])),
+    ("read-only", lambda m, s: m.computed_by_row.fill(0)),
+    ("boundaries=", lambda m, s: m.start("s", [1], boundaries=[0])),
     ("shape must be a StepShape", lambda m, s: m.step((4, 8), {"r": 1})),
     ("another plan than the manager", lambda m, s: m.step(shape_of(hybrid_plan(41)), {"r": 1})),
     ("another plan than the manager", lambda m, s: m.step(shape_of(hybrid_plan(), 3), {"r": 1})),

@@ -208,9 +208,12 @@ def test_refusals_name_the_argument(
         (TypeError, "value of embeddings", lambda: ExtraKey("prompt_embeds", "x", 0, 1)),
         (ValueError, "same number of bytes", lambda: ExtraKey("prompt_embeds", b"xyz", 0, 2)),
         (TypeError, "not empty", lambda: ExtraKey.prompt_embeds(np.zeros((0, 4)))),
+        (TypeError, "seed must be a str", lambda: root_key(5)),  # pyrefly: ignore
     ],
 )
-def test_an_invalid_extra_key_is_refused(error: type[Exception], text: str, make: Any) -> None:
+def test_an_invalid_extra_key_or_seed_is_refused(
+    error: type[Exception], text: str, make: Any
+) -> None:
     with pytest.raises(error, match=text):
         make()
 

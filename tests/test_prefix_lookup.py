@@ -94,20 +94,22 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
                     node.blocks[0][:] = 1
                 elif draw.random() < 0.6:
                     node.blocks[0][:] = EVICTED
+            kept = [node for node in tree.nodes if node and (node.blocks[0] > 0).any()]
             tree.prune()
             prompts.append(tokens)
             nodes = [node for node in tree.nodes if node is not None]
+            assert set(kept) <= set(nodes)
             for node in nodes:
+                assert node.blocks[0].size == node.end // 2 - node.start // 2
                 of_node, above = [node.tokens], node
                 while (above := above.parent) is not None:
                     of_node.insert(0, above.tokens)
                 assert tree.walk("a", np.concatenate(of_node)) == (mock.ANY, node.end)
-            kept = [node for node in nodes if not node.is_empty]
             assert all(node.parent in [*nodes, tree._roots["a"]] for node in kept)
             tokens_held = sum(node.tokens.size for node in nodes)
             assert tree._num_tokens == tokens_held
             # One pass forgets all that it may, or until a quarter is free.
-            leaves = [n for n in nodes if not n.children and n.is_empty]
+            leaves = [n for n in nodes if not n.children and n not in kept]
             was_pruned = len(nodes) < most
             assert not was_pruned or tokens_held <= 0.75 * 24 or not leaves
             most = len(nodes)
@@ -118,7 +120,8 @@ def test_a_state_that_is_computed_again_was_just_used() -> None:
     tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
     for block_id, number in ((1, 0), (2, 1), (3, 0)):
         tokens = np.arange(4) + 10 * number
-        tree.keep("a", tokens, [(0, no_ids)], np.array([block_id], np.int32))
+        made = tree.keep("a", tokens, [(0, no_ids)], np.array([block_id], np.int32))
+        assert (made is None) == (block_id == 3)  # the older one stays
     last = tree.checkpoints.one_too_many(1)
     assert last is not None and last.blocks.tolist() == [2]
 

@@ -101,6 +101,7 @@ def test_a_found_prefix_that_is_gone_is_not_shared(what: str, left: int) -> None
 def test_a_prefix_that_another_manager_found_is_looked_up_again() -> None:
     tokens, plan = np.arange(12), plan_of("full")
     (manager, _), empty = computed_prompt(plan, tokens), BlockManager(plan, max_requests=4)
+    assert empty.prefix_stats().hit_rate == 0.0
     assert manager.find_prefix(tokens).num_cached_tokens == 8
     assert empty.start("a", manager.find_prefix(tokens)).num_cached_tokens == 0
     assert manager.start("a", empty.find_prefix(tokens)).num_cached_tokens == 8
@@ -118,6 +119,15 @@ def test_two_images_side_by_side_are_not_one() -> None:
     pair = [ExtraKey.mm("x", 0, 4), ExtraKey.mm("x", 4, 8)]
     codes = [TokenCodes().encode([1] * 8, keys) for keys in (pair, [ExtraKey.mm("x", 0, 8)])]
     assert not np.array_equal(*codes)
+
+
+def test_a_row_of_embeddings_counts_for_its_own_token() -> None:
+    codes, rows = TokenCodes(), bytes(12)
+    plain = codes.encode([1] * 3, [ExtraKey("prompt_embeds", rows, 0, 3)])
+    for at in range(12):
+        other = rows[:at] + b"x" + rows[at + 1 :]
+        differs = codes.encode([1] * 3, [ExtraKey("prompt_embeds", other, 0, 3)]) != plain
+        assert differs.nonzero()[0].tolist() == [at // 4]
 
 
 def test_a_prompt_of_one_block_is_known_under_its_salt() -> None:
@@ -192,21 +202,37 @@ def test_a_chunk_ends_where_a_prompt_parts_from_a_remembered_one(blocks: float) 
     assert manager.start("b", [1] * count + [2] * 10).chunk_ends == ends
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_a_state_that_a_prompt_went_on_from_outlives_ends_of_others(is_shared: bool) -> None:
+@pytest.mark.parametrize("wanted", ["shared", "named", "neither"])
+def test_a_state_that_prompts_go_on_from_outlives_ends_of_others(wanted: str) -> None:
     manager = BlockManager(plan_of("none", num_blocks=100), max_requests=1, checkpoint_share=0.1)
     shape = StepShape.for_plan(
         manager.plan, max_requests=1, max_tokens=12, forks=1, cached_tokens=9
     )
 
-    def serve(tokens: list[int]) -> None:
-        hit = manager.start("a", tokens)
-        manager.step(shape, {"a": len(tokens) - hit.num_cached_tokens})
+    def serve(tokens: list[int], **options) -> None:
+        hit = manager.start("a", tokens, **options)
+        for end in (*hit.chunk_ends[:-1], len(tokens)):
+            manager.step(shape, {"a": end - manager.num_computed_tokens("a")})
         manager.finish("a")
 
-    serve([1] * 9)
-    if is_shared:
+    serve([1] * 9, boundaries=[4] if wanted == "named" else ())
+    if wanted == "shared":
         serve([1] * 10)
     for number in range(2, 22):  # more than there is room for
         serve([number] * 9)
-    assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == is_shared
+    assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == (wanted != "neither")
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    """In all groups together."""
+    tokens = np.arange(25)
+    layers = {"a": full(), "b": ChunkedAttentionSpec(block_size=4, chunk_size=48, **HEADS)}
+    plan = plan_cache(layers, 2**30, max_model_len=48, num_blocks_override=40)
+    for num_evicted, left in ((0, 24), (1, 20), (3, 16), (6, 12), (11, 0)):
+        manager = BlockManager(plan, max_requests=1)
+        shape = StepShape.for_plan(plan, max_requests=1, max_tokens=25)
+        manager.start("a", tokens)
+        manager.step(shape, {"a": 25})
+        manager.finish("a")
+        manager.block_pool.allocate(manager.block_pool.use.cold + num_evicted)
+        assert manager.find_prefix(tokens).num_cached_tokens == left

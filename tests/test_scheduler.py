@@ -630,6 +630,10 @@ def test_ids_of_drafts_may_be_missing_when_a_request_starts_again() -> None:
         server.scheduler.append({"a": 1})
         server.step()
     server.scheduler.finish("a")
+    sampled = tokens["b"].pop()
+    with pytest.raises(ValueError, match="hold 11 token ids"):
+        server.step()
+    tokens["b"].append(sampled)
     assert "b" in server.step().work
 
 
@@ -881,10 +885,13 @@ def test_drafts_of_a_preempted_request_are_computed_together_too() -> None:
     assert seen > 3
 
 
-def test_one_token_goes_in_front_of_many_after_rejected_drafts() -> None:
-    """The state that follows the accepted tokens may be in the block of the rejected ones."""
+@pytest.mark.parametrize(
+    ("mode", "counts"), [("align", [1, 8, 3]), ("all", [8, 4]), ("none", [8, 4])]
+)
+def test_one_token_goes_in_front_of_many_after_rejected_drafts(mode: str, counts) -> None:
+    """The "align" state that follows the accepted tokens may be in the block of rejected ones."""
     state = StateSpec(
-        block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode="align", speculative_blocks=2
+        block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode=mode, speculative_blocks=2
     )
     server = Server(small_plan(40, {"state": state}), max_requests=2, max_tokens=8)
     server.add("a", 6, 32)
@@ -893,7 +900,7 @@ def test_one_token_goes_in_front_of_many_after_rejected_drafts() -> None:
     server.step()
     server.scheduler.rewind({"a": 7})
     server.scheduler.append({"a": 12})  # what the user says next
-    assert [server.step().work["a"] for _ in range(3)] == [1, 8, 3]
+    assert [server.step().work["a"] for _ in counts] == counts
 
 
 def test_more_tokens_than_a_step_takes_are_computed_in_several() -> None:

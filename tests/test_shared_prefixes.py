@@ -197,7 +197,11 @@ def test_groups_save_the_most_in_any_tables(seed: int) -> None:
         same -= rng.integers(2) * rng.integers(same + 1)  # a copy in one group of layers
         tables[1, request, :same] = tables[1, like, :same]
     tables[:, np.arange(width) >= -(-computed[:, None] // BLOCK)] = 0
-    found = _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, GROUPS)
+    found, one, every = (
+        _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, most)
+        for most in (GROUPS, 1, 8)
+    )
+    assert not one or one[0].saved == max(group.saved for group in every)
     plan: Any = SimpleNamespace(
         groups=[SimpleNamespace(growth=SimpleNamespace(window=2**31 - 1))] * 2
     )

@@ -9,6 +9,9 @@ class Mirror:
 
     def __init__(self, manager: BlockManager, log: EventLog):
         self.manager, self.log = manager, log
+        self.windows = [
+            getattr(group.specs[0], "sliding_window", None) for group in manager.plan.groups
+        ]
         self.stored: set[tuple[str, int, bytes]] = set()
         self.told: dict[tuple[int, bytes], tuple] = {}
 
@@ -21,6 +24,7 @@ class Mirror:
                 continue
             keys = {(event.medium, event.group.index, key) for key in event.block_keys}
             assert len(keys) == len(event.block_keys), "an event names a block twice"
+            assert event.group.window == self.windows[event.group.index], "window"
             if isinstance(event, BlocksStored):
                 assert not keys & self.stored, "a block is stored twice"
                 self._learn(event)

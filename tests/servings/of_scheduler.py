@@ -129,6 +129,9 @@ class SchedulerServing(Serving):
         assert not self.scheduler.has_work, "an engine without requests has work"
         assert not self.manager.requests and not self.scheduler.running
         assert not self.scheduler.waiting
+        queues = self.scheduler._queues
+        left = {name: of for name, of in vars(queues).items() if isinstance(of, dict) and of}
+        assert not left and not queues.handed, f"a scheduler remembers requests: {left}"
         self.check()
         return self.oracle.seen
 

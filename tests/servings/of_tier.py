@@ -101,7 +101,10 @@ class TierServing(Tight, ManagerServing):
             self.manager.unpark(name)
             return
         assert count == request.computed
+        blocks = self.manager._prefixes.loads.parked[name].blocks.blocks
+        is_on_host = (blocks >= self.plan.num_blocks).any()
         hit = self.manager.resume(name)
+        assert hit.num_host_tokens == (count if is_on_host else 0), "tokens from host memory"
         assert hit.num_cached_tokens == count < min(hit.chunk_ends, default=count + 1)
         lost_ends = [end if end <= count else 0 for end in lost_ends]  # others were rewound
         assert self.lost_ends(name) == lost_ends, "states in blocks of drafts are taken for others"

@@ -396,6 +396,11 @@ class Oracle:
             parent = node.parent
             assert parent.children[int(node.tokens[0])] is node, "a node that nobody finds"
             assert node.start == parent.end, "a node that begins elsewhere"
+            for of_group, policy in zip(node.blocks, tree.policies, strict=True):
+                size = node.end // policy.block - node.start // policy.block
+                assert of_group.size == size, "blocks of other columns than those of a node"
+        most = self.manager._prefixes.kept._max_checkpoint_blocks
+        assert tree.checkpoints.num_blocks <= most, "more blocks of states than may be kept"
         in_turn = [made for queue in tree.checkpoints._queues.values() for made in queue]
         assert sum(made.num_blocks for made in in_turn) == tree.checkpoints.num_blocks
         assert all(made.is_kept and made not in in_turn for made in tree.parked), "parked requests"

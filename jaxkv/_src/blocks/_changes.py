@@ -166,5 +166,5 @@ def _written(
     if group in state.growth.crossed:
         return ()
     if group in state.growth.aligned:  # the newest state may move back to any of them
-        return sorted({*range(first, end), source} - {-1})
+        return sorted({*range(first, end), source})
     return range(max(first, next_column), end)

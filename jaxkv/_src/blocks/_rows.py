@@ -56,7 +56,6 @@ class RowAllocator:
         """Gives a request the row that has been free the longest."""
         row = self.of[request] = self._free.popleft()
         self._num_odd_names += type(request) not in PLAIN_NAMES
-        self._last = None
         return row
 
     def give_back(self, request: Hashable) -> None:

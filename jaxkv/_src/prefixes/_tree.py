@@ -192,7 +192,7 @@ class PrefixTree:
         Returns:
           Whether any is taken over.
         """
-        is_new = (here >= self.host_ids) & (made > 0) & (self.frozen_before[made] == 0)
+        is_new = (here >= self.host_ids) & (self.frozen_before[made] == 0)
         at = (is_new & (self.frozen_before[here] <= ends)).nonzero()[0]
         if at.size:
             ids, into = here[at].astype(np.intp), made[at]
@@ -270,7 +270,7 @@ class PrefixTree:
         places, columns = self._place_of[ids], self._column_of[ids]
         cuts = (places[1:] != places[:-1]).nonzero()[0] + 1
         for begin, end in itertools.pairwise([0, *cuts.tolist(), places.size]):
-            if begin < end and places[begin] >= 0:
+            if places[begin] >= 0:
                 index, group = divmod(int(places[begin]), len(self.policies))
                 node = self.prompts.nodes[index]
                 if node is not None:

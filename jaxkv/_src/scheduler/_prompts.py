@@ -159,14 +159,13 @@ class Prompts:
 
     def num_parked(self, request: Request, most: int) -> int:
         """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
-        count = self._manager.num_parked_tokens(request.name) if self._parks else 0
+        count = self._manager.num_parked_tokens(request.name)
         return count if count <= most else 0
 
     def unpark(self, request: Request) -> None:
         """Lets a request that waits start anew, if at all."""
-        if self._parks:
-            self._manager.unpark(request.name)
-            request.num_known = None
+        self._manager.unpark(request.name)
+        request.num_known = None
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that the manager knows; None: it wants none."""

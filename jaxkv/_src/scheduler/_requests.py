@@ -98,7 +98,6 @@ class Ledger:
 
     def leave(self, index: int) -> None:
         """Removes a request."""
-        self.numbers[:, index] = 0
         self._free.append(index)
         self._last = None
 

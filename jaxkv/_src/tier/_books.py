@@ -318,7 +318,6 @@ class HostTier:
             self.room.unpin(number)
         for of_moves in (self._stores, self._loads, self._pinned, self._ahead, self._later):
             of_moves.clear()
-        self._load_of[:] = NO_LOAD
         self._sealed, self._is_anew, self._is_urgent = None, True, False
 
     def count(self, **counts: int) -> None:
