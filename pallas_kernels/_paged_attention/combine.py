@@ -13,7 +13,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _capability
 from pallas_kernels._mosaic import call_unfused, store
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
@@ -24,9 +23,6 @@ ROWS = 8  # of the output that a thread block computes
 # Several segments are loaded together, to overlap their latencies: a few by one warpgroup, for all
 # columns of the output, and many by several, for 64 of the columns.
 MANY, WARPGROUPS, WIDTH_OF_MANY = 16, 4, 64
-# Some tiles are longer than the others. Loading more takes registers, and is done only while all
-# thread blocks fit into the GPU at once.
-LEAST_TOGETHER, BLOCKS_PER_SM = 4, 5
 IN_ORDER = 16  # segments that are loaded together to be added one after another
 ELEMENTS_TOGETHER = 1024  # most elements of a row that a warpgroup loads together
 
@@ -44,12 +40,8 @@ class _Split(NamedTuple):
     together: int
 
     @classmethod
-    def of(cls, value_width: int, num_lanes: int, num_tiles: int, num_blocks: int) -> Self:
-        """Returns a division for tiles of about the same length.
-
-        Args:
-          num_blocks: thread blocks, if each computes all columns of its rows.
-        """
+    def of(cls, value_width: int, num_lanes: int, num_tiles: int) -> Self:
+        """Returns a division for tiles of about the same length."""
         segments = -(-num_lanes // num_tiles) + 1
         warpgroups, width = 1, value_width
         if value_width % WIDTH_OF_MANY:  # windows of values overlap
@@ -57,9 +49,7 @@ class _Split(NamedTuple):
         if segments > MANY:
             warpgroups, width = WARPGROUPS, WIDTH_OF_MANY
         rounds = -(-segments // (warpgroups * ELEMENTS_TOGETHER // width))
-        together = -(-segments // (rounds * warpgroups))
-        fits = num_blocks <= _capability.max_thread_blocks(BLOCKS_PER_SM)
-        return cls(warpgroups, width, max(LEAST_TOGETHER, together) if fits else together)
+        return cls(warpgroups, width, -(-segments // (rounds * warpgroups)))
 
 
 def combine(
@@ -84,10 +74,9 @@ def combine(
       finished: whether tiles of one segment are left out.
     """
     num_tiles, rows = tiles.shape[0], outputs.lse.shape[2]
-    num_blocks = num_tiles * rule.kv_heads * (rows // ROWS)
     parts = [*(segments or ()), *(linked or ())]
     rows_of_values = parts[0].shape[2]
-    split = _Split.of(rule.value_width, num_lanes, num_tiles, num_blocks)
+    split = _Split.of(rule.value_width, num_lanes, num_tiles)
     if rule.reproducible:  # one warpgroup, to add up in order
         width = min(rule.value_width, split.width)
         split = _Split(1, width, min(IN_ORDER, ELEMENTS_TOGETHER // width))
