@@ -161,14 +161,18 @@ def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
     assert engine.stats.calls < engine.stats.steps
 
 
-def test_a_sample_that_stops_within_a_call_writes_nothing_more() -> None:
-    engine, prompt = engine_of_three_steps(), [1, 2, 3]
+def test_a_sample_that_stops_within_a_call_writes_and_keeps_nothing_more(monkeypatch) -> None:
+    engine, prompt, kept = engine_of_three_steps(), [1, 2, 3], list[int]()
     (whole,) = engine.generate([prompt], Sampling(max_tokens=NEW))
     at = next(i for i, token in enumerate(whole.tokens) if i and token not in whole.tokens[:i])
     sampling = Sampling(stop_token_ids=[0, whole.tokens[at]], max_tokens=20)
     engine.sleep(level=2)
     engine.wake_up()
     group, held, tokens = engine._device.cache.layout.place_of("full").group, set(), []
+    finish = engine.manager.finish
+    monkeypatch.setattr(
+        engine.manager, "finish", lambda name, more: (kept.extend(more), finish(name, more))
+    )
     engine.add("r", prompt, sampling)
     while engine.has_work:
         tokens += [token for output in engine.step() for token in output.tokens]
@@ -177,6 +181,7 @@ def test_a_sample_that_stops_within_a_call_writes_nothing_more() -> None:
     assert tokens == whole.tokens[: at + 1]
     rows = np.asarray(jaxkv.layer_view(engine._device.cache, "full"))[sorted(held)]
     assert rows.any(axis=(2, 3)).sum() == len(prompt) + at
+    assert kept == whole.tokens[:at]  # what it stopped at was not computed
 
 
 def test_a_stop_token_ends_a_sample_and_is_its_last() -> None:

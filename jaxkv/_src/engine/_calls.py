@@ -108,6 +108,8 @@ class Calls:
         if not self.samples.stops.isdisjoint(tokens):
             for sample, token in zip(samples, tokens, strict=True):
                 if token in sample.sampling.stop_token_ids:
+                    if self.decode_steps > 1:  # a call does not compute what it has stopped at
+                        sample.tokens.pop()
                     self.end(sample, "stop")
         for sample in step.last:
             if sample.reason is None:
