@@ -88,6 +88,23 @@ class Chooser:
         self, max_tokens: int
     ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
         """Returns a new step, the requests preempted for it, and its hits."""
+        step, preempted, hits = self._choose_from(max_tokens, may_wait=True)
+        if not step.work and any(map(self._manager.is_loading, self._queues.running)):
+            # The others have no work or get no blocks, so that the step waits for host memory.
+            step, more, found = self._choose_from(max_tokens, may_wait=False)
+            preempted, hits = list(dict.fromkeys(preempted + more)), hits | found
+        if not step.work and max_tokens == self._options.max_tokens:
+            self._check_idle()
+        return step, preempted, hits
+
+    def _choose_from(
+        self, max_tokens: int, *, may_wait: bool
+    ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
+        """Returns the same, possibly without work.
+
+        Args:
+          may_wait: whether requests that wait for host memory are left out.
+        """
         step = StepBudget(
             *(max_tokens, self._options.batch_size, self._longest_chunk),
             forks=self._options.forks,
@@ -96,7 +113,7 @@ class Chooser:
         self._move_chunk_ends()
         running = self._queues.now_running()
         self._check(running.order.names, running.num_sampled)
-        decodes, prefills = self._with_work(step, running)
+        decodes, prefills = self._with_work(step, running, may_wait=may_wait)
         prefill_first, names = self._options.order == "prefill_first", running.order.names
         for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
             step.give_all(running, chosen)
@@ -106,7 +123,6 @@ class Chooser:
             preempted = self._take_by_age(step, running)
         elif self._queues.may_admit:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
-            may_wait = bool(step.work)
             later = [at for at in decodes.tolist() if prefill_first and names[at] in step.work]
             for at in later:
                 step.take_back(names[at])
@@ -115,8 +131,6 @@ class Chooser:
                 step.give_one(running, at)
         if not step.work:
             preempted += self._force(step, running, np.union1d(decodes, prefills))
-        if not step.work and max_tokens == self._options.max_tokens:
-            self._check_idle()
         return step, preempted, hits
 
     def _samples(self, step: StepBudget) -> FrozenDict[Hashable, int]:
@@ -187,22 +201,22 @@ class Chooser:
             if not request.chunk_ends:
                 del self._queues.in_chunks[request.name]
 
-    def _with_work(self, step: StepBudget, running: Running) -> tuple[np.ndarray, np.ndarray]:
+    def _with_work(
+        self, step: StepBudget, running: Running, *, may_wait: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: decodes and prefills, as indices.
 
         A request copies the block that it writes next if that block is shared or kept, and a step
         has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
         gave blocks of cached tokens bring these to the device, as far as there is room for
         ``cached_tokens``. The youngest requests that need more are left out, and so are those that
-        wait for host memory, unless nobody else has work.
+        wait for host memory, if they may wait.
         """
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
-        goes_on, unsent = has_work.copy(), manager.unsent_tokens_by_row[rows]
-        for at in unsent.nonzero()[0].tolist():
-            goes_on[at] &= not manager.is_loading(running.order.names[at])
-        if np.count_nonzero(goes_on):
-            has_work = goes_on
+        unsent = manager.unsent_tokens_by_row[rows]
+        for at in unsent.nonzero()[0].tolist() if may_wait else ():
+            has_work[at] &= not manager.is_loading(running.order.names[at])
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
             more = has_work & manager.may_copy_by_row[rows] & ~pending
