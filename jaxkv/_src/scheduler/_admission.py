@@ -61,7 +61,7 @@ class Admission:
         """Starts waiting requests in order, for as long as there is room; returns their hits.
 
         Args:
-          may_wait: whether those that wait for host memory get no tokens.
+          may_wait: whether those that wait for host memory get no tokens, because others have work.
         """
         queues, room = self._queues, self._room()
         hits: dict[Hashable, PrefixHit] = {}

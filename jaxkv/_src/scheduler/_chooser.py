@@ -88,32 +88,11 @@ class Chooser:
         self, max_tokens: int
     ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
         """Returns a new step, the requests preempted for it, and its hits."""
-        step, preempted, hits = self._choose_from(max_tokens, may_wait=True)
-        if not step.work and any(map(self._manager.is_loading, self._queues.running)):
-            # The others have no work or get no blocks, so that the step waits for host memory.
-            step, more, found = self._choose_from(max_tokens, may_wait=False)
-            preempted, hits = list(dict.fromkeys(preempted + more)), hits | found
-        if not step.work and max_tokens == self._options.max_tokens:
-            self._check_idle()
-        return step, preempted, hits
-
-    def _choose_from(
-        self, max_tokens: int, *, may_wait: bool
-    ) -> tuple[StepBudget, list[Hashable], dict[Hashable, PrefixHit]]:
-        """Returns the same, possibly without work.
-
-        Args:
-          may_wait: whether requests that wait for host memory are left out.
-        """
-        step = StepBudget(
-            *(max_tokens, self._options.batch_size, self._longest_chunk),
-            forks=self._options.forks,
-            cached_tokens=self._options.cached_tokens,
-        )
+        step = self._budget(max_tokens)
         self._move_chunk_ends()
         running = self._queues.now_running()
         self._check(running.order.names, running.num_sampled)
-        decodes, prefills = self._with_work(step, running, may_wait=may_wait)
+        decodes, prefills = self._with_work(step, running)
         prefill_first, names = self._options.order == "prefill_first", running.order.names
         for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
             step.give_all(running, chosen)
@@ -123,6 +102,7 @@ class Chooser:
             preempted = self._take_by_age(step, running)
         elif self._queues.may_admit:
             # Prompts come before decodes, which keep their blocks and get the tokens that are left.
+            may_wait = bool(step.work)
             later = [at for at in decodes.tolist() if prefill_first and names[at] in step.work]
             for at in later:
                 step.take_back(names[at])
@@ -131,7 +111,21 @@ class Chooser:
                 step.give_one(running, at)
         if not step.work:
             preempted += self._force(step, running, np.union1d(decodes, prefills))
+        if not step.work and any(map(self._manager.is_loading, self._queues.running)):
+            # The others get no blocks, so that the step has to wait for host memory.
+            step = self._budget(max_tokens)
+            with_work = self._with_work(step, running, may_wait=False)
+            preempted += self._force(step, running, np.union1d(*with_work))
+        if not step.work and max_tokens == self._options.max_tokens:
+            self._check_idle()
         return step, preempted, hits
+
+    def _budget(self, max_tokens: int) -> StepBudget:
+        return StepBudget(
+            *(max_tokens, self._options.batch_size, self._longest_chunk),
+            forks=self._options.forks,
+            cached_tokens=self._options.cached_tokens,
+        )
 
     def _samples(self, step: StepBudget) -> FrozenDict[Hashable, int]:
         """Returns the ``samples`` of a schedule, and notes the requests that others lead."""
@@ -202,7 +196,7 @@ class Chooser:
                 del self._queues.in_chunks[request.name]
 
     def _with_work(
-        self, step: StepBudget, running: Running, *, may_wait: bool
+        self, step: StepBudget, running: Running, *, may_wait: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the running requests with tokens to compute: decodes and prefills, as indices.
 
@@ -210,13 +204,15 @@ class Chooser:
         has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
         gave blocks of cached tokens bring these to the device, as far as there is room for
         ``cached_tokens``. The youngest requests that need more are left out, and so are those that
-        wait for host memory, if they may wait.
+        wait for host memory, if they may wait, unless nobody else has work.
         """
         manager, rows = self._manager, running.order.rows
         has_work = running.num_tokens > running.computed
-        unsent = manager.unsent_tokens_by_row[rows]
+        goes_on, unsent = has_work.copy(), manager.unsent_tokens_by_row[rows]
         for at in unsent.nonzero()[0].tolist() if may_wait else ():
-            has_work[at] &= not manager.is_loading(running.order.names[at])
+            goes_on[at] &= not manager.is_loading(running.order.names[at])
+        if np.count_nonzero(goes_on):
+            has_work = goes_on
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
             more = has_work & manager.may_copy_by_row[rows] & ~pending
