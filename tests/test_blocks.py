@@ -614,11 +614,16 @@ def test_uploads_have_no_integers_for_what_a_plan_or_a_shape_leaves_out() -> Non
         assert (parts["encoder_lens"].size, parts["prefix_members"].size) == wanted
 
 
-def test_floats_are_refused_after_a_step_of_as_many_tokens() -> None:
+def test_floats_and_zeros_are_refused_after_a_step_of_the_same_requests() -> None:
     manager, shape = running(small_plan({"a": FULL}), 1)
+    manager.start("s")
+    manager.step(shape, {"r": 1, "s": 1})
     for call in (lambda work: manager.step(shape, work), manager.grow):
-        with unchanged(manager), pytest.raises(TypeError, match=r"ints, got 1\.0"):
-            call({"r": 1.0})
+        for odd in ((1, 1.0), (np.ones(2, int), np.ones(3, int))):
+            with unchanged(manager), pytest.raises(TypeError, match=r"ints, got (1\.0|array)"):
+                call(dict(zip("rs", odd, strict=True)))
+        with unchanged(manager), pytest.raises(ValueError, match="request 's' computes 0 tokens"):
+            call({"r": 1, "s": 0})
 
 
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
@@ -749,13 +754,14 @@ def test_a_step_past_the_block_where_drafts_left_a_state_is_refused(sizes, count
     manager.step(shape, {"r": 6})
 
 
-@pytest.mark.parametrize(("count", "is_kept"), [(3, True), (2, False)])
-def test_drafts_leave_the_state_at_the_end_of_a_block_where_their_first_token_ends_it(
-    count: int, is_kept: bool
+@pytest.mark.parametrize(("count", "step", "is_kept"), [(3, 2, True), (2, 2, False), (2, 3, True)])
+def test_the_state_at_the_end_of_a_block_is_kept_but_for_one_after_a_draft(
+    count: int, step: int, is_kept: bool
 ) -> None:
+    """A step that begins with the end of a block keeps it, and one that is too long for drafts."""
     state = StateSpec(block_size=4, speculative_blocks=1, cache_mode="all", **STATE)
     manager, shape = running(small_plan({"s": state}), count)
-    manager.step(shape, {"r": 2})
+    manager.step(shape, {"r": step})
     manager.step(shape, {"r": 4})
     if is_kept:
         return manager.rewind({"r": 4})

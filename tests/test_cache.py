@@ -92,6 +92,8 @@ def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
     with jax.default_device(last):
         default = cache_of(scales=(1.0, 1.0))
     for cache in (default, cache_of(device=last, scales=(1.0, 1.0))):
+        there = jax.device_put(2.0, jax.devices()[0])  # as of weights on another device
+        cache = set_scales(cache, (there, 1.0))
         assert all(a.committed and a.devices() == {last} for a in jax.tree.leaves(cache))
     everywhere = cache_of(device=NamedSharding(MESH, PartitionSpec()), scales=(1.0, 1.0))
     assert all(
@@ -178,6 +180,7 @@ UNEVEN = plan_of({"a": SPEC, "b": FullAttentionSpec(block_size=4, num_kv_heads=1
         ({"worker": -1}, ValueError, "worker must be at least 0, got -1"),
         ({"rank": 1}, ValueError, "rank=1 is not in 0\\.\\.0; the plan has context_parallel=1"),
         ({"rank": True}, TypeError, "rank must be an int"),
+        ({"mesh": MESH, "axis": 0}, TypeError, "axis must be the name of an axis, got int"),
         ({"axis": "heads"}, ValueError, "axis='heads' was given without mesh=: pass the mesh"),
         ({"mesh": MESH, "device": jax.devices()[0]}, ValueError, "mesh= and device= both place"),
         ({"mesh": MESH, "axis": "x"}, ValueError, r"axis='x' is not an axis of the mesh, .*heads"),

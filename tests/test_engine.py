@@ -291,6 +291,14 @@ def test_limits_keep_what_sorting_keeps() -> None:
     assert tokens.tolist() == wanted
 
 
+def test_limits_tell_neighbouring_floats_apart_and_stop_where_they_are_reached() -> None:
+    rows = jnp.float32([[np.nextafter(np.float32(1), np.float32(2)), 1, 0], [2, 1, 0]])
+    parts = jax.nn.softmax(rows, axis=-1)
+    top_k, top_p = jnp.array([[1], [0]]), jnp.stack([jnp.ones(1), parts[1, :1]])
+    are_kept = jnp.isfinite(_keep(rows, top_k, top_p, jnp.zeros((2, 1))))
+    assert are_kept.tolist() == [[True, False, False]] * 2
+
+
 def test_drawn_tokens_have_the_model_s_distribution() -> None:
     count = 4000
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
@@ -603,6 +611,11 @@ MISTAKES = {
         lambda e: made(forward=logits_of_all, max_tokens=4),
         ValueError,
         r"an array of shape \(5, 50\); it returns the logits of each request's last token, \[4, ",
+    ),
+    "logits of ints": (
+        lambda e: made(forward=lambda params, step: no_logits(params, step)[:4, None]),
+        TypeError,
+        "forward returned logits of dtype int32; they are floats",
     ),
     "swapped": (
         lambda e: jaxkv.Engine(make_params(), forward, make_plan(), **SIZES),

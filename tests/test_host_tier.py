@@ -832,6 +832,11 @@ WRONG_MEMORY = {
     ),
     "nothing": ({"num_bytes": 0}, ValueError, "num_bytes must be at least 1, got 0"),
     "gigabytes": ({"num_bytes": 64e9}, TypeError, "num_bytes must be an int, got 64000000000.0"),
+    "a part of a token": (
+        lambda: HostMemory(num_bytes=1).is_worth_it(64.5, 1),
+        TypeError,
+        "num_tokens must be an int",
+    ),
     "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
 }
 
@@ -842,4 +847,5 @@ def test_wrong_host_memory_is_refused(what: str) -> None:
     plan = plan_of({"a": FULL}, 9, 32)
     with pytest.raises(error, match=message):
         memory = HostMemory(**given) if isinstance(given, dict) else given
+        memory = memory() if callable(memory) else memory
         BlockManager(plan, max_requests=1, host_memory=memory)

@@ -327,7 +327,8 @@ def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None
 def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> None:
     layers = {"full.0": cases.attention(head_size_v=2), "shared": SharedKVSpec("full.0")}
     latents = {"mla": MLASpec(block_size=4, head_size=4), "shared mla": SharedKVSpec("mla")}
-    plan = cases.planned(layers | latents)
+    state = StateSpec(block_size=4, shapes=((2, 3),), dtypes=("f32",))
+    plan = cases.planned(layers | latents | {"state": state, "shared state": SharedKVSpec("state")})
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
     batch = cases.fixed_step(plan).batch(cache, plan)
     for call in CALLS:
@@ -337,6 +338,7 @@ def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> No
         lambda: W(cache, "shared", batch, KEYS, VALUES),
         lambda: jaxkv.write_rows(cache, "shared", batch, ROWS),
         lambda: jaxkv.attend(cache, "shared mla", batch, KEYS, KEYS[:, 0]),
+        lambda: jaxkv.write_state(cache, "shared state", batch, STATES[1:]),
     ):
         with pytest.raises(ValueError, match=r"layer='shared.*' shares the cache of '"):
             write()

@@ -314,6 +314,7 @@ def test_events_name_adapters_images_and_salts() -> None:
             lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, "gpu"),  # pyrefly: ignore
         ),
         ("sequence=18446744073709551616", lambda: event_frames(2**64, b"")),
+        ("index must be at least 0", lambda: EventGroup(-1, "full", 4)),
         ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
         ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
         ("max_batches must be at least 1", lambda: EventLog(max_batches=0)),

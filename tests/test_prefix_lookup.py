@@ -1,5 +1,8 @@
 """Reasons of misses and the order of eviction, against their definitions."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import numpy as np
@@ -77,8 +80,12 @@ def test_ends_that_nobody_waits_for_are_evicted_first_unless_wanted_ones_crowd_t
             assert last not in kept and kept.num_blocks == 2 * len(order)
 
 
+def any_kept(states: Iterable[Checkpoint]) -> bool:
+    return any(state.is_kept for state in states)
+
+
 def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
-    """Against a list of prompts; those with kept blocks are never forgotten."""
+    """Against a list of prompts; those with kept blocks or states are never forgotten."""
     for seed in range(20):
         draw, tree, most = np.random.default_rng(seed), PromptTree([2], 24), 0
         prompts: list[np.ndarray] = []
@@ -94,13 +101,23 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
                     node.blocks[0][:] = 1
                 elif draw.random() < 0.6:
                     node.blocks[0][:] = EVICTED
-            kept = [node for node in tree.nodes if node and (node.blocks[0] > 0).any()]
+                if draw.random() < 0.3:
+                    at = int(draw.integers(node.start, node.end)) + 1
+                    state = SimpleNamespace(position=at, is_kept=draw.random() < 0.2)
+                    node.checkpoints[at] = cast(Checkpoint, state)
+            kept = [
+                node
+                for node in tree.nodes
+                if node and ((node.blocks[0] > 0).any() or any_kept(node.checkpoints.values()))
+            ]
             tree.prune()
             prompts.append(tokens)
             nodes = [node for node in tree.nodes if node is not None]
             assert set(kept) <= set(nodes)
             for node in nodes:
                 assert node.blocks[0].size == node.end // 2 - node.start // 2
+                for at, state in node.checkpoints.items():
+                    assert node.start < at == state.position <= node.end
                 of_node, above = [node.tokens], node
                 while (above := above.parent) is not None:
                     of_node.insert(0, above.tokens)

@@ -209,6 +209,24 @@ def test_groups_save_the_most_in_any_tables(seed: int) -> None:
     check_groups(plan, [(g.members.tolist(), g.tokens) for g in found], ids, computed.tolist())
 
 
+def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row() -> None:
+    course = Course(0)
+    manager, decode = course.manager, course.decode
+    course.start(0, course.root[:200])
+    for _ in range(10):
+        manager.step(decode, {0: 1})
+    manager.fork(0, [1])
+    assert groups_of(manager.step(decode, {0: 1, 1: 1})) == [([0, 1], 208)]
+    manager.rewind({1: 200})
+    assert groups_of(manager.step(decode, {0: 1, 1: 1})) == [([0, 1], 192)]
+    manager.finish(1)
+    for name in range(2, REQUESTS):  # in the other rows
+        manager.start(name)
+    course.start(8, course.root[200:300])
+    assert manager.requests[8] == 1
+    assert not groups_of(manager.step(decode, {0: 1, 8: 1}))
+
+
 def test_courses_share_something() -> None:
     course = Course(1)
     for _ in range(200):

@@ -153,9 +153,10 @@ def test_tokens_and_places_are_those_of_the_batch() -> None:
         step = Step(cache, upload)
         assert repr(step).endswith("int32s), 0 layers written)")
         assert Step(cache, upload, token_ids=EMBED[:8, 0, 0]).token_ids.dtype == EMBED.dtype
-        return step.token_ids, step.positions, step.last_tokens, step.batch.query_lens
+        lens = step.batch.query_lens, step.batch.encoder_lens
+        return step.token_ids, step.positions, step.last_tokens, *lens
 
-    wanted = IDS, [0, 1, 2, 3, 4, 0, 1, 2], [4, 7], [5, 3]
+    wanted = IDS, [0, 1, 2, 3, 4, 0, 1, 2], [4, 7], [5, 3], [0, 0]
     for got, want in zip(places(*made()), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -226,6 +227,30 @@ def test_recurrent_layers() -> None:
 
     given = made(None, plan)
     assert_same_bytes(jax.jit(by_name)(*given), jax.jit(by_hand)(*given))
+
+
+def test_outputs_of_recurrent_layers_have_the_batch_axis_of_their_inputs() -> None:
+    shapes = {"delta": ((2, 12), (2, 4, 2)), "mamba": ((2, 12), (2, 4, 2)), "conv": ((2, 12),)}
+    specs = {
+        name: jaxkv.StateSpec(block_size=4, shapes=of, dtypes=("f32",) * len(of))
+        for name, of in (shapes | {"linear": ((2, 4, 2),)}).items()
+    }
+    plan = jaxkv.plan_cache(specs, 2**20, max_model_len=32)
+    inputs, of_heads, weights = jnp.ones((1, 8, 12)), jnp.ones((1, 8, 2)), jnp.ones((3, 12))
+
+    def outputs(cache, upload):
+        step = Step(cache, upload)
+        conv: dict[str, Any] = {"conv_weights": weights}
+        return (
+            step.gated_delta("delta", inputs, -of_heads, of_heads, num_key_heads=1, **conv),
+            step.mamba2("mamba", inputs, -of_heads, of_heads, num_groups=1, **conv),
+            step.linear_attention("linear", inputs, -of_heads, num_key_heads=1),
+            step.short_conv("conv", inputs, **conv),
+        )
+
+    given = made(None, plan)
+    outs = [(1, 8, 2, 4)] * 3 + [(1, 8, 12)]
+    assert [out.shape for out in jax.eval_shape(outputs, *given)] == outs
 
 
 # --- slips ----------------------------------------------------------------------------

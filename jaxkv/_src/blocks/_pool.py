@@ -146,9 +146,8 @@ class BlockPool:
     def hold(self, ids: np.ndarray) -> None:
         """Adds one reference to each of ``ids``: distinct blocks that are held or warm."""
         held = ids[~self._warm.remove(ids)]
-        if held.size:
-            self._more_holders[held] += 1
-            self._num_shared += held.size
+        self._more_holders[held] += 1
+        self._num_shared += held.size
 
     def release(self, ids: np.ndarray) -> None:
         """Drops one reference per id of held blocks; those without references become free."""

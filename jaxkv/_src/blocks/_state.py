@@ -41,8 +41,8 @@ class RequestState:
     groups_to_zero: bool[G], whether fresh blocks of a group are zeroed.
     zeroes, zeroes_all: whether those of any group are, or those of all groups.
     version: number of changes so far.
-    beginnings: number of changes of the first blocks of rows so far, or of their computed tokens
-      other than by steps.
+    beginnings: a new object after every change of the first blocks of rows, or of their computed
+      tokens other than by steps.
     """
 
     def __init__(self, pool: BlockPool, plan: Plan, max_requests: int):
@@ -74,7 +74,7 @@ class RequestState:
         self.lags, self.has_lagging = np.zeros(max_requests, bool), False
         self.copies = PendingCopies(pool)
         pool.on_take = self.copies.forget
-        self.version = self.beginnings = 0
+        self.version, self.beginnings = 0, object()
 
     # --- reading ------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class RequestState:
     def start(self, row: int, encoder_tokens: int) -> None:
         """Resets a row for a new request, which holds no blocks."""
         self.version += 1
-        self.beginnings += 1
+        self.beginnings = object()  # the row may be in a group
         self._held[:, :, row] = self._nothing
         self._numbers[:, row] = 0
         self.encoder_tokens[row] = encoder_tokens
@@ -313,7 +313,6 @@ class RequestState:
         Args:
           are_held: whether the row holds them already.
         """
-        self.beginnings += 1
         self.computed[row] = self.max_computed[row] = self.step_start[row] = num_tokens
         self.unsent_tokens[row] = self.may_be_shared_until[row] = num_tokens
         for group, (source, first, end, ids) in enumerate(columns):
@@ -338,7 +337,7 @@ class RequestState:
     def rewind(self, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Reduces the computed tokens of rows to ``num_tokens``, int64[N]."""
         self.version += 1
-        self.beginnings += 1
+        self.beginnings = object()  # tokens of a group may be computed anew
         self.computed[rows] = num_tokens
         if self.growth.aligned.size:
             self.needs_no_change_until[rows] = 0
