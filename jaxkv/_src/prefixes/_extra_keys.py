@@ -138,6 +138,8 @@ def extra_keys_by_block(
       TypeError: something that is not an `ExtraKey`, or a salt that is not a str.
     """
     check_content(salt, extra_keys)
+    if not extra_keys and not (salt and start == 0):  # spares most prompts a list for each block
+        return [None] * num_blocks
     found: list[list[Tagged]] = [[] for _ in range(num_blocks)]
     ordered = sorted(extra_keys, key=lambda key: (_KINDS.index(key.kind), key.start, key.value))
     before_salt = [key for key in ordered if key.kind != "prompt_embeds"]
