@@ -1,7 +1,6 @@
 """The calls of an engine's device, from packing to the ends of samples."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 from jax import Array
@@ -85,19 +84,20 @@ class Calls:
 
     def _take(self, out: np.ndarray, samples: list[Sample]) -> None:
         """Gives samples what a step drew for them, and ends those that are done."""
-        half, count = out.size // 2, len(samples)
-        goes_on = [sample.reason is None for sample in samples]  # the others ended before this
-        samples, tokens = list(itertools.compress(samples, goes_on)), out[:count][goes_on]
-        logprobs = out[half:][:count].view(np.float32)[goes_on]
-        self.changed += samples
-        self.packer.stats.sampled_tokens += len(samples)
-        self.packer.stats.nan_tokens += int(np.count_nonzero(np.isnan(logprobs)))
-        for sample, token, logprob in zip(samples, tokens.tolist(), logprobs.tolist(), strict=True):
+        stats, half, count = self.packer.stats, out.size // 2, len(samples)
+        drawn = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
+        for sample, token, logprob in zip(samples, *drawn, strict=True):
+            if sample.reason is not None:  # it ended before this token
+                continue
+            sampling = sample.sampling
+            stats.sampled_tokens += 1
+            stats.nan_tokens += logprob != logprob  # only NaN is
             sample.tokens.append(token)
             sample.new.append(token)
-            if sample.sampling.logprobs:
+            self.changed.append(sample)
+            if sampling.logprobs:
                 sample.logprobs.append(logprob)
-            if token in sample.sampling.stop_token_ids:
+            if token in sampling.stop_token_ids:
                 if self.decode_steps > 1:  # a call does not compute what it has stopped at
                     sample.tokens.pop()
                 self.end(sample, "stop")

@@ -52,9 +52,8 @@ class Ladder:
             groups = min(shared_prefixes, size // 2)  # of two requests at least
             return shape(size, size, max_query_len=1, shared_prefixes=groups)
 
-        self.decode: dict[int, StepShape] = {}
-        if not reproducible:
-            self.decode = {size: decode(size) for size in _of_decodes(max_requests)}
+        sizes: Sequence[int] = () if reproducible else _of_decodes(max_requests)
+        self.decode = {size: decode(size) for size in sizes}
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
         self.mixed = {size: shape(size, max_requests) for size in sizes}

@@ -96,10 +96,9 @@ class Samples:
             if one in self.of_request or one in self.of:
                 raise ValueError(f"request={one!r} has not ended; use another name")
         seed = int(self._seeds.integers(2**32)) if sampling.seed is None else sampling.seed
-        parts = ids.size, end, seed
+        tokens, numbers = array.array("i", ids.tobytes()), (ids.size, end, seed)
         return [
-            Sample(one, request, index, sampling, array.array("i", ids.tobytes()), *parts)
-            for index, one in enumerate(names)
+            Sample(one, request, at, sampling, tokens[:], *numbers) for at, one in enumerate(names)
         ]
 
     def add(self, sample: Sample) -> None:
