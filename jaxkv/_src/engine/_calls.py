@@ -85,16 +85,16 @@ class Calls:
     def _take(self, out: np.ndarray, samples: list[Sample]) -> None:
         """Gives samples what a step drew for them, and ends those that are done."""
         stats, half, count = self.packer.stats, out.size // 2, len(samples)
-        drawn = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
-        for sample, token, logprob in zip(samples, *drawn, strict=True):
-            if sample.reason is not None:  # it ended before this token
-                continue
+        numbers = out[:count].tolist(), out[half:][:count].view(np.float32).tolist()
+        # The others ended before these tokens.
+        drawn = [one for one in zip(samples, *numbers, strict=True) if one[0].reason is None]
+        self.changed += [sample for sample, _, _ in drawn]
+        stats.sampled_tokens += len(drawn)
+        stats.nan_tokens += sum([logprob != logprob for _, _, logprob in drawn])
+        for sample, token, logprob in drawn:
             sampling = sample.sampling
-            stats.sampled_tokens += 1
-            stats.nan_tokens += logprob != logprob  # only NaN is
             sample.tokens.append(token)
             sample.new.append(token)
-            self.changed.append(sample)
             if sampling.logprobs:
                 sample.logprobs.append(logprob)
             if token in sampling.stop_token_ids:
