@@ -15,8 +15,8 @@ import pytest
 import jaxkv
 from jaxkv._src.engine import _device
 from jaxkv._src.engine._device import Device
-from jaxkv._src.engine._draw import _keep, draw
-from jaxkv._src.engine._samples import INDEX, NUMBERS, POSITION, numbers_of
+from jaxkv._src.engine._draw import _keep, draw, fields_of
+from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
@@ -255,6 +255,14 @@ def test_a_warm_engine_compiles_nothing_and_two_devices_draw_the_tokens_of_one(
 # --- the sampler ----------------------------------------------------------------------
 
 
+def fields(records: list[tuple[Any, ...]], **changes: Any) -> dict[str, jax.Array]:
+    """Returns the fields of records as the sampler takes them, some of them replaced."""
+    array = np.array(records, RECORD)
+    for name, values in changes.items():
+        array[name] = values
+    return fields_of(jnp.asarray(array.view(np.int32)))
+
+
 def test_limits_keep_what_sorting_keeps() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(40, VOCAB)).astype(np.float32) * 3
@@ -267,22 +275,15 @@ def test_limits_keep_what_sorting_keeps() -> None:
         )
         for i in range(40)
     ]
-    table = np.stack(
-        [numbers_of(sampling, seed, 1) for seed, sampling in enumerate(samplings)], axis=1
-    )
-    table[INDEX], table[POSITION] = range(40), 7
-    of = {name: jnp.asarray(x)[:, None] for name, x in zip(NUMBERS, table, strict=True)}
-    floats = [
-        jax.lax.bitcast_convert_type(of[name], jnp.float32)
-        for name in ("temperature", "top_p", "min_p")
-    ]
-    scaled = logits / floats[0]
-    are_kept = jnp.isfinite(_keep(scaled, of["top_k"], *floats[1:]))
+    records = [record_of(sampling, seed, 1, 9) for seed, sampling in enumerate(samplings)]
+    of = fields(records, index=range(40), position=7)
+    scaled = logits / of["temperature"]
+    are_kept = jnp.isfinite(_keep(scaled, of["top_k"], of["top_p"], of["min_p"]))
     right = [
         np.isfinite(kept(r.astype(np.float64), s)) for r, s in zip(logits, samplings, strict=True)
     ]
     np.testing.assert_array_equal(are_kept, right)
-    tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.LIMITED)
+    tokens, _ = jax.jit(draw, static_argnums=2)(logits, of, Kind.LIMITED)
     drawn = np.asarray(noise(jnp.arange(40, dtype=jnp.uint32), jnp.full(40, 1), jnp.full(40, 7)))
     wanted = [
         int((kept(row.astype(np.float64), sampling) + g).argmax())
@@ -303,9 +304,8 @@ def test_drawn_tokens_have_the_model_s_distribution() -> None:
     count = 4000
     logits = np.linspace(0, 3, 8, dtype=np.float32)[None]
     sampling = Sampling(temperature=0.5)
-    table = np.repeat(numbers_of(sampling, 3, 0)[:, None], count, axis=1)
-    table[POSITION] = np.arange(count)
-    tokens, _ = jax.jit(draw, static_argnums=2)(logits, table, Kind.DRAWN)
+    of = fields([record_of(sampling, 3, 0, count)] * count, position=range(count))
+    tokens, _ = jax.jit(draw, static_argnums=2)(logits, of, Kind.DRAWN)
     parts = np.exp(logits[0] / 0.5)
     found = np.bincount(np.asarray(tokens), minlength=8) / count
     np.testing.assert_allclose(found, parts / parts.sum(), atol=0.03)
@@ -427,7 +427,7 @@ def test_a_warm_up_that_is_interrupted_loses_nothing(has_ring: bool, monkeypatch
         engine, layers = engine_of_three_steps(), ("full", "state")
     requests = random_requests(0, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._device, "compile", lambda calls: 1 / 0)
+        patch.setattr(engine._device, "warm_up", lambda calls: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.warm_up()
     assert_right(run(engine, requests), requests, layers)
@@ -490,7 +490,7 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
     assert ended == sum(sampling.n for _, sampling in requests)
     samples = engine._samples
     assert not samples.of and not samples.tokens and not samples.of_request
-    assert not engine._calls.of
+    assert not engine._calls.packed and not engine._calls.in_flight
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -657,7 +657,7 @@ def test_generate_wants_the_engine_for_itself() -> None:
     engine = make_engine()
     engine.add("r", [1, 2], Sampling(max_tokens=2))
     with pytest.raises(ValueError, match="the engine has 1 samples that have not ended"):
-        engine.generate([[1]])
+        list(engine.generate([[1]]))
     with pytest.raises(ValueError, match="request='r' has not ended"):
         engine.add("r", [1])
     engine.abort("r")

@@ -6,7 +6,7 @@ import pytest
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import PADDING, PADDING_OF_BACKLOG, READING, Ladder
 from jaxkv._src.planning import plan_cache
-from jaxkv._src.scheduler import Scheduler
+from jaxkv._src.scheduler import Scheduler, Wanted
 from jaxkv._src.specs import FullAttentionSpec
 
 LAYERS = {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
@@ -49,7 +49,7 @@ def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:
                 best[wanted] = min(
                     time_of(size, wanted) + best.get(wanted - size + decodes, 0) for size in sizes
                 )
-                size = ladder.fill(wanted, decodes, has_backlog=has_backlog)
+                size = ladder.fill(Wanted(wanted, has_backlog), decodes)
                 taken[wanted] = time_of(size, wanted) + taken.get(wanted - size + decodes, 0)
                 assert taken[wanted] <= 1.1 * best[wanted], (wanted, decodes)
 
@@ -68,8 +68,7 @@ def test_steps_of_a_burst_are_padded_little(num_bytes: int, most: float) -> None
     computed = padded = 0
     drawn: list[int] = []
     while left:
-        wanted, has_backlog = scheduler.wanted()
-        filled = ladder.fill(wanted, decodes=len(drawn), has_backlog=has_backlog)
+        filled = ladder.fill(scheduler.wanted(), len(drawn))
         schedule = scheduler.schedule(max_tokens=filled)
         shape = ladder.fitting(schedule, sum(schedule.work.values()))
         manager.step(shape, schedule.work)
@@ -95,8 +94,7 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
         scheduler.add(name, 1)
     steps, drawn = 0, list[int | str]()
     while "prompt" not in drawn:
-        wanted, has_backlog = scheduler.wanted()
-        most = ladder.fill(wanted, len(drawn), has_backlog=has_backlog)
+        most = ladder.fill(scheduler.wanted(), len(drawn))
         schedule = scheduler.schedule(max_tokens=most)
         manager.step(ladder.fitting(schedule, sum(schedule.work.values())), schedule.work)
         drawn = list(schedule.samples)

@@ -16,7 +16,7 @@ import numpy as np
 import jaxkv
 from jaxkv import Plan, Sampling
 from jaxkv._src.engine import _engine
-from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
+from jaxkv._src.engine._samples import NUM_STOPS, RECORD
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.blocks import Moves, Upload
 from jaxkv.engine import Output
@@ -123,34 +123,29 @@ class ModelDevice:
             if not (may_have_ended and ids[-1] < 0):
                 self._write(row, computed, end - start, history)
             histories.append(history)
-        table = extra[tokens + 1 :].reshape(len(NUMBERS), -1)
-        return self._draw(histories, table, extra[tokens].item(), may_have_ended)
+        return self._draw(histories, extra[tokens:].view(RECORD), may_have_ended)
 
     def _draw(
-        self,
-        histories: list[list[Token] | None],
-        table: np.ndarray,
-        place: int,
-        may_have_ended: bool,
+        self, histories: list[list[Token] | None], records: np.ndarray, may_have_ended: bool
     ) -> np.ndarray:
-        drawn, logprobs = np.zeros(table.shape[1], np.int32), np.zeros(table.shape[1], np.float32)
+        drawn, logprobs = np.zeros(records.size, np.int32), np.zeros(records.size, np.float32)
         kept = drawn.copy()
-        for at, column in enumerate(table.T if histories else ()):
-            history, floats = histories[column[INDEX]], column.view(np.float32).tolist()
+        for at, of in enumerate(records if histories else ()):
+            history = histories[of["index"]]
             if history is None:
                 drawn[at], kept[at] = VOCAB, -1 if may_have_ended else VOCAB
                 continue
-            of = dict(zip(NUMBERS, zip(column.tolist(), floats, strict=True), strict=True))
             draw = None
-            if of["temperature"][1] and self.kind > Kind.GREEDY:
-                limits = of["top_k"][0], _hex(of["top_p"][1]), _hex(of["min_p"][1])
+            if of["temperature"] and self.kind > Kind.GREEDY:
+                limits = of["top_k"].item(), _hex(of["top_p"]), _hex(of["min_p"])
                 limits = limits if self.kind == Kind.LIMITED else NO_LIMITS
-                seed, position = of["seed"][0] % 2**32, of["position"][0]
-                draw = seed, of["sample"][0], position, _hex(of["temperature"][1]), limits
+                numbers = [of[name].item() for name in ("seed", "sample", "position")]
+                draw = *numbers, _hex(of["temperature"]), limits
             drawn[at] = kept[at] = token = drawn_token(history, draw)
             logprobs[at] = logprob_of(history, token)
-            if may_have_ended and token in column[-NUM_STOPS:]:
+            if may_have_ended and token in of["stops"]:
                 kept[at] = -1
+        place = int(records["place"][0])
         assert place + kept.size <= self._drawn.size, "tokens that the device does not keep"
         self._drawn[place : place + kept.size] = kept
         return np.concatenate([drawn, logprobs.view(np.int32), np.zeros(1, np.int32)])
@@ -424,7 +419,7 @@ class EngineServing:
         assert not engine.has_work and not engine.manager.requests
         assert engine.manager.num_free_blocks == engine.manager.plan.usable_blocks
         assert not samples.of and not samples.tokens and not samples.of_request
-        assert not samples.num_logprobs and len(samples._free) == samples.numbers.shape[1]
+        assert len(samples._free) == samples.records.size
         stats = engine.stats
         assert stats.prompt_tokens == self.counts["prompt tokens"]
         if self.is_exact:

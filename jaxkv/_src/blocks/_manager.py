@@ -21,7 +21,7 @@ from jaxkv._src.blocks._resuming import (
 )
 from jaxkv._src.blocks._rows import RowAllocator, Work
 from jaxkv._src.blocks._state import RequestState
-from jaxkv._src.blocks._steps import Ring, StepPlanner
+from jaxkv._src.blocks._steps import StepPlanner
 from jaxkv._src.internal.checks import (
     check_count,
     check_kind,
@@ -33,7 +33,7 @@ from jaxkv._src.internal.html import html_table
 from jaxkv._src.planning import Plan, check_rows
 from jaxkv._src.prefixes import EventLog, ExtraKey
 from jaxkv._src.tier import HostMemory, HostTier, Moves, TierStats
-from jaxkv._src.uploads import Ints, StepShape, Upload
+from jaxkv._src.uploads import Ints, Ring, StepShape, Upload
 
 MAX_SHOWN = 8  # requests in the table that Jupyter shows
 

@@ -1,7 +1,6 @@
 """The steps of a `BlockManager`: blocks for new tokens, and the uploads. No jax."""
 
 import dataclasses
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from jaxkv._src.prefixes import PrefixGroup, group_by_beginning
 from jaxkv._src.uploads import (
     Batch,
     Ints,
+    Ring,
     StepShape,
     Upload,
     as_int32,
@@ -25,18 +25,6 @@ from jaxkv._src.uploads import (
     put,
     write_batch,
 )
-
-
-class Ring(Protocol):
-    """A source of upload buffers, such as `jaxkv.UploadRing`."""
-
-    def buffer(self, shape: StepShape) -> np.ndarray:
-        """Returns int32[shape.format.size] to write a step into."""
-        ...
-
-    def seal(self) -> Any:
-        """Returns the buffer that was handed out last, as the array that a step reads."""
-        ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._src.cache import KVCache
-from jaxkv._src.engine._draw import draw
-from jaxkv._src.engine._samples import INDEX, NUM_STOPS, NUMBERS
+from jaxkv._src.cache import KVCache, check_cache
+from jaxkv._src.engine._draw import draw, fields_of
 from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.indexing import take
 from jaxkv._src.internal.kept import keep_in, place_for
@@ -47,22 +46,17 @@ class Device:
           num_drawn: tokens of the latest steps to keep for the steps that follow.
         """
         self._forward, self.params, self.kind = forward, params, Kind.GREEDY
-        self.vocab_size, self.host_blocks = 0, HostBlocks()
+        self.vocab_size, self.host_blocks, self._kinds = 0, HostBlocks(), _kinds_of(params)
+        check_cache(cache)
         self.cache: Any = cache
         first, *others = cache.status.devices()
         self._only = None if others else first
         # Tokens of the latest steps; each step says in its upload where its own begin. -1 in place
         # of one that no step shall go on from. They have the sharding of what steps return.
         self._drawn = jax.device_put(jnp.zeros(num_drawn, jnp.int32), cache.status.sharding)
-        self.steps = [
-            jax.jit(
-                self._run_steps,
-                donate_argnums=1,
-                static_argnames="kind",
-                compiler_options=COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": are_few},
-            )
-            for are_few in (False, True)
-        ]
+        jit = functools.partial(jax.jit, donate_argnums=1, static_argnames="kind")
+        options = [{"xla_gpu_enable_triton_gemm": are_few} for are_few in (False, True)]
+        self.steps = [jit(self._run_steps, compiler_options=COMPILER_OPTIONS | o) for o in options]
 
     def run(self, uploads: Uploads) -> Array:
         """Starts steps, and returns what they will draw; see `_run_steps`."""
@@ -82,26 +76,25 @@ class Device:
         """Traces steps, so that mistakes of a model are said."""
         self._step_of(uploads).eval_shape(*self._arguments(uploads))
 
-    def compile(self, calls: Sequence[Uploads]) -> None:
-        """Compiles steps, and shows the progress."""
+    def warm_up(self, calls: Sequence[Uploads]) -> None:
+        """Compiles steps, and shows the progress; then runs each once."""
         # jax lowers one step after another; XLA compiles the others meanwhile, outside of the GIL.
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            lowered = (self._step_of(uploads).lower(*self._arguments(uploads)) for uploads in calls)
+            # The largest take longest.
+            lowered = (self._step_of(call).lower(*self._arguments(call)) for call in calls[::-1])
             compiling = [pool.submit(step.compile) for step in lowered]
             for done in _with_progress(concurrent.futures.as_completed(compiling), len(calls)):
                 done.result()
+        for uploads in calls:
+            self.run(uploads)
 
     def update(self, params: Any) -> None:
         """Takes other weights; raises ValueError for another structure, shape or dtype."""
         if jax.tree.structure(self.params) != jax.tree.structure(params):
             raise ValueError("params has another tree structure than the engine was made with")
-        olds = jax.tree_util.tree_leaves_with_path(self.params)
-        for (path, old), new in zip(olds, jax.tree.leaves(params), strict=True):
-            was, now = (f"{jnp.result_type(leaf)}{np.shape(leaf)}" for leaf in (old, new))
-            if was != now:
-                raise ValueError(
-                    f"params{jax.tree_util.keystr(path)} is {now}; the engine was made with {was}"
-                )
+        for name, kind in _kinds_of(params).items():
+            if kind != (was := self._kinds[name]):
+                raise ValueError(f"{name} is {kind}; the engine was made with {was}")
         self.params = params
 
     def ring(self, depth: int) -> UploadRing | None:
@@ -147,18 +140,17 @@ class Device:
         context = StepContext(state[0], upload, newest_tokens=state[1])
         has_ended = _leave_ended_out(context) if may_have_ended else None
         result = self._forward(params, context)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        logits, context = result if is_pair else (result, context)
-        _check_logits(logits, context)
+        has_step = isinstance(result, tuple) and [*map(type, result[1:])] == [StepContext]
+        logits, context = result if has_step else (result, context)
+        _check_logits(logits, context.batch.shape.batch_size)
         self.vocab_size = logits.shape[-1]
-        cache, extra = context.done(), context.batch.extra[upload.shape.max_tokens :]
-        table = extra[1:].reshape(len(NUMBERS), -1)
-        tokens, logprobs = draw(logits, table, kind)
+        cache, of = context.done(), fields_of(context.batch.extra[upload.shape.max_tokens :])
+        tokens, logprobs = draw(logits, of, kind)
         drawn = tokens
         if has_ended is not None:
-            is_last = (tokens[None] == table[-NUM_STOPS:]).any(axis=0)
-            drawn = jnp.where(is_last | has_ended[table[INDEX]], -1, tokens)
-        drawn = lax.dynamic_update_slice(state[1], drawn, extra[:1])
+            is_last = (tokens[:, None] == of["stops"]).any(axis=1)
+            drawn = jnp.where(is_last | has_ended[of["index"][:, 0]], -1, tokens)
+        drawn = lax.dynamic_update_slice(state[1], drawn, of["place"][0])
         bits = lax.bitcast_convert_type(logprobs, jnp.int32)
         return (cache, drawn), jnp.concatenate([tokens, bits, cache.error_flags[None]])
 
@@ -173,31 +165,30 @@ def _leave_ended_out(step: StepContext) -> Array:
     return has_ended
 
 
-def _check_logits(logits: Any, context: Any) -> None:
-    if not isinstance(context, StepContext):
-        raise TypeError(
-            f"forward returned a tuple whose second element is no StepContext but "
-            f"{type(context).__name__}; it returns logits, or (logits, step)"
-        )
-    batch, shape = context.batch.shape.batch_size, getattr(logits, "shape", None)
+def _check_logits(logits: Any, batch: int) -> None:
+    shape = getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != batch:
         given = type(logits).__name__ if shape is None else f"an array of shape {shape}"
         raise ValueError(
             f"forward returned {given}; it returns the logits of each request's last token, "
-            f"[{batch}, vocab]: index with step.last_tokens"
+            f"[{batch}, vocab]: index with step.last_tokens; or (logits, step)"
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"forward returned logits of dtype {logits.dtype}; they are floats")
 
 
-def check_params(params: Any) -> None:
-    """Raises TypeError for a leaf of a pytree that is neither an array nor a number."""
+def _kinds_of(params: Any) -> dict[str, str]:
+    """Returns dtype and shape of each leaf; raises TypeError if it is no array and no number."""
+    kinds: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
         if not isinstance(leaf, bool | int | float) and not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is of type {type(leaf).__name__}; params is a "
-                "pytree of arrays: bind what is none to forward, with functools.partial"
+                f"{name} is of type {type(leaf).__name__}; params is a pytree of arrays: bind what "
+                "is none to forward, with functools.partial"
             )
+        kinds[name] = f"{jnp.result_type(leaf)}{np.shape(leaf)}"
+    return kinds
 
 
 def _with_progress[T](done: Iterable[T], count: int) -> Iterable[T]:

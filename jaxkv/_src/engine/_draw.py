@@ -1,40 +1,42 @@
 """The sampler: a token and its log-probability for every sample of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.engine._samples import NUMBERS
+from jaxkv._src.engine._samples import NAMES, RECORD, RECORD_SIZE
 from jaxkv._src.engine._sampling import Kind
 
 
-def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
+def fields_of(records: Array) -> dict[str, Array]:
+    """Returns the fields of `RECORD`s by name, [S, 1]; of int32[S * RECORD_SIZE]."""
+    records = records.reshape(-1, RECORD_SIZE)
+    of = {name: records[:, at:][:, : RECORD[name].itemsize // 4] for at, name in enumerate(NAMES)}
+    return {name: lax.bitcast_convert_type(part, RECORD[name].base) for name, part in of.items()}
+
+
+def draw(logits: Array, of: Mapping[str, Array], kind: Kind) -> tuple[Array, Array]:
     """Draws the next token of every sample.
 
     Args:
       logits: float[B, vocab].
-      table: int32[len(NUMBERS), S], a column for each sample; ``index`` is its row of the logits.
+      of: the `fields_of` S records.
       kind: the most that any of them needs. It is static, because a condition on the device keeps
         the host from running ahead.
 
     Returns:
       int32[S], the tokens, and f32[S], their log-probabilities in the logits as they are given.
     """
-    of = dict(zip(NUMBERS, table, strict=True))  # and one of the stop tokens
-    floats = {
-        name: lax.bitcast_convert_type(of[name], jnp.float32)[:, None]
-        for name in ("temperature", "top_p", "min_p")
-    }
-    logits = logits.astype(jnp.float32)[of["index"]]
+    logits = logits.astype(jnp.float32)[of["index"][:, 0]]
     scores = logits
     if kind != Kind.GREEDY:
-        is_drawn = floats["temperature"] > 0
-        scores = logits / jnp.where(is_drawn, floats["temperature"], 1)
+        is_drawn = of["temperature"] > 0
+        scores = logits / jnp.where(is_drawn, of["temperature"], 1)
         if kind == Kind.LIMITED:
-            scores = _keep(scores, of["top_k"][:, None], floats["top_p"], floats["min_p"])
-        keys = jax.vmap(_key)(of["seed"], of["sample"], of["position"])
+            scores = _keep(scores, of["top_k"], of["top_p"], of["min_p"])
+        keys = jax.vmap(_key)(of["seed"][:, 0], of["sample"][:, 0], of["position"][:, 0])
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
         scores = jnp.where(is_drawn, scores + noise, logits)
     tokens = scores.argmax(axis=-1).astype(jnp.int32)
@@ -43,8 +45,7 @@ def draw(logits: Array, table: Array, kind: Kind) -> tuple[Array, Array]:
 
 
 def _key(seed: Array, sample: Array, position: Array) -> Array:
-    key = jax.random.key(lax.bitcast_convert_type(seed, jnp.uint32))
-    return jax.random.fold_in(jax.random.fold_in(key, sample), position)
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
 
 
 def _keep(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

@@ -4,9 +4,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, S
 from typing import Any, Literal
 
 from jaxkv._src.blocks import BlockManager
-from jaxkv._src.cache import KVCache, check_cache, make_cache
+from jaxkv._src.cache import KVCache, make_cache
 from jaxkv._src.engine._calls import CALLS_AHEAD, Calls
-from jaxkv._src.engine._device import Device, Forward, check_params
+from jaxkv._src.engine._device import Device, Forward
 from jaxkv._src.engine._ladder import Ladder, check_reproducible
 from jaxkv._src.engine._packer import Packer
 from jaxkv._src.engine._samples import Sample, Samples
@@ -15,7 +15,6 @@ from jaxkv._src.internal.checks import (
     check_at_most,
     check_choice,
     check_count,
-    check_flag,
     check_kind,
     check_name,
     check_positive,
@@ -25,8 +24,6 @@ from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Scheduler
 from jaxkv._src.sleeping import sleep, wake_up
 from jaxkv._src.tier import HostMemory
-
-InFlight = Literal["finish", "restart"]
 
 
 class Engine:
@@ -102,19 +99,14 @@ class Engine:
                 f"forward must be a function of params and a step, got {type(forward).__name__}; "
                 "the order is Engine(forward, params, plan)"
             )
-        check_params(params)
-        check_kind(Plan, "what plan_cache returned", plan=plan)
+        #: the books of its blocks, to read from
+        self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         check_positive(decode_steps=decode_steps)
         check_at_most(plan.max_model_len, decode_steps=decode_steps)
         check_count(seed=seed, shared_prefixes=shared_prefixes)
-        check_flag(reproducible=reproducible)
-        if cache is not None:
-            check_cache(cache)
         if reproducible:
             check_reproducible(plan, decode_steps=decode_steps, shared_prefixes=shared_prefixes)
         self.stats, self._samples = Stats(), Samples(plan.max_model_len, seed)
-        #: the books of its blocks, to read from
-        self.manager = BlockManager(plan, max_requests=max_requests, host_memory=host_memory)
         ahead = CALLS_AHEAD * decode_steps
         self._scheduler = Scheduler(
             self.manager,
@@ -135,7 +127,7 @@ class Engine:
         ring = self._device.ring(depth=max(16, 4 * decode_steps))
         parts = self._scheduler, self._samples, self.stats
         self._packer = Packer(self.manager, self._ladder, *parts, ring, num_drawn)
-        self._calls = Calls(self._device, self._packer, *parts, decode_steps)
+        self._calls = Calls(self._device, self._packer, decode_steps)
 
     def __repr__(self) -> str:
         return f"Engine({self._scheduler!r}, {len(self._ladder.shapes)} shapes)"
@@ -172,18 +164,16 @@ class Engine:
                 f"prompts must be a list of prompts, each of them token ids; got "
                 f"{type(prompts).__name__}"
             )
-        if not isinstance(sampling, Sequence):
-            sampling = [Sampling() if sampling is None else sampling] * len(prompts)
-        if len(sampling) != len(prompts):
+        samplings = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(samplings) != len(prompts):
             raise ValueError(
-                f"sampling holds {len(sampling)} for {len(prompts)} prompts; give one for each, or "
-                "one Sampling for all"
+                f"sampling holds {len(samplings)} for {len(prompts)} prompts; give one for each, "
+                "or one Sampling for all"
             )
         requests = [
             self._samples.made(name, f"prompts[{name}]", prompt, one, self._device.vocab_size)
-            for name, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
+            for name, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        self._check_idle()
         return self._outputs(requests)
 
     def add(
@@ -208,7 +198,6 @@ class Engine:
           TypeError, ValueError: a prompt that is not token ids, or that is too long for the plan
             together with ``max_tokens``; a name in use.
         """
-        sampling = Sampling() if sampling is None else sampling
         samples = self._samples.made(request, "prompt", prompt, sampling, self._device.vocab_size)
         self._add(samples, salt=salt, extra_keys=extra_keys, boundaries=boundaries)
 
@@ -243,7 +232,7 @@ class Engine:
 
     # --- weights and memory -------------------------------------------------------
 
-    def update(self, params: Any, *, in_flight: InFlight = "finish") -> None:
+    def update(self, params: Any, *, in_flight: Literal["finish", "restart"] = "finish") -> None:
         """Takes new weights. No prompt shares what the old ones computed.
 
         Args:
@@ -261,9 +250,6 @@ class Engine:
         self.manager.new_epoch()
         if in_flight == "restart":
             self._restart(from_prompts=True)
-            # The others have no tokens now that outputs could hold.
-            changed = self._calls.changed
-            changed[:] = [sample for sample in changed if sample.reason is not None]
 
     def sleep(self, level: int = 1) -> int:
         """Gives the memory of the cache back, until `wake_up`; see `jaxkv.sleep`.
@@ -291,7 +277,7 @@ class Engine:
 
         For a cache that lost its content or an upload, as `CacheError` says.
         """
-        self._calls.of.clear()
+        self._calls.forget()
         self.manager.reset()
         self._restart(from_prompts=False)
 
@@ -311,24 +297,26 @@ class Engine:
         for sampling in samplings:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
         self._calls.settle()
-        self._device.kind = max([self._device.kind, *(sampling.kind for sampling in samplings)])
-        ladder, idle, most_steps = self._ladder, self._packer.idle, self._calls.decode_steps
-        calls = [idle(shape, 1) for shape in ladder.shapes]
-        if most_steps > 1:
-            calls += [idle(shape, most_steps) for shape in ladder.decode.values()]
-        uploads = [tuple([step.upload for step in steps]) for steps in calls]
-        self._device.compile(uploads[::-1])  # the largest take longest
-        for steps in calls:
-            self._calls.run(steps)
-        stats = self.manager.tier_stats()
-        if stats is not None:
-            device = self._device
+        device, ladder, ring = self._device, self._ladder, self._packer.ring
+        device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
+        calls = [(shape.idle(ring),) for shape in ladder.shapes]
+        if (most := self._calls.decode_steps) > 1:
+            calls += [
+                tuple([one.idle(ring) for _ in range(most)]) for one in ladder.decode.values()
+            ]
+        device.warm_up(calls)
+        if (stats := self.manager.tier_stats()) is not None:
             device.cache = device.host_blocks.warm_up(device.cache, stats.num_bytes)
 
     # --- steps --------------------------------------------------------------------
 
     def _outputs(self, requests: list[list[Sample]]) -> Iterator[Output]:
-        self._check_idle()
+        if self.has_work:
+            raise ValueError(
+                f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
+                "that step has not returned: generate needs it for itself; call step until "
+                "has_work is False, or add these prompts to them"
+            )
         for samples in sorted(requests, key=lambda samples: samples[0].num_prompt - samples[0].end):
             self._add(samples)
         try:
@@ -342,36 +330,21 @@ class Engine:
 
     def _restart(self, *, from_prompts: bool) -> None:
         """Lets all requests wait, to be computed again; nothing is in flight."""
-        for sample in self._samples.of.values():
-            self._samples.restart(sample, from_prompts=from_prompts)
+        self._samples.restart(from_prompts=from_prompts)
         self._scheduler.restart()
-        self._packer.forget()
 
     # --- pieces -------------------------------------------------------------------
 
-    def _add(self, samples: list[Sample], **options: Any) -> None:
-        first, sampling = samples[0], samples[0].sampling
+    def _add(self, samples: list[Sample], **prefix: Any) -> None:
+        first = samples[0]
         for sample in samples:
             self._samples.add(sample)
+        sizes = {"samples": len(samples), "max_tokens": first.end}
         try:
-            self._scheduler.add(
-                first.request,
-                first.num_prompt,
-                samples=len(samples),
-                max_tokens=first.end,
-                **options,
-            )
+            self._scheduler.add(first.request, first.num_prompt, **sizes, **prefix)
         except (TypeError, ValueError):
             for sample in samples:
                 self._samples.remove(sample)
             raise
-        self._device.kind = max(self._device.kind, sampling.kind)
+        self._device.kind = max(self._device.kind, first.sampling.kind)
         self.stats.prompt_tokens += first.num_prompt
-
-    def _check_idle(self) -> None:
-        if self.has_work:
-            raise ValueError(
-                f"the engine has {len(self._samples.of)} samples that have not ended, or outputs "
-                "that step has not returned: generate needs it for itself; call step until "
-                "has_work is False, or add these prompts to them"
-            )

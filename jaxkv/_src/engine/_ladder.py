@@ -2,11 +2,12 @@
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
-from jaxkv._src.engine._samples import extra_size
+from jaxkv._src.engine._samples import RECORD_SIZE
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.planning import Plan
-from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.scheduler import Schedule, Scheduler, Wanted
 from jaxkv._src.uploads import StepShape
 
 # Tokens that take as long as the weights take to be read: 163 on an H200 in bf16. A step takes
@@ -25,6 +26,7 @@ class Ladder:
       None in a reproducible engine, whose steps have one shape.
     mixed: by number of tokens: few, because each takes seconds to compile, and large ones are
       filled by `fill`; a prompt alone has to fill a small one, so that these are closer.
+    shapes: all of these, the smallest first.
     to_trace: the shape in which a model is checked.
     """
 
@@ -41,55 +43,44 @@ class Ladder:
                 f"max_tokens={max_tokens} is less than max_requests={max_requests}: a step holds a "
                 "token of each"
             )
-        self.decode = {
-            size: scheduler.shape(
-                batch_size=size,
-                max_tokens=size,
-                max_query_len=1,
-                extra=extra_size(size, size),
-                shared_prefixes=min(shared_prefixes, size // 2),  # of two requests at least
-            )
-            for size in ([] if reproducible else _of_decodes(max_requests))
-        }
+
+        def shape(tokens: int, requests: int, **options: Any) -> StepShape:
+            options |= {"max_tokens": tokens, "batch_size": requests, "reproducible": reproducible}
+            return scheduler.shape(extra=tokens + requests * RECORD_SIZE, **options)
+
+        def decode(size: int) -> StepShape:
+            groups = min(shared_prefixes, size // 2)  # of two requests at least
+            return shape(size, size, max_query_len=1, shared_prefixes=groups)
+
+        sizes: Sequence[int] = () if reproducible else _of_decodes(max_requests)
+        self.decode = {size: decode(size) for size in sizes}
         smallest = min(max_tokens, max(SMALLEST_MIXED, max_requests))
         sizes = [max_tokens] if reproducible else _of_prompts(smallest, max_tokens)
-
-        def mixed(size: int) -> StepShape:
-            extra = extra_size(size, max_requests)
-            return scheduler.shape(max_tokens=size, extra=extra, reproducible=reproducible)
-
-        self.mixed = {size: mixed(size) for size in sizes}
+        self.mixed = {size: shape(size, max_requests) for size in sizes}
         # Tokens and requests differ in number, so that logits of all tokens are told from those of
         # each request's last.
-        self.to_trace = mixed(max_tokens + (max_tokens == max_requests))
+        self.to_trace = shape(max_tokens + (max_tokens == max_requests), max_requests)
+        self.shapes = [*self.decode.values(), *self.mixed.values()]
 
-    @property
-    def shapes(self) -> list[StepShape]:
-        """All shapes, the smallest first."""
-        return [*self.decode.values(), *self.mixed.values()]
-
-    def fill(self, wanted: int, decodes: int, *, has_backlog: bool) -> int:
+    def fill(self, wanted: Wanted, decodes: int) -> int:
         """Returns the most tokens of a step for which so many wait, ``decodes`` of them decodes.
 
         Of a large step that takes all of them, and smaller ones that they fill, it is the one by
         which they are done first. Requests that decode get a token in each.
-
-        Args:
-          has_backlog: whether other requests wait, and find no room.
         """
-        return self._best(wanted, decodes, PADDING_OF_BACKLOG if has_backlog else PADDING)[1]
+        sizes, padding = list(self.mixed), PADDING_OF_BACKLOG if wanted.has_backlog else PADDING
 
-    def _best(self, wanted: int, decodes: int, padding: int) -> tuple[int, int]:
-        """Returns the time of all steps, in tokens, and the tokens of the first."""
-        sizes = list(self.mixed)
-        at = min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)
-        best = READING + sizes[at] + padding * max(0, sizes[at] - wanted), sizes[at]
-        for size in sizes[bisect.bisect_right(sizes, decodes) : at]:
-            count = cdiv(wanted - size, size - decodes)  # of steps that are full
-            rest = wanted - count * (size - decodes)
-            time = count * (READING + size) + self._best(rest, decodes, padding)[0]
-            best = min(best, (time, size))
-        return best
+        def best(tokens: int) -> tuple[int, int]:
+            """Returns the time of all steps, in tokens, and the tokens of the first."""
+            at = min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)
+            found = READING + sizes[at] + padding * max(0, sizes[at] - tokens), sizes[at]
+            for size in sizes[bisect.bisect_right(sizes, decodes) : at]:
+                count = cdiv(tokens - size, size - decodes)  # of steps that are full
+                rest, _ = best(tokens - count * (size - decodes))
+                found = min(found, (count * (READING + size) + rest, size))
+            return found
+
+        return best(wanted.tokens)[1]
 
     def fitting(self, schedule: Schedule, num_tokens: int) -> StepShape:
         """Returns the smallest shape that holds a schedule of so many tokens."""
@@ -97,8 +88,7 @@ class Ladder:
         if self.decode and num_tokens == len(schedule.work):
             # A prompt of which one token is computed may have several samples.
             shapes, wanted = self.decode, max(num_tokens, len(schedule.samples))
-        sizes = list(shapes)
-        return shapes[sizes[bisect.bisect_left(sizes, wanted)]]
+        return next(shape for size, shape in shapes.items() if size >= wanted)
 
 
 def _of_decodes(largest: int) -> Sequence[int]:

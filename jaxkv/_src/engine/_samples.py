@@ -1,4 +1,4 @@
-"""The samples of an engine, and the numbers of all of them in one array. No jax."""
+"""The samples of an engine, and what the device is told of each. No jax."""
 
 import array
 import dataclasses
@@ -11,30 +11,27 @@ from jaxkv._src.engine._sampling import FinishReason, Output, Sampling
 from jaxkv._src.internal.checks import check_kind, check_name
 from jaxkv._src.prefixes import as_tokens
 
-#: rows of a sampler's table, int32[len(NUMBERS), samples]; floats by their bits
-NUMBERS = ("index", "position", "seed", "sample", "temperature", "top_k", "top_p", "min_p")
 NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
-NUMBERS += ("stop",) * NUM_STOPS
-INDEX, POSITION = 0, 1
-LEFT, PLACE = len(NUMBERS), len(NUMBERS) + 1
-
-
-def extra_size(tokens: int, samples: int) -> int:
-    """Returns the integers of an upload: token ids, the place of what is drawn, and the table."""
-    return tokens + 1 + samples * len(NUMBERS)
+NAMES = "index position last place sample top_k temperature top_p min_p seed stops".split()
+#: index: the sample's row of the logits. position: of the token that it draws, among those drawn;
+#: last: of its last one. place: of the token on the device, see `State`. The others: its sampling.
+RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
+RECORD_SIZE = RECORD.itemsize // 4  # int32s
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
     """One sample of a request, from its prompt to its end.
 
+    name: in the scheduler.
     tokens: int32s, prompt and generated tokens that are known; the scheduler reads them.
     end: tokens that it may have, the prompt's included.
     seed: of its request's random numbers.
     new, logprobs: generated tokens that no output has held.
-    slot: its column of `Samples.numbers`; -1: none.
+    slot: of its record in `Samples.records`; -1: none.
     """
 
+    name: Hashable
     request: Hashable
     index: int
     sampling: Sampling
@@ -46,11 +43,6 @@ class Sample:
     new: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     reason: FinishReason | None = None
-
-    @property
-    def name(self) -> Hashable:
-        """Its name in the scheduler."""
-        return (self.request, self.index) if self.index else self.request
 
     def output(self) -> Output:
         """Returns the tokens that no output has held."""
@@ -66,11 +58,7 @@ class Samples:
     of: by name.
     tokens: token ids by name, for the scheduler.
     of_request: by request.
-    num_logprobs: number of samples that want log-probabilities.
-    stops: stop tokens of all samples so far.
-    numbers: int32[len(NUMBERS) + 2, N], a column for each sample: `NUMBERS`, where the position is
-      that of the last token that a step draws; ``LEFT``, the tokens that it may still draw;
-      ``PLACE``, where the device keeps the last one, see `State`.
+    records: a `RECORD` of each, as it was sent last.
     """
 
     def __init__(self, max_model_len: int, seed: int):
@@ -78,14 +66,13 @@ class Samples:
         self.of: dict[Hashable, Sample] = {}
         self.tokens: dict[Hashable, array.array[int]] = {}
         self.of_request: dict[Hashable, list[Sample]] = {}
-        self.num_logprobs, self.stops = 0, set[int]()
-        self.numbers = np.zeros((len(NUMBERS) + 2, 64), np.int32)
-        self._free = list(range(64))
+        self.records, self._free = np.zeros(64, RECORD), list(range(64))
 
     def made(
-        self, request: Hashable, name: str, prompt: Any, sampling: Sampling, vocab_size: int
+        self, request: Hashable, name: str, prompt: Any, sampling: Sampling | None, vocab_size: int
     ) -> list[Sample]:
         """Returns the samples of a new request, checked; ``name`` is that of the argument."""
+        sampling = Sampling() if sampling is None else sampling
         check_kind(Sampling, "a jaxkv.Sampling(...)", sampling=sampling)
         check_name(request)
         ids, longest = as_tokens(name, prompt, np.int32), self._max_model_len
@@ -104,56 +91,47 @@ class Samples:
                 f"{name} of {ids.size} tokens and max_tokens={sampling.max_tokens} are more than "
                 f"the plan's max_model_len={longest}; shorten one of them, or plan for more"
             )
-        for taken in (request, *((request, index) for index in range(1, sampling.n))):
-            if taken in self.of_request or taken in self.of:
-                raise ValueError(f"request={taken!r} has not ended; use another name")
+        names = [request, *((request, index) for index in range(1, sampling.n))]
+        for one in names:
+            if one in self.of_request or one in self.of:
+                raise ValueError(f"request={one!r} has not ended; use another name")
         seed = int(self._seeds.integers(2**32)) if sampling.seed is None else sampling.seed
+        tokens, numbers = array.array("i", ids.tobytes()), (ids.size, end, seed)
         return [
-            Sample(request, index, sampling, array.array("i", ids.tobytes()), ids.size, end, seed)
-            for index in range(sampling.n)
+            Sample(one, request, at, sampling, tokens[:], *numbers) for at, one in enumerate(names)
         ]
 
     def add(self, sample: Sample) -> None:
         """Adds a sample."""
         if not self._free:
-            size = self.numbers.shape[1]
-            self._free = list(range(size, 2 * size))
-            self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)], axis=1)
+            self._free = list(range(self.records.size, 2 * self.records.size))
+            self.records = np.append(self.records, np.zeros_like(self.records))
         sample.slot = self._free.pop()
         self.of[sample.name], self.tokens[sample.name] = sample, sample.tokens
         self.of_request.setdefault(sample.request, []).append(sample)
-        self.num_logprobs += sample.sampling.logprobs
-        self.stops.update(sample.sampling.stop_token_ids)
-        column = numbers_of(sample.sampling, sample.seed, sample.index)
-        self.numbers[:LEFT, sample.slot] = column
-        self.restart(sample)
+        last = sample.end - sample.num_prompt - 1
+        self.records[sample.slot] = record_of(sample.sampling, sample.seed, sample.index, last)
 
-    def restart(self, sample: Sample, *, from_prompts: bool = False) -> None:
-        """Forgets what steps in flight draw for a sample, or all that it has drawn."""
-        if from_prompts:
-            del sample.tokens[sample.num_prompt :]
-            sample.new.clear()
-            sample.logprobs.clear()
-        known = len(sample.tokens)
-        self.numbers[POSITION, sample.slot] = known - sample.num_prompt - 1
-        self.numbers[LEFT, sample.slot] = sample.end - known
+    def restart(self, *, from_prompts: bool) -> None:
+        """Forgets what steps in flight draw, or all that was drawn."""
+        for sample in self.of.values():
+            if from_prompts:
+                del sample.tokens[sample.num_prompt :]
+                sample.output()  # is void
+            self.records["position"][sample.slot] = len(sample.tokens) - sample.num_prompt - 1
 
     def remove(self, sample: Sample) -> None:
         """Removes a sample that ends."""
         del self.of[sample.name], self.tokens[sample.name]
         self._free.append(sample.slot)
-        self.num_logprobs -= sample.sampling.logprobs
         others = self.of_request[sample.request]
         others.remove(sample)
         if not others:
             del self.of_request[sample.request]
 
 
-def numbers_of(sampling: Sampling, seed: int, sample: int) -> np.ndarray:
-    """Returns a sample's column of the sampler's table, int32[len(NUMBERS)], for position 0."""
-    floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
-    temperature, top_p, min_p = floats.view(np.int32).tolist()
-    seed = int(np.array(seed, np.uint32).view(np.int32))
+def record_of(sampling: Sampling, seed: int, sample: int, last: int) -> tuple[Any, ...]:
+    """Returns the `RECORD` of a sample that has drawn nothing."""
+    numbers = sample, sampling.top_k or 0, sampling.temperature, sampling.top_p, sampling.min_p
     stops = [*sampling.stop_token_ids, *(-1,) * NUM_STOPS][:NUM_STOPS]
-    limits = sampling.top_k or 0, top_p, min_p
-    return np.array((0, 0, seed, sample, temperature, *limits, *stops), np.int32)
+    return (0, -1, last, 0, *numbers, seed, stops)

@@ -5,16 +5,11 @@ import enum
 from collections.abc import Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-from jaxkv._src.internal.checks import (
-    check_at_most,
-    check_count,
-    check_flag,
-    check_number,
-    check_positive,
-)
+from jaxkv._src.internal.checks import check_count, check_flag, check_number
 from jaxkv._src.internal.numbers import INT32_MAX, MAX_SAMPLES
 from jaxkv._src.prefixes import as_tokens
 
+MOST = {"n": MAX_SAMPLES, "top_k": INT32_MAX, "max_tokens": INT32_MAX, "seed": 2**32 - 1}
 SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in f32
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -59,13 +54,14 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(n=self.n)
-        check_at_most(MAX_SAMPLES, n=self.n)
-        for name in ("top_k", "max_tokens"):
-            most = getattr(self, name)
-            if isinstance(most, int) and not 1 <= most <= INT32_MAX:
-                raise ValueError(f"{name}={most} must be in 1..{INT32_MAX}; None means no limit")
-            check_positive(**{name: 1 if most is None else most})
+        for name, most in MOST.items():
+            number, least = getattr(self, name), 0 if name == "seed" else 1
+            if number is None and name != "n":
+                continue
+            check_count(**{name: number})
+            if not least <= number <= most:
+                remedy = "; None means no limit" if name in ("top_k", "max_tokens") else ""
+                raise ValueError(f"{name}={number} must be in {least}..{most}{remedy}")
         check_flag(logprobs=self.logprobs)
         check_number(temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
         if self.temperature != 0 and not SMALLEST <= self.temperature <= LARGEST:
@@ -76,9 +72,6 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} must be from {SMALLEST} to 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1")
-        if self.seed is not None:
-            check_count(seed=self.seed)
-            check_at_most(2**32 - 1, seed=self.seed)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} samples at temperature=0 are all the same; set a temperature, or n=1"

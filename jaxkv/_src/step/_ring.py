@@ -26,8 +26,8 @@ class UploadRing:
     copies page-locked memory by itself, as part of the step. A buffer is packed again only after
     the steps that took it have finished.
 
-    jax compiles a step anew for uploads of a ring; ``manager.step(shape, {}, ring=ring)`` returns
-    one without requests, to compile with before serving. Donate the cache and not the upload.
+    jax compiles a step anew for uploads of a ring; ``shape.idle(ring)`` returns one without
+    requests, to compile with before serving. Donate the cache and not the upload.
 
     For steps on one device. Not thread-safe; one scheduler owns it.
     """

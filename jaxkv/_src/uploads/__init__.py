@@ -10,11 +10,12 @@ from jaxkv._src.uploads._format import (
     write_copies,
 )
 from jaxkv._src.uploads._pack import TableEntry, list_entries, pack_step
-from jaxkv._src.uploads._shape import StepShape, Upload
+from jaxkv._src.uploads._shape import Ring, StepShape, Upload
 
 __all__ = [
     "Batch",
     "Ints",
+    "Ring",
     "StepShape",
     "TableEntry",
     "Upload",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -209,9 +209,15 @@ class StepShape:
         """Offsets of a step's integers in its upload."""
         return UploadFormat(self)
 
-    def idle(self) -> "Upload":
-        """Returns the upload of a step without requests, to compile a step before serving."""
-        return Upload(data=self.format.padding.copy(), shape=self)
+    def idle(self, ring: "Ring | None" = None) -> "Upload":
+        """Returns the upload of a step without requests, to compile a step before serving.
+
+        It has no number, so that it need not run.
+        """
+        if ring is None:
+            return Upload(data=self.format.padding.copy(), shape=self)
+        ring.buffer(self)[:] = self.format.padding
+        return Upload(data=ring.seal(), shape=self)
 
     def check_made_for(self, owner: str, **tables: object) -> None:
         """Raises ValueError unless the shape was made for given tables.
@@ -249,6 +255,18 @@ class StepShape:
 
     def __hash__(self) -> int:  # cached: jit hashes the shape at every dispatch
         return self._hash
+
+
+class Ring(Protocol):
+    """A source of upload buffers, such as `jaxkv.UploadRing`."""
+
+    def buffer(self, shape: StepShape) -> np.ndarray:
+        """Returns int32[shape.format.size] to write a step into."""
+        ...
+
+    def seal(self) -> Any:
+        """Returns the buffer that was handed out last, as the array that a step reads."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
