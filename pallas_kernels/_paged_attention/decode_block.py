@@ -130,7 +130,9 @@ class DecodeScratch(NamedTuple):
             query=tiled((shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
-                plgpu.SMEM((STAGED, width), out) for _, width in rule.windows if out is not None
+                tiled((STAGED, width), out, rule.value_width, rows=1)
+                for _, width in rule.windows
+                if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
             query_full=plgpu.Barrier(),
