@@ -24,7 +24,6 @@ from pallas_kernels._paged_attention.decode_block import (
     COLUMNS,
     SCALE,
     SINKS,
-    STAGED,
     STAGES,
     VALUE_SCALE,
     DecodeOperands,
@@ -184,9 +183,9 @@ class _Decoder(DecodeSteps):
         total, scale = running.total.sum(axis=0), numbers[self.head, VALUE_SCALE]
         weight, lse = pieces.normalize(running.highest, total, sinks, scale)
         store(outputs.lse.at[part.index, self.head], lse)
-        for first_row in range(0, self.shape.rows, STAGED):
+        for first_row in range(0, self.shape.rows, self.shape.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before is read
-            rows = slice(first_row, first_row + STAGED)
+            rows = slice(first_row, first_row + self.shape.staged)
             for staged, out in zip(self.smem.staged, running.out, strict=True):
                 scaled = out * lax.broadcast_in_dim(weight, out.shape, [1])
                 store(staged.T, scaled[:, rows].astype(staged.dtype))
@@ -195,19 +194,19 @@ class _Decoder(DecodeSteps):
 
     def _write_rows(self, index: Array, out: Any, first_row: int) -> None:
         """Writes the staged rows that are queries of a tile to their tokens and heads."""
-        group, tiles = self.rule.group, self.operands.tiles
+        group, staged, tiles = self.rule.group, self.shape.staged, self.operands.tiles
         # Loaded again, to have more registers before.
         first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
 
-        together = math.gcd(group, STAGED)
+        together = math.gcd(group, staged)
 
-        @pl.loop(0, lax.min(count * group - first_row, STAGED), step=together)
+        @pl.loop(0, lax.min(count * group - first_row, staged), step=together)
         def _(row: Array) -> None:
             token, head = lax.div(first_row + row, group), lax.rem(first_row + row, group)
             place = first_token + token, pl.ds(self.head * group + head, together)
             rows = pl.ds(row, together)
-            for (first, width), staged in zip(self.rule.windows, self.smem.staged, strict=True):
-                plgpu.copy_smem_to_gmem(staged.at[rows], out.at[(*place, pl.ds(first, width))])
+            for (first, width), source in zip(self.rule.windows, self.smem.staged, strict=True):
+                plgpu.copy_smem_to_gmem(source.at[rows], out.at[(*place, pl.ds(first, width))])
 
     def _store(self, number: Array, running: RunningSoftmax) -> None:
         """Stores the results of a segment."""

@@ -16,7 +16,6 @@ from pallas_kernels._paged_attention.tiles import AttentionRule
 SMEM_PER_SM = 227 * 1024
 BYTES_AHEAD = 128 * 1024  # in flight per SM; with more, thread blocks slow each other down
 STAGES = 2  # steps that a thread block loads ahead
-STAGED = 8  # rows of the output that are written at once
 SCALE, VALUE_SCALE, SINKS = range(3)  # columns of the numbers of a KV head
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector with one number per column
 
@@ -40,6 +39,11 @@ class DecodeShape(NamedTuple):
         return self.page.itemsize == 1
 
     @property
+    def staged(self) -> int:
+        """Returns the rows of the output that are written at once; few where memory is short."""
+        return 8 if self.widens else math.gcd(self.rows, 32)
+
+    @property
     def is_small(self) -> bool:
         """Returns whether a thread has registers for the keys and the values of a step at once."""
         return self.rows == 8
@@ -53,7 +57,7 @@ class DecodeShape(NamedTuple):
         if self.widens:
             used += STEP * rule.value_width * 2
         else:
-            used += STAGED * (rule.value_width + STEP) * rule.out_dtype.itemsize
+            used += self.staged * (rule.value_width + STEP) * rule.out_dtype.itemsize
         has_room = self.rows <= 16 and (self.widens or rule.value_width <= 64)
         by_registers = 4 if self.is_small and not self.widens else 3 if has_room else 2
         return max(1, min(by_registers, SMEM_PER_SM // used, BYTES_AHEAD // ahead))
@@ -130,7 +134,9 @@ class DecodeScratch(NamedTuple):
             query=tiled((shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
-                plgpu.SMEM((STAGED, width), out) for _, width in rule.windows if out is not None
+                tiled((shape.staged, width), out, rule.value_width, rows=1)
+                for _, width in rule.windows
+                if out is not None
             ],
             loaded_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=shape.steps.granules),
             query_full=plgpu.Barrier(),

@@ -76,10 +76,16 @@ def add_columns(total: Array, weights: Array) -> Array:
     """Returns [rows, 8] plus the columns of [rows, n], column i to column i % 8.
 
     Each thread adds its own numbers, while sums of rows would need those of other threads.
+
+    Args:
+      weights: n is 8 times a power of 2.
     """
-    for column in range(0, weights.shape[1], 8):
-        total += lax.slice(weights, (0, column), (weights.shape[0], column + 8))
-    return total
+    rows, width = weights.shape
+    while width > 8:
+        width //= 2
+        left = lax.slice(weights, (0, 0), (rows, width))
+        weights = left + lax.slice(weights, (0, width), (rows, 2 * width))
+    return total + weights
 
 
 class Steps(NamedTuple):

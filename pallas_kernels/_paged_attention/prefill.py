@@ -288,7 +288,7 @@ class _Prefiller:
         @pl.when(self.warpgroup < WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(self.shape.registers[0], action="increase")
-            pl.when(self._is_item(0))(lambda: self._load_queries(0))
+            self._load_queries(0)
             self._each_item(self._compute)
             plgpu.wait_smem_to_gmem(0)
 
@@ -301,14 +301,14 @@ class _Prefiller:
         """Calls ``do(turn, item)`` for every item of this thread block."""
 
         def one(turn: Array, steps_before: Array) -> Array:
-            index, head = self._place(turn)
+            is_item, index, head = self._place(turn)
             tile = PrefillTile.load(self.arrays.tiles, index)
             kv_head = lax.div(head, self.rule.group)
             first_row, column = self.steps.head(tile.first_row, kv_head)
             # Loaded early to hide the latency.
             numbers = [self.arrays.numbers[head, column] for column in range(3)]
             item = _Item(tile, head, first_row, column, steps_before, *numbers)
-            pl.when(self._is_item(turn))(lambda: do(turn, item))
+            pl.when(is_item)(lambda: do(turn, item))
             return item.steps_until(tile.last_step)
 
         lax.fori_loop(0, self.num_rounds, one, jnp.int32(0))
@@ -319,12 +319,14 @@ class _Prefiller:
         is_even = lax.rem(jnp.asarray(turn, jnp.int32), 2) == 0
         return turn * self.num_blocks + lax.select(is_even, self.block, back)
 
-    def _is_item(self, turn: Array | int) -> Array:
-        return self._number(turn) < self.num_items
+    def _place(self, turn: Array | int) -> tuple[Array, Array, Array]:
+        """Returns whether there is an item, its row of the tiles, and its head.
 
-    def _place(self, turn: Array | int) -> tuple[Array, Array]:
-        """Returns the row of the tile, and the head, of an item; past the last, of the last."""
-        number = lax.max(lax.min(self._number(turn), self.num_items - 1), 0)
+        Past the last item, row and head are those of the last.
+        """
+        number = self._number(turn)
+        is_item = number < self.num_items
+        number = lax.max(lax.min(number, self.num_items - 1), 0)
         heads = self.heads_together * self.rule.group
         of_section = lax.max(self.num_tiles * heads, 1)
         section, within = lax.div(number, of_section), lax.rem(number, of_section)
@@ -334,7 +336,7 @@ class _Prefiller:
         index = lax.div(within, heads)
         index = lax.select(is_back, lax.max(self.num_tiles - 1 - index, 0), index)
         head = section * heads + lax.rem(within, heads)
-        return index, head
+        return is_item, index, head
 
     # --- the last warpgroup: loads ------------------------------------------------
 
@@ -348,18 +350,14 @@ class _Prefiller:
             stage = self._reuse(item, step, part)
             self._fetch(places, part.columns, part.wide, part.full.at[stage], stage)
 
-        places = self._locate(item, first)
-        fetch(places, first, keys)
-
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
             places = self._locate(item, step)
-            fetch(places, step, keys)
-            fetch(before, step - 1, values)
+            pl.when(step < last)(lambda: fetch(places, step, keys))
+            pl.when(step > first)(lambda: fetch(before, step - 1, values))
             return places
 
-        places = lax.fori_loop(first + 1, last, load, places)
-        fetch(places, last - 1, values)
+        lax.fori_loop(first, last + 1, load, [jnp.int32(0)] * self.steps.granules)
 
     def _load_and_widen(self, turn: Array, item: _Item) -> None:
         """Loads 8-bit keys and values, and widens them to 16 bits for the other warpgroups."""
@@ -439,12 +437,15 @@ class _Prefiller:
     # --- the other warpgroups: attention ------------------------------------------
 
     def _load_queries(self, turn: Array | int) -> None:
-        """Starts loading the queries of an item."""
-        index, head = self._place(turn)
-        octet = self._octet(PrefillTile.load_one(self.arrays.tiles, index, "octet"))
-        source = self.queries.at[pl.ds(octet * 8, ROWS), head]
-        target = self.smem.query.at[self.warpgroup]
-        plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
+        """Starts loading the queries of an item, if there is one."""
+        is_item, index, head = self._place(turn)
+
+        @pl.when(is_item)
+        def _() -> None:
+            octet = self._octet(PrefillTile.load_one(self.arrays.tiles, index, "octet"))
+            source = self.queries.at[pl.ds(octet * 8, ROWS), head]
+            target = self.smem.query.at[self.warpgroup]
+            plgpu.copy_gmem_to_smem(source, target, self.smem.query_full.at[self.warpgroup])
 
     def _octet(self, first: Array) -> Array:
         """Returns the first row of this warpgroup, given that of the tile, in multiples of 8.
@@ -462,7 +463,7 @@ class _Prefiller:
 
     def _pass(self, turn: Array, item: _Item) -> None:
         """Gives back the stages of an item, in which this warpgroup has no rows."""
-        pl.when(self._is_item(turn + 1))(lambda: self._load_queries(turn + 1))
+        self._load_queries(turn + 1)
 
         @pl.loop(item.tile.first_step, item.tile.last_step)
         def _(step: Array) -> None:
@@ -477,7 +478,7 @@ class _Prefiller:
         shift = (octet - tile.octet) * 8  # of this warpgroup's first row, in rows of the tile
         running = self._attend(item, tile.position + shift)
         plgpu.commit_smem()  # a barrier: all warps have read the queries
-        pl.when(self._is_item(turn + 1))(lambda: self._load_queries(turn + 1))
+        self._load_queries(turn + 1)
         stage = self._value_stage(item, tile.last_step - 1)
         out = self._add_product(running, stage)
         plgpu.barrier_arrive(self.smem.values_free.at[stage])

@@ -67,7 +67,7 @@ def group_of(index: Array, ends: Array) -> Array:
     # A comparison with every end: a binary search would be a loop on the device. XLA fuses a few
     # of them into what uses the groups, and reduces many in a kernel of its own.
     if ends.size <= FEW_ENDS:
-        passed = [jnp.where(index >= ends[i], jnp.int32(1), jnp.int32(0)) for i in range(ends.size)]
+        passed = [(index >= end).astype(jnp.int32) for end in ends]
         return functools.reduce(operator.add, passed, jnp.zeros_like(index))
     ends = ends.reshape(*[1] * index.ndim, -1)
     return (index[..., None] >= ends).sum(axis=-1, dtype=jnp.int32)
