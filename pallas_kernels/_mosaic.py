@@ -74,16 +74,15 @@ def written(ref: jax.Ref) -> Array:
     return lax.optimization_barrier(jax.freeze(ref))
 
 
-def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0, rows: int = 8) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any, align: int = 0) -> Any:
     """Returns shared memory in the layout that wgmma and TMA need.
 
     Args:
       align: slices of columns begin at multiples of this many elements; 0: columns are not sliced.
-      rows: slices of rows begin at multiples of this many; wgmma needs 8.
     """
     item = jnp.dtype(dtype).itemsize
     swizzle = math.gcd(128, (align or shape[-1]) * item)
-    transforms = plgpu.TilingTransform((rows, swizzle // item)), plgpu.SwizzleTransform(swizzle)
+    transforms = plgpu.TilingTransform((8, swizzle // item)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._mosaic import call_unfused, store, tiled
+from pallas_kernels._mosaic import call_unfused, store
 from pallas_kernels._paged_attention.decode_block import COLUMNS, SINKS, VALUE_SCALE, Outputs
 from pallas_kernels._paged_attention.pieces import PartialSoftmax, add_up, normalize
 from pallas_kernels._paged_attention.tasks import Link, Tile
@@ -93,7 +93,7 @@ def combine(
         kernel_name="paged_attention_combine",
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=[_Scratch.of(rule, split, outputs.out.dtype)],
+        scratch_types=[_Scratch.of(split, outputs.out.dtype)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     call_unfused(call, [tiles, numbers, *parts], outputs)
@@ -137,13 +137,13 @@ class _Scratch(NamedTuple):
     arrived: Any
 
     @classmethod
-    def of(cls, rule: AttentionRule, split: _Split, dtype: Any) -> Self:
+    def of(cls, split: _Split, dtype: Any) -> Self:
         """Returns the types for a kernel."""
         warpgroups, width, _ = split
         of_rows = plgpu.SMEM((warpgroups, ROWS), jnp.float32)
         of_values = plgpu.SMEM((warpgroups, width, ROWS), jnp.float32)
         return cls(
-            staged=tiled((ROWS, width), dtype, rule.value_width, rows=1),
+            staged=plgpu.SMEM((ROWS, width), dtype),
             parts=PartialSoftmax(of_values, of_rows, of_rows) if warpgroups > 1 else None,
             arrived=plgpu.Barrier(num_arrivals=warpgroups) if warpgroups > 1 else None,
         )

@@ -134,7 +134,7 @@ class DecodeScratch(NamedTuple):
             query=tiled((shape.rows, rule.key_width), shape.compute, align),
             weights=tiled((shape.rows, STEP), shape.compute, math.gcd(align, STEP)),
             staged=[
-                tiled((shape.staged, width), out, rule.value_width, rows=1)
+                plgpu.SMEM((shape.staged, width), out)
                 for _, width in rule.windows
                 if out is not None
             ],
