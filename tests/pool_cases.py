@@ -120,10 +120,11 @@ def packed(num_blocks: int = BLOCKS) -> Plan:
 
 @functools.cache
 def every_dtype(num_blocks: int = BLOCKS) -> Plan:
-    """A layer of each dtype, in pages of three sizes; and a page of a fourth, padded."""
-    names = ("fp8_e4m3", "fp8_e5m2", "int8", "bf16", "f16", "f32")
+    """A layer of each dtype, in pages of three sizes; one in twice its page, one in a fourth."""
+    names = ("f32", "fp8_e4m3", "fp8_e5m2", "int8", "bf16", "f16")
     layers = {name: attention(head_size_v=2, dtype=name) for name in names}
-    layers["padded"] = attention(head_size_v=2, dtype="fp8", page_bytes_padded=56)
+    for padded in (96, 56):  # the first is in one buffer with those of two bytes
+        layers[f"in {padded}"] = attention(head_size_v=2, dtype="fp8", page_bytes_padded=padded)
     return planned(layers, num_blocks)
 
 

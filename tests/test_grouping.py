@@ -250,9 +250,38 @@ def test_a_group_reserves_the_sinks_of_any_of_its_layers() -> None:
     assert plan_of({"a": sliding(), "b": sliding(sink_tokens=17)}).reserved_blocks == 1 + 2
 
 
-def test_an_unknown_grouping_is_refused() -> None:
-    with pytest.raises(ValueError, match="grouping='best'; use one of 'auto', 'rule'"):
-        make_groups({"a": full()}, grouping="best")  # pyrefly: ignore[bad-argument-type]
+HEADS = st.integers(1, 5)
+
+
+@given(
+    full_heads=st.lists(HEADS, min_size=1, max_size=2),
+    window_heads=st.lists(HEADS, min_size=3, max_size=8),
+)
+def test_packed_windows_are_in_the_fewest_groups_no_wider_than_what_keeps_all_tokens(
+    full_heads, window_heads
+) -> None:
+    layers = by_name([full(num_kv_heads=heads) for heads in full_heads])
+    windows = {f"w{i}": sliding(num_kv_heads=heads) for i, heads in enumerate(window_heads)}
+    whole, *others = make_groups(layers | windows, grouping="packed")
+    assert whole.layers == tuple(layers)
+    pages = [spec.page_bytes for spec in windows.values()]
+    limit = max(whole.page_bytes, *pages)
+    assert all(group.page_bytes <= limit for group in others)
+    fewer = len(others) - 1
+    assert not fewer or max(sum(pages[i::fewer]) for i in range(fewer)) > limit
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        ({"a": full()}, {"grouping": "best"}, "grouping='best'; use one of 'auto', 'rule'"),
+        ([full()], {}, "layers must be a mapping from names to specs, got list"),
+        ({"a": full(), "b": "full"}, {}, r"layers\['b'\] must be a LayerSpec, got str"),
+    ],
+)
+def test_what_makes_no_groups_is_refused_by_name(layers, options, message) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_groups(layers, **options)
 
 
 def plan_of(layers: Layers, **options: object) -> Plan:

@@ -410,6 +410,17 @@ def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
     assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
 
 
+def test_kinds_and_indices_of_lfm2_agree_where_a_file_has_both() -> None:
+    config = {**SIZES, "model_type": "lfm2", "num_hidden_layers": 3, "conv_L_cache": 3}
+    config |= {"torch_dtype": "bfloat16"}
+    kinds, indices = ["conv", "full_attention", "conv"], {"full_attn_idxs": [1]}
+    layers = layers_from_config(config | {"layer_types": kinds})
+    assert layers == layers_from_config(config | indices)
+    assert layers == layers_from_config(config | indices | {"layer_types": kinds})
+    with pytest.raises(ValueError, match=r"full_attn_idxs=.* contradicts layer_types"):
+        layers_from_config(config | indices | {"layer_types": sorted(kinds)})
+
+
 @pytest.mark.parametrize(
     ("attn_type", "heads"),
     [("multihead_attention", 8), ("multiquery_attention", 1), ("grouped_query_attention", 2)],
@@ -421,11 +432,22 @@ def test_mpt_shares_heads_by_its_attn_config(attn_type: str, heads: int) -> None
     assert {spec.num_kv_heads for _, spec in attention(layers)} == {heads}
 
 
-def test_a_field_under_two_names_must_have_one_value() -> None:
-    config = PUBLISHED["GPT-2"]
-    assert layers_from_config({**config, "num_hidden_layers": 12}) == layers_from_config(config)
-    with pytest.raises(ValueError, match=r"n_layer=12 .* contradicts num_hidden_layers=13"):
-        layers_from_config({**config, "num_hidden_layers": 13})
+@pytest.mark.parametrize(
+    ("config", "own", "usual", "other"),
+    [
+        (PUBLISHED["GPT-2"], "n_layer", "num_hidden_layers", 13),
+        (load_config("granite-4.0-h-tiny"), "layers_block_type", "layer_types", ["mamba"] * 40),
+    ],
+    ids=["GPT-2", "Granite"],
+)
+def test_a_field_under_two_names_must_have_one_value(config, own, usual, other) -> None:
+    value = config.get(own, config.get(usual))
+    fields = {name: config[name] for name in config if name not in (own, usual)}
+    layers = layers_from_config(config)
+    for names in ([own], [usual], [own, usual]):
+        assert layers_from_config(fields | dict.fromkeys(names, value)) == layers
+    with pytest.raises(ValueError, match=f"{own}=.* contradicts {usual}="):
+        layers_from_config(fields | {own: value, usual: other})
 
 
 @pytest.mark.parametrize("key", ["7", "-1", "x"])

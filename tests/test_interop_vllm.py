@@ -354,7 +354,8 @@ def test_uploads_of_any_size_bring_the_tables_to_the_device(room) -> None:
     apply = jax.jit(lambda cache, upload: jaxkv.apply_step(cache, upload), donate_argnums=0)
     most = 0
     for step in trace["steps"]:
-        uploads = tables.pack(shape, step["output"])
+        uploads = tables.pack(shape, step["output"], extra=[7, 8])
+        assert uploads[-1].parts()["extra"][:2].tolist() == [7, 8]
         most = max(most, len(uploads))
         for upload in uploads:
             cache, batch = apply(cache, upload)

@@ -796,7 +796,13 @@ def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message
 )
 def test_descriptions_that_cannot_be_are_refused_by_name(changes, message) -> None:
     good = LayerView(
-        axes="BNC", shape=(4, 4, 1), strides_bytes=(8, 2, 2), dtype="bfloat16", num_blocks=2
+        axes="BNC",
+        shape=(4, 4, 1),
+        strides_bytes=(8, 2, 2),
+        dtype="bfloat16",
+        num_blocks=2,
+        offset_bytes=0,
+        key_elements=None,
     )
     assert good.whole_blocks().shape == (2, 8, 1)
     gaps = dataclasses.replace(good, strides_bytes=(16, 2, 2))

@@ -308,6 +308,8 @@ def test_widths_follow_requests_pool_and_window() -> None:
     assert width() == 4 * PAGES  # of 5 requests only 4 fit into a group
     assert width(num_pages=4) == 4 * 3  # four requests may see the same three pages
     assert width(num_pages=4, pages_are_shared=False) == 3
+    assert width(pages_are_shared=False) == 4 * PAGES  # less than the layer's
+    assert width(num_pages=2) == 4  # the fewest: one page, which all may see
     assert dataclasses.replace(SIZES, num_pages=4).block_mask_width == 3
     assert width(sliding_window=1) == 4  # each token sees one page
     assert width(sliding_window=2) == 4 * 2
@@ -489,6 +491,7 @@ def test_a_malformed_batch_lists_nothing(sizes, query_start_loc, computed) -> No
     assert flags_of(tables, sizes) == [BAD_BATCH] * 2
     lists = make_lists(tables, sizes=sizes)
     assert not lists.counts.any() and (lists.token_requests == -1).all()
+    assert not lists.seq_lens.any()
     with pytest.raises(PageListError, match="query_start_loc that decreases"):
         jaxkv.check_errors(lists)
 

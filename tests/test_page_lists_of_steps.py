@@ -334,15 +334,19 @@ def test_a_period_names_a_layer_of_the_group() -> None:
                 jaxkv.check_errors(made)
 
 
-def test_without_a_causal_mask_every_group_lists_whole_requests() -> None:
+@pytest.mark.parametrize("build", [build_page_lists, build_page_csr])
+def test_without_a_causal_mask_every_group_lists_whole_requests(build) -> None:
     cache, batch = running()
-    lists = build_page_lists(cache, "full.0", batch, q_block_tokens=GROUP_TOKENS, causal=False)
-    jaxkv.check_errors(lists)
+    options = {"q_block_tokens": GROUP_TOKENS, "causal": False, "pages_are_shared": False}
+    made = build(cache, "full.0", batch, **options)
+    jaxkv.check_errors(made)
+    assert made.sizes == page_list_sizes(cache, "full.0", SHAPE, **options)
     # Tokens 5..9 of a, then 7..13 of b: 3 and 4 pages of 4 tokens.
-    assert lists.counts.tolist() == [3, 4, 4, 0]
+    counts = made.counts if build is build_page_lists else np.diff(made.offsets)
+    assert counts.tolist() == [3, 4, 4, 0]
     for layer in ("window.0", "chunk.0"):
         with pytest.raises(ValueError, match="needs causal=True"):
-            build_page_lists(cache, layer, batch, q_block_tokens=GROUP_TOKENS, causal=False)
+            build(cache, layer, batch, **options)
 
 
 def test_a_page_of_two_requests_is_a_pair_of_each_and_once_in_a_block_mask() -> None:

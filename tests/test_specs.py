@@ -4,6 +4,7 @@
 columns is compared with what follows from it, for every step that a small request can take.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,9 @@ from jaxkv._src.specs import (
 from tests.layer_examples import chunked, cross, full, mla, sliding, state
 
 INT32_MAX = 2**31 - 1  # no window, no chunks
+sliding_mla = functools.partial(
+    SlidingWindowMLASpec, block_size=64, head_size=8, sliding_window=128
+)
 
 # --- bytes ------------------------------------------------------------------------
 
@@ -55,7 +59,7 @@ INT32_MAX = 2**31 - 1  # no window, no chunks
             mla(block_size=256, compress_ratio=128, bytes_per_token=584, page_alignment_bytes=576),
             1728,
         ),
-        (SlidingWindowMLASpec(block_size=64, head_size=512, sliding_window=128), 64 * 512 * 2),
+        (sliding_mla(head_size=512), 64 * 512 * 2),
         (state(), 3 * 8 * 2 + 2 * 4 * 4),
         (state(block_size=999), 3 * 8 * 2 + 2 * 4 * 4),
         (state(page_bytes_padded=4096), 4096),
@@ -318,7 +322,7 @@ def test_admission_charges_the_blocks_counted_by_hand(
 
 
 def test_layers_that_need_the_same_blocks_have_equal_growth_whatever_they_store() -> None:
-    latent = SlidingWindowMLASpec(block_size=16, head_size=8, sliding_window=6)
+    latent = sliding_mla(block_size=16, sliding_window=6)
     assert sliding().growth == sliding(num_kv_heads=9, dtype="fp8").growth == latent.growth
     assert full().growth == mla(block_size=16).growth != full(sink_tokens=1).growth
     assert state().growth == state(dtypes=("f32", "f32")).growth != full().growth
@@ -331,6 +335,7 @@ BAD_SPECS: list[tuple[str, Callable[[], object]]] = [
     ("block_size", lambda: state(block_size=16.0)),
     ("block_size", lambda: mla(block_size=6, compress_ratio=4)),
     ("page_alignment_bytes", lambda: full(page_alignment_bytes=0)),
+    ("page_alignment_bytes", lambda: mla(page_alignment_bytes=0)),
     ("num_kv_heads", lambda: full(num_kv_heads=0)),
     ("num_kv_heads", lambda: sliding(num_kv_heads=True)),
     ("head_size", lambda: cross(head_size=-1)),
@@ -343,14 +348,13 @@ BAD_SPECS: list[tuple[str, Callable[[], object]]] = [
     ("dtype", lambda: full(dtype=np.float64)),
     ("dtype", lambda: full(dtype=None)),
     ("dtype", lambda: mla(dtype=2)),
-    ("page_bytes_padded", lambda: full(page_bytes_padded=1023)),
-    ("page_bytes_padded", lambda: full(page_bytes_padded="2048")),
-    ("page_bytes_padded", lambda: state(page_bytes_padded=4096.0)),
-    ("sliding_window", lambda: sliding(window=0)),
-    (
-        "sliding_window",
-        lambda: SlidingWindowMLASpec(block_size=1, head_size=1, sliding_window=0),
+    *(
+        ("page_bytes_padded", functools.partial(make, page_bytes_padded=padded))
+        for make in (full, sliding, chunked, cross, mla, sliding_mla, state)
+        for padded in (63, 0, "9999", 9999.0)
     ),
+    ("sliding_window", lambda: sliding(window=0)),
+    ("sliding_window", lambda: sliding_mla(sliding_window=0)),
     ("chunk_size", lambda: chunked(chunk=0)),
     ("bytes_per_token", lambda: mla(bytes_per_token=0)),
     ("compress_ratio", lambda: mla(compress_ratio=0)),

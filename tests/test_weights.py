@@ -139,6 +139,57 @@ def test_the_parameters_are_those_of_the_model_classes() -> None:
     assert not off
 
 
+LATENT = {"kv_lora_rank": 5, "qk_rope_head_dim": 4, "qk_nope_head_dim": 11, "v_head_dim": 13}
+LATENT |= {"first_k_dense_replace": 1, "n_routed_experts": 0}
+AFTER_QUERIES = 7 * (5 + 4) + 5 * 3 * (11 + 13) + 3 * 13 * 7
+LOW_RANK = 7 * 17 + 17 * 3 * (11 + 4)
+MIXERS: dict[str, tuple[dict[str, Any], int]] = {  # of one layer, 7 wide, of 3 heads
+    "deepseek_v2": ({**LATENT, "q_lora_rank": None}, 7 * 3 * (11 + 4) + AFTER_QUERIES),
+    "deepseek_v3": ({**LATENT, "q_lora_rank": 17}, LOW_RANK + AFTER_QUERIES),
+    "deepseek_v32": (
+        {**LATENT, "q_lora_rank": 17, "index_n_heads": 2, "index_head_dim": 19},
+        LOW_RANK + AFTER_QUERIES + 17 * 2 * 19 + 7 * 19 + 7 * 2,
+    ),
+    "mamba": (
+        {"state_size": 5, "conv_kernel": 4, "time_step_rank": 3, "intermediate_size": 14},
+        7 * 2 * 14 + 14 * 4 + 14 * (3 + 2 * 5) + 3 * 14 + 14 * 5 + 14 * 7,
+    ),
+    "mamba2": (
+        {"state_size": 5, "conv_kernel": 4, "num_heads": 2, "head_dim": 7, "n_groups": 1},
+        7 * (2 * 14 + 2 * 5 + 2) + (14 + 2 * 5) * 4 + 14 * 7,
+    ),
+    "qwen3_next": (
+        {
+            **{"linear_num_key_heads": 2, "linear_key_head_dim": 3, "linear_conv_kernel_dim": 4},
+            **{"linear_num_value_heads": 4, "linear_value_head_dim": 5, "num_experts": 0},
+            **{"layer_types": ["linear_attention"], "num_key_value_heads": 3, "head_dim": 8},
+        },
+        7 * (2 * 6 + 2 * 20) + 7 * 2 * 4 + (2 * 6 + 20) * 4 + 20 * 7,
+    ),
+    "lfm2": ({"conv_L_cache": 3, "full_attn_idxs": []}, 3 * 7 * 7 + 7 * 7 + 7 * 3),
+}
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_the_matrices_of_a_mixer_are_those_counted_by_hand(model_type: str) -> None:
+    fields, parameters = MIXERS[model_type]
+    config = {"hidden_size": 7, "num_hidden_layers": 1, "num_attention_heads": 3, "expand": 2}
+    config |= {"vocab_size": 0, "intermediate_size": 0, "max_position_embeddings": 64}
+    counted = count_weights(config | fields | {"model_type": model_type})
+    assert counted.parameters == parameters
+
+
+def test_towers_keep_their_dtype_where_the_layers_are_quantised() -> None:
+    def saved_bytes(config: dict[str, Any]) -> int:
+        quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+        return count_weights(config).num_bytes - count_weights(quantised).num_bytes
+
+    wrappers = [m["config"] for m in GOLDEN["models"] if "vision_config" in m["config"]]
+    assert len(wrappers) > 20
+    for config in wrappers:
+        assert saved_bytes(config) == saved_bytes(config | {"vision_config": None}), config
+
+
 def by_hand(linear: float, other: float) -> int:
     """The bytes of `LLAMA` with so many for each element of its layers, and of all else."""
     attention = 256 * (256 + 128 + 128 + 256)
@@ -152,7 +203,7 @@ def by_hand(linear: float, other: float) -> int:
         (AWQ, 0.5 + 2.5 / 128, 2),  # a 16-bit scale and a 4-bit zero for each 128
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, 1 + 3 / 128, 2),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64}, 0.5 + 2.5 / 64, 2),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2, 2),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, 1 + 4 / (64 * 128), 2),
         ({"quant_method": "mxfp4"}, 2, 2),  # experts alone
         (
             {

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import SharedPrefixes, _capability, paged_attention
+from pallas_kernels._paged_attention import shared as shared_tiles
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels.test_attention_tasks import batches, rule_of
 from tests.kernels.test_paged_attention import (
     PACKED,
     Arguments,
@@ -121,6 +123,36 @@ def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
     check(case, data.draw(forests(case)), "xla")
 
 
+def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkeypatch) -> None:
+    monkeypatch.setattr(shared_tiles, "tile_size", lambda _: 2)
+    rule, batch = rule_of("all keys"), 9
+    given = next(batches(rule, each_one=True))._replace(block_tables=np.zeros((batch, 4)))
+
+    @jax.jit
+    def tile(lens, *shared):
+        arrays = given._replace(seq_lens=lens)
+        return shared_tiles.tile_shared(arrays, rule, SharedPrefixes(*shared))
+
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        cuts = np.sort(rng.integers(0, batch + 1, GROUPS))  # groups without members, too
+        members, lens = rng.permutation(batch), rng.integers(0, 4 * STEP, batch)
+        tokens = rng.integers(0, 4 * STEP, GROUPS)
+        padded = np.where(np.arange(batch) < cuts[-1], members, -1)
+        found = jax.tree.map(np.asarray, tile(*map(as_ids, (lens, padded, cuts, tokens))))
+        places = {}
+        for group, of_group in enumerate(np.split(members, cuts)[:-1]):
+            shared = max(0, min([tokens[group], *lens[of_group] - 1])) // STEP * STEP
+            for member in of_group.tolist() if shared else ():
+                at = places[member] = int(found.of_request[member]), int(found.slots[member])
+                assert found.requests[at] == member and at[1] < found.tiles.counts[at[0]]
+                assert found.tiles.requests[at[0]] == of_group[0]
+                assert found.lens[member] == found.tiles.ends[at[0]] == shared
+        assert found.tiles.counts.sum() == len({*places.values()}) == len(places)
+        alone = [request for request in range(batch) if request not in places]
+        assert (found.of_request[as_ids(alone)] == -1).all() and not found.lens[as_ids(alone)].any()
+
+
 LATENT = Case(
     *(8, 1, 192, 128), batch=3, width=7, page_tokens=32, latent=True, sinks=True, scaled=True
 )
@@ -134,11 +166,10 @@ FOREST = Forest([200, 0, 195, 199], [[3, 0, 2], [1]], [194, 0], seed=1)
 def small_gpu(monkeypatch) -> None:
     """A GPU of few thread blocks, and tiles of few requests."""
     from pallas_kernels import _mosaic
-    from pallas_kernels._paged_attention import shared
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
-    monkeypatch.setattr(shared, "tile_size", lambda _: 2)
+    monkeypatch.setattr(shared_tiles, "tile_size", lambda _: 2)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")

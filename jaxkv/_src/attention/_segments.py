@@ -171,7 +171,6 @@ def list_pairs(
 def _pairs_at(batch: Requests, segments: Segments, index: Array, wanted: Array) -> Pairs:
     """Returns the pairs of the batch at these indices, padding where not ``wanted``."""
     segment = jnp.searchsorted(segments.page_ends, index, side="right", method="scan_unrolled")
-    segment = jnp.where(wanted, segment, 0)
     # Logical page minus index is the same for all pairs of a segment: one gather, not two.
     shift = segments.first_pages - (segments.page_ends - segments.counts)
     requests = jnp.where(wanted, take(segments.requests, segment), -1)

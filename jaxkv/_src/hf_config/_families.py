@@ -232,7 +232,10 @@ STATES: Mapping[str, Family] = {
     **_each("mamba falcon_mamba", Family(read=_mamba.mamba)),
     "mamba2": Family(read=_mamba.mamba2),
     "jamba": Family(read=_mamba.jamba),
-    **_each("bamba granitemoehybrid", Family(read=_mamba.granite_hybrid)),
+    "bamba": Family(read=_mamba.granite_hybrid),
+    "granitemoehybrid": Family(
+        read=_mamba.granite_hybrid, names={"layers_block_type": "layer_types"}
+    ),
     "falcon_h1": Family(read=_mamba.falcon_h1),
     "nemotron_h": Family(read=_mamba.nemotron_h),
     "zamba": Family(read=_zamba.zamba),

@@ -188,9 +188,7 @@ def _granite_kinds(reader: ConfigReader) -> list[str]:
         raise reader.refusal("attn_layer_indices", f"numbers of the {count} layers")
     if full or reader.model_type == "bamba":
         return [FULL if i in full else MAMBA for i in range(count)]
-    reader.ignore("layers_block_type")
-    field = "layer_types" if reader.has("layer_types") else "layers_block_type"
-    return reader.layer_kinds(KINDS, field=field)
+    return reader.layer_kinds(KINDS)
 
 
 def mamba(reader: ConfigReader, options: Options) -> Layers:

@@ -90,8 +90,8 @@ class LayerView:
     strides_bytes: tuple[int, ...]
     dtype: str
     num_blocks: int
-    offset_bytes: int = 0
-    key_elements: int | None = None
+    offset_bytes: int
+    key_elements: int | None
 
     def __post_init__(self) -> None:
         check_positive(num_blocks=self.num_blocks)

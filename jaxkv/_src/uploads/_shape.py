@@ -48,21 +48,21 @@ class StepShape:
 
     growths: tuple[Growth, ...]
     num_blocks: int
-    context_parallel: int = 1
+    context_parallel: int
     max_requests: int
     batch_size: int
     max_tokens: int
-    tokens_per_request: int | None = None
+    tokens_per_request: int | None
     max_query_len: int
     max_seq_len: int
-    max_encoder_tokens: int = 0
+    max_encoder_tokens: int
     block_ids: int
-    zero_ids: int = 0
-    block_copies: int = 0
-    extra: int = 0
-    shared_prefixes: int = 0
-    token_ids: bool = False
-    reproducible: bool = False
+    zero_ids: int
+    block_copies: int
+    extra: int
+    shared_prefixes: int
+    token_ids: bool
+    reproducible: bool
 
     def __post_init__(self) -> None:
         positive = ("num_blocks", "context_parallel", "max_requests", "batch_size", "max_tokens")
