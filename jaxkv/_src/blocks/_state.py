@@ -339,8 +339,6 @@ class RequestState:
         self.version += 1
         self.beginnings = object()  # tokens of a group may be computed anew
         self.computed[rows] = num_tokens
-        if self.growth.aligned.size:
-            self.needs_no_change_until[rows] = 0
         if self.pool.has_shared_blocks:
             for row in rows[num_tokens < self.may_be_shared_until[rows]].tolist():
                 if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():
