@@ -866,6 +866,40 @@ def test_a_step_that_is_shorter_than_its_grow_copies_the_shared_states_of_every_
         assert not {*ours} & {*shared} - {0}
 
 
+def test_a_request_copies_no_block_of_which_a_later_one_shares_what_it_has_written() -> None:
+    """It still holds the state that it began with, as the later one does."""
+    layers = {
+        "a": FullAttentionSpec(block_size=8, **KV),
+        "s": StateSpec(block_size=4, cache_mode="align", **STATE),
+    }
+    plan = small_plan(layers)
+    manager, shape = Watched(plan, max_requests=2, checkpoint_share=1.0), shape_of(plan, 2, forks=2)
+    manager.start("first", range(9), boundaries=[4])
+    manager.step(shape, {"first": 4})
+    manager.finish("first")
+    assert manager.start("r", range(9)).num_cached_tokens == 4
+    manager.step(shape, {"r": 1})
+    assert manager.start("later", range(9)).num_cached_tokens == 4
+    assert manager.may_copy_by_row[manager.requests["later"]]
+    assert not manager.step(shape, {"r": 3}).parts()["copy_sources"].size
+    assert manager.step(shape, {"later": 1}).parts()["copy_sources"].size == 1
+
+
+def test_a_request_that_goes_back_to_a_shared_state_says_that_it_may_copy_it() -> None:
+    """The state lies in a longer block than the whole ones that were kept of the prompt since."""
+    state = StateSpec(block_size=6, cache_mode="align", speculative_blocks=3, **STATE)
+    plan = small_plan({"a": FULL, "s": state}, 60)
+    manager, shape = Watched(plan, max_requests=2), shape_of(plan, 2, forks=2)
+    manager.start("r", range(9))
+    for count in (2, 1):
+        manager.step(shape, {"r": count})
+    manager.fork("r", ["s"])
+    manager.step(shape, {"r": 4})
+    manager.rewind({"r": 5})
+    assert manager.may_copy_by_row.tolist() == [True, True]
+    assert manager.step(shape, {"r": 1}).parts()["copy_destinations"].size == 1
+
+
 def test_a_shape_has_room_for_the_copies_that_others_read_of_a_block_that_is_dropped() -> None:
     plan = small_plan({"s": StateSpec(block_size=4, cache_mode="align", **STATE)})
     manager, shape = running(plan, 3)

@@ -293,11 +293,12 @@ def test_limits_keep_what_sorting_keeps() -> None:
 
 
 def test_limits_tell_neighbouring_floats_apart_and_stop_where_they_are_reached() -> None:
-    rows = jnp.float32([[np.nextafter(np.float32(1), np.float32(2)), 1, 0], [2, 1, 0]])
+    near = (np.array(1, np.float32).view(np.int32) + np.arange(4, dtype=np.int32)).view(np.float32)
+    rows = jnp.stack([near] * 4 + [jnp.arange(4.0), jnp.arange(4.0) * 20])
     parts = jax.nn.softmax(rows, axis=-1)
-    top_k, top_p = jnp.array([[1], [0]]), jnp.stack([jnp.ones(1), parts[1, :1]])
-    are_kept = jnp.isfinite(_keep(rows, top_k, top_p, jnp.zeros((2, 1))))
-    assert are_kept.tolist() == [[True, False, False]] * 2
+    top_k, top_p = jnp.array([1, 2, 3, 4, 0, 0])[:, None], jnp.ones((6, 1)).at[4].set(parts[4, 3])
+    are_kept = jnp.isfinite(_keep(rows, top_k, top_p, jnp.zeros((6, 1))))
+    assert are_kept.tolist() == [[at >= 4 - k for at in range(4)] for k in (1, 2, 3, 4, 1, 4)]
 
 
 def test_drawn_tokens_have_the_model_s_distribution() -> None:

@@ -37,7 +37,7 @@ def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
 def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:
     """Next to all ways to compute it, by the same estimate of a step's time."""
     _, _, ladder = make(64, 4096)
-    for decodes in (0, 10, 63):
+    for decodes in (0, 10, 64):
         for has_backlog, padding in ((False, PADDING), (True, PADDING_OF_BACKLOG)):
 
             def time_of(size: int, wanted: int, padding: int = padding) -> int:

@@ -406,6 +406,18 @@ def test_blocks_of_a_donor_that_ended_before_the_step_are_zeroed_for_nobody() ->
     assert keys[:, :6].tolist() == [[1] * 5 + [2]] * 2
 
 
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_a_request_that_grew_leaves_its_state_to_those_that_fork_before_its_step(mode: str) -> None:
+    served = device({"s": state(mode), "a": FULL}, 30, 24, 2)
+    manager = served.manager
+    manager.start("donor")
+    served.step({"donor": 3})
+    manager.grow({"donor": 1})
+    manager.fork("donor", ["fork"])
+    assert served.step({"donor": 1}).tolist() == [3]
+    assert served.step({"fork": 1}).tolist() == [3]
+
+
 def test_a_state_that_is_yet_to_be_copied_is_not_kept_for_later_prompts() -> None:
     """A fork ends after it grew and before the upload that would have copied its state."""
     layers = {"s": state("none"), "a": FULL}

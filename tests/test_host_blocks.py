@@ -252,8 +252,9 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
         jax.block_until_ready((cache, memory._chunks))
         assert memory.bytes_in_flight == 0
         cache = memory.move(cache, moves(2 * number, [], [chunk(number, *blocks)], [number]))
-        moved = sum(size for _, size in memory._copies)
-        assert moved == len(blocks) * cache.layout.buffers.layout.group_bytes(0)
+        with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
+            moved = len(blocks) * cache.layout.buffers.layout.group_bytes(0)
+            assert memory.bytes_in_flight == moved
     assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
     assert (take._cache_size(), put._cache_size()) == counts
 

@@ -21,7 +21,7 @@ from jaxkv import (
     StepShape,
 )
 from jaxkv._src.blocks._keeping import KeptPrompts
-from jaxkv._src.tier import HostRoom, HostTier, _room
+from jaxkv._src.tier import HostRoom, HostTier, _books, _room
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
@@ -649,6 +649,10 @@ def test_nothing_leaks() -> None:
     assert stats.resumed_requests and stats.loaded_blocks and stats.evicted_blocks
     assert not loads.parked and not tree.parked and not manager.requests
     assert len(tree.prompts.nodes) < 4000 and len(room._members) <= room.num_ids
+    named = manager._prefixes._events  # pyrefly: ignore
+    names = set(named._names.values())
+    assert named._counts.keys() == names and {name[0] for name in names} == {"GPU", "CPU"}
+    assert named._places.keys() == {name[1:] for name in names if name[0] == "GPU"}
     manager.new_epoch()
     manager.step(shape, {})
     moves = manager.take_moves()
@@ -673,6 +677,21 @@ def test_events_say_which_blocks_host_memory_holds() -> None:
     assert later is not None
     gone = [e for e in later.events if isinstance(e, BlocksRemoved) and e.medium == "CPU"]
     assert set(stored.block_keys) <= {key for event in gone for key in event.block_keys}
+
+
+def test_events_of_a_load_name_no_block_that_the_prompt_shares_a_part_of() -> None:
+    """The first tokens of a block go on as others of a prompt, and as others of a later one."""
+    log, layers = EventLog(), {"a": FULL, "s": STATE}
+    served = Served(layers, 14, host(100, layers), events=log, checkpoint_share=1.0)
+    served.run("a", prompt(1, 6))
+    assert served.run("b", [*prompt(1, 6), *prompt(2, 6)]).num_cached_tokens == 6
+    for number in (3, 4):
+        served.run(number, prompt(number, 32))
+    log.take()
+    assert served.start("c", [*prompt(1, 6), *prompt(5, 6)]).num_host_tokens == 6
+    batch = log.take()
+    stored = [e for e in batch.events if isinstance(e, BlocksStored)] if batch else []
+    assert [e.medium for e in stored] == ["CPU"]
 
 
 def stored_by(moves: list[Moves]) -> list[int]:
@@ -839,6 +858,15 @@ WRONG_MEMORY = {
     ),
     "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
 }
+
+
+def test_the_most_memory_that_a_refusal_names_is_taken() -> None:
+    with pytest.raises(ValueError, match="give it at most") as refusal:
+        _books._check_size(2**80, 64, 9)
+    most = int(str(refusal.value).split()[-1])
+    _books._check_size(most, 64, 9)
+    with pytest.raises(ValueError, match="more blocks than int32 counts"):
+        _books._check_size(most + 64, 64, 9)
 
 
 @pytest.mark.parametrize("what", WRONG_MEMORY)

@@ -154,6 +154,7 @@ def test_frames_are_topic_number_and_payload() -> None:
     frames = event_frames(258, b"payload", topic="kv-events")
     assert frames == (b"kv-events", b"\0\0\0\0\0\0\1\2", b"payload")
     assert END_OF_REPLAY == (b"", b"\xff" * 8, b"")
+    assert event_frames(2**64 - 2, b"").sequence < END_OF_REPLAY.sequence
     with pytest.raises(ValueError, match="sequence must be at least 0"):
         event_frames(-1, b"")
 
@@ -313,7 +314,7 @@ def test_events_name_adapters_images_and_salts() -> None:
             "medium='gpu'",
             lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, "gpu"),  # pyrefly: ignore
         ),
-        ("sequence=18446744073709551616", lambda: event_frames(2**64, b"")),
+        ("sequence=18446744073709551615", lambda: event_frames(2**64 - 1, b"")),
         ("index must be at least 0", lambda: EventGroup(-1, "full", 4)),
         ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
         ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),

@@ -199,7 +199,8 @@ def test_refusals_name_the_argument(
     ("error", "text", "make"),
     [
         (ValueError, "kind='audio'", lambda: ExtraKey("audio", "x")),  # pyrefly: ignore
-        (TypeError, "value of an adapter", lambda: ExtraKey("lora", "name")),
+        (TypeError, "value of an adapter", lambda: ExtraKey("lora", "ab")),
+        (TypeError, "value of an adapter", lambda: ExtraKey("lora", ["a", "b"])),  # pyrefly: ignore
         (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 4, 8)),
         (TypeError, "value of a medium", lambda: ExtraKey("mm", b"x", 0, 1)),
         (ValueError, "end is missing", lambda: ExtraKey("mm", "x")),

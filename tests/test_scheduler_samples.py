@@ -35,8 +35,8 @@ class Server:
             self.tokens[sample], self.limits[sample] = list(prompt), length
         self.scheduler.add(name, len(prompt), max_tokens=length, samples=samples)
 
-    def step(self) -> Schedule:
-        schedule = self.scheduler.schedule()
+    def step(self, schedule: Schedule | None = None) -> Schedule:
+        schedule = schedule or self.scheduler.schedule()
         ids: list[int] = []
         for name, count in schedule.work.items():
             done = self.computed_of(name)
@@ -160,6 +160,17 @@ def test_the_next_sample_takes_the_place_of_one_that_ends_in_the_queue() -> None
     assert list(server.step().work) == ["a", ("b", 1), "c"]
 
 
+def test_a_row_that_is_freed_after_a_schedule_gives_it_no_more_samples() -> None:
+    server = Server(plan_of("full", 150), max_requests=2)
+    server.add("b", [2] * 4, 8, samples=1)
+    server.step()
+    server.add("a", [1] * 8, 12, samples=2)
+    schedule = server.scheduler.schedule()
+    server.scheduler.finish("b")
+    server.answer(server.step(schedule))
+    assert schedule.samples == {"a": 0} and set(server.serve()) == {"a", ("a", 1)}
+
+
 def test_a_sample_that_ends_with_its_first_token() -> None:
     server = Server(plan_of("full", 150))
     server.add("a", [1] * 8, 20, samples=3)
@@ -230,6 +241,9 @@ def test_a_restart_forgets_tokens_that_no_step_will_bring() -> None:
     scheduler.restart()
     assert scheduler.num_tokens("a") == 7
     assert scheduler.schedule().work == {"a": 7}
+    tokens["a"].clear()  # a prompt is none of them
+    scheduler.restart()
+    assert scheduler.num_tokens("a") == 6 and not scheduler.schedule().work
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

@@ -382,7 +382,7 @@ def test_states_that_were_left_are_refused() -> None:
         ({"level": True}, ValueError, "level=True"),
         ({"parts": "kv_cache"}, ValueError, "parts='kv_cache'; give at least one of .*as a tuple"),
         ({"parts": ()}, ValueError, "at least one"),
-        ({"parts": ("weights",)}, ValueError, "weights"),
+        ({"parts": ("kv_cache", "weights")}, ValueError, "weights"),
         ({"parts": iter(PARTS)}, ValueError, "as a tuple"),
         ({"parts": 3}, ValueError, "parts=3"),
         ({"parts": [["kv_cache"]]}, ValueError, "as a tuple"),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from jaxkv import BlockManager, ExtraKey, HostMemory, Plan, StepShape
 from jaxkv._src.blocks import _steps
 from jaxkv._src.tier._memory import block_bytes
@@ -52,7 +54,7 @@ class Watched(BlockManager):
 
         More would go unseen into what follows in the array.
         """
-        checked: list[int] = []
+        checked, may_copy = list[int](), self._may_copy()
 
         def check(shape: StepShape, sizes: Sequence[int]) -> None:
             checked.extend([*sizes[5:], 0, 0, 0][:3])
@@ -63,7 +65,20 @@ class Watched(BlockManager):
         parts = upload.parts()
         written = [parts[name].size for name in ("entry_ids", "zero_ids", "copy_destinations")]
         assert checked == written, "an upload of other sizes than were checked"
+        copied = set(parts["copy_destinations"].tolist())
+        for name, row in self.requests.items():
+            copies = not copied.isdisjoint(itertools.chain(*self.block_ids(name)))
+            assert may_copy[row] or not copies, f"{name!r} copies, and nobody was told of it"
         return upload
+
+    def grow(self, work: Any) -> None:
+        """Checks that requests copy blocks only if `may_copy_by_row` has said so."""
+        may_copy = self._may_copy()
+        super().grow(work)
+        assert may_copy[self.pending_copies_by_row].all(), "copies that nobody was told of"
+
+    def _may_copy(self) -> np.ndarray:
+        return self.may_copy_by_row | self.pending_copies_by_row
 
     def resume(self, request: Hashable) -> PrefixHit:
         """Notes a request that goes on."""

@@ -134,8 +134,10 @@ def _shared_cells(state: RequestState, rows: np.ndarray, after: np.ndarray) -> l
     """
     shared: list[SharedCell] = []
     writers: Counter[int] = Counter()
-    for row, held in zip(rows.tolist(), after.transpose(2, 1, 0).tolist(), strict=True):
-        for cell in _of_row(state, row, held) if state.may_share[row] else ():
+    may_copy = state.may_copy(rows)
+    after = after[..., may_copy].transpose(2, 1, 0)
+    for row, held in zip(rows[may_copy].tolist(), after.tolist(), strict=True):
+        for cell in _of_row(state, row, held):
             # Of holders that all write in this step, the last one keeps a block that is not kept.
             writers[cell.block_id] += 1
             others = state.pool.others_of(cell.block_id)

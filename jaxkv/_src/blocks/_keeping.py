@@ -162,18 +162,24 @@ class KeptPrompts:
         self._state.may_be_shared_until[row] = max(self._state.may_be_shared_until.item(row), count)
         self._state.pool.has_kept = True
         self.known.add(prompt.namespace, prompt.tokens)
-        self.announce(prompt, columns)
+        self.announce(prompt, count, columns)
         if made is not None:
             prompt.checkpoints.append(made)
             self._state.note_shared(row)
             self.bound_checkpoints()
 
-    def announce(self, prompt: CachedPrompt, columns: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Writes the whole blocks that are kept now, as of `_whole_columns`, into the event log."""
+    def announce(
+        self, prompt: CachedPrompt, count: int, columns: Sequence[tuple[int, np.ndarray]]
+    ) -> None:
+        """Writes into the event log which whole blocks of a prompt's first tokens are kept now.
+
+        Args:
+          columns: per group, a column and the block ids from there on.
+        """
         if self._events is not None and prompt.chain is not None:
             for group, (first, ids) in enumerate(columns):
                 kept = np.where(self._tree.keeps(ids), ids, 0).tolist()
-                self._events.stored(prompt.chain, prompt.tokens, group, first, kept)
+                self._events.stored(prompt.chain, prompt.tokens[:count], group, first, kept)
 
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""

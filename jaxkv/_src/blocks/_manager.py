@@ -500,7 +500,7 @@ class BlockManager:
 
         Each such request counts as one of the ``forks`` of a step.
         """
-        return self._state.may_share & (self._state.may_be_shared_until >= self._state.computed)
+        return self._state.may_copy(slice(None))
 
     @property
     def pending_copies_by_row(self) -> np.ndarray:

@@ -49,7 +49,7 @@ def find_news(
     elif changes is not None:  # the device knows the rows as they were before the changes
         num_zeroed = _num_zeroed(state, changes.fresh, changes) if state.zeroes else 0
         news = News(changes.rows, changes.fresh, changes.held[2], False, num_zeroed)
-    return _with_copies(state, news, changes) if state.copies else news
+    return _with_copies(state, news) if state.copies else news
 
 
 def _news_of_rows(
@@ -101,7 +101,7 @@ def _num_zeroed(state: RequestState, cells: Cells, changes: Changes | None) -> i
     return num
 
 
-def _with_copies(state: RequestState, news: News | None, changes: Changes | None) -> News:
+def _with_copies(state: RequestState, news: News | None) -> News:
     """Adds the copies that earlier calls of `grow` left to news, whoever computes in the step.
 
     The device learns of the cells of these copies at once, so that a later step of their requests
@@ -110,12 +110,7 @@ def _with_copies(state: RequestState, news: News | None, changes: Changes | None
     if news is None:
         nothing = np.zeros((1 + len(state.column_tokens), 0), np.int64)
         news = News(nothing[0], NO_CELLS, nothing[1:])
-    gone: set[int] = set()
-    if changes is not None:
-        dropped = state.ids_at(changes.dropped)
-        gone = set(dropped[state.pool.others_of(dropped) == 0].tolist())
-    copies = [(copy, new) for copy, new in state.copies.held if new not in gone]
-    told = set(news.rows.tolist())
+    copies, told = state.copies.held, set(news.rows.tolist())
     cells = [
         (group, row, column)
         for (group, row, column, *_), new in copies

@@ -118,12 +118,8 @@ class HostLoads:
         ids[ids >= pool.num_blocks] = into
         columns = _with_ids(columns, ids)
         if prompt is not None:
-            known = min(num_tokens, prompt.tokens.size)
-            ends = [known // policy.block for policy in self._tree.policies]
-            whole = zip(columns, ends, strict=True)
-            self._kept.announce(
-                prompt, [(p.first, p.block_ids[: max(0, end - p.first)]) for p, end in whole]
-            )
+            parts = [(part.first, part.block_ids) for part in columns]
+            self._kept.announce(prompt, num_tokens, parts)
         return columns
 
     def are_read_by(self, rows: Sequence[int]) -> bool:

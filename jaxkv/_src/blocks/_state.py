@@ -108,6 +108,13 @@ class RequestState:
         """Returns whether the next upload copies into a block of a row."""
         return bool(self.copies) and self.copies.go_into(self.blocks_of(row))
 
+    def may_copy(self, rows: np.ndarray | slice) -> np.ndarray:
+        """Returns whether the next step of each row may copy a block, bool[N].
+
+        What others share of a block that a row has gone on to write is what it leaves as it is.
+        """
+        return self.may_share[rows] & (self.may_be_shared_until[rows] >= self.computed[rows])
+
     def drop_unread_copies(self) -> None:
         """Drops the copies into blocks that no row reads since it was rewound.
 
@@ -339,8 +346,6 @@ class RequestState:
         self.version += 1
         self.beginnings = object()  # tokens of a group may be computed anew
         self.computed[rows] = num_tokens
-        if self.growth.aligned.size:
-            self.needs_no_change_until[rows] = 0
         if self.pool.has_shared_blocks:
             for row in rows[num_tokens < self.may_be_shared_until[rows]].tolist():
                 if self.pool.must_copy(self.blocks_of(row), int(self.computed[row])).any():

@@ -87,7 +87,7 @@ class PrefixEvents:
         self.grain = math.gcd(*(group.block_size for group in self._groups)) or 1
         self._names: dict[int, Name] = {}  # by block id
         self._counts: collections.Counter[Name] = collections.Counter()
-        self._places: dict[tuple[int, bytes], Place] = {}  # by group and key
+        self._places: dict[tuple[int, bytes], Place] = {}  # by group and key, of those on the GPU
 
     def stored(
         self, chain: KeyChain, tokens: np.ndarray, group: int, first: int, ids: Sequence[int]
@@ -96,17 +96,18 @@ class PrefixEvents:
 
         Args:
           chain: the keys of the prompt.
-          tokens: int64[N], codes of the prompt's tokens, up to the last block or further.
+          tokens: int64[N], codes of the prompt's tokens.
           group: index of the group.
           first: column of the first block.
-          ids: block ids of consecutive columns; 0: that column is not kept.
+          ids: block ids of consecutive columns, those beyond the tokens included; 0: that column is
+            not kept.
         """
         size = self._groups[group].block_size
-        tokens = tokens[: (first + len(ids)) * size] & MAX_TOKEN
+        tokens = tokens & MAX_TOKEN
         chain.extend(tokens, self.grain, self._log.root)
         step = size // self.grain
         fresh: list[int] = []
-        for column, block_id in enumerate(ids, first):
+        for column, block_id in zip(range(first, tokens.size // size), ids, strict=False):
             if block_id and block_id not in self._names:
                 if self._is_first(block_id, ("GPU", group, chain.keys[(column + 1) * step - 1])):
                     fresh.append(column)
@@ -164,7 +165,7 @@ class PrefixEvents:
                 del self._counts[name]
                 medium, group, key = name
                 gone.setdefault((medium, group), []).append(key)
-                if not any((other, group, key) in self._counts for other in ("GPU", "CPU")):
+                if medium == "GPU":
                     del self._places[group, key]
         for (medium, group), keys in gone.items():
             self._log.append(BlocksRemoved(self._groups[group], tuple(keys), medium))

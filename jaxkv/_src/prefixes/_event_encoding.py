@@ -115,7 +115,7 @@ def event_frames(sequence: int, payload: bytes, *, topic: str = "") -> EventFram
       topic: the topic that subscribers filter by.
     """
     check_count(sequence=sequence)
-    check_at_most(2**64 - 1, sequence=sequence)
+    check_at_most(2**64 - 2, sequence=sequence)  # one more is the number of `END_OF_REPLAY`
     check_kind(bytes, payload=payload)
     check_kind(str, topic=topic)
     return EventFrames(topic.encode(), sequence.to_bytes(8, "big"), payload)

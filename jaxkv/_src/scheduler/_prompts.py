@@ -144,18 +144,15 @@ class Prompts:
     def finish(self, request: Request) -> None:
         """Ends a request in the manager, which keeps its blocks for later prompts."""
         self._manager.finish(request.name, self._ids_after_prompt(request))
-        request.num_known, request.chunk_ends = None, ()
 
     def park(self, request: Request) -> None:
         """Ends a request that is preempted; with host memory, it goes on where it was."""
         if not self._parks:
             return self.finish(request)
         more = self._ids_after_prompt(request)
-        if not self._manager.park(request.name, more):
-            request.num_known = None
-        elif more is not None and request.num_known is not None:
+        is_parked = self._manager.park(request.name, more)
+        if is_parked and more is not None and request.num_known is not None:
             request.num_known += more.size
-        request.chunk_ends = ()
 
     def num_parked(self, request: Request, most: int) -> int:
         """Returns the tokens with which a preempted request goes on; 0: it starts anew."""
@@ -165,7 +162,6 @@ class Prompts:
     def unpark(self, request: Request) -> None:
         """Lets a request that waits start anew, if at all."""
         self._manager.unpark(request.name)
-        request.num_known = None
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that the manager knows; None: it wants none."""

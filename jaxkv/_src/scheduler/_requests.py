@@ -27,9 +27,9 @@ class Request:
     salt, extra_keys, boundaries: of its prefix, as for `BlockManager.start`.
     ids: the token ids, int32[N], as `Scheduler.add` found them, until they are looked up.
     found: the latest result of a lookup while it waits; None: none yet.
-    num_known: number of token ids that the manager knows; None: it knows none.
+    num_known: number of token ids that the manager knows while it runs or is parked; None: none.
     may_go_on: whether the ids after these are those of what it computes, so that they may be kept.
-    chunk_ends: numbers of tokens after which a later chunk has to end.
+    chunk_ends: numbers of tokens after which a later chunk has to end, while it runs.
     index: of its counts in the `Ledger`.
     row: its row in the block tables while it runs; -1: it waits.
     leader: a request of the same prompt, from which it forks once the prompt is computed.

@@ -33,7 +33,7 @@ class HostTier:
         """Creates the books of empty memory."""
         self._memory = memory
         sizes = block_bytes(plan)
-        _check_size(memory.num_bytes, min(filter(None, sizes)), plan.num_blocks)
+        _check_size(memory.num_bytes, min(sizes), plan.num_blocks)
         self.room = HostRoom(sizes, memory.num_bytes, plan.num_blocks)
         # Blocks on the device and on the host that are copies of each other; 0: there is none.
         self._copy_of = np.zeros(plan.num_blocks + self.room.num_ids, np.int64)

@@ -30,8 +30,7 @@ class HostRoom:
     def __init__(self, block_bytes: Sequence[int], num_bytes: int, first_id: int):
         self.block_bytes = np.array(block_bytes, np.int64)
         self.num_bytes, self.first_id, self.used_bytes = num_bytes, first_id, 0
-        smallest = min((size for size in block_bytes if size), default=1)
-        self.num_ids = 2 * (num_bytes // smallest)  # half of them may be leaving
+        self.num_ids = 2 * (num_bytes // min(block_bytes))  # half of them may be leaving
         self._group_of, self._chunk_of, self._place_of = np.zeros((3, self.num_ids), np.int64)
         self.is_alive = np.zeros(self.num_ids, bool)
         self._free: list[int] = []
