@@ -350,14 +350,17 @@ class _Prefiller:
             stage = self._reuse(item, step, part)
             self._fetch(places, part.columns, part.wide, part.full.at[stage], stage)
 
+        places = self._locate(item, first)
+        fetch(places, first, keys)
+
         def load(step: Array, before: list[Array]) -> list[Array]:
             # Loads ids before the wait for stages, to hide the latency.
             places = self._locate(item, step)
             fetch(places, step, keys)
-            pl.when(step > first)(lambda: fetch(before, step - 1, values))
+            fetch(before, step - 1, values)
             return places
 
-        places = lax.fori_loop(first, last, load, [jnp.int32(0)] * self.steps.granules)
+        places = lax.fori_loop(first + 1, last, load, places)
         fetch(places, last - 1, values)
 
     def _load_and_widen(self, turn: Array, item: _Item) -> None:
