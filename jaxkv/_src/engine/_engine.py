@@ -155,8 +155,8 @@ class Engine:
           that is left early aborts the rest.
 
         Raises:
-          TypeError, ValueError: as `add`; the engine has other requests, or there is not one
-            sampling for each prompt.
+          TypeError, ValueError: as `add`; there is not one sampling for each prompt; or, when the
+            first output is asked for, the engine has other requests.
         """
         is_list = isinstance(prompts, Collection) and getattr(prompts, "ndim", 1)
         if not is_list or isinstance(prompts, (str, Mapping, Set)):
