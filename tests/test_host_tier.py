@@ -52,6 +52,7 @@ def test_requests_read_their_own_bytes_from_both_memories() -> None:
         (33000077, "a block is copied before others take it, and loaded before that"),
         (33001436, "loads into blocks that all were taken keep no host memory"),
         (9100001041, "one that waits for a load goes on if the others, all younger, get no blocks"),
+        (9810014029, "checkpoints that come from the host with blocks computed anew are bounded"),
     ],
 )
 def test_servings_that_found_a_fault(seed: int, calls: str) -> None:

@@ -166,7 +166,7 @@ class KeptPrompts:
         if made is not None:
             prompt.checkpoints.append(made)
             self._state.note_shared(row)
-            self.bound_checkpoints()
+        self.bound_checkpoints()  # blocks that take the place of copies on the host bring theirs
 
     def announce(
         self, prompt: CachedPrompt, count: int, columns: Sequence[tuple[int, np.ndarray]]
