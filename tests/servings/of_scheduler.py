@@ -514,6 +514,7 @@ class SchedulerServing(Serving):
         if not self.has_states and self.chance(0.1):
             cut = self.draw.choice([1, 3])
         schedule = self.scheduler.schedule(max_tokens=cut)
+        self.was_empty = not schedule.work
         is_new, self.uploads = self.uploads != self.manager.num_uploads, self.manager.num_uploads
         self.say(
             f"schedule({cut}) = {schedule.work}, preempted {schedule.preempted}, "
@@ -546,7 +547,6 @@ class SchedulerServing(Serving):
         self.reveal()
         self.answer_late()
         schedule = self.schedule()
-        self.was_empty = not schedule.work
         self.promises.check(schedule)
         if self.lost is not None:
             again = {n: c for n, c in self.lost.work.items() if n in self.requests}
