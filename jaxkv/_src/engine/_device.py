@@ -118,7 +118,7 @@ class Device:
         there on, and what it draws is void.
 
         Args:
-          uploads: their ``extra`` holds what `extra_size` counts, for S samples.
+          uploads: their ``extra`` holds the token ids, and a `RECORD` for each of S samples.
           kind: of the sampler; static.
 
         Returns:

@@ -15,6 +15,7 @@ NUM_STOPS = 4  # stop tokens that the device knows; the host knows all
 NAMES = "index position last place sample top_k temperature top_p min_p seed stops".split()
 #: index: the sample's row of the logits. position: of the token that it draws, among those drawn;
 #: last: of its last one. place: of the token on the device, see `State`. The others: its sampling.
+#: `fields_of` finds a field by its number, because only the last is wider than an int32.
 RECORD = np.dtype({"names": NAMES, "formats": [*"iiiiiifffI", (np.int32, NUM_STOPS)]})
 RECORD_SIZE = RECORD.itemsize // 4  # int32s
 
