@@ -61,7 +61,10 @@ class PrefillShape(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Returns the registers of a computing and of a loading thread; all make at most 512."""
+        """Returns the registers of a computing and of a loading thread.
+
+        All three warpgroups have 504 together, as they start with; with more, one waits forever.
+        """
         return (224, 56) if self.widens else (240, 24)
 
     @property
