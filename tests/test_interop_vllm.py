@@ -7,6 +7,7 @@ stand-ins for torch and for the configuration. Fields that are None or False are
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 import types
@@ -21,6 +22,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.interop.vllm import SchedulerTables, cache_order, layer_specs, plan_from_config
+from jaxkv._src.interop.vllm._specs import convert_spec
 from jaxkv._src.planning import KVCacheCapacityError, Plan
 from jaxkv._src.specs import LayerSpec, Limits, MLASpec, StateSpec
 
@@ -269,6 +271,40 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+# What a field is where it is left out; "head_size_v" is 0 in latent rows, else as "head_size".
+NEUTRAL = {"tokens_per_state": 1, "kv_quant_mode": "NONE", "mamba_cache_mode": "none"}
+NEUTRAL |= dict.fromkeys(("extra_retained_tokens", "num_speculative_blocks"), 0)
+NEUTRAL |= {"num_prefill_checkpoint_blocks": 0}
+COUNTS = {"num_kv_heads", "head_size", "block_size", "sliding_window", "attention_chunk_size"}
+NEEDED = COUNTS | {"dtype", "shapes", "dtypes"}
+
+
+def recorded_specs() -> Iterator[Data]:
+    for case in CASES.values():
+        for config in case["configs"]:
+            for group in config["kv_cache_groups"]:
+                spec = group["kv_cache_spec"]
+                yield from spec.get("kv_cache_specs", {"layer": spec}).values()
+
+
+def test_fields_that_are_left_out_are_neutral_or_missed_and_counts_are_positive() -> None:
+    tried, convert = Counter[str](), functools.partial(convert_spec, "layer", **OPTIONS)
+    for spec in recorded_specs():
+        neutral = NEUTRAL | {"head_size_v": 0 if "MLA" in spec["type"] else spec.get("head_size")}
+        for name, value in spec.items():
+            left = {key: value for key, value in spec.items() if key != name}
+            if name in NEEDED:
+                with pytest.raises(TypeError, match=f"has no '{name}'; pass vLLM's own"):
+                    convert(left)
+            elif name in neutral and value == neutral[name]:
+                assert convert(left) == convert(spec)
+                tried[name] += 1
+            if name in COUNTS:
+                with pytest.raises(ValueError, match=f"'layer': {name} must be at least 1, got 0"):
+                    convert(spec | {name: 0})
+    assert neutral.keys() <= tried.keys()
 
 
 # --- steps --------------------------------------------------------------------------
