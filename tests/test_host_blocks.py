@@ -27,10 +27,15 @@ from tests.servings.of_tier import TierServing
 from tests.test_host_tier import FULL, STATE, WINDOW
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
+# Of pages of 18 bytes, which are no words.
+ODD, ODD_WINDOW = (
+    dataclasses.replace(spec, block_size=3, head_size=3, dtype="int8") for spec in (FULL, WINDOW)
+)
 PLANS = {
     "full": {"a": FULL, "b": FULL},
     "hybrid": {"a": FULL, "b": FULL, "s": STATE},
     "windows": {name: FULL for name in "abc"} | {name: WINDOW for name in "vw"},
+    "odd bytes": {name: ODD for name in "abc"} | {"w": ODD_WINDOW, "v": ODD_WINDOW},
 }
 LONGEST = 48
 apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
@@ -195,9 +200,11 @@ def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(mon
     assert copies.call_count > 2 * compiled
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
-def test_a_block_comes_back_in_every_order_of_a_pool(options: dict) -> None:
-    name, group = "windows", 1  # which has fewer layers than the others
+@pytest.mark.parametrize(
+    ("name", "options"), [*(("windows", order) for order in ORDERS), ("odd bytes", {})], ids=str
+)
+def test_a_block_comes_back_in_every_order_of_a_pool(name: str, options: dict) -> None:
+    group = 1  # which has fewer layers than the others
     cache, memory = filled(name, **options), HostBlocks()
     before, axis = bytes_in(cache), cache.layout.buffers.block_axis
     cache = memory.move(cache, moves(1, [chunk(1, 3, 5, 1, 2, group=group)]))
