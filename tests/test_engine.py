@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -418,6 +420,16 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
     assert not list(failures)
     monkeypatch.undo()
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+
+
+def test_progress_is_shown_where_tqdm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tqdm(done: Any, **options: Any) -> Any:
+        assert options == {"total": 2, "desc": "compiling", "unit": "shape", "disable": None}
+        return map(str, done)
+
+    for module, wanted in ((types.SimpleNamespace(tqdm=tqdm), ["1", "2"]), (None, [1, 2])):
+        monkeypatch.setitem(sys.modules, "tqdm", module)
+        assert list(_device._with_progress([1, 2], 2)) == wanted
 
 
 @pytest.mark.parametrize("has_ring", [False, True])
