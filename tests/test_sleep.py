@@ -95,12 +95,15 @@ def places(tree: object) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, SMALL_CHUNKS, 2**30])
+@pytest.mark.parametrize("chunk_bytes", [1, SMALL_CHUNKS, 6 * SMALL_CHUNKS, 2**30])
 @pytest.mark.parametrize("home", HOMES)
 def test_level_1_gives_back_what_was_there(home: str, chunk_bytes: int) -> None:
     cache = full_cache(home)
     kept, where = snapshot(cache), places(cache)
-    awake = wake_up(sleep(cache, level=1, chunk_bytes=chunk_bytes))
+    sleeping = sleep(cache, level=1, chunk_bytes=chunk_bytes)
+    held = jax.tree.leaves([getattr(kept, name) for name in CONTENT])
+    assert sleeping.host_bytes == sum(array.nbytes for array in held)
+    awake = wake_up(sleeping)
     assert_same_bytes(awake, kept)
     assert places(awake) == where
     assert awake.layout == cache.layout and awake.scales is cache.scales
@@ -524,13 +527,33 @@ def _scan(buffer):
     ],
     ids=["plain", "nested", "scan", "cond"],
 )
-def test_closed_over_buffers_are_found_in_nested_programs(wrap) -> None:
+@pytest.mark.parametrize("are_literals", [False, True])
+def test_closed_over_buffers_are_found_in_nested_programs(wrap, are_literals: bool) -> None:
+    jax.config.update("jax_use_simplified_jaxpr_constants", are_literals)  # later versions do
+    try:
+        check_closed_over(wrap)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+def check_closed_over(wrap) -> None:
     cache = full_cache()
     x = jnp.zeros(3, jnp.uint8)
     for step in (wrap(cache.buffers[0]), jax.jit(wrap(cache.buffers[0]))):
         with pytest.raises(ClosedOverError, match=r"uint8.* \(as cache.buffers\[0\]\)"):
             check_not_closed_over(cache, step, x)
     check_not_closed_over(cache, lambda x, buffer: wrap(buffer)(x), x, cache.buffers[0])
+
+
+def test_only_arrays_that_go_to_the_default_device_change_it() -> None:
+    """The first device of a mesh may be another process's."""
+    last = jax.devices()[-1]
+    committed = jax.device_put(np.zeros(3), last)
+    with jax.default_device(last):
+        array = jnp.zeros(3)
+    for given, wanted in ((committed, None), (array, last)):
+        with _host.ArrayPlace.of(given).as_default():
+            assert jax.config.jax_default_device == wanted
 
 
 def test_a_transfer_guard_has_nothing_to_object_to() -> None:
