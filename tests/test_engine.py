@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 import sys
 import types
 from collections.abc import Sequence
