@@ -217,6 +217,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         changed(*FULL, "state_content_bytes", 130),
         "state_content_bytes=130 is not a key and a value of bfloat16, 128 bytes$",
     ),
+    "scales of no bytes": (
+        changed("fp8 with scales of each head", 0, "state_content_bytes", 62),
+        "62 is not a key and a value of float8_e4m3fn, 64 bytes and a scale each$",
+    ),
+    "scales of odd bytes": (
+        changed("fp8 with scales of each head", 0, "state_content_bytes", 71),
+        "state_content_bytes=71 is not",
+    ),
     "several latent heads": (changed(*MLA, "num_kv_heads", 2), "has several heads or values"),
     "retained tokens": (changed(*SLIDING, "extra_retained_tokens", 3), "extra_retained_tokens"),
     "checkpoints": (changed(*STATE, "num_prefill_checkpoint_blocks", 1), "num_prefill_checkpoint"),

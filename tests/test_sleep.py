@@ -187,20 +187,28 @@ def test_at_most_two_chunks_lie_beside_the_buffer(monkeypatch: pytest.MonkeyPatc
     del buffer
     monkeypatch.setattr(_host, "_take", watch(_host._take))
     monkeypatch.setattr(_host, "_insert", watch(_host._insert))
-    wake_up(sleep(cache, chunk_bytes=SMALL_CHUNKS))
+    wait, in_flight = _host._wait_for_room, list[int]()
+    monkeypatch.setattr(
+        _host, "_wait_for_room", lambda pending: (in_flight.append(len(pending)), wait(pending))
+    )
+    sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
+    assert in_flight == [0, 1, *[2] * (len(in_flight) - 2)]  # on their way out
+    in_flight.clear()
+    wake_up(sleeping)
+    assert in_flight == [0, 1, *[2] * (len(in_flight) - 2)]
     assert len(alive) > 10
     assert max(alive) == 2
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (4, 6), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 4), (2, 4, 3)])
 def test_chunks_are_no_larger_than_asked_and_cut_no_shards(shape: tuple[int, ...]) -> None:
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     for sharded in (None, *(axis for axis, size in enumerate(shape) if size % 2 == 0)):
         spec = jax.P(*("x" if axis == sharded else None for axis in range(len(shape))))
         place = jax.sharding.NamedSharding(mesh, spec)
         array: Any = jax.ShapeDtypeStruct(shape, np.int16, sharding=place)
-        row_bytes = [2 * math.prod(place.shard_shape(shape)) // size for size in shape]
+        num_bytes = 2 * math.prod(place.shard_shape(shape))
         whole = [axis for axis in range(len(shape)) if axis != sharded]
         for chunk_bytes in range(1, 2 * math.prod(shape) + 2):
             axis, bounds = _host._cut(array, chunk_bytes)
@@ -209,10 +217,10 @@ def test_chunks_are_no_larger_than_asked_and_cut_no_shards(shape: tuple[int, ...
             assert ends[-1] == (shape[axis] if shape else 1)
             if len(bounds) > 1:
                 assert shape[axis] == max(shape[axis] for axis in whole)
-                assert axis in whole and bounds[0][1] == max(1, chunk_bytes // row_bytes[axis])
-                assert all(size == bounds[0][1] for _, size in bounds[:-1])
+                most = max(1, chunk_bytes * shape[axis] // num_bytes)
+                assert axis in whole and {size for _, size in bounds[:-1]} == {most}
             else:
-                assert not whole or max(row_bytes) * shape[axis] <= chunk_bytes or shape == (1,)
+                assert not whole or num_bytes <= chunk_bytes or shape == (1,)
 
 
 def touch(cache: jaxkv.KVCache) -> jaxkv.KVCache:
