@@ -198,6 +198,10 @@ def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(mon
         compiled = copies.call_count
         memory.warm_up(cache, 10_000)
     assert copies.call_count > 2 * compiled
+    plan = jaxkv.plan_cache([{"a": FULL}, {}], [2**16] * 2, max_model_len=16)
+    empty, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
+    memory.warm_up(empty, 10_000)
+    assert not memory.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -255,15 +259,28 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
     counts = take._cache_size(), put._cache_size()
     pointers = [buffer.unsafe_buffer_pointer() for buffer in cache.buffers]
     for number, blocks in enumerate([range(1, 17), range(1, 5), [3]], 1):
-        cache = memory.move(cache, moves(2 * number - 1, [chunk(number, *blocks)]))
-        jax.block_until_ready((cache, memory._chunks))
-        assert memory.bytes_in_flight == 0
-        cache = memory.move(cache, moves(2 * number, [], [chunk(number, *blocks)], [number]))
-        with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
-            moved = len(blocks) * cache.layout.buffers.layout.group_bytes(0)
-            assert memory.bytes_in_flight == moved
+        moved, here = (
+            len(blocks) * cache.layout.buffers.layout.group_bytes(0),
+            [chunk(number, *blocks)],
+        )
+        for given in (moves(2 * number - 1, here), moves(2 * number, [], here, [number])):
+            with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
+                cache = memory.move(cache, given)
+                assert memory.bytes_in_flight == moved
+            jax.block_until_ready((cache, memory._chunks))
+            assert memory.bytes_in_flight == 0
     assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
     assert (take._cache_size(), put._cache_size()) == counts
+
+
+def test_copies_wait_for_older_ones_that_take_device_memory(monkeypatch) -> None:
+    monkeypatch.setattr(_host_blocks, "MAX_STAGED", 20)
+    for num_bytes, waited in ((10, 3), (7, 3), (11, 4), (5, 1), (4, 0)):
+        memory, staged, copies = HostBlocks(), _host_blocks.Staged(), []
+        for _ in range(5):
+            copies.append(mock.Mock())
+            memory._note(staged, copies[-1], (np.zeros(num_bytes, np.uint8),))
+        assert [copy.block_until_ready.called for copy in copies] == [i < waited for i in range(5)]
 
 
 @needs_devices(2)
