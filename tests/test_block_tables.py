@@ -597,6 +597,8 @@ def test_jitted_functions_keep_the_methods_of_jit() -> None:
     ("changes", "message"),
     [
         ({"rows": as_ids([0])}, "one shape"),
+        ({"columns": as_ids([0])}, "one shape"),
+        ({"block_ids": as_ids([0])}, "one shape"),
         ({"ends": as_ids([0])}, "ends has shape"),
         ({"row_lengths": np.zeros((4, 2), np.int32)}, "row_lengths has shape"),
     ],

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import pickle
@@ -11,6 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -1052,20 +1054,65 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(message, call) -> None
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"max_requests": 0}, "max_requests must be at least 1"),
         ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"batch_size": 5}, "batch_size=5 is more than max_requests=4"),
-        ({"max_query_len": 0}, "max_query_len must be"),
-        ({"max_seq_len": 0}, "max_seq_len must be"),
-        ({"extra": -1}, "extra must be at least 0"),
-        ({"forks": 0.5}, "forks must be an int"),
         ({"tokens_per_request": 3, "max_tokens": 13}, "max_tokens=13 must be batch_size"),
     ],
 )
 def test_a_shape_with_invalid_sizes_is_refused(sizes, message) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         StepShape.for_plan(hybrid_plan(), **({"max_requests": 4, "max_tokens": 8} | sizes))
+
+
+# The arguments of `StepShape.for_plan`, and the fields that it derives, with the least of each.
+LEAST = dict.fromkeys(("extra", "shared_prefixes", "forks", "cached_tokens"), 0)
+LEAST |= dict.fromkeys(("max_requests", "max_tokens", "batch_size", "tokens_per_request"), 1)
+LEAST |= dict.fromkeys(("max_query_len", "max_seq_len"), 1)
+FIELDS = {name: least for name, least in LEAST.items() if name not in ("forks", "cached_tokens")}
+FIELDS |= dict.fromkeys(("max_encoder_tokens", "block_ids", "zero_ids", "block_copies"), 0)
+FIELDS |= dict.fromkeys(("num_blocks", "context_parallel"), 1)
+
+
+def test_every_size_of_a_shape_is_an_int_from_its_least_on() -> None:
+    plan = hybrid_plan()
+    shape = shape_of(plan, batch_size=1, max_tokens=1)
+    flags = {"token_ids", "reproducible"}
+    assert {field.name for field in dataclasses.fields(shape)} == {*FIELDS, *flags, "growths"}
+    given = {"max_requests": 1, "max_tokens": 1}
+    for sizes, make in (
+        (LEAST, lambda **size: StepShape.for_plan(plan, **(given | size))),
+        (FIELDS, functools.partial(dataclasses.replace, shape)),
+    ):
+        for name, least in sizes.items():
+            make(**{name: least})
+            with pytest.raises(ValueError, match=f"^{name} must be at least {least}, got"):
+                make(**{name: least - 1})
+            for wrong in ("1", 1.0, True):
+                with pytest.raises(TypeError, match=f"^{name} must be an int, got"):
+                    make(**{name: wrong})
+    for name in FIELDS.keys() - {"tokens_per_request"}:
+        with pytest.raises(ValueError, match=f"^{name}={2**31} must be at most"):
+            dataclasses.replace(shape, **{name: 2**31})
+    for name in flags:
+        with pytest.raises(TypeError, match=f"^{name} must be True or False"):
+            dataclasses.replace(shape, **{name: 1})
+
+
+def test_a_step_takes_no_more_blocks_than_the_pool_has() -> None:
+    plan = hybrid_plan(num_blocks=24, zero_policy="always")
+    shape = shape_of(plan, max_tokens=1000, forks=1000, cached_tokens=0)
+    assert (shape.block_ids, shape.zero_ids, shape.block_copies) == (plan.usable_blocks,) * 3
+    one = shape_of(plan, max_tokens=1, forks=1, cached_tokens=0)
+    assert one.block_copies == len(plan.groups) < one.block_ids < plan.usable_blocks
+
+
+def test_integers_of_a_step_that_are_traced_are_refused() -> None:
+    shape = shape_of(hybrid_plan())
+    for name in ("rows", "num_computed_tokens", "num_new_tokens", "encoder_lens", "extra"):
+        with pytest.raises(TypeError, match=f"^{name} is a .*Tracer; it is traced"):
+            jax.eval_shape(
+                lambda ids, name=name: jaxkv.pack_step(shape, **{name: ids}), np.zeros(1, np.int32)
+            )
 
 
 def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
@@ -1084,7 +1131,12 @@ def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
 def test_reprs_are_one_line_without_arrays() -> None:
     manager, shape = running()
     texts = [repr(manager), repr(manager.block_pool), repr(shape), repr(manager.step(shape, {}))]
-    texts.append(repr(TableEntry(1, [list(range(20)), []])))
+    few = TableEntry(1, [list(range(8)), list(range(9)), []])
+    texts.append(repr(few))
+    assert texts[-1] == (
+        "TableEntry(row=1, replaced by [0, 1, 2, 3, 4, 5, 6, 7]; "
+        "[0, 1, 2, 3, 4, 5, 6, 7, ... 9 ids]; [])"
+    )
     assert all("\n" not in text and len(text) < 140 for text in texts), texts
     assert "<table" in manager._repr_html_() and "r" in manager._repr_html_()
 

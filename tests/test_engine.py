@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from jaxkv._src.engine._device import Device
 from jaxkv._src.engine._draw import _keep, draw, fields_of
 from jaxkv._src.engine._samples import RECORD, record_of
 from jaxkv._src.engine._sampling import Kind
+from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
 from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
@@ -420,6 +423,16 @@ def test_an_interrupted_wait_loses_no_token(monkeypatch) -> None:
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
 
 
+def test_progress_is_shown_where_tqdm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tqdm(done: Any, **options: Any) -> Any:
+        assert options == {"total": 2, "desc": "compiling", "unit": "shape", "disable": None}
+        return map(str, done)
+
+    for module, wanted in ((types.SimpleNamespace(tqdm=tqdm), ["1", "2"]), (None, [1, 2])):
+        monkeypatch.setitem(sys.modules, "tqdm", module)
+        assert list(_device._with_progress([1, 2], 2)) == wanted
+
+
 @pytest.mark.parametrize("has_ring", [False, True])
 def test_a_warm_up_that_is_interrupted_loses_nothing(has_ring: bool, monkeypatch) -> None:
     """Its steps were packed, and never run."""
@@ -496,6 +509,35 @@ def test_requests_that_come_and_go_leave_nothing() -> None:
 
 # --- refusals -------------------------------------------------------------------------
 
+RANGES = {
+    **{"n": (1, MAX_SAMPLES), "top_k": (1, 2**31 - 1), "max_tokens": (1, 2**31 - 1)},
+    **{"seed": (0, 2**32 - 1), "temperature": (1e-30, 1e30), "top_p": (1e-30, 1.0)},
+    "min_p": (0.0, 1.0),
+}
+# Samplings that draw, by whether they have limits.
+KINDS = {"temperature": {1e-30: False}, "min_p": {0.0: False, 1e-6: True, 1.0: True}}
+KINDS |= {"top_k": {1: True, 2**31 - 1: True}, "top_p": {1.0: False, 0.999: True, 1e-30: True}}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_sampling_takes_its_ranges_and_no_more(name: str) -> None:
+    least, most = RANGES[name]
+    for value in (least, most):
+        assert getattr(Sampling(**{"temperature": 1.0, name: value}), name) == value
+    outside = np.nextafter(least, -1), np.nextafter(most, np.inf)
+    for wrong in (least - 1, most + 1) if isinstance(least, int) else map(float, outside):
+        with pytest.raises(ValueError, match=f"^{name}.* must be ") as caught:
+            Sampling(**{"temperature": 1.0, name: wrong})
+        assert str(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sampling_needs_no_more_of_the_sampler_than_its_limits(name: str) -> None:
+    for value, is_limited in KINDS[name].items():
+        kind = Sampling(**{"temperature": 1.0, name: value}).kind
+        assert kind == (Kind.LIMITED if is_limited else Kind.DRAWN)
+        assert Sampling(**{name: value, "temperature": 0}).kind == Kind.GREEDY
+
 
 def no_logits(params: Any, step: jaxkv.StepContext) -> Any:
     forward(params, step)
@@ -567,7 +609,6 @@ MISTAKES = {
     "awake": (lambda e: e.wake_up(), RuntimeError, "the cache is awake"),
     "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
     "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
-    "top_p": (lambda e: Sampling(top_p=0.0), ValueError, "top_p=0.0 must be from 1e-30 to 1"),
     "no top_p": (lambda e: Sampling(top_p=None), TypeError, "top_p must be a number, got None"),
     "top_k": (lambda e: Sampling(top_k=0), ValueError, "top_k=0 must be in 1.*; None means no"),
     "a temperature of float64": (
@@ -575,7 +616,6 @@ MISTAKES = {
         ValueError,
         "temperature=1e-300 must be 0, or from 1e-30 to 1e",
     ),
-    "a huge top_k": (lambda e: Sampling(top_k=2**40), ValueError, "top_k=1099511627776 must be in"),
     "one stop": (lambda e: Sampling(stop_token_ids=2), TypeError, "must be token ids, a sequence"),
     "a text": (lambda e: Sampling(stop_token_ids="a"), TypeError, "stop_token_ids must be token"),
     "a huge stop": (lambda e: Sampling(stop_token_ids=[2**40]), ValueError, "must be in 0..214748"),

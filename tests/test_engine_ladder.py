@@ -5,6 +5,7 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import PADDING, PADDING_OF_BACKLOG, READING, Ladder
+from jaxkv._src.engine._samples import RECORD
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.scheduler import Scheduler, Wanted
 from jaxkv._src.specs import FullAttentionSpec
@@ -21,17 +22,45 @@ def make(
     return manager, scheduler, Ladder(scheduler, max_requests, max_tokens)
 
 
-def test_shapes_are_few_and_hold_what_the_engine_may_run() -> None:
-    _, _, ladder = make(256, 8192)
-    assert list(ladder.decode) == [8, 32, 64, 128, 192, 256]
-    assert list(ladder.mixed) == [256, 512, 768, 2048, 8192]
-    for max_requests, max_tokens in [(1, 1), (1, 16), (3, 16), (8, 100), (100, 100), (1000, 3000)]:
-        _, _, ladder = make(max_requests, max_tokens)
-        assert list(ladder.mixed) == sorted(ladder.mixed)
-        assert min(ladder.mixed) >= min(max_requests, max_tokens)  # or decodes leave no room
-        assert max(ladder.decode) == max_requests
-        assert max(ladder.mixed) == max_tokens
-        assert list(ladder.decode) == sorted(ladder.decode)
+# By max_requests and max_tokens, the requests of decodes and the tokens of other steps.
+SIZES = {
+    (1, 1): ([1], [1]),
+    (1, 15): ([1], [15]),
+    (1, 31): ([1], [31]),
+    (7, 32): ([7], [16, 32]),
+    (9, 100): ([8, 9], [16, 100]),
+    (100, 100): ([8, 32, 64, 100], [100]),
+    (64, 1023): ([8, 32, 64], [64, 256, 512, 1023]),
+    (64, 1024): ([8, 32, 64], [64, 256, 512, 768, 1024]),
+    (65, 3072): ([8, 32, 64, 65], [65, 256, 512, 768, 3072]),
+    (128, 3076): ([8, 32, 64, 128], [128, 256, 512, 769, 3076]),
+    (129, 4096): ([8, 32, 64, 128, 129], [256, 512, 768, 1024, 4096]),
+    (256, 8192): ([8, 32, 64, 128, 192, 256], [256, 512, 768, 2048, 8192]),
+    (300, 1024): ([8, 32, 64, 128, 192, 256, 300], [512, 768, 1024]),
+    (1000, 3000): ([8, 32, 64, 128, 192, 256, 384, 512, 768, 1000], [1000, 3000]),
+}
+
+
+@pytest.mark.parametrize("most", SIZES, ids=str)
+def test_shapes_are_few_and_hold_what_the_engine_may_run(most: tuple[int, int]) -> None:
+    (requests, tokens), (decodes, mixed) = most, SIZES[most]
+    _, scheduler, ladder = make(*most)
+    assert (list(ladder.decode), list(ladder.mixed)) == SIZES[most]
+    assert ladder.shapes == [*ladder.decode.values(), *ladder.mixed.values()]
+    assert ladder.to_trace.max_tokens == tokens + (tokens == requests)
+    shared = Ladder(scheduler, *most, shared_prefixes=40)
+    for size, shape in shared.decode.items():
+        assert (shape.batch_size, shape.max_tokens, shape.max_query_len) == (size, size, 1)
+        assert shape.shared_prefixes == min(40, size // 2) and not shape.reproducible
+    (one,) = Ladder(scheduler, *most, reproducible=True).shapes
+    assert one.reproducible and one.max_tokens == tokens
+    for shape in (*shared.mixed.values(), *ladder.shapes, one, ladder.to_trace):
+        assert not shape.shared_prefixes
+        assert shape.max_tokens in (*decodes, *mixed, ladder.to_trace.max_tokens)
+        assert shape.batch_size == (
+            shape.max_tokens if shape.max_query_len == 1 < requests else requests
+        )
+        assert shape.extra == shape.max_tokens + shape.batch_size * RECORD.itemsize // 4
 
 
 def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:

@@ -177,6 +177,8 @@ def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
             block_pieces(cache, [np.array(ids)])
     with pytest.raises(ValueError, match="groups"):
         block_pieces(cache, [])
+    with pytest.raises(TypeError, match="block_ids must be block ids per group, got set"):
+        block_pieces(cache, {1})
 
 
 # --- schedulers -------------------------------------------------------------------------

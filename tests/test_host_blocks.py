@@ -27,10 +27,15 @@ from tests.servings.of_tier import TierServing
 from tests.test_host_tier import FULL, STATE, WINDOW
 
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
+# Of pages of 18 bytes, which are no words.
+ODD, ODD_WINDOW = (
+    dataclasses.replace(spec, block_size=3, head_size=3, dtype="int8") for spec in (FULL, WINDOW)
+)
 PLANS = {
     "full": {"a": FULL, "b": FULL},
     "hybrid": {"a": FULL, "b": FULL, "s": STATE},
     "windows": {name: FULL for name in "abc"} | {name: WINDOW for name in "vw"},
+    "odd bytes": {name: ODD for name in "abc"} | {"w": ODD_WINDOW, "v": ODD_WINDOW},
 }
 LONGEST = 48
 apply_step = jax.jit(jaxkv.apply_step, donate_argnums=0)
@@ -193,11 +198,17 @@ def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(mon
         compiled = copies.call_count
         memory.warm_up(cache, 10_000)
     assert copies.call_count > 2 * compiled
+    plan = jaxkv.plan_cache([{"a": FULL}, {}], [2**16] * 2, max_model_len=16)
+    empty, memory = make_cache(plan, max_requests=2, worker=1), HostBlocks()
+    memory.warm_up(empty, 10_000)
+    assert not memory.num_bytes
 
 
-@pytest.mark.parametrize("options", ORDERS, ids=str)
-def test_a_block_comes_back_in_every_order_of_a_pool(options: dict) -> None:
-    name, group = "windows", 1  # which has fewer layers than the others
+@pytest.mark.parametrize(
+    ("name", "options"), [*(("windows", order) for order in ORDERS), ("odd bytes", {})], ids=str
+)
+def test_a_block_comes_back_in_every_order_of_a_pool(name: str, options: dict) -> None:
+    group = 1  # which has fewer layers than the others
     cache, memory = filled(name, **options), HostBlocks()
     before, axis = bytes_in(cache), cache.layout.buffers.block_axis
     cache = memory.move(cache, moves(1, [chunk(1, 3, 5, 1, 2, group=group)]))
@@ -248,15 +259,28 @@ def test_copies_work_in_place_and_are_compiled_before_they_are_needed() -> None:
     counts = take._cache_size(), put._cache_size()
     pointers = [buffer.unsafe_buffer_pointer() for buffer in cache.buffers]
     for number, blocks in enumerate([range(1, 17), range(1, 5), [3]], 1):
-        cache = memory.move(cache, moves(2 * number - 1, [chunk(number, *blocks)]))
-        jax.block_until_ready((cache, memory._chunks))
-        assert memory.bytes_in_flight == 0
-        cache = memory.move(cache, moves(2 * number, [], [chunk(number, *blocks)], [number]))
-        with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
-            moved = len(blocks) * cache.layout.buffers.layout.group_bytes(0)
-            assert memory.bytes_in_flight == moved
+        moved, here = (
+            len(blocks) * cache.layout.buffers.layout.group_bytes(0),
+            [chunk(number, *blocks)],
+        )
+        for given in (moves(2 * number - 1, here), moves(2 * number, [], here, [number])):
+            with mock.patch.object(memory, "_forget_ended"):  # as if they took longer
+                cache = memory.move(cache, given)
+                assert memory.bytes_in_flight == moved
+            jax.block_until_ready((cache, memory._chunks))
+            assert memory.bytes_in_flight == 0
     assert [buffer.unsafe_buffer_pointer() for buffer in cache.buffers] == pointers
     assert (take._cache_size(), put._cache_size()) == counts
+
+
+def test_copies_wait_for_older_ones_that_take_device_memory(monkeypatch) -> None:
+    monkeypatch.setattr(_host_blocks, "MAX_STAGED", 20)
+    for num_bytes, waited in ((10, 3), (7, 3), (11, 4), (5, 1), (4, 0)):
+        memory, staged, copies = HostBlocks(), _host_blocks.Staged(), []
+        for _ in range(5):
+            copies.append(mock.Mock())
+            memory._note(staged, copies[-1], (np.zeros(num_bytes, np.uint8),))
+        assert [copy.block_until_ready.called for copy in copies] == [i < waited for i in range(5)]
 
 
 @needs_devices(2)

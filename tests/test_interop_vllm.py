@@ -7,6 +7,7 @@ stand-ins for torch and for the configuration. Fields that are None or False are
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 import types
@@ -21,6 +22,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.interop.vllm import SchedulerTables, cache_order, layer_specs, plan_from_config
+from jaxkv._src.interop.vllm._specs import convert_spec
 from jaxkv._src.planning import KVCacheCapacityError, Plan
 from jaxkv._src.specs import LayerSpec, Limits, MLASpec, StateSpec
 
@@ -215,6 +217,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         changed(*FULL, "state_content_bytes", 130),
         "state_content_bytes=130 is not a key and a value of bfloat16, 128 bytes$",
     ),
+    "scales of no bytes": (
+        changed("fp8 with scales of each head", 0, "state_content_bytes", 62),
+        "62 is not a key and a value of float8_e4m3fn, 64 bytes and a scale each$",
+    ),
+    "scales of odd bytes": (
+        changed("fp8 with scales of each head", 0, "state_content_bytes", 71),
+        "state_content_bytes=71 is not",
+    ),
     "several latent heads": (changed(*MLA, "num_kv_heads", 2), "has several heads or values"),
     "retained tokens": (changed(*SLIDING, "extra_retained_tokens", 3), "extra_retained_tokens"),
     "checkpoints": (changed(*STATE, "num_prefill_checkpoint_blocks", 1), "num_prefill_checkpoint"),
@@ -269,6 +279,40 @@ def test_what_has_no_counterpart_is_refused_by_name(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+# What a field is where it is left out; "head_size_v" is 0 in latent rows, else as "head_size".
+NEUTRAL = {"tokens_per_state": 1, "kv_quant_mode": "NONE", "mamba_cache_mode": "none"}
+NEUTRAL |= dict.fromkeys(("extra_retained_tokens", "num_speculative_blocks"), 0)
+NEUTRAL |= {"num_prefill_checkpoint_blocks": 0}
+COUNTS = {"num_kv_heads", "head_size", "block_size", "sliding_window", "attention_chunk_size"}
+NEEDED = COUNTS | {"dtype", "shapes", "dtypes"}
+
+
+def recorded_specs() -> Iterator[Data]:
+    for case in CASES.values():
+        for config in case["configs"]:
+            for group in config["kv_cache_groups"]:
+                spec = group["kv_cache_spec"]
+                yield from spec.get("kv_cache_specs", {"layer": spec}).values()
+
+
+def test_fields_that_are_left_out_are_neutral_or_missed_and_counts_are_positive() -> None:
+    tried, convert = Counter[str](), functools.partial(convert_spec, "layer", **OPTIONS)
+    for spec in recorded_specs():
+        neutral = NEUTRAL | {"head_size_v": 0 if "MLA" in spec["type"] else spec.get("head_size")}
+        for name, value in spec.items():
+            left = {key: value for key, value in spec.items() if key != name}
+            if name in NEEDED:
+                with pytest.raises(TypeError, match=f"has no '{name}'; pass vLLM's own"):
+                    convert(left)
+            elif name in neutral and value == neutral[name]:
+                assert convert(left) == convert(spec)
+                tried[name] += 1
+            if name in COUNTS:
+                with pytest.raises(ValueError, match=f"'layer': {name} must be at least 1, got 0"):
+                    convert(spec | {name: 0})
+    assert neutral.keys() <= tried.keys()
 
 
 # --- steps --------------------------------------------------------------------------

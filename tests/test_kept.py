@@ -31,7 +31,7 @@ SPEC = jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
 
 
 def place_in(folder: pathlib.Path) -> Place:
-    return Place(str(folder), "cuda" if ON_GPU else "cpu")
+    return Place(str(folder / "new"), "cuda" if ON_GPU else "cpu")
 
 
 def files(place: Place) -> dict[str, int]:
@@ -209,7 +209,7 @@ def test_a_broken_file_warns_and_is_written_anew(
 ) -> None:
     with keep_in(place_in(tmp_path)):
         run_kept(scaled, (X, X), by=(2,))
-        (path,) = tmp_path.iterdir()
+        (path,) = (tmp_path / "new").iterdir()
         whole = path.read_bytes()
         path.write_bytes(break_it(whole))
         with pytest.warns(UserWarning, match=r"lowered anew, because .* is broken"):

@@ -341,6 +341,8 @@ def test_without_a_causal_mask_every_group_lists_whole_requests(build) -> None:
     made = build(cache, "full.0", batch, **options)
     jaxkv.check_errors(made)
     assert made.sizes == page_list_sizes(cache, "full.0", SHAPE, **options)
+    usual = build(cache, "full.0", batch, q_block_tokens=GROUP_TOKENS).sizes
+    assert usual == dataclasses.replace(made.sizes, causal=True, pages_are_shared=True)
     # Tokens 5..9 of a, then 7..13 of b: 3 and 4 pages of 4 tokens.
     counts = made.counts if build is build_page_lists else np.diff(made.offsets)
     assert counts.tolist() == [3, 4, 4, 0]

@@ -28,9 +28,7 @@ SHAPES = {
 KINDS = tuple(SHAPES)
 
 
-def plan_of(
-    kind: str, mode: Any = "none", drafts: int = 0, layers: int = 1, shapes: Any = None
-) -> jaxkv.Plan:
+def plan_of(kind: str, mode: Any = "none", drafts: int = 0, shapes: Any = None) -> jaxkv.Plan:
     shapes = shapes or SHAPES[kind]
     spec = jaxkv.StateSpec(
         block_size=BLOCK,
@@ -40,7 +38,7 @@ def plan_of(
         speculative_blocks=drafts,
     )
     return jaxkv.plan_cache(
-        {f"layer.{i}": spec for i in range(layers)},
+        {f"layer.{i}": spec for i in range(2)},
         2**30,
         max_model_len=LENGTH,
         num_blocks_override=60,
@@ -109,12 +107,12 @@ def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: 
 
 @functools.partial(jax.jit, static_argnames=("kind", "blocks"), donate_argnums=1)
 def step(kind, cache, upload, x, num_drafts, at, blocks=1):
-    """One layer, and the states that it left in the first blocks of each request."""
+    """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
-    cache, out = run_layer(kind, cache, "layer.0", batch, x, num_drafts=num_drafts, at=at)
+    cache, out = run_layer(kind, cache, "layer.1", batch, x, num_drafts=num_drafts, at=at)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
-    kept = [jaxkv.read_state(cache, "layer.0", batch, at=place)[-1] for place in places]
+    kept = [jaxkv.read_state(cache, "layer.1", batch, at=place)[-1] for place in places]
     return cache, out, kept
 
 
@@ -229,7 +227,7 @@ def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) 
 
 
 def test_a_scan_over_layers_gives_what_layers_by_name_give() -> None:
-    plan = plan_of("gated_delta", layers=2)
+    plan = plan_of("gated_delta")
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     manager.start("a")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,12 +96,15 @@ def places(tree: object) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, SMALL_CHUNKS, 2**30])
+@pytest.mark.parametrize("chunk_bytes", [1, SMALL_CHUNKS, 6 * SMALL_CHUNKS, 2**30])
 @pytest.mark.parametrize("home", HOMES)
 def test_level_1_gives_back_what_was_there(home: str, chunk_bytes: int) -> None:
     cache = full_cache(home)
     kept, where = snapshot(cache), places(cache)
-    awake = wake_up(sleep(cache, level=1, chunk_bytes=chunk_bytes))
+    sleeping = sleep(cache, level=1, chunk_bytes=chunk_bytes)
+    held = jax.tree.leaves([getattr(kept, name) for name in CONTENT])
+    assert sleeping.host_bytes == sum(array.nbytes for array in held)
+    awake = wake_up(sleeping)
     assert_same_bytes(awake, kept)
     assert places(awake) == where
     assert awake.layout == cache.layout and awake.scales is cache.scales
@@ -183,9 +187,40 @@ def test_at_most_two_chunks_lie_beside_the_buffer(monkeypatch: pytest.MonkeyPatc
     del buffer
     monkeypatch.setattr(_host, "_take", watch(_host._take))
     monkeypatch.setattr(_host, "_insert", watch(_host._insert))
-    wake_up(sleep(cache, chunk_bytes=SMALL_CHUNKS))
+    wait, in_flight = _host._wait_for_room, list[int]()
+    monkeypatch.setattr(
+        _host, "_wait_for_room", lambda pending: (in_flight.append(len(pending)), wait(pending))
+    )
+    sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
+    assert in_flight == [0, 1, *[2] * (len(in_flight) - 2)]  # on their way out
+    in_flight.clear()
+    wake_up(sleeping)
+    assert in_flight == [0, 1, *[2] * (len(in_flight) - 2)]
     assert len(alive) > 10
     assert max(alive) == 2
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 4), (2, 4, 3)])
+def test_chunks_are_no_larger_than_asked_and_cut_no_shards(shape: tuple[int, ...]) -> None:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for sharded in (None, *(axis for axis, size in enumerate(shape) if size % 2 == 0)):
+        spec = jax.P(*("x" if axis == sharded else None for axis in range(len(shape))))
+        place = jax.sharding.NamedSharding(mesh, spec)
+        array: Any = jax.ShapeDtypeStruct(shape, np.int16, sharding=place)
+        num_bytes = 2 * math.prod(place.shard_shape(shape))
+        whole = [axis for axis in range(len(shape)) if axis != sharded]
+        for chunk_bytes in range(1, 2 * math.prod(shape) + 2):
+            axis, bounds = _host._cut(array, chunk_bytes)
+            ends = [start + size for start, size in bounds]
+            assert [0, *ends[:-1]] == [start for start, _ in bounds]
+            assert ends[-1] == (shape[axis] if shape else 1)
+            if len(bounds) > 1:
+                assert shape[axis] == max(shape[axis] for axis in whole)
+                most = max(1, chunk_bytes * shape[axis] // num_bytes)
+                assert axis in whole and {size for _, size in bounds[:-1]} == {most}
+            else:
+                assert not whole or num_bytes <= chunk_bytes or shape == (1,)
 
 
 def touch(cache: jaxkv.KVCache) -> jaxkv.KVCache:
@@ -524,13 +559,33 @@ def _scan(buffer):
     ],
     ids=["plain", "nested", "scan", "cond"],
 )
-def test_closed_over_buffers_are_found_in_nested_programs(wrap) -> None:
+@pytest.mark.parametrize("are_literals", [False, True])
+def test_closed_over_buffers_are_found_in_nested_programs(wrap, are_literals: bool) -> None:
+    jax.config.update("jax_use_simplified_jaxpr_constants", are_literals)  # later versions do
+    try:
+        check_closed_over(wrap)
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+def check_closed_over(wrap) -> None:
     cache = full_cache()
     x = jnp.zeros(3, jnp.uint8)
     for step in (wrap(cache.buffers[0]), jax.jit(wrap(cache.buffers[0]))):
         with pytest.raises(ClosedOverError, match=r"uint8.* \(as cache.buffers\[0\]\)"):
             check_not_closed_over(cache, step, x)
     check_not_closed_over(cache, lambda x, buffer: wrap(buffer)(x), x, cache.buffers[0])
+
+
+def test_only_arrays_that_go_to_the_default_device_change_it() -> None:
+    """The first device of a mesh may be another process's."""
+    last = jax.devices()[-1]
+    committed = jax.device_put(np.zeros(3), last)
+    with jax.default_device(last):
+        array = jnp.zeros(3)
+    for given, wanted in ((committed, None), (array, last)):
+        with _host.ArrayPlace.of(given).as_default():
+            assert jax.config.jax_default_device == wanted
 
 
 def test_a_transfer_guard_has_nothing_to_object_to() -> None:

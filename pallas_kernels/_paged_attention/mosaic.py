@@ -259,7 +259,7 @@ def tile_queries(queries: Array, tiles: QueryTiles, shape: DecodeShape) -> Array
     if tiles.size == 1:
         tiled = queries.reshape(-1, rule.kv_heads, rule.group, rule.key_width)
     else:
-        inner = jnp.arange(tiles.size, dtype=jnp.int32)
+        inner = jnp.arange(tiles.size)
         tiled = queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip")
         tiled = tiled.reshape(-1, tiles.size, rule.kv_heads, rule.group, rule.key_width)
         tiled = jnp.swapaxes(tiled, 1, 2).reshape(-1, rule.kv_heads, rows, rule.key_width)
@@ -284,7 +284,7 @@ def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:
     rule = shape.rule
     sinks = jnp.full((rule.kv_heads, shape.rows), -jnp.inf, jnp.float32)
     if arrays.sinks is not None:
-        of_rows = jnp.arange(shape.rows, dtype=jnp.int32) % rule.group
+        of_rows = jnp.arange(shape.rows) % rule.group
         sinks = arrays.sinks.reshape(rule.kv_heads, rule.group)[:, of_rows] * LOG2E
     scales = arrays.key_scale * jnp.float32(rule.scale), arrays.value_scale
     return jnp.concatenate([jnp.stack(scales, axis=1), sinks], axis=1)
@@ -292,7 +292,7 @@ def tile_numbers(arrays: AttentionArrays, shape: DecodeShape) -> Array:
 
 def lse_of_tokens(lse: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
     """Gathers the log-sum-exp of tiles by token: float32[T, heads], -inf for padding."""
-    columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group, dtype=jnp.int32)[None]
+    columns = tiles.rows[:, None] * rule.group + jnp.arange(rule.group)[None]
     found = lse[tiles.of_token[:, None], :, columns]
     found = jnp.swapaxes(found, 1, 2).reshape(found.shape[0], -1)
     return jnp.where(tiles.of_token[:, None] < 0, -jnp.inf, found)

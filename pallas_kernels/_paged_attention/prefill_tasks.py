@@ -105,7 +105,7 @@ def divide(
         return None
     first, last = _steps(tiles, keys)
     steps = jnp.where(tiles.counts > 0, last - first, 0)
-    total = steps.sum(dtype=jnp.int32)
+    total = steps.sum()
     each = jnp.maximum(lax.div(total + (lanes - 1), lanes), LEAST_STEPS)
     counts = jnp.where(4 * steps > 5 * each, lax.div(steps + each - 1, each), 1)
     segments = jnp.where(counts > 1, counts, 0)
@@ -137,12 +137,12 @@ def prefill_tiles(
         seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
         full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
     full_begin = jnp.clip(full_begin, first, last)
-    full_end = jnp.clip(full_end, full_begin, last)
+    full_end = jnp.maximum(full_end, full_begin)
     holed = has_holes(arrays, rule, tiles)
     # The longest pieces come first, whatever their heads.
     heads = _heads_together(arrays, rule, tiles) if pieces is None else rule.kv_heads
     tile = PrefillTile(
-        index=jnp.arange(tiles.requests.shape[0], dtype=jnp.int32),
+        index=jnp.arange(tiles.requests.shape[0]),
         request=tiles.requests,
         octet=lax.div(tiles.tokens, 8),
         skip=tiles.skips,
@@ -157,19 +157,19 @@ def prefill_tiles(
         full_end=jnp.where(holed, full_begin, full_end),
         last_step=last,
         has_holes=holed.astype(jnp.int32),
-        num_tiles=jnp.broadcast_to(jnp.sum(tiles.counts > 0, dtype=jnp.int32), last.shape),
-        heads_together=jnp.broadcast_to(jnp.asarray(heads, jnp.int32), last.shape),
+        num_tiles=jnp.broadcast_to(jnp.sum(tiles.counts > 0), last.shape),
+        heads_together=jnp.broadcast_to(heads, last.shape),
         first_row=jnp.broadcast_to(arrays.pages.first_row(), last.shape),
     )
     if pieces is not None:
         tile = _in_pieces(tile, pieces)
     steps = jnp.where(tile.count > 0, tile.last_step - tile.first_step, 0)
-    index = jnp.arange(steps.shape[0], dtype=jnp.int32)
+    index = jnp.arange(steps.shape[0])
     # Sorted by comparison, because XLA's sort of so few rows takes many kernels.
     before = (steps[None] > steps[:, None]) | (
         (steps[None] == steps[:, None]) & (index[None] < index[:, None])
     )
-    rank = before.sum(axis=1, dtype=jnp.int32)
+    rank = before.sum(axis=1)
     order = jnp.where(rank[None] == index[:, None], index[None], 0).sum(axis=1)
     return take(jnp.stack(tile, axis=1), order)
 
@@ -183,7 +183,7 @@ def _steps(tiles: QueryTiles, keys: int) -> tuple[Array, Array]:
 def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
     """Returns the pieces of N tiles, and rows that count none."""
     num_tiles, ends = pieces.counts.shape[0], running_sum(pieces.counts)
-    index = jnp.arange(num_tiles + pieces.lanes, dtype=jnp.int32)
+    index = jnp.arange(num_tiles + pieces.lanes)
     of = jnp.minimum(count_ended(ends, index), num_tiles - 1)
     added = pieces.counts, pieces.first_segments, ends
     *found, counts, segments, ends_of = take(jnp.stack([*tile, *added], axis=1), of).T
@@ -201,7 +201,7 @@ def _in_pieces(tile: PrefillTile, pieces: Pieces) -> PrefillTile:
         full_begin=full_begin,
         full_end=jnp.clip(whole.full_end, full_begin, last),
         last_step=last,
-        num_tiles=jnp.broadcast_to(jnp.sum(count > 0, dtype=jnp.int32), index.shape),
+        num_tiles=jnp.broadcast_to(jnp.sum(count > 0), index.shape),
     )
 
 
@@ -215,7 +215,7 @@ def halves_of(tiles: QueryTiles, pieces: Pieces, num_rows: int) -> tuple[Array, 
       int32[2 * lanes, ...], a `Tile` and a `Link` per row, and int32[N], the place of each divided
       tile among them, or -1.
     """
-    is_divided, index = pieces.counts > 1, jnp.arange(pieces.lanes, dtype=jnp.int32)
+    is_divided, index = pieces.counts > 1, jnp.arange(pieces.lanes)
     ends = running_sum(is_divided.astype(jnp.int32))
     of = jnp.minimum(count_ended(ends, index), is_divided.shape[0] - 1)
     columns = tiles.tokens, tiles.skips, tiles.counts, pieces.first_segments, pieces.counts
@@ -256,7 +256,7 @@ def _heads_together(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTi
 def has_holes(arrays: AttentionArrays, rule: AttentionRule, tiles: QueryTiles) -> Array:
     """Returns bool[N]: whether any page that the tile's request may read holds no keys."""
     tables = arrays.block_tables
-    columns = jnp.arange(tables.shape[1], dtype=jnp.int32)[None] * rule.page_tokens
+    columns = jnp.arange(tables.shape[1])[None] * rule.page_tokens
     read = columns < rule.held_before(arrays.seq_lens, arrays.rank)[:, None]
     holes = read & ((tables < 0) | (tables >= arrays.pages.num_pages))
     return take(holes.any(axis=1), tiles.requests)

@@ -90,20 +90,20 @@ def tile_shared(
     ends = jnp.clip(shared.ends, 0, shared.members.shape[0])
     counts = jnp.maximum(jnp.diff(ends, prepend=0), 0)
     begins = ends - counts
-    place = jnp.arange(shared.members.shape[0], dtype=jnp.int32)
+    place = jnp.arange(shared.members.shape[0])
     group = count_ended(ends, place)
     known = (group < ends.shape[0]) & (shared.members >= 0) & (shared.members < batch)
     group = jnp.minimum(group, ends.shape[0] - 1)
     lens = _lens(arrays, shared, known, group)
 
     # As groups and members both ascend, tiles are numbered by both, and no sum is needed.
-    first_tiles = jnp.arange(ends.shape[0], dtype=jnp.int32) + begins // size
-    index = jnp.arange(ends.shape[0] + place.shape[0] // size, dtype=jnp.int32)
+    first_tiles = jnp.arange(ends.shape[0]) + begins // size
+    index = jnp.arange(ends.shape[0] + place.shape[0] // size)
     of_tile = count_ended(first_tiles, index) - 1
     first = begins[of_tile] + (index - first_tiles[of_tile]) * size
     used = (first < ends[of_tile]) & (lens[of_tile] > 0)
     members = jnp.clip(shared.members, 0, batch - 1)
-    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    slots = jnp.arange(size)[None]
     zeros = jnp.zeros_like(index)
     tiles = QueryTiles(
         size,
@@ -115,7 +115,7 @@ def tile_shared(
     )
     # The place of each request among the members, found by comparison: one kernel, no scatter.
     is_place = known & (lens[group] > 0)
-    is_place = is_place[None] & (members[None] == jnp.arange(batch, dtype=jnp.int32)[:, None])
+    is_place = is_place[None] & (members[None] == jnp.arange(batch)[:, None])
     place_of = jnp.where(is_place, place[None], -1).max(axis=1)
     group_of = group[place_of]
     within, found = place_of - begins[group_of], place_of >= 0
@@ -141,10 +141,10 @@ def split_shared(
       tile, and their number.
     """
     steps = -(-tiles.ends // keys)
-    each = jnp.maximum(-(-steps.sum(dtype=jnp.int32) // lanes), 1)
+    each = jnp.maximum(-(-steps.sum() // lanes), 1)
     counts = -(-steps // each)
     ends = running_sum(counts)
-    index = jnp.arange(steps.shape[0] + lanes, dtype=jnp.int32)
+    index = jnp.arange(steps.shape[0] + lanes)
     of = jnp.minimum(count_ended(ends, index), steps.shape[0] - 1)
     first = (index - (ends - counts)[of]) * each
     last = jnp.minimum(first + each, steps[of])
@@ -177,7 +177,7 @@ def own_tiles(arrays: AttentionArrays, rule: AttentionRule, shared: SharedTiles)
 
 def _lens(arrays: AttentionArrays, shared: SharedPrefixes, known: Array, group: Array) -> Array:
     """Returns the shared tokens of each group: whole steps, and fewer than any member has."""
-    groups = jnp.arange(shared.ends.shape[0], dtype=jnp.int32)[:, None]
+    groups = jnp.arange(shared.ends.shape[0])[:, None]
     least = arrays.seq_lens.at[shared.members].get(mode="clip") - 1
     of_group = known[None] & (group[None] == groups)
     least = jnp.where(of_group, least[None], jnp.iinfo(jnp.int32).max).min(axis=1)

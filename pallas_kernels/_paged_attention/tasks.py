@@ -128,7 +128,7 @@ def share_out(
     line_begins, total = line_ends - steps, line_ends[-1]
     # ``longer`` lanes have one step more.
     least, longer = lax.div(total, num_lanes), lax.rem(total, num_lanes)
-    lanes = jnp.arange(num_lanes, dtype=jnp.int32)
+    lanes = jnp.arange(num_lanes)
     begins = lanes * least + jnp.minimum(lanes, longer)
     ends = begins + least + (lanes < longer).astype(jnp.int32)
 
@@ -139,7 +139,7 @@ def share_out(
 
     if fixed is None:
         first_lane, last_lane = lane_of(line_begins), lane_of(line_ends - 1)
-        first_segments = first_lane + jnp.arange(num_tiles, dtype=jnp.int32)
+        first_segments = first_lane + jnp.arange(num_tiles)
         num_segments = jnp.where(steps > 0, last_lane - first_lane + 1, 0)
         most = num_tiles + num_lanes
     else:
@@ -147,7 +147,7 @@ def share_out(
         ends = jnp.append(begins[1:], total)
         last = lax.div(first_steps + steps - 1, fixed.steps)
         num_segments = jnp.where(steps > 0, last - lax.div(first_steps, fixed.steps) + 1, 0)
-        first_segments = jnp.arange(num_tiles, dtype=jnp.int32) * fixed.per_tile
+        first_segments = jnp.arange(num_tiles) * fixed.per_tile
         most = num_tiles * fixed.per_tile
     busy = begins < ends
     lane = Lane(
@@ -206,6 +206,6 @@ def _to_segments(line: tuple[Array, Array, Array], places: Array, fixed: FixedSe
 def running_sum(counts: Array) -> Array:
     """Returns the sums of counts up to each of them."""
     if counts.size > MAX_COMPARED:
-        return jnp.cumsum(counts, dtype=jnp.int32)
-    index = jnp.arange(counts.size, dtype=jnp.int32)  # one kernel, where a scan takes several
-    return jnp.where(index[None] <= index[:, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
+        return jnp.cumsum(counts)
+    index = jnp.arange(counts.size)  # one kernel, where a scan takes several
+    return jnp.where(index[None] <= index[:, None], counts[None], 0).sum(axis=1)

@@ -219,7 +219,7 @@ class Cut(NamedTuple):
         Args:
           first_rows: int32[B], the first row of each request's first tile, multiples of ``align``.
         """
-        index = jnp.arange(first_rows.shape[0], dtype=jnp.int32)
+        index = jnp.arange(first_rows.shape[0])
         if self.is_single or self.size == 1:
             return index if self.is_single else first_rows
         return index + lax.div(first_rows, self.size)
@@ -231,7 +231,7 @@ def one_query_each(arrays: AttentionArrays, rule: AttentionRule) -> QueryTiles:
     The tile of a request without keys also has a query, whose output is zeros.
     """
     seq_lens = jnp.maximum(arrays.seq_lens, 0)
-    index = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    index = jnp.arange(seq_lens.shape[0])
     zeros = jnp.zeros_like(index)
     cut = index, index, zeros, zeros + 1, seq_lens - 1
     return _tiles(arrays, rule, 1, cut, jnp.where(seq_lens > 0, index, -1), zeros)
@@ -248,7 +248,7 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     if cut.most is not None:
         counted &= query_lens <= cut.most
     first_tiles = cut.first_tiles(first_rows)
-    index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)), dtype=jnp.int32)
+    index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)))
     if cut.is_single:
         requests = index
     else:
@@ -260,7 +260,7 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     skips = jnp.clip(take(starts, requests) - tokens, 0, cut.size)
     positions = take(jnp.maximum(arrays.seq_lens, 0) - ends, requests) + tokens
 
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    token = jnp.arange(num_tokens)
     owner = count_ended(ends, token)
     known = (owner < batch) & (token >= loc[0])
     owner = jnp.minimum(owner, batch - 1)
@@ -307,4 +307,4 @@ def take(values: Array, index: Array) -> Array:
 
 def count_ended(ends: Array, index: Array) -> Array:
     """Returns how many of the ascending ends are at or before each index."""
-    return (ends[None] <= index[:, None]).sum(axis=1, dtype=jnp.int32)  # one kernel
+    return (ends[None] <= index[:, None]).sum(axis=1)  # one kernel

@@ -122,7 +122,7 @@ def _blocks_at_once(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionR
 def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: Array) -> _Round:
     """Returns the rows of round i; each tile begins with the first block that it sees."""
     blocks, tokens = _blocks_at_once(arrays, tiles, rule), rule.page_tokens
-    columns = i * blocks + jnp.arange(blocks, dtype=jnp.int32)[None]
+    columns = i * blocks + jnp.arange(blocks)[None]
     columns = columns + (tiles.begins // tokens)[:, None]
     ids = arrays.block_tables.at[tiles.requests[:, None], columns].get(
         mode="fill", fill_value=-1, wrap_negative_indices=False
@@ -130,9 +130,9 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
     held = (ids >= 0) & (ids < arrays.pages.num_pages)
     rows = arrays.pages.read(jnp.where(held, ids, 0))
     rows = rows.reshape(ids.shape[0], -1, *rows.shape[3:])
-    keys = columns[:, :, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)[None, None]
+    keys = columns[:, :, None] * tokens + jnp.arange(tokens)[None, None]
     keys, held = keys.reshape(ids.shape[0], 1, -1), jnp.repeat(held, tokens, axis=1)[:, None]
-    inner = jnp.arange(tiles.size, dtype=jnp.int32)[None]
+    inner = jnp.arange(tiles.size)[None]
     seen = held & (keys >= tiles.begins[:, None, None]) & (keys < tiles.ends[:, None, None])
     if rule.causal:
         queries = (tiles.positions[:, None] + inner)[:, :, None]
@@ -143,7 +143,7 @@ def _gather(arrays: AttentionArrays, tiles: QueryTiles, rule: AttentionRule, i: 
 
 def _tile_queries(queries: Array, tiles: QueryTiles, rule: AttentionRule) -> Array:
     """Returns [N, kv_heads, group, Q, K]; places past a tile's queries hold other queries."""
-    inner = jnp.arange(tiles.size, dtype=jnp.int32)
+    inner = jnp.arange(tiles.size)
     return _split_heads(queries.at[tiles.tokens[:, None] + inner[None]].get(mode="clip"), rule)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import _capability
 from pallas_kernels._paged_attention import prefill_tasks
+from pallas_kernels._paged_attention import tiles as tiles_module
 from pallas_kernels._paged_attention.prefill_tasks import (
     ROWS,
     PrefillTile,
@@ -27,8 +28,9 @@ from pallas_kernels._paged_attention.tiles import (
     QueryTiles,
     cut_queries,
     one_query_each,
+    take,
 )
-from tests.helpers import as_ids
+from tests.helpers import as_ids, needs_mosaic
 
 BATCH, TOKENS, COLUMNS, PAGES = 4, 90, 12, 60
 RULES: dict[str, dict[str, Any]] = {
@@ -39,6 +41,19 @@ RULES: dict[str, dict[str, Any]] = {
     "not causal": {"causal": False},
     "interleaved": {"ranks": 2, "interleave_tokens": 16},
 }
+
+
+@pytest.fixture(autouse=True)
+def take_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses indices that are out of range, which `take` promises that there are none of."""
+
+    def taken(values: Any, index: Any) -> Any:
+        if not isinstance(index, jax.core.Tracer):
+            assert ((index >= 0) & (index < values.shape[0])).all()
+        return take(values, index)
+
+    for module in (tiles_module, prefill_tasks):
+        monkeypatch.setattr(module, "take", taken)
 
 
 def rule_of(name: str) -> AttentionRule:
@@ -141,7 +156,7 @@ CUTS = [
     Cut(8),
     Cut(16, align=8),
     Cut(64, least=2),
-    Cut(4, most=4),
+    Cut(4, least=2, most=4),
     Cut(1),
     Cut(16, align=8, least=5),
 ]
@@ -154,6 +169,8 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
         for cut in CUTS:
             tiles = cut_queries(arrays, rule, cut)
             assert (np.asarray(tiles.tokens) % cut.align == 0).all()
+            most = TOKENS if cut.size == 1 else BATCH + TOKENS // cut.size
+            assert len(tiles.requests) == (BATCH if cut.most == cut.size else most)
             check_tiles(arrays, rule, tiles, queries_of(arrays, cut))
     for arrays in batches(rule, each_one=True):
         lens = np.asarray(arrays.seq_lens).tolist()
@@ -161,6 +178,46 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
         tiles = one_query_each(arrays, rule)
         assert np.asarray(tiles.of_token).tolist() == [i if n else -1 for i, n in enumerate(lens)]
         check_tiles(arrays, rule, tiles._replace(of_token=as_ids(range(BATCH))), queries)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("page_tokens", "size"), [(8, 64), (48, 128), (64, 64), (192, 128), (128, 64)]
+)
+def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) -> None:
+    from pallas_kernels._paged_attention.pieces import Steps
+
+    rng = np.random.default_rng(page_tokens)
+    tables = jnp.array(rng.integers(-2, PAGES + 2, (2, 3)), jnp.int32)
+    steps = Steps(size, page_tokens, PAGES, 3, 5 * page_tokens, 2 * page_tokens, 0)
+    assert steps._replace(head_rows=0, head_columns=64).head(jnp.int32(7), 3) == (7, 192)
+    first_row, _ = steps.head(jnp.int32(16), 2)
+    assert first_row == 16 + 4 * page_tokens
+
+    @jax.jit
+    def find(step: Any) -> Any:
+        found, request = steps.find(tables, jnp.int32(1), step), jnp.int32(1)
+        holes, rows = steps.holes(found), jnp.stack(steps.rows(found, first_row))
+        held = steps.held(jnp.arange(size), holes)
+        return rows, held, holes == steps.find_holes(tables, request, step)
+
+    for step in range(-(-3 * page_tokens // size)):
+        rows, are_held, is_same = map(np.asarray, find(jnp.int32(step)))
+        keys = np.arange(step * size, min((step + 1) * size, 3 * page_tokens))
+        pages = np.asarray(tables)[1, keys // page_tokens]
+        held = (pages >= 0) & (pages < PAGES)
+        inner = np.where(held, pages, 0) * steps.page_rows + keys % page_tokens
+        found = np.repeat(rows, steps.granule) + np.tile(np.arange(steps.granule), len(rows))
+        assert (found[keys % size] == first_row + inner).all()
+        assert (are_held[keys % size] == held).all() and is_same
+
+
+@pytest.mark.parametrize("width", range(64, 272, 16))
+def test_parts_of_a_value_are_as_few_as_cover_it(width: int) -> None:
+    windows = rule_of("all keys")._replace(value_width=width).windows
+    covered = [column for first, size in windows for column in range(first, first + size)]
+    assert {*covered} == {*range(width)} and len(covered) == -(-width // 64) * 64
+    assert all(size % 64 == 0 for _, size in windows)
 
 
 @pytest.mark.parametrize("fixed", [None, FixedSegments(1, 30), FixedSegments(4, 8)], ids=str)

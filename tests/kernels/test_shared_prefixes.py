@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import SharedPrefixes, _capability, paged_attention
 from pallas_kernels._paged_attention import shared as shared_tiles
+from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, has_holes
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.kernels.test_attention_tasks import batches, rule_of
 from tests.kernels.test_paged_attention import (
@@ -151,6 +152,65 @@ def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkey
         assert found.tiles.counts.sum() == len({*places.values()}) == len(places)
         alone = [request for request in range(batch) if request not in places]
         assert (found.of_request[as_ids(alone)] == -1).all() and not found.lens[as_ids(alone)].any()
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_tile_has_as_many_requests_as_fit_its_rows_and_at_least_one(latent: bool) -> None:
+    rows = 64 if latent else 128
+    for group in range(1, 2 * rows):
+        rule = rule_of("all keys")._replace(group=group, values_in_keys=latent)
+        each = -(-group // 2) * 2
+        fitting = [size for size in range(1, rows + 1) if size * each <= rows]
+        assert shared_tiles.tile_size(rule) == max(fitting, default=1)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lanes: int) -> None:
+    rule, keys = rule_of("all keys")._replace(group=3, kv_heads=2), 128
+    zeros = as_ids([0] * 4)
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        given = list(batches(rule, each_one=True))[seed]
+        requests, ends = rng.integers(0, 4, 4), rng.integers(0, 13, 4) * rng.integers(0, 2, 4) * 64
+        counts = rng.integers(1, 40, 4)
+        tiles = shared_tiles.QueryTiles(
+            40,
+            *map(as_ids, (requests, zeros, zeros, counts)),
+            *[zeros] * 4,
+            as_ids(ends),
+            zeros,
+            zeros,
+        )
+        found, spans = shared_tiles.split_shared(given, rule, tiles, keys, lanes)
+        steps = -(-ends // keys)
+        each = max(1, -(-steps.sum() // lanes))
+        holed = np.asarray(has_holes(given, rule, tiles)).tolist()
+        wanted = [
+            PrefillTile(
+                index=0,
+                request=requests[tile],
+                octet=tile * 16,
+                count=counts[tile] * 4,
+                end=ends[tile],
+                first_step=first,
+                full_begin=first,
+                full_end=first if holed[tile] else min(first + each, ends[tile] // keys),
+                last_step=min(first + each, steps[tile]),
+                has_holes=holed[tile],
+                num_tiles=0,
+                heads_together=2,
+                **dict.fromkeys(("skip", "position", "chunk_offset", "rank", "begin"), 0),
+                first_row=0,
+            )
+            for tile in range(4)
+            for first in range(0, steps[tile], each)
+        ]
+        wanted = [row._replace(index=i, num_tiles=len(wanted)) for i, row in enumerate(wanted)]
+        assert len(wanted) <= len(found) == 4 + lanes
+        assert np.asarray(found)[: len(wanted)].tolist() == [list(map(int, row)) for row in wanted]
+        assert (np.asarray(found)[:, PrefillTile._fields.index("num_tiles")] == len(wanted)).all()
+        numbers = -(-steps // each)
+        assert spans.tolist() == np.stack([np.cumsum(numbers) - numbers, numbers], axis=1).tolist()
 
 
 LATENT = Case(

@@ -75,6 +75,7 @@ class ModelDevice:
         self._drawn = np.zeros(num_drawn, np.int64)
         self.draw, self.chance, self.has_ring = random.Random(0), 0.0, False
         self.seen: Counter[str] = Counter()
+        self.lengths: set[int] = set()
 
     def trace(self, uploads: object) -> None: ...
 
@@ -96,7 +97,10 @@ class ModelDevice:
     def run(self, uploads: Sequence[Upload]) -> "Drawn":
         self.interrupt()
         self.seen["calls"] += 1
-        assert len({upload.shape for upload in uploads}) == 1, "a call of several shapes"
+        (shape,) = {upload.shape for upload in uploads}
+        assert len(uploads) == 1 or shape.max_query_len == 1, "several steps of prompts in a call"
+        self.lengths |= {len(uploads)} - {1}
+        assert len(self.lengths) <= 1, "calls of several lengths, each of which is compiled"
         outs = [self._step(upload, may_have_ended=len(uploads) > 1) for upload in uploads]
         return Drawn(np.stack(outs), self)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import BlockManager
+from jaxkv._src.tier._room import UNSEALED
 from jaxkv.blocks import HandedBlocks, Upload
 from tests.servings.device import Device, Group, Stories
 
@@ -331,6 +332,9 @@ class Oracle:
         tier, first = self.manager._tier, room.first_id
         of_use = (tier._tree.frozen_before[first:] > 0) | (tier._copy_of[first:] > 0)
         assert (room.is_alive == of_use).all(), "host blocks that are of no use, or are lost"
+        alive = Counter(room._chunk_of[room.is_alive].tolist()) + Counter(tier._pins())
+        del alive[UNSEALED]
+        assert alive == room._num_alive, "chunks that nobody uses, or that are dropped early"
 
     def _poison(self) -> None:
         """Spoils the blocks that nobody holds or keeps; a step has to write them first."""

@@ -14,6 +14,7 @@ SMALLEST, LARGEST = 1e-30, 1e30  # numbers by which the device divides logits in
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@enum.unique
 class Kind(enum.IntEnum):
     """The work of a sampler, from the least to the most."""
 

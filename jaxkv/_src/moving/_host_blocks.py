@@ -206,7 +206,7 @@ class HostBlocks:
         num_bytes = sum(array.nbytes for array in copied)
         self._copies.append((done, num_bytes))
         staged.append((done, num_bytes))
-        while len(staged) > 1 and sum(size for _, size in staged) > MAX_STAGED:
+        while sum(size for _, size in staged) > MAX_STAGED:
             staged.popleft()[0].block_until_ready()
 
 

@@ -273,9 +273,10 @@ class HostTier:
 
     def _next_loads(self) -> list[Chunk]:
         """Returns the loads of the moves that are being made, and chooses those ahead."""
-        loads, rest, dropped = self._ahead, self._later, list[Chunk]()
-        for chunk in self.room.loads(self._loads):
-            (rest if self.room.pin(chunk.number) else dropped).append(chunk)
+        loads, new = self._ahead, self.room.loads(self._loads)
+        for chunk in new:
+            self.room.pin(chunk.number)
+        rest = self._later + new
         if self._is_urgent:
             loads, rest = loads + rest, rest[:0]
         for number in (*self._pinned, *(chunk.number for chunk in loads)):
@@ -288,7 +289,7 @@ class HostTier:
         for which, chunks in ((AHEAD, self._ahead), (LATER, self._later)):
             for chunk in chunks:
                 self._load_of[chunk.block_ids[chunk.block_ids >= 0]] = which
-        return loads + dropped
+        return loads
 
     def _pins(self) -> list[int]:
         """Returns the chunks of loads, each as often as it is pinned for them."""

@@ -169,8 +169,6 @@ class HostRoom:
         self._members[self._number], self._sizes[self._number] = members, len(members)
         self._num_alive[self._number] = int(self.is_alive[at].sum())
         self._bytes[self._number] = len(members) * int(self.block_bytes[group])
-        if not self._num_alive[self._number]:
-            self._drop(self._number)
         return Chunk(self._number, group, np.array(sources, np.int32))
 
     def loads(self, pairs: Mapping[int, int]) -> list[Chunk]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_positive
 
 MISSING: Any = object()
 NEUTRAL = (None, False)  # values of an unused field
@@ -54,10 +54,10 @@ class SpecFields:
         self._read.add(name)
         return get(self._given, name, default)
 
-    def count(self, name: str, default: Any = MISSING, *, least: int = 1) -> int:
-        """Returns a field that holds an int of at least ``least``, 0 or 1."""
-        value = self.get(name, default)
-        (check_positive if least else check_count)(**{f"{self.what}: {name}": value})
+    def count(self, name: str) -> int:
+        """Returns a field that holds an int of at least 1."""
+        value = self.get(name)
+        check_positive(**{f"{self.what}: {name}": value})
         return value
 
     def ignore(self, *names: str) -> None:

@@ -109,7 +109,7 @@ def _mamba(fields: SpecFields, _: str | None, __: int | None) -> LayerSpec:
         shapes=tuple(tuple(shape) for shape in fields.get("shapes")),
         dtypes=tuple(_dtype_name(dtype) for dtype in fields.get("dtypes")),
         cache_mode=fields.get("mamba_cache_mode", "none"),
-        speculative_blocks=fields.count("num_speculative_blocks", 0, least=0),
+        speculative_blocks=fields.get("num_speculative_blocks", 0),
     )
 
 
