@@ -13,8 +13,10 @@ import pytest
 
 from jaxkv import (
     BlockManager,
+    CrossAttentionSpec,
     FullAttentionSpec,
     HostMemory,
+    Limits,
     Scheduler,
     SlidingWindowSpec,
     StateSpec,
@@ -31,6 +33,7 @@ from tests.servings.of_tier import STORED
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, sliding_window=6)
+CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 STATE = StateSpec(block_size=4, shapes=((32,),), dtypes=("f32",), cache_mode="none")
 
 
@@ -856,6 +859,15 @@ WRONG_MEMORY = {
         lambda: HostMemory(num_bytes=1).is_worth_it(64.5, 1),
         TypeError,
         "num_tokens must be an int",
+    ),
+    "an encoder": (
+        lambda: BlockManager(
+            plan_of({"a": FULL, "b": CROSS}, 99, 32, limits=Limits(max_encoder_tokens=4)),
+            max_requests=1,
+            host_memory=HostMemory(num_bytes=999),
+        ),
+        ValueError,
+        "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out",
     ),
     "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
 }

@@ -1,11 +1,14 @@
 """Prefixes that requests share; `tests.servings` finds more of them, in random traffic."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import ExtraKey, TokenCodes
+from jaxkv._src.prefixes import ExtraKey, TokenCodes, as_tokens
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -113,6 +116,25 @@ def test_a_prefix_stays_as_it_is_when_the_array_of_its_tokens_changes() -> None:
     tokens[:] = 7
     assert manager.find_prefix(tokens).num_cached_tokens == 0
     assert manager.find_prefix(np.arange(12)).num_cached_tokens == 8
+
+
+IDS = [-(2**70), -(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**63, 2**64]
+
+
+@pytest.mark.parametrize("dtype", [list, np.int32, np.int64, np.uint64, np.int8])
+def test_a_refusal_names_a_token_that_is_out_of_range(dtype: Any) -> None:
+    info = None if dtype is list else np.iinfo(dtype)
+    ids = [i for i in IDS if info is None or info.min <= i <= info.max]
+    for size in (1, 2, 3):
+        for given in itertools.product(ids, repeat=size):
+            tokens = list(given) if info is None else np.array(given, dtype)
+            bad = [i for i in given if not 0 <= i < 2**31]
+            if not bad:
+                assert as_tokens("tokens", tokens).tolist() == list(given)
+                continue
+            with pytest.raises(ValueError, match=r"tokens must be in 0\.\.2147483647") as refusal:
+                as_tokens("tokens", tokens)
+            assert int(str(refusal.value).rpartition(" ")[2]) in bad
 
 
 def test_two_images_side_by_side_are_not_one() -> None:
