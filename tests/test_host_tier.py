@@ -23,6 +23,8 @@ from jaxkv import (
     StepShape,
 )
 from jaxkv._src.blocks._keeping import KeptPrompts
+from jaxkv._src.scheduler import Schedule
+from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.tier import HostRoom, HostTier, _books, _room
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
@@ -526,6 +528,19 @@ def test_parked_forks_keep_the_state_that_they_share() -> None:
     assert served.manager.resume("c").num_cached_tokens == 16
 
 
+def test_a_request_that_is_resumed_brings_no_more_states_than_are_kept() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 20, host(100, layers), checkpoint_share=0.16)
+    served.start("a", prompt(1, 17))
+    served.step({"a": 16})  # its state is kept, and it goes on from there
+    assert served.manager.park("a")
+    for number in range(2, 6):
+        served.run(number, prompt(number, 32))
+    kept = served.manager.prefix_stats().checkpoint_blocks
+    assert served.manager.resume("a").num_host_tokens == 16
+    assert 0 < served.manager.prefix_stats().checkpoint_blocks <= kept == 3
+
+
 def test_a_request_is_resumed_whose_tokens_are_known_in_part() -> None:
     served = Served({"a": FULL}, 20, host(100, {"a": FULL}), events=EventLog())
     served.start("a", prompt(1, 5))
@@ -607,6 +622,34 @@ def test_a_request_that_waits_for_loads_goes_on_once_it_is_alone(monkeypatch) ->
     scheduler.finish("short")
     assert manager.is_loading(2)
     assert step() == {2: 1}
+
+
+def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypatch) -> None:
+    """Although the room for it was an estimate, and it was to start with the prefix."""
+    monkeypatch.setattr(Admission, "_has_room", lambda *options: True)
+    layers, tokens = {"a": FULL}, {name: list(prompt(name, 17)) for name in range(1, 4)}
+    manager = BlockManager(plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers))
+    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+
+    def step() -> Schedule:
+        schedule = scheduler.schedule()
+        manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
+        manager.take_moves()
+        return schedule
+
+    for name in tokens:
+        scheduler.add(name, 17)
+        assert step().work == {name: 17}
+        if name < 3:
+            scheduler.finish(name)
+    tokens["a"] = list(prompt(1, 17))
+    scheduler.add("a", 17)  # 3 blocks are free
+    assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
+    assert not step().work and scheduler.waiting == ("a",)
+    scheduler.finish(3)
+    schedule = step()
+    assert schedule.hits["a"].num_cached_tokens == 16
+    assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
 
 
 def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
