@@ -1051,6 +1051,37 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(message, call) -> None
         call(manager, shape)
 
 
+@pytest.mark.parametrize("odd", "abc")
+def test_a_refused_call_names_the_request_at_fault_among_others(odd: str) -> None:
+    manager = BlockManager(small_plan({"a": FULL, "b": WINDOW}, 60), max_requests=3)
+    shape = shape_of(manager.plan, 3)
+    with_ids = shape_of(manager.plan, 3, extra=40, token_ids=True)
+
+    def refused(call: Callable, message: str) -> None:
+        with unchanged(manager), pytest.raises(ValueError, match=message):
+            call()
+
+    for number, name in enumerate("abc"):
+        manager.start(name, [number] * 9)
+    ids = [number + (name == odd) for number, name in enumerate("abc") for _ in range(9)]
+    work = dict.fromkeys("abc", 9)
+    refused(
+        lambda: manager.step(with_ids, work, extra=ids),
+        f"other token ids for request '{odd}' than its prompt has from token 0 on",
+    )
+    manager.step(shape, work)
+    for _ in range(2):
+        manager.step(shape, {odd: 9})
+    refused(lambda: manager.step(shape, work), f"request '{odd}' would have 36 tokens")
+    refused(lambda: manager.grow(work), f"request '{odd}' would have 36 tokens")
+    for count in (0, 10):
+        wrong = dict.fromkeys("abc", 1) | {odd: count}
+        refused(lambda: manager.step(shape, wrong), f"request '{odd}' computes {count} tokens")  # noqa: B023
+    back = {name: manager.num_computed_tokens(name) for name in "abc"} | {odd: 9}
+    refused(lambda: manager.rewind(back), f"9: request '{odd}' no longer holds a block of group 1")
+    refused(lambda: manager.rewind(back | {odd: 28}), f"28 .* 27 tokens that '{odd}' has computed")
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

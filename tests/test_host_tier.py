@@ -13,14 +13,18 @@ import pytest
 
 from jaxkv import (
     BlockManager,
+    CrossAttentionSpec,
     FullAttentionSpec,
     HostMemory,
+    Limits,
     Scheduler,
     SlidingWindowSpec,
     StateSpec,
     StepShape,
 )
 from jaxkv._src.blocks._keeping import KeptPrompts
+from jaxkv._src.scheduler import Schedule
+from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.tier import HostRoom, HostTier, _books, _room
 from jaxkv.blocks import Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
@@ -31,6 +35,7 @@ from tests.servings.of_tier import STORED
 IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 WINDOW = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=4, sliding_window=6)
+CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 STATE = StateSpec(block_size=4, shapes=((32,),), dtypes=("f32",), cache_mode="none")
 
 
@@ -523,6 +528,19 @@ def test_parked_forks_keep_the_state_that_they_share() -> None:
     assert served.manager.resume("c").num_cached_tokens == 16
 
 
+def test_a_request_that_is_resumed_brings_no_more_states_than_are_kept() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 20, host(100, layers), checkpoint_share=0.16)
+    served.start("a", prompt(1, 17))
+    served.step({"a": 16})  # its state is kept, and it goes on from there
+    assert served.manager.park("a")
+    for number in range(2, 6):
+        served.run(number, prompt(number, 32))
+    kept = served.manager.prefix_stats().checkpoint_blocks
+    assert served.manager.resume("a").num_host_tokens == 16
+    assert 0 < served.manager.prefix_stats().checkpoint_blocks <= kept == 3
+
+
 def test_a_request_is_resumed_whose_tokens_are_known_in_part() -> None:
     served = Served({"a": FULL}, 20, host(100, {"a": FULL}), events=EventLog())
     served.start("a", prompt(1, 5))
@@ -604,6 +622,34 @@ def test_a_request_that_waits_for_loads_goes_on_once_it_is_alone(monkeypatch) ->
     scheduler.finish("short")
     assert manager.is_loading(2)
     assert step() == {2: 1}
+
+
+def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypatch) -> None:
+    """Although the room for it was an estimate, and it was to start with the prefix."""
+    monkeypatch.setattr(Admission, "_has_room", lambda *options: True)
+    layers, tokens = {"a": FULL}, {name: list(prompt(name, 17)) for name in range(1, 4)}
+    manager = BlockManager(plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers))
+    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+
+    def step() -> Schedule:
+        schedule = scheduler.schedule()
+        manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
+        manager.take_moves()
+        return schedule
+
+    for name in tokens:
+        scheduler.add(name, 17)
+        assert step().work == {name: 17}
+        if name < 3:
+            scheduler.finish(name)
+    tokens["a"] = list(prompt(1, 17))
+    scheduler.add("a", 17)  # 3 blocks are free
+    assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
+    assert not step().work and scheduler.waiting == ("a",)
+    scheduler.finish(3)
+    schedule = step()
+    assert schedule.hits["a"].num_cached_tokens == 16
+    assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
 
 
 def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
@@ -856,6 +902,15 @@ WRONG_MEMORY = {
         lambda: HostMemory(num_bytes=1).is_worth_it(64.5, 1),
         TypeError,
         "num_tokens must be an int",
+    ),
+    "an encoder": (
+        lambda: BlockManager(
+            plan_of({"a": FULL, "b": CROSS}, 99, 32, limits=Limits(max_encoder_tokens=4)),
+            max_requests=1,
+            host_memory=HostMemory(num_bytes=999),
+        ),
+        ValueError,
+        "host_memory=: a plan that stores encoder tokens keeps no blocks; leave it out",
     ),
     "no tokens": ({"num_bytes": 1, "min_tokens": 0}, ValueError, "min_tokens must be at least 1"),
 }

@@ -38,6 +38,7 @@ def test_a_miss_is_an_eviction_only_if_an_evicted_block_would_be_read(name: str)
         assert _held_at(policy, columns, ends).tolist() == held
         assert [_holds_whole(policy, columns, end) for end in ends.tolist()] == held
         missing = ends[~np.array(held)]
+        missing = missing[draw.random(missing.size) < 0.6]  # other groups have larger blocks
         if missing.size:
             read = {int(columns[c]) for end in missing for c in columns_read(name, end)}
             hole = "no_checkpoint" if name == "states" else "left_window"
@@ -110,6 +111,7 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
                 for node in tree.nodes
                 if node and ((node.blocks[0] > 0).any() or any_kept(node.checkpoints.values()))
             ]
+            before = [node for node in tree.nodes if node is not None]
             tree.prune()
             prompts.append(tokens)
             nodes = [node for node in tree.nodes if node is not None]
@@ -129,6 +131,8 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
             leaves = [n for n in nodes if not n.children and n not in kept]
             was_pruned = len(nodes) < most
             assert not was_pruned or tokens_held <= 0.75 * 24 or not leaves
+            gone = [node.tokens.size for node in before if node not in nodes]
+            assert not gone or tokens_held + max(gone) > 0.75 * 24, "too much is forgotten"
             most = len(nodes)
 
 

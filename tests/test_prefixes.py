@@ -1,11 +1,15 @@
 """Prefixes that requests share; `tests.servings` finds more of them, in random traffic."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import ExtraKey, TokenCodes
+from jaxkv._src.prefixes import ExtraKey, TokenCodes, as_tokens
+from jaxkv._src.prefixes._checkpoints import WANTED_PART, Checkpoint
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
     ChunkedAttentionSpec,
@@ -115,6 +119,25 @@ def test_a_prefix_stays_as_it_is_when_the_array_of_its_tokens_changes() -> None:
     assert manager.find_prefix(np.arange(12)).num_cached_tokens == 8
 
 
+IDS = [-(2**70), -(2**63), -1, 0, 1, 2**31 - 1, 2**31, 2**63, 2**64]
+
+
+@pytest.mark.parametrize("dtype", [list, np.int32, np.int64, np.uint64, np.int8])
+def test_a_refusal_names_a_token_that_is_out_of_range(dtype: Any) -> None:
+    info = None if dtype is list else np.iinfo(dtype)
+    ids = [i for i in IDS if info is None or info.min <= i <= info.max]
+    for size in (1, 2, 3):
+        for given in itertools.product(ids, repeat=size):
+            tokens = list(given) if info is None else np.array(given, dtype)
+            bad = [i for i in given if not 0 <= i < 2**31]
+            if not bad:
+                assert as_tokens("tokens", tokens).tolist() == list(given)
+                continue
+            with pytest.raises(ValueError, match=r"tokens must be in 0\.\.2147483647") as refusal:
+                as_tokens("tokens", tokens)
+            assert int(str(refusal.value).rpartition(" ")[2]) in bad
+
+
 def test_two_images_side_by_side_are_not_one() -> None:
     pair = [ExtraKey.mm("x", 0, 4), ExtraKey.mm("x", 4, 8)]
     codes = [TokenCodes().encode([1] * 8, keys) for keys in (pair, [ExtraKey.mm("x", 0, 8)])]
@@ -221,6 +244,106 @@ def test_a_state_that_prompts_go_on_from_outlives_ends_of_others(wanted: str) ->
     for number in range(2, 22):  # more than there is room for
         serve([number] * 9)
     assert (manager.find_prefix([1] * 11).num_cached_tokens > 0) == (wanted != "neither")
+
+
+class InOrderOfUse:
+    """A manager of states, and the order in which they are to be evicted, by its definition.
+
+    States are named by the token that their prompt repeats, and their position.
+    """
+
+    def __init__(self, seed: int):
+        self.draw = np.random.default_rng(seed)
+        plan = plan_of("none", num_blocks=200)
+        self.manager = BlockManager(plan, max_requests=3, checkpoint_share=0.05)
+        self.shape = StepShape.for_plan(
+            plan, max_requests=3, max_tokens=12, forks=1, cached_tokens=16
+        )
+        self.most = self.manager._prefixes.kept._max_checkpoint_blocks
+        self.is_wanted: dict[tuple[int, int], bool] = {}  # the least recently used first
+        self.prompts: dict[int, tuple[int, int, list[int]]] = {}  # token, size, ends of chunks
+        self.used: dict[int, list[tuple[int, int]]] = {}  # states of each request
+
+    def act(self, name: int) -> None:
+        if name not in self.prompts:
+            self.start(name)
+        elif self.prompts[name][2] and self.draw.random() < 0.9:
+            self.step(name)
+        else:
+            self.finish(name)
+
+    def start(self, name: int) -> None:
+        token, size = (int(n) for n in (self.draw.integers(5), self.draw.choice([7, 10, 12])))
+        named = [int(self.draw.integers(1, size))] if self.draw.random() < 0.3 else []
+        hit = self.manager.start(name, [token] * size, boundaries=named)
+        self.prompts[name], self.used[name] = (token, size, [*hit.chunk_ends, size]), []
+        if hit.num_cached_tokens:
+            self.used[name].append((token, hit.num_cached_tokens))
+            self.touch(token, hit.num_cached_tokens, is_wanted=True)
+
+    def step(self, name: int) -> None:
+        token, size, ends = self.prompts[name]
+        end = ends.pop(0)
+        self.manager.step(self.shape, {name: end - self.manager.num_computed_tokens(name)})
+        if end < size:
+            self.keep(name, token, end)
+
+    def finish(self, name: int) -> None:
+        token, _, _ = self.prompts.pop(name)
+        if computed := self.manager.num_computed_tokens(name):
+            self.keep(name, token, computed)
+        self.manager.finish(name)
+        pool, last, made = self.manager.block_pool, list[int](), self.made()
+        for state in self.used.pop(name):
+            self.touch(*state)
+            ids = made[state].blocks[made[state].blocks > 0]
+            ids = ids[pool.references_of(ids) == 0].tolist()
+            last = [block_id for block_id in last if block_id not in ids] + ids
+        free = pool._warm._ids[pool._warm._head : pool._warm._tail]
+        assert free[free > 0].tolist()[-len(last) :] == last or not last, "blocks to be taken last"
+
+    def keep(self, name: int, token: int, position: int) -> None:
+        prompt = self.manager._prefixes.kept.get(self.manager.requests[name])
+        is_wanted = prompt is not None and position in prompt.wanted
+        if (token, position) not in self.is_wanted:
+            self.used[name].append((token, position))
+        self.touch(token, position, is_wanted=is_wanted)
+        while self.num_blocks(False) + self.num_blocks(True) > self.most:
+            crowds = self.num_blocks(True) > WANTED_PART * self.most
+            last = next(at for at, wanted in self.is_wanted.items() if wanted == crowds)
+            del self.is_wanted[last]
+            for states in self.used.values():  # it may be made again
+                states[:] = [state for state in states if state != last]
+
+    def touch(self, token: int, position: int, is_wanted: bool = False) -> None:
+        before = self.is_wanted.pop((token, position), False)
+        self.is_wanted[token, position] = before or is_wanted
+
+    def num_blocks(self, is_wanted: bool) -> int:
+        """One block of the state, and one of keys if these end inside it."""
+        kept = [at for at, wanted in self.is_wanted.items() if wanted == is_wanted]
+        return sum(1 + (position % 4 > 0) for _, position in kept)
+
+    def made(self) -> dict[tuple[int, int], Checkpoint]:
+        nodes = filter(None, self.manager._prefixes._tree.prompts.nodes)
+        each = [(int(node.tokens[0]), made) for node in nodes for made in node.checkpoints.values()]
+        return {(token, made.position): made for token, made in each}
+
+    def check(self) -> None:
+        made = self.made()
+        for is_wanted, queue in self.manager._prefixes._tree.checkpoints._queues.items():
+            in_order = [made[at] for at, wanted in self.is_wanted.items() if wanted == is_wanted]
+            assert list(queue) == in_order, "states in another order"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_states_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
+    """Those are used that a request makes, finds or goes on from, until it ends."""
+    serving = InOrderOfUse(seed)
+    for _ in range(150):
+        serving.act(int(serving.draw.integers(3)))
+        serving.check()
+    assert serving.manager.prefix_stats().hits > 10
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:

@@ -693,6 +693,39 @@ def test_what_a_lost_schedule_copies_leaves_less_room_for_the_copies_of_the_next
     assert server.step().work == {"b": 1} | ({"d": 7} if is_forked else {})
 
 
+@pytest.mark.parametrize("computed", [6, 7, 8, 9, 10])
+def test_a_fork_of_more_tokens_than_a_step_brings_to_the_device_computes_them(computed) -> None:
+    server = Server(small_plan(60), max_requests=2, max_tokens=32, forks=1, cached_tokens=8)
+    server.add("a", 6, 32)
+    server.step()
+    while server.manager.num_computed_tokens("a") < computed:
+        server.scheduler.append({"a": 1})
+        server.step()
+    server.scheduler.fork("a", ["b"])
+    server.arrived += ["b"]
+    assert ("b" in server.scheduler.running) == (computed <= 8)
+    server.scheduler.append({"b": 1})
+    for _ in range(3):
+        server.scheduler.append({"a": 1})
+        server.step()
+    assert server.manager.num_computed_tokens("b") == computed + 1
+
+
+def test_one_that_waits_for_a_load_has_all_of_a_step_if_nobody_else_gets_blocks(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(BlockManager, "is_loading", lambda manager, name: name == "a")
+    server = Server(small_plan(60), max_requests=3, max_tokens=32, forks=3, cached_tokens=8)
+    server.add("donor", 8, 32)
+    server.step()
+    server.scheduler.fork("donor", ["a", "b"])
+    server.scheduler.finish("donor")
+    server.arrived += ["a", "b"]
+    server.scheduler.append({"a": 1, "b": 5})  # "b" needs two blocks
+    server.manager.block_pool.allocate(server.manager.num_free_blocks - 1)
+    assert server.step().work == {"a": 1}
+
+
 def test_requests_that_share_nothing_do_not_wait_for_samples_that_do() -> None:
     server = Server(small_plan(60), max_requests=4, max_tokens=32, forks=4, cached_tokens=12)
     server.add("a", 8, 32)

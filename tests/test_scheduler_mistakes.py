@@ -110,6 +110,23 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        *[(name, 1) for name in ("max_tokens", "batch_size", "chunk_tokens")],
+        *[(name, 0) for name in ("forks", "cached_tokens", "steps_ahead")],
+    ],
+)
+def test_a_number_is_taken_from_the_least_on(name: str, least: int) -> None:
+    def make(number: Any) -> None:
+        manager = BlockManager(small_plan(40), max_requests=2)
+        Scheduler(manager, **{"max_tokens": 4, name: number})
+
+    make(least)
+    refused(lambda: make(least - 1), f"{name} must be at least {least}, got {least - 1}")
+    refused(lambda: make(1.0), f"{name} must be an int, got 1.0")
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_refused_by_name_and_change_nothing(mistake: str) -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=4)

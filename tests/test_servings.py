@@ -49,7 +49,7 @@ def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -
     assert min(seen[what] for what in ("copies", "imports", "rewinds", "loaded")) > 0, seen
 
 
-@pytest.mark.parametrize("kind", ["windows", "chunks", "none", "two states"])
+@pytest.mark.parametrize("kind", ["full", "windows", "chunks", "none", "two states"])
 def test_requests_wait_where_an_estimate_of_their_blocks_was_too_low(kind, monkeypatch) -> None:
     """Several are started then, and some of them get no blocks."""
     has_room, grows, refused = Admission._has_room, Admission.grows, Counter[str]()
@@ -65,5 +65,5 @@ def test_requests_wait_where_an_estimate_of_their_blocks_was_too_low(kind, monke
     monkeypatch.setattr(Admission, "_has_room", any_has_room)
     monkeypatch.setattr(Admission, "grows", counted)
     for seed in range(1, 2001 if IS_LONG else 9, 2):  # those of a scheduler
-        run_serving(seed, kind)
+        run_serving(seed, kind, tier=seed % 4 == 3)
     assert refused["refused"]

@@ -136,7 +136,7 @@ class Course:
         computed = self.manager.num_computed_tokens
         running = [name for name in self.manager.requests if computed(name) < LONGEST - 1]
         work = dict.fromkeys(running[: self.rng.integers(0, len(running) + 1)], 1)
-        if not work:
+        if not work and self.on_step is not None:  # which takes requests
             return
         before, ids = [computed(name) for name in work], []
         for name in work:

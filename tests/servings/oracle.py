@@ -403,11 +403,26 @@ class Oracle:
             for of_group, policy in zip(node.blocks, tree.policies, strict=True):
                 size = node.end // policy.block - node.start // policy.block
                 assert of_group.size == size, "blocks of other columns than those of a node"
-        most = self.manager._prefixes.kept._max_checkpoint_blocks
-        assert tree.checkpoints.num_blocks <= most, "more blocks of states than may be kept"
         in_turn = [made for queue in tree.checkpoints._queues.values() for made in queue]
         assert sum(made.num_blocks for made in in_turn) == tree.checkpoints.num_blocks
         assert all(made.is_kept and made not in in_turn for made in tree.parked), "parked requests"
+
+    def check_rows(self) -> None:
+        """Checks what rows hold, and that nothing is left of the requests that had free ones."""
+        state, rows = self.manager._state, self.manager.requests.values()
+        is_free = np.ones(state.computed.size, bool)
+        is_free[list(rows)] = False
+        assert not state._numbers[:, is_free].any(), "numbers of a free row"
+        assert not (state.lags | state.may_share)[is_free].any(), "marks of a free row"
+        assert state.has_lagging == state.lags.any(), "rows that lag"
+        for group, growth in enumerate(state.growth.growths):
+            source, first, end = state._held[:, group, :, None]
+            at = np.arange(state.row_blocks[group])
+            is_held = (at == source) | ((first <= at) & (at < end))
+            ids = state.table[:, state.starts[group] : state.starts[group + 1]]
+            assert ((ids > 0) == is_held).all(), "blocks in other columns than those that are held"
+            assert (first <= end).all() and (end <= at.size).all(), "columns of no row"
+            assert growth.cache_mode == "align" or (source == -1).all(), "a source of no state"
 
     def check_pool(self) -> None:
         """Checks that each block is free or held, and counted so."""

@@ -96,13 +96,9 @@ class Promises:
         shares = not serving.has_encoder and (serving.options["forks"] or not copies)
         if not shares or stats.evicted_blocks > self.evicted or self._manager.tier_stats():
             return
-        cached = serving.options["cached_tokens"]
         for name, hit in schedule.hits.items():
-            found, most = (
-                self.found.get(name, 0),
-                self._plan.max_model_len if cached is None else cached,
-            )
-            if found <= min(most, self.newest.get(name, found)):
+            found = self.found.get(name, 0)
+            if found <= min(self._most_cached(), self.newest.get(name, found)):
                 assert hit.num_cached_tokens >= found, f"{name!r} starts with less than {found}"
 
     def begin(self, schedule: Schedule) -> None:
@@ -153,9 +149,8 @@ class Promises:
     def check_budgets(self, schedule: Schedule, upload: Upload) -> None:
         """Checks what a step takes of ``cached_tokens`` and ``forks``."""
         serving = self._serving
-        cached, longest = serving.options["cached_tokens"], self._plan.max_model_len
         taken = sum(serving.requests[name].unsent for name in schedule.work)
-        assert taken <= (longest if cached is None else cached), f"{taken} cached tokens"
+        assert taken <= self._most_cached(), f"{taken} cached tokens"
         copied = set(upload.parts()["copy_destinations"].tolist())
         ids = [self._manager.block_ids(name) for name in self._manager.requests]
         copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
@@ -168,6 +163,8 @@ class Promises:
         for name, request in queues.running.items():
             known = kept.num_known(request.row)
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
+        unsent = [self._serving.requests[name].unsent for name in queues.running]
+        assert max(unsent, default=0) <= self._most_cached(), "no step has room for these"
         assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
         assert queues.handed <= queues.running.keys(), "requests that do not run are handed over"
         if not self._serving.options["preemption"]:
@@ -290,7 +287,10 @@ class Promises:
 
     def _fits(self, schedule: Schedule, num_cached: int) -> bool:
         """Returns whether a step has room for the cached tokens of one more request."""
-        serving, cached = self._serving, self._serving.options["cached_tokens"]
-        most = self._plan.max_model_len if cached is None else cached
-        used = sum(serving.requests[name].unsent for name in schedule.work)
-        return num_cached <= most - used and not serving.has_states
+        used = sum(self._serving.requests[name].unsent for name in schedule.work)
+        return num_cached <= self._most_cached() - used and not self._serving.has_states
+
+    def _most_cached(self) -> int:
+        """Returns the most cached tokens that requests bring to one step."""
+        cached = self._serving.options["cached_tokens"]
+        return self._plan.max_model_len if cached is None else cached

@@ -47,6 +47,7 @@ class Watched(BlockManager):
             self.told.update(requests=1, hits=cached > 0, host_hits=from_host > 0)
             self.told.update(prompt_tokens=known, cached_tokens=cached, host_tokens=from_host)
             self.reasons.update({*hit.reasons} - {"complete", "other_groups"})
+        self._check_states()
         return hit
 
     def step(self, shape: StepShape, work: Any, **options: Any) -> Upload:
@@ -55,6 +56,7 @@ class Watched(BlockManager):
         More would go unseen into what follows in the array.
         """
         checked, may_copy = list[int](), self._may_copy()
+        until, made = self._state.needs_no_change_until.copy(), self._num_made()
 
         def check(shape: StepShape, sizes: Sequence[int]) -> None:
             checked.extend([*sizes[5:], 0, 0, 0][:3])
@@ -69,7 +71,29 @@ class Watched(BlockManager):
         for name, row in self.requests.items():
             copies = not copied.isdisjoint(itertools.chain(*self.block_ids(name)))
             assert may_copy[row] or not copies, f"{name!r} copies, and nobody was told of it"
+        looked_at = (until < self.computed_by_row) & (self._num_made() == made)
+        for name in work:
+            may_copy = (looked_at & self.may_copy_by_row)[self.requests[name]]
+            assert not may_copy or self._has_to_copy(name), f"{name!r} writes nothing shared"
+        self._check_states()
         return upload
+
+    def _num_made(self) -> np.ndarray:
+        """Returns how many states were kept of each row, some of them only for a moment."""
+        of_rows = map(self._prefixes.kept.get, range(self.max_requests))
+        return np.array([0 if prompt is None else len(prompt.checkpoints) for prompt in of_rows])
+
+    def _has_to_copy(self, name: Hashable) -> bool:
+        """Returns whether others have, or may find, a block that a request can write next."""
+        computed, sizes = self.num_computed_tokens(name), self._state.column_tokens
+        each = zip(self.plan.groups, self.block_ids(name), sizes, strict=True)
+        ids = [ids[0 if g.growth.kind == "state" else computed // n :] for g, ids, n in each]
+        return bool(self.block_pool.must_copy(np.concatenate(ids).astype(int), 0).any())
+
+    def _check_states(self) -> None:
+        """Checks that states have no more blocks than they may, whatever has brought them back."""
+        most = self._prefixes.kept._max_checkpoint_blocks
+        assert self.prefix_stats().checkpoint_blocks <= most, "more blocks of states than may be"
 
     def grow(self, work: Any) -> None:
         """Checks that requests copy blocks only if `may_copy_by_row` has said so."""
@@ -84,6 +108,7 @@ class Watched(BlockManager):
         """Notes a request that goes on."""
         hit = super().resume(request)
         self.resumed.add(request)
+        self._check_states()
         return hit
 
 
@@ -235,6 +260,8 @@ class Serving:
         assert {**stats, **self.manager.told} == stats, "counts of hits"
         self.mirror.follow()
         self.num_checks += 1
+        if self.num_checks % 3 == 0:
+            self.oracle.check_rows()
         if self.num_checks % 8 == 0 and not self.has_encoder:
             self.oracle.check_tree()
             for request in (*self.forgotten[-4:], *self.requests.values()):

@@ -82,12 +82,11 @@ def _growth_of_rows(
         end[growth.crossed] = state.encoder_columns[growth.crossed][:, rows]
     if aligned.size:
         end[aligned] = before[2, aligned]  # `_aligned_changes` handles these groups
-    dropped, fresh_from = NO_CELLS, before[2]
+    dropped = NO_CELLS
     if growth.has_windows:  # a released column never gets a block again
         np.maximum(first, growth.first_column(computed), out=first)
-        dropped = Cells.between(rows, before[1], np.minimum(first, before[2]))
-        fresh_from = np.maximum(before[2], first)
-    fresh, sent = Cells.between(rows, fresh_from, end), None
+        dropped = Cells.between(rows, before[1], first)
+    fresh, sent = Cells.between(rows, before[2], end), None
     if aligned.size:
         sent = state.sent.take(rows, axis=1)
         after[:, aligned] = growth.aligned_columns(computed, totals)

@@ -184,13 +184,13 @@ class KeptPrompts:
     def _whole_columns(self, row: int, kept: int, count: int) -> list[tuple[int, np.ndarray]]:
         """Returns, per group, the first whole column between two positions, and all block ids."""
         found: list[tuple[int, np.ndarray]] = []
-        _, firsts, ends = self._state.held_of(row)
+        firsts = self._state.held_of(row)[1]
         for group, policy in enumerate(self._tree.policies):
             if policy.by_checkpoint:
                 found.append((0, NO_IDS))
                 continue
             first = max(firsts[group], kept // policy.block)
-            end = min(ends[group], count // policy.block)
+            end = count // policy.block
             if lost := self._state.lost_ends.item(group, row):
                 end = min(end, lost // policy.block - 1)
             found.append((first, self._state.columns_of(row, group)[first:end]))

@@ -156,10 +156,7 @@ class BlockPool:
         if self.has_kept:
             ids = ids.astype(np.intp, copy=False)  # intp indexes faster than int32
             frozen_before = self.frozen_before[ids]
-            num_kept = np.count_nonzero(frozen_before)
-            if num_kept == ids.size:
-                return self._warm.push(ids)
-            if num_kept:
+            if np.count_nonzero(frozen_before):
                 self._warm.push(ids[frozen_before > 0])
                 ids = ids[frozen_before == 0]
         self._cold.push(ids)

@@ -194,9 +194,8 @@ class RequestState:
         if not (self.growth.has_windows and rows.size):
             return
         self.version += 1
-        _, first, end = self.held(rows)
+        first = self.held(rows)[1]
         seen = np.maximum(first, self.growth.first_column(self.computed[rows]))
-        seen = np.minimum(seen, end)
         dropped = Cells.between(rows, first, seen)
         if dropped.num:
             self._drop(dropped)

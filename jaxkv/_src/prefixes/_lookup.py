@@ -82,8 +82,7 @@ def find(
     if not seen:
         return _nothing_seen(tree, num_seen, limit)
     columns = [
-        np.concatenate([node.blocks[group] for node in path])[: seen // policy.block]
-        for group, policy in enumerate(tree.policies)
+        np.concatenate([node.blocks[group] for node in path]) for group in range(len(tree.policies))
     ]
     end_id = tree.host_ids if on_device else tree.frozen_before.size
     if on_device:
@@ -116,7 +115,7 @@ def _shared(
     """Returns the columns that the token after a prefix reads.
 
     Args:
-      columns: int32[C], the blocks of the group's whole columns.
+      columns: int32[C], the blocks of the group's whole columns, and of more that nobody reads.
       partial: the group's block in the checkpoint; 0: none.
     """
     block = policy.block
@@ -221,15 +220,10 @@ def _checkpoints(path: Sequence[Node], above: int, up_to: int) -> list[Checkpoin
     return sorted(found, key=lambda checkpoint: -checkpoint.position)
 
 
-def _holds(policy: PrefixPolicy, columns: np.ndarray, checkpoint: Checkpoint, group: int) -> bool:
-    """Returns whether a group holds what the token after a checkpoint reads."""
-    position, block_id = checkpoint.position, int(checkpoint.blocks[group])
-    if policy.by_checkpoint:
-        return block_id > 0
-    if position % policy.block and block_id <= 0:
-        return False
-    if policy.only_last and position % policy.block:
-        return True
+def _holds(policy: PrefixPolicy, columns: np.ndarray, position: int) -> bool:
+    """Returns whether a group holds what the token after a kept checkpoint reads."""
+    if policy.by_checkpoint or (policy.only_last and position % policy.block):
+        return True  # it reads the group's block in the checkpoint
     return _holds_whole(policy, columns, position)
 
 
@@ -241,10 +235,10 @@ def _longest_checkpoint(
     end_id: int,
 ) -> tuple[int, Checkpoint | None]:
     for checkpoint in _checkpoints(path, 0, seen):
-        if not (checkpoint.blocks < end_id).all():
-            continue
-        if all(_holds(k, columns[g], checkpoint, g) for g, k in enumerate(policies)):
-            return checkpoint.position, checkpoint
+        position, is_here = checkpoint.position, (checkpoint.blocks < end_id).all()
+        each = zip(policies, columns, strict=True)
+        if checkpoint.is_kept and is_here and all(_holds(*of_group, position) for of_group in each):
+            return position, checkpoint
     return 0, None
 
 
@@ -261,15 +255,14 @@ def _reasons_by_checkpoint(
     if seen <= hit:
         return ("never_seen",) * len(policies)
     longer = _checkpoints(path, hit, seen)
-    kept = [checkpoint for checkpoint in longer if checkpoint.is_kept]
+    kept = [checkpoint.position for checkpoint in longer if checkpoint.is_kept]
     gone: Reason = "evicted" if longer else "no_checkpoint"
     reasons: list[Reason] = []
     for group, policy in enumerate(policies):
         if policy.by_checkpoint:
             reasons.append("other_groups" if kept else gone)
-        elif not kept or any(_holds(policy, columns[group], at, group) for at in kept):
+        elif not kept or any(_holds(policy, columns[group], position) for position in kept):
             reasons.append("other_groups")
         else:
-            positions = np.array([at.position for at in kept])
-            reasons.append(_why_not_held(policy, columns[group], positions))
+            reasons.append(_why_not_held(policy, columns[group], np.array(kept)))
     return tuple(reasons)

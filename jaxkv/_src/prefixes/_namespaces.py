@@ -40,7 +40,7 @@ class KnownNamespaces:
         self, namespace: Namespace, tokens: np.ndarray, found: CachedPrefix
     ) -> tuple[Reason, ...]:
         """Returns the reasons of a lookup, corrected if another namespace has the prompt."""
-        if tokens.size < self._num_tokens or found.num_seen >= self._num_tokens:
+        if found.num_seen >= self._num_tokens:
             return found.reasons
         others = [other for other in self._of.get(self._key(tokens), ()) if other != namespace]
         if not others or "complete" in found.reasons:

@@ -91,7 +91,9 @@ def _as_array(name: str, tokens: Any) -> np.ndarray:
     if isinstance(tokens, (list, tuple)) and tokens and type(tokens[0]) is int:
         try:  # in a third of the time that NumPy takes
             return np.asarray(array.array("q", tokens))
-        except (TypeError, OverflowError):
+        except OverflowError:
+            return np.asarray(tokens, object)  # NumPy makes floats of some
+        except TypeError:
             pass  # NumPy tells what is odd
     try:
         return np.asarray(tokens) if len(tokens) else np.zeros(0, np.int64)
