@@ -9,6 +9,7 @@ left out, changed or added. ``golden/readings.json`` keeps a digest of them per 
 """
 
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
@@ -29,6 +30,7 @@ from jaxkv._src.hf_config._build import Options
 from jaxkv._src.hf_config._families import open_config
 from jaxkv._src.hf_config._fields import inner_config
 from jaxkv._src.hf_config._weights._matrix import Fields
+from jaxkv._src.hf_config._weights._traits import TRAITS
 from tests.test_hf_families import DEFAULTS, GOLDEN, PUBLISHED, expanded
 from tests.test_weights import GOLDEN as PARAMETERS
 
@@ -53,7 +55,12 @@ FORMS: tuple[dict[str, Any] | None, ...] = (
     {"quant_method": "gptq", "bits": 3, "group_size": 96, "lm_head": True},
     {"quant_method": "bitsandbytes", "load_in_4bit": True},
     {"quant_method": "mxfp4"},
+    {"quant_method": "awq"},
+    {"quant_method": "gptq", "group_size": -1},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["layers.0", "*o_proj"]},
 )
+SIZES = {"vocab_size": 1000, "intermediate_size": 352, "moe_intermediate_size": 96}
+SIZES |= {"num_experts": 4, "num_local_experts": 4}
 
 
 Configs = dict[str, list[dict[str, Any]]]
@@ -65,7 +72,10 @@ def configurations() -> tuple[Configs, Configs]:
     rows = *DEFAULTS.values(), *GOLDEN["drawn"]
     configs = [*PUBLISHED.values(), *(row["config"] for row in rows)]
     weighed = [model["config"] for model in PARAMETERS["models"]]
-    return by_type([*map(expanded, configs), *presets]), by_type([*weighed, *presets])
+    caches, weights = by_type([*map(expanded, configs), *presets]), by_type([*weighed, *presets])
+    for kind in set(caches) & set(TRAITS) - set(weights):  # their files have no sizes of weights
+        weights[kind] = [SIZES | caches[kind][0]]
+    return caches, weights
 
 
 def by_type(configs: list[dict[str, Any]]) -> Configs:
@@ -75,25 +85,25 @@ def by_type(configs: list[dict[str, Any]]) -> Configs:
     return found
 
 
-def shortened(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with six layers at most, so that its many changes are read quickly."""
+def shortened(config: dict[str, Any], most: int) -> dict[str, Any]:
+    """The configuration with few layers, so that its many changes are read quickly."""
     name, inner = inner_config(config) or ("", config)
     counts = {n: inner[n] for n in COUNTS if isinstance(inner.get(n), int)}
     long = {n: v for n, v in inner.items() if isinstance(v, list) and len(v) in counts.values()}
-    short = {n: v[:6] for n, v in long.items()} | {n: min(v, 6) for n, v in counts.items()}
+    short = {n: v[:most] for n, v in long.items()} | {n: min(v, most) for n, v in counts.items()}
     return {**config, name: {**inner, **short}} if name else {**inner, **short}
 
 
-def odd(value: Any, turn: int) -> list[Any]:
-    """Values in the place of one: none, and one that takes turns."""
+def odd(value: Any, turn: int) -> Any:
+    """A value in the place of another; which one takes turns."""
     if isinstance(value, bool):
-        return [None, not value]
+        return not value
     if isinstance(value, int | float):
-        return [None, (value + 1, 0, -1, 2 * value, "x")[turn % 5]]
+        return (value + 1, 0, -1, 2 * value, "x", None)[turn % 6]
     if isinstance(value, list):
         turned = [*value[1:], *value[:1]]
-        return [None, (value[1:], [], turned, [-1, *value[1:]], 1)[turn % 5]]
-    return [None, {} if isinstance(value, dict) else "x"]
+        return (value[1:], [], turned, [-1, *value[1:]], 1, None)[turn % 6]
+    return ("x", None, 3, {})[turn % 4]
 
 
 def asked_for(config: dict[str, Any]) -> set[str]:
@@ -112,19 +122,23 @@ def asked_for(config: dict[str, Any]) -> set[str]:
     return asked | reader._read
 
 
-def changed(config: dict[str, Any], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration, and each that differs from it by one field of it or of a part of it."""
-    yield config
+def edited(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configurations that lack one field of this, or of a part of it, or have it changed."""
     for turn, (name, value) in enumerate(config.items(), len(config)):
-        for other in odd(value, turn):
+        yield {other: config[other] for other in config if other != name}
+        for other in edited(value) if isinstance(value, dict) else [odd(value, turn)]:
             yield {**config, name: other}
-        if isinstance(value, dict):
-            for inner in list(changed(value, {}))[1:]:
-                yield {**config, name: inner}
+
+
+def changed(config: dict[str, Any], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configurations that differ from this by one field left out, changed or added."""
+    yield from edited(config)
     name, inner = inner_config(config) or ("", config)
-    for field in sorted(set(known) & asked_for(config) - set(inner)):
-        added = {**inner, field: known[field]}
-        yield {**config, name: added} if name else added
+    for turn, field in enumerate(sorted(asked_for(config) - set(inner)), len(config)):
+        value = known.get(field, (1, 0, [0, 1, 0, 2, 1, 0], 2, "x")[turn % 5])
+        for other in (value, odd(value, turn)):
+            added = {**inner, field: other}
+            yield {**config, name: added} if name else added
 
 
 def answer(question: Any, *args: Any, **options: Any) -> str:
@@ -156,16 +170,32 @@ def about_weights(config: dict[str, Any], turn: int) -> Iterator[str]:
     yield answer(count_weights, config, drafts=turn % 2 == 1)
 
 
+def code_of(config: dict[str, Any]) -> Any:
+    """What the code tells model types apart by."""
+    reader, family = open_config(config)
+    towers = config["model_type"] if "vision_config" in config else None
+    return id(family), TRAITS.get(reader.model_type), towers
+
+
 def every_answer() -> dict[str, list[str]]:
-    """Model type -> all answers about its configurations; the first is also asked with changes."""
+    """Model type -> all answers about its configurations.
+
+    Of the types that the code does not tell apart, the first is also asked with changes.
+    """
     answers: dict[str, list[str]] = {}
-    for about, types in zip((about_caches, about_weights), configurations(), strict=True):
-        inner = ((inner_config(c) or ("", c))[1] for configs in types.values() for c in configs)
-        known = {name: value for config in inner for name, value in config.items()}
+    caches, weights = configurations()
+    every = itertools.chain(*caches.values(), *weights.values())
+    inner = ((inner_config(config) or ("", config))[1] for config in every)
+    known = {name: value for config in inner for name, value in config.items()}
+    for about, types, most in ((about_caches, caches, 6), (about_weights, weights, 4)):
+        walked = set()
         for kind, configs in types.items():
-            short = shortened(configs[0])
-            readable = "Error" not in next(about(short, 0))
-            asked = [*configs, *changed(short if readable else configs[0], known)]
+            asked = list(configs)
+            if (code := code_of(configs[0])) not in walked:
+                walked.add(code)
+                short = shortened(configs[0], most)
+                readable = "Error" not in next(about(short, 0))
+                asked += changed(short if readable else configs[0], known)
             lines = (line for turn, config in enumerate(asked) for line in about(config, turn))
             answers.setdefault(kind, []).extend(lines)
     return answers

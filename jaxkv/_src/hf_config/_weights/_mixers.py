@@ -167,7 +167,7 @@ def mixers(
             yield from indexer(fields, name)
         elif isinstance(spec, FullAttentionSpec):
             yield from attention(fields, name, spec, layer=layer, gate=gate, stores=own)
-        elif isinstance(spec, StateSpec) and states:
+        elif states:
             yield from states(fields, f"layers.{layer}.mixer", spec)
         else:
             raise ValueError(
