@@ -5,6 +5,7 @@ padding; it knows no strides. NumPy reads memory through the strides under test.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pickle
