@@ -73,7 +73,9 @@ def configurations() -> tuple[Configs, Configs]:
     configs = [*PUBLISHED.values(), *(row["config"] for row in rows)]
     weighed = [model["config"] for model in PARAMETERS["models"]]
     caches, weights = by_type([*map(expanded, configs), *presets]), by_type([*weighed, *presets])
-    for kind in set(caches) & set(TRAITS) - set(weights):  # their files have no sizes of weights
+    for kind in sorted(
+        set(caches) & set(TRAITS) - set(weights)
+    ):  # their files have no sizes of weights
         weights[kind] = [SIZES | caches[kind][0]]
     return caches, weights
 
@@ -89,6 +91,8 @@ def shortened(config: dict[str, Any], most: int) -> dict[str, Any]:
     """The configuration with few layers, so that its many changes are read quickly."""
     name, inner = inner_config(config) or ("", config)
     counts = {n: inner[n] for n in COUNTS if isinstance(inner.get(n), int)}
+    if name and not counts:  # the class has a number of its own
+        counts = {COUNTS[0]: most}
     long = {n: v for n, v in inner.items() if isinstance(v, list) and len(v) in counts.values()}
     short = {n: v[:most] for n, v in long.items()} | {n: min(v, most) for n, v in counts.items()}
     return {**config, name: {**inner, **short}} if name else {**inner, **short}
@@ -193,7 +197,8 @@ def every_answer() -> dict[str, list[str]]:
             asked = list(configs)
             if (code := code_of(configs[0])) not in walked:
                 walked.add(code)
-                short = shortened(configs[0], most)
+                towers = about is about_weights and "vision_config" in configs[0]
+                short = shortened(configs[0], 1 if towers else most)
                 readable = "Error" not in next(about(short, 0))
                 asked += changed(short if readable else configs[0], known)
             lines = (line for turn, config in enumerate(asked) for line in about(config, turn))
