@@ -1,4 +1,4 @@
-"""What this library reads from configurations, recorded, so that no change of it goes unseen.
+"""The answers about configurations, recorded, so that no change of one goes unseen.
 
 The other tests hold answers against sources outside. This one holds every answer, and every
 refusal, against those of before, for the configurations of ``golden/`` and for each of their fields
@@ -130,7 +130,7 @@ def edited(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The configurations that lack one field of this, or of a part of it, or have it changed."""
     for turn, (name, value) in enumerate(config.items(), len(config)):
         yield {other: config[other] for other in config if other != name}
-        for other in edited(value) if isinstance(value, dict) else [odd(value, turn)]:
+        for other in (*edited(value), {}) if isinstance(value, dict) else [odd(value, turn)]:
             yield {**config, name: other}
 
 
@@ -175,7 +175,7 @@ def about_weights(config: dict[str, Any], turn: int) -> Iterator[str]:
 
 
 def code_of(config: dict[str, Any]) -> Any:
-    """What the code tells model types apart by."""
+    """Returns the traits by which the code tells model types apart."""
     reader, family = open_config(config)
     towers = config["model_type"] if "vision_config" in config else None
     return id(family), TRAITS.get(reader.model_type), towers
