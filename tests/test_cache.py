@@ -99,7 +99,7 @@ def test_arrays_are_committed_to_the_device_that_is_asked_for() -> None:
     assert all(
         a.sharding == NamedSharding(MESH, PartitionSpec()) for a in jax.tree.leaves(everywhere)
     )
-    assert everywhere.num_bytes == default.num_bytes
+    assert everywhere.num_bytes == default.num_bytes and everywhere.layout.num_ranks == 1
     with pytest.raises(
         ValueError, match="would shard every array of the cache; pass mesh= and axis="
     ):
@@ -148,6 +148,7 @@ def test_scales_are_given_for_all_layers_or_by_layer() -> None:
         ((1.0, 2.0, 3.0), TypeError, "scales must be pairs"),
         ({"a": 2.0}, TypeError, "scales must be pairs"),
         ((np.ones(2), 1.0), TypeError, "scales must be pairs"),
+        *(((1.0, odd), TypeError, "scales must be a number") for odd in (True, "2", None)),
         ({"c": (1.0, 1.0)}, ValueError, "layer='c' has no cache here"),
         ((0.0, 1.0), ValueError, "scales must be finite float32 greater than 0"),
         ((1.0, np.inf), ValueError, "scales must be finite float32 greater than 0"),

@@ -11,16 +11,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
+from jaxkv._src.planning._choice import in_small_blocks as planned_in_small_blocks
 from jaxkv._src.planning._choice import warning
+from jaxkv._src.planning._workers import Worker
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
     LIMITS,
     MODELS,
     Layers,
     by_name,
+    chunked,
+    cross,
     full,
+    mla,
     need,
     sliding,
+    state,
 )
 from tests.test_golden_plans import CASES, make_workers
 from tests.test_grouping import deepseek_v4_flash, plan_of
@@ -223,13 +229,21 @@ def promised(text: str) -> tuple[int, int, int]:
     return now, length, then
 
 
+def test_small_blocks_are_those_of_all_layers_whose_blocks_need_not_hold_whole_rows() -> None:
+    layers = {
+        **{make.__name__: make(block_size=64) for make in (full, sliding, chunked, cross, mla)},
+        **{"state": state(page_bytes_padded=4096), "padded": full(page_bytes_padded=4096)},
+    }
+    compressed = {f"{n}": mla(block_size=256, compress_ratio=n) for n in (2, 16, 128)}
+    (small,) = planned_in_small_blocks([Worker(layers | compressed, {})])
+    assert small.own == in_small_blocks(layers) | compressed
+
+
 @pytest.mark.parametrize(("then", "warns"), [(8, False), (9, True)])
 def test_twice_the_requests_are_no_warning_yet(then: int, warns: bool, monkeypatch) -> None:
     plan, small = (plan_cache(hybrid(), 80 * GIB, max_model_len=length) for length in (64, 128))
-    monkeypatch.setattr(
-        "jaxkv._src.planning._choice.requests_at_once",
-        lambda asked, length: 4 if asked is plan else then,
-    )
+    fitting = lambda asked, length: 4 if asked is plan else then  # noqa: E731
+    monkeypatch.setattr(Plan, "requests_that_fit", fitting)
     assert bool(warning(plan, small)) == warns
 
 

@@ -526,6 +526,10 @@ REFUSALS = {
     "mamba_expand": preset("granite-4.0-h-tiny", mamba_expand=3),
     "mamba_ssm_dtype": preset("qwen3-next-demo", model_type="qwen3_5_text", mamba_ssm_dtype=None),
     "layers_block_type'": preset("zamba2-2.7b", layers_block_type=None),
+    "lacks 'mamba_headdim'": preset("zamba2-2.7b", mamba_headdim=None, n_mamba_heads=10**6),
+    "lacks 'attention_head_dim'": preset(
+        "zamba2-2.7b", attention_head_dim=None, num_attention_heads=10**6
+    ),
 }
 
 

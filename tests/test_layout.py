@@ -5,6 +5,7 @@ padding; it knows no strides. NumPy reads memory through the strides under test.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import pickle
@@ -437,6 +438,21 @@ def test_a_view_has_the_shape_and_dtype_that_kernels_are_given(size) -> None:
         assert array.dtype.name == view.dtype
 
 
+def test_an_axis_of_one_head_or_row_has_the_stride_of_an_array_without_gaps() -> None:
+    for axes in map("".join, itertools.permutations("BNHC")):
+        for shape in itertools.product((1, 2), repeat=4):
+            strides = (800, 400, 200, 100)  # with gaps
+            view = LayerView(
+                **{"axes": axes, "shape": shape, "strides_bytes": strides, "num_blocks": 1},
+                **{"dtype": "uint8", "offset_bytes": 0, "key_elements": None},
+            )
+            wanted = list(strides)
+            for i in (2, 1, 0):
+                if axes[i] in "HN" and shape[i] == 1:
+                    wanted[i] = shape[i + 1] * wanted[i + 1]
+            assert view.strides_bytes == tuple(wanted), (axes, shape)
+
+
 def test_a_padded_page_is_the_stride_of_its_blocks() -> None:
     spec = full(block_size=4, page_bytes_padded=384)
     view = PhysicalOrder("LBNHC").view(spec, PagePlacement(5, 3, layer=2))
@@ -500,6 +516,8 @@ POOLS = {
 }
 
 
+# A page that is no whole number of elements for each of three heads.
+ODD_POOL = {"odd": layout_of({"a": full(num_kv_heads=3, page_bytes_padded=1540)})}
 WHOLE_PAGES = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 ORDERS_OF = {
     "mixed": ("LBNHC", "LBHNC", "LHBNC"),  # one buffer holds pages of one size
@@ -655,6 +673,7 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
         ("mixed", {"order": "BLNHC"}, ValueError, r"one page size in bytes; .*\[128, 256\]"),
         ("packed", {"order": "BHLNC"}, ValueError, "layers that share tensor 0 differ in them"),
         ("hybrid", {"order": "LHBNC"}, ValueError, "layers that share tensor 0 differ in them"),
+        ("odd", {"order": "LHBNC"}, ValueError, "layer='a' in order='LHBNC': page_bytes=1540 and"),
         ("mixed", {"kernel_block_sizes": 2}, TypeError, "kernel_block_sizes=2 must be a sequence"),
         ("mixed", {"kernel_block_sizes": [2, 2]}, ValueError, "has 2 entries; .* 1 groups"),
         ("mixed", {"kernel_block_sizes": [3]}, ValueError, r"kernel_block_sizes\[0\]: .*=3 does"),
@@ -675,7 +694,7 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
 )
 def test_buffers_that_cannot_be_are_refused_by_name(layout, options, error, message) -> None:
     with pytest.raises(error, match=message):
-        buffers_of(POOLS[layout], **options)
+        buffers_of((POOLS | ODD_POOL)[layout], **options)
 
 
 def test_pages_of_unlike_heads_in_other_tensors_have_no_common_buffer() -> None:
@@ -723,6 +742,17 @@ def test_no_common_size_is_refused_by_name(arguments, message) -> None:
             ValueError,
             "not a multiple of compress_ratio=4",
         ),
+        *(
+            (
+                functools.partial(select_kernel_block_size, size, ANY, compress_ratio=ratio),
+                (TypeError, ValueError),
+                f"{name} must be",
+            )
+            for odd in (0, -1, 1.0, True)
+            for name, size, ratio in (("block_size", odd, 1), ("compress_ratio", 8, odd))
+        ),
+        (lambda: select_kernel_block_sizes(QWEN, []), TypeError, "groups_or_specs must be a list"),
+        (lambda: select_kernel_block_sizes([], 1), TypeError, "backends_per_group must be a list"),
         (lambda: select_kernel_block_sizes([QWEN], []), ValueError, "has 0 entries for 1"),
         (lambda: select_kernel_block_sizes([3], [ANY]), TypeError, r"groups_or_specs\[0\]=3"),
         (

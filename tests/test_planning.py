@@ -148,10 +148,29 @@ def test_slots_of_the_largest_blocks_count() -> None:
 
 
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
-    assert plan_of({"a": full()}, 2**27 - 1, 1).num_blocks == 2**27 - 1
     assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots
-    with pytest.raises(ValueError, match="num_blocks_override"):
-        plan_of({"a": full()}, 2**27 + 1, 1)
+    for spec, most in ((full(), 2**27 - 1), (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)):
+        assert plan_of({"a": spec}, most, 1).num_blocks == most
+        with pytest.raises(ValueError, match=f"num_blocks_override to at most {most:,}"):
+            plan_of({"a": spec}, most + 1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"groups": groups} for groups in (5, None, [full()], [None])),
+        *({name: -1} for name in ("usable_blocks", "max_model_len")),
+        *({name: 1.0} for name in ("usable_blocks", "max_model_len", "context_parallel")),
+        *({"limits": None}, {"context_parallel": 0}),
+    ],
+    ids=str,
+)
+def test_the_longest_length_refuses_wrong_input_by_name(wrong: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"groups": make_groups({"a": full()}), "usable_blocks": 0}
+    good |= {"max_model_len": 0, "limits": Limits(max_in_flight_tokens=1)}
+    assert longest_model_len(**good) == 0
+    with pytest.raises((TypeError, ValueError), match=rf"\b{next(iter(wrong))}\b"):
+        longest_model_len(**good | wrong)
 
 
 # --- workers ----------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Reads and writes of a pool: groups kept apart, periods, formats of rows, refusals."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv._src.cache import BAD_PERIOD, CacheError
+from jaxkv._src.cache import BAD_PERIOD, STALE_BATCH, CacheError
 from jaxkv._src.pool import copy_blocks, zero_blocks
+from jaxkv._src.pool._layer import _status_after
 from jaxkv._src.specs import MLASpec, SharedKVSpec, StateSpec
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests import pool_cases as cases
@@ -294,12 +296,27 @@ CALLS = [
          "these must have one shape: sources"),
         (windows, lambda c, b: jaxkv.pool.quantize(KEYS, "uint8", 1.0), TypeError,
          "use write_rows"),
+        (windows, lambda c, b: jaxkv.pool.quantize([1.0], "int8", 1.0), TypeError,
+         "values must be an array, got list"),
+        (windows, lambda c, b: jaxkv.pool.quantize(KEYS, "int8", "2"), TypeError,
+         "scale must be a number"),
+        (windows, lambda c, b: jaxkv.pool.quantize(KEYS, "int8", True), TypeError,
+         "scale must be a number"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_refused_by_name(plan, call, error, message) -> None:
     cache = cases.empty(Case(plan))
     with pytest.raises(error, match=message):
         call(cache, cases.fixed_step(plan()).batch(cache, plan()))
+
+
+def test_a_function_of_a_layer_keeps_the_errors_of_its_cache_and_of_its_batch() -> None:
+    for old, of_batch, late, first in itertools.product(
+        (0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (-1, 0)
+    ):
+        status = as_ids([old, 7]), as_ids([of_batch, 7 - late])
+        wanted = old | of_batch | late * STALE_BATCH | -first * BAD_PERIOD
+        assert _status_after(*status, np.int32(first)).tolist() == [wanted, 7]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from jaxkv._src.specs import (
     Growth,
+    GrowthTable,
     LayerSpec,
     Limits,
     SlidingWindowMLASpec,
@@ -205,6 +206,27 @@ def kept(growth: Growth, num_computed: int) -> set[int]:
 
 
 @each_kind
+def test_rows_hold_what_they_must_up_to_the_number_of_tokens_that_the_table_says(kind: str) -> None:
+    """Until then no step frees a block or needs another; the next token does, or begins a chunk."""
+    most = 2 * LENGTH + IN_FLIGHT
+    for growth, n, stop in every_step(kind):
+        if stop not in (n + 1, n + IN_FLIGHT):
+            continue
+        held = growth.live_columns(n, stop, ENCODER)
+        columns = np.array(held).reshape(3, 1, 1)
+        until = GrowthTable([growth]).needs_no_change_until(np.array([n]), columns)[0]
+
+        def changes(total: int, growth: Growth = growth, n: int = n, held: Any = held) -> bool:
+            after = growth.live_columns(total - 1, total, ENCODER)
+            resumed = growth.cache_mode == "align" and held.source < held.first <= after.source
+            begins = growth.kind == "chunked" and (total - 1) // growth.chunk > n // growth.chunk
+            return begins or resumed or after.end > held.end or after.first > held.first
+
+        wanted = next((total - 1 for total in range(stop + 1, most) if changes(total)), most)
+        assert min(max(until, stop), most) == wanted, (growth, n, stop)
+
+
+@each_kind
 def test_a_step_holds_the_columns_that_it_reads_and_writes(kind: str) -> None:
     for growth, n, stop in every_step(kind):
         columns = kept(growth, n)
@@ -334,6 +356,11 @@ BAD_SPECS: list[tuple[str, Callable[[], object]]] = [
     ("block_size", lambda: full(block_size=0)),
     ("block_size", lambda: state(block_size=16.0)),
     ("block_size", lambda: mla(block_size=6, compress_ratio=4)),
+    *(
+        ("block_size", functools.partial(make, block_size=size))
+        for make in (full, sliding, chunked, cross, mla, sliding_mla, state)
+        for size in (0, -1, "16", 16.0, True, None)
+    ),
     ("page_alignment_bytes", lambda: full(page_alignment_bytes=0)),
     ("page_alignment_bytes", lambda: mla(page_alignment_bytes=0)),
     ("num_kv_heads", lambda: full(num_kv_heads=0)),

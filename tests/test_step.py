@@ -188,6 +188,7 @@ def test_a_request_whose_block_never_came_is_reported() -> None:
     [
         ({"plan": hybrid_plan(41)}, "num_blocks is 41 and the cache's 40"),
         ({"max_requests": 3}, "max_requests is 3 and the cache's 4"),
+        ({"plan": dataclasses.replace(PLAN, context_parallel=2)}, "context_parallel is 2 and the"),
         ({"plan": hybrid_plan(kv_dtype="bf16", max_model_len=20)}, None),
         ({"plan": hybrid_plan(grouping="packed")}, "its groups hold other blocks"),
     ],

@@ -319,21 +319,3 @@ def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:
 def test_what_is_not_understood_is_refused_by_name(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         count_weights(LLAMA | changes)
-
-
-def test_odd_values_are_counted_or_refused() -> None:
-    """Each field of several files, replaced by each of several values."""
-    names = "deepseek-v3", "gpt-oss-20b", "qwen3.5-4b", "nemotron-h-8b", "gemma-4-26b-a4b"
-    refused = 0
-    for name in names:
-        config = load_config(name)
-        for inner in {"text_config", "vision_config", "quantization_config", ""} & {"", *config}:
-            fields = config[inner] if inner else config
-            for field in fields:
-                for odd in (None, 0, -1, 1.5, "x", [], {}, [0], {"a": 1}):
-                    changed = fields | {field: odd}
-                    try:
-                        count_weights(config | {inner: changed} if inner else changed)
-                    except (ValueError, TypeError):
-                        refused += 1
-    assert refused > 500

@@ -9,7 +9,7 @@ from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._pages import Layers, grow_for_states, unifiable
 from jaxkv._src.planning._plan import Plan
 from jaxkv._src.planning._workers import Worker
-from jaxkv._src.specs import FullAttentionSpec, LayerSpec, MLASpec, StateSpec
+from jaxkv._src.specs import LayerSpec, MLASpec
 
 PlanGroups = Callable[[Sequence[Group]], Plan]  # makes a plan, whether its length fits or not
 Groups = tuple[Group, ...]
@@ -59,12 +59,6 @@ def choose_groups(
     return {grouping: make_groups(layers, grouping=grouping)}
 
 
-def requests_at_once(plan: Plan, num_tokens: int) -> int:
-    """Returns the requests of a length that run at once; 0 where not even one fits."""
-    fits = num_tokens <= longest_fit(plan)
-    return plan.requests_that_fit(num_tokens) if fits else 0
-
-
 def compare(
     plan: Plan, groupings: dict[str, Groups], plan_groups: PlanGroups
 ) -> tuple[GroupingFigures, ...]:
@@ -74,7 +68,7 @@ def compare(
     figures = []
     for name, groups in groupings.items():
         other = plan_groups(groups)
-        requests = requests_at_once(other, plan.compared_len)
+        requests = other.requests_that_fit(plan.compared_len)
         figures.append(GroupingFigures(name, len(groups), requests, longest_fit(other)))
     return tuple(figures)
 
@@ -88,9 +82,8 @@ def in_small_blocks(workers: Sequence[Worker]) -> list[Worker]:
 
 
 def _in_small_blocks(spec: LayerSpec) -> LayerSpec:
-    grows = isinstance(spec, FullAttentionSpec | StateSpec | MLASpec)
-    if not grows or (isinstance(spec, MLASpec) and spec.compress_ratio > 1):
-        return spec
+    if isinstance(spec, MLASpec) and spec.compress_ratio > 1:
+        return spec  # its blocks hold whole rows
     return dataclasses.replace(spec, block_size=SMALL_BLOCK, page_bytes_padded=None)
 
 
@@ -118,7 +111,7 @@ def warning(plan: Plan, small: Plan | None) -> str:
     if small is None:
         return ""
     length = plan.request_len or min(plan.max_model_len, SHORT_REQUEST)
-    now, then = requests_at_once(plan, length), requests_at_once(small, length)
+    now, then = plan.requests_that_fit(length), small.requests_that_fit(length)
     if then <= 2 * now:
         return ""
     return (

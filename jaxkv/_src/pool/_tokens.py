@@ -230,7 +230,7 @@ def store_rows(bound: BoundLayer, rows: Array, mask: Array | None = None) -> Arr
     tokens_per_row = block_size // rows_per_block(bound.form.spec)
     return write_bytes(
         bound,
-        jnp.where(slots < 0, -1, slots // block_size),
+        slots // block_size,  # that of no slot is negative, too
         slots % block_size // tokens_per_row,
         to_bytes(rows, slots.ndim),
     )

@@ -60,8 +60,10 @@ class Fields:
         value = self.first(*names)
         return value if isinstance(value, Sequence) and not isinstance(value, str) else None
 
-    def number(self, *names: str, default: int | None = None, layer: int = 0) -> int:
-        """Returns the first of the fields that is set, or the default: an int of at least 0.
+    def number(
+        self, *names: str, default: int | None = None, layer: int = 0, least: int = 0
+    ) -> int:
+        """Returns the first of the fields that is set, or the default: an int, ``least`` at least.
 
         A list holds a number for every layer.
         """
@@ -70,10 +72,10 @@ class Fields:
             value = listed[layer]
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(
                 f"{names[0]}={value!r} does not give the sizes of the weights of "
-                f"model_type={self.model_type!r}: it must be an int of at least 0"
+                f"model_type={self.model_type!r}: it must be an int of at least {least}"
             )
         return value
 
@@ -85,7 +87,8 @@ class Fields:
     @property
     def num_layers(self) -> int:
         """Layers of the language model."""
-        kinds = self.listed("layers_block_type")  # Nemotron-H may have no other count
+        # Nemotron-H may have no other count.
+        kinds = self.listed("layers_block_type", "layer_types")
         default = None if kinds is None else len(kinds)
         return self.number(
             "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=default

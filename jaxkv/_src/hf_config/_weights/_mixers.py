@@ -59,7 +59,7 @@ def deepseek_v4(fields: Fields, name: str, ratio: int) -> Iterable[Matrix]:
     """Yields the attention matrices of a DeepSeek-V4 layer with ``ratio`` tokens per row."""
     hidden, heads = fields.hidden, fields.number(*HEADS)
     width, rank = fields.number("head_dim"), fields.number("q_lora_rank")
-    groups, low = fields.number("o_groups"), fields.number("o_lora_rank")
+    groups, low = fields.number("o_groups", least=1), fields.number("o_lora_rank")
     yield Matrix(f"{name}.q_a_proj", rank, hidden)
     yield Matrix(f"{name}.q_b_proj", heads * width, rank)
     yield Matrix(f"{name}.kv_proj", width, hidden)
@@ -167,7 +167,7 @@ def mixers(
             yield from indexer(fields, name)
         elif isinstance(spec, FullAttentionSpec):
             yield from attention(fields, name, spec, layer=layer, gate=gate, stores=own)
-        elif isinstance(spec, StateSpec) and states:
+        elif states:
             yield from states(fields, f"layers.{layer}.mixer", spec)
         else:
             raise ValueError(

@@ -50,7 +50,7 @@ class Scheme:
         """Returns the bytes of a quantised matrix with its scales."""
         if self.experts is not None and matrix.role == "expert":
             return self.experts.num_bytes(matrix)
-        groups = cdiv(matrix.inputs, self.group or matrix.inputs)
+        groups = cdiv(matrix.inputs, self.group or max(matrix.inputs, 1))
         scales = cdiv(matrix.outputs, self.rows) * groups
         bits = matrix.outputs * matrix.inputs * self.bits + scales * self.scale_bits
         return matrix.count * cdiv(bits, 8)

@@ -92,7 +92,7 @@ def _tiles(fields: Fields, width: int, text_width: int) -> Iterable[Matrix]:
     """Yields the embeddings of tiles and the projector of Llama 3.2 Vision."""
     tiles = fields.number("max_num_tiles")
     ratios = len(fields.listed("supported_aspect_ratios") or ()) + 1
-    patches = (fields.number("image_size") // fields.number("patch_size")) ** 2 + 1
+    patches = (fields.number("image_size") // fields.number("patch_size", least=1)) ** 2 + 1
     yield Matrix("visual.tiles", ratios, tiles * (patches + 2) * width, "other")
     yield Matrix("visual.projector", text_width, fields.number("vision_output_dim"), "tower")
 

@@ -104,7 +104,13 @@ def nemotron_kinds(fields: Fields) -> list[str]:
     letters = fields.first("hybrid_override_pattern")
     if isinstance(letters, str):
         return [{"-": "mlp", "E": "moe"}.get(letter, "mixer") for letter in letters]
-    return list(fields.first("layers_block_type") or ())
+    kinds = list(fields.listed("layers_block_type", "layer_types") or ())
+    if len(kinds) != fields.num_layers:
+        raise ValueError(
+            f"layers_block_type names {len(kinds)} layers and num_hidden_layers says "
+            f"{fields.num_layers}"
+        )
+    return kinds
 
 
 def per_layer_embeddings(fields: Fields) -> Iterable[Matrix]:
@@ -154,7 +160,7 @@ def zamba2_blocks(fields: Fields) -> Iterable[Matrix]:
     uses = sum(kind == "hybrid" for kind in kinds)
     hidden, width = fields.hidden, fields.number("intermediate_size", default=4 * fields.hidden)
     blocks, rank = fields.number("num_mem_blocks", default=1), fields.number("adapter_rank")
-    heads = fields.number(*HEADS)
+    heads = fields.number(*HEADS, least=1)
     size = fields.number("attention_head_dim", default=2 * hidden // heads)
     yield Matrix("shared.qkv_proj", 3 * heads * size, 2 * hidden, count=blocks)
     yield Matrix("shared.o_proj", hidden, heads * size, count=blocks)
