@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.blocks._cells import NO_CELLS, Cells, Changes
+from jaxkv._src.blocks._cells import NO_CELLS, NO_IDS, Cells, Changes
 from jaxkv._src.blocks._state import RequestState
 from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.uploads import StepShape, put, write_copies
@@ -108,8 +108,7 @@ def _with_copies(state: RequestState, news: News | None) -> News:
     has no more to tell than others.
     """
     if news is None:
-        nothing = np.zeros((1 + len(state.column_tokens), 0), np.int64)
-        news = News(nothing[0], NO_CELLS, nothing[1:])
+        news = News(NO_IDS, NO_CELLS, NO_IDS)
     copies, told = state.copies.held, set(news.rows.tolist())
     cells = [
         (group, row, column)

@@ -146,7 +146,6 @@ class RequestState:
 
     def apply(self, changes: Changes) -> np.ndarray:
         """Releases blocks of dropped cells, takes others, and returns these ordered by group."""
-        self.version += 1
         rows, fresh, shared, ids = changes.rows, changes.fresh, changes.shared, NO_IDS
         if changes.given_up.size:
             self.pool.give_up(changes.given_up)

@@ -95,10 +95,9 @@ class PrefixTree:
 
         Blocks that have left a window by then serve prompts that part from these tokens earlier.
         """
-        place = self._place_of.item(block_id)
-        if block_id in self._of_block or place < 0:
+        if block_id in self._of_block:
             return True
-        index, group = divmod(place, len(self.policies))
+        index, group = divmod(self._place_of.item(block_id), len(self.policies))
         node, policy = self.prompts.nodes[index], self.policies[group]
         if node is None or policy.growth.keeps_all_tokens or policy.only_last:
             return node is not None
