@@ -749,9 +749,13 @@ def test_a_step_past_the_block_where_drafts_left_a_state_is_refused(sizes, count
     manager, shape = running(small_plan(layers), 6)
     manager.step(shape, {"r": 3})
     manager.rewind({"r": 7})  # whose state is in the third block
+    manager.start("s")
     for call in (lambda work: manager.step(shape, work), manager.grow):
-        with unchanged(manager), pytest.raises(ValueError, match="compute one token first"):
-            call({"r": 6})
+        with (
+            unchanged(manager),
+            pytest.raises(ValueError, match=r"'r' computes 6 .* one token first"),
+        ):
+            call({"s": 1, "r": 6})
     manager.step(shape, {"r": count})
     manager.step(shape, {"r": 6})
 
@@ -769,6 +773,18 @@ def test_the_state_at_the_end_of_a_block_is_kept_but_for_one_after_a_draft(
         return manager.rewind({"r": 4})
     with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
         manager.rewind({"r": 4})
+
+
+def test_a_fork_notes_anew_which_states_are_in_blocks_of_drafts() -> None:
+    state = StateSpec(block_size=4, speculative_blocks=1, cache_mode="all", **STATE)
+    manager, shape = running(small_plan({"s": state}), 6)
+    manager.step(shape, {"r": 2})  # the state after 8 tokens is in the block of a draft
+    manager.fork("r", ["s", "t"], num_tokens=4)
+    for work in ({"s": 2}, {"s": 2}, {"s": 4, "t": 4}, {"t": 4}):  # "s" has drafts there, too
+        manager.step(shape, work)
+    manager.rewind({"t": 8})
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"s": 8})
 
 
 def test_blocks_of_a_donor_that_ends_before_the_step_are_zeroed_for_its_fork() -> None:

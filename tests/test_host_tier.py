@@ -449,6 +449,10 @@ def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
 def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
     served = parked(None, min_tokens=19)
     assert served.manager.num_parked_tokens("a") == 0  # computing 18 tokens is cheaper
+    served = parked(prompt(1, 18))
+    served.manager.unpark("a")
+    # The state at its end was for it alone.
+    assert served.manager.find_prefix(prompt(1, 30)).num_cached_tokens == 0
     for forget in (
         lambda manager: manager.new_epoch(),
         lambda manager: manager.reset(),

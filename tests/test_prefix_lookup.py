@@ -162,6 +162,16 @@ def test_a_block_of_a_checkpoint_does_not_take_the_place_of_one_in_host_memory()
     assert not tree.checkpoints.num_blocks
 
 
+def test_a_tree_forgets_prompts_of_which_no_block_is_kept() -> None:
+    tree = PrefixTree(
+        [PrefixPolicy(GROWTHS["full"], 4)], np.zeros(9, np.int64), max_tokens=16, host_ids=9
+    )
+    for number in range(9):
+        tree.keep("a", np.arange(8) + 10 * number, [(0, np.array([1, 2]))])
+        assert sum(node.tokens.size for node in tree.prompts.nodes if node) <= 16
+        tree.forget(np.array([1, 2]))
+
+
 def test_what_was_wanted_once_stays_wanted() -> None:
     kept, made = Checkpoints(), checkpoint(4, is_wanted=True)
     kept.add(made)

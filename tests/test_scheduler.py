@@ -936,6 +936,29 @@ def test_one_token_goes_in_front_of_many_after_rejected_drafts(mode: str, counts
     assert [server.step().work["a"] for _ in counts] == counts
 
 
+@pytest.mark.parametrize("more", [2, 3, 4])
+def test_drafts_next_to_more_tokens_than_drafts_are_computed_together(more: int) -> None:
+    aligned = StateSpec(
+        block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode="align", speculative_blocks=2
+    )
+    server = Server(small_plan(40, {"state": aligned}), max_requests=2, max_tokens=8)
+    for name in "ab":
+        server.add(name, 3, 32)
+    server.step()
+    server.scheduler.append({"a": 4, "b": more})
+    assert server.step().work == {"a": 1, "b": more if more <= 3 else 1}
+
+
+def test_drafts_that_are_left_when_others_are_rejected_early_are_computed_together() -> None:
+    server = Server(small_plan(60, DRAFTED["window"]), max_requests=2, max_tokens=5)
+    for name in "ab":
+        server.add(name, 2, 32)
+    server.step()
+    server.scheduler.append({"a": 4, "b": 4})
+    server.scheduler.rewind({"a": 5, "b": 5})
+    assert [server.step().work for _ in range(2)] == [{"a": 3}, {"b": 3}]
+
+
 def test_more_tokens_than_a_step_takes_are_computed_in_several() -> None:
     server = Server(small_plan(40), max_requests=2, max_tokens=6)
     server.add("a", 3, 32)

@@ -268,7 +268,11 @@ def test_a_token_that_is_not_noted_is_noticed() -> None:
     host.scheduler.append({"a": 1})
     refused(host.scheduler.schedule, "'a' has 4 tokens, .* hold 3 token ids of it")
     host.tokens["a"].append(9)
-    assert host.step().token_ids.tolist() == [9]
+    schedule = host.scheduler.schedule()
+    del host.tokens["a"][2:]
+    refused(lambda: schedule.token_ids, "'a' has 4 tokens, .* hold 2 token ids of it")
+    host.tokens["a"] += [3, 9]
+    assert schedule.token_ids.tolist() == [9]
 
 
 def test_ids_of_running_requests_that_disappear_are_noticed() -> None:
@@ -386,6 +390,14 @@ def test_shapes_are_the_schedulers() -> None:
     assert host.scheduler.shape(batch_size=2, tokens_per_request=4, extra=1) == StepShape.for_plan(
         plan, batch_size=2, tokens_per_request=4, extra=1, **options
     )
+    for more in (
+        {"max_query_len": 1, "shared_prefixes": 2},
+        {"max_query_len": 5, "reproducible": True},
+    ):
+        given = {"max_tokens": 9, "batch_size": 3, "max_seq_len": 20} | more
+        assert host.scheduler.shape(**given, extra=7) == StepShape.for_plan(
+            plan, **given, extra=7, **options
+        )
 
 
 @pytest.mark.parametrize("ids", [(), [1, 2, 3]], ids=["none", "too few"])

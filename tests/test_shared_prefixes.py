@@ -197,16 +197,18 @@ def test_groups_save_the_most_in_any_tables(seed: int) -> None:
         same -= rng.integers(2) * rng.integers(same + 1)  # a copy in one group of layers
         tables[1, request, :same] = tables[1, like, :same]
     tables[:, np.arange(width) >= -(-computed[:, None] // BLOCK)] = 0
-    found, one, every = (
-        _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, most)
-        for most in (GROUPS, 1, 8)
-    )
-    assert not one or one[0].saved == max(group.saved for group in every)
-    plan: Any = SimpleNamespace(
-        groups=[SimpleNamespace(growth=SimpleNamespace(window=2**31 - 1))] * 2
-    )
-    ids = [[tuple(table[request]) for table in tables] for request in range(8)]
-    check_groups(plan, [(g.members.tolist(), g.tokens) for g in found], ids, computed.tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_beginnings, "LEAST_TOKENS", int(rng.integers(1, 3)) * BLOCK)
+        found, one, every = (
+            _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, most)
+            for most in (GROUPS, 1, 8)
+        )
+        assert not one or one[0].saved == max(group.saved for group in every)
+        plan: Any = SimpleNamespace(
+            groups=[SimpleNamespace(growth=SimpleNamespace(window=2**31 - 1))] * 2
+        )
+        ids = [[tuple(table[request]) for table in tables] for request in range(8)]
+        check_groups(plan, [(g.members.tolist(), g.tokens) for g in found], ids, computed.tolist())
 
 
 def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row() -> None:
