@@ -296,7 +296,6 @@ class Engine:
         """
         for sampling in samplings:
             check_kind(Sampling, "jaxkv.Sampling objects, one by one", samplings=sampling)
-        self._calls.settle()
         device, ladder, ring = self._device, self._ladder, self._packer.ring
         device.kind = max([device.kind, *(sampling.kind for sampling in samplings)])
         calls = [(shape.idle(ring),) for shape in ladder.shapes]
