@@ -165,12 +165,16 @@ def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
 
 
 def test_a_call_returns_what_each_of_its_steps_draws() -> None:
-    device, shape = engine_of_three_steps()._device, engine_of_three_steps()._ladder.decode[2]
+    """From uploads in the host's memory, which are on the device before they are put together."""
+    engine = engine_of_three_steps()
+    device, shape = engine._device, engine._ladder.decode[2]
     for count in (1, 2, 3):
-        uploads = (shape.idle(),) * count
-        state, out = device._step_of(uploads).eval_shape(*device._arguments(uploads))
+        uploads = tuple([shape.idle(engine._packer.ring) for _ in range(count)])
+        traced = device._step_of(uploads).trace(*device._arguments(uploads))
+        state, out = traced.out_info
         assert out.shape == (count, 2 * shape.batch_size + 1)
         assert state[1].shape == device._drawn.shape
+        assert f"<host>[{count}," not in str(traced.jaxpr)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
