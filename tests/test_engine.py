@@ -164,27 +164,48 @@ def test_several_steps_in_one_call_draw_the_same_tokens() -> None:
     assert engine.stats.calls < engine.stats.steps
 
 
-def test_a_sample_that_stops_within_a_call_writes_and_keeps_nothing_more(monkeypatch) -> None:
-    engine, prompt, kept = engine_of_three_steps(), [1, 2, 3], list[int]()
+def test_a_call_returns_what_each_of_its_steps_draws() -> None:
+    """From uploads in the host's memory, which are on the device before they are put together."""
+    engine = engine_of_three_steps()
+    device, shape = engine._device, engine._ladder.decode[2]
+    for count in (1, 2, 3):
+        uploads = tuple([shape.idle(engine._packer.ring) for _ in range(count)])
+        traced = device._step_of(uploads).trace(*device._arguments(uploads))
+        state, out = traced.out_info
+        assert out.shape == (count, 2 * shape.batch_size + 1)
+        assert state[1].shape == device._drawn.shape
+        assert f"<host>[{count}," not in str(traced.jaxpr)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_sample_that_stops_within_a_call_writes_and_keeps_nothing_more(
+    steps: int, monkeypatch
+) -> None:
+    """A call of one step has computed what it stopped at, when the host learns of it."""
+    engine = engine_of_three_steps() if steps == 3 else make_engine(num_blocks=300)
+    prompt, kept = [1, 2, 3], list[int]()
     (whole,) = engine.generate([prompt], Sampling(max_tokens=NEW))
     at = next(i for i, token in enumerate(whole.tokens) if i and token not in whole.tokens[:i])
     sampling = Sampling(stop_token_ids=[0, whole.tokens[at]], max_tokens=20)
     engine.sleep(level=2)
     engine.wake_up()
     group, held, tokens = engine._device.cache.layout.place_of("full").group, set(), []
-    finish = engine.manager.finish
-    monkeypatch.setattr(
-        engine.manager, "finish", lambda name, more: (kept.extend(more), finish(name, more))
-    )
+    right = engine.manager.finish
+
+    def finish(name: Any, more: Any) -> None:
+        held.update(engine.manager.block_ids(name)[group])
+        kept.extend(more)
+        right(name, more)
+
+    monkeypatch.setattr(engine.manager, "finish", finish)
     engine.add("r", prompt, sampling)
     while engine.has_work:
         tokens += [token for output in engine.step() for token in output.tokens]
-        if "r" in engine.manager.requests:
-            held |= set(engine.manager.block_ids("r")[group])
     assert tokens == whole.tokens[: at + 1]
     rows = np.asarray(jaxkv.layer_view(engine._device.cache, "full"))[sorted(held)]
+    at += steps == 1
     assert rows.any(axis=(2, 3)).sum() == len(prompt) + at
-    assert kept == whole.tokens[:at]  # what it stopped at was not computed
+    assert kept == whole.tokens[:at]
 
 
 def test_a_stop_token_ends_a_sample_and_is_its_last() -> None:
@@ -293,6 +314,12 @@ def test_limits_keep_what_sorting_keeps() -> None:
         for row, sampling, g in zip(logits, samplings, drawn, strict=True)
     ]
     assert tokens.tolist() == wanted
+
+
+def test_without_limits_every_logit_is_kept() -> None:
+    rows = jnp.array([[0, jnp.inf], [-jnp.inf, -jnp.inf], [-1, 1e38]], jnp.float32)
+    none = jnp.zeros((3, 1))
+    np.testing.assert_array_equal(_keep(rows, none.astype(int), none + 1, none), rows)
 
 
 def test_limits_tell_neighbouring_floats_apart_and_stop_where_they_are_reached() -> None:
@@ -524,6 +551,12 @@ def test_a_sampling_takes_its_ranges_and_no_more(name: str) -> None:
     least, most = RANGES[name]
     for value in (least, most):
         assert getattr(Sampling(**{"temperature": 1.0, name: value}), name) == value
+    for wrong in (True, "1", [1], 1j):
+        with pytest.raises(TypeError, match=f"^{name} must be "):
+            Sampling(**{"temperature": 1.0, name: wrong})
+    if isinstance(least, float):
+        with pytest.raises(ValueError, match=f"^{name}=nan must be "):
+            Sampling(**{"temperature": 1.0, name: float("nan")})
     outside = np.nextafter(least, -1), np.nextafter(most, np.inf)
     for wrong in (least - 1, most + 1) if isinstance(least, int) else map(float, outside):
         with pytest.raises(ValueError, match=f"^{name}.* must be ") as caught:
@@ -653,6 +686,14 @@ MISTAKES = {
         ValueError,
         r"an array of shape \(5, 50\); it returns the logits of each request's last token, \[4, ",
     ),
+    **{
+        f"logits of {len(shape)} axes": (
+            lambda e, shape=shape: made(forward=lambda *given: jnp.zeros(shape)),
+            ValueError,
+            rf"returned an array of shape \({str(shape)[1:-1]}\); it returns the logits of",
+        )
+        for shape in ((4,), (4, 1, VOCAB))
+    },
     "logits of ints": (
         lambda e: made(forward=lambda params, step: no_logits(params, step)[:4, None]),
         TypeError,
@@ -712,6 +753,23 @@ def test_prompts_with_the_longest_answers_start_first() -> None:
     outputs = run(make_engine(), [([1], sampling) for sampling in samplings])
     assert outputs[0].request == 4
     assert sorted(output.request for output in outputs) == list(range(6))
+
+
+def test_a_request_that_is_refused_leaves_nothing_and_was_passed_on_whole(monkeypatch) -> None:
+    engine, seen = make_engine(), list[Any]()
+    prefix = {"salt": "s", "extra_keys": [jaxkv.ExtraKey.lora("a", "/a")], "boundaries": [2]}
+
+    def add(*given: Any, **options: Any) -> None:
+        seen.append((given, options))
+        raise ValueError("refused")
+
+    monkeypatch.setattr(engine._scheduler, "add", add)
+    before = dataclasses.replace(engine.stats)
+    with pytest.raises(ValueError, match="refused"):
+        engine.add("r", [1, 2, 3], Sampling(n=2, temperature=1.0, max_tokens=4), **prefix)
+    assert seen == [(("r", 3), {"samples": 2, "max_tokens": 7, **prefix})]
+    assert engine.stats == before
+    assert_all_free(engine)
 
 
 def test_a_name_that_a_sample_has_is_refused_and_the_sample_goes_on() -> None:

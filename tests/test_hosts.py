@@ -156,6 +156,15 @@ def test_a_mesh_of_one_process_exchanges_nothing() -> None:
         broadcast_upload(upload, [other], mesh)
     with pytest.raises(ValueError, match="shapes is empty; pass every shape that an upload may"):
         broadcast_upload(upload, [], mesh)
+    for call, told in (
+        (lambda: check_same_upload(None, mesh), "upload must be what BlockManager.step returned"),
+        (lambda: check_same_upload(upload, None), "mesh must be a jax.sharding.Mesh, got NoneType"),
+        (lambda: broadcast_upload(3, [shape], mesh), "upload must be what BlockManager.step"),
+        (lambda: broadcast_upload(upload, [shape, 8], mesh), r"shapes\[1\] must be a StepShape"),
+        (lambda: broadcast_upload(upload, [shape], None), "mesh must be a jax.sharding.Mesh"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            call()
 
 
 def small_shape(max_tokens: int) -> StepShape:

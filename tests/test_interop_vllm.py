@@ -604,6 +604,29 @@ def test_blocks_ahead_of_the_computed_tokens_are_zeroed_from_the_first_on() -> N
     assert more.zero_ids == [[], [], [], [7, 8, 9]]
 
 
+def test_a_block_is_zeroed_iff_it_holds_nothing_of_the_computed_tokens() -> None:
+    """States without checkpoints and encoders are there as a whole after the first token."""
+    cases = CASES["encoder and decoder"], TRACES["states without checkpoints"]
+    for plan in [plan_of(case, zero_policy="always") for case in cases]:
+        growths = [group.growth for group in plan.groups]
+        for computed in (0, 1, 15, 16, 17, 32, 40):
+            ids = [[10 * group + i for i in (1, 2, 3)] for group in range(len(growths))]
+            arrival = output(
+                scheduled_new_reqs=[new("a", *ids, computed=computed)],
+                num_scheduled_tokens={"a": 1},
+            )
+            wanted = [
+                [
+                    block
+                    for column, block in enumerate(of_group)
+                    if computed <= (column * growth.block_size if growth.stores == "tokens" else 0)
+                ]
+                for growth, of_group in zip(growths, ids, strict=True)
+            ]
+            assert SchedulerTables(plan, max_requests=1).follow(arrival).zero_ids == wanted
+        assert {growth.stores for growth in growths} > {"tokens"}
+
+
 def test_blocks_to_zero_without_room_for_any_are_refused() -> None:
     _, _, tables, shape = setting("states without checkpoints", zero_ids=0)
     step = output(scheduled_new_reqs=[new("a", [1], [2], [3], [4])], num_scheduled_tokens={"a": 5})

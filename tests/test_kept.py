@@ -149,6 +149,24 @@ def test_whatever_changes_is_lowered_anew(
     assert all(jnp.array_equal(out[name], expected[name]) for name in expected)
 
 
+def test_where_jax_keeps_its_own_code_changes_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keep_in(place_in(tmp_path)):
+        run_kept(scaled, (X, X), by=(2,))
+        monkeypatch.setattr(kept, "_flat", never)
+        for name, value in (
+            ("compilation_cache_dir", "x"),
+            ("persistent_cache_min_entry_size_bytes", 7),
+        ):
+            before = getattr(jax.config, f"jax_{name}")
+            jax.config.update(f"jax_{name}", value)
+            try:
+                run_kept(scaled, (X, X), by=(2,))
+            finally:
+                jax.config.update(f"jax_{name}", before)
+
+
 def test_each_platform_has_code_of_its_own(tmp_path: pathlib.Path) -> None:
     for count, platform in enumerate(("cpu", "cuda"), 1):
         place = Place(str(tmp_path), platform)

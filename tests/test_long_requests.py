@@ -78,6 +78,7 @@ def test_pack_step_accepts_ids_up_to_int32_and_rows_up_to_the_last() -> None:
     assert parts["entry_rows"].tolist() == [row, row] and parts["row_lengths"].tolist() == [[2]]
     for entry, message in (
         (TableEntry(row, [[INT32_MAX + 1]]), "not fit int32"),
+        (TableEntry(row, [[-INT32_MAX - 2]]), "not fit int32"),
         (TableEntry(row, [[1]], starts=[INT32_MAX + 1]), "not fit int32"),
         (TableEntry(row + 1, [[1]]), r"row=3 is not in 0\.\.2"),
     ):

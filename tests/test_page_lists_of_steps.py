@@ -291,6 +291,13 @@ def build_all(cache, batch, layers=SECOND):
     return made
 
 
+def test_lists_are_made_of_int32_in_every_mode_of_jax() -> None:
+    cache, batch = running()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        made = jax.eval_shape(lambda *given: build_all(*given, LAYERS), cache, batch)
+    assert {array.dtype for array in jax.tree.leaves(made)} == {np.dtype("int32")}
+
+
 def test_the_layers_of_a_group_cost_one_build_together() -> None:
     cache, batch = running()
 

@@ -298,6 +298,11 @@ def another_period(step: Step) -> Any:
     return step, step.attend(LAYERS[1], *keys_of(x))
 
 
+def a_period_twice(step: Step) -> Any:
+    x = EMBED[step.token_ids]
+    return step, [step.attend(LAYERS[1], *keys_of(x), period=1) for _ in range(2)]
+
+
 def only_one_period(step: Step) -> Any:
     return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), period=1)
 
@@ -312,6 +317,7 @@ def only_one_period(step: Step) -> Any:
         (lost_in_a_scan, r"a scan or a jit that it was not passed to; carry .* jax.lax.scan"),
         (lost_in_a_jit, r"a copy of this step has written since.* returns \(logits, step\)"),
         (stale_copy, "layer='layers.0': a copy of this step has written since"),
+        (a_period_twice, "layer='layers.1' is written twice in one step"),
         (another_period, "layer='layers.1' is written twice in one step"),
         (only_one_period, "it never wrote 'layers.0': "),
     ],

@@ -354,10 +354,14 @@ def check_halves(tiles: QueryTiles, halves: Any, places: Any, counts: Any) -> No
     """Checks that each query of a divided tile is combined once, from its row of the segments."""
     found = np.asarray(halves)
     combined = list[tuple[int, int, int]]()
+    queries = {int(place): int(n) for place, n in zip(places, tiles.counts, strict=True)}
     for number, row in enumerate(found.tolist()):
         tile, link = Tile(*row[: len(Tile._fields)]), Link(*row[len(Tile._fields) :])
         assert 0 <= tile.token and tile.count <= ROWS
         assert link.first_row == number % 2 * ROWS
+        assert (tile.count > 0) == (queries.get(number // 2, 0) > link.first_row), (
+            "work for nothing"
+        )
         combined += [(number // 2, tile.token + r, r) for r in range(tile.skip, tile.count)]
     wanted = list[tuple[int, int]]()
     for index in np.flatnonzero(np.asarray(counts) > 1):

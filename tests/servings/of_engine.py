@@ -74,10 +74,17 @@ class ModelDevice:
         self.params, self.cache, self.kind, self.vocab_size = params, cache, Kind.GREEDY, VOCAB
         self._drawn = np.zeros(num_drawn, np.int64)
         self.draw, self.chance, self.has_ring = random.Random(0), 0.0, False
+        self.host_blocks = SimpleNamespace(warm_up=lambda cache, num_bytes: cache)
         self.seen: Counter[str] = Counter()
         self.lengths: set[int] = set()
 
     def trace(self, uploads: object) -> None: ...
+
+    def warm_up(self, calls: Sequence[Sequence[Upload]]) -> None:
+        for uploads in calls:
+            for upload in uploads:
+                assert not upload.parts()["query_start_loc"].any(), "a step that is not idle"
+                self._step(upload, may_have_ended=len(uploads) > 1)
 
     def ring(self, depth: int) -> Ring | None:
         return None  # the serving gives it one
@@ -273,7 +280,11 @@ class EngineServing:
 
     def run(self, num_requests: int) -> Counter[str]:
         """Serves random requests until each has ended."""
-        calls: list[Callable[[], object]] = [self.abort] * 6 + [self.update, self.sleep]
+        calls: list[Callable[[], object]] = [self.abort] * 6 + [
+            self.update,
+            self.sleep,
+            self.warm_up,
+        ]
         while num_requests or self.engine.has_work:
             if num_requests and self.draw.random() < 0.4:
                 self.add()
@@ -375,6 +386,13 @@ class EngineServing:
             assert self.engine.sleep(level) == 1
             self.engine.wake_up()
 
+    def warm_up(self) -> None:
+        self.say("warm_up()")
+        before = self.device.kind
+        self.engine.warm_up()
+        assert self.device.kind == before, "a sampler that no request wants"
+        self.engine.warm_up(*(told.sampling for told in self.alive()))
+
     def restart(self) -> None:
         self.say("restart()")
         self.device.cache.lose_all(self.device.cache.blocks)
@@ -390,6 +408,8 @@ class EngineServing:
         except KeyboardInterrupt:
             self.say("    interrupted")
             return
+        in_flight = self.engine._calls.in_flight
+        assert len(in_flight) < 2 or self.device.chance, "a call before the newest is in flight"
         for output in outputs:
             self.say(f"    {output}")
             self.check(self.told[output.request, output.sample], output)

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jaxkv._src.attention._page_list_errors import BAD_PAGE_ID, TOO_MANY_PAGES, PageListError
 from jaxkv._src.attention._page_lists import PageLists
-from jaxkv._src.attention._page_tables import page_ids, page_list_sizes, page_tables
+from jaxkv._src.attention._page_tables import checked_sizes, page_ids, page_tables
 from jaxkv._src.attention._segments import NULL_PAGE, PageTables
 from jaxkv._src.cache import KVCache, Period, StepBatch
 from jaxkv._src.internal.checks import FlagsError
@@ -23,7 +23,7 @@ from jaxkv._src.internal.indexing import bit, gather_bits, within
 from jaxkv._src.internal.jit_int32 import jit_int32
 from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.layout import PageListSizes
-from jaxkv._src.pool import SAME, check_batch, on_devices
+from jaxkv._src.pool import SAME, on_devices
 
 
 @jax.tree_util.register_dataclass
@@ -103,10 +103,8 @@ def physical_to_logical(
     Raises:
       TypeError, ValueError: as for `build_page_lists`.
     """
-    check_batch(cache, batch)
-    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
     one_group = batch.shape.max_tokens  # the map has no query groups
-    sizes = page_list_sizes(cache, layer, batch.shape, q_block_tokens=one_group)
+    sizes = checked_sizes(cache, layer, batch, period, q_block_tokens=one_group)
 
     def build(cache: KVCache, batch: StepBatch, period: Period) -> PhysicalToLogical:
         tables = page_tables(batch, layer)
@@ -133,7 +131,7 @@ def map_pages(tables: PageTables, seq_lens: Array, *, sizes: PageListSizes) -> t
     pages, width = tables.pages, tables.pages.shape[1]
     page = tables.first_pages[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     # Compares pages, not tokens, because page * page_tokens could overflow int32.
-    last = jnp.where(seq_lens > 0, (seq_lens - 1) // sizes.page_tokens, -1)
+    last = (seq_lens - 1) // sizes.page_tokens
     held = (page <= last[:, None]) & (pages != NULL_PAGE)
     known = within(pages, sizes.num_pages)
     row = lax.broadcasted_iota(jnp.int32, pages.shape, 0)

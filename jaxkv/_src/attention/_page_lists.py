@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.attention._page_list_errors import TOO_MANY_PAGES, PageListError
-from jaxkv._src.attention._page_tables import page_ids, page_list_sizes, page_tables
+from jaxkv._src.attention._page_tables import checked_sizes, page_ids, page_tables
 from jaxkv._src.attention._segments import (
     PageTables,
     Requests,
@@ -34,7 +34,7 @@ from jaxkv._src.internal.checks import FlagsError
 from jaxkv._src.internal.indexing import bit, gather_bits
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import PageListSizes
-from jaxkv._src.pool import SAME, check_batch, on_devices
+from jaxkv._src.pool import SAME, on_devices
 
 CSR_ROW = 2**16  # pairs
 
@@ -177,9 +177,7 @@ def _build(
     **options: Any,
 ) -> Any:
     """Lists the pages of a step by ``make``, with ids on the block axis of the layer's view."""
-    check_batch(cache, batch)
-    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
-    sizes = page_list_sizes(cache, layer, batch.shape, **options)
+    sizes = checked_sizes(cache, layer, batch, period, **options)
 
     def build(cache: KVCache, batch: StepBatch, period: Period) -> PageLists | PageCSR:
         listed = make(page_tables(batch, layer), sizes=sizes)

@@ -1,5 +1,7 @@
 """Sizes, page tables and page ids of page lists, from a cache and a step's batch."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -17,6 +19,7 @@ from jaxkv._src.cache import (
 from jaxkv._src.internal.indexing import bit, within
 from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
 from jaxkv._src.layout import PageListSizes
+from jaxkv._src.pool import check_batch
 from jaxkv._src.uploads import StepShape
 
 
@@ -79,6 +82,15 @@ def page_list_sizes(
         chunk_size=None if growth.chunk == INT32_MAX else growth.chunk,
         pages_are_shared=pages_are_shared,
     )
+
+
+def checked_sizes(
+    cache: KVCache, layer: str, batch: StepBatch, period: Period, **options: Any
+) -> PageListSizes:
+    """Returns the sizes of the lists of a step; raises as `build_page_lists` does."""
+    check_batch(cache, batch)
+    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
+    return page_list_sizes(cache, layer, batch.shape, **options)
 
 
 def page_tables(batch: StepBatch, layer: str) -> PageTables:

@@ -86,7 +86,7 @@ def _check_pages(tables: PageTables, seq_lens: Array, sizes: PageListSizes) -> t
     first, end = _visible_pages(tables.num_computed_tokens, seq_lens, sizes)
     held_end = jnp.minimum(start + pages.shape[1], sizes.pages_per_seq)
     page = start[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
-    seen = (page >= first[:, None]) & (page < jnp.minimum(end, held_end)[:, None])
+    seen = (page >= first[:, None]) & (page < end[:, None])
     known = within(pages, sizes.num_pages)
     flags = bit(MISSING_PAGE, seen & (pages == NULL_PAGE)) | bit(BAD_PAGE_ID, seen & ~known)
     outside = (end > first) & ((first < start) | (end > held_end))
