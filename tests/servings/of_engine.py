@@ -389,9 +389,10 @@ class EngineServing:
     def warm_up(self) -> None:
         self.say("warm_up()")
         before = self.device.kind
-        self.engine.warm_up()
-        assert self.device.kind == before, "a sampler that no request wants"
-        self.engine.warm_up(*(told.sampling for told in self.alive()))
+        with self.undisturbed():
+            self.engine.warm_up()
+            assert self.device.kind == before, "a sampler that no request wants"
+            self.engine.warm_up(*(told.sampling for told in self.alive()))
 
     def restart(self) -> None:
         self.say("restart()")
