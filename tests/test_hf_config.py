@@ -454,6 +454,10 @@ REFUSALS = {
         **load_config("gemma-4-31b"),
         "text_config": {**load_config("gemma-4-31b")["text_config"], "attention_k_eq_v": "yes"},
     },
+    "num_kv_shared_layers=36 is not understood": {
+        **load_config("gemma-4-e2b"),
+        "text_config": {**load_config("gemma-4-e2b")["text_config"], "num_kv_shared_layers": 36},
+    },
     "model_type": llama(model_type="mllama"),
     "model_type='unheard_of' with a text_config is none of the": {
         "model_type": "unheard_of",
@@ -537,6 +541,14 @@ REFUSALS = {
 def test_what_is_not_understood_is_refused_by_name(message: str, config: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         layers_from_config(config)
+
+
+def test_ratios_of_draft_layers_add_no_layer() -> None:
+    ratios = load_config("deepseek-v4-flash")["compress_ratios"]
+    with_draft = preset("deepseek-v4-flash", compress_ratios=[*ratios, 0])
+    assert layers_from_config(with_draft) == layers_from_config(load_config("deepseek-v4-flash"))
+    with pytest.raises(ValueError, match="compress_ratios"):
+        layers_from_config(preset("deepseek-v4-flash", compress_ratios=[*ratios, 0, 0]))
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,8 @@ def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:
         ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method='aqlm'"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "X"}}, "quant_algo"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
+        ({"quantization_config": AWQ | {"group_size": -2}}, "group_size=-2 must be an int"),
+        ({"quantization_config": AWQ | {"group_size": "64"}}, "group_size='64' must be an int"),
         ({"model_type": "xverse"}, "the weights of model_type='xverse' are not known"),
         (
             {"model_type": "h2ovl_chat", "llm_config": LLAMA, "vision_config": {"depth": 1}},
