@@ -101,10 +101,11 @@ def _check_kinds(groups: Sequence[Group], context_parallel: int, limits: Limits)
 def _check_slots(groups: Sequence[Group], num_blocks: int) -> None:
     """Raises unless the slots of a layer, ``block_id * block_size + offset``, fit into int32."""
     sizes = [group.block_size for group in groups if group.growth.stores != "state"]
-    if num_blocks * max(sizes, default=1) > INT32_MAX:
+    largest = max(sizes, default=1)  # of states a block's id alone has to fit
+    if num_blocks * largest > INT32_MAX:
         raise ValueError(
-            f"a pool of {num_blocks:,} blocks of {max(sizes, default=1)} tokens has slots beyond "
-            f"int32; set num_blocks_override to at most {INT32_MAX // max(sizes, default=1):,}"
+            f"a pool of {num_blocks:,} blocks of {largest} tokens has slots beyond int32; "
+            f"set num_blocks_override to at most {INT32_MAX // largest:,}"
         )
 
 
