@@ -32,6 +32,7 @@ from jaxkv._src.cache import (
     PAD_ROW,
     TOO_LONG,
     CacheError,
+    StepBatch,
     check_errors,
     expand_blocks,
     first_columns,
@@ -572,9 +573,19 @@ def test_a_step_runs_in_every_mode_of_jax(x64: bool, promotion: str) -> None:
         assert positions.dtype == jnp.int32 and positions.tolist()[:9] == [*range(8), -1]
         assert batch.slot_mapping("full").dtype == jnp.int32
         check_errors(cache)
-        square = StepShape.for_plan(PLAN, max_requests=ROWS, tokens_per_request=2)
-        get = lambda *step: apply_step(*step)[1].positions  # noqa: E731
-        assert jax.eval_shape(get, cache, square.idle()).dtype == jnp.int32
+        for sizes in ({"tokens_per_request": 2}, {"max_tokens": ROWS, "max_query_len": 1}):
+            other = StepShape.for_plan(PLAN, max_requests=ROWS, **sizes)
+            get = lambda *step: integers_of(apply_step(*step)[1])  # noqa: E731
+            seen = {array.dtype for array in jax.eval_shape(get, cache, other.idle())}
+            assert seen == {jnp.dtype("int32")}
+
+
+def integers_of(batch: StepBatch) -> list[jax.Array]:
+    """Returns all arrays of a batch, but for groups of prefixes."""
+    of_layer = [batch.kernel_block_tables, batch.first_positions, batch.slot_mapping]
+    names = "request_rows num_computed_tokens query_start_loc query_lens seq_lens last_tokens "
+    names += "encoder_lens extra token_requests positions"
+    return [getattr(batch, name) for name in names.split()] + [get("full") for get in of_layer]
 
 
 def test_integers_that_are_not_int32_are_refused_and_not_truncated() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
 from jaxkv._src.planning._choice import in_small_blocks as planned_in_small_blocks
-from jaxkv._src.planning._choice import warning
+from jaxkv._src.planning._choice import may_waste_states, warning
 from jaxkv._src.planning._workers import Worker
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
@@ -237,6 +237,19 @@ def test_small_blocks_are_those_of_all_layers_whose_blocks_need_not_hold_whole_r
     compressed = {f"{n}": mla(block_size=256, compress_ratio=n) for n in (2, 16, 128)}
     (small,) = planned_in_small_blocks([Worker(layers | compressed, {})])
     assert small.own == in_small_blocks(layers) | compressed
+
+
+@pytest.mark.parametrize("elements", [127, 128, 129])
+def test_a_page_wastes_states_if_over_half_of_it_is_unused(elements: int) -> None:
+    for padded, grouping in ((1024, "rule"), (2048, "rule"), (None, "packed")):
+        small = state(shapes=((elements,),), dtypes=("f32",), page_bytes_padded=padded)
+        of_attention = full(page_bytes_padded=padded)
+        used = elements * 4 / (padded or of_attention.page_bytes)
+        assert may_waste_states(
+            make_groups({"a": of_attention, "s": small}, grouping=grouping)
+        ) == (used < 1 / 2)
+    for alone in (full(page_bytes_padded=4096), small):
+        assert not may_waste_states(make_groups({"a": alone}))
 
 
 @pytest.mark.parametrize(("then", "warns"), [(8, False), (9, True)])

@@ -282,7 +282,8 @@ def test_every_function_of_a_step_runs_in_the_strictest_modes_of_jax() -> None:
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
-        cache = jaxkv.make_cache(plan, max_requests=1, scales=(2.0, 0.5))
+        cache = jaxkv.make_cache(plan, max_requests=1, scales=(1.0, 1.0))
+        cache = jaxkv.set_scales(cache, {"full": (2.0, 0.5)})
         step = jax.jit(step, donate_argnums=0)
         for count in (3, 1):
             cache, floats, ints = step(cache, manager.step(shape, {"r": count}))

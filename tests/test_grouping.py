@@ -251,24 +251,42 @@ def test_a_group_reserves_the_sinks_of_any_of_its_layers() -> None:
 
 
 HEADS = st.integers(1, 5)
+WIDE = {"block_size": 32}  # of another growth, which keeps all tokens, too
 
 
 @given(
     full_heads=st.lists(HEADS, min_size=1, max_size=2),
+    wide_heads=st.lists(HEADS, max_size=2),
     window_heads=st.lists(HEADS, min_size=3, max_size=8),
 )
 def test_packed_windows_are_in_the_fewest_groups_no_wider_than_what_keeps_all_tokens(
-    full_heads, window_heads
+    full_heads, wide_heads, window_heads
 ) -> None:
     layers = by_name([full(num_kv_heads=heads) for heads in full_heads])
+    wide = {f"f{i}": full(num_kv_heads=heads, **WIDE) for i, heads in enumerate(wide_heads)}
     windows = {f"w{i}": sliding(num_kv_heads=heads) for i, heads in enumerate(window_heads)}
-    whole, *others = make_groups(layers | windows, grouping="packed")
-    assert whole.layers == tuple(layers)
+    groups = make_groups(layers | wide | windows, grouping="packed")
+    whole, others = groups[: 1 + bool(wide)], groups[1 + bool(wide) :]
+    assert [group.layers for group in whole] == [tuple(kept) for kept in (layers, wide) if kept]
     pages = [spec.page_bytes for spec in windows.values()]
-    limit = max(whole.page_bytes, *pages)
+    limit = max(*(group.page_bytes for group in whole), *pages)
     assert all(group.page_bytes <= limit for group in others)
     fewer = len(others) - 1
     assert not fewer or max(sum(pages[i::fewer]) for i in range(fewer)) > limit
+
+
+@given(st.lists(HEADS, min_size=1, max_size=3), st.lists(HEADS, min_size=1, max_size=5))
+def test_among_equals_least_waste_takes_the_fewest_groups(full_heads, window_heads) -> None:
+    layers: Layers = {f"f{i}": full(num_kv_heads=heads) for i, heads in enumerate(full_heads)}
+    layers |= {f"w{i}": sliding(num_kv_heads=heads) for i, heads in enumerate(window_heads)}
+    # Their pages cannot be unified, so that groupings are packed ones alone.
+    layers |= {"latent": mla(head_size=577), "index": mla(head_size=576)}
+    tried: list[tuple[Group, ...]] = []
+    best = make_groups(
+        layers, grouping="least_waste", cost=lambda groups: tried.append(groups) or 0
+    )
+    counts = [len(groups) for groups in tried]
+    assert counts == sorted(counts) and counts[0] == 3 and best == tried[0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import BlockManager, HostMemory, KVCache, OutOfBlocksError, Scheduler, StepShape
+from jaxkv._src.layout import pieces_of
 from jaxkv.blocks import HandedBlocks
 from jaxkv.pool import BlockPieces, block_pieces
 from tests.helpers import ON_GPU, needs_devices
@@ -177,6 +178,10 @@ def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
             block_pieces(cache, [np.array(ids)])
     with pytest.raises(ValueError, match="groups"):
         block_pieces(cache, [])
+    buffers = cache.layout.buffers
+    for count in (len(buffers.shapes) - 1, len(buffers.shapes) + 1):
+        with pytest.raises(ValueError, match=f"1 groups and addresses {count} buffers; the pool"):
+            pieces_of(buffers, [np.array([1])], [0] * count)
     with pytest.raises(TypeError, match="block_ids must be block ids per group, got set"):
         block_pieces(cache, {1})
 

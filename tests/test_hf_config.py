@@ -666,13 +666,16 @@ def test_a_rope_factor_must_be_finite_and_positive(kind: str, factor: float) -> 
         model_len(llama(rope_scaling={"type": kind, "factor": "4"}))
 
 
-@pytest.mark.parametrize(("length", "factor"), [(4096, 1e308), (10**400, 2.0)])
+@pytest.mark.parametrize(("length", "factor"), [(4096, 1e308), (10**400, 2.0), (2**53 + 1, 2.0)])
 def test_a_scaled_length_beyond_the_numbers_is_refused(length: int, factor: float) -> None:
     scaling = {"type": "linear", "factor": factor}
     with pytest.raises(
         ValueError, match=r"cannot be multiplied by a RoPE factor of .* give a max_model_len"
     ):
         model_len(llama(max_position_embeddings=length, rope_scaling=scaling))
+    assert model_len(llama(max_position_embeddings=length, rope_scaling=None)) == length
+    double = llama(max_position_embeddings=2**53, rope_scaling=scaling | {"factor": 2})
+    assert model_len(double) == 2**54
 
 
 def test_the_refusal_of_an_unknown_type_names_the_nearest_ones() -> None:

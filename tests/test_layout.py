@@ -23,6 +23,7 @@ from jaxkv._src.cache import make_cache
 from jaxkv._src.layout import (
     ORDERS,
     AcceptedSizes,
+    LayerExtents,
     LayerView,
     PagePlacement,
     PhysicalOrder,
@@ -37,6 +38,7 @@ from jaxkv._src.layout import (
 )
 from jaxkv._src.planning import Group, PoolLayout, make_groups, make_layout, plan_cache
 from jaxkv._src.pool import layer_view
+from jaxkv._src.pool._layer import _cut_to_layer
 from jaxkv._src.specs import (
     EncoderOnlySpec,
     FullAttentionSpec,
@@ -372,8 +374,32 @@ def test_extents_lead_to_every_row_of_a_head(case, data) -> None:
     start = e.start_bytes + row * e.row_bytes + head * e.head_bytes
     np.testing.assert_array_equal(extent * e.extent_bytes + start, rows[..., 0])
     assert (start + e.cell_bytes <= e.extent_bytes).all()
-    others = [case.order.extents(case.spec, case.place(i)).first for i in range(case.num_layers)]
-    assert others == [i * e.layer_step for i in range(case.num_layers)]
+
+
+@pytest.mark.parametrize("head_step", [0, 5])
+def test_extents_cut_to_a_layer_lead_to_the_same_bytes(head_step) -> None:
+    """They are cut if whole layers fill an extent, and int32 counts what they are cut into."""
+    data = 12 if head_step else 24
+    sizes = {"tiles": 2, "rows": 3, "heads": 2, "cell_bytes": 4, "row_bytes": 8, "head_bytes": 4}
+    steps = {"first": 7, "tile_step": 3, "head_step": head_step}
+    tile, row, head = np.indices((4, 3, 2))
+
+    def addresses(e: LayerExtents) -> np.ndarray:
+        extent = e.first + tile * e.tile_step + head * e.head_step
+        start = e.start_bytes + row * e.row_bytes + head * e.head_bytes
+        return extent * e.extent_bytes + start
+
+    for width, start, count in itertools.product(
+        (data, 2 * data, 3 * data, 3 * data + 4), (0, 4, data, data + 4), (9, 2**31 - 1, 2**31)
+    ):
+        e = LayerExtents(**sizes, **steps, extent_bytes=width, start_bytes=start)
+        assert e.data_bytes == data
+        cut = _cut_to_layer(e, count * data + data - 1)
+        np.testing.assert_array_equal(addresses(cut), addresses(e))
+        if width % data or start % data or count > 2**31 - 1:
+            assert cut == e
+        else:
+            assert (cut.extent_bytes, cut.start_bytes, cut.data_bytes) == (data, 0, data)
 
 
 def test_tiles_give_kernels_with_heads_first_their_view() -> None:
@@ -516,8 +542,11 @@ POOLS = {
 }
 
 
-# A page that is no whole number of elements for each of three heads.
-ODD_POOL = {"odd": layout_of({"a": full(num_kv_heads=3, page_bytes_padded=1540)})}
+# Pages that are no whole number of elements for each of three heads, or of two tiles.
+ODD_POOLS = {
+    "odd": layout_of({"a": full(num_kv_heads=3, page_bytes_padded=1540)}),
+    "odd tiles": layout_of({"a": full(page_bytes_padded=258, **FOUR)}),
+}
 WHOLE_PAGES = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 ORDERS_OF = {
     "mixed": ("LBNHC", "LBHNC", "LHBNC"),  # one buffer holds pages of one size
@@ -674,6 +703,7 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
         ("packed", {"order": "BHLNC"}, ValueError, "layers that share tensor 0 differ in them"),
         ("hybrid", {"order": "LHBNC"}, ValueError, "layers that share tensor 0 differ in them"),
         ("odd", {"order": "LHBNC"}, ValueError, "layer='a' in order='LHBNC': page_bytes=1540 and"),
+        ("odd tiles", {"kernel_block_sizes": [2]}, ValueError, "layer='a' .* for each of 2 contig"),
         ("mixed", {"kernel_block_sizes": 2}, TypeError, "kernel_block_sizes=2 must be a sequence"),
         ("mixed", {"kernel_block_sizes": [2, 2]}, ValueError, "has 2 entries; .* 1 groups"),
         ("mixed", {"kernel_block_sizes": [3]}, ValueError, r"kernel_block_sizes\[0\]: .*=3 does"),
@@ -694,7 +724,7 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
 )
 def test_buffers_that_cannot_be_are_refused_by_name(layout, options, error, message) -> None:
     with pytest.raises(error, match=message):
-        buffers_of((POOLS | ODD_POOL)[layout], **options)
+        buffers_of((POOLS | ODD_POOLS)[layout], **options)
 
 
 def test_pages_of_unlike_heads_in_other_tensors_have_no_common_buffer() -> None:

@@ -4,6 +4,7 @@ Lengths and pools are small, so that trying all lengths checks every figure that
 by formula or bisection.
 """
 
+import dataclasses
 import itertools
 import pickle
 from collections.abc import Callable, Mapping
@@ -370,6 +371,8 @@ def test_tokens_in_flight_are_counted_once_and_not_for_each_request(
     assert plan.steady_blocks(40) == 3  # ceil(8 / 4) + 1
     assert plan.requests_that_fit(40) == requests == (num_blocks - 1 - (7 - 3)) // 3
     run_together(plan, 40, [33] * requests)
+    for blocks in range(1, 8):  # groupings are compared, too, that hold not even one request
+        assert dataclasses.replace(plan, num_blocks=blocks).requests_that_fit(40) == 0
 
 
 @given(MODELS, LIMITS, st.integers(2, 400), st.integers(1, MAX_LEN))

@@ -273,6 +273,8 @@ CALLS = [
         (windows, lambda c, b: W(c, "full.0", b, KEYS[1:], VALUES), ValueError,
          r"keys has shape \(8, 2, 4\); layer 'full.0' wants \(9, 2, 4\)"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS, KEYS), ValueError, r"values .*\(9, 2, 2\)"),
+        (windows, lambda c, b: W(c, "full.0", b, 0, VALUES), TypeError, "keys must be an array"),
+        (windows, lambda c, b: W(c, "full.0", b, KEYS, 0), TypeError, "values must be an array"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(int), VALUES), TypeError,
          "keys has dtype int32; pass floats, or"),
         (cross, lambda c, b: W(c, "cross.0", b, KEYS, KEYS), ValueError,

@@ -183,7 +183,6 @@ class PhysicalOrder:
             cell_bytes=cell,
             extent_bytes=page_bytes // tiles // self._heads_apart(spec),
             first=place.layer * per["L"],
-            layer_step=per["L"],
             tile_step=per["B"],
             head_step=per.get("H", 0),
             start_bytes=place.page_offset_bytes // tiles,

@@ -42,7 +42,6 @@ class LayerExtents(NamedTuple):
     cell_bytes: int
     extent_bytes: int  # padding included
     first: int  # extent of the layer's first tile and head
-    layer_step: int  # extents from one layer of the buffer to the next
     tile_step: int
     head_step: int  # 0: all heads lie in one extent
     start_bytes: int

@@ -48,7 +48,7 @@ def choose_groups(
     compares = not overridden and (
         grouping == "least_waste" or (grouping == "auto" and request_len)
     )
-    usual: Grouping = "rule" if compares and unifiable(grow_for_states(layers)) else "packed"
+    usual: Grouping = "rule" if unifiable(grow_for_states(layers)) else "packed"
     if grouping == "least_waste":
         least = {grouping: make_groups(layers, grouping=grouping, cost=cost)}
         return least | {usual: make_groups(layers, grouping=usual)} if compares else least

@@ -147,9 +147,8 @@ class Plan:
         check_positive(num_tokens=num_tokens)
         if num_tokens > self.max_model_len:
             return 0
-        steady = self.steady_blocks(num_tokens)
-        share = self.admission_blocks(num_tokens) - steady
-        return max(0, self.usable_blocks - share) // max(steady, 1)
+        others = self.usable_blocks - self.admission_blocks(num_tokens)  # beside the first one
+        return max(0, 1 + others // self.steady_blocks(num_tokens))
 
     def tokens_that_fit(self, num_tokens: int) -> int:
         """Returns the tokens that run at once in requests of this length and one shorter one.

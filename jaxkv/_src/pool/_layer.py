@@ -226,7 +226,6 @@ def _cut_to_layer(extents: LayerExtents, num_bytes: int) -> LayerExtents:
     return extents._replace(
         extent_bytes=size,
         first=extents.first * parts + extents.start_bytes // size,
-        layer_step=extents.layer_step * parts,
         tile_step=extents.tile_step * parts,
         head_step=extents.head_step * parts,
         start_bytes=0,

@@ -18,7 +18,7 @@ class StepStates(NamedTuple):
 
     read_ids: int32[B]; -1: zeros.
     write_ids, write_after: int32[B, W], blocks, and after how many tokens of the step the state is
-      theirs; -1 and 0 for none. No write_after: after the last one.
+      theirs; -1 and numbers of no token for none. No write_after: after the last one.
     """
 
     read_ids: Array
@@ -51,7 +51,9 @@ def step_states(bound: BoundLayer, at: Array | None, num_drafts: Array | None) -
 
 
 def _written_after(bound: BoundLayer, block: Array, num_drafts: Array | None) -> Array:
-    """Returns after how many tokens of the step each block's state is reached; 0: never.
+    """Returns after how many tokens of the step each block's state is reached.
+
+    A state that none of them reaches has another number than those from 1 to their count.
 
     Args:
       block: int32[B, W], index among the blocks that the step writes.
@@ -66,8 +68,7 @@ def _written_after(bound: BoundLayer, block: Array, num_drafts: Array | None) ->
         full = (first + block + 1) * size - computed
     else:
         running, full = jnp.zeros_like(certain), certain
-    after = jnp.where(block < running, full, certain + block - running)
-    return jnp.where(after <= batch.query_lens[:, None], after, 0)
+    return jnp.where(block < running, full, certain + block - running)
 
 
 def state_pages(bound: BoundLayer, array: int) -> StatePages:
