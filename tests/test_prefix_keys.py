@@ -202,7 +202,7 @@ def test_refusals_name_the_argument(
         (TypeError, "value of an adapter", lambda: ExtraKey("lora", "ab")),
         (TypeError, "value of an adapter", lambda: ExtraKey("lora", ["a", "b"])),  # pyrefly: ignore
         (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 4, 8)),
-        (TypeError, "value of a medium", lambda: ExtraKey("mm", b"x", 0, 1)),
+        (TypeError, "identifier of a medium", lambda: ExtraKey("mm", b"x", 0, 1)),
         (ValueError, "end is missing", lambda: ExtraKey("mm", "x")),
         (ValueError, "end=3 must be more than start=3", lambda: ExtraKey.mm("x", 3, 3)),
         (ValueError, "start must be at least 0", lambda: ExtraKey.mm("x", -1, 3)),

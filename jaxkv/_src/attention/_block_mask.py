@@ -103,8 +103,7 @@ def physical_to_logical(
     Raises:
       TypeError, ValueError: as for `build_page_lists`.
     """
-    one_group = batch.shape.max_tokens  # the map has no query groups
-    sizes = checked_sizes(cache, layer, batch, period, q_block_tokens=one_group)
+    sizes = checked_sizes(cache, layer, batch, period)
 
     def build(cache: KVCache, batch: StepBatch, period: Period) -> PhysicalToLogical:
         tables = page_tables(batch, layer)

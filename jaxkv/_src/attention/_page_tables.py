@@ -87,9 +87,13 @@ def page_list_sizes(
 def checked_sizes(
     cache: KVCache, layer: str, batch: StepBatch, period: Period, **options: Any
 ) -> PageListSizes:
-    """Returns the sizes of the lists of a step; raises as `build_page_lists` does."""
+    """Returns the sizes of the lists of a step; raises as `build_page_lists` does.
+
+    Without ``q_block_tokens`` all tokens are one query group.
+    """
     check_batch(cache, batch)
     cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
+    options.setdefault("q_block_tokens", batch.shape.max_tokens)
     return page_list_sizes(cache, layer, batch.shape, **options)
 
 

@@ -1,13 +1,14 @@
 """The spec of every layer, read from a configuration. No jax."""
 
 import difflib
+from typing import get_args
 
 from jaxkv._src.hf_config._build import Options
 from jaxkv._src.hf_config._families import FAMILIES, open_config
 from jaxkv._src.hf_config._fields import Config, check_config
 from jaxkv._src.hf_config._refused import REFUSED
 from jaxkv._src.hf_config._wrappers import WRAPPERS
-from jaxkv._src.internal.checks import check_count, check_positive
+from jaxkv._src.internal.checks import check_choice, check_count, check_positive
 from jaxkv._src.specs import CacheMode, EncoderOnlySpec, LayerSpec, SharedKVSpec
 
 
@@ -46,6 +47,7 @@ def layers_from_config(
         check_positive(block_size=block_size)
     check_positive(tensor_parallel=tensor_parallel)
     check_count(speculative_tokens=speculative_tokens)
+    check_choice(get_args(CacheMode), state_cache_mode=state_cache_mode)
     check_config(config)
     if str(outer := config.get("model_type")) in REFUSED:
         raise _not_understood(config, str(outer))

@@ -60,6 +60,8 @@ def make_groups(
       ValueError: an unknown grouping, or pages that cannot be unified.
     """
     check_choice(get_args(Grouping), grouping=grouping)
+    if cost is not None and not callable(cost):
+        raise TypeError(f"cost must be a function of groups, or None; got {type(cost).__name__}")
     check_kind(Mapping, "a mapping from names to specs", layers=layers)
     check_kind(LayerSpec, **{f"layers[{name!r}]": spec for name, spec in layers.items()})
     if not layers:

@@ -10,7 +10,7 @@ from jax import Array
 
 import pallas_kernels
 from jaxkv._src.cache import KVCache, check_cache
-from jaxkv._src.internal.checks import check_int32, check_same_shape
+from jaxkv._src.internal.checks import check_flag, check_int32, check_same_shape
 from jaxkv._src.internal.indexing import group_of
 from jaxkv._src.pool._bytes import known_blocks, on_devices
 from jaxkv._src.pool._layer import SAME
@@ -54,6 +54,7 @@ def copy_blocks(
         fresh blocks. Saves temporary memory of the size of all copied blocks.
       implementation: as for `pallas_kernels.copy_blocks`.
     """
+    check_flag(disjoint=disjoint)
     check_int32(sources=sources, destinations=destinations)
     check_same_shape(sources=sources, destinations=destinations)
     kernel = functools.partial(

@@ -194,10 +194,10 @@ class EventLog:
         Args:
           timestamp: seconds since 1970; None: the current time.
         """
-        if not self._pending:
-            return None
         now = time.time() if timestamp is None else timestamp
         check_number(timestamp=now)
+        if not self._pending:
+            return None
         batch = EventBatch(self._next, now, tuple(self._pending))
         self._pending.clear()
         self._batches.append(batch)

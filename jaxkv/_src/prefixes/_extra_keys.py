@@ -66,7 +66,7 @@ class ExtraKey:
 
     def _check_mm(self) -> None:
         if not isinstance(self.value, str):
-            raise TypeError(f"value of a medium must be a str, got {shown(self.value)}")
+            raise TypeError(f"identifier of a medium must be a str, got {shown(self.value)}")
         if self.end is None:
             raise ValueError("end is missing; give the position after the last token of the medium")
 

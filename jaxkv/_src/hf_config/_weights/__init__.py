@@ -25,6 +25,7 @@ from jaxkv._src.hf_config._weights._traits import (
     traits_of,
     zamba2_blocks,
 )
+from jaxkv._src.internal.checks import check_flag
 from jaxkv._src.specs import SharedKVSpec, canonical_dtype, packed_bytes
 
 LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
@@ -54,6 +55,7 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     Raises:
       ValueError: an architecture, a quantisation or a field that is not understood.
     """
+    check_flag(drafts=drafts)
     reader, _ = open_config(config)
     inner = reader.fields.get("ffn_config")  # DBRX
     nested = inner if isinstance(inner, Mapping) else {}
