@@ -2,9 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
 
-from jaxkv._src.internal.checks import check_choice, check_flag, check_positive
+from jaxkv._src.internal.checks import check_flag, check_positive
 from jaxkv._src.planning._admission import admit
 from jaxkv._src.planning._choice import (
     choose_groups,
@@ -87,7 +86,6 @@ def plan_cache(
     workers = read_workers(layers)
     budgets = check_budgets(memory_bytes, len(workers))
     check_positive(max_model_len=max_model_len)
-    check_choice(get_args(Grouping), grouping=grouping)
     check_flag(fit_max_model_len=fit_max_model_len, override_beyond_memory=override_beyond_memory)
     _check_request_len(request_len, max_model_len)
     limits = Limits() if limits is None else limits
