@@ -150,6 +150,29 @@ def test_the_memory_advised_is_the_least_hundredth_of_a_gib(capsys) -> None:
     assert "error" in figures(capsys, *arguments, "--memory", "16.00GiB")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "least", "less"),
+    [
+        (("--memory", "1GiB"), "2.01GiB", "2.00GiB"),  # 8,192 + 5 blocks of 256 KiB
+        (("--memory", "9GiB", "--num-blocks-override", "100"), "8197", "8196"),
+        # 2.002 GiB next to half of the weights, of 22.03 GiB
+        (("--gpu", "l4", "--weights", "8GiB", "--utilization", "0.25"), "0.28", "0.27"),
+    ],
+)
+def test_changes_advised_are_the_least_that_would_do(
+    capsys, tmp_path, arguments, least, less
+) -> None:
+    """The second stage has the wider layers; sinks take four blocks next to the null block."""
+    layers = [{**FULL, "num_kv_heads": heads, "sink_tokens": 64, "count": 4} for heads in (1, 8)]
+    words = ["--specs", specs_file(tmp_path, layers), "--pipeline-parallel", "2", *arguments]
+    words += ["--max-model-len", "131072"]
+    option = arguments[-2]
+    advised = {of["option"]: of["value"] for of in figures(capsys, *words)["try"]}
+    assert advised[option] == least
+    assert "error" not in figures(capsys, *changed(tuple(words), option, least))
+    assert "error" in figures(capsys, *changed(tuple(words), option, less))
+
+
 def test_a_refusal_as_data_has_the_figures(capsys) -> None:
     data = figures(capsys, "llama-3.1-8b", "--memory", "1GiB", "--max-model-len", "131072")
     assert data["error"].startswith("--max-model-len=131,072 needs 8,192 blocks")
@@ -261,6 +284,14 @@ def test_stages_keep_the_caches_of_one_layer_together() -> None:
     assert {**parts[0], **parts[1]} == layers
     with pytest.raises(ValueError, match=r"pipeline_parallel=7 must lie in 1\.\.5"):
         split_stages(layers, 7)
+
+
+@pytest.mark.parametrize("stages", range(1, 12))
+def test_stages_have_as_many_layers_as_each_other_or_one_less(stages: int) -> None:
+    layers = {f"layers.{i}.attn": "attn" for i in range(11)}
+    parts = split_stages(layers, stages)
+    assert [name for part in parts for name in part] == list(layers) and len(parts) == stages
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize(

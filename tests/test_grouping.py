@@ -108,6 +108,7 @@ def test_without_states_no_block_grows(specs) -> None:
         (full(), 1024, 16),
         (full(), 1025, 32),
         (full(page_bytes_padded=10**6), 1025, 32),  # its padding would not hold tokens
+        (full(page_alignment_bytes=1536), 4700, 80),  # nor that of several pages
         (mla(), 1, 128),
         (mla(), 128 * 1152 + 1, 256),
         (mla(block_size=192), 1, 384),  # the least common multiple with 128
@@ -351,6 +352,8 @@ def test_deepseek_v4_packs_five_groups_of_mixed_pages() -> None:
 @pytest.mark.parametrize("grouping", ["auto", "least_waste", "packed"])
 @given(layers=MODELS, data=st.data())
 def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, data) -> None:
+    aligned = {"page_alignment_bytes": data.draw(st.sampled_from([1, 24]))}
+    layers = {name: dataclasses.replace(spec, **aligned) for name, spec in layers.items()}
     here = data.draw(st.lists(st.sampled_from(list(layers)), unique=True))
     groups = make_groups(layers, grouping=grouping)
     layout = make_layout(groups, here)
@@ -367,7 +370,9 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
     assert set(used.values()) <= {1}
     for index, group in enumerate(layout.groups):
         assert set(group.layers) == set(groups[index].layers) & set(here)
-        assert layout.tensors_of(index) == {layout.place_of(n).tensor for n in group.layers}
+        tensors = {layout.place_of(n).tensor for n in group.layers}
+        assert layout.tensors_of(index) == tensors
+        assert layout.group_bytes(index) == sum(layout.tensors[i].page_bytes for i in tensors)
 
 
 def test_a_layer_is_asked_for_by_its_name() -> None:
