@@ -234,6 +234,8 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert plan.num_blocks == 7
     assert plan.bytes_per_block == (block, 0, block)
     assert plan.layouts[1].tensors == ()
+    assert f"{(9 + 7) * block + 1:,} bytes" in str(plan)
+    assert f"{2 * block + 1:,} left over" in str(plan)
     with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
         _ = plan.layout
 
@@ -315,6 +317,16 @@ def test_context_parallel_ranks_share_the_blocks_of_a_request(length: int, ranks
     manager.start("r")
     manager.grow({"r": length})
     assert manager.held_blocks() == (plan.admission_blocks(length),)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_longest_request_of_several_ranks_fills_the_blocks_of_every_group(ranks: int) -> None:
+    layers = {"a": full(block_size=4), "b": full(block_size=8), "c": full(block_size=12)}
+    for blocks in range(4, 16):
+        options = {"context_parallel": ranks, "fit_max_model_len": True, "grouping": "packed"}
+        plan = plan_of(layers, blocks, 10**6, **options)
+        longest = plan.max_model_len
+        assert plan.admission_blocks(longest) <= blocks - 1 < plan.admission_blocks(longest + 1)
 
 
 def test_context_parallelism_is_refused_where_groups_drop_tokens() -> None:
