@@ -422,6 +422,8 @@ def layout_of(
         ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8_e5m2")}, [True, True]),
         ({"a": full(), "b": sliding(num_kv_heads=1)}, [True, True]),
         ({"a": full(), "b": sliding(head_size_v=4)}, [True, True]),
+        ({"a": full(), "b": sliding(head_size=12, head_size_v=4)}, [True, True]),
+        ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8", scale_bytes=4)}, [True, True]),
         ({"a": mla(dtype="uint8"), "b": SHORT_ROWS}, [True, True]),
         ({"a": state(), "b": state(cache_mode="all"), "c": full()}, [True, True, True]),
         ({"a": state(), "b": state(cache_mode="all")}, [False, False]),
