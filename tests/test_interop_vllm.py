@@ -666,9 +666,7 @@ def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_gave_it_bac
         ids = [[10 * group + column for column in range(1, 6)] for group in range(3)]
         ids[other][0] = ids[reads][3]
         name = f"request {reads}"
-        tables.follow(
-            output(scheduled_new_reqs=[new(name, *ids)], num_scheduled_tokens={name: 64})
-        )
+        tables.follow(output(scheduled_new_reqs=[new(name, *ids)], num_scheduled_tokens={name: 64}))
         copied = [(ids[reads][3], 99)]
         step = output(**running(name, None, 64), kv_cache_block_copies=copied)
         assert [bool(pairs) for pairs in tables.follow(step).copies] == [
