@@ -647,6 +647,9 @@ def test_blocks_are_stored_as_tiles_only_where_a_view_needs_them() -> None:
     assert buffers_of(layout, order="BLNHC", kernel_block_sizes=[2, 2]).tiles == (2, 2)
     view = buffers_of(layout, order="HND", kernel_block_sizes=[2, 2]).view("f0", 2)
     assert view.shape == (10, 2, 2, 16) and view.blocks_per_kv_block == 2
+    padded = full(**FOUR, page_bytes_padded=2 * full(**FOUR).page_bytes)
+    for layers in ({"a": full(**FOUR), "b": padded}, {"b": padded, "a": full(**FOUR)}):
+        assert buffers_of(layout_of(layers), kernel_block_sizes=[2]).tiles == (2,)
 
 
 def test_groups_cut_shared_bytes_in_different_ways_only_if_the_plan_zeroes_them() -> None:
