@@ -726,6 +726,20 @@ def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tm
 
 
 @pytest.mark.parametrize(
+    ("memory", "flags", "binds"),
+    [
+        ("40GiB", (), "the model's own length"),
+        ("40GiB", ("--max-model-len", "128k"), "the model's own length"),
+        ("40GiB", ("--max-model-len", "8k"), "the length asked for"),
+        ("40GiB", ("--num-blocks-override", "9"), "the override"),
+        ("4GiB", (), "memory"),
+    ],
+)
+def test_a_plan_says_what_bounds_its_longest_request(capsys, memory, flags, binds) -> None:
+    assert figures(capsys, "llama-3.1-8b", "--memory", memory, *flags)["binds"] == binds
+
+
+@pytest.mark.parametrize(
     ("layers", "message"),
     [
         ("full", "layers of --specs must be a list of objects, got 'full'"),
