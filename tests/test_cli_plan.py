@@ -526,6 +526,8 @@ def test_the_cache_gets_the_memory_that_weights_leave(capsys) -> None:
         data = figures(capsys, "qwen3-8b", "--gpu", "h200", "--utilization", "85%", *told)
         assert data["memory_bytes"] == [usable - 16_400_000_000 // stages] * stages
         assert data["gpu"]["parameters"] is None
+    _, page, _ = run(capsys, "qwen3-8b", "--gpu", "h200", *told)
+    assert re.search(r"\nweights +15\.27 GiB; 7\.64 GiB on each of 2 GPUs\n", page)
 
 
 def test_drafts_count_as_weights_where_they_are_used(capsys) -> None:
@@ -709,6 +711,14 @@ def test_flags_change_all_layers_of_a_file_that_have_what_they_change(capsys, tm
     assert [shared, encoder] == list(before.values())[-2:]
     assert layers == before and change_specs(layers, kv_dtype=None, block_size=None) == before
     assert [spec.data_bytes // 16 for spec in list(before.values())[:2]] == [4 * 8 * 128, 2 * 576]
+
+
+def test_encoder_tokens_of_a_file_count_unless_a_flag_says_another_number(capsys, tmp_path) -> None:
+    path = specs_file(tmp_path, [{**FULL, "kind": "cross"}, FULL], max_encoder_tokens=33)
+    arguments = ("--specs", path, "--memory", "9GiB", "--max-model-len", "160")
+    assert figures(capsys, *arguments)["admission_blocks"] == 3 + 10
+    given = (*arguments, "--max-encoder-tokens", "65")
+    assert figures(capsys, *given)["admission_blocks"] == 5 + 10
 
 
 def test_the_bytes_of_a_token_are_without_the_padding_of_its_page(capsys, tmp_path) -> None:

@@ -240,6 +240,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "host memory": (in_group(host_resident=True), r"kv_cache_groups\[0\] is host_resident"),
     "sparse host pool": (altered("full", hisparse_host_num_blocks=8), "hisparse_host_num_blocks"),
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
+    "a layer in no tensor": (
+        lambda: plan_of(CASES["full and windows"], [unplaced()]),
+        r"kv_cache_tensors has no \['layers\.\d+\.attn'\], which kv_cache_groups names",
+    ),
     "no groups": (
         altered("full", kv_cache_groups=[], kv_cache_tensors=[]),
         "kv_cache_groups is empty",
@@ -265,6 +269,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"kv_cache_groups\[0\] must have layers that need the same blocks",
     ),
 }
+
+
+def unplaced() -> Data:
+    """A tensor that lacks the layer of its last group."""
+    (config,) = copy.deepcopy(CASES["full and windows"]["configs"])
+    config["kv_cache_tensors"][-1]["layers"].pop()
+    return config
 
 
 def unlike_growth() -> Data:

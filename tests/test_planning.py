@@ -236,6 +236,8 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert plan.layouts[1].tensors == ()
     assert f"{(9 + 7) * block + 1:,} bytes" in str(plan)
     assert f"{2 * block + 1:,} left over" in str(plan)
+    with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
+        plan_cache(workers, plan.memory_bytes, max_model_len=96, num_blocks_override=8)
     with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
         _ = plan.layout
 
@@ -270,6 +272,9 @@ def test_a_layer_that_shares_a_cache_reads_it_where_it_is() -> None:
     assert plan.layout.place_of("b") == plan.layout.place_of("a")
     with pytest.raises(ValueError, match="layer='encoder'"):
         plan.layout.place_of("encoder")
+    workers = [{"a": FULL}, layers, {"a": FULL}]
+    some = plan_cache(workers, [2**20] * 3, max_model_len=8).layouts
+    assert [layout.shared for layout in some] == [(), (("b", "a"),), ()]
     with pytest.raises(ValueError, match=r"layers\['b'\] shares the cache of 'c'"):
         plan_cache({"a": FULL, "b": SharedKVSpec("c")}, 2**20, max_model_len=8)
 
