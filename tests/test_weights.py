@@ -11,7 +11,7 @@ from jaxkv._src.hf_config import count_weights, load_config
 from jaxkv._src.hf_config._weights._feed_forward import expert_layers
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
 from jaxkv._src.hf_config._weights._quantization import Scheme
-from jaxkv._src.hf_config._weights._traits import t5
+from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
 INDEX = "total_size of its model.safetensors.index.json"
@@ -325,6 +325,11 @@ def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:
     sizes = {"d_model": 7, "num_heads": 2, "d_kv": 3, "d_ff": 0, "vocab_size": 0}
     fields = Fields("t5", {**sizes, "num_layers": 1, "num_decoder_layers": 5})
     assert sum(matrix.parameters for matrix in t5(fields)) == (1 + 2 * 5) * 4 * 6 * 7
+    sizes = {"d_model": 7, "encoder_ffn_dim": 3, "decoder_ffn_dim": 2, "vocab_size": 0}
+    sizes |= {"max_source_positions": 4, "max_target_positions": 5, "num_mel_bins": 6}
+    fields = Fields("whisper", {**sizes, "encoder_layers": 1, "decoder_layers": 5})
+    layers = (1 + 2 * 5) * 4 * 7 * 7 + 2 * 3 * 7 + 5 * 2 * 2 * 7
+    assert sum(m.parameters for m in whisper(fields)) == layers + (4 + 5) * 7 + 3 * 7 * (7 + 6)
 
 
 def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None:
