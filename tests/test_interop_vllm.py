@@ -153,6 +153,12 @@ def test_layers_that_share_a_cache_read_it_where_it_is() -> None:
     assert plan.layouts[1].place_of("layers.7.attn") == plan.layouts[1].place_of("layers.5.attn")
     with pytest.raises(ValueError, match=r"layer='layers\.7\.attn' has no cache here"):
         plan.layouts[0].place_of("layers.7.attn")
+    owners = {"layers.7.attn": "layers.5.attn", "layers.8.attn": "layers.0.attn"}
+    layouts = plan_of(CASES["two pipeline stages"], shared=owners).layouts
+    assert [dict(layout.shared) for layout in layouts] == [
+        {"layers.8.attn": "layers.0.attn"},
+        {"layers.7.attn": "layers.5.attn"},
+    ]
     with pytest.raises(ValueError, match=r"shared names \['layers\.9\.attn'\], which own no cache"):
         plan_of(CASES["full"], shared={"layers.7.attn": "layers.9.attn"})
 

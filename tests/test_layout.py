@@ -313,6 +313,17 @@ def test_strides_lead_to_every_element(case) -> None:
             np.testing.assert_array_equal(got, number[layer] >> shift & 255)
 
 
+@given(cases(), st.data())
+def test_a_layer_behind_others_lies_their_share_of_a_tile_further_on(case, data) -> None:
+    assume(case.order.has_whole_pages)
+    ahead = data.draw(st.integers(0, 3)) * case.tiles * case.item
+    first = case.place(data.draw(st.integers(0, case.num_layers - 1)))
+    first = first._replace(page_bytes=first.page_bytes + ahead)
+    behind = first._replace(page_offset_bytes=ahead)
+    view, other = (case.order.byte_view(case.spec, place) for place in (first, behind))
+    assert other == dataclasses.replace(view, offset_bytes=view.offset_bytes + ahead // case.tiles)
+
+
 def evenly(steps: np.ndarray) -> bool:
     return len(set(steps.reshape(-1))) <= 1
 
@@ -838,6 +849,12 @@ TILED = {"tile_tokens": 64}
         ({"order": "HND", **TILED}, {}, 32, "its tiles are of 64: use that"),
         ({"order": "HND", **TILED}, {"page_bytes": 524290}, None, "each of 2 .* of 4 bytes"),
         ({"order": "BHLNC", **TILED}, {"page_bytes": 524296}, 64, "multiples of 32 bytes"),
+        (
+            {"order": "HND", **TILED},
+            {"page_bytes": 2**20, "page_offset_bytes": 1},
+            64,
+            "page_offset_bytes=1 must be whole elements .* multiples of 4 bytes",
+        ),
     ],
 )
 def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message) -> None:
