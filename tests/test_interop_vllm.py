@@ -111,6 +111,12 @@ def test_every_kind_of_layer_becomes_its_counterpart() -> None:
     assert {g.growth.chunk for g in specs_of("chunks") if g.kind == "chunked"} == {48}
     (fp8, *_), (scaled, *_) = specs_of("fp8"), specs_of("fp8 with scales of each head")
     assert fp8 == dataclasses.replace(fp8, dtype="fp8_e4m3", scale_bytes=0)
+    given = CASES["fp8"]["configs"][0]["kv_cache_groups"][0]["kv_cache_spec"]
+    named = convert_spec("layer", given | {"dtype": "torch.float8_e5m2"}, **OPTIONS)
+    assert named == dataclasses.replace(fp8, dtype="fp8_e5m2")  # whatever "fp8" is to mean
+    narrow = given | {"head_size": 32, "head_size_v": 16, "state_content_bytes": 32 + 16 + 2 * 4}
+    of_heads = convert_spec("layer", narrow | {"kv_quant_mode": 3}, **OPTIONS)
+    assert of_heads == dataclasses.replace(fp8, head_size=32, head_size_v=16, scale_bytes=4)
     assert scaled == dataclasses.replace(fp8, scale_bytes=4)
     rows = {
         (s.head_size, s.value_size, s.dtype, s.bytes_per_token, s.compress_ratio)
@@ -246,6 +252,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "host memory": (in_group(host_resident=True), r"kv_cache_groups\[0\] is host_resident"),
     "sparse host pool": (altered("full", hisparse_host_num_blocks=8), "hisparse_host_num_blocks"),
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
+    "a stride that is not aligned": (
+        lambda: plan_of(CASES["latent rows in aligned strides"], [partly_aligned()]),
+        "'layers.0.attn' has pages of .* bytes here, and a layer_stride of",
+    ),
     "a layer in no tensor": (
         lambda: plan_of(CASES["full and windows"], [unplaced()]),
         r"kv_cache_tensors has no \['layers\.\d+\.attn'\], which kv_cache_groups names",
@@ -275,6 +285,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"kv_cache_groups\[0\] must have layers that need the same blocks",
     ),
 }
+
+
+def partly_aligned() -> Data:
+    """Strides are those of aligned blocks, and the first layer's blocks are not aligned."""
+    (config,) = copy.deepcopy(CASES["latent rows in aligned strides"]["configs"])
+    (group,) = config["kv_cache_groups"]
+    given = group["kv_cache_spec"]
+    plain = {name: value for name, value in given.items() if name != "block_stride_alignment"}
+    first, *rest = group["layer_names"]
+    specs = {first: plain, **dict.fromkeys(rest, given)}
+    group["kv_cache_spec"] = {"type": "UniformTypeKVCacheSpecs", "kv_cache_specs": specs}
+    return config
 
 
 def unplaced() -> Data:
@@ -595,6 +617,9 @@ def test_a_request_that_comes_again_replaces_all_that_it_had() -> None:
     parts = upload.parts()
     assert parts["entry_columns"].tolist() == [0, 0, 0]
     assert parts["row_lengths"].tolist() == [[1, 1, 1]]
+    for request, row in (("a", 0), ("b", 1)):  # without blocks a request has a row, too
+        tables.follow(output(scheduled_new_reqs=[new(request, [], [], [])]))
+        assert tables.block_ids(request) == ((), (), ()) and tables.rows[request] == row
 
 
 def test_content_that_was_loaded_or_is_copied_is_not_zeroed() -> None:
