@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
 from jaxkv._src.planning._choice import in_small_blocks as planned_in_small_blocks
 from jaxkv._src.planning._choice import may_waste_states, warning
-from jaxkv._src.planning._workers import Worker
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
 from tests.layer_examples import (
     LIMITS,
@@ -143,6 +142,35 @@ def test_with_an_override_groupings_compare_by_bytes() -> None:
     assert request_bytes(least, 20) <= request_bytes(rule, 20)
 
 
+def test_the_bytes_of_a_request_are_those_of_all_workers() -> None:
+    """The grouping with the fewest bytes on the widest worker takes 5,632 bytes, this one 5,120."""
+    layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
+    workers = [dict(part) for part in itertools.batched(layers.items(), 3)]
+    options: dict[str, Any] = {"max_model_len": 40, "request_len": 20, "num_blocks_override": 80}
+    options["limits"] = Limits(max_in_flight_tokens=8)
+    rule, packed, least = (
+        plan_cache(workers, [2**24] * 2, grouping=grouping, **options)
+        for grouping in ("rule", "packed", "least_waste")
+    )
+    assert request_bytes(least, 20) < min(request_bytes(rule, 20), request_bytes(packed, 20))
+
+
+def test_between_equals_the_rule_wins_even_if_packing_saves_bytes() -> None:
+    layers = by_name([full(block_size=4)] + [sliding(block_size=4, num_kv_heads=1)] * 5)
+    memory = 12 * sum(spec.page_bytes for spec in layers.values())
+    options: dict[str, Any] = {"max_model_len": 40, "request_len": 20}
+    options["limits"] = Limits(max_in_flight_tokens=8)
+    auto, packed = (plan_cache(layers, memory, grouping=g, **options) for g in ("auto", "packed"))
+    assert request_bytes(packed, 20) < request_bytes(auto, 20)
+    assert [(of.grouping, of.requests) for of in auto.compared] == [("rule", 2), ("packed", 2)]
+
+
+def test_figures_are_of_requests_as_long_as_the_fitted_length() -> None:
+    *_, least, _ = small_model(8, 3, 200_000)
+    assert least.max_model_len < 308
+    assert least.compared[0].requests == least.requests_that_fit(least.max_model_len) == 1
+
+
 def test_least_waste_runs_more_of_deepseek_v4_at_8k_and_says_at_what_price() -> None:
     """Chosen by the bytes that admission charges, it would run 1,258 instead of 1,540."""
     layers = deepseek_v4_flash()
@@ -235,8 +263,7 @@ def test_small_blocks_are_those_of_all_layers_whose_blocks_need_not_hold_whole_r
         **{"state": state(page_bytes_padded=4096), "padded": full(page_bytes_padded=4096)},
     }
     compressed = {f"{n}": mla(block_size=256, compress_ratio=n) for n in (2, 16, 128)}
-    (small,) = planned_in_small_blocks([Worker(layers | compressed, {})])
-    assert small.own == in_small_blocks(layers) | compressed
+    assert planned_in_small_blocks(layers | compressed) == in_small_blocks(layers) | compressed
 
 
 @pytest.mark.parametrize("elements", [127, 128, 129])

@@ -12,6 +12,7 @@ from jaxkv.__main__ import main
 from jaxkv._src.cli.amounts import gib, parse_bytes, parse_length, parse_share, round_up_gib
 from jaxkv._src.cli.gpus import GPUS, gpu_bytes
 from jaxkv._src.cli.question import split_stages
+from jaxkv._src.cli.specs_file import change_specs, load_specs
 from jaxkv._src.cli.tries import MAX_TRIES, is_worth_it
 from jaxkv._src.cli.words import in_flags
 from jaxkv._src.hf_config import count_weights, load_config
@@ -150,6 +151,29 @@ def test_the_memory_advised_is_the_least_hundredth_of_a_gib(capsys) -> None:
     assert "error" in figures(capsys, *arguments, "--memory", "16.00GiB")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "least", "less"),
+    [
+        (("--memory", "1GiB"), "2.01GiB", "2.00GiB"),  # 8,192 + 5 blocks of 256 KiB
+        (("--memory", "9GiB", "--num-blocks-override", "100"), "8197", "8196"),
+        # 2.002 GiB next to half of the weights, of 22.03 GiB
+        (("--gpu", "l4", "--weights", "8GiB", "--utilization", "0.25"), "0.28", "0.27"),
+    ],
+)
+def test_changes_advised_are_the_least_that_would_do(
+    capsys, tmp_path, arguments, least, less
+) -> None:
+    """The second stage has the wider layers; sinks take four blocks next to the null block."""
+    layers = [{**FULL, "num_kv_heads": heads, "sink_tokens": 64, "count": 4} for heads in (1, 8)]
+    words = ["--specs", specs_file(tmp_path, layers), "--pipeline-parallel", "2", *arguments]
+    words += ["--max-model-len", "131072"]
+    option = arguments[-2]
+    advised = {of["option"]: of["value"] for of in figures(capsys, *words)["try"]}
+    assert advised[option] == least
+    assert "error" not in figures(capsys, *changed(tuple(words), option, least))
+    assert "error" in figures(capsys, *changed(tuple(words), option, less))
+
+
 def test_a_refusal_as_data_has_the_figures(capsys) -> None:
     data = figures(capsys, "llama-3.1-8b", "--memory", "1GiB", "--max-model-len", "131072")
     assert data["error"].startswith("--max-model-len=131,072 needs 8,192 blocks")
@@ -241,6 +265,8 @@ def test_parallelism_divides_heads_layers_and_tokens(capsys) -> None:
     assert tensor["bytes_per_block"] == [whole // 8]
     assert stages["bytes_per_block"] == [whole // 2] * 2
     assert context["admission_blocks"] == one["admission_blocks"] // 2
+    for name in ("bytes_per_request", "bytes_charged"):  # of all stages together
+        assert stages[name] == one[name]
 
 
 def test_a_grouping_says_what_it_buys(capsys) -> None:
@@ -261,6 +287,14 @@ def test_stages_keep_the_caches_of_one_layer_together() -> None:
     assert {**parts[0], **parts[1]} == layers
     with pytest.raises(ValueError, match=r"pipeline_parallel=7 must lie in 1\.\.5"):
         split_stages(layers, 7)
+
+
+@pytest.mark.parametrize("stages", range(1, 12))
+def test_stages_have_as_many_layers_as_each_other_or_one_less(stages: int) -> None:
+    layers = {f"layers.{i}.attn": "attn" for i in range(11)}
+    parts = split_stages(layers, stages)
+    assert [name for part in parts for name in part] == list(layers) and len(parts) == stages
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -390,6 +424,7 @@ def test_bad_arguments_get_one_clear_message_and_status_2(capsys, arguments, mes
         ("llama-3.1-8b", "--memory", "40GiB", "--num-blocks-override", "100"),
         ("gemma-3-27b", "--memory", "8GiB", "--grouping", "least_waste", "--tensor-parallel", "2"),
         ("gpt-oss-20b", "--memory", "1GiB", "--pipeline-parallel", "2"),
+        ("deepseek-v3", "--gpu", "h200", "--pipeline-parallel", "4"),
         ("llama-3.1-8b", "--memory", "1GiB", "--block-size", "1024"),
     ],
 )
@@ -405,6 +440,9 @@ def test_every_change_offered_gives_what_it_says(capsys, arguments) -> None:
             given = parse_bytes(arguments[arguments.index("--memory") + 1])
             more = f"{gib(parse_bytes(change['value']) - given)} more, "
         assert change["gives"] == more + said(then)
+        if change["option"] == "--tensor-parallel" and int(change["value"]) > 2:  # by doubling
+            fewer = changed(arguments, "--tensor-parallel", str(int(change["value"]) // 2))
+            assert "error" in figures(capsys, *fewer) or fewer == list(arguments)
 
 
 def test_large_blocks_are_grouped_by_the_rule_too(capsys) -> None:
@@ -488,6 +526,8 @@ def test_the_cache_gets_the_memory_that_weights_leave(capsys) -> None:
         data = figures(capsys, "qwen3-8b", "--gpu", "h200", "--utilization", "85%", *told)
         assert data["memory_bytes"] == [usable - 16_400_000_000 // stages] * stages
         assert data["gpu"]["parameters"] is None
+    _, page, _ = run(capsys, "qwen3-8b", "--gpu", "h200", *told)
+    assert re.search(r"\nweights +15\.27 GiB; 7\.64 GiB on each of 2 GPUs\n", page)
 
 
 def test_drafts_count_as_weights_where_they_are_used(capsys) -> None:
@@ -567,6 +607,31 @@ def test_the_table_holds_what_each_plan_gives(capsys) -> None:
         assert f"{cell['requests']:,} ({cell['bytes_per_request'] / 2**30:.3g})" in out
 
 
+def test_a_column_of_the_table_is_of_the_block_sizes_in_its_head(capsys) -> None:
+    arguments = ("gemma-3-27b", "--memory", "40GiB", "--block-size", "48", "--table")
+    cells = figures(capsys, *arguments)["table"]
+    assert {cell["block_size"] for cell in cells} == {16, 32, 48, 64, 128, 256}
+    _, out, _ = run(capsys, *arguments)
+    _, head, *rows = out.splitlines()
+    columns = [re.findall(r"\d+", head[i : i + 15]) for i in range(17, len(head), 15)]
+    for cell in cells:
+        size, row = cell["block_size"], next(r for r in rows if r.startswith(cell["kv_dtype"]))
+        (at,) = [i for i, of in enumerate(columns) if int(of[0]) <= size <= int(of[-1])]
+        text = f"{cell['requests']:,} ({cell['bytes_per_request'] / 2**30:.3g})"
+        assert row[17 + 15 * at :][:15].rstrip() == text
+
+
+def test_the_table_counts_what_runs_of_the_longest_length_that_was_asked_for(capsys) -> None:
+    arguments = ["llama-3.1-8b", "--memory", "9GiB", "--kv-dtype", "fp8"]
+    fitted = figures(capsys, *arguments, "--kv-dtype", "bf16", "--table")
+    assert fitted["table"][0]["request_len"] == fitted["max_model_len"] < 131072
+    arguments += ["--max-model-len", "131072", "--request-len", "8k"]
+    cells = figures(capsys, *arguments, "--table")["table"]
+    requests = {cell["kv_dtype"]: cell["requests"] for cell in cells if cell["block_size"] == 16}
+    assert requests["float8_e4m3fn"] > 0 == requests["bfloat16"]  # which holds 8k, and not 128k
+    assert "error" in figures(capsys, *changed(tuple(arguments), "--kv-dtype", "bf16"))
+
+
 def test_the_table_marks_dtypes_that_a_model_cannot_have(capsys) -> None:
     status, out, _ = run(capsys, "deepseek-v4-flash", "--memory", "40GiB", "--table")
     assert status == 0 and re.search(r"\nnvfp4 +-( +-)*\n", out)
@@ -630,6 +695,58 @@ def test_a_pattern_of_specs_is_repeated_and_kinds_have_fields_of_their_own(
     path = specs_file(tmp_path, [{**state, "speculative_blocks": 2, "count": 5}, FULL])
     drafted = figures(capsys, "--specs", path, "--memory", "9GiB")
     assert drafted["bytes_of_states"] == 5 * (1 + 2) * data["bytes_of_states"]
+
+
+def test_flags_change_all_layers_of_a_file_that_have_what_they_change(capsys, tmp_path) -> None:
+    latent = {"kind": "mla", "head_size": 576}
+    state = {"kind": "state", "shapes": [[64]], "dtypes": ["f32"]}
+    entries = [FULL, latent, {**latent, "bytes_per_token": 656}, state]
+    entries += [{"kind": "shared", "layer": "layers.0"}, {"kind": "encoder_only"}]
+    layers = load_specs(specs_file(tmp_path, entries)).layers
+    before = dict(layers)
+    changed = change_specs(layers, kv_dtype="fp8", block_size=64)
+    *kept, shared, encoder = changed.values()
+    assert [spec.block_size for spec in kept] == [64] * 4
+    assert [spec.data_bytes // 64 for spec in kept] == [2 * 8 * 128, 576, 656, 4]
+    assert [shared, encoder] == list(before.values())[-2:]
+    assert layers == before and change_specs(layers, kv_dtype=None, block_size=None) == before
+    assert [spec.data_bytes // 16 for spec in list(before.values())[:2]] == [4 * 8 * 128, 2 * 576]
+
+
+def test_encoder_tokens_of_a_file_count_unless_a_flag_says_another_number(capsys, tmp_path) -> None:
+    path = specs_file(tmp_path, [{**FULL, "kind": "cross"}, FULL], max_encoder_tokens=33)
+    arguments = ("--specs", path, "--memory", "9GiB", "--max-model-len", "160")
+    assert figures(capsys, *arguments)["admission_blocks"] == 3 + 10
+    given = (*arguments, "--max-encoder-tokens", "65")
+    assert figures(capsys, *given)["admission_blocks"] == 5 + 10
+
+
+def test_the_bytes_of_a_token_are_without_the_padding_of_its_page(capsys, tmp_path) -> None:
+    path = specs_file(tmp_path, [{**FULL, "page_bytes_padded": 2**20, "count": 2}])
+    (of,) = figures(capsys, "--specs", path, "--memory", "9GiB")["bytes_per_token"]
+    assert of["num_bytes"] == 2 * 4096
+
+
+def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tmp_path) -> None:
+    for heads, stage in (((1, 8), 1), ((8, 1), 0)):
+        layers = [{**FULL, "num_kv_heads": count, "count": 4} for count in heads]
+        words = ("--specs", specs_file(tmp_path, layers), "--pipeline-parallel", "2")
+        data = figures(capsys, *words, "--memory", "1GiB")
+        assert data["binds"] == f"memory of pipeline stage {stage}"
+
+
+@pytest.mark.parametrize(
+    ("memory", "flags", "binds"),
+    [
+        ("40GiB", (), "the model's own length"),
+        ("40GiB", ("--max-model-len", "128k"), "the model's own length"),
+        ("40GiB", ("--max-model-len", "8k"), "the length asked for"),
+        ("40GiB", ("--num-blocks-override", "9"), "the override"),
+        ("4GiB", (), "memory"),
+    ],
+)
+def test_a_plan_says_what_bounds_its_longest_request(capsys, memory, flags, binds) -> None:
+    assert figures(capsys, "llama-3.1-8b", "--memory", memory, *flags)["binds"] == binds
 
 
 @pytest.mark.parametrize(

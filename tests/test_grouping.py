@@ -108,6 +108,7 @@ def test_without_states_no_block_grows(specs) -> None:
         (full(), 1024, 16),
         (full(), 1025, 32),
         (full(page_bytes_padded=10**6), 1025, 32),  # its padding would not hold tokens
+        (full(page_alignment_bytes=1536), 4700, 80),  # nor that of several pages
         (mla(), 1, 128),
         (mla(), 128 * 1152 + 1, 256),
         (mla(block_size=192), 1, 384),  # the least common multiple with 128
@@ -339,6 +340,7 @@ def test_deepseek_v4_packs_five_groups_of_mixed_pages() -> None:
     assert plan.bytes_per_block == (1_002_240,)
     assert len(plan.layout.tensors) == 1
     assert plan.groups_to_zero == (True,) * 5
+    assert not any(plan.layout.place_of(name).offset_bytes % 576 for name in layers)
     # Windows and compressors drop nearly all of their blocks once a request decodes.
     assert plan.admission_blocks(65536) == 3610 and plan.steady_blocks(65536) == 282
     with pytest.raises(ValueError, match='grouping="packed"'):
@@ -367,7 +369,9 @@ def test_layers_of_a_group_never_overlap_and_pages_hold_them(grouping, layers, d
     assert set(used.values()) <= {1}
     for index, group in enumerate(layout.groups):
         assert set(group.layers) == set(groups[index].layers) & set(here)
-        assert layout.tensors_of(index) == {layout.place_of(n).tensor for n in group.layers}
+        tensors = {layout.place_of(n).tensor for n in group.layers}
+        assert layout.tensors_of(index) == tensors
+        assert layout.group_bytes(index) == sum(layout.tensors[i].page_bytes for i in tensors)
 
 
 def test_a_layer_is_asked_for_by_its_name() -> None:
@@ -418,6 +422,8 @@ def layout_of(
         ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8_e5m2")}, [True, True]),
         ({"a": full(), "b": sliding(num_kv_heads=1)}, [True, True]),
         ({"a": full(), "b": sliding(head_size_v=4)}, [True, True]),
+        ({"a": full(), "b": sliding(head_size=12, head_size_v=4)}, [True, True]),
+        ({"a": full(dtype="fp8"), "b": sliding(dtype="fp8", scale_bytes=4)}, [True, True]),
         ({"a": mla(dtype="uint8"), "b": SHORT_ROWS}, [True, True]),
         ({"a": state(), "b": state(cache_mode="all"), "c": full()}, [True, True, True]),
         ({"a": state(), "b": state(cache_mode="all")}, [False, False]),

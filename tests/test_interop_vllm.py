@@ -70,6 +70,7 @@ def test_a_plan_has_the_groups_blocks_and_bytes_that_vllm_planned(case: Data) ->
     plan = plan_of(case)
     first = case["configs"][0]
     assert plan.num_blocks == first["num_blocks"] and len(plan.layouts) == len(case["configs"])
+    assert plan.memory_bytes == tuple(plan.num_blocks * n for n in case["pool_bytes_per_block"])
     for index, group in enumerate(plan.groups):
         given = [config["kv_cache_groups"][index] for config in case["configs"]]
         assert list(group.layers) == [name for g in given for name in g["layer_names"]]
@@ -110,6 +111,12 @@ def test_every_kind_of_layer_becomes_its_counterpart() -> None:
     assert {g.growth.chunk for g in specs_of("chunks") if g.kind == "chunked"} == {48}
     (fp8, *_), (scaled, *_) = specs_of("fp8"), specs_of("fp8 with scales of each head")
     assert fp8 == dataclasses.replace(fp8, dtype="fp8_e4m3", scale_bytes=0)
+    given = CASES["fp8"]["configs"][0]["kv_cache_groups"][0]["kv_cache_spec"]
+    named = convert_spec("layer", given | {"dtype": "torch.float8_e5m2"}, **OPTIONS)
+    assert named == dataclasses.replace(fp8, dtype="fp8_e5m2")  # whatever "fp8" is to mean
+    narrow = given | {"head_size": 32, "head_size_v": 16, "state_content_bytes": 32 + 16 + 2 * 4}
+    of_heads = convert_spec("layer", narrow | {"kv_quant_mode": 3}, **OPTIONS)
+    assert of_heads == dataclasses.replace(fp8, head_size=32, head_size_v=16, scale_bytes=4)
     assert scaled == dataclasses.replace(fp8, scale_bytes=4)
     rows = {
         (s.head_size, s.value_size, s.dtype, s.bytes_per_token, s.compress_ratio)
@@ -152,6 +159,12 @@ def test_layers_that_share_a_cache_read_it_where_it_is() -> None:
     assert plan.layouts[1].place_of("layers.7.attn") == plan.layouts[1].place_of("layers.5.attn")
     with pytest.raises(ValueError, match=r"layer='layers\.7\.attn' has no cache here"):
         plan.layouts[0].place_of("layers.7.attn")
+    owners = {"layers.7.attn": "layers.5.attn", "layers.8.attn": "layers.0.attn"}
+    layouts = plan_of(CASES["two pipeline stages"], shared=owners).layouts
+    assert [dict(layout.shared) for layout in layouts] == [
+        {"layers.8.attn": "layers.0.attn"},
+        {"layers.7.attn": "layers.5.attn"},
+    ]
     with pytest.raises(ValueError, match=r"shared names \['layers\.9\.attn'\], which own no cache"):
         plan_of(CASES["full"], shared={"layers.7.attn": "layers.9.attn"})
 
@@ -239,6 +252,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "host memory": (in_group(host_resident=True), r"kv_cache_groups\[0\] is host_resident"),
     "sparse host pool": (altered("full", hisparse_host_num_blocks=8), "hisparse_host_num_blocks"),
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
+    "a stride that is not aligned": (
+        lambda: plan_of(CASES["latent rows in aligned strides"], [partly_aligned()]),
+        "'layers.0.attn' has pages of .* bytes here, and a layer_stride of",
+    ),
+    "a layer in no tensor": (
+        lambda: plan_of(CASES["full and windows"], [unplaced()]),
+        r"kv_cache_tensors has no \['layers\.\d+\.attn'\], which kv_cache_groups names",
+    ),
     "no groups": (
         altered("full", kv_cache_groups=[], kv_cache_tensors=[]),
         "kv_cache_groups is empty",
@@ -264,6 +285,25 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"kv_cache_groups\[0\] must have layers that need the same blocks",
     ),
 }
+
+
+def partly_aligned() -> Data:
+    """Strides are those of aligned blocks, and the first layer's blocks are not aligned."""
+    (config,) = copy.deepcopy(CASES["latent rows in aligned strides"]["configs"])
+    (group,) = config["kv_cache_groups"]
+    given = group["kv_cache_spec"]
+    plain = {name: value for name, value in given.items() if name != "block_stride_alignment"}
+    first, *rest = group["layer_names"]
+    specs = {first: plain, **dict.fromkeys(rest, given)}
+    group["kv_cache_spec"] = {"type": "UniformTypeKVCacheSpecs", "kv_cache_specs": specs}
+    return config
+
+
+def unplaced() -> Data:
+    """A tensor that lacks the layer of its last group."""
+    (config,) = copy.deepcopy(CASES["full and windows"]["configs"])
+    config["kv_cache_tensors"][-1]["layers"].pop()
+    return config
 
 
 def unlike_growth() -> Data:
@@ -577,6 +617,9 @@ def test_a_request_that_comes_again_replaces_all_that_it_had() -> None:
     parts = upload.parts()
     assert parts["entry_columns"].tolist() == [0, 0, 0]
     assert parts["row_lengths"].tolist() == [[1, 1, 1]]
+    for request, row in (("a", 0), ("b", 1)):  # without blocks a request has a row, too
+        tables.follow(output(scheduled_new_reqs=[new(request, [], [], [])]))
+        assert tables.block_ids(request) == ((), (), ()) and tables.rows[request] == row
 
 
 def test_content_that_was_loaded_or_is_copied_is_not_zeroed() -> None:
@@ -609,7 +652,7 @@ def test_a_block_is_zeroed_iff_it_holds_nothing_of_the_computed_tokens() -> None
     cases = CASES["encoder and decoder"], TRACES["states without checkpoints"]
     for plan in [plan_of(case, zero_policy="always") for case in cases]:
         growths = [group.growth for group in plan.groups]
-        for computed in (0, 1, 15, 16, 17, 32, 40):
+        for computed in (0, 1, 15, 16, 17, 32, 40):  # blocks are of 16 tokens
             ids = [[10 * group + i for i in (1, 2, 3)] for group in range(len(growths))]
             arrival = output(
                 scheduled_new_reqs=[new("a", *ids, computed=computed)],
@@ -625,6 +668,18 @@ def test_a_block_is_zeroed_iff_it_holds_nothing_of_the_computed_tokens() -> None
             ]
             assert SchedulerTables(plan, max_requests=1).follow(arrival).zero_ids == wanted
         assert {growth.stores for growth in growths} > {"tokens"}
+
+
+@pytest.mark.parametrize(("computed", "fresh"), [(0, [1, 2, 3]), (32, [2, 3]), (33, [3]), (65, [])])
+def test_a_block_holds_as_many_tokens_of_every_rank(computed: int, fresh: list[int]) -> None:
+    (config,) = copy.deepcopy(CASES["full"]["configs"])
+    config["kv_cache_groups"][0]["kv_cache_spec"]["dcp_sharded"] = True
+    plan = plan_of(CASES["full"], config, context_parallel=2, zero_policy="always")
+    assert [group.block_size for group in plan.groups] == [16]
+    step = output(
+        scheduled_new_reqs=[new("a", [1, 2, 3], computed=computed)], num_scheduled_tokens={"a": 1}
+    )
+    assert SchedulerTables(plan, max_requests=1).follow(step).zero_ids == [fresh]
 
 
 def test_blocks_to_zero_without_room_for_any_are_refused() -> None:
@@ -645,6 +700,22 @@ def test_a_copy_belongs_to_the_group_of_its_target() -> None:
     assert tables.follow(step).copies == [[(4, 5)], [], [], []]
 
 
+def test_a_copy_has_the_group_that_reads_its_source_and_not_one_that_gave_it_back() -> None:
+    """A window of 40 tokens in blocks of 16 has left column 0 after 64 tokens."""
+    _, plan, tables, _ = setting(WINDOWS)
+    assert [group.growth.window for group in plan.groups[:2]] == [40, 40]
+    for reads, other in ((0, 1), (1, 0)):
+        ids = [[10 * group + column for column in range(1, 6)] for group in range(3)]
+        ids[other][0] = ids[reads][3]
+        name = f"request {reads}"
+        tables.follow(output(scheduled_new_reqs=[new(name, *ids)], num_scheduled_tokens={name: 64}))
+        copied = [(ids[reads][3], 99)]
+        step = output(**running(name, None, 64), kv_cache_block_copies=copied)
+        assert [bool(pairs) for pairs in tables.follow(step).copies] == [
+            group == reads for group in range(3)
+        ]
+
+
 def test_blocks_of_a_load_that_failed_are_zeroed_again() -> None:
     _, plan, tables, _ = setting(STATES)
     assert all(plan.groups_to_zero)
@@ -655,6 +726,18 @@ def test_blocks_of_a_load_that_failed_are_zeroed_again() -> None:
     assert first.zero_ids == [[of_group[1]] for of_group in ids]
     again = tables.follow(output(**running("a", None, 0), new_block_ids_to_zero=[1, 2, 99]))
     assert again.zero_ids == [[1, 2], [], [], []]
+    others = [[i, i + 1] for i in range(11, 11 + 2 * len(plan.groups), 2)]
+    tables.follow(
+        output(scheduled_new_reqs=[new("b", *others, computed=16)], num_scheduled_tokens={"b": 5})
+    )
+    listed = [1, 11, 13, others[-1][1], ids[-1][0]]  # of both requests, in several groups
+    both = tables.follow(output(**running("a", None, 0), new_block_ids_to_zero=listed))
+    assert list(map(set, both.zero_ids)) == [{1, 11}, {13}, set(), {others[-1][1], ids[-1][0]}]
+    # Blocks that come with a step are fresh or loaded, whatever their group.
+    loaded = [[31], [32], [33], [34]]
+    arrival = new("c", *loaded, computed=16)
+    step = output(scheduled_new_reqs=[arrival], num_scheduled_tokens={"c": 1})
+    assert tables.follow({**step, "new_block_ids_to_zero": [31, 32, 33, 34]}).zero_ids == [[]] * 4
 
 
 def test_an_object_of_the_scheduler_is_read_as_a_mapping_is() -> None:

@@ -361,6 +361,15 @@ def test_whole_blocks_are_extents_of_bytes_in_every_order(case, data) -> None:
     wanted = case.rows(layer)[..., None] + np.arange(case.item)
     for block, addresses in zip(seen, wanted.reshape(case.num_blocks, -1), strict=True):
         assert sorted(block) == sorted(addresses)
+    if case.order.has_whole_pages:
+        ahead = data.draw(st.integers(0, 3)) * case.tiles * case.item  # of other layers
+        whole = case.spec.data_bytes + case.padding + ahead
+        places = [
+            case.place(layer)._replace(page_bytes=whole, page_offset_bytes=n) for n in (0, ahead)
+        ]
+        first, behind = (case.order.byte_view(case.spec, place) for place in places)
+        assert behind.strides_bytes == first.strides_bytes
+        assert behind.offset_bytes == first.offset_bytes + ahead // case.tiles
 
 
 @given(cases(), st.data())
@@ -647,6 +656,9 @@ def test_blocks_are_stored_as_tiles_only_where_a_view_needs_them() -> None:
     assert buffers_of(layout, order="BLNHC", kernel_block_sizes=[2, 2]).tiles == (2, 2)
     view = buffers_of(layout, order="HND", kernel_block_sizes=[2, 2]).view("f0", 2)
     assert view.shape == (10, 2, 2, 16) and view.blocks_per_kv_block == 2
+    padded = full(**FOUR, page_bytes_padded=2 * full(**FOUR).page_bytes)
+    for layers in ({"a": full(**FOUR), "b": padded}, {"b": padded, "a": full(**FOUR)}):
+        assert buffers_of(layout_of(layers), kernel_block_sizes=[2]).tiles == (2,)
 
 
 def test_groups_cut_shared_bytes_in_different_ways_only_if_the_plan_zeroes_them() -> None:
@@ -835,6 +847,12 @@ TILED = {"tile_tokens": 64}
         ({"order": "HND", **TILED}, {}, 32, "its tiles are of 64: use that"),
         ({"order": "HND", **TILED}, {"page_bytes": 524290}, None, "each of 2 .* of 4 bytes"),
         ({"order": "BHLNC", **TILED}, {"page_bytes": 524296}, 64, "multiples of 32 bytes"),
+        (
+            {"order": "HND", **TILED},
+            {"page_bytes": 2**20, "page_offset_bytes": 1},
+            64,
+            "page_offset_bytes=1 must be whole elements .* multiples of 4 bytes",
+        ),
     ],
 )
 def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message) -> None:

@@ -7,6 +7,7 @@ by formula or bisection.
 import dataclasses
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -150,10 +151,12 @@ def test_slots_of_the_largest_blocks_count() -> None:
 
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
     assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots
-    for spec, most in ((full(), 2**27 - 1), (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)):
-        assert plan_of({"a": spec}, most, 1).num_blocks == most
+    limits = Limits(max_encoder_tokens=1)
+    cases = [(full(), 2**27 - 1), (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)]
+    for spec, most in [*cases, (cross(), 2**27 - 1)]:
+        assert plan_of({"a": spec}, most, 1, limits=limits).num_blocks == most
         with pytest.raises(ValueError, match=f"num_blocks_override to at most {most:,}"):
-            plan_of({"a": spec}, most + 1, 1)
+            plan_of({"a": spec}, most + 1, 1, limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,27 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     assert plan.num_blocks == expected
     assert plan.bytes_per_block == tuple(sizes)
     assert plan.groups == groups
+    kept = [sum(spec.data_bytes for spec in group.specs) for group in groups]
+    assert plan.unused_bytes_per_block == tuple(sum(sizes) - num_bytes for num_bytes in kept)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_blocks_override": 5}])
+def test_a_refusal_names_the_least_that_would_do(overrides: dict[str, int]) -> None:
+    """Memory is that of each worker; sinks take blocks that requests do not get."""
+    layers = {name: full(block_size=4, sink_tokens=6) for name in "abc"}
+    workers = [{"a": layers["a"]}, {name: layers[name] for name in "bc"}]
+
+    def planned(memory: int, **options: int) -> Plan:
+        return plan_cache(workers, [memory] * 2, max_model_len=40, **options)
+
+    with pytest.raises(KVCacheCapacityError) as caught:
+        planned(2**20 if overrides else 5 * 2 * layers["a"].page_bytes, **overrides)
+    (advice,) = re.findall(r"raise \S+ to at least ([\d,]+)", str(caught.value))
+    least = int(advice.replace(",", ""))
+    enough = [planned(2**20, num_blocks_override=least)] if overrides else [planned(least)]
+    assert [plan.num_blocks for plan in enough] == [1 + 2 + 40 // 4]
+    with pytest.raises(KVCacheCapacityError):
+        planned(2**20, num_blocks_override=least - 1) if overrides else planned(least - 1)
 
 
 def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None:
@@ -210,6 +234,10 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert plan.num_blocks == 7
     assert plan.bytes_per_block == (block, 0, block)
     assert plan.layouts[1].tensors == ()
+    assert f"{(9 + 7) * block + 1:,} bytes" in str(plan)
+    assert f"{2 * block + 1:,} left over" in str(plan)
+    with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
+        plan_cache(workers, plan.memory_bytes, max_model_len=96, num_blocks_override=8)
     with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
         _ = plan.layout
 
@@ -244,6 +272,9 @@ def test_a_layer_that_shares_a_cache_reads_it_where_it_is() -> None:
     assert plan.layout.place_of("b") == plan.layout.place_of("a")
     with pytest.raises(ValueError, match="layer='encoder'"):
         plan.layout.place_of("encoder")
+    workers = [{"a": FULL}, layers, {"a": FULL}]
+    some = plan_cache(workers, [2**20] * 3, max_model_len=8).layouts
+    assert [layout.shared for layout in some] == [(), (("b", "a"),), ()]
     with pytest.raises(ValueError, match=r"layers\['b'\] shares the cache of 'c'"):
         plan_cache({"a": FULL, "b": SharedKVSpec("c")}, 2**20, max_model_len=8)
 
@@ -254,6 +285,11 @@ def test_requests_never_get_the_blocks_of_sinks() -> None:
     manager = BlockManager(plan, max_requests=1)
     assert [len(ids) for ids in manager.sink_block_ids] == [2]
     assert manager.num_free_blocks == plan.usable_blocks
+    several = {"a": full(block_size=4, sink_tokens=6), "b": full(block_size=8, sink_tokens=6)}
+    plan = plan_of(several, 20, MAX_LEN, grouping="packed")
+    assert plan.reserved_blocks == 1 + 2 + 1
+    manager = BlockManager(plan, max_requests=1)
+    assert manager.num_free_blocks == plan.usable_blocks == 16
 
 
 @pytest.mark.parametrize(
@@ -281,10 +317,21 @@ def test_context_parallel_ranks_share_the_blocks_of_a_request(length: int, ranks
     plan = plan_cache(ONE, 2**24, max_model_len=200, context_parallel=ranks)
     local = -(-length // ranks)
     assert plan.admission_blocks(length) == -(-local // 4)
+    assert plan.row_blocks == (plan.admission_blocks(200),)
     manager = BlockManager(plan, max_requests=1)
     manager.start("r")
     manager.grow({"r": length})
     assert manager.held_blocks() == (plan.admission_blocks(length),)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_longest_request_of_several_ranks_fills_the_blocks_of_every_group(ranks: int) -> None:
+    layers = {"a": full(block_size=4), "b": full(block_size=8), "c": full(block_size=12)}
+    for blocks in range(4, 16):
+        options = {"context_parallel": ranks, "fit_max_model_len": True, "grouping": "packed"}
+        plan = plan_of(layers, blocks, 10**6, **options)
+        longest = plan.max_model_len
+        assert plan.admission_blocks(longest) <= blocks - 1 < plan.admission_blocks(longest + 1)
 
 
 def test_context_parallelism_is_refused_where_groups_drop_tokens() -> None:

@@ -128,6 +128,17 @@ def test_state_pages_of_known_models(shapes: Any, dtypes: Any, page_bytes: int) 
     assert StateSpec(block_size=16, shapes=shapes, dtypes=dtypes).page_bytes == page_bytes
 
 
+def test_states_have_a_row_for_each_token_of_a_convolution_and_matrices_of_values_by_keys() -> None:
+    two = {"conv_kernel": 4, "tensor_parallel": 2}
+    heads = {"num_key_heads": 2, "num_value_heads": 6, "key_size": 3, "value_size": 5}
+    conv = (2 * 2 * 3 + 6 * 5) // 2  # queries, keys and values of one rank
+    assert gated_delta_net_state(**heads, **two) == ((3, conv), (3, 5, 3))
+    assert mamba1_state(inner_size=10, state_size=3, **two) == ((3, 5), (5, 3))
+    drafted = kda_state(num_heads=6, head_size=5, speculative_tokens=2, **two)
+    assert drafted == ((3 + 2, 3 * 3 * 5), (3, 5, 5))
+    assert linear_attention_state(num_heads=6, head_size=5, tensor_parallel=2) == ((3, 5, 5),)
+
+
 @pytest.mark.parametrize(("heads", "ranks", "each"), [(8, 2, 4), (8, 8, 1), (2, 8, 1), (1, 1, 1)])
 def test_heads_are_divided_or_replicated(heads: int, ranks: int, each: int) -> None:
     assert heads_per_rank(heads, ranks) == each

@@ -2,11 +2,16 @@
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from jaxkv._src.hf_config import count_weights, load_config
+from jaxkv._src.hf_config._weights._feed_forward import expert_layers
+from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
+from jaxkv._src.hf_config._weights._quantization import Scheme
+from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
 INDEX = "total_size of its model.safetensors.index.json"
@@ -290,6 +295,53 @@ def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
     with_drafts = count_weights(load_config("deepseek-v4-flash"), drafts=True)
     assert abs(with_drafts.num_bytes / 160e9 - 1) < 0.02
     assert with_drafts.stored == "mxfp4, fp8, bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rule", "layers"),
+    [
+        ({}, range(9)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [5]}, [1, 3, 7]),  # Qwen counts from 1
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 2}, [4, 6, 8]),  # DeepSeek from 0
+        (  # ERNIE from 1, of all layers and not of those that may have experts
+            {"moe_layer_start_index": 3, "moe_layer_end_index": 7, "moe_layer_interval": 2},
+            [3, 5, 7],
+        ),
+        ({"expert_layer_period": 4, "expert_layer_offset": 1}, [1, 5]),
+    ],
+)
+def test_the_layers_with_experts_are_those_of_the_rule(rule: dict, layers: Sequence[int]) -> None:
+    fields = Fields("any", {"num_hidden_layers": 9, "num_experts": 4, **rule})
+    assert expert_layers(fields) == frozenset(layers)
+
+
+def test_every_matrix_has_whole_bytes_and_scales_of_its_own() -> None:
+    """Five experts of 3 x 3 elements, in tiles of 2 x 2: 4 bits and a byte for each 2 x 2."""
+    scheme = Scheme("any", 4, group=2, rows=2, scale_bits=8)
+    assert scheme.num_bytes(Matrix("experts", 3, 3, "expert", 5)) == 5 * (5 + 2 * 2)
+
+
+def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:
+    sizes = {"d_model": 7, "num_heads": 2, "d_kv": 3, "d_ff": 0, "vocab_size": 0}
+    fields = Fields("t5", {**sizes, "num_layers": 1, "num_decoder_layers": 5})
+    assert sum(matrix.parameters for matrix in t5(fields)) == (1 + 2 * 5) * 4 * 6 * 7
+    sizes = {"d_model": 7, "encoder_ffn_dim": 3, "decoder_ffn_dim": 2, "vocab_size": 0}
+    sizes |= {"max_source_positions": 4, "max_target_positions": 5, "num_mel_bins": 6}
+    fields = Fields("whisper", {**sizes, "encoder_layers": 1, "decoder_layers": 5})
+    layers = (1 + 2 * 5) * 4 * 7 * 7 + 2 * 3 * 7 + 5 * 2 * 2 * 7
+    assert sum(m.parameters for m in whisper(fields)) == layers + (4 + 5) * 7 + 3 * 7 * (7 + 6)
+
+
+def test_layers_that_read_the_cache_of_another_have_no_keys_and_values() -> None:
+    config = {"model_type": "gemma4_text", "hidden_size": 7, "num_hidden_layers": 6, "head_dim": 5}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "global_head_dim": 11}
+    config |= {"sliding_window": 8, "vocab_size": 0, "intermediate_size": 0}
+    config |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+    sliding, full = 7 * 5 * 2 * (2 + 1), 7 * 11 * 2 * (2 + 1)
+    shared = 7 * 5 * 2 * 2 + 7 * 11 * 2 * 2
+    for count, parameters in ((0, 3 * (sliding + full)), (2, 2 * (sliding + full) + shared)):
+        counted = count_weights({**config, "num_kv_shared_layers": count})
+        assert counted.parameters == parameters
 
 
 def test_a_file_without_a_dtype_counts_as_bfloat16() -> None:

@@ -298,7 +298,7 @@ def _check_cuts(buffers: PoolBuffers, tiles: Tiles, groups_to_zero: Sequence[boo
         for i, (group, tile) in enumerate(zip(layout.groups, tiles, strict=True))
         if group.layers
     }
-    _check_overlays(buffers, cuts, groups_to_zero)
+    _check_overlays(cuts, groups_to_zero)
     extents = max((math.prod(shape[:-1]) for shape in buffers.shapes), default=0)
     if extents * max(cuts.values(), default=1) > INT32_MAX:
         raise ValueError(
@@ -307,25 +307,17 @@ def _check_cuts(buffers: PoolBuffers, tiles: Tiles, groups_to_zero: Sequence[boo
         )
 
 
-def _check_overlays(
-    buffers: PoolBuffers, cuts: dict[int, int], groups_to_zero: Sequence[bool]
-) -> None:
+def _check_overlays(cuts: dict[int, int], groups_to_zero: Sequence[bool]) -> None:
     """Raises if groups that are not zeroed cut the bytes they share in different ways.
 
-    One would then read what the other left behind at the same id.
+    One would then read what the other left behind at the same id. All groups of a worker have
+    layers in its first tensor.
     """
-    layout, tensors = buffers.layout, range(len(buffers.layout.tensors))
-    for together in [tensors] if buffers.order.startswith("B") else [[t] for t in tensors]:
-        here = {
-            group: cut
-            for group, cut in cuts.items()
-            if not layout.tensors_of(group).isdisjoint(together)
-        }
-        stale = [group for group in here if not groups_to_zero[group]]
-        if stale and len(set(here.values())) > 1:
-            raise ValueError(
-                f"kernel_block_sizes: groups {list(here)} overlay each other and would cut a "
-                f"block into {list(here.values())} tiles, while fresh blocks of groups {stale} "
-                "are not zeroed; choose sizes that give them as many kernel blocks per block, "
-                "order='LBNHC' and pages without padding, or plan with zero_policy='always'"
-            )
+    stale = [group for group in cuts if not groups_to_zero[group]]
+    if stale and len(set(cuts.values())) > 1:
+        raise ValueError(
+            f"kernel_block_sizes: groups {list(cuts)} overlay each other and would cut a "
+            f"block into {list(cuts.values())} tiles, while fresh blocks of groups {stale} "
+            "are not zeroed; choose sizes that give them as many kernel blocks per block, "
+            "order='LBNHC' and pages without padding, or plan with zero_policy='always'"
+        )

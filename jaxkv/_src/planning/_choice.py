@@ -8,7 +8,6 @@ from jaxkv._src.planning._grouping import Grouping, GroupingFigures, make_groups
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._pages import Layers, grow_for_states, unifiable
 from jaxkv._src.planning._plan import Plan
-from jaxkv._src.planning._workers import Worker
 from jaxkv._src.specs import LayerSpec, MLASpec
 
 PlanGroups = Callable[[Sequence[Group]], Plan]  # makes a plan, whether its length fits or not
@@ -73,12 +72,9 @@ def compare(
     return tuple(figures)
 
 
-def in_small_blocks(workers: Sequence[Worker]) -> list[Worker]:
+def in_small_blocks(layers: Layers) -> dict[str, LayerSpec]:
     """Returns the layers in small blocks, which planning grows, and without padding."""
-    return [
-        worker._replace(own={name: _in_small_blocks(spec) for name, spec in worker.own.items()})
-        for worker in workers
-    ]
+    return {name: _in_small_blocks(spec) for name, spec in layers.items()}
 
 
 def _in_small_blocks(spec: LayerSpec) -> LayerSpec:

@@ -17,7 +17,6 @@ from jaxkv._src.planning._grouping import Grouping, make_groups
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._plan import Plan, ZeroPolicy
 from jaxkv._src.planning._workers import (
-    Worker,
     WorkerLayers,
     check_budgets,
     count_blocks,
@@ -91,7 +90,7 @@ def plan_cache(
     limits = Limits() if limits is None else limits
     overridden = num_blocks_override is not None
 
-    def plan_groups(groups: Sequence[Group], workers: Sequence[Worker] = workers) -> Plan:
+    def plan_groups(groups: Sequence[Group]) -> Plan:
         """Makes the plan of a grouping without checking that ``max_model_len`` fits."""
         layouts = lay_out_workers(groups, workers)
         return Plan(
@@ -112,10 +111,8 @@ def plan_cache(
     plan = plan_groups(next(iter(groupings.values())))
     small = None
     if not overridden and may_waste_states(plan.groups):
-        small_workers = in_small_blocks(workers)
         same = "packed" if grouping == "packed" else "auto"
-        groups = make_groups(merge_workers(small_workers), grouping=same)
-        small = plan_groups(groups, small_workers)
+        small = plan_groups(make_groups(in_small_blocks(merged), grouping=same))
     plan = admit(
         plan,
         fit_max_model_len=fit_max_model_len,
