@@ -89,7 +89,10 @@ def checked_sizes(
 ) -> PageListSizes:
     """Returns the sizes of the lists of a step; raises as `build_page_lists` does."""
     check_batch(cache, batch)
-    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
+    layout = cache.layout
+    layout.of_period(layer, period, layout.id_offset, -1)  # raises for a bad one
+    parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
+    layout.check_ids(layer, period, parts, "kernel blocks")
     return page_list_sizes(cache, layer, batch.shape, **options)
 
 
