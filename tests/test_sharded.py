@@ -87,7 +87,8 @@ def step(cache, upload, queries, keys, values):
     def layer(cache, index, number=0, period=None):
         scaled = keys / (1 + index.astype(keys.dtype))
         cache = jaxkv.write_tokens(cache, f"window.{number}", batch, scaled, values, period=period)
-        return jaxkv.attend(cache, f"full.{number}", batch, queries, scaled, values, period=period)
+        arguments, sinks = (batch, queries, scaled, values), queries[0, :, 0]
+        return jaxkv.attend(cache, f"full.{number}", *arguments, sinks=sinks, period=period)
 
     if cache.layout.buffers.stacked:  # as models do that scan over their layers
         cache, attended = jax.lax.scan(
