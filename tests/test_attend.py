@@ -116,8 +116,8 @@ SCALES = {
     "window": (0.25, 0.125),
     "chunked": (0.25, 0.25),
     "cross": (0.25, 0.125),
-    "latent": (0.25, 0.25),
-    "window_latent": (0.125, 0.125),
+    "latent": (0.25, 0.5),
+    "window_latent": (0.125, 0.5),
 }
 
 

@@ -90,7 +90,7 @@ def test_the_pool_matches_a_free_list_with_reference_counts(calls) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.integers(0, 7))))
 def test_the_block_queue_matches_a_list(calls) -> None:
-    queue, listed = IdQueue(8), []
+    queue, listed, popped = IdQueue(8), [], []
     for call, size in [("push", 7), *calls]:
         if call == "push":
             ids = [i for i in range(7, 0, -1) if i not in listed][:size]
@@ -98,7 +98,7 @@ def test_the_block_queue_matches_a_list(calls) -> None:
             listed += ids
         elif call == "pop":
             size = min(size, len(listed))
-            assert queue.pop(size).tolist() == listed[:size]
+            popped.append((queue.pop(size), listed[:size]))
             listed = listed[size:]
         else:
             asked = np.arange(1, 8)[size % 3 :: 2]
@@ -106,6 +106,9 @@ def test_the_block_queue_matches_a_list(calls) -> None:
             assert queue.contains(asked).tolist() == queue.remove(asked).tolist() == is_there
             listed = [i for i in listed if i not in asked]
         assert queue.size == len(listed)
+    for _ in range(9):  # past the end of its array
+        queue.push(queue.pop(queue.size))
+    assert all(ids.tolist() == wanted for ids, wanted in popped)
 
 
 def test_freed_ids_are_reused_in_the_order_of_their_release() -> None:
@@ -1151,6 +1154,25 @@ def test_a_step_takes_no_more_blocks_than_the_pool_has() -> None:
     assert (shape.block_ids, shape.zero_ids, shape.block_copies) == (plan.usable_blocks,) * 3
     one = shape_of(plan, max_tokens=1, forks=1, cached_tokens=0)
     assert one.block_copies == len(plan.groups) < one.block_ids < plan.usable_blocks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_has_room_for_the_blocks_of_cached_tokens_and_hardly_more(ranks: int) -> None:
+    """As many as any division of the tokens among the requests needs, in each group."""
+    small, large = (FullAttentionSpec(block_size=size, **KV) for size in (2, 4))
+    plan = small_plan({"a": small, "b": large}, context_parallel=ranks)
+
+    def most(tokens: int, requests: int, size: int) -> int:
+        if requests == 1:
+            return -(-tokens // size)
+        of_first = range(tokens + 1)
+        return max(-(-n // size) + most(tokens - n, requests - 1, size) for n in of_first)
+
+    for requests, tokens in itertools.product((1, 2, 3), (1, 3, 8, 16)):
+        none, some = (shape_of(plan, batch_size=requests, cached_tokens=n) for n in (0, tokens))
+        wanted = sum(most(tokens, requests, group.block_size * ranks) for group in plan.groups)
+        spare = some.block_ids - none.block_ids - wanted
+        assert 0 <= spare <= len(plan.groups), (requests, tokens)
 
 
 def test_integers_of_a_step_that_are_traced_are_refused() -> None:

@@ -185,6 +185,13 @@ def test_what_is_too_large_saturates(dtype: str) -> None:
         ).all()
 
 
+def test_values_of_16_bits_are_divided_in_float32() -> None:
+    """A quotient of 16 bits would be rounded before it is rounded to an integer."""
+    values = jnp.linspace(-30, 30, 2001, dtype=jnp.bfloat16)
+    quotients = np.asarray(values, np.float32) / np.float32(0.3)
+    assert np.abs(jaxkv.pool.quantize(values, "int8", 0.3) - quotients).max() < 0.501
+
+
 def test_int8_rounds_to_even() -> None:
     got = jaxkv.pool.quantize(jnp.array([2.6, -2.6, 2.5, 3.5, -0.5]), "int8", 1.0)
     np.testing.assert_array_equal(got, [3, -3, 2, 4, 0])
@@ -277,6 +284,8 @@ CALLS = [
         (windows, lambda c, b: W(c, "full.0", b, KEYS, 0), TypeError, "values must be an array"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(int), VALUES), TypeError,
          "keys has dtype int32; pass floats, or"),
+        (windows, lambda c, b: W(c, "full.0", b, KEYS, VALUES.astype(int)), TypeError,
+         "values has dtype int32; pass floats, or"),
         (cross, lambda c, b: W(c, "cross.0", b, KEYS, KEYS), ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
         (cross, lambda c, b: jaxkv.write_rows(c, "cross.0", b, ROWS), ValueError,

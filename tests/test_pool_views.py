@@ -214,3 +214,10 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
             ValueError, match="is more than int32 counts; make the cache with stacked"
         ):
             getattr(stacked, name)("layer.2")
+        with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 "):
+            getattr(stacked, name)("layer.0", period=jnp.int32(0))
+    cache = jax.eval_shape(functools.partial(make, stacked=True))
+    with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 kernel bl"):
+        jaxkv.attention.build_page_lists(
+            cache, "layer.0", stacked, q_block_tokens=1, period=jnp.int32(0)
+        )

@@ -26,6 +26,12 @@ SHAPES = {
     "short_conv": ((WIDTH - 1, QKV),),
 }
 KINDS = tuple(SHAPES)
+OPTIONS: dict[str, dict[str, Any]] = {  # that models seldom give
+    "gated_delta": {"scale": 0.5},
+    "mamba2": {},
+    "linear_attention": {"scale": 0.25},
+    "short_conv": {},
+}
 
 
 def plan_of(kind: str, mode: Any = "none", drafts: int = 0, shapes: Any = None) -> jaxkv.Plan:
@@ -52,6 +58,11 @@ def weights() -> np.ndarray:
 
 
 @functools.cache
+def bias() -> np.ndarray:
+    return np.random.default_rng(2).normal(size=QKV).astype(np.float32)
+
+
+@functools.cache
 def tokens_of(request: str) -> dict[str, np.ndarray]:
     """The inputs of all tokens of a request."""
     rng = np.random.default_rng(ord(request))
@@ -66,11 +77,12 @@ def tokens_of(request: str) -> dict[str, np.ndarray]:
 def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the last array of the state after each token, and all outputs, by one pass."""
     given = {name: array.astype(np.float64) for name, array in tokens_of(request).items()}
-    inputs, zeros = given["inputs"], np.zeros((WIDTH - 1, QKV))
+    inputs = given["inputs"]
+    conv = np.zeros((WIDTH - 1, QKV)), weights().astype(np.float64), bias().astype(np.float64)
     if kind == "short_conv":
-        return convolve(inputs, zeros, weights().astype(np.float64), None, False)
+        return convolve(inputs, *conv, False)
     if kind != "linear_attention":
-        _, inputs = convolve(inputs, zeros, weights().astype(np.float64), None, True)
+        _, inputs = convolve(inputs, *conv, True)
     keys_end, widths = KEY_HEADS * SIZE, [KEY_HEADS * SIZE] * 2
     if kind == "mamba2":
         values, keys, queries = np.split(inputs, [HEADS * SIZE, HEADS * SIZE + keys_end], axis=1)
@@ -78,7 +90,8 @@ def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
         queries, keys, values = np.split(inputs, np.cumsum(widths), axis=1)
     queries, keys = (x.reshape(LENGTH, KEY_HEADS, SIZE) for x in (queries, keys))
     if kind == "gated_delta":
-        queries, keys = normalized(queries) * SIZE**-0.5, normalized(keys)
+        queries, keys = normalized(queries), normalized(keys)
+    queries = queries * OPTIONS[kind].get("scale", 1.0)
     case = RecurrentCase(
         *(np.repeat(x, HEADS, axis=1) for x in (queries, keys)),
         values.reshape(LENGTH, HEADS, SIZE),
@@ -91,7 +104,8 @@ def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: Any) -> Any:
-    conv = {"conv_weights": options.pop("conv_weights", weights())}
+    options = {"conv_weights": weights(), "conv_bias": bias()} | OPTIONS[kind] | options
+    conv = {name: options.pop(name) for name in ("conv_weights", "conv_bias")}
     key_heads = options.pop("key_heads", KEY_HEADS)
     if kind == "short_conv":
         return jaxkv.short_conv(cache, layer, batch, x["inputs"], **conv, **options)
@@ -110,6 +124,8 @@ def step(kind, cache, upload, x, num_drafts, at, blocks=1):
     """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
+    if batch.is_rectangular:  # a decay for each key
+        x["log_decay"] = jnp.repeat(x["log_decay"][..., None], SIZE, axis=-1)
     cache, out = run_layer(kind, cache, "layer.1", batch, x, num_drafts=num_drafts, at=at)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
     kept = [jaxkv.read_state(cache, "layer.1", batch, at=place)[-1] for place in places]
@@ -306,7 +322,9 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
         "beta": rng.uniform(size=(TOKENS, heads)),
     }
     given = {name: array.astype(np.float32) for name, array in given.items()}
-    taps = rng.normal(size=(WIDTH, columns)).astype(np.float32) / 2
+    taps = rng.normal(size=(WIDTH + 1, columns)).astype(np.float32) / 2
+    if kind == "linear_attention":  # the same for all tokens
+        given["log_decay"][:] = given["log_decay"][0]
 
     def serve(shapes: Any, **place: Any) -> list[Any]:
         plan = plan_of(kind, shapes=shapes)
@@ -319,7 +337,9 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
         @jax.jit
         def run(cache, upload, x):
             cache, batch = jaxkv.apply_step(cache, upload)
-            options = {"key_heads": key_heads, "conv_weights": taps}
+            options = {"key_heads": key_heads, "conv_weights": taps[1:], "conv_bias": taps[0]}
+            if kind == "linear_attention" and not place:
+                x = x | {"log_decay": x["log_decay"][0]}
             return run_layer(kind, cache, "layer.0", batch, x, **options)
 
         outputs = []
@@ -355,6 +375,7 @@ BAD = [
     ({"inputs": jnp.zeros((TOKENS, QKV), jnp.int32)}, TypeError, "inputs must be one of"),
     ({"conv_weights": jnp.zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
+    ({"conv_bias": jnp.zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
     ({"num_drafts": as_ids([0, 0])}, ValueError, "plan it with speculative_blocks"),
     ({"at": as_ids([0])}, ValueError, r"at has shape \(1,\)"),

@@ -87,7 +87,8 @@ def step(cache, upload, queries, keys, values):
     def layer(cache, index, number=0, period=None):
         scaled = keys / (1 + index.astype(keys.dtype))
         cache = jaxkv.write_tokens(cache, f"window.{number}", batch, scaled, values, period=period)
-        return jaxkv.attend(cache, f"full.{number}", batch, queries, scaled, values, period=period)
+        arguments, sinks = (batch, queries, scaled, values), queries[0, :, 0]
+        return jaxkv.attend(cache, f"full.{number}", *arguments, sinks=sinks, period=period)
 
     if cache.layout.buffers.stacked:  # as models do that scan over their layers
         cache, attended = jax.lax.scan(
@@ -300,6 +301,18 @@ def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
     )
     with pytest.raises(ValueError, match=r"the pool is sharded; .* with cache.partition_specs"):
         jax.eval_shape(mapped, cache, shape.idle())
+
+
+@needs_devices(2)
+def test_heads_of_queries_that_do_not_divide_among_ranks_are_refused() -> None:
+    spec = jaxkv.MLASpec(block_size=4, head_size=SIZE)
+    plan = jaxkv.plan_cache({"latent": spec}, 2**20, max_model_len=24, num_blocks_override=BLOCKS)
+    mesh = Mesh(np.array(DEVICES[:2]), ("heads",))
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
+    with pytest.raises(ValueError, match=r"a multiple of 2 \(1 KV heads on each of 2 devices"):
+        jaxkv.attend(cache, "latent", batch, jnp.ones((TOKENS, 3, SIZE)))
 
 
 def one_axis() -> Mesh:

@@ -232,7 +232,7 @@ def _rule(
             "bfloat16, float16 or float32"
         )
     shape = bound.batch.token_shape
-    ranks = 1 if isinstance(spec, MLASpec) else bound.ranks_of_heads
+    ranks = bound.ranks_of_heads
     heads = queries.shape[-2] if queries.ndim == len(shape) + 2 else 0
     wanted = (*shape, heads, spec.head_size)
     if queries.shape != wanted or not heads or heads % (kv_heads * ranks):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxkv._src.attention._page_list_errors import BAD_PAGE_ID, TOO_MANY_PAGES, PageListError
+from jaxkv._src.attention._page_list_errors import BAD_PAGE_ID, PageListError
 from jaxkv._src.attention._page_lists import PageLists
 from jaxkv._src.attention._page_tables import checked_sizes, page_ids, page_tables
 from jaxkv._src.attention._segments import NULL_PAGE, PageTables
@@ -80,9 +80,9 @@ def block_mask_indices(lists: PageLists) -> BlockMaskIndices:
     counts = (pages < INT32_MAX).sum(axis=1, dtype=jnp.int32)
     pages = jnp.where(pages < INT32_MAX, pages, NULL_PAGE)[:, :width]
     return BlockMaskIndices(
-        kv_num_blocks=jnp.minimum(counts, width),
+        kv_num_blocks=counts,
         kv_indices=pages,
-        error_flags=gather_bits(lists.error_flags, bit(TOO_MANY_PAGES, counts > width)),
+        error_flags=lists.error_flags,
     )
 
 

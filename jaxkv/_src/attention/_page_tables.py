@@ -92,7 +92,10 @@ def checked_sizes(
     Without ``q_block_tokens`` all tokens are one query group.
     """
     check_batch(cache, batch)
-    cache.layout.of_period(layer, period, cache.layout.id_offset, -1)  # raises for a bad one
+    layout = cache.layout
+    layout.of_period(layer, period, layout.id_offset, -1)  # raises for a bad one
+    parts = layout.blocks_per_kv_block[layout.place_of(layer).group]
+    layout.check_ids(layer, period, parts, "kernel blocks")
     options.setdefault("q_block_tokens", batch.shape.max_tokens)
     return page_list_sizes(cache, layer, batch.shape, **options)
 

@@ -12,7 +12,7 @@ from jaxkv._src.cache._layout import CacheLayout, Period
 from jaxkv._src.cache._slots import PAD_SLOT, GroupBatch
 from jaxkv._src.internal.checks import check_count
 from jaxkv._src.internal.indexing import group_of, take
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.internal.numbers import NULL_BLOCK
 from jaxkv._src.uploads import StepShape
 
 PAD_ROW = -1  # table row of a batch entry that is padding
@@ -183,7 +183,7 @@ class StepBatch:
         """
         group = self.layout.place_of(layer).group
         ids, parts = self.tables[group], self.layout.blocks_per_kv_block[group]
-        self._check_count(layer, parts, "kernel blocks")
+        self.layout.check_ids(layer, period, parts, "kernel blocks")
         offset = self._id_offset(layer, period)
         is_null = (ids == NULL_BLOCK) | (jnp.asarray(offset, jnp.int32) < 0)
         kernel_ids = expand_blocks(ids + offset, parts)
@@ -219,22 +219,13 @@ class StepBatch:
                 "step; use read_state and write_state for states"
             )
         slots = requests.token_slots
-        self._check_count(layer, size, "slots")
+        self.layout.check_ids(layer, period, size, "slots")
         offset = jnp.asarray(self._id_offset(layer, period), jnp.int32)
         return jnp.where((slots < 0) | (offset < 0), PAD_SLOT, slots + offset * size)
 
     def _id_offset(self, layer: str, period: Period) -> Array | int:
         """Returns how many blocks precede a layer's in its view; -1 for an unknown period."""
         return self.layout.of_period(layer, period, self.layout.id_offset, -1)
-
-    def _check_count(self, layer: str, per_block: int, what: str) -> None:
-        """Raises ValueError if int32 cannot count the parts of a layer's view."""
-        blocks = self.layout.id_offset(layer) + self.layout.num_blocks
-        if blocks * per_block > INT32_MAX:
-            raise ValueError(
-                f"layer={layer!r} ends after {blocks * per_block:,} {what} of its buffer, which is "
-                "more than int32 counts; make the cache with stacked=False"
-            )
 
     def _uploaded(self, name: str) -> Array:
         where, start = self.shape.format.fields[name], self.shape.format.batch_fields.start

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxkv._src.internal.checks import check_int32
 from jaxkv._src.internal.indexing import take
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.layout import PoolBuffers
 from jaxkv._src.planning import LayerPlacement
 from jaxkv._src.specs import Growth
@@ -116,6 +117,17 @@ class CacheLayout:
         if not self.buffers.counts_through:
             return 0
         return self.buffers.page_placement(layer).layer * self.num_blocks
+
+    def check_ids(self, layer: str, period: Period, per_block: int, what: str) -> None:
+        """Raises ValueError if int32 cannot count the parts of the view of each layer asked for."""
+        names = (layer,) if period is None else self.buffers.period_layers(layer)
+        last = max(names, key=self.id_offset)
+        parts = (self.id_offset(last) + self.num_blocks) * per_block
+        if parts > INT32_MAX:
+            raise ValueError(
+                f"layer={last!r} ends after {parts:,} {what} of its buffer, which is more than "
+                "int32 counts; make the cache with stacked=False"
+            )
 
     def of_period(
         self, layer: str, period: Period, number_of: Callable[[str], int], fill: int
