@@ -17,6 +17,7 @@ from jaxkv import (
     FullAttentionSpec,
     HostMemory,
     Limits,
+    OutOfBlocksError,
     Scheduler,
     SlidingWindowSpec,
     StateSpec,
@@ -458,6 +459,7 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
         lambda manager: manager.reset(),
         lambda manager: manager.unpark("a"),
         lambda manager: manager.start("a"),
+        lambda manager: manager.import_blocks("a", 4),
     ):
         served = parked(prompt(1, 18))
         forget(served.manager)
@@ -465,6 +467,66 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
         served.manager.reset()
         with pytest.raises(ValueError, match="no parked tokens"):
             served.manager.resume("a")
+
+
+def test_a_sample_copies_the_state_that_it_shares_with_a_parked_request() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 30, host(100, layers))
+    served.manager.start("a")
+    served.step({"a": 8})
+    served.manager.fork("a", ["b"])
+    shared = served.manager.block_ids("a")[1]
+    assert served.manager.park("a")
+    upload = served.manager.step(served.shape, {"b": 1})
+    assert upload.parts()["copy_sources"].tolist() == [*shared]
+    served.manager.take_moves()
+    served.manager.resume("a")
+    assert served.manager.block_ids("a")[1] == shared != served.manager.block_ids("b")[1]
+
+
+def test_a_request_that_is_resumed_knows_which_states_are_in_blocks_of_drafts() -> None:
+    layers = {"s": dataclasses.replace(STATE, cache_mode="all", speculative_blocks=2)}
+    served = Served(layers, 30, host(100, layers))
+    served.manager.start("a")
+    for count in (4, 2, 3, 1):  # the state after 8 tokens is in the block of a draft
+        served.step({"a": count})
+    assert served.manager.park("a")
+    served.manager.resume("a")
+    served.manager.fork("a", ["b"], num_tokens=4)
+    with pytest.raises(ValueError, match="hold a newer state"):
+        served.manager.fork("a", ["c"], num_tokens=8)
+
+
+def test_blocks_that_are_taken_together_with_those_of_their_copies_are_not_loaded() -> None:
+    manager = parked(None).manager
+    manager.resume("a")
+    manager.fork("a", ["b"])
+    manager.grow({"b": 1})
+    assert manager.pending_copies_by_row.any() and manager.is_loading("a")
+    manager.finish("a")
+    manager.finish("b")
+    taken = manager.block_pool.allocate(manager.num_free_blocks)
+    assert not manager._tier.await_loads(taken)
+
+
+def test_a_refused_call_leaves_what_is_parked() -> None:
+    manager = parked(prompt(1, 18)).manager
+    for name in "bcd":
+        manager.import_blocks(name, 32)
+        manager.take_moves()
+    for refused in (
+        lambda: manager.import_blocks("a", 32),  # too few blocks are free
+        lambda: manager.import_blocks("a", 33),
+        lambda: manager.start("a", prompt(1, 33)),
+        lambda: manager.start("a", prompt(1, 18), boundaries=[19]),
+        lambda: manager.fork("b", ["a"], num_tokens=33),
+        lambda: manager.fork("b", ["a", "b"]),
+    ):
+        with pytest.raises((ValueError, OutOfBlocksError)):
+            refused()
+    for name in "bcd":
+        manager.finish(name)
+    assert manager.num_parked_tokens("a") == 18 and not manager.requests
 
 
 def test_only_what_can_be_parked_is() -> None:
@@ -632,28 +694,34 @@ def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypat
     """Although the room for it was an estimate, and it was to start with the prefix."""
     monkeypatch.setattr(Admission, "_has_room", lambda *options: True)
     layers, tokens = {"a": FULL}, {name: list(prompt(name, 17)) for name in range(1, 4)}
-    manager = BlockManager(plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers))
-    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+    for chunk, begins in ((None, {}), (12, {"a": 12})):  # 3 blocks are free for "a"
+        manager = BlockManager(
+            plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers)
+        )
+        scheduler = Scheduler(manager, max_tokens=32, tokens=tokens, chunk_tokens=chunk)
 
-    def step() -> Schedule:
-        schedule = scheduler.schedule()
-        manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
-        manager.take_moves()
-        return schedule
+        def step(manager=manager, scheduler=scheduler) -> Schedule:
+            schedule = scheduler.schedule()
+            manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
+            manager.take_moves()
+            return schedule
 
-    for name in tokens:
-        scheduler.add(name, 17)
-        assert step().work == {name: 17}
-        if name < 3:
-            scheduler.finish(name)
-    tokens["a"] = list(prompt(1, 17))
-    scheduler.add("a", 17)  # 3 blocks are free
-    assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
-    assert not step().work and scheduler.waiting == ("a",)
-    scheduler.finish(3)
-    schedule = step()
-    assert schedule.hits["a"].num_cached_tokens == 16
-    assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
+        for name in range(1, 4):
+            scheduler.add(name, 17)
+            while name not in step().samples:
+                pass
+            if name < 3:
+                scheduler.finish(name)
+        tokens["a"] = list(prompt(1, 17))
+        scheduler.add("a", 17)
+        assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
+        assert step().work == begins
+        scheduler.finish(3)
+        if chunk is None:
+            assert scheduler.waiting == ("a",)
+            schedule = step()
+            assert schedule.hits["a"].num_cached_tokens == 16
+            assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
 
 
 def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
