@@ -322,6 +322,21 @@ def test_loads_are_spread_over_steps() -> None:
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
 
 
+@pytest.mark.parametrize("blocks", [0.5, 4, 4.5, 8])
+def test_as_many_bytes_of_loads_are_ahead_as_a_step_hides(blocks: float) -> None:
+    served = beside()
+    tier = served.manager._tier
+    assert tier is not None
+    block = tier.room.block_bytes.item(0)
+    tier.bytes_ahead = int(blocks * block)
+    for number, name in ((1, "c"), (2, "d")):
+        served.start(name, prompt(number, 17))
+    moves = served.step({"b": 1})
+    sizes = [chunk.block_ids.size * block for chunk in (*tier._ahead, *tier._later)]
+    most = [at for at in range(1, 1 + len(sizes)) if sum(sizes[:at]) <= tier.bytes_ahead]
+    assert moves is not None and len(moves.ahead) == max([1, *most]) and len(sizes) > 1
+
+
 @pytest.mark.parametrize("are_ahead", [False, True])
 def test_blocks_that_others_took_meanwhile_are_not_loaded(are_ahead: bool) -> None:
     served = beside()
