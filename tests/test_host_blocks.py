@@ -421,4 +421,5 @@ def test_moves_in_another_order_are_refused() -> None:
         memory.move(cache, moves(1))
     cache = memory.move(cache, moves(7, is_anew=True))
     assert not memory.num_bytes
+    cache = memory.move(cache, moves(8))
     assert memory.move(cache, None) is cache
