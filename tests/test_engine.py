@@ -753,8 +753,8 @@ def test_generate_wants_the_engine_for_itself() -> None:
 
 def test_prompts_with_the_longest_answers_start_first() -> None:
     """Four of six have rows; of these, the shortest answer ends before the two that wait begin."""
-    samplings = [Sampling(max_tokens=count) for count in (1, 5, 2, 6, 3, 5)]
-    outputs = run(make_engine(), [([1], sampling) for sampling in samplings])
+    counts = (1, 5, 2, 6, 3, 5)  # the longer the answer, the shorter the prompt
+    outputs = run(make_engine(), [([1] * (9 - n), Sampling(max_tokens=n)) for n in counts])
     assert outputs[0].request == 4
     assert sorted(output.request for output in outputs) == list(range(6))
 
