@@ -499,19 +499,6 @@ def test_a_sample_copies_the_state_that_it_shares_with_a_parked_request() -> Non
     assert served.manager.block_ids("a")[1] == shared != served.manager.block_ids("b")[1]
 
 
-def test_a_request_that_is_resumed_knows_which_states_are_in_blocks_of_drafts() -> None:
-    layers = {"s": dataclasses.replace(STATE, cache_mode="all", speculative_blocks=2)}
-    served = Served(layers, 30, host(100, layers))
-    served.manager.start("a")
-    for count in (4, 2, 3, 1):  # the state after 8 tokens is in the block of a draft
-        served.step({"a": count})
-    assert served.manager.park("a")
-    served.manager.resume("a")
-    served.manager.fork("a", ["b"], num_tokens=4)
-    with pytest.raises(ValueError, match="hold a newer state"):
-        served.manager.fork("a", ["c"], num_tokens=8)
-
-
 def test_blocks_that_are_taken_together_with_those_of_their_copies_are_not_loaded() -> None:
     manager = parked(None).manager
     manager.resume("a")
