@@ -350,6 +350,8 @@ def test_new_weights(in_flight: Any) -> None:
     engine, requests = make_engine(num_blocks=300), random_requests(0, 4)
     old, new = run(engine, requests), make_params(1)
     longest = max((prompt for prompt, _ in requests), key=len)
+    with pytest.raises(ValueError, match="the engine was made with"):
+        engine.update(new | {"turn": jnp.zeros(3)})
     assert engine.manager.find_prefix(longest).num_cached_tokens
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
@@ -397,18 +399,20 @@ def test_requests_go_on_after_sleep(level: int) -> None:
     assert_right(list(outputs.values()), requests)
 
 
-def test_a_lost_call_runs_again(monkeypatch) -> None:
-    """The upload that was packed is kept: the next step runs it first."""
+@pytest.mark.parametrize("lost", ["run", "step"])
+def test_a_lost_call_runs_again(lost: str, monkeypatch) -> None:
+    """A step that was not packed is packed again; one that was is kept, and runs first."""
     engine, requests = make_engine(), random_requests(0, 6)
     failures = iter([False, True, False, True, True])
-    right = engine._device.run
+    owner = engine._device if lost == "run" else engine.manager
+    right = getattr(owner, lost)
 
-    def sometimes(uploads: Any) -> Any:
+    def sometimes(*args: Any, **options: Any) -> Any:
         if next(failures, False):
             raise KeyboardInterrupt
-        return right(uploads)
+        return right(*args, **options)
 
-    monkeypatch.setattr(engine._device, "run", sometimes)
+    monkeypatch.setattr(owner, lost, sometimes)
     for name, (prompt, sampling) in enumerate(requests):
         engine.add(name, prompt, sampling)
     tokens: dict[Any, list[int]] = {}
@@ -749,8 +753,8 @@ def test_generate_wants_the_engine_for_itself() -> None:
 
 def test_prompts_with_the_longest_answers_start_first() -> None:
     """Four of six have rows; of these, the shortest answer ends before the two that wait begin."""
-    samplings = [Sampling(max_tokens=count) for count in (1, 5, 2, 6, 3, 5)]
-    outputs = run(make_engine(), [([1], sampling) for sampling in samplings])
+    counts = (1, 5, 2, 6, 3, 5)  # the longer the answer, the shorter the prompt
+    outputs = run(make_engine(), [([1] * (9 - n), Sampling(max_tokens=n)) for n in counts])
     assert outputs[0].request == 4
     assert sorted(output.request for output in outputs) == list(range(6))
 

@@ -352,6 +352,19 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
         few.import_blocks("b", 1)
 
 
+def test_a_request_whose_export_is_refused_is_not_handed_over() -> None:
+    manager = BlockManager(plan_of({"a": FULL}, 13, 48), max_requests=2)
+    scheduler = Scheduler(manager, max_tokens=16, forks=1)
+    scheduler.add("a", 6)
+    manager.step(scheduler.shape(), scheduler.schedule().work)
+    scheduler.fork("a", ["b"])
+    with pytest.raises(ValueError, match="none of them in a step since"):
+        scheduler.export_blocks("b")
+    scheduler.rewind({"b": 6})
+    scheduler.finish("a")
+    assert not scheduler._queues.handed
+
+
 def test_what_an_import_overwrites_goes_to_host_memory_first() -> None:
     served = Served({"a": FULL}, 9, host(100, {"a": FULL}))
     served.run("a", prompt(1, 32))

@@ -243,3 +243,36 @@ def test_a_load_brings_each_block_to_all_that_want_it() -> None:
 def test_a_block_on_the_host_has_the_bytes_of_the_worker_that_has_most() -> None:
     plan = plan_cache([{"a": FULL}, {"b": FULL, "c": FULL}], [2**20] * 2, max_model_len=32)
     assert block_bytes(plan) == (2 * FULL.page_bytes,)
+
+
+def test_used_bytes_are_those_of_chunks_and_of_blocks_to_store() -> None:
+    sizes = [4, 8, 32]
+    for seed in range(20):
+        draw, room = random.Random(seed), _room.HostRoom(sizes, 5000, 10)
+        to_store: dict[int, int] = {}  # bytes of each block
+        chunks: dict[int, tuple[int, set[int]]] = {}  # their bytes, and their blocks of use
+        for _ in range(60):
+            alive = room.alive.tolist()
+            action = draw.choice(["take", "take", "release", "seal", "oldest"])
+            if action == "take" and room.used_bytes < 4000:
+                groups = [draw.randrange(3) for _ in range(draw.randint(1, 9))]
+                ids = room.take(np.array(groups)).tolist()
+                to_store |= {i: sizes[group] for i, group in zip(ids, groups, strict=True)}
+            elif action == "release" and alive:
+                gone = draw.choice(alive)
+                room.release([gone])
+                chunks = {n: (size, ids - {gone}) for n, (size, ids) in chunks.items()}
+            elif action == "seal":
+                made = room.seal(dict.fromkeys(to_store, 1), set())
+                numbers = dict(zip(alive, room.chunks(room.alive).tolist(), strict=True))
+                for number, group, ids in made:
+                    own = {i for i in alive if numbers[i] == number}
+                    assert {to_store[i] for i in own} == {sizes[group]} and len(own) == ids.size
+                    chunks[number] = sizes[group] * ids.size, own
+                to_store.clear()
+                room.settle()
+            elif action == "oldest" and (ids := room.oldest(frozenset())):
+                chunks = {n: of for n, of in chunks.items() if of[1] != {*ids}}
+            chunks = {n: of for n, of in chunks.items() if of[1]}
+            in_chunks = sum(size for size, _ in chunks.values())
+            assert room.used_bytes == in_chunks + sum(to_store.values())

@@ -17,6 +17,7 @@ from jaxkv import (
     FullAttentionSpec,
     HostMemory,
     Limits,
+    OutOfBlocksError,
     Scheduler,
     SlidingWindowSpec,
     StateSpec,
@@ -321,6 +322,21 @@ def test_loads_are_spread_over_steps() -> None:
     assert sum(counts) + len(loaded_by(served.step({"b": 1}))) == 8
 
 
+@pytest.mark.parametrize("blocks", [0.5, 4, 4.5, 8])
+def test_as_many_bytes_of_loads_are_ahead_as_a_step_hides(blocks: float) -> None:
+    served = beside()
+    tier = served.manager._tier
+    assert tier is not None
+    block = tier.room.block_bytes.item(0)
+    tier.bytes_ahead = int(blocks * block)
+    for number, name in ((1, "c"), (2, "d")):
+        served.start(name, prompt(number, 17))
+    moves = served.step({"b": 1})
+    sizes = [chunk.block_ids.size * block for chunk in (*tier._ahead, *tier._later)]
+    most = [at for at in range(1, 1 + len(sizes)) if sum(sizes[:at]) <= tier.bytes_ahead]
+    assert moves is not None and len(moves.ahead) == max([1, *most]) and len(sizes) > 1
+
+
 @pytest.mark.parametrize("are_ahead", [False, True])
 def test_blocks_that_others_took_meanwhile_are_not_loaded(are_ahead: bool) -> None:
     served = beside()
@@ -458,6 +474,7 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
         lambda manager: manager.reset(),
         lambda manager: manager.unpark("a"),
         lambda manager: manager.start("a"),
+        lambda manager: manager.import_blocks("a", 4),
     ):
         served = parked(prompt(1, 18))
         forget(served.manager)
@@ -465,6 +482,53 @@ def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
         served.manager.reset()
         with pytest.raises(ValueError, match="no parked tokens"):
             served.manager.resume("a")
+
+
+def test_a_sample_copies_the_state_that_it_shares_with_a_parked_request() -> None:
+    layers = {"a": FULL, "s": STATE}
+    served = Served(layers, 30, host(100, layers))
+    served.manager.start("a")
+    served.step({"a": 8})
+    served.manager.fork("a", ["b"])
+    shared = served.manager.block_ids("a")[1]
+    assert served.manager.park("a")
+    upload = served.manager.step(served.shape, {"b": 1})
+    assert upload.parts()["copy_sources"].tolist() == [*shared]
+    served.manager.take_moves()
+    served.manager.resume("a")
+    assert served.manager.block_ids("a")[1] == shared != served.manager.block_ids("b")[1]
+
+
+def test_blocks_that_are_taken_together_with_those_of_their_copies_are_not_loaded() -> None:
+    manager = parked(None).manager
+    manager.resume("a")
+    manager.fork("a", ["b"])
+    manager.grow({"b": 1})
+    assert manager.pending_copies_by_row.any() and manager.is_loading("a")
+    manager.finish("a")
+    manager.finish("b")
+    taken = manager.block_pool.allocate(manager.num_free_blocks)
+    assert not manager._tier.await_loads(taken)
+
+
+def test_a_refused_call_leaves_what_is_parked() -> None:
+    manager = parked(prompt(1, 18)).manager
+    for name in "bcd":
+        manager.import_blocks(name, 32)
+        manager.take_moves()
+    for refused in (
+        lambda: manager.import_blocks("a", 32),  # too few blocks are free
+        lambda: manager.import_blocks("a", 33),
+        lambda: manager.start("a", prompt(1, 33)),
+        lambda: manager.start("a", prompt(1, 18), boundaries=[19]),
+        lambda: manager.fork("b", ["a"], num_tokens=33),
+        lambda: manager.fork("b", ["a", "b"]),
+    ):
+        with pytest.raises((ValueError, OutOfBlocksError)):
+            refused()
+    for name in "bcd":
+        manager.finish(name)
+    assert manager.num_parked_tokens("a") == 18 and not manager.requests
 
 
 def test_only_what_can_be_parked_is() -> None:
@@ -632,28 +696,34 @@ def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypat
     """Although the room for it was an estimate, and it was to start with the prefix."""
     monkeypatch.setattr(Admission, "_has_room", lambda *options: True)
     layers, tokens = {"a": FULL}, {name: list(prompt(name, 17)) for name in range(1, 4)}
-    manager = BlockManager(plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers))
-    scheduler = Scheduler(manager, max_tokens=32, tokens=tokens)
+    for chunk, begins in ((None, {}), (12, {"a": 12})):  # 3 blocks are free for "a"
+        manager = BlockManager(
+            plan_of(layers, 9, 32), max_requests=2, host_memory=host(100, layers)
+        )
+        scheduler = Scheduler(manager, max_tokens=32, tokens=tokens, chunk_tokens=chunk)
 
-    def step() -> Schedule:
-        schedule = scheduler.schedule()
-        manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
-        manager.take_moves()
-        return schedule
+        def step(manager=manager, scheduler=scheduler) -> Schedule:
+            schedule = scheduler.schedule()
+            manager.step(scheduler.shape(), schedule.work, extra=schedule.token_ids)
+            manager.take_moves()
+            return schedule
 
-    for name in tokens:
-        scheduler.add(name, 17)
-        assert step().work == {name: 17}
-        if name < 3:
-            scheduler.finish(name)
-    tokens["a"] = list(prompt(1, 17))
-    scheduler.add("a", 17)  # 3 blocks are free
-    assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
-    assert not step().work and scheduler.waiting == ("a",)
-    scheduler.finish(3)
-    schedule = step()
-    assert schedule.hits["a"].num_cached_tokens == 16
-    assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
+        for name in range(1, 4):
+            scheduler.add(name, 17)
+            while name not in step().samples:
+                pass
+            if name < 3:
+                scheduler.finish(name)
+        tokens["a"] = list(prompt(1, 17))
+        scheduler.add("a", 17)
+        assert manager.find_prefix(tokens["a"]).num_cached_tokens == 16
+        assert step().work == begins
+        scheduler.finish(3)
+        if chunk is None:
+            assert scheduler.waiting == ("a",)
+            schedule = step()
+            assert schedule.hits["a"].num_cached_tokens == 16
+            assert schedule.work == {"a": 1} and schedule.samples == {"a": 0}
 
 
 def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:

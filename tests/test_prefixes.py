@@ -265,8 +265,9 @@ class InOrderOfUse:
         self.used: dict[int, list[tuple[int, int]]] = {}  # states of each request
 
     def act(self, name: int) -> None:
+        donors = [one for one in self.prompts if self.manager.num_computed_tokens(one)]
         if name not in self.prompts:
-            self.start(name)
+            self.fork(name, donors[0]) if donors and self.draw.random() < 0.2 else self.start(name)
         elif self.prompts[name][2] and self.draw.random() < 0.9:
             self.step(name)
         else:
@@ -280,6 +281,12 @@ class InOrderOfUse:
         if hit.num_cached_tokens:
             self.used[name].append((token, hit.num_cached_tokens))
             self.touch(token, hit.num_cached_tokens, is_wanted=True)
+
+    def fork(self, name: int, donor: int) -> None:
+        """Starts a request that has used what its donor has, and goes no further."""
+        self.manager.fork(donor, [name])
+        self.prompts[name] = *self.prompts[donor][:2], []
+        self.used[name] = self.used[donor].copy()
 
     def step(self, name: int) -> None:
         token, size, ends = self.prompts[name]
@@ -334,6 +341,16 @@ class InOrderOfUse:
         for is_wanted, queue in self.manager._prefixes._tree.checkpoints._queues.items():
             in_order = [made[at] for at, wanted in self.is_wanted.items() if wanted == is_wanted]
             assert list(queue) == in_order, "states in another order"
+
+
+def test_a_start_that_is_refused_is_not_counted() -> None:
+    manager = BlockManager(plan_of("full"), max_requests=1)
+    manager.start("a", [1] * 8)
+    before = manager.prefix_stats()
+    for name, options in (("a", {}), ("b", {}), ("b", {"boundaries": [9]}), ("b", {"salt": 5})):
+        with pytest.raises((TypeError, ValueError)):
+            manager.start(name, [1] * 8, **options)
+    assert manager.prefix_stats() == before
 
 
 @pytest.mark.parametrize("seed", range(6))

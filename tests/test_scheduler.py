@@ -5,8 +5,11 @@ import pickle
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Hashable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -17,6 +20,8 @@ from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.scheduler._budget import StepBudget
+from jaxkv._src.scheduler._chooser import Chooser
+from jaxkv._src.scheduler._requests import ANYWHERE, InOrder, Running
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, SlidingWindowSpec, StateSpec
 from jaxkv._src.tier import HostMemory
 from jaxkv._src.uploads import StepShape
@@ -1124,3 +1129,59 @@ def test_a_budget_counts_what_is_given_and_taken_back() -> None:
             assert budget.samples() == ended
             used = sum(budget.work.values())
             assert budget.is_full == (used == tokens or len(given) == requests)
+
+
+def running_of(draw: random.Random, count: int) -> Running:
+    """Returns requests in any state, whose rows are their indices."""
+    computed = [draw.randint(0, 9) for _ in range(count)]
+    tokens = [n + draw.randint(0, 6) for n in computed]
+    prefill = [draw.choice([n, n + 1, 0]) for n in computed]
+    ends = [draw.choice([n + draw.randint(1, 6), ANYWHERE]) for n in computed]
+    drafts = [draw.choice([draw.randint(0, n), ANYWHERE]) for n in tokens]
+    order = InOrder(list(range(count)), [], np.arange(count), np.arange(count))
+    return Running(order, *map(np.array, (computed, tokens, prefill, ends, drafts)))
+
+
+def test_requests_get_together_what_each_would_get_after_those_before_it() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        sizes = draw.randint(1, 20), draw.randint(1, 4), draw.randint(1, 7)
+        running = running_of(draw, draw.randint(1, 5))
+        chosen = np.flatnonzero(running.num_tokens > running.computed)
+        together, alone = (StepBudget(*sizes, forks=0, cached_tokens=0) for _ in range(2))
+        together.give_all(running, chosen)
+        for at in chosen.tolist():
+            alone.give_one(running, at)
+        assert (together.work, together.unfinished) == (alone.work, alone.unfinished)
+        assert together.samples() == alone.samples() and together.is_full == alone.is_full
+
+
+def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
+    """Of requests that copy blocks, or bring cached tokens to the device, or wait for loads."""
+    for seed in range(200):
+        draw = random.Random(seed)
+        running, forks, room = running_of(draw, 5), draw.randint(1, 3), draw.randint(0, 9)
+        copies, pending = ([draw.random() < chance for _ in range(5)] for chance in (0.5, 0.2))
+        unsent = [draw.choice([0, 0, 2, 4]) for _ in range(5)]
+        loading = {at for at in range(5) if unsent[at] and draw.random() < 0.3}
+        manager = types.SimpleNamespace(
+            may_copy_by_row=np.array(copies),
+            pending_copies_by_row=np.array(pending),
+            unsent_tokens_by_row=np.array(unsent),
+            is_loading=loading.__contains__,
+            block_pool=types.SimpleNamespace(has_shared_blocks=True),
+        )
+        options = types.SimpleNamespace(forks=forks)
+        chooser: Any = types.SimpleNamespace(_manager=manager, _options=options)
+        step = StepBudget(99, 9, 9, forks=forks, cached_tokens=room)
+        decodes, prefills = Chooser._with_work(chooser, step, running)
+        wanted = [at for at in range(5) if running.num_tokens[at] > running.computed[at]]
+        wanted = [at for at in wanted if at not in loading] or wanted
+        copying = [at for at in wanted if copies[at] and not pending[at]]
+        late = copying[max(0, forks - sum(pending)) :]
+        wanted = [at for at in wanted if at not in late]
+        brings = [at for at in wanted if unsent[at]]
+        while sum(unsent[at] for at in brings) > room:
+            wanted.remove(brings.pop())
+        assert sorted([*decodes, *prefills]) == wanted
+        assert step.cached_tokens == room - sum(unsent[at] for at in brings)

@@ -12,7 +12,7 @@ from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import LayerSpec, StateSpec
 from jaxkv._src.uploads import StepShape
-from tests.test_scheduler import FULL, LAYERS, Server, small_plan
+from tests.test_scheduler import FULL, LAYERS, WINDOW, Server, small_plan
 
 
 class Host:
@@ -431,3 +431,25 @@ def test_ids_that_are_not_those_of_the_prompts_are_refused() -> None:
     said = "other token ids for request 'b' than its prompt has from token 8 on"
     refused(lambda: manager.step(shape, {"b": 12}, extra=prompt), said)
     manager.step(shape, {"b": 4}, extra=prompt[8:])
+
+
+def test_a_rewind_that_the_manager_refuses_takes_nothing_back() -> None:
+    host = Host({"full": FULL, "window": WINDOW})
+    host.add("a", [7, 7])
+    host.add("b", [7, 7])
+    while host.scheduler.num_tokens("a") < 16:
+        host.answer(host.step())
+    host.step()
+    refused(lambda: host.scheduler.rewind({"b": 15, "a": 3}), "'a' no longer holds a block")
+    assert [host.scheduler.num_tokens(name) for name in "ab"] == [16, 16]
+    assert not host.scheduler.schedule().work
+    host.scheduler.append({"a": 1, "b": 1})
+
+
+def test_the_ids_of_a_schedule_stay_those_of_its_step() -> None:
+    host = Host()
+    host.add("a", [3, 5, 7])
+    host.answer(host.step())
+    host.add("b", [2, 4])
+    schedule = host.step()
+    assert schedule.token_ids.tolist() == [7, 2, 4]

@@ -564,3 +564,18 @@ def test_tokens_that_are_not_computed_can_be_replaced_more_than_once(has_host_me
     for name in "ab":
         scheduler.finish(name)
     assert manager.find_prefix(list(range(4)) + [9] * 4).num_cached_tokens == 4
+
+
+@pytest.mark.parametrize(("others", "starts"), [(24, "ab"), (28, "a")])
+def test_prompts_that_share_kept_blocks_start_as_far_as_the_others_fit(others, starts) -> None:
+    """The first takes 4 kept blocks and one of its own, and the second one of its own."""
+    server = Server(plan_of("full", 13), max_tokens=64, cached_tokens=64)
+    server.shape = server.scheduler.shape(extra=64)
+    server.add("y", [2] * others, others + 1)
+    server.add("x", [1] * 17, 18)
+    while "x" not in server.step().samples:
+        pass
+    server.scheduler.finish("x")
+    server.add("a", [1] * 17, 18)
+    server.add("b", [1] * 17, 18)
+    assert list(server.step().hits) == list(starts)

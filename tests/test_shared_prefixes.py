@@ -229,6 +229,21 @@ def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row(
     assert not groups_of(manager.step(decode, {0: 1, 8: 1}))
 
 
+def test_a_shape_of_fewer_groups_has_those_that_save_the_most() -> None:
+    course = Course(0)
+    for name, sample, size in ((0, 1, 288), (2, 3, 304)):
+        course.start(name, course.rng.integers(0, VOCAB, size).tolist())
+        course.manager.fork(name, [sample])
+    one = dataclasses.replace(course.decode, shared_prefixes=1)
+    work = dict.fromkeys([0, 1, 2, 3], 1)
+    for shape, groups in (
+        (course.decode, [([2, 3], 304), ([0, 1], 288)]),
+        (one, [([2, 3], 304)]),
+        (course.decode, [([2, 3], 304), ([0, 1], 288)]),
+    ):
+        assert groups_of(course.manager.step(shape, work)) == groups
+
+
 def test_courses_share_something() -> None:
     course = Course(1)
     for _ in range(200):

@@ -346,6 +346,22 @@ def test_earlier_tokens_alone_are_read_if_asked() -> None:
     jax.eval_shape(lambda *given: model(Step(*given))[0].done(), *made())
 
 
+def test_a_layer_that_shares_keys_is_read_once_their_own_is_written() -> None:
+    layers = {LAYERS[0]: SPEC, "shares": jaxkv.SharedKVSpec(LAYERS[0])}
+    given = made(None, jaxkv.plan_cache(layers, 2**20, max_model_len=32))
+
+    def model(*given: Any) -> jaxkv.KVCache:
+        step = Step(*given)
+        x = EMBED[step.token_ids]
+        with pytest.raises(ValueError, match="'shares' is read and this step has not written it"):
+            step.attend("shares", x)
+        step.attend(LAYERS[0], *keys_of(x))
+        step.attend("shares", x)
+        return step.done()
+
+    jax.eval_shape(model, *given)
+
+
 def test_a_state_is_written_twice_only_in_places_that_are_named() -> None:
     def model(step: Step, at: jax.Array | None) -> jaxkv.KVCache:
         for _ in range(2):

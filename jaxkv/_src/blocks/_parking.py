@@ -54,10 +54,7 @@ class ParkedRequest:
         ends = [NO_IDS]
         for policy, part in zip(policies, columns, strict=True):
             whole = (np.arange(part.first, part.end) + 1) * policy.block
-            until = policy.until(count)
-            ends.append(
-                np.full(whole.size, until) if policy.by_checkpoint else whole.clip(0, until)
-            )
+            ends.append(whole.clip(0, policy.until(count)))
         ids = np.concatenate([NO_IDS, *(part.block_ids for part in columns)])
         blocks = Checkpoint(count, ids, np.concatenate(ends), groups, is_wanted=True)
         return cls(blocks, columns, state.lost_ends[:, row].copy(), prompt)

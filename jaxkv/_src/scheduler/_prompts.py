@@ -180,7 +180,7 @@ class Prompts:
                 self.unpark(request)
             if request.num_known is not None and count < request.num_known:
                 request.num_known, request.may_go_on = count, False  # other ids may follow
-            request.found = request.ids = None
+            request.found = None
             request.chunk_ends = [end for end in request.chunk_ends if end <= count]
 
     def _must_rewind(self, request: Request, num_tokens: int) -> bool:
