@@ -1170,6 +1170,9 @@ def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
     entries = [TableEntry(row, [[1]] * groups) for row in range(3)]
     with pytest.raises(ValueError, match="needs batch_size=3 and its shape has 2"):
         jaxkv.pack_step(shape, entries=entries, num_computed_tokens=[0], **step)
+    told = {"rows": [0, 1, 2], "num_computed_tokens": [0] * 3, "num_new_tokens": [1] * 3}
+    with pytest.raises(ValueError, match="needs batch_size=3 and its shape has 2"):
+        jaxkv.pack_step(shape, **told)
     with pytest.raises(ValueError, match=f"needs max_seq_len={longest + 1} and its shape has"):
         jaxkv.pack_step(shape, num_computed_tokens=[longest - 1], **step)
     jaxkv.pack_step(shape, entries=entries[:2], num_computed_tokens=[longest - 2], **step)

@@ -460,7 +460,10 @@ def test_visible_pages_that_are_not_there_are_flagged_and_read_as_null() -> None
     assert flags_of(late, windowed) == [MISSING_PAGE] * 2  # page 2 lies before the table
     assert make_lists(late, sizes=windowed).pages[0, :2].tolist() == [0, 9]
     assert flags_of(one_request([9, 0, 0, 0], 10, first_page=3), windowed) == [0, 0]
-    assert flags_of(one_request(list(range(1, 11)), 22)) == [MISSING_PAGE] * 2  # > max_model_len
+    beyond = one_request(list(range(1, 11)), 22)  # and within the table
+    assert flags_of(beyond) == [MISSING_PAGE] * 2
+    listed = make_lists(beyond, sizes=SIZES)
+    assert listed.pages[0, : int(listed.counts[0])].tolist() == [*range(1, 1 + PAGES)]
     _, flags = map_pages(one_request(held, 8), jnp.array([9], jnp.int32), sizes=SIZES)
     assert int(flags) == BAD_PAGE_ID
 

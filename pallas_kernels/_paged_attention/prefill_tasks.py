@@ -128,16 +128,12 @@ def prefill_tiles(
       pieces: from `divide`; there are ``pieces.lanes`` rows more then, one for each piece.
     """
     first, last = _steps(tiles, keys)
-    first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
     seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
     full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
     if rule.causal:
-        seen_by_all = rule.held_before(first_query + 1, arrays.rank)
-        seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
+        seen_by_all = rule.held_before(jnp.maximum(tiles.positions + 1, 0), arrays.rank)
         full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
-    full_begin = jnp.clip(full_begin, first, last)
-    full_end = jnp.maximum(full_end, full_begin)
     holed = has_holes(arrays, rule, tiles)
     # The longest pieces come first, whatever their heads.
     heads = _heads_together(arrays, rule, tiles) if pieces is None else rule.kv_heads
