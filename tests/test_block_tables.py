@@ -488,9 +488,18 @@ def test_padding_of_a_flat_batch_has_its_last_token_at_0() -> None:
 def test_a_decode_step_has_the_token_of_request_i_at_i() -> None:
     shape = StepShape.for_plan(PLAN, max_requests=ROWS, batch_size=3, max_tokens=3, max_query_len=1)
     data = upload_of([2, 0], [4, 7], [1, 1], shape).data[shape.format.batch_fields]
-    batch, flags = gather(full_rows(), data, shape=shape)
+    cache = full_rows()
+    batch, flags = gather(cache, data, shape=shape)
     assert int(flags) == 0
     assert batch.token_requests.tolist() == [0, 1, -1] and batch.positions.tolist() == [4, 7, -1]
+    for lens in itertools.product((0, 1), repeat=3):
+        loc = np.cumsum([0, *lens])
+        data = changed(
+            upload_of([2, 0, 1], [4, 7, 5], [1, 1, 1], shape),
+            query_start_loc=(np.arange(4), loc),
+        )
+        wanted = any(loc[i] != i for i in range(3) if lens[i])
+        assert bool(int(gather(cache, data, shape=shape)[1]) & BAD_BATCH) == wanted, lens
 
 
 @pytest.mark.parametrize(
@@ -602,6 +611,15 @@ def test_jitted_functions_keep_the_methods_of_jit() -> None:
     assert "stablehlo" in append_block_ids.lower(cache, entries).as_text()
     assert append_block_ids.trace(cache, entries).jaxpr.eqns
     assert expand_blocks.eval_shape(as_ids([1, 2]), 3).shape == (6,)
+
+
+def test_jitted_functions_bind_as_functions_do() -> None:
+    class Adopter:
+        expand = expand_blocks
+
+    adopter = Adopter()
+    assert Adopter.expand is expand_blocks
+    assert (adopter.expand.__func__, adopter.expand.__self__) == (expand_blocks, adopter)
 
 
 @pytest.mark.parametrize(

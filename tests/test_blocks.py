@@ -10,7 +10,8 @@ import os
 import pickle
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -976,25 +977,103 @@ def test_a_donor_that_is_rewound_to_behind_a_fork_copies_the_block_that_both_hav
 # --- schedulers that assign block ids themselves --------------------------------------
 
 
-def test_pack_step_writes_the_entries_of_a_scheduler_into_their_cells() -> None:
-    plan = hybrid_plan()
-    shape, groups = shape_of(plan), len(plan.groups)
-    ids = [[7 + group] for group in range(groups)]
-    entries = [TableEntry(2, ids), TableEntry(2, [[9], *[[]] * (groups - 1)], [1] * groups)]
-    upload = jaxkv.pack_step(
-        shape, entries=entries, rows=[2], num_computed_tokens=[4], num_new_tokens=[3],
-        zero_ids=ids,
-    )  # fmt: skip
-    parts = shape.format.split(upload.data)
-    total = parts["entry_ends"][-1]
-    cells = zip(
-        *(parts[f"entry_{f}"][:total].tolist() for f in ("rows", "columns", "ids")), strict=True
-    )
-    assert list(cells) == [(2, 0, 7), (2, 1, 9), *((2, 0, 7 + g) for g in range(1, groups))]
-    assert parts["row_lengths"][0].tolist() == [2] + [1] * (groups - 1)
-    assert parts["changed_rows"].tolist()[:2] == [2, -1] and parts["number"] == 0
-    assert parts["zero_ids"][: parts["zero_ends"][-1]].tolist() == [7 + g for g in range(groups)]
-    assert parts["query_start_loc"].tolist() == [0, 3, 3, 3, 3]
+SIZES = ("batch_size", "max_tokens", "max_query_len", "max_seq_len")
+SIZES += ("extra", "block_ids", "zero_ids", "block_copies")
+
+
+def padded(values: Sequence[int], size: int, fill: int) -> list[int]:
+    return [*values, *[fill] * (size - len(values))]
+
+
+def by_definition(
+    shape: StepShape, given: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """The sizes of a step, and all parts of its upload."""
+    cells: dict[tuple[int, int, int], int] = {}
+    lengths: dict[int, list[int]] = {}
+    groups, size = len(shape.growths), shape.batch_size
+    for row, ids, starts in given["entries"]:
+        starts = starts or [0] * groups
+        lengths[row] = [start + len(new) for start, new in zip(starts, ids, strict=True)]
+        cells |= {(g, row, starts[g] + i): n for g, of in enumerate(ids) for i, n in enumerate(of)}
+    zeroed = list(itertools.chain(*given["zero_ids"]))
+    copies = list(itertools.chain(*given["copies"]))
+    new = given["num_new_tokens"]
+    ends = list(itertools.accumulate(new, initial=0))
+    totals = [a + b for a, b in zip(given["num_computed_tokens"], new, strict=True)]
+    sizes = max(len(new), len(lengths)), sum(new), max(new, default=0), max(totals, default=0)
+    sizes += len(given["extra"]), len(cells), len(zeroed), len(copies)
+
+    def ends_of(lists: Sequence[Any]) -> list[int]:
+        return list(itertools.accumulate(map(len, lists)))
+
+    places = [list(column) for column in zip(*sorted(cells), strict=True)] or [[], [], []]
+    parts = {
+        "number": [0],
+        "request_rows": padded(given["rows"], size, -1),
+        "num_computed_tokens": padded(given["num_computed_tokens"], size, 0),
+        "query_start_loc": padded(ends, size + 1, ends[-1]),
+        "encoder_lens": padded(given["encoder_lens"], size, 0),
+        "prefix_members": [],
+        "prefix_ends": [],
+        "prefix_lens": [],
+        "extra": padded(given["extra"], shape.extra, 0),
+        "changed_rows": padded(list(lengths), size, -1),
+        "row_lengths": padded(list(itertools.chain(*lengths.values())), size * groups, 0),
+        "entry_rows": padded(places[1], shape.block_ids, -1),
+        "entry_columns": padded(places[2], shape.block_ids, 0),
+        "entry_ids": padded([cells[cell] for cell in sorted(cells)], shape.block_ids, 0),
+        "entry_ends": [sum(group <= g for group, *_ in cells) for g in range(groups)],
+        "zero_ids": padded(zeroed, shape.zero_ids, -1),
+        "zero_ends": ends_of(given["zero_ids"]),
+        "copy_sources": padded([source for source, _ in copies], shape.block_copies, -1),
+        "copy_destinations": padded([into for _, into in copies], shape.block_copies, -1),
+        "copy_ends": ends_of(given["copies"]),
+    }
+    return dict(zip(SIZES, sizes, strict=True)), parts
+
+
+def test_an_upload_of_a_scheduler_has_what_it_gave_in_all_parts_or_is_refused() -> None:
+    """By the first size that the shape has not; sizes of all kinds are just enough in others."""
+    layers = {"a": FULL, "b": WINDOW, "c": CrossAttentionSpec(block_size=4, **KV)}
+    limits = Limits(max_encoder_tokens=8)
+    plan = plan_cache(layers, 2**20, max_model_len=32, limits=limits, grouping="packed")
+    groups, room = len(plan.groups), dict(zip(SIZES, (3, 9, 5, 18, 2, 7, 4, 3), strict=True))
+    shape = dataclasses.replace(StepShape.for_plan(plan, max_requests=5, max_tokens=9), **room)
+    draw, seen = random.Random(0), Counter[tuple[str, int]]()
+
+    def ids(count: int) -> list[int]:
+        return [draw.randint(1, 30) for _ in range(draw.randint(0, count))]
+
+    for _ in range(600):
+        rows = draw.sample(range(5), draw.choice([0, 1, 2, 2, 3, 3, 4]))
+        entries = []
+        for _ in range(draw.choice([0, 1, 2, 2, 3, 4])):
+            starts = draw.choice([None, [draw.randint(0, 2) for _ in range(groups)]])
+            cells = [ids(2) for _ in range(groups)]
+            entries.append(TableEntry(draw.randrange(5), cells, starts))
+        given: dict[str, Any] = {
+            "entries": entries,
+            "rows": rows,
+            "num_computed_tokens": [draw.choice([0, draw.randint(0, 15)]) for _ in rows],
+            "num_new_tokens": [draw.choice([1, 2, 3, 3, 4, 5, 6]) for _ in rows],
+            "zero_ids": [ids(2) for _ in range(groups)],
+            "copies": [[(i, 40 + i) for i in ids(2)] for _ in range(groups)],
+            "encoder_lens": draw.choice([[], [draw.randint(0, 8) for _ in rows]]),
+            "extra": ids(3),
+        }
+        sizes, wanted = by_definition(shape, given)
+        over = next((name for name in SIZES if sizes[name] > room[name]), None)
+        if over:
+            seen[over, sizes[over] - room[over]] += 1
+            with pytest.raises(ValueError, match=f"^the step needs {over}={sizes[over]} and its"):
+                jaxkv.pack_step(shape, **given)
+            continue
+        seen.update((name, 0) for name in SIZES if sizes[name] == room[name])
+        parts = shape.format.split(np.asarray(jaxkv.pack_step(shape, **given).data))
+        assert {name: part.reshape(-1).tolist() for name, part in parts.items()} == wanted
+    never = {(name, beyond) for name in SIZES for beyond in (0, 1)} - set(seen)
+    assert not never
 
 
 # --- bad input ------------------------------------------------------------------------

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxkv._src.planning import GroupingFigures, KVCacheCapacityError, Plan, make_groups, plan_cache
+from jaxkv._src.planning import (
+    Grouping,
+    GroupingFigures,
+    KVCacheCapacityError,
+    Plan,
+    make_groups,
+    plan_cache,
+)
 from jaxkv._src.planning._choice import in_small_blocks as planned_in_small_blocks
 from jaxkv._src.planning._choice import may_waste_states, warning
 from jaxkv._src.specs import FullAttentionSpec, LayerSpec, Limits, MLASpec, StateSpec
@@ -317,6 +324,29 @@ def test_a_refusal_names_the_blocks_that_would_fit() -> None:
     plan_cache(in_small_blocks(layers), 80 * GIB, max_model_len=100_000)
     with pytest.raises(KVCacheCapacityError, match=r"\(62,500 blocks\)$"):  # nor do small ones fit
         plan_cache(layers, 2 * GIB, max_model_len=999_936)
+
+
+@pytest.mark.parametrize("grouping", ["auto", "rule", "packed"])
+def test_a_warning_compares_with_small_blocks_in_groups_of_the_same_kind(
+    grouping: Grouping,
+) -> None:
+    """And there is none for a number of blocks by hand, which does not follow from their bytes."""
+    wide = {"block_size": 2048}
+    layers: Layers = {f"full.{i}": full(num_kv_heads=4, head_size=64, **wide) for i in range(3)}
+    layers |= {f"state.{i}": state(shapes=((30_000,),), dtypes=("f32",), **wide) for i in range(2)}
+    options: dict[str, Any] = {"max_model_len": 1024, "grouping": grouping}
+    plan = plan_cache(layers, GIB, **options)
+    now, _, then = promised(plan.warning)
+    rule, packed = (
+        plan_cache(in_small_blocks(layers), GIB, max_model_len=1024, grouping=name)
+        for name in ("rule", "packed")
+    )
+    usual = (packed if grouping == "packed" else rule).requests_that_fit(1024)
+    assert now == plan.requests_that_fit(1024)
+    assert then == usual != packed.requests_that_fit(1024) + rule.requests_that_fit(1024) - usual
+    assert not plan_cache(layers, GIB, num_blocks_override=plan.num_blocks, **options).warning
+    padded = hybrid(page_bytes_padded=hybrid()["layers.0"].page_bytes)
+    assert not plan_cache(padded, 80 * GIB, max_model_len=8192, num_blocks_override=999).warning
 
 
 def test_blocks_that_waste_little_are_not_warned_of() -> None:

@@ -20,6 +20,7 @@ from jaxkv._src.planning import (
     plan_cache,
     unify_pages,
 )
+from jaxkv._src.planning._pages import unifiable
 from jaxkv._src.specs import (
     FullAttentionSpec,
     LayerSpec,
@@ -159,25 +160,30 @@ def test_a_padded_page_is_padded_further_and_gets_no_more_tokens() -> None:
     unified = unify_pages({"padded": padded, "large": large})
     assert {spec.page_bytes for spec in unified.values()} == {4096}
     assert unified["padded"].block_size == padded.block_size
+    latent = mla(block_size=2, page_bytes_padded=4096)
+    assert unify_pages({"latent": latent, "large": large})["latent"] == latent
 
 
 @given(st.dictionaries(st.text("abc", max_size=2), SPECS, min_size=1, max_size=6))
 def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -> None:
     ready = held(layers)
     largest = max(spec.page_bytes for spec in ready.values())
-    if any(largest % s.page_bytes for s in ready.values() if isinstance(s, MLASpec)):
+    refused = any(largest % s.page_bytes for s in ready.values() if isinstance(s, MLASpec))
+    assert unifiable(ready) != refused
+    if refused:
         with pytest.raises(ValueError, match="MLA"):
             unify_pages(layers)
         return
     unified = unify_pages(layers)
     assert list(unified) == list(layers)
-    assert {spec.page_bytes for spec in unified.values()} == {largest}
     for old, new in zip(ready.values(), unified.values(), strict=True):
+        assert new.page_bytes == largest
         scale, rest = divmod(largest, old.page_bytes)
         scales = not rest and not isinstance(old, StateSpec)
-        assert new.block_size == old.block_size * (scale if scales else 1)
-        changes = {"block_size": old.block_size, "page_bytes_padded": None}
-        assert dataclasses.replace(new, **changes) == old
+        change = (
+            {"block_size": old.block_size * scale} if scales else {"page_bytes_padded": largest}
+        )
+        assert new == (old if scale == 1 and not rest else dataclasses.replace(old, **change))
 
 
 # --- groups -----------------------------------------------------------------------

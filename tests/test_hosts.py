@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from jaxkv._src.step import broadcast_upload, check_same_upload
+from jaxkv._src.step._processes import _Exchange
 from jaxkv._src.uploads import StepShape
 from jaxkv.testing import assert_no_recompilation
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
@@ -165,6 +166,14 @@ def test_a_mesh_of_one_process_exchanges_nothing() -> None:
     ):
         with pytest.raises(TypeError, match=told):
             call()
+
+
+@two_devices
+def test_a_process_exchanges_by_its_own_device_of_the_mesh() -> None:
+    exchange = _Exchange(Mesh(np.array(jax.devices()[1:2]), ("heads",)))
+    row = np.arange(3, dtype=np.int32)
+    np.testing.assert_array_equal(exchange.gather(row), row[None])
+    np.testing.assert_array_equal(exchange.sum(row), row)
 
 
 def small_shape(max_tokens: int) -> StepShape:

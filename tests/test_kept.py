@@ -169,7 +169,7 @@ def test_where_jax_keeps_its_own_code_changes_nothing(
 
 def test_each_platform_has_code_of_its_own(tmp_path: pathlib.Path) -> None:
     for count, platform in enumerate(("cpu", "cuda"), 1):
-        place = Place(str(tmp_path), platform)
+        place = Place(str(tmp_path / "not yet" / "there"), platform)
         with keep_in(place):
             jax.jit(functools.partial(run_kept, scaled, by=(2,))).trace((X, X))
         assert files(place) == {"scaled": count}
@@ -263,3 +263,5 @@ def test_code_is_kept_next_to_what_jax_keeps(
         Place(str(pathlib.Path("local", "jaxkv"))) if folder == "local" and is_enabled else None
     )
     assert [kept.place_for(device) for device in devices] == [wanted, None]
+    monkeypatch.setattr(kept, "find_spec", lambda name: None)  # flatbuffers
+    assert kept.place_for(devices[0]) is None

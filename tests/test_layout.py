@@ -868,6 +868,8 @@ def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message
         ({"axes": "BHC"}, "axes='BHC' must name B and N"),
         ({"strides_bytes": (8, 2)}, "one entry per axis"),
         ({"shape": (5, 4, 1)}, "counts 5 blocks on axis 0, not a multiple of num_blocks=2"),
+        ({"shape": (0, 4, 1)}, r"shape\[0\] must be at least 1, got 0"),
+        ({"shape": (4, 4, 0)}, r"shape\[2\] must be at least 1, got 0"),
         ({"num_blocks": 0}, "num_blocks must be at least 1"),
         ({"offset_bytes": -1}, "offset_bytes must be at least 0"),
     ],

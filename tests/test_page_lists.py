@@ -463,6 +463,8 @@ def test_visible_pages_that_are_not_there_are_flagged_and_read_as_null() -> None
     long = one_request(list(range(1, 11)), 22)  # > max_model_len
     assert flags_of(long) == [MISSING_PAGE] * 2
     assert make_csr(long, sizes=SIZES).offsets[-1] == PAGES
+    listed = make_lists(long, sizes=SIZES)
+    assert listed.pages[0, : int(listed.counts[0])].tolist() == [*range(1, 1 + PAGES)]
     _, flags = map_pages(one_request(held, 8), jnp.array([9], jnp.int32), sizes=SIZES)
     assert int(flags) == BAD_PAGE_ID
 

@@ -16,9 +16,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import (
     KVCacheCapacityError,
     Plan,
+    check_rows,
     longest_model_len,
     make_groups,
     make_layout,
@@ -147,6 +149,15 @@ def test_slots_of_the_largest_blocks_count() -> None:
     assert {group.block_size for group in plan_of(layers, 9, 1).groups} == {8, 16}
     with pytest.raises(ValueError, match="blocks of 16 tokens has slots beyond int32"):
         plan_of(layers, 2**27, 1)
+
+
+def test_rows_are_as_many_as_int32_counts_their_cells() -> None:
+    for layers in (ONE, ONE | {"w": SLIDING, "s": state(cache_mode="all")}):
+        plan = plan_cache(layers, 2**20, max_model_len=40)
+        cells = sum(-(-40 // group.block_size) + 1 for group in plan.groups)  # and a length
+        check_rows(plan, INT32_MAX // cells)
+        with pytest.raises(ValueError, match=f"set it to at most {INT32_MAX // cells:,}, the"):
+            check_rows(plan, INT32_MAX // cells + 1)
 
 
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:

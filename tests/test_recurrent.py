@@ -1,6 +1,8 @@
 """Recurrent layers of a cache: what is served in pieces, with drafts, and what is refused."""
 
 import functools
+import itertools
+import types
 from typing import Any
 
 import jax
@@ -12,6 +14,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
+from jaxkv._src.recurrent._heads import (
+    Heads,
+    by_rank,
+    check_convolution,
+    check_heads,
+    columns_of,
+)
 from tests.helpers import ON_GPU, as_ids, needs_devices
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 from tests.test_attend import poisoned
@@ -355,6 +364,52 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
 
 
 @needs_devices(2)
+def refuses(check: Any, *args: Any) -> bool:
+    try:
+        check(*args)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_has_the_columns_of_its_heads_of_every_part(ranks: int) -> None:
+    parts = Heads(1, 3), Heads(2, 1), Heads(4, 2), Heads(8, 1)
+    columns = np.arange(2 * columns_of(parts)).reshape(2, -1)
+    wanted: list[int] = []
+    for rank in range(ranks):
+        begin = 0
+        for count, size in parts:
+            first = rank * count // ranks  # of fewer heads than ranks, each serves several
+            end = first + max(1, count // ranks)
+            wanted += range(begin + first * size, begin + end * size)
+            begin += count * size
+    np.testing.assert_array_equal(by_rank(columns, parts, ranks), columns[:, wanted])
+
+
+def test_heads_of_keys_divide_those_of_values_and_ranks_or_are_refused() -> None:
+    for ranks, count, values in itertools.product((1, 2, 3, 4, 6), range(-1, 9), range(1, 13)):
+        fits = count > 0 and values % count == 0 and (count % ranks == 0 or ranks % count == 0)
+        bound = types.SimpleNamespace(ranks_of_heads=ranks)
+        assert refuses(check_heads, bound, "heads", count, values) != fits, (ranks, count, values)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2])
+def test_a_convolution_is_over_the_inputs_that_are_kept_with_or_without_drafts(drafts: int) -> None:
+    kept, columns = 4, 3
+    state = jaxkv.StateSpec(
+        block_size=4, shapes=((kept, columns),), dtypes=("f32",), speculative_blocks=drafts
+    )
+    shapes = [(rows, n) for rows in range(1, 7) for n in range(1, 5)] + [(5,), (5, 3, 1)]
+    for shape in shapes:
+        fits = shape in [(kept + 1, columns), (kept + 1 - drafts, columns)]
+        weights, bias = np.zeros(shape), np.zeros(columns)
+        assert refuses(check_convolution, "a", state, columns, weights, bias) != fits, shape
+    for size in range(1, 5):
+        weights, bias = np.zeros((kept + 1, columns)), np.zeros(size)
+        assert refuses(check_convolution, "a", state, columns, weights, bias) == (size != columns)
+
+
 def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
     plan = plan_of("gated_delta", shapes=((WIDTH - 1, 48), (3, SIZE, SIZE)))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
@@ -374,6 +429,8 @@ BAD = [
     ({"beta": jnp.zeros((3, HEADS))}, ValueError, "beta has shape"),
     ({"inputs": jnp.zeros((TOKENS, QKV), jnp.int32)}, TypeError, "inputs must be one of"),
     ({"conv_weights": jnp.zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
+    ({"conv_weights": jnp.zeros((WIDTH, QKV + 1))}, ValueError, r"_weights has shape \(4, 33\)"),
+    ({"conv_weights": jnp.float32}, TypeError, "conv_weights must be an array, got"),
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
     ({"conv_bias": jnp.zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),

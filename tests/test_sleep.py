@@ -538,9 +538,12 @@ def test_closed_over_arrays_are_found() -> None:
 
     @jax.jit
     def right(cache, rows):
-        return cache.block_tables[rows] + jnp.int32(3) * scalar
+        others = [array.astype(jnp.int32).sum() for array in (vector, of_floats, cut)]
+        return cache.block_tables[rows] + jnp.int32(3) * scalar + sum(others)
 
-    scalar = jnp.int32(2)
+    # A vector as long as one of the cache, and arrays of another dtype or shape than any of it.
+    scalar, vector = jnp.int32(2), jnp.ones_like(cache.status)
+    of_floats, cut = cache.rows.astype(jnp.float32), cache.rows[:, 1:]
     check_not_closed_over(awake, right, awake, rows)
     check_not_closed_over(awake, lambda cache: right(cache, rows), awake)
 

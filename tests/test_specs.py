@@ -157,6 +157,25 @@ def test_states_are_divided_among_ranks_and_scarce_groups_repeated() -> None:
         heads_per_rank(6, 4)
 
 
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
+def test_shapes_of_states_are_those_of_their_heads_on_a_rank(ranks: int | None) -> None:
+    """Without a number of ranks, those of one; and without drafts, those of the kernel alone."""
+    given, r = ({}, 1) if ranks is None else ({"tensor_parallel": ranks}, ranks)
+    heads = {"num_heads": 8, "head_size": 5, **given}
+    assert linear_attention_state(**heads) == ((8 // r, 5, 5),)
+    mamba1 = mamba1_state(inner_size=12, state_size=5, conv_kernel=4, **given)
+    assert mamba1 == ((3, 12 // r), (12 // r, 5))
+    for drafts in (None, 0, 2):
+        rows = 3 + (drafts or 0)
+        conv = {"conv_kernel": 4} | ({} if drafts is None else {"speculative_tokens": drafts})
+        assert kda_state(**heads, **conv) == ((rows, 3 * 40 // r), (8 // r, 5, 5))
+        mamba2 = mamba2_state(**heads, state_size=6, num_groups=4, **conv)
+        assert mamba2 == ((rows, (40 + 2 * 4 * 6) // r), (8 // r, 5, 6))
+        of_heads = {"num_key_heads": 4, "num_value_heads": 8, "key_size": 5, "value_size": 6}
+        delta = gated_delta_net_state(**of_heads, **conv, **given)
+        assert delta == ((rows, (2 * 4 * 5 + 8 * 6) // r), (8 // r, 6, 5))
+
+
 # --- growth -----------------------------------------------------------------------
 
 LENGTH, IN_FLIGHT, ENCODER = 21, 6, 7
@@ -268,6 +287,33 @@ def test_a_row_has_just_the_columns_that_a_request_ever_holds(kind: str) -> None
         last[growth] = max(last.get(growth, 0), *live)
     for growth, column in last.items():
         assert growth.row_blocks(LENGTH, ENCODER) == column + 1, growth
+
+
+@functools.cache
+def most_pieces(requests: int, tokens: int, query: int, size: int) -> int:
+    """The most pieces that tokens of requests, ``query`` at most of each, are cut into."""
+    if not requests:
+        return 0
+    each = range(min(tokens, query) + 1)
+    return max(-(-n // size) + most_pieces(requests - 1, tokens - n, query, size) for n in each)
+
+
+@each_kind
+def test_a_step_takes_at_most_the_blocks_of_its_worst_division_among_requests(kind: str) -> None:
+    sizes = range(1, 5), range(1, 9), (1, 2, 3, 4, 5, 8), (1, 2)
+    growths = dict.fromkeys(spec.growth for spec in GROWTHS[kind])
+    for growth, (batch, tokens, query, ranks) in itertools.product(
+        growths, itertools.product(*sizes)
+    ):
+        wanted = batch * growth.speculative_blocks
+        if growth.stores == "encoder":
+            wanted = batch * -(-ENCODER // growth.block_size)
+        elif growth.stores == "state" and growth.cache_mode != "all":
+            wanted += batch
+        else:
+            wanted += most_pieces(batch, tokens, query, growth.block_size * ranks)
+        found = growth.most_new_blocks(batch, tokens, query, ENCODER, ranks)
+        assert found == wanted, (growth, batch, tokens, query, ranks)
 
 
 @each_kind

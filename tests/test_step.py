@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,11 @@ from jaxkv._src.cache import (
     check_errors,
     make_cache,
 )
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.pool import read_rows, write_tokens
 from jaxkv._src.specs import FullAttentionSpec, StateSpec
-from jaxkv._src.step import UploadRing, apply_step
+from jaxkv._src.step import UploadRing, _apply, _ring, apply_step
 from jaxkv._src.uploads import StepShape, Upload, pack_step
 from jaxkv.testing import (
     assert_in_place,
@@ -34,7 +36,7 @@ from jaxkv.testing import (
     assert_unchanged,
     count_compilations,
 )
-from tests.helpers import IMPLEMENTATIONS, hybrid_plan, kernels_run, needs_mosaic, pointers
+from tests.helpers import IMPLEMENTATIONS, as_ids, hybrid_plan, kernels_run, needs_mosaic, pointers
 
 PLAN = hybrid_plan()
 SHAPE = StepShape.for_plan(PLAN, max_requests=4, max_tokens=16, forks=2)
@@ -162,6 +164,23 @@ def test_uploads_without_a_number_are_not_counted() -> None:
     for one in (SHAPE.idle(), uploads[0], upload(), uploads[1]):
         cache, _ = step(cache, one)
     check_errors(cache)
+
+
+def test_the_status_after_every_kind_of_number_and_of_last_number() -> None:
+    @jax.jit
+    def follow(status, number):
+        cache = types.SimpleNamespace(status=status)
+        return _apply._next_status(status, number), _apply._check_number(cache, number)
+
+    numbers = (0, -1, -2, -INT32_MAX, 1, 2, 3, INT32_MAX - 1, INT32_MAX)
+    for last, number in itertools.product((0, 1, 2, INT32_MAX - 1, INT32_MAX), numbers):
+        wanted, problem = last % INT32_MAX + 1, 0
+        if number > 0:
+            problem = LOST_UPLOAD * (number > wanted) | REPEATED_UPLOAD * (number < wanted)
+        before = 0 if number < 0 else NO_BLOCK  # a reset gives up what was wrong
+        status, found = follow(as_ids([NO_BLOCK, last]), jnp.int32(number))
+        assert status.tolist() == [before, abs(number) or last], (last, number)
+        assert found == problem, (last, number)
 
 
 def test_an_idle_step_changes_nothing_and_is_all_padding() -> None:
@@ -294,6 +313,19 @@ def test_an_upload_outlives_as_many_others_as_the_ring_is_deep(depth: int, jitte
         first = number - len(alive) + 1
         assert [int(one.data[0]) for one in alive] == list(range(first, number + 1))
         assert all(one.data.is_deleted() for one in sent[: -2 * depth])
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_device_that_gives_two_buffers_one_memory_has_no_ring(depth: int, monkeypatch) -> None:
+    made: list[jax.Array] = []
+
+    def give_one_twice(uploads: list[jax.Array]) -> list[jax.Array]:
+        made.extend(uploads)
+        return [*uploads[:-1], made[0]]
+
+    monkeypatch.setattr(_ring, "_take_back", give_one_twice)
+    with pytest.raises(NotImplementedError, match="gives two buffers the same memory; call step"):
+        UploadRing(depth=depth).buffer(SHAPE)
 
 
 def test_a_step_refuses_an_upload_whose_buffer_was_taken_back() -> None:

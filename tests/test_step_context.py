@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv._src.step import _context
 from jaxkv.testing import assert_same_bytes
 
 LAYERS = ("layers.0", "layers.1")
@@ -386,6 +388,62 @@ def test_encoder_tokens_are_read_by_steps_that_write_none() -> None:
         return step.done()
 
     jax.eval_shape(model, *made(None, plan))
+
+
+def test_what_a_layer_shares_is_read_once_its_owner_wrote_it() -> None:
+    shared = {"reader": jaxkv.SharedKVSpec("layers.0")}
+    plan = jaxkv.plan_cache({"layers.0": SPEC} | shared, 2**20, max_model_len=32)
+
+    def model(cache: jaxkv.KVCache, upload: Any, *, writes: bool) -> Any:
+        step = Step(cache, upload)
+        x = EMBED[step.token_ids]
+        if writes:
+            x = x + step.attend("layers.0", *keys_of(x))
+        return step.attend("reader", x), step.done()
+
+    given = made(None, plan)
+    jax.eval_shape(functools.partial(model, writes=True), *given)
+    with pytest.raises(ValueError, match="layer='reader' is read and this step has not written"):
+        jax.eval_shape(functools.partial(model, writes=False), *given)
+
+
+# Methods, and the axes of their arrays after those of the tokens.
+CALLS = {"attend": 2, "gated_delta": 1, "mamba2": 1, "linear_attention": 1, "short_conv": 1}
+CALLS |= {"read_state": None, "write_state": None}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_passes_on_all_that_it_is_given(name: str, monkeypatch) -> None:
+    """Also [1, ...] of a single token, which has no batch axis, and [1, 1, ...], which has one."""
+    shape = jaxkv.StepShape.for_plan(PLAN, max_requests=2, max_tokens=1, extra=1)
+    kinds = [p.kind for p in inspect.signature(getattr(Step, name)).parameters.values()]
+    array = np.ones((1, *[2] * (CALLS[name] or 0)))
+    arrays = [array + i for i in range(kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 2)]
+    options = {
+        parameter.name: object()
+        for parameter in inspect.signature(getattr(jaxkv, name)).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert "period" in options
+    passed: list[tuple[Any, ...]] = []
+
+    def record(cache: Any, layer: str, batch: Any, *arrays: Any, **options: Any) -> Any:
+        passed.append((cache, layer, batch, options, arrays))
+        return array
+
+    def check(cache: jaxkv.KVCache, upload: Any) -> None:
+        step = Step(cache, upload)
+        for given in (arrays, [x[None] for x in arrays]):
+            is_batched = CALLS[name] is not None and given is not arrays
+            out = getattr(step, name)("layers.0", *given, **options)
+            if name != "write_state":
+                assert out.shape == (array[None] if is_batched else array).shape
+            *others, found = passed.pop()
+            assert others == [step._cache, "layers.0", step.batch, options]
+            np.testing.assert_equal(found, tuple(arrays if is_batched else given))
+
+    monkeypatch.setattr(_context, name, record)
+    jax.eval_shape(check, made()[0], shape.idle())
 
 
 def test_a_shape_without_token_ids() -> None:

@@ -66,7 +66,7 @@ def attend_mosaic(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, 
 
 def _decode_and_prefill(arrays: AttentionArrays, rule: AttentionRule, size: int, out: Any) -> Array:
     """Writes the output of all queries, and returns their log-sum-exp."""
-    tiles = _decode_tiles(arrays, rule, Cut(size, most=size))
+    tiles = _decode_tiles(arrays, rule, Cut(size, is_single=True))
     lse = lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule)
     tiles = cut_queries(arrays, rule, Cut(QUERIES, align=8, least=size + 1))
     lse_prefill = _prefill(arrays, rule, tiles, out)
@@ -121,7 +121,7 @@ def _decode_all(arrays: AttentionArrays, rule: AttentionRule, size: int, out: An
     One kernel serves requests of few and of many queries, so that a token has the same bits in a
     decode and in a prompt. Those of many have larger tiles.
     """
-    few = cut_queries(arrays, rule, Cut(size, most=size))
+    few = cut_queries(arrays, rule, Cut(size, is_single=True))
     many = cut_queries(arrays, rule, Cut(max(1, MAX_ROWS // rule.group), least=size + 1))
     lse = [lse_of_tokens(_decode(arrays, rule, tiles, out), tiles, rule) for tiles in (few, many)]
     return jnp.where(few.of_token[:, None] < 0, lse[1], lse[0])

@@ -36,7 +36,8 @@ class PrefillTile(NamedTuple):
     chunk_offset, rank: as in `AttentionArrays`.
     begin, end: no query of the tile sees keys outside ``begin`` to ``end - 1``.
     first_step, last_step: the steps of keys, ``last_step`` excluded.
-    full_begin, full_end: steps in which every query sees all keys, ``full_end`` excluded.
+    full_begin, full_end: in these steps of the tile every query sees all keys, ``full_end``
+      excluded; in none if it is not the larger one.
     has_holes: whether any page of the request holds no keys.
     num_tiles: how many tiles count, in every row.
     heads_together: KV heads whose tiles come together; see `_heads_together`.
@@ -128,16 +129,12 @@ def prefill_tiles(
       pieces: from `divide`; there are ``pieces.lanes`` rows more then, one for each piece.
     """
     first, last = _steps(tiles, keys)
-    first_query = jnp.maximum(tiles.positions, 0)
     last_query = jnp.maximum(tiles.positions + tiles.counts - 1, 0)
     seen_by_last = rule.first_visible(last_query, tiles.chunk_offsets)
     full_begin, full_end = lax.div(seen_by_last + (keys - 1), keys), lax.div(tiles.ends, keys)
     if rule.causal:
-        seen_by_all = rule.held_before(first_query + 1, arrays.rank)
-        seen_by_all = jnp.where(tiles.positions < 0, 0, seen_by_all)
+        seen_by_all = rule.held_before(tiles.positions + 1, arrays.rank)
         full_end = lax.div(jnp.minimum(seen_by_all, tiles.ends), keys)
-    full_begin = jnp.clip(full_begin, first, last)
-    full_end = jnp.maximum(full_end, full_begin)
     holed = has_holes(arrays, rule, tiles)
     # The longest pieces come first, whatever their heads.
     heads = _heads_together(arrays, rule, tiles) if pieces is None else rule.kv_heads

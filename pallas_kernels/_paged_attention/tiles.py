@@ -191,18 +191,14 @@ class Cut(NamedTuple):
 
     size: rows of a tile.
     align: every tile begins at a multiple of this among the flat tokens.
-    least, most: requests with fewer or with more queries get no tiles; None: no limit.
+    least: requests with fewer queries get no tiles.
+    is_single: requests with more queries than a tile has rows get none either.
     """
 
     size: int
     align: int = 1
     least: int = 1
-    most: int | None = None
-
-    @property
-    def is_single(self) -> bool:
-        """Returns whether a request has at most one tile."""
-        return self.most is not None and self.most <= self.size
+    is_single: bool = False
 
     def max_tiles(self, batch: int, num_tokens: int) -> int:
         """Returns the number of tiles, some of which may be empty, for a batch of that shape."""
@@ -245,8 +241,8 @@ def cut_queries(arrays: AttentionArrays, rule: AttentionRule, cut: Cut) -> Query
     query_lens = ends - starts
     first_rows = lax.div(starts, cut.align) * cut.align
     counted = query_lens >= cut.least
-    if cut.most is not None:
-        counted &= query_lens <= cut.most
+    if cut.is_single:
+        counted &= query_lens <= cut.size
     first_tiles = cut.first_tiles(first_rows)
     index = jnp.arange(max(1, cut.max_tiles(batch, num_tokens)))
     if cut.is_single:

@@ -120,7 +120,7 @@ def queries_of(arrays: AttentionArrays, cut: Cut) -> dict[int, tuple[int, int]]:
     found = {}
     loc = np.asarray(arrays.query_start_loc).tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(loc)):
-        if cut.least <= end - begin <= (cut.most or TOKENS):
+        if cut.least <= end - begin <= (cut.size if cut.is_single else TOKENS):
             length = max(int(arrays.seq_lens[request]), 0)
             found |= {token: (request, length - end + token) for token in range(begin, end)}
     return found
@@ -156,7 +156,7 @@ CUTS = [
     Cut(8),
     Cut(16, align=8),
     Cut(64, least=2),
-    Cut(4, least=2, most=4),
+    Cut(4, least=2, is_single=True),
     Cut(1),
     Cut(16, align=8, least=5),
 ]
@@ -170,7 +170,7 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
             tiles = cut_queries(arrays, rule, cut)
             assert (np.asarray(tiles.tokens) % cut.align == 0).all()
             most = TOKENS if cut.size == 1 else BATCH + TOKENS // cut.size
-            assert len(tiles.requests) == (BATCH if cut.most == cut.size else most)
+            assert len(tiles.requests) == (BATCH if cut.is_single else most)
             check_tiles(arrays, rule, tiles, queries_of(arrays, cut))
     for arrays in batches(rule, each_one=True):
         lens = np.asarray(arrays.seq_lens).tolist()

@@ -21,7 +21,7 @@ def take(values: Array, indices: Array, fill: int = 0) -> Array:
     return values.at[indices].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
-def take_cells(table: Array, rows: Array, columns: Array, fill: int = 0) -> Array:
+def take_cells(table: Array, rows: Array, columns: Array, fill: int) -> Array:
     """Returns ``table[rows, columns]``, with ``fill`` where the column is out of range.
 
     Args:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from jaxkv._src.internal.numbers import INT32_MAX, NULL_BLOCK
+from jaxkv._src.internal.numbers import INT32_MAX
 from jaxkv._src.planning._layout import Group
 from jaxkv._src.planning._longest import longest_model_len
 from jaxkv._src.planning._plan import Plan
@@ -73,8 +73,6 @@ def admit(
 
 def longest_fit(plan: Plan) -> int:
     """Returns the longest request, up to ``max_model_len``, that the pool of a plan holds."""
-    if plan.num_blocks <= NULL_BLOCK + 1:
-        return 0
     return longest_model_len(
         plan.groups,
         plan.usable_blocks,

@@ -193,9 +193,9 @@ def _batch(shape: StepShape, rows: np.ndarray, computed: np.ndarray, counts: np.
         raise ValueError(f"rows must be in 0..{shape.max_requests - 1}, got {rows.tolist()}")
     if np.unique(rows).size < rows.size:
         raise ValueError(f"rows names a row twice: {rows.tolist()}; list each request once")
-    if computed.min(initial=0) < 0:
+    if (computed < 0).any():
         raise ValueError(f"num_computed_tokens must be at least 0, got {computed.min()}")
-    if counts.min(initial=1) < 1:
+    if (counts < 1).any():
         raise ValueError(
             f"num_new_tokens must be at least 1, got {counts.min()}; leave such requests out"
         )
