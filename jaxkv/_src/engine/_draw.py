@@ -40,7 +40,7 @@ def draw(logits: Array, of: Mapping[str, Array], kind: Kind) -> tuple[Array, Arr
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
         scores = jnp.where(is_drawn, scores + noise, logits)
     tokens = scores.argmax(axis=-1).astype(jnp.int32)
-    picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    picked = jnp.take_along_axis(logits, tokens[:, None])[:, 0]
     return tokens, picked - jax.nn.logsumexp(logits, axis=-1)
 
 
