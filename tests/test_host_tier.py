@@ -194,13 +194,13 @@ def hybrid() -> Served:
 
 @pytest.mark.parametrize("layers", [{"a": FULL, "s": STATE}, {"s": STATE}], ids=len)
 def test_prompts_of_any_length_come_back_from_the_host(layers) -> None:
-    for size in range(2, 7):
+    for size in range(1, 6):
         served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
         served.run("a", prompt(1, size))
         for number in range(2, 10):
             served.run(number, prompt(number, 32))
-        hit = served.start("b", prompt(1, size))
-        assert (hit.num_cached_tokens, hit.num_host_tokens) == (size - 1, size - 1)
+        hit = served.start("b", prompt(1, size + 1))
+        assert (hit.num_cached_tokens, hit.num_host_tokens) == (size, size)
 
 
 def test_a_state_is_loaded_with_its_keys() -> None:
