@@ -525,6 +525,32 @@ def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(
     server.serve()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("cached", [4, 12])
+def test_prompts_of_one_prefix_need_its_blocks_once(cached: int, is_held: bool) -> None:
+    """In pools of every size: a first request takes those that nobody holds, and others share."""
+    prompt, started = [1] * (cached + 1), set()
+    for usable in range(12, 22):
+        budgets = {"max_tokens": 64, "cached_tokens": 64}
+        server = Server(plan_of("full", 1 + usable), max_requests=6, **budgets)
+        server.add("x", prompt, cached + 1)
+        while "x" not in (schedule := server.step()).samples:
+            pass
+        if not is_held:
+            server.sample(schedule)
+        whole, shared = (cached + 12) // 4, cached // 4
+        for name in "abcde":
+            server.add(name, [*prompt[:cached], *range(2, 13)], 40)
+        server.scheduler.schedule()
+        free = usable - (shared + 1 if is_held else 0)
+        first = whole - (shared if is_held else 0)
+        wanted = min(5, 1 + (free - first) // (whole - shared))
+        running = [name for name in server.scheduler.running if name != "x"]
+        assert len(running) == wanted, (usable, running)
+        started.add(wanted)
+    assert len(started) > 2
+
+
 def test_ids_past_the_prompt_are_not_those_of_the_prompt() -> None:
     server = Server(plan_of("full"))
     server.add("x", [1] * 20, 21)
