@@ -38,6 +38,7 @@ from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
 from tests.layer_examples import Layers
 from tests.reference_manager import Change, OutOfBlocks, ReferenceManager
+from tests.servings.oracle import Known, Oracle
 from tests.servings.traffic import Watched
 
 SEEDS = int(os.environ.get("JAXKV_SEEDS", "40"))  # 2,800 calls of a manager of each model
@@ -936,6 +937,48 @@ def test_a_shape_has_room_for_the_copies_that_others_read_of_a_block_that_is_dro
     assert parts["copy_destinations"].tolist() == [manager.block_ids("t")[0][0]]
 
 
+@pytest.mark.parametrize("drafts", [0, 1])
+@pytest.mark.parametrize("mode", ["none", "align", "all"])
+def test_requests_that_grow_and_go_back_read_the_states_that_they_wrote(
+    mode: str, drafts: int
+) -> None:
+    state = StateSpec(block_size=2, cache_mode=mode, speculative_blocks=drafts, **STATE)
+    plan = small_plan({"s": state}, 30, max_model_len=24)
+    shape, num_rewound = shape_of(plan, max_query_len=8), 0
+    sizes = (1, 2, 5), (0, 2, 3, 4, 7), (0, 6), (1, 4)
+    for second, left, grown, third in itertools.product(*sizes):
+        manager = Watched(plan, max_requests=4)
+        oracle, request = Oracle(manager), Known("r", list(range(24)), verified=24)
+        manager.start("r")
+        oracle.begin(request, 0)
+
+        def step(count: int, oracle=oracle, request=request) -> None:
+            upload = oracle.manager.step(shape, {"r": count})
+            oracle.step(upload, {"r": request}, {"r": count})
+            oracle.check_rows()
+
+        step(2)
+        are_drafts = 1 < second <= 1 + drafts
+        request.verified = 3 if are_drafts else 24
+        step(second)
+        (columns,) = request.states.values()
+        if left and (left > request.computed or left not in columns):
+            continue
+        try:
+            manager.rewind({"r": left})
+        except ValueError:
+            assert mode == "all" and (drafts or not left)
+            continue
+        oracle.rewind(request, left)
+        request.verified, num_rewound = 24, num_rewound + (left > 0)
+        if not are_drafts:
+            manager.grow({"r": grown} if grown else {})
+            step(third)
+        step(1)
+        step(2)
+    assert num_rewound > 3
+
+
 def test_the_device_learns_of_a_copy_with_the_upload_that_makes_it() -> None:
     manager, shape = running(small_plan({"a": FULL}), 5)
     shape = dataclasses.replace(shape, block_copies=1)
@@ -944,6 +987,21 @@ def test_the_device_learns_of_a_copy_with_the_upload_that_makes_it() -> None:
     manager.grow({"r": 1})
     manager.step(shape, {"t": 1})
     assert not manager.step(shape, {"r": 1}).parts()["entry_ids"].size
+
+
+@pytest.mark.parametrize("count", [8, 7, 4, 3, 0])
+def test_a_rewind_to_where_a_copied_block_begins_leaves_no_copy(count: int) -> None:
+    manager, shape = running(small_plan({"a": FULL}), 9)
+    manager.fork("r", ["s"])
+    manager.grow({"r": 1})  # copies the block of the last token
+    manager.rewind({"r": count})
+    shape = dataclasses.replace(shape, block_copies=int(count % 4 > 0))
+    parts = manager.step(shape, {"r": 9}).parts()
+    (own,), (shared,) = manager.block_ids("r"), manager.block_ids("s")
+    at, num_copies = count // 4, int(count % 4 > 0)
+    assert own[:at] == shared[:at]
+    assert parts["copy_sources"].tolist() == list(shared[at : at + num_copies])
+    assert parts["copy_destinations"].tolist() == list(own[at : at + num_copies])
 
 
 @pytest.mark.parametrize(("rewound", "readers"), [("r", ""), ("rt", ""), ("r", "t")])

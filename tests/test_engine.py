@@ -364,11 +364,11 @@ def test_new_weights(in_flight: Any) -> None:
     while engine.has_work:
         for output in engine.step():
             outputs.setdefault((output.request, output.sample), []).extend(output.tokens)
+    before = {(o.request, o.sample): o.tokens for o in old}
     fresh = {(o.request, o.sample): o.tokens for o in run(engine, requests)}
+    assert fresh.keys() == before.keys() and fresh != before
     engine.update(make_params())
-    assert {(o.request, o.sample): o.tokens for o in run(engine, requests)} == {
-        (o.request, o.sample): o.tokens for o in old
-    }
+    assert {(o.request, o.sample): o.tokens for o in run(engine, requests)} == before
     assert hits <= engine.stats.cached_tokens
     if in_flight == "restart":
         assert outputs == fresh

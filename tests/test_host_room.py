@@ -1,6 +1,7 @@
 """The blocks that host memory keeps and brings back, checked against the rules in words."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -218,6 +219,137 @@ def test_of_blocks_that_leave_together_those_that_were_used_last_are_kept(monkey
     served.start("last", range(1000, 1032))
     served.manager.grow({"last": 32})  # takes all blocks but one
     assert [have for have, _ in served.found()] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+class Room:
+    """The blocks and the chunks of a `HostRoom`, by the rules in words."""
+
+    def __init__(self, num_bytes: int):
+        self.room, self.num_bytes = _room.HostRoom([4, 8], num_bytes, 2), num_bytes
+        self.sizes = 4, 8
+        self.group: dict[int, int] = {}
+        self.chunk: dict[int, int] = {}
+        self.alive: list[int] = []
+        self.leaving: list[int] = []
+        self.unsealed: list[int] = []
+        self.chunks: dict[int, list[int]] = {}  # the least recently used first
+        self.group_of: dict[int, int] = {}  # by chunk
+        self.pins: Counter[int] = Counter()
+        self.dropped: list[int] = []
+
+    @property
+    def used_bytes(self) -> int:
+        bytes_of = {n: self.sizes[self.group_of[n]] * len(ids) for n, ids in self.chunks.items()}
+        return sum(bytes_of.values()) + sum(self.sizes[self.group[i]] for i in self.unsealed)
+
+    def check(self) -> None:
+        room, ids = self.room, np.array(self.alive, np.int64)
+        assert room.alive.tolist() == sorted(self.alive)
+        assert room.groups(ids).tolist() == [self.group[i] for i in self.alive]
+        assert room.chunks(ids).tolist() == [self.chunk[i] for i in self.alive]
+        assert room.used_bytes == self.used_bytes <= self.num_bytes
+        assert room.num_used_ids == len(self.alive) + len(self.leaving)
+        assert room.has_changed == bool(self.unsealed or self.dropped or self.leaving)
+
+    def take(self, groups: list[int]) -> None:
+        ids = self.room.take(np.array(groups, np.int64)).tolist()
+        assert len({*ids, *self.alive, *self.leaving}) == (
+            len(ids) + len(self.alive) + len(self.leaving)
+        )
+        assert not ids or 2 <= min(ids) <= max(ids) < 2 + self.room.num_ids
+        self.group |= zip(ids, groups, strict=True)
+        self.chunk |= dict.fromkeys(ids, _room.UNSEALED)
+        self.alive += ids
+        self.unsealed += ids
+
+    def members(self, number: int) -> list[int]:
+        """Returns the blocks of a chunk that are alive."""
+        return [i for i in self.chunks[number] if i in self.alive and self.chunk[i] == number]
+
+    def let_go(self, ids: list[int]) -> None:
+        for host_id in ids:
+            self.alive.remove(host_id)
+            self.leaving.append(host_id)
+            self.drop(self.chunk[host_id])
+
+    def drop(self, number: int) -> None:
+        if number in self.chunks and not self.members(number) and not self.pins[number]:
+            del self.chunks[number]
+            self.dropped.append(number)
+
+    def oldest(self, spared: set[int]) -> None:
+        spared |= {number for number, count in self.pins.items() if count}
+        number = next((n for n in self.chunks if n not in spared), None)
+        gone = None if number is None else self.members(number)
+        assert self.room.oldest(spared) == gone
+        self.let_go(gone or [])
+
+    def touch(self, ids: list[int]) -> None:
+        self.room.touch(np.array(ids, np.int64))
+        for number in dict.fromkeys(self.chunk[i] for i in ids):
+            if number in self.chunks:
+                self.chunks[number] = self.chunks.pop(number)
+
+    def pin(self, number: int) -> None:
+        assert self.room.pin(number) == (number in self.chunks)
+        self.pins[number] += number in self.chunks
+
+    def unpin(self, number: int) -> None:
+        self.room.unpin(number)
+        self.pins[number] -= 1
+        self.drop(number)
+
+    def move(self, wanted: set[int]) -> None:
+        made = self.room.seal({i: 100 + i for i in self.unsealed}, wanted)
+        stored = [i for i in self.unsealed if i in self.alive or i in wanted]
+        self.unsealed.clear()
+        for chunk in made:
+            ids = (chunk.block_ids - 100).tolist()
+            assert len(ids) in _room.CHUNK_SIZES and {self.group[i] for i in ids} == {chunk.group}
+            self.chunks[chunk.number], self.group_of[chunk.number] = ids, chunk.group
+            self.chunk |= dict.fromkeys(ids, chunk.number)
+            if not self.members(chunk.number):
+                self.pin(chunk.number)
+        for group in (0, 1):
+            of_group = [chunk.block_ids for chunk in made if chunk.group == group]
+            ids = [i for i in stored if self.group[i] == group]
+            assert [i - 100 for part in of_group for i in part.tolist()] == ids
+            fewest = len(ids) // 16 + len(ids) % 16 // 4 + len(ids) % 4
+            assert len(of_group) == fewest, "more chunks than needed"
+        assert self.room.settle() == tuple(self.dropped)
+        self.dropped.clear()
+        self.leaving.clear()
+
+
+def test_host_room_equals_its_rules_after_every_call() -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        of = Room(draw.choice([8, 41, 400]))
+        for _ in range(60):
+            what = draw.choice(
+                ["take", "take", "release", "oldest", "touch", "pin", "unpin", "move"]
+            )
+            some = draw.sample(of.alive, draw.randint(0, min(3, len(of.alive))))
+            if what == "take":
+                groups = [draw.randint(0, 1) for _ in range(draw.choice([1, 3, 20, 50]))]
+                while of.used_bytes + sum(of.sizes[group] for group in groups) > of.num_bytes:
+                    groups.pop()
+                of.take(groups)
+            elif what == "release":
+                of.room.release(some)
+                of.let_go(some)
+            elif what == "oldest":
+                of.oldest({*draw.sample([*of.chunks], min(len(of.chunks), draw.randint(0, 2)))})
+            elif what == "touch":
+                of.touch(some)
+            elif what == "pin":
+                of.pin(draw.choice([*of.chunks, 1]))
+            elif what == "unpin" and any(of.pins.values()):
+                of.unpin(draw.choice([number for number, count in of.pins.items() if count]))
+            elif what == "move":
+                gone = [i for i in of.unsealed if i not in of.alive]
+                of.move({*draw.sample(gone, draw.randint(0, len(gone)))})
+            of.check()
 
 
 def test_a_load_brings_each_block_to_all_that_want_it() -> None:

@@ -193,6 +193,17 @@ def hybrid() -> Served:
     return served
 
 
+@pytest.mark.parametrize("layers", [{"a": FULL, "s": STATE}, {"s": STATE}], ids=len)
+def test_prompts_of_any_length_come_back_from_the_host(layers) -> None:
+    for size in range(1, 6):
+        served = Served(layers, 13, host(100, layers), checkpoint_share=1.0)
+        served.run("a", prompt(1, size))
+        for number in range(2, 10):
+            served.run(number, prompt(number, 32))
+        hit = served.start("b", prompt(1, size + 1))
+        assert (hit.num_cached_tokens, hit.num_host_tokens) == (size, size)
+
+
 def test_a_state_is_loaded_with_its_keys() -> None:
     served = hybrid()
     hit = served.start("d", prompt(1, 18))
@@ -660,6 +671,37 @@ def test_a_scheduler_computes_no_token_of_a_preempted_request_twice(layers, has_
     assert num_preempted and num_computed == 4 * 31
 
 
+@pytest.mark.parametrize("size", [7, 11])
+def test_a_preempted_request_goes_on_once_its_blocks_are_free(size: int) -> None:
+    seen: set[bool] = set()
+    for other in range(2, 27, 3):
+        sizes = {"other": other, "older": 9, "younger": size}
+        tokens = {name: prompt(i, n).tolist() for i, (name, n) in enumerate(sizes.items())}
+        plan = plan_of({"a": FULL}, 99, 40)
+        least = sum(plan.admission_blocks(n + 1) for n in sizes.values())
+        plan = plan_of({"a": FULL}, 1 + max(least, 10), 40)
+        manager = BlockManager(plan, max_requests=3, host_memory=host(100, {"a": FULL}))
+        scheduler = Scheduler(manager, max_tokens=64, tokens=tokens)
+        for name, count in sizes.items():
+            scheduler.add(name, count)
+        while not (schedule := scheduler.schedule()).preempted:
+            manager.step(scheduler.shape(extra=0), schedule.work)
+            manager.take_moves()
+            tokens["older"].append(0)
+            scheduler.append({"older": 1})
+        manager.step(scheduler.shape(extra=0), schedule.work)
+        manager.take_moves()
+        tokens["younger"].append(0)
+        scheduler.append({"younger": 1})
+        scheduler.finish("other")
+        fits = plan.admission_blocks(size + 2) <= manager.num_free_blocks
+        schedule = scheduler.schedule()
+        assert schedule.work == ({"younger": 1} if fits else {})
+        assert [hit.num_cached_tokens for hit in schedule.hits.values()] == [size] * fits
+        seen.add(fits)
+    assert seen == {True, False}
+
+
 def test_a_request_that_waits_for_loads_goes_on_once_it_is_alone(monkeypatch) -> None:
     monkeypatch.setattr(_room, "CHUNK_SIZES", (1,))
     layers, tokens = {"a": FULL}, {name: list(prompt(1 + name % 2, 29)) for name in range(3)}
@@ -892,6 +934,9 @@ def test_a_block_of_a_group_with_fewer_layers_takes_fewer_bytes() -> None:
     assert stored[0] and stored[1] and stored[2]
     assert stats is not None
     assert stats.used_bytes == sum(each[group] * count for group, count in stored.items())
+    Served(layers, 60, HostMemory(num_bytes=min(each)))
+    with pytest.raises(ValueError, match=f"of which the smallest has {min(each):,} bytes"):
+        Served(layers, 60, HostMemory(num_bytes=min(each) - 1))
 
 
 def test_bytes_of_a_chunk_stay_when_its_ids_are_those_of_another_group() -> None:

@@ -176,6 +176,7 @@ def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:
     [
         (TypeError, "block_size must be an int", {"block_size": 4.0}),
         (ValueError, "block_size must be at least 1", {"block_size": 0}),
+        (ValueError, "block_size=2147483648", {"block_size": 2**31}),
         (TypeError, "got float64", {"tokens": [0.5] * 8}),
         (ValueError, "flat list", {"tokens": np.zeros((2, 8), int)}),
         (ValueError, "0..2147483647", {"tokens": [-1] * 8}),

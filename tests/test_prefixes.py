@@ -183,15 +183,19 @@ def test_a_found_prefix_keeps_its_salt() -> None:
     tokens = np.arange(12)
     manager, _ = computed_prompt(plan_of("full"), tokens)
     found = manager.find_prefix(tokens, salt="b")
-    with pytest.raises(ValueError, match="salt and extra_keys are those of find_prefix"):
-        manager.start("a", found, salt="b")
+    for options in ({"salt": "b"}, {"extra_keys": [ExtraKey.lora("b", "/b")]}):
+        with pytest.raises(ValueError, match="salt and extra_keys are those of find_prefix"):
+            manager.start("a", found, **options)
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
 
 
-@pytest.mark.parametrize("name", ["full", "windows", "chunks", "all"])
-def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(name: str) -> None:
-    manager = BlockManager(plan_of(name, num_blocks=40), max_requests=3)
+@pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
+def test_a_prompt_computed_twice_outlives_the_blocks_that_were_kept_first(
+    name: str, monkeypatch
+) -> None:
+    monkeypatch.setitem(LAYERS, "single", {"a": full(block_size=1)})
+    manager = BlockManager(plan_of(name, 80 if name == "single" else 40), max_requests=3)
     shape = StepShape.for_plan(manager.plan, max_requests=3, max_tokens=36)
     tokens = np.arange(12)
     for request in "ab":

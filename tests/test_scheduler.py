@@ -203,6 +203,25 @@ def test_as_many_requests_run_at_once_as_the_plan_says(
     assert not server.preemptions
 
 
+@pytest.mark.parametrize("in_flight", [8, 16])
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_prompts_that_start_together_wait_for_the_blocks_of_one(kind, order, in_flight) -> None:
+    """Without preemption, no pool has room for what all of them take while they are computed."""
+    for count in range(1, 6):
+        plan = small_plan(500, LAYERS[kind], in_flight)
+        steady, whole = plan.steady_blocks(32), plan.admission_blocks(32)
+        plan = small_plan(1 + (count - 1) * steady + whole, LAYERS[kind], in_flight)
+        server = Server(plan, max_requests=6, max_tokens=96, order=order, preemption=False)
+        for name in range(6):
+            server.add(name, 31, 32)
+        server.step()
+        assert len(server.scheduler.running) == count
+        server.sample(server.schedules[-1])
+        server.serve(most_steps=200)
+        assert not server.preemptions
+
+
 @pytest.mark.parametrize("preemption", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_requests_start_in_order_for_as_long_as_they_fit_together(
@@ -756,6 +775,28 @@ def test_steady_steps_copy_the_states_of_no_more_requests_than_forks() -> None:
             tokens[name].append(3)
         server.scheduler.append(dict.fromkeys(schedule.samples, 1))
     assert sorted(copied) == [0] * 6 + [1, 1]
+
+
+@pytest.mark.parametrize("forks", [1, 2])
+def test_forks_that_go_back_together_copy_in_no_step_more_than_it_has_room_for(forks: int) -> None:
+    server = Server(small_plan(60), max_requests=3, max_tokens=16, forks=forks)
+    server.add("a", 5, 32)
+    for _ in range(5):
+        server.scheduler.append(dict.fromkeys(server.step().samples, 1))
+    server.step()
+    server.scheduler.fork("a", ["b", "c"])
+    server.arrived += ["b", "c"]
+    copied: list[int] = []
+    for number in range(12):
+        if number == 6:
+            server.scheduler.rewind(dict.fromkeys("abc", 7))  # into a block that they share
+        of_last = "abc" if number in (0, 6) else server.schedules[-1].samples
+        server.scheduler.append(dict.fromkeys(of_last, 1))
+        schedule = server.scheduler.schedule()
+        server.schedules.append(schedule)
+        upload = server.manager.step(server.shape, schedule.work)
+        copied.append(upload.parts()["copy_sources"].size)
+    assert max(copied) <= forks and sum(copied[:6]) == sum(copied[6:]) == 2
 
 
 def test_the_newest_tokens_of_a_request_that_starts_again_are_computed_together() -> None:

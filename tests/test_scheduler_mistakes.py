@@ -266,7 +266,7 @@ def test_a_token_that_is_not_noted_is_noticed() -> None:
     host.add("a", [1, 2, 3])
     host.step()
     host.scheduler.append({"a": 1})
-    refused(host.scheduler.schedule, "'a' has 4 tokens, .* hold 3 token ids of it")
+    refused(host.scheduler.schedule, "'a' has 4 tokens, .* hold 3 token ids of it; put")
     host.tokens["a"].append(9)
     schedule = host.scheduler.schedule()
     del host.tokens["a"][2:]

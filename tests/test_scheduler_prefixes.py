@@ -502,21 +502,63 @@ def test_tokens_that_were_rejected_before_they_were_computed_are_not_kept() -> N
 
 @pytest.mark.parametrize("mode", ["none", "align", "full"])
 @pytest.mark.parametrize("forks", [1, 2, 3])
-def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(mode, forks) -> None:
+@pytest.mark.parametrize("others", ["fg", "bcde", "bdf", "e"])
+def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(
+    mode, forks, others
+) -> None:
     plan, prompt = plan_of(mode, 120), [1, 2, 0] * 5
-    server = Server(plan, max_requests=5, max_tokens=64, forks=forks)
+    server = Server(plan, max_requests=7, max_tokens=64, forks=forks)
     server.add("a", prompt, 16, boundaries=[12])
     server.serve()
-    for name in "bcde":
-        server.add(name, [*prompt[:12], 2, 2, 1], 16)
+    for name in "bcdefg":
+        server.add(name, [0] if name in others else [*prompt[:12], 2, 2, 1], 16)
     started = []
     while server.scheduler.waiting:
         schedule = server.step()
-        assert all(hit.num_cached_tokens >= 12 for hit in schedule.hits.values())
+        for name, hit in schedule.hits.items():
+            assert name in others or hit.num_cached_tokens >= 12
         started.append(len(schedule.hits))
         server.sample(schedule)
-    assert started[0] == (4 if mode == "full" else forks)  # whole blocks need no copy
+    copied = [at for at, name in enumerate("bcdefg") if name not in others]
+    # Whole blocks need no copy; a step has room for 48 cached tokens.
+    assert started[0] == [*copied, 6][min(4 if mode == "full" else forks, len(copied))]
     server.serve()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("cached", [4, 12])
+def test_prompts_of_one_prefix_need_its_blocks_once(cached: int, is_held: bool) -> None:
+    """In pools of every size: a first request takes those that nobody holds, and others share."""
+    prompt, started = [1] * (cached + 1), set()
+    for usable in range(12, 22):
+        budgets = {"max_tokens": 64, "cached_tokens": 64}
+        server = Server(plan_of("full", 1 + usable), max_requests=6, **budgets)
+        server.add("x", prompt, cached + 1)
+        while "x" not in (schedule := server.step()).samples:
+            pass
+        if not is_held:
+            server.sample(schedule)
+        whole, shared = (cached + 12) // 4, cached // 4
+        for name in "abcde":
+            server.add(name, [*prompt[:cached], *range(2, 13)], 40)
+        server.scheduler.schedule()
+        free = usable - (shared + 1 if is_held else 0)
+        first = whole - (shared if is_held else 0)
+        wanted = min(5, 1 + (free - first) // (whole - shared))
+        running = [name for name in server.scheduler.running if name != "x"]
+        assert len(running) == wanted, (usable, running)
+        started.add(wanted)
+    assert len(started) > 2
+
+
+def test_ids_past_the_prompt_are_not_those_of_the_prompt() -> None:
+    server = Server(plan_of("full"))
+    server.add("x", [1] * 20, 21)
+    server.serve()
+    server.tokens["a"], server.chunks["a"] = [1] * 20, []
+    server.scheduler.add("a", 8)
+    schedule = server.step()
+    assert schedule.hits["a"].num_cached_tokens == schedule.work["a"] == 4
 
 
 @pytest.mark.parametrize("has_host_memory", [True, False])

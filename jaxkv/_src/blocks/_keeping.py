@@ -31,7 +31,7 @@ class KeptPrompts:
     ):
         self._state, self._tree, self._events, self._tier = state, tree, events, tier
         self._max_checkpoint_blocks = max_checkpoint_blocks
-        smallest = self.smallest_block = min([p.block for p in tree.policies], default=1)
+        smallest = self.smallest_block = min([p.block for p in tree.policies])
         self.known = KnownNamespaces(num_tokens=smallest, max_prompts=state.pool.num_blocks)
         # Tokens of a column in each group that keeps whole columns.
         self._whole = tuple(p.block for p in tree.policies if not p.by_checkpoint)

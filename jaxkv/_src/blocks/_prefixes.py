@@ -272,7 +272,7 @@ def _tree(state: RequestState, plan: Plan, tier: HostTier | None) -> PrefixTree:
     if tier is not None:  # which has more ids
         frozen_before = np.full(pool.num_blocks + tier.room.num_ids, 0, np.int64)
         pool.frozen_before = frozen_before[: pool.num_blocks]
-    smallest = min((policy.block for policy in policies), default=1)
+    smallest = min(policy.block for policy in policies)
     most = 4 * frozen_before.size * smallest
     return PrefixTree(policies, frozen_before, max_tokens=most, host_ids=pool.num_blocks)
 

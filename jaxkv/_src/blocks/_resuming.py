@@ -55,8 +55,6 @@ def columns_read(growth: Growth, block: int, num_tokens: int) -> tuple[int, int,
         return -1, int(growth.first_visible(num_tokens, PLAIN_INTS)) // block, end
     if growth.stores == "encoder" or not num_tokens:
         return -1, 0, 0
-    if growth.cache_mode == "none":
-        return -1, 0, 1
     return (end - 1 if growth.cache_mode == "align" else -1), end - 1, end
 
 

@@ -119,12 +119,11 @@ class Admission:
             request, num_tokens, draft_start=draft_start, max_cached_tokens=most
         )
         # Too few blocks may be free for those of the prefix that are in host memory.
-        found, cached = cached, hit.num_cached_tokens
+        cached = hit.num_cached_tokens
         end = self._prompts.next_chunk_end(request, cached)  # which the start has chosen
-        if end < ANYWHERE or cached < found:
-            step.take_back(name)
-            more = num_tokens - cached
-            step.give(name, more, at_most=end - cached, draft_start=draft_start - cached)
+        step.take_back(name)
+        more = num_tokens - cached
+        step.give(name, more, at_most=end - cached, draft_start=draft_start - cached)
         step.cached_tokens -= cached
         step.forks -= bool(cached) and may_copy
         room.take(request, blocks - sum(hit.shared_blocks))
@@ -199,11 +198,11 @@ class Admission:
 
     def fork(self, donor: Request, sample: Request) -> bool:
         """Starts a sample with the blocks of its donor. Returns False if it has to wait."""
-        if not self.num_forks(donor, min(1, self._queues.num_free_rows), self.fork_room()):
+        if not self.num_forks(donor, 1, self.fork_room()):
             return False
         try:
             self._manager.fork(donor.name, [sample.name])
-        except ValueError:  # the newest state may be in the block of a draft
+        except ValueError:  # no row is free, or the newest state may be in the block of a draft
             return False
         sample.num_known, sample.may_go_on = donor.num_known, donor.may_go_on
         self._queues.run(sample, self._manager.requests[sample.name])

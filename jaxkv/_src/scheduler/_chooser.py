@@ -69,14 +69,12 @@ class Chooser:
     def _goes_on(self, step: StepBudget, max_tokens: int) -> bool:
         """Takes blocks for the work of the last step, if that is the work of this one.
 
-        That is so while all running requests decode and none can start. A part of their token ids
-        is checked each time.
+        That is so while all running requests decode and none can start. None of them copies a block
+        then: what shares one starts, and what is rewound leaves the last step. A part of their
+        token ids is checked each time.
         """
         order, manager = self._queues.order, self._manager
         if not (order is step.everyone is self.extended) or self._queues.may_admit:
-            return False
-        may_copy = self._options.forks and manager.block_pool.has_shared_blocks
-        if may_copy and np.count_nonzero(manager.may_copy_by_row[order.rows]):
             return False
         turns = cdiv(len(order.names), CHECKED_AT_ONCE)
         start = CHECKED_AT_ONCE * (manager.num_uploads % turns)

@@ -165,7 +165,7 @@ class Prompts:
 
     def _ids_after_prompt(self, request: Request) -> np.ndarray | None:
         """Returns the ids after those that the manager knows; None: it wants none."""
-        if not (self._shares and request.may_go_on) or request.num_known is None:
+        if not request.may_go_on or request.num_known is None:
             return None
         try:
             return self._ids(request.name, request.num_known)
@@ -176,8 +176,7 @@ class Prompts:
         """Shortens requests, in the manager as well, to numbers of tokens."""
         self._manager.rewind({x.name: n for x, n in requests if self._must_rewind(x, n)})
         for request, count in requests:
-            if request.row < 0:
-                self.unpark(request)
+            self.unpark(request)
             if request.num_known is not None and count < request.num_known:
                 request.num_known, request.may_go_on = count, False  # other ids may follow
             request.found = None
@@ -185,8 +184,9 @@ class Prompts:
 
     def _must_rewind(self, request: Request, num_tokens: int) -> bool:
         """Returns whether the manager knows more tokens of a request."""
-        computed = self._manager.computed_by_row[request.row] if request.row >= 0 else 0
-        return num_tokens < max(computed, (request.row >= 0 and request.num_known) or 0)
+        if request.row < 0:
+            return False
+        return num_tokens < max(self._manager.computed_by_row[request.row], request.num_known or 0)
 
     def forget_unknown(self, request: Request, ledger: Ledger) -> None:
         """Forgets the tokens of a waiting request whose ids are not known, and what it found."""
