@@ -298,6 +298,19 @@ def test_class_defaults_are_read_as_transformers_fills_its_cache(model_type: str
         assert model_len(config) == length
 
 
+def test_the_values_that_a_class_assumes_are_those_of_transformers() -> None:
+    assumed = {
+        (model_type, name): value
+        for model_type, family in FAMILIES.items()
+        for name, value in {**family.defaults, **family.inner}.items()
+    }
+    assert assumed.pop(("dots1", "use_sliding_window")) is True  # its class has no such field
+    assert assumed == {(kind, name): DEFAULTS[kind]["config"][name] for kind, name in assumed}
+    config = DEFAULTS["mistral"]["config"]
+    shorter = {name: value for name, value in config.items() if name != "sliding_window"}
+    assert config["sliding_window"] == 4096 and kept(shorter) == kept(config)
+
+
 # Types with modeling code in their own repository, which share the entry of a checked type.
 ALIASES = {
     **dict.fromkeys(["Yi", "internlm", "minicpm", "orion", "solar", "xverse"], "granite"),
