@@ -423,6 +423,15 @@ def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
     assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
 
 
+def test_both_names_of_the_convolution_of_ling_have_one_value() -> None:
+    config = {**LATENT, **DELTA, "layer_group_size": 3, "num_hidden_layers": 7}
+    config |= {**SIZES, "model_type": "bailing_hybrid", "torch_dtype": "bfloat16"}
+    layers = layers_from_config(config)
+    assert layers_from_config(config | {"short_conv_kernel_size": 4}) == layers
+    with pytest.raises(ValueError, match=r"short_conv_kernel_size=3 .*; understood: 4"):
+        layers_from_config(config | {"short_conv_kernel_size": 3})
+
+
 def test_kinds_and_indices_of_lfm2_agree_where_a_file_has_both() -> None:
     config = {**SIZES, "model_type": "lfm2", "num_hidden_layers": 3, "conv_L_cache": 3}
     config |= {"torch_dtype": "bfloat16"}
