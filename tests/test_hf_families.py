@@ -423,6 +423,25 @@ def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
     assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "kind"),
+    [
+        ("Bamba-9B", "attn_layer_indices", "full_attention"),
+        ("Llama-3.2-11B-Vision", "cross_attention_layers", "cross_attention"),
+    ],
+)
+def test_the_layers_of_a_list_are_numbered_from_0(name: str, field: str, kind: str) -> None:
+    config = expanded(PUBLISHED[name])
+    text = config.get("text_config", config)
+    for numbers in ([0], [text["num_hidden_layers"] - 1]):
+        text[field] = numbers
+        layers = layers_from_config(config)
+        assert [key for key in layers if key.endswith(kind)] == [f"layers.{numbers[0]}.{kind}"]
+    text[field] = [text["num_hidden_layers"]]
+    with pytest.raises(ValueError, match=rf"{field}=.* numbers of the"):
+        layers_from_config(config)
+
+
 def test_both_names_of_the_convolution_of_ling_have_one_value() -> None:
     config = {**LATENT, **DELTA, "layer_group_size": 3, "num_hidden_layers": 7}
     config |= {**SIZES, "model_type": "bailing_hybrid", "torch_dtype": "bfloat16"}
