@@ -107,7 +107,8 @@ def ask_caches(config: Config, field: str) -> tuple[str, set[str]]:
         mock.patch.object(_layers, "open_config", spied_open),
         mock.patch.object(ConfigReader, "inner", spied_inner),
     ):
-        options = OPTIONS[0] if field in DTYPES else OPTIONS[1]
+        plain = field in DTYPES or config.get("model_type") == "deepseek_v4"  # which refuses bf16
+        options = OPTIONS[0] if plain else OPTIONS[1]
         line = answer(layers_from_config, config, **options)
     asked = {field for reader in opened for field in reader._read}
     return line, asked | {f"{name}/{f}" for name, reader in inside for f in reader._read}
