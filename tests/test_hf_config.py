@@ -490,6 +490,13 @@ REFUSALS = {
     "hybrid_override_pattern=": preset("nemotron-h-8b", layers_block_type=["attention"] * 52),
     "indexer_types": preset("deepseek-v3.2", indexer_types=["full", "shared"]),
     "index_head_dim=128": preset("deepseek-v3", index_head_dim=128),
+    "num_kv_shared_layers=35 is not understood": {  # all of one kind, and no owner among them
+        **load_config("gemma-4-e2b"),
+        "text_config": {
+            **load_config("gemma-4-e2b")["text_config"],
+            **{"num_kv_shared_layers": 35, "layer_types": ["full_attention"] * 35},
+        },
+    },
     "num_kv_shared_layers=4": llama(num_kv_shared_layers=4),
     "compress_ratios": llama(compress_ratios=[4]),
     "compress_ratios=": preset("deepseek-v4-flash", compress_ratios=[8] * 43),

@@ -298,6 +298,19 @@ def test_class_defaults_are_read_as_transformers_fills_its_cache(model_type: str
         assert model_len(config) == length
 
 
+def test_the_values_that_a_class_assumes_are_those_of_transformers() -> None:
+    assumed = {
+        (model_type, name): value
+        for model_type, family in FAMILIES.items()
+        for name, value in {**family.defaults, **family.inner}.items()
+    }
+    assert assumed.pop(("dots1", "use_sliding_window")) is True  # its class has no such field
+    assert assumed == {(kind, name): DEFAULTS[kind]["config"][name] for kind, name in assumed}
+    config = DEFAULTS["mistral"]["config"]
+    shorter = {name: value for name, value in config.items() if name != "sliding_window"}
+    assert config["sliding_window"] == 4096 and kept(shorter) == kept(config)
+
+
 # Types with modeling code in their own repository, which share the entry of a checked type.
 ALIASES = {
     **dict.fromkeys(["Yi", "internlm", "minicpm", "orion", "solar", "xverse"], "granite"),
@@ -408,6 +421,34 @@ def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
     config = {**SIZES, "num_hidden_layers": 7, "sliding_window": None, "sliding_window_pattern": 3}
     layers = layers_from_config({**config, "model_type": "exaone4"}, kv_dtype="bfloat16")
     assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "kind"),
+    [
+        ("Bamba-9B", "attn_layer_indices", "full_attention"),
+        ("Llama-3.2-11B-Vision", "cross_attention_layers", "cross_attention"),
+    ],
+)
+def test_the_layers_of_a_list_are_numbered_from_0(name: str, field: str, kind: str) -> None:
+    config = expanded(PUBLISHED[name])
+    text = config.get("text_config", config)
+    for numbers in ([0], [text["num_hidden_layers"] - 1]):
+        text[field] = numbers
+        layers = layers_from_config(config)
+        assert [key for key in layers if key.endswith(kind)] == [f"layers.{numbers[0]}.{kind}"]
+    text[field] = [text["num_hidden_layers"]]
+    with pytest.raises(ValueError, match=rf"{field}=.* numbers of the"):
+        layers_from_config(config)
+
+
+def test_both_names_of_the_convolution_of_ling_have_one_value() -> None:
+    config = {**LATENT, **DELTA, "layer_group_size": 3, "num_hidden_layers": 7}
+    config |= {**SIZES, "model_type": "bailing_hybrid", "torch_dtype": "bfloat16"}
+    layers = layers_from_config(config)
+    assert layers_from_config(config | {"short_conv_kernel_size": 4}) == layers
+    with pytest.raises(ValueError, match=r"short_conv_kernel_size=3 .*; understood: 4"):
+        layers_from_config(config | {"short_conv_kernel_size": 3})
 
 
 def test_kinds_and_indices_of_lfm2_agree_where_a_file_has_both() -> None:

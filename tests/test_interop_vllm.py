@@ -689,6 +689,23 @@ def test_blocks_to_zero_without_room_for_any_are_refused() -> None:
         tables.pack(shape, step)
 
 
+@pytest.mark.parametrize("name", [STATES, "states without checkpoints"])
+def test_blocks_to_zero_are_spread_over_uploads_and_zeroed_once(name: str) -> None:
+    trace, plan, tables, shape = setting(name, zero_ids=2)
+    others = SchedulerTables(plan, max_requests=4)
+    most = 0
+    for step in trace["steps"]:
+        found: list[list[int]] = [[] for _ in plan.groups]
+        uploads = tables.pack(shape, step["output"])
+        for parts in (upload.parts() for upload in uploads):
+            of_groups = np.split(parts["zero_ids"], parts["zero_ends"][:-1])
+            for group, ids in zip(found, of_groups, strict=True):
+                group += ids.tolist()
+        assert found == others.follow(step["output"]).zero_ids
+        most = max(most, len(uploads))
+    assert most > 1
+
+
 def test_a_copy_belongs_to_the_group_of_its_target() -> None:
     """Its source may stand in a live column of another group, whose block it was before."""
     _, _, tables, _ = setting("states without checkpoints")

@@ -123,7 +123,7 @@ def _nemotron_layers(reader: ConfigReader) -> list[Sequence[str]]:
     if spelled:
         kinds = reader.letters("hybrid_override_pattern", letters)
     else:
-        reader.default(num_hidden_layers=len(reader.listed(field)) or None)
+        reader.default(num_hidden_layers=len(reader.listed(field)))
         kinds = reader.layer_kinds(known, field=field)
     if spelled and reader.value(field) is not None:
         if reader.layer_kinds(known, field=field) != kinds:

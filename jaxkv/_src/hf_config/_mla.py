@@ -88,7 +88,7 @@ def _own_indexers(reader: ConfigReader) -> list[bool]:
 
 
 def _latent_rows(reader: ConfigReader, options: Options) -> MLASpec:
-    asked = canonical_dtype(options.kv_dtype or FP8, "kv_dtype")
+    asked = canonical_dtype(options.kv_dtype or FP8)
     if asked == "bfloat16":
         return latent_attention(reader, options)
     _check_fp8(reader, options)
@@ -114,7 +114,7 @@ def _scale_bytes(elements: int) -> int:
 
 
 def _check_fp8(reader: ConfigReader, options: Options) -> None:
-    if canonical_dtype(options.kv_dtype or FP8, "kv_dtype") != FP8:
+    if canonical_dtype(options.kv_dtype or FP8) != FP8:
         raise ValueError(
             f"kv_dtype={options.kv_dtype!r} is not understood for "
             f"model_type={reader.model_type!r}, whose rows hold fp8; use fp8_e4m3 or leave it out"

@@ -31,7 +31,7 @@ def dense(fields: Fields, layer: int, *, gated: bool) -> Iterable[Matrix]:
         shared = fields.number("num_kv_shared_layers", default=0)
         width *= 1 + (layer >= fields.num_layers - shared)
     if fields.first("block_auto_adjust_ff_dim"):  # LFM2
-        step = fields.number("block_multiple_of", default=256)
+        step = fields.number("block_multiple_of", default=256, least=1)
         factor = fields.first("block_ffn_dim_multiplier") or 1
         width = cdiv(int(2 * width / 3 * factor), step) * step
     return feed_forward(f"layers.{layer}.mlp", fields.hidden, width, gated=gated)
@@ -59,9 +59,9 @@ def _shared_width(fields: Fields, layer: int, width: int) -> int:
     """Returns the width of all shared experts of a layer together; 0: there are none."""
     if fields.model_type == "llama4_text":
         return width
-    count = fields.number(*SHARED, default=-1, layer=layer)
-    one = fields.number(*SHARED_WIDTH, default=width if count > 0 else 0)
-    return one * (count if count >= 0 else 1)
+    if fields.first(*SHARED) is None:
+        return fields.number(*SHARED_WIDTH, default=0)
+    return fields.number(*SHARED, layer=layer) * fields.number(*SHARED_WIDTH, default=width)
 
 
 def expert_layers(fields: Fields) -> frozenset[int]:
