@@ -204,6 +204,13 @@ def altered(name: str, **fields: Any) -> Callable[[], object]:
     return lambda: plan_of(CASES[name], config | fields)
 
 
+def replayed() -> object:
+    (config,) = copy.deepcopy(CASES["deepseek v4"]["configs"])
+    specs = config["kv_cache_groups"][0]["kv_cache_spec"]["kv_cache_specs"]
+    specs["layers.0.swa"]["bounded_replay"] = True
+    return plan_of(CASES["deepseek v4"], config)
+
+
 def in_group(**fields: Any) -> Callable[[], object]:
     (config,) = copy.deepcopy(CASES["full"]["configs"])
     config["kv_cache_groups"][0] |= fields
@@ -240,6 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "several latent heads": (changed(*MLA, "num_kv_heads", 2), "has several heads or values"),
     "retained tokens": (changed(*SLIDING, "extra_retained_tokens", 3), "extra_retained_tokens"),
+    "windows computed again": (replayed, "bounded_replay=True computes a window again"),
     "checkpoints": (changed(*STATE, "num_prefill_checkpoint_blocks", 1), "num_prefill_checkpoint"),
     "a field of a later version": (
         changed(*FULL, "rotated", "by 45"),

@@ -89,6 +89,7 @@ def _mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> La
 
 def _sliding_mla(fields: SpecFields, kv_dtype: str | None, value_size: int | None) -> LayerSpec:
     _refuse_retained(fields)
+    fields.refuse("bounded_replay", "computes a window again after a prefix hit; plan without it")
     window = fields.count("sliding_window")
     rows = _latent_rows(fields, kv_dtype, value_size)
     return SlidingWindowMLASpec(sliding_window=window, **rows)
