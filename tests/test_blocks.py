@@ -120,6 +120,17 @@ def test_freed_ids_are_reused_in_the_order_of_their_release() -> None:
     assert pool.allocate(5).tolist() == [5, *first[::-1].tolist()]
 
 
+@pytest.mark.parametrize(("num_blocks", "spare"), [(257, 1), (600, 2), (20_001, 64)])
+def test_few_kept_blocks_are_forgotten_at_once(num_blocks: int, spare: int) -> None:
+    """As many as are taken, and some to spare, so that not each call forgets a few."""
+    pool = BlockPool(num_blocks)
+    ids = pool.allocate(num_blocks - 1)
+    pool.has_kept, pool.frozen_before[ids] = True, 1
+    pool.release(ids)
+    pool.allocate(3)
+    assert (pool.use.warm, pool.use.cold) == (num_blocks - 4 - spare, spare)
+
+
 def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled() -> None:
     pool = BlockPool(8)
     with pytest.raises(OutOfBlocksError, match="8 blocks needed and 7 free") as caught:
@@ -1188,6 +1199,7 @@ BAD_CALLS = [
     ("not fit int32", lambda m, s: foreign(s, rows=[1], num_computed_tokens=[2**31])),
     ("row 0 has ids for 1 groups", lambda m, s: foreign(s, entries=[TableEntry(0, [[1]])])),
     ("row=4 is not in", lambda m, s: foreign(s, entries=[TableEntry(4, [[1]] * 5)])),
+    ("row must be at least 0", lambda m, s: foreign(s, entries=[TableEntry(-1, [[1]] * 5)])),
     ("zero_ids has 1 groups", lambda m, s: foreign(s, zero_ids=[[1]])),
     ("copies must be pairs", lambda m, s: foreign(s, copies=[[1]] * 5)),
     ("copies has 1 groups", lambda m, s: foreign(s, copies=[[(1, 2)]])),
@@ -1231,7 +1243,7 @@ def test_a_refused_call_names_the_request_at_fault_among_others(odd: str) -> Non
     refused(lambda: manager.step(shape, work), f"request '{odd}' would have 36 tokens")
     refused(lambda: manager.grow(work), f"request '{odd}' would have 36 tokens")
     for count in (0, 10):
-        wrong = dict.fromkeys("abc", 1) | {odd: count}
+        wrong = dict.fromkeys("abc", 9) | {odd: count}
         refused(lambda: manager.step(shape, wrong), f"request '{odd}' computes {count} tokens")  # noqa: B023
     back = {name: manager.num_computed_tokens(name) for name in "abc"} | {odd: 9}
     refused(lambda: manager.rewind(back), f"9: request '{odd}' no longer holds a block of group 1")

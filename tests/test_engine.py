@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,30 @@ def test_a_prompt_is_a_sequence_or_an_array_that_the_caller_may_change(kind: Any
         for output in engine.step():
             tokens[output.request, output.sample] += output.tokens
     assert tokens == {(o.request, o.sample): o.tokens for o in right}
+
+
+def test_steps_with_prompts_are_as_long_as_a_shape_and_others_hold_all_that_decode() -> None:
+    engine = make_engine()
+    samples, scheduler = engine._samples, engine._packer.scheduler
+    asked: list[tuple[int | None, bool]] = []
+
+    def schedule(max_tokens: int | None) -> Any:
+        asked.append((max_tokens, len(engine._packer.drawn.samples) == len(samples.of)))
+        return right(max_tokens=max_tokens)
+
+    right = scheduler.schedule
+    with mock.patch.object(scheduler, "schedule", schedule):
+        run(engine, random_requests(3, 8))
+    assert {most for most, decodes in asked if decodes} == {None}
+    assert {most for most, decodes in asked if not decodes} <= set(engine._ladder.mixed)
+    assert {decodes for _, decodes in asked} == {False, True}
+
+
+def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
+    plan = make_plan(("full",))
+    engine = jaxkv.Engine(forward, make_params(), plan, max_requests=40, max_tokens=48)
+    assert not any(dataclasses.astuple(engine.stats))
+    assert {shape.block_copies for shape in engine._ladder.shapes} == {32}
 
 
 def test_a_sample_does_not_depend_on_the_batch() -> None:

@@ -1,5 +1,7 @@
 """The shapes of an engine's steps, and how full its steps are."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import PADDING, PADDING_OF_BACKLOG, READING, Ladder
 from jaxkv._src.engine._samples import RECORD
 from jaxkv._src.planning import plan_cache
-from jaxkv._src.scheduler import Scheduler, Wanted
+from jaxkv._src.scheduler import Schedule, Scheduler, Wanted
 from jaxkv._src.specs import FullAttentionSpec
 
 LAYERS = {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8)}
@@ -81,6 +83,24 @@ def test_steps_take_what_waits_in_nearly_the_shortest_time() -> None:
                 size = ladder.fill(Wanted(wanted, has_backlog), decodes)
                 taken[wanted] = time_of(size, wanted) + taken.get(wanted - size + decodes, 0)
                 assert taken[wanted] <= 1.1 * best[wanted], (wanted, decodes)
+
+
+@pytest.mark.parametrize("each", [1, 2, 16])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_schedule_runs_in_the_smallest_shape_that_holds_it(each: int, reproducible: bool) -> None:
+    _, scheduler, _ = make(64, 1024)
+    ladder = Ladder(scheduler, 64, 1024, reproducible=reproducible)
+    for requests, samples in itertools.product((1, 7, 8, 9, 33, 64), (0, 1, 8, 9, 40, 64)):
+        names = dict.fromkeys(range(requests), each), dict.fromkeys(range(samples), 0)
+        schedule = Schedule(*names, (), {}, lambda: np.zeros(0, np.int32))
+        fit = [
+            shape
+            for shape in ladder.shapes
+            if shape.max_tokens >= requests * each
+            and shape.batch_size >= max(requests, samples)
+            and shape.max_query_len >= each
+        ]
+        assert ladder.fitting(schedule, requests * each) is fit[0]
 
 
 @pytest.mark.parametrize(

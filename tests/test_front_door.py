@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import inspect
+import json
 import pathlib
 import pydoc
 import re
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -120,6 +122,30 @@ def test_a_public_name_is_documented_and_used(name: str) -> None:
     if callable(value) and hasattr(value, "__module__") and value.__module__.startswith("jaxkv"):
         assert (value.__doc__ or "").strip(), "no docstring"
     assert any(re.search(rf"\b{word}\b", text) for text in TEXTS), "no test has it"
+
+
+def defaults() -> Iterator[tuple[str, str]]:
+    """Yields each argument of what is public that may be left out, and what it is then."""
+    for name, value in ({f"jaxkv.{name}": getattr(jaxkv, name) for name in NAMES} | PUBLIC).items():
+        parts = {"": value}
+        if inspect.isclass(value):
+            methods = inspect.getmembers(value, inspect.isroutine)
+            parts |= {f".{n}": part for n, part in methods if n[0] != "_" and n in vars(value)}
+        for part, function in parts.items():
+            try:
+                parameters = inspect.signature(function).parameters.values()
+            except (TypeError, ValueError):  # of an alias of types
+                continue
+            for parameter in parameters:
+                if parameter.default not in (inspect.Parameter.empty, None):
+                    default = re.sub(r" at 0x\w+", "", repr(parameter.default))
+                    yield f"{name}{part}({parameter.name})", default
+
+
+def test_what_may_be_left_out_is_what_it_was() -> None:
+    """Other values change what users get who say nothing; change both where that is meant."""
+    recorded = pathlib.Path(__file__).parent / "golden" / "defaults.json"
+    assert dict(defaults()) == json.loads(recorded.read_text())
 
 
 @pytest.mark.parametrize("name", ["append_block_ids", "expand_blocks"])

@@ -136,6 +136,14 @@ def test_prompts_are_found_until_their_tokens_are_forgotten() -> None:
             most = len(nodes)
 
 
+def test_names_of_forgotten_prompts_are_forgotten() -> None:
+    tree = PromptTree([2], 24)
+    for name in range(50):
+        tree.grow(name, np.arange(6))
+        tree.prune()
+    assert len(tree._roots) <= 4
+
+
 def test_a_state_that_is_computed_again_was_just_used() -> None:
     policy, no_ids = PrefixPolicy(state(block_size=4).growth, 4), np.zeros(0, np.int32)
     tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)

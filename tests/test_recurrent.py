@@ -236,13 +236,14 @@ def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) 
     cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
     manager.start("a")
     zeros = as_ids([0, 0])  # and not None, so that one program does for all steps
-    x = inputs_of({"a": 4}, {"a": 0}, None)
-    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": 4}), x, zeros, zeros)
-    x = inputs_of({"a": 3}, {"a": 4}, None)
+    first = 4 if accepted else 1
+    x = inputs_of({"a": first}, {"a": 0}, None)
+    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": first}), x, zeros, zeros)
+    x = inputs_of({"a": 3}, {"a": first}, None)
     x["inputs"][1 + accepted : 3] = 7.0  # these drafts are not what comes next
     upload = manager.step(shape, {"a": 3})
     cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), zeros)
-    computed = 5 + accepted
+    computed = first + 1 + accepted
     manager.rewind({"a": computed})
     x = inputs_of({"a": 1}, {"a": computed}, None)
     upload = manager.step(shape, {"a": 1})

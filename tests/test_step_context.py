@@ -163,6 +163,16 @@ def test_tokens_and_places_are_those_of_the_batch() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_tokens_that_steps_drew_take_the_places_of_their_numbers() -> None:
+    cache, upload = made()
+    given, drawn = np.array([0, -1, 7, -2, 0, -3, 1, -1]), np.array([11, 0, 13])
+    given, drawn = (jnp.asarray(ids, jnp.int32) for ids in (given, drawn))
+    step = Step(cache, upload, token_ids=given, newest_tokens=drawn)
+    assert step.token_ids.tolist() == [0, 11, 7, 0, 0, 13, 1, 11]
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        Step(cache, upload, implementation="cuda")
+
+
 def test_states_and_calls_of_others() -> None:
     def model(step: Step) -> tuple[Step, Any]:
         (state,) = step.read_state("state")

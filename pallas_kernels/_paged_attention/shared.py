@@ -108,7 +108,7 @@ def tile_shared(
     tiles = QueryTiles(
         size,
         requests=members.at[begins[of_tile]].get(mode="clip"),
-        counts=jnp.where(used, jnp.clip(ends[of_tile] - first, 0, size), 0),
+        counts=jnp.where(used, jnp.minimum(ends[of_tile] - first, size), 0),
         ends=jnp.where(used, lens[of_tile], 0),
         **dict.fromkeys(("tokens", "skips", "positions", "chunk_offsets", "ranks"), zeros),
         **dict.fromkeys(("begins", "of_token", "rows"), zeros),

@@ -110,7 +110,6 @@ class Prefixes:
             )
         limit = _limit(encoded, max_cached_tokens)
         path, seen = self._tree.prompts.walk(namespace, encoded)
-        self._tree.prompts.touch(path)
         found = self._find(path, seen, limit)
         of_prompt = namespace, encoded, salt, tuple(extra_keys)
         return PrefixMatch(*of_prompt, path, limit, found, self._tree.state, self._state.pool)

@@ -110,7 +110,7 @@ def make_cache(
     shapes = ((max_requests, layout.column_starts[-1] + len(plan.groups)), (2,))
     rows, status = zeros(shapes, jnp.int32, same)
     buffers: tuple[Array, ...] = ()
-    if layout.has_buffers and layout.buffers.shapes:
+    if layout.has_buffers:
         buffers = zeros(_global_shapes(layout), jnp.uint8, split)
     return KVCache(
         rows=rows,

@@ -37,7 +37,7 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, Any]:
     path = pathlib.Path(name)
     where = ""
     try:
-        if key in preset_names() and not path.exists():
+        if not path.exists():
             path = PRESETS / f"{key}.json"
         if path.is_dir():
             path, where = path / "config.json", "config.json: "

@@ -138,7 +138,7 @@ def _as_counts(counts: list[Any]) -> np.ndarray:
     if set(map(type, counts)) - {int} or (counts and min(counts) < 1):
         for count in counts:
             check_positive(num_tokens=count)
-    check_at_most(INT32_MAX, num_tokens=max(counts, default=0))
+    check_at_most(INT32_MAX, num_tokens=max(counts))
     return np.array(counts, np.int64)
 
 

@@ -1,6 +1,7 @@
 """The device side of a step: block tables, copies and zeroing, in one dispatch."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxkv._src.cache import (
     check_cache,
     check_layout,
 )
-from jaxkv._src.internal.checks import check_int32, check_kind
+from jaxkv._src.internal.checks import check_choice, check_int32, check_kind
 from jaxkv._src.internal.indexing import bit
 from jaxkv._src.internal.kept import run_kept
 from jaxkv._src.internal.numbers import INT32_MAX
@@ -60,6 +61,8 @@ def apply_step(
     shape = upload.shape
     check_layout(cache.layout, shape)
     check_int32(upload=upload.data)
+    if implementation is not None:
+        check_choice(get_args(Implementation), implementation=implementation)
     if upload.data.shape != (shape.format.size,):
         raise ValueError(
             f"upload has shape {upload.data.shape}; its step shape wants {(shape.format.size,)}"
