@@ -1145,6 +1145,13 @@ def test_an_upload_of_a_scheduler_has_what_it_gave_in_all_parts_or_is_refused() 
     assert not never
 
 
+def test_a_row_is_listed_up_to_its_last_block() -> None:
+    manager = BlockManager(hybrid_plan(), max_requests=2)
+    manager.start("r")
+    manager.step(shape_of(manager.plan, 2), {"r": 5})
+    assert [len(ids) for ids in manager.block_ids("r")] == [2, 2, 2, 1, 1]
+
+
 # --- bad input ------------------------------------------------------------------------
 
 BAD_CALLS = [

@@ -124,9 +124,11 @@ def test_steps_with_prompts_are_as_long_as_a_shape_and_others_hold_all_that_deco
         asked.append((max_tokens, len(engine._packer.drawn.samples) == len(samples.of)))
         return right(max_tokens=max_tokens)
 
-    right = scheduler.schedule
+    right, requests = scheduler.schedule, random_requests(3, 8)
+    before = engine.stats.prompt_tokens
     with mock.patch.object(scheduler, "schedule", schedule):
-        run(engine, random_requests(3, 8))
+        run(engine, requests)
+    assert engine.stats.prompt_tokens == before + sum(len(prompt) for prompt, _ in requests)
     assert {most for most, decodes in asked if decodes} == {None}
     assert {most for most, decodes in asked if not decodes} <= set(engine._ladder.mixed)
     assert {decodes for _, decodes in asked} == {False, True}

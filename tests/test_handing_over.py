@@ -104,6 +104,16 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
     assert other.num_free_blocks == 49
 
 
+def test_all_ids_of_an_import_are_known_even_if_steps_are_ahead() -> None:
+    tokens = {"r": [1, 2, 3, 4]}
+    manager, _ = manager_of({"a": FULL}, 16)
+    scheduler = Scheduler(manager, max_tokens=8, tokens=tokens, cached_tokens=8, steps_ahead=2)
+    with pytest.raises(ValueError, match="request='r'"):
+        scheduler.import_blocks("r", 5)
+    tokens["r"].append(5)
+    assert scheduler.import_blocks("r", 5) is not None
+
+
 def test_an_import_that_does_not_fit_changes_nothing() -> None:
     manager, _ = manager_of({"a": FULL, "s": STATE}, 16)
     manager.import_blocks("a", 40)

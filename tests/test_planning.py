@@ -499,6 +499,12 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
     assert [text for text in shown if text not in str(plan)] == []
 
 
+def test_workers_agree_about_equal_specs() -> None:
+    twice = plan_cache([{"a": full()}, {"a": full()}], [2**20] * 2, max_model_len=8)
+    once = {"a": full()}
+    assert twice.layouts == plan_cache([once, once], [2**20] * 2, max_model_len=8).layouts
+
+
 def test_plans_and_refusals_cross_process_boundaries() -> None:
     with pytest.raises(KVCacheCapacityError) as caught:
         plan_of(ONE, 2, MAX_LEN)

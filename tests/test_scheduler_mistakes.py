@@ -300,6 +300,18 @@ def test_samples_that_are_never_answered_are_noticed() -> None:
     assert not host.scheduler.schedule().work
 
 
+def test_after_a_fork_there_is_time_to_answer() -> None:
+    host = Host()
+    host.add("a", [1, 2, 3])
+    schedule = host.step()
+    assert not host.scheduler.schedule().work
+    host.tokens["b"] = [1, 2, 3]
+    host.scheduler.fork("a", ["b"])
+    assert not host.scheduler.schedule().work
+    host.answer(schedule)
+    assert host.step().work == {"a": 1}
+
+
 def test_a_host_ahead_may_ask_again_while_all_requests_wait_for_tokens() -> None:
     host = Host(steps_ahead=1)
     host.add("a", [1, 2, 3])
