@@ -468,14 +468,19 @@ def test_what_a_sample_generated_is_found_by_later_prompts() -> None:
     assert server.manager.find_prefix(server.tokens["b"]).num_cached_tokens >= 16
 
 
-def test_a_prompt_waits_for_room_rather_than_share_a_part_of_its_prefix() -> None:
-    server = Server(plan_of("full", 150), cached_tokens=30)
-    server.add("x", [1] * 24, 25)
+def add_two_after_one(server: Server, prompt: list[int], max_tokens: int) -> None:
+    """Adds "a" and "b" after another request has computed their prompt and ended."""
+    server.add("x", list(prompt), len(prompt) + 1)
     while "x" not in server.step().samples:
         pass
     server.scheduler.finish("x")
-    server.add("a", [1] * 24, 30)
-    server.add("b", [1] * 24, 30)
+    for name in "ab":
+        server.add(name, list(prompt), max_tokens)
+
+
+def test_a_prompt_waits_for_room_rather_than_share_a_part_of_its_prefix() -> None:
+    server = Server(plan_of("full", 150), cached_tokens=30)
+    add_two_after_one(server, [1] * 24, 30)
     for name in "ab":
         hits = server.step().hits
         assert {request: hit.num_cached_tokens for request, hit in hits.items()} == {name: 20}
@@ -614,10 +619,5 @@ def test_prompts_that_share_kept_blocks_start_as_far_as_the_others_fit(others, s
     server = Server(plan_of("full", 13), max_tokens=64, cached_tokens=64)
     server.shape = server.scheduler.shape(extra=64)
     server.add("y", [2] * others, others + 1)
-    server.add("x", [1] * 17, 18)
-    while "x" not in server.step().samples:
-        pass
-    server.scheduler.finish("x")
-    server.add("a", [1] * 17, 18)
-    server.add("b", [1] * 17, 18)
+    add_two_after_one(server, [1] * 17, 18)
     assert list(server.step().hits) == list(starts)
