@@ -1,6 +1,7 @@
 """Requests that go on in another cache: the blocks that they name, and where these lie."""
 
 import ctypes
+import dataclasses
 import functools
 import os
 import random
@@ -169,16 +170,27 @@ def bytes_of(cache: KVCache, group: int, block: int) -> list[bytes]:
 
 
 @needs_devices(2)
-def test_each_device_of_a_mesh_has_pieces_of_its_share() -> None:
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_each_device_of_a_mesh_has_pieces_of_its_share(options: dict) -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
     plan = plan_of({"a": spec, "b": spec}, 20, LONGEST)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    cache = jaxkv.make_cache(plan, max_requests=2, mesh=mesh, axis="x")
-    of_devices = block_pieces(cache, [np.array([1, 2])])
-    assert len(of_devices) == 2
-    whole = cache.layout.buffers.layout.group_bytes(0)
-    for pieces in of_devices.values():
-        assert pieces.lengths.sum() * 2 == 2 * whole
+    cache = jaxkv.make_cache(plan, max_requests=2, mesh=mesh, axis="x", **options)
+    draw = np.random.default_rng(0)
+    buffers = tuple(
+        jax.device_put(draw.integers(0, 255, b.shape).astype(b.dtype), b.sharding)
+        for b in cache.buffers
+    )
+    cache = jax.block_until_ready(dataclasses.replace(cache, buffers=buffers))
+    of_devices = block_pieces(cache, [np.array([5, 2])])
+    assert set(of_devices) == set(mesh.devices.flat)
+    for device, pieces in of_devices.items():
+        shards = [s.data for b in buffers for s in b.addressable_shards if s.device == device]
+        share = dataclasses.replace(cache, buffers=tuple(shards))
+        for column, block in enumerate((5, 2)):
+            here = pieces.columns == column
+            found = b"".join(b.raw for b, is_in in zip(cut(pieces), here, strict=True) if is_in)
+            assert sorted(found) == sorted(b"".join(bytes_of(share, 0, block)))
 
 
 def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:

@@ -28,19 +28,14 @@ class BlockPieces(NamedTuple):
 
 
 def pieces_of(
-    buffers: PoolBuffers,
-    block_ids: Sequence[np.ndarray],
-    addresses: Sequence[int],
-    *,
-    num_ranks: int = 1,
+    buffers: PoolBuffers, block_ids: Sequence[np.ndarray], addresses: Sequence[int]
 ) -> BlockPieces:
     """Returns the pieces of blocks on one device.
 
     Args:
-      buffers: of the pool.
+      buffers: of one device's share of the pool.
       block_ids: per group, int[...], the blocks.
       addresses: of the device's share of each buffer.
-      num_ranks: devices among which the pool is divided by heads.
 
     Raises:
       ValueError: another number of groups or buffers, or a block that is not in the pool.
@@ -56,7 +51,7 @@ def pieces_of(
             raise ValueError(
                 f"block_ids holds {min(ids)} to {max(ids)}; blocks are 1..{buffers.num_blocks - 1}"
             )
-    parts = [_parts(buffers, group, num_ranks) for group in groups]
+    parts = [_parts(buffers, group) for group in groups]
     tables = [
         np.stack(
             np.broadcast_arrays(group, np.arange(len(ids))[:, None], *_of(ids, part, addresses))
@@ -76,15 +71,13 @@ def _of(
     return base + np.asarray(ids, np.int64)[:, None] * stride, length
 
 
-def _parts(buffers: PoolBuffers, group: int, num_ranks: int) -> np.ndarray:
+def _parts(buffers: PoolBuffers, group: int) -> np.ndarray:
     """Returns buffer, offset in it, bytes from block to block, and length: int64[4, pieces]."""
     mine, found = buffers.layout.tensors_of(group), list[tuple[int, int, int, int]]()
-    split = (buffers.axes + "H").index("H")
     for index, (stack, shape) in enumerate(zip(buffers.stacks, buffers.shapes, strict=True)):
-        local = [n // num_ranks if axis == split else n for axis, n in enumerate(shape)]
-        strides = [math.prod(local[axis + 1 :]) for axis in range(len(local))]
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         places: list[Sequence[int]] = []
-        for axis, size in zip(buffers.axes, local, strict=False):
+        for axis, size in zip(buffers.axes, shape, strict=False):
             every = {"B": [0], "L": [i for i, tensor in enumerate(stack) if tensor in mine]}
             places.append(every.get(axis, range(size)))
         if "L" not in buffers.axes and stack[0] not in mine:
@@ -93,7 +86,7 @@ def _parts(buffers: PoolBuffers, group: int, num_ranks: int) -> np.ndarray:
             offset = sum(i * stride for i, stride in zip(at, strides, strict=False))
             last = found[-1] if found else (-1, 0, 0, 0)
             if last[0] == index and last[1] + last[3] == offset:  # they adjoin
-                found[-1] = (index, last[1], last[2], last[3] + local[-1])
+                found[-1] = (index, last[1], last[2], last[3] + shape[-1])
             else:
-                found.append((index, offset, strides[buffers.block_axis], local[-1]))
+                found.append((index, offset, strides[buffers.block_axis], shape[-1]))
     return np.array(found, np.int64).reshape(-1, 4).T

@@ -33,11 +33,6 @@ def block_pieces(cache: KVCache, block_ids: Sequence[np.ndarray]) -> dict[jax.De
         {shard.device: shard.data for shard in buffer.addressable_shards}
         for buffer in cache.buffers
     ]
-    buffers, num_ranks = cache.layout.buffers, cache.layout.num_ranks
-    return {
-        device: pieces_of(
-            *(buffers, block_ids, [of[device].unsafe_buffer_pointer() for of in shards]),
-            num_ranks=num_ranks,
-        )
-        for device in shards[0]
-    }
+    places = {device: [of[device].unsafe_buffer_pointer() for of in shards] for device in shards[0]}
+    buffers = cache.layout.buffers
+    return {device: pieces_of(buffers, block_ids, place) for device, place in places.items()}
