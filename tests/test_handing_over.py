@@ -337,6 +337,34 @@ def served_apart(seed: int, layers, *, has_tokens: bool, has_host: bool = False)
     return seen + Counter(preempted=first.preempted + second.preempted)
 
 
+def test_room_for_cached_tokens_goes_to_requests_of_the_step() -> None:
+    """And not to drafts that came before them, for which the step has too few tokens."""
+    manager, _ = manager_of({"a": FULL}, 40)
+    scheduler = Scheduler(manager, max_tokens=4, cached_tokens=48, forks=1)
+    for name, count, more in (("drafts", 40, 3), ("other", 10, 1)):
+        assert scheduler.import_blocks(name, count, max_tokens=48) is not None
+        scheduler.append({name: more})
+    assert scheduler.schedule(max_tokens=1).work == {"other": 1}
+
+
+def test_drafts_that_have_to_wait_leave_room_for_cached_prefixes() -> None:
+    manager, shape = manager_of({"a": FULL}, 60)
+    tokens = {"donor": list(range(16)), "late": list(range(17))}
+    tokens |= {"first": [1] * 11, "second": [2] * 34}
+    scheduler = Scheduler(manager, max_tokens=16, tokens=tokens, cached_tokens=48)
+    scheduler.add("donor", 16)
+    manager.step(shape, scheduler.schedule().work)
+    scheduler.finish("donor")
+    for name, count, more in (("first", 8, 3), ("second", 30, 4)):
+        assert scheduler.import_blocks(name, count, max_tokens=48) is not None
+        scheduler.append({name: more})
+    scheduler.add("late", 17)
+    schedule = scheduler.schedule(max_tokens=5)
+    assert (
+        schedule.work == {"first": 3, "late": 1} and schedule.hits["late"].num_cached_tokens == 16
+    )
+
+
 @pytest.mark.parametrize(("has_tokens", "has_host"), [(False, False), (True, True)])
 @pytest.mark.parametrize("layers", [{"a": FULL, "w": WINDOW}, ALL], ids=len)
 def test_requests_go_on_in_another_scheduler(layers, has_tokens: bool, has_host: bool) -> None:

@@ -1214,9 +1214,11 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         )
         options = types.SimpleNamespace(forks=forks)
         chooser: Any = types.SimpleNamespace(_manager=manager, _options=options)
-        step = StepBudget(99, 9, 9, forks=forks, cached_tokens=room)
-        decodes, prefills = Chooser._with_work(chooser, step, running)
-        wanted = [at for at in range(5) if running.num_tokens[at] > running.computed[at]]
+        max_tokens, longest = draw.choice([(99, 9), (2, 4)])
+        step = StepBudget(max_tokens, 9, longest, forks=forks, cached_tokens=room)
+        decodes, prefills, needs = Chooser._with_work(chooser, step, running)
+        alone = [StepBudget(max_tokens, 9, longest, forks=0, cached_tokens=0) for _ in range(5)]
+        wanted = [at for at, alone_in in enumerate(alone) if alone_in.give_one(running, at)]
         wanted = [at for at in wanted if at not in loading] or wanted
         copying = [at for at in wanted if copies[at] and not pending[at]]
         late = copying[max(0, forks - sum(pending)) :]
@@ -1225,4 +1227,6 @@ def test_the_oldest_that_a_step_has_room_for_have_work() -> None:
         while sum(unsent[at] for at in brings) > room:
             wanted.remove(brings.pop())
         assert sorted([*decodes, *prefills]) == wanted
-        assert step.cached_tokens == room - sum(unsent[at] for at in brings)
+        assert [at for at in wanted if needs[0, at]] == [at for at in wanted if at in copying]
+        assert needs[1, wanted].tolist() == [unsent[at] for at in wanted]
+        assert step.forks == forks - sum(pending)

@@ -31,6 +31,13 @@ class StepBudget:
         """Whether the step has no room for another token or another request."""
         return self._tokens < 1 or self._requests < 1
 
+    def has_room_for(self, running: Running) -> np.ndarray:
+        """Returns the requests that get tokens if no other request does, bool[N]."""
+        wanted = running.num_tokens - running.computed
+        at_most = np.minimum(running.chunk_ends - running.computed, self._tokens)
+        is_whole = (running.draft_starts <= running.computed) & (wanted <= self._longest)
+        return (wanted > 0) & ~(is_whole & (wanted > at_most))
+
     def give(
         self,
         name: Hashable,

@@ -90,10 +90,13 @@ class Chooser:
         self._move_chunk_ends()
         running = self._queues.now_running()
         self._check(running.order.names, running.num_sampled)
-        decodes, prefills = self._with_work(step, running)
+        decodes, prefills, needs = self._with_work(step, running)
         prefill_first, names = self._options.order == "prefill_first", running.order.names
         for chosen in (prefills, decodes) if prefill_first else (decodes, prefills):
             step.give_all(running, chosen)
+        if needs.any():
+            copies, cached_tokens = needs[:, [name in step.work for name in names]].sum(axis=1)
+            step.forks, step.cached_tokens = step.forks - copies, step.cached_tokens - cached_tokens
         preempted: list[Hashable] = []
         hits: dict[Hashable, PrefixHit] = {}
         if not self._take_blocks(step, running):
@@ -112,7 +115,7 @@ class Chooser:
         if not step.work and any(map(self._manager.is_loading, self._queues.running)):
             # The others get no blocks, so that the step has to wait for host memory.
             step = self._budget(max_tokens)
-            with_work = self._with_work(step, running, may_wait=False)
+            *with_work, _ = self._with_work(step, running, may_wait=False)
             preempted += self._force(step, running, np.union1d(*with_work))
         if not step.work and max_tokens == self._options.max_tokens:
             self._check_idle()
@@ -195,34 +198,36 @@ class Chooser:
 
     def _with_work(
         self, step: StepBudget, running: Running, *, may_wait: bool = True
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the running requests with tokens to compute: decodes and prefills, as indices.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the running requests with tokens to compute, and what they need of a step's room.
 
         A request copies the block that it writes next if that block is shared or kept, and a step
         has room for ``forks`` copies. Requests that a fork, or a schedule that was not carried out,
         gave blocks of cached tokens bring these to the device, as far as there is room for
         ``cached_tokens``. The youngest requests that need more are left out, and so are those that
         wait for host memory, if they may wait, unless nobody else has work.
+
+        Returns:
+          The indices of decodes and of prefills, and copies and cached tokens of each running
+          request, int64[2, N].
         """
         manager, rows = self._manager, running.order.rows
-        has_work = running.num_tokens > running.computed
+        has_work = step.has_room_for(running)
         goes_on, unsent = has_work.copy(), manager.unsent_tokens_by_row[rows]
         for at in unsent.nonzero()[0].tolist() if may_wait else ():
             goes_on[at] &= not manager.is_loading(running.order.names[at])
         if np.count_nonzero(goes_on):
             has_work = goes_on
+        needs = np.stack([np.zeros_like(unsent), unsent])
         if self._options.forks and manager.block_pool.has_shared_blocks:
             pending = manager.pending_copies_by_row[rows]  # in any case
-            more = has_work & manager.may_copy_by_row[rows] & ~pending
-            room = self._options.forks - int(np.count_nonzero(pending))
-            has_work &= ~more | (np.cumsum(more) <= room)
-            step.forks = max(0, room - int(np.count_nonzero(more)))
-        unsent *= has_work
-        if unsent.any():
-            has_work &= (unsent == 0) | (np.cumsum(unsent) <= step.cached_tokens)
-            step.cached_tokens -= int(unsent[has_work].sum())
+            step.forks -= int(np.count_nonzero(pending))
+            needs[0] = manager.may_copy_by_row[rows] & ~pending
+        for need, room in zip(needs, (step.forks, step.cached_tokens), strict=True):
+            need *= has_work
+            has_work &= (need == 0) | (np.cumsum(need) <= room)
         is_prefill = running.is_prefill
-        return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0]
+        return (has_work & ~is_prefill).nonzero()[0], (has_work & is_prefill).nonzero()[0], needs
 
     # --- blocks of running requests -------------------------------------------------
 
