@@ -63,6 +63,12 @@ def forward(params: Params, step: jaxkv.StepContext) -> jax.Array:
     return x[step.last_tokens] @ params["head"]
 
 
+@jax.jit
+def forward_in_a_jit(params: Params, step: jaxkv.StepContext) -> tuple[jax.Array, Any]:
+    """The same in a jit of its own, whose copy of the step is the one that has written."""
+    return forward(params, step), step
+
+
 def mixed(weights: Params, layer: str, x: jax.Array, step: jaxkv.StepContext) -> jax.Array:
     if layer == "state":
         return recurrent(x @ weights["u"], step)

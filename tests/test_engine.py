@@ -24,7 +24,17 @@ from jaxkv._src.engine._sampling import Kind
 from jaxkv._src.internal.numbers import MAX_SAMPLES
 from jaxkv.engine import Output, Stats
 from jaxkv.testing import count_compilations
-from tests.engine_models import SPECS, VOCAB, forward, kept, make_params, make_plan, noise, redrawn
+from tests.engine_models import (
+    SPECS,
+    VOCAB,
+    forward,
+    forward_in_a_jit,
+    kept,
+    make_params,
+    make_plan,
+    noise,
+    redrawn,
+)
 from tests.helpers import needs_devices
 
 Sampling = jaxkv.Sampling
@@ -178,11 +188,14 @@ def test_many_requests(layers: tuple[str, ...], decode_steps: int) -> None:
 
 @functools.cache
 def engine_of_three_steps() -> jaxkv.Engine:
-    """With uploads of a ring, as on one GPU, where an upload that is packed must also run."""
+    """With uploads of a ring, as on one GPU, where an upload that is packed must also run.
+
+    Its model returns the step, too.
+    """
     plan, sizes = make_plan(("full", "state"), 40), {"max_requests": 2, "max_tokens": 16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "ring", lambda self, depth: jaxkv.UploadRing(depth=depth))
-        return jaxkv.Engine(forward, make_params(), plan, decode_steps=3, **sizes)
+        return jaxkv.Engine(forward_in_a_jit, make_params(), plan, decode_steps=3, **sizes)
 
 
 def test_several_steps_in_one_call_draw_the_same_tokens() -> None:

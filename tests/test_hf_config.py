@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -713,6 +714,20 @@ def test_a_configuration_is_read_from_a_file_a_directory_or_the_presets(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(str(tmp_path)) == load_config(str(tmp_path / "config.json")) == config
     assert load_config("llama-3.1-8b")["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "Qwen/Qwen3-8B"])
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_path_that_exists_goes_before_a_preset(
+    kind: Callable[[str], Any], is_folder: bool, name: str, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(kind(name))["model_type"] == "qwen3"
+    path = pathlib.Path(name, "config.json") if is_folder else pathlib.Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"model_type": "of mine"}))
+    assert load_config(kind(name)) == {"model_type": "of mine"}
 
 
 def qwen(**changes: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from jaxkv._src.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
+from tests.changed_configs import changed, innermost
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "configs.json").read_text())
 PUBLISHED: dict[str, Any] = GOLDEN["published"]
@@ -352,6 +353,32 @@ def test_every_wrapper_holds_a_type_that_is_read_or_refused() -> None:
     assert set(WRAPPERS.values()) <= {*FAMILIES, *REFUSED}
 
 
+# Language models of the wrappers of whose files none is recorded, by the code in their repository.
+HELD = {
+    **dict.fromkeys(["Llama_Nemotron_Nano_VL", "h2ovl_chat"], "llama"),
+    **dict.fromkeys(["NVLM_D", "ovis2"], "qwen2"),
+    **dict.fromkeys(["minicpm_ocr", "minicpmv4_6", "minicpmv4_7"], "qwen3_5_text"),
+    **{"NemotronH_Nano_VL_V2": "nemotron_h", "kimi_vl": "deepseek_v3"},
+    **{"ernie4_5_moe_vl": "ernie4_5_vl_moe_text", "inkling_mm_model": "inkling_text"},
+    **{"minimax_m3_vl": "minimax_m3_vl_text", "mistral_large4": "mistral_large4_text"},
+    **{
+        name: f"{name}_text"
+        for name in "diffusion_gemma dots3_note glm5_next inkling2 qwen4_exp unlimited_ocr".split()
+    },
+}
+
+
+def test_a_language_model_without_a_type_is_the_one_that_its_wrapper_has() -> None:
+    files = [expanded(row["config"]) for row in DEFAULTS.values()]
+    files += [*map(expanded, PUBLISHED.values()), *map(load_config, preset_names())]
+    named = dict(HELD)
+    for config in files:
+        kind, inner = config["model_type"], innermost(config).get("model_type")
+        if innermost(config) is not config and inner and named.setdefault(kind, inner) == inner:
+            assert layers_of(changed(config, "model_type")) == layers_of(config), kind
+    assert named == WRAPPERS
+
+
 # --- files that leave out layer_types ---------------------------------------------
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
@@ -498,6 +525,62 @@ def test_per_layer_config_must_name_layers_of_the_model(key: str) -> None:
     assert [spec.head_size for _, spec in attention(narrow)] == [64] * 6 + [32]
     with pytest.raises(ValueError, match="per_layer_config"):
         layers_from_config({**config, "per_layer_config": {key: {"head_dim": 32}}})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("head_dim", (8, 16)), ("num_key_value_heads", (1, 2)), ("sliding_window", (8, 16))],
+)
+def test_a_field_of_one_layer_counts_there_as_if_all_layers_had_it(
+    field: str, values: tuple[int, int]
+) -> None:
+    """In every class that has the field, where its layers may differ at all."""
+    answered = set()
+    for model_type, row in DEFAULTS.items():
+        config = expanded(row["config"])
+        fields = innermost(config)
+        if not fields.get(field) or "per_layer_config" in fields:
+            continue
+        usual = layers_of(config)
+        numbers = {name: int(name.split(".")[1]) for name in usual}
+        by_layer = {str(n): {field: values[n % 3]} for n in numbers.values() if n % 3 < 2}
+        try:
+            found = layers_of(changed(config, "per_layer_config", by_layer))
+        except ValueError as refusal:
+            assert "per_layer_config=" in str(refusal)
+            continue
+        turns = *(layers_of(changed(config, field, value)) for value in values), usual
+        wanted = {name: turns[n % 3][name] for name, n in numbers.items()}
+        assert found == wanted, model_type
+        answered |= {model_type} if found != usual else set()
+    assert answered >= {"gemma2", "mistral"}
+
+
+def without(config: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The configuration without these fields, wherever they stand."""
+    return {
+        name: without(value, *names) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in names
+    }
+
+
+def layers_of(config: dict[str, Any]) -> dict[str, Any]:
+    return layers_from_config(config, kv_dtype="bfloat16")
+
+
+def test_a_dtype_is_read_under_either_of_its_names() -> None:
+    """In every file, wherever it stands; with one, nothing is left to what a family ships."""
+    files = [expanded(row["config"]) for row in DEFAULTS.values()]
+    files += [*map(expanded, PUBLISHED.values()), *map(load_config, preset_names())]
+    names = "torch_dtype", "dtype"
+    for config in files:
+        plain = without(config, *names)
+        inside = [changed(plain, name, "float16") for name in names]
+        given = [*inside, *({**plain, name: "float16"} for name in names)]
+        old, *others = (layers_from_config(config) for config in given)
+        assert all(layers == old for layers in others), config["model_type"]
+        assert {shipped_dtype(config) for config in given} == {None}, config["model_type"]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2"])
