@@ -460,9 +460,14 @@ def test_a_group_that_overlays_nothing_on_its_worker_is_not_zeroed_there() -> No
     assert plan.groups_to_zero == (False, False)
 
 
-def test_a_group_is_zeroed_if_any_worker_overlays_its_bytes() -> None:
-    workers: list[Layers] = [{"kv.0": full(), "state": state()}, {"kv.1": full()}]
-    plan = plan_cache(workers, [2**20] * 2, max_model_len=8)
-    assert [group.layers for group in plan.groups] == [("kv.0",), ("kv.1",), ("state",)]
-    assert plan.layouts[1].groups_to_zero() == (False, False, False)
-    assert plan.groups_to_zero == plan.layouts[0].groups_to_zero() == (True, False, True)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_group_is_zeroed_if_any_worker_overlays_its_bytes(at: int) -> None:
+    workers: list[Layers] = [{"kv.1": full()}, {}]
+    workers.insert(at, {"kv.0": full(), "state": state()})
+    plan = plan_cache(workers, [2**20] * 3, max_model_len=8)
+    flags = {
+        group.layers: zeroed for group, zeroed in zip(plan.groups, plan.groups_to_zero, strict=True)
+    }
+    assert flags == {("kv.0",): True, ("kv.1",): False, ("state",): True}
+    alone = [layout.groups_to_zero() for layout in plan.layouts]
+    assert alone.pop(at) == plan.groups_to_zero and alone == [(False, False, False)] * 2

@@ -615,6 +615,22 @@ def test_a_bad_step_is_refused_and_changes_nothing(name: str) -> None:
     assert upload.parts()["entry_columns"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("name", TRACES)
+def test_a_step_that_does_not_fit_is_packed_again_as_if_for_the_first_time(name: str) -> None:
+    """Whatever it brings: new requests, more blocks, ended and preempted requests, copies."""
+    trace, plan, tables, shape = setting(name)
+    others = SchedulerTables(plan, max_requests=4)
+    small = dataclasses.replace(shape, batch_size=1, max_tokens=1, extra=0)
+    for step in trace["steps"]:
+        given = {"extra": [7]}  # none has room for it
+        with pytest.raises(ValueError, match="the step needs"):
+            tables.pack(small, step["output"], **given)
+        again, first = (t.pack(shape, step["output"], **given) for t in (tables, others))
+        assert [u.data.tolist() for u in again] == [u.data.tolist() for u in first]
+        assert tables.rows == others.rows
+        assert all(tables.block_ids(r) == others.block_ids(r) for r in others.rows)
+
+
 def test_a_request_that_comes_again_replaces_all_that_it_had() -> None:
     """A session that goes on with another prompt, say."""
     _, _, tables, shape = setting(WINDOWS)

@@ -28,6 +28,7 @@ from jaxkv._src.attention._block_mask import map_pages
 from jaxkv._src.attention._page_lists import make_csr, make_lists
 from jaxkv._src.attention._segments import PageTables
 from jaxkv._src.cache import BAD_BATCH
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import PageListSizes, max_num_query_groups, page_list_bytes
 
 # Nothing divides anything: the last page, group and batch are all partly filled.
@@ -362,6 +363,45 @@ def test_the_bounds_hold_for_batches_that_try_to_pass_them(sizes, tokens, seed) 
     case = Case(np.ones((5, PAGES), np.int32), lens, [sizes.max_model_len - n for n in lens])
     seen = [len(pages) for pages in seen_pages(case, sizes)]
     assert max(seen) <= sizes.list_width and sum(seen) <= sizes.csr_capacity
+
+
+@st.composite
+def small_sizes(draw) -> PageListSizes:
+    """Of every mask, and of pools that hold a request and little more."""
+    sizes = PageListSizes(
+        max_num_batched_tokens=draw(st.integers(1, 12)),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_model_len=draw(st.integers(1, 12)),
+        page_tokens=draw(st.integers(1, 4)),
+        q_block_tokens=draw(st.integers(1, 6)),
+        num_pages=60,
+    )
+    masks = [{}, {"causal": False}]
+    masks += [{n: draw(st.integers(1, 12))} for n in ("sliding_window", "chunk_size")]
+    pages = sizes.pages_per_seq + draw(st.integers(1, 4))
+    return dataclasses.replace(sizes, num_pages=pages, **draw(st.sampled_from(masks)))
+
+
+@given(sizes=small_sizes(), data=st.data())
+def test_the_bounds_hold_for_requests_that_hold_pages_together_and_apart(sizes, data) -> None:
+    """The pages of a request are its own, or all of them are those of the others as well."""
+    lens, room, pages = [], sizes.max_num_batched_tokens, sizes.num_pages - 1
+    computed = []
+    for _ in range(sizes.max_num_seqs):
+        total = min(room, sizes.max_model_len)
+        lens.append(data.draw(st.integers(total // 2, total)))
+        room -= lens[-1]
+        computed.append(sizes.max_model_len - lens[-1])
+    case = Case(np.zeros(0), lens, computed)
+    seen = [len(pages) for pages in seen_pages(case, sizes)]
+    assert max(seen) <= sizes.list_width and sum(seen) <= sizes.csr_capacity
+    alone = dataclasses.replace(sizes, pages_are_shared=False)
+    for request in range(sizes.max_num_seqs):  # no more of them than have pages of their own
+        held = cdiv(computed[request] + lens[request], sizes.page_tokens)
+        lens[request] = lens[request] if held <= pages else 0
+        pages -= held if lens[request] else 0
+    seen = [len(pages) for pages in seen_pages(case, alone)]
+    assert max(seen) <= alone.list_width and sum(seen) <= alone.csr_capacity
 
 
 def test_a_batch_reaches_the_bounds() -> None:

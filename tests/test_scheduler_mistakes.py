@@ -389,10 +389,16 @@ def test_ids_that_are_missing_for_a_while_stop_no_other_request() -> None:
     assert host.step().work == {"a": 3, "b": 3, "c": 3}
 
 
-def test_shapes_are_the_schedulers() -> None:
-    host = Host(LAYERS["windows"], forks=3, max_tokens=16, cached_tokens=64, chunk_tokens=4)
-    options = {"max_requests": 4, "forks": 3, "cached_tokens": 64}
+@pytest.mark.parametrize(
+    ("forks", "cached_tokens"), [(3, 64), (3, 0), (0, 0), (0, 9), (3, None), (0, None)]
+)
+def test_shapes_are_the_schedulers(forks: int, cached_tokens: int | None) -> None:
+    """Without room said for cached tokens, a request may begin with as many as it has at most."""
+    given = {"forks": forks, "cached_tokens": cached_tokens}
+    host = Host(LAYERS["windows"], max_tokens=16, chunk_tokens=4, **given)
     plan = host.manager.plan
+    room = plan.max_model_len if cached_tokens is None else cached_tokens
+    options = {"max_requests": 4, "forks": forks, "cached_tokens": room}
     assert host.scheduler.shape() == StepShape.for_plan(
         plan, max_tokens=16, batch_size=4, extra=16, token_ids=True, **options
     )
