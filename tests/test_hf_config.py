@@ -18,6 +18,7 @@ from jaxkv._src.hf_config import (
     preset_names,
     shipped_dtype,
 )
+from jaxkv._src.hf_config._fields import CONCERNS, HARMLESS
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
     CrossAttentionSpec,
@@ -602,6 +603,35 @@ def test_the_language_model_is_found_in_a_wrapper_of_a_wrapper() -> None:
     config = {"model_type": "qwen3_omni_moe", "thinker_config": thinker}
     assert layers_from_config(config) == layers_from_config(load_config("qwen3-235b-a22b"))
     assert model_len(config) == model_len(load_config("qwen3-235b-a22b"))
+
+
+@pytest.mark.parametrize("level", ["wrapper", "wrapper within"])
+def test_every_wrapper_around_a_language_model_counts_alike(level: str) -> None:
+    text = load_config("qwen3-235b-a22b") | {"model_type": None, "torch_dtype": None}
+
+    def layers(**fields: Any) -> dict[str, Any]:
+        outer, inner = (fields, {}) if level == "wrapper" else ({}, fields)
+        thinker = {"model_type": "qwen3_omni_moe_thinker", **inner, "text_config": text}
+        return layers_from_config(
+            {"model_type": "qwen3_omni_moe", **outer, "thinker_config": thinker}
+        )
+
+    half = {"torch_dtype": "float16"}
+    plain = layers(dtype="float16")
+    assert plain == layers_from_config(load_config("qwen3-235b-a22b") | half)
+    assert layers(**half, window_size=112, audio_chunk_size=8, head_dim=128) == plain
+    for name, value in (("num_hidden_layers", 31), ("head_dim", 64), ("kv_lora_rank", 512)):
+        with pytest.raises(ValueError, match=rf"{name}={value}"):
+            layers(**half, **{name: value})
+    for name in ("quantization_config", "compression_config"):
+        with pytest.raises(ValueError, match=rf"{name}.kv_cache_scheme.*quantises the cache"):
+            layers(**half, **{name: {"kv_cache_scheme": {"num_bits": 8}}})
+
+
+def test_a_field_that_is_named_harmless_would_be_refused_otherwise() -> None:
+    assert all(CONCERNS.search(name) for name in HARMLESS)
+    for name in HARMLESS:
+        assert layers_from_config(llama(**{name: 1})) == layers_from_config(llama()), name
 
 
 def test_the_dtype_of_the_text_model_comes_before_that_of_its_wrapper() -> None:
