@@ -7,7 +7,8 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.engine._ladder import PADDING, PADDING_OF_BACKLOG, READING, Ladder
-from jaxkv._src.engine._samples import RECORD
+from jaxkv._src.engine._samples import RECORD, Samples
+from jaxkv._src.engine._sampling import Sampling
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.scheduler import Schedule, Scheduler, Wanted
 from jaxkv._src.specs import FullAttentionSpec
@@ -152,3 +153,33 @@ def test_a_prompt_next_to_many_decodes_takes_few_steps(prompt: int) -> None:
             scheduler.add("prompt", prompt)
         steps += 1
     assert steps < 20
+
+
+# --- samples ---------------------------------------------------------------------------
+
+
+def test_every_sample_has_a_record_of_its_own_however_many_there_are() -> None:
+    samples, lasts = Samples(48, seed=0), {}
+    for name in range(200):
+        sampling = Sampling(temperature=1.0, max_tokens=1 + name % 7, n=2, seed=name)
+        for sample in samples.made(name, "prompt", [1, 2], sampling, vocab_size=9):
+            samples.add(sample)
+            lasts[sample.name] = name, sample.index, name % 7
+        if name % 3 == 2:
+            for sample in list(samples.of_request[name - 1]):
+                samples.remove(sample)
+                del lasts[sample.name]
+    records = {name: samples.records[sample.slot] for name, sample in samples.of.items()}
+    assert {n: (r["seed"], r["sample"], r["last"]) for n, r in records.items()} == lasts
+
+
+def test_every_seed_that_is_named_is_the_one_that_counts() -> None:
+    def seeds(of_engine: int, seed: int | None) -> list[int]:
+        samples = Samples(48, of_engine)
+        sampling = Sampling(temperature=1.0, seed=seed)
+        made = [samples.made(name, "prompt", [1], sampling, vocab_size=9) for name in range(9)]
+        return [sample.seed for (sample,) in made]
+
+    for seed in (0, 1, 2**32 - 1):
+        assert seeds(0, seed) == seeds(1, seed) == [seed] * 9
+    assert len(set(seeds(0, None))) == 9 and seeds(0, None) == seeds(0, None) != seeds(1, None)

@@ -185,9 +185,30 @@ def test_context_parallelism_divides_groups_that_vllm_shards() -> None:
     (config,) = copy.deepcopy(CASES["full"]["configs"])
     with pytest.raises(ValueError, match=r"kv_cache_groups\[0\] is not dcp_sharded"):
         plan_of(CASES["full"], config, context_parallel=2)
+    plain = copy.deepcopy(config)
     config["kv_cache_groups"][0]["kv_cache_spec"]["dcp_sharded"] = True
     plan = plan_of(CASES["full"], config, context_parallel=2)
     assert plan.admission_blocks(256) == 8
+    for workers in ([config, plain], [plain, config]):
+        with pytest.raises(ValueError, match=r"kv_cache_groups\[0\] is not dcp_sharded"):
+            plan_of(CASES["full"], workers, context_parallel=2)
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+def test_workers_that_have_other_blocks_or_groups_are_refused(larger: int) -> None:
+    case = CASES["two pipeline stages"]
+    workers = copy.deepcopy(case["configs"])
+    workers[larger]["num_blocks"] *= 2
+    for tensor in workers[larger]["kv_cache_tensors"]:
+        tensor["layer_stride"] *= 2
+    with pytest.raises(ValueError, match="num_blocks must be the same for all"):
+        plan_of(case, workers)
+    workers = copy.deepcopy(case["configs"])
+    workers[larger]["kv_cache_groups"].append(
+        {**workers[0]["kv_cache_groups"][0], "layer_names": []}
+    )
+    with pytest.raises(ValueError, match="number of kv_cache_groups must be the same for all"):
+        plan_of(case, workers)
 
 
 # --- fields without a counterpart ----------------------------------------------------
