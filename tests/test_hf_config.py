@@ -760,6 +760,12 @@ def test_a_path_that_exists_goes_before_a_preset(
     assert load_config(kind(name)) == {"model_type": "of mine"}
 
 
+@pytest.mark.parametrize("before", ["/models/", "./", "../", "~/", "models/qwen/", "/"])
+def test_a_mistyped_path_is_no_preset(before: str) -> None:
+    with pytest.raises(ValueError, match="is neither a preset nor .*did you mean qwen3-8b"):
+        load_config(f"{before}Qwen3-8B")
+
+
 def qwen(**changes: Any) -> dict[str, Any]:
     return preset("qwen3-next-80b-a3b", **changes)
 

@@ -2,11 +2,13 @@
 
 import difflib
 import pathlib
+import re
 from typing import Any
 
 from jaxkv._src.internal.files import read_json
 from jaxkv._src.internal.text import shown
 
+NAMED = re.compile(r"(\w[\w.-]*/)?[^/]+")  # a model, with or without its organization
 PRESETS = pathlib.Path(__file__).parent / "presets"
 
 
@@ -37,7 +39,7 @@ def load_config(config: str | pathlib.PurePath) -> dict[str, Any]:
     path = pathlib.Path(name)
     where = ""
     try:
-        if not path.exists():
+        if not path.exists() and NAMED.fullmatch(name):
             path = PRESETS / f"{key}.json"
         if path.is_dir():
             path, where = path / "config.json", "config.json: "
