@@ -424,8 +424,8 @@ FP8 = FP8._replace(most=2)  # some have more
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
 )
-WIDE = Case(4, 2, 80, 96, page_tokens=8, width=16, tokens=67, sinks=True, window=80, holes=True)
-WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True)
+WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
+WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
@@ -441,7 +441,7 @@ INTERPRETED = {
         [150, 40],
         [0, 64, 66],
     ),
-    "a decode and two prefills, 80 and 96 wide": (WIDE, [90, 120, 41], [0, 1, 40, 66]),
+    "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 150, 41], [0, 1, 40, 66]),
     # The rows of the first one are moved back, because the second warpgroup has no others.
     "prefills in pieces": (PIECES, [70, 250], [0, 2, 67]),
 }

@@ -53,6 +53,7 @@ MOSAIC_CASES = {
     "packed, many steps": MLA._replace(heads=16, batch=2, width=600, pages=PACKED),
     "packed, window": MLA._replace(heads=32, window=70, tokens=30, page_tokens=48, pages=PACKED),
     "reproducible": MLA._replace(tokens=9, width=300, reproducible=True, sinks=True),
+    "reproducible, window": MLA._replace(tokens=9, width=300, reproducible=True, window=3000),
     "packed, among other layers": MLA._replace(
         heads=64, page_tokens=8, width=20, pages=PACKED, place="heads apart"
     ),
@@ -65,11 +66,12 @@ SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
 # The second thread block has heads of the second token, which alone sees the last key.
 PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
+REPRODUCIBLE = ONE._replace(width=9, batch=2, window=130, reproducible=True)
 INTERPRETED = {
     "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
     "two thread blocks that load together": (PAIRS, [65], [0, 2]),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
-    "reproducible": (ONE._replace(width=9, batch=2, reproducible=True), [270, 30], None),
+    "reproducible": (REPRODUCIBLE, [270, 30], None),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
