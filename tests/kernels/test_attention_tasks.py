@@ -188,7 +188,7 @@ def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
     from pallas_kernels._paged_attention.pieces import sees
 
     rule, keys = rule_of(name), jnp.arange(COLUMNS * 64 + KEYS)
-    for arrays in batches(rule):
+    for arrays in itertools.islice(batches(rule), 4):
         tiles = cut_queries(arrays, rule, Cut(16, align=8))
         of_tiles = tiles.ends, tiles.chunk_offsets, tiles.ranks
         end, offset, rank = [field[:, None, None] for field in of_tiles]
@@ -203,21 +203,21 @@ def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_steps_of_latents_skip_masks_only_where_all_is_seen(name: str, reproducible: bool) -> None:
+def test_steps_of_latents_skip_masks_only_where_all_is_seen(name: str) -> None:
     from pallas_kernels._paged_attention.mla import _full_steps
 
-    rule, unmasked = rule_of(name)._replace(reproducible=reproducible), 0
+    rule, unmasked = rule_of(name), 0
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, Cut(8))
         full = np.asarray(_full_steps(arrays, rule, tiles))
+        assert not _full_steps(arrays, rule._replace(reproducible=True), tiles).any()
         for token, query in queries_of(arrays, Cut(TOKENS)).items():
             steps = full[tiles.of_token[token]]
             assert set(range(steps * STEP)) <= seen_keys(arrays, rule, *query), "a mask is missing"
             pages = np.asarray(arrays.block_tables)[query[0], : steps * STEP // rule.page_tokens]
             assert ((pages >= 0) & (pages < PAGES)).all(), "a step without a mask has a hole"
             unmasked += int(steps)
-    assert (unmasked > 0) == (not reproducible and rule.window is None and rule.chunk is None)
+    assert (unmasked > 0) == (rule.window is None and rule.chunk is None)
 
 
 @needs_mosaic
