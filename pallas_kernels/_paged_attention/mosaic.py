@@ -104,9 +104,8 @@ def _combine_pieces(
 ) -> Array:
     """Writes the output of N divided tiles; returns float32[N, 2, heads, 64], the log-sum-exp."""
     of_heads = rule._replace(kv_heads=rule.kv_heads * rule.group, group=1)
-    scales = [jnp.repeat(scale, rule.group) for scale in (arrays.key_scale, arrays.value_scale)]
-    arrays = arrays._replace(key_scale=scales[0], value_scale=scales[1])
-    numbers = tile_numbers(arrays, _decode_shape(arrays, of_heads, ROWS))
+    numbers = _numbers_of_heads(arrays, rule)
+    numbers = jnp.pad(numbers, ((0, 0), (0, ROWS - 1)), mode="edge")  # the sink of each row
     num_halves, num_segments = halves.shape[0], segments.out.shape[0]
     lse = jnp.empty((num_halves, of_heads.kv_heads, ROWS), jnp.float32)
     outputs = Outputs(out, jax.new_ref(lse))
@@ -144,12 +143,16 @@ def _prefill_shape(arrays: AttentionArrays, rule: AttentionRule) -> PrefillShape
 
 
 def _prefill_arrays(arrays: AttentionArrays, rule: AttentionRule, tiles: Array) -> PrefillArrays:
+    return PrefillArrays(tiles, arrays.block_tables, _numbers_of_heads(arrays, rule))
+
+
+def _numbers_of_heads(arrays: AttentionArrays, rule: AttentionRule) -> Array:
+    """Returns the numbers of each query head, as `PrefillArrays` holds them."""
     scales = jnp.repeat(arrays.key_scale * jnp.float32(rule.scale), rule.group)
     value_scale = jnp.repeat(arrays.value_scale, rule.group)
     no_sinks = jnp.full_like(scales, -jnp.inf)
     sinks = no_sinks if arrays.sinks is None else arrays.sinks * LOG2E
-    numbers = jnp.stack([scales, value_scale, sinks], axis=1)
-    return PrefillArrays(tiles, arrays.block_tables, numbers)
+    return jnp.stack([scales, value_scale, sinks], axis=1)
 
 
 def _decode_size(arrays: AttentionArrays, rule: AttentionRule) -> int:

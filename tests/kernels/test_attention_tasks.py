@@ -38,6 +38,7 @@ RULES: dict[str, dict[str, Any]] = {
     "a window": {"window": 300},
     "a window of one": {"window": 1},
     "chunks": {"chunk": 600},
+    "a window in chunks": {"window": 300, "chunk": 400},
     "not causal": {"causal": False},
     "interleaved": {"ranks": 2, "interleave_tokens": 16},
 }
@@ -179,6 +180,44 @@ def test_each_query_is_in_one_tile_with_the_keys_that_its_queries_see(name: str)
         tiles = one_query_each(arrays, rule)
         assert np.asarray(tiles.of_token).tolist() == [i if n else -1 for i, n in enumerate(lens)]
         check_tiles(arrays, rule, tiles._replace(of_token=as_ids(range(BATCH))), queries)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", RULES)
+def test_masks_leave_each_query_the_keys_that_it_sees(name: str) -> None:
+    from pallas_kernels._paged_attention.pieces import sees
+
+    rule, keys = rule_of(name), jnp.arange(COLUMNS * 64 + KEYS)
+    for arrays in itertools.islice(batches(rule), 4):
+        tiles = cut_queries(arrays, rule, Cut(16, align=8))
+        of_tiles = tiles.ends, tiles.chunk_offsets, tiles.ranks
+        end, offset, rank = [field[:, None, None] for field in of_tiles]
+        bounds = types.SimpleNamespace(end=end, chunk_offset=offset, rank=rank)
+        positions = tiles.positions[:, None] + jnp.arange(tiles.size)[None]
+        found = sees(rule, bounds, positions[:, :, None], keys[None, None])
+        found = np.broadcast_to(found, (*positions.shape, keys.size))
+        for token, (request, position) in queries_of(arrays, Cut(TOKENS)).items():
+            seen = found[tiles.of_token[token], tiles.rows[token]]
+            assert set(np.flatnonzero(seen).tolist()) == seen_keys(arrays, rule, request, position)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", RULES)
+def test_steps_of_latents_skip_masks_only_where_all_is_seen(name: str) -> None:
+    from pallas_kernels._paged_attention.mla import _full_steps
+
+    rule, unmasked = rule_of(name), 0
+    for arrays in batches(rule):
+        tiles = cut_queries(arrays, rule, Cut(8))
+        full = np.asarray(_full_steps(arrays, rule, tiles))
+        assert not _full_steps(arrays, rule._replace(reproducible=True), tiles).any()
+        for token, query in queries_of(arrays, Cut(TOKENS)).items():
+            steps = full[tiles.of_token[token]]
+            assert set(range(steps * STEP)) <= seen_keys(arrays, rule, *query), "a mask is missing"
+            pages = np.asarray(arrays.block_tables)[query[0], : steps * STEP // rule.page_tokens]
+            assert ((pages >= 0) & (pages < PAGES)).all(), "a step without a mask has a hole"
+            unmasked += int(steps)
+    assert (unmasked > 0) == (rule.window is None and rule.chunk is None)
 
 
 @needs_mosaic

@@ -328,9 +328,10 @@ XLA_CASES = {
     "mixed": Case(tokens=90, heads=8, value=32, page_tokens=12),
     "f32": Case(tokens=9, pages="float32", queries="float32", key=20, value=12, sinks=True),
     "f32 over bf16": Case(tokens=5, pages="bfloat16", queries="float32", window=5),
-    "window": Case(
+    "window in chunks": Case(
         tokens=40,
         window=21,
+        chunk=33,
         pages="float16",
         queries="float16",
         firsts=True,
@@ -364,7 +365,9 @@ def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
 MOSAIC_CASES = {
     "decode": Case(),
     "mixed": Case(tokens=90, heads=8, value=128),
-    "window": Case(tokens=40, window=21, pages="float16", queries="float16", sinks=True),
+    "window in chunks": Case(
+        tokens=40, window=21, chunk=33, pages="float16", queries="float16", sinks=True
+    ),
     "chunk": Case(tokens=40, chunk=24, heads=3, kv_heads=1, cap=5.0, scaled=True),
     "fp8_e4m3": Case(tokens=20, pages="float8_e4m3fn", scaled=True, sinks=True),
     "fp8_e5m2": Case(pages="float8_e5m2", queries="float16", key=128, scaled=True),
@@ -375,6 +378,7 @@ MOSAIC_CASES = {
     "long": Case(width=600, batch=2, heads=2, sinks=True),
     "prefill": Case(tokens=320, width=20, heads=4, key=128, value=128, sinks=True),
     "prefill, window": Case(tokens=328, width=20, heads=2, window=70, key=128, scaled=True),
+    "prefill, window in chunks": Case(tokens=200, width=20, window=70, chunk=99, firsts=True),
     "prefill, chunk": Case(tokens=200, width=3, page_tokens=80, chunk=64, cap=9.0, scaled=True),
     "prefill, holes": Case(tokens=200, width=20, holes=True, pages="float16", queries="float16"),
     "prefill in fp8": Case(tokens=320, width=20, key=128, value=128, pages="float8_e4m3fn"),
@@ -384,6 +388,7 @@ MOSAIC_CASES = {
     "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
     "interleaved": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
     "80 wide": Case(key=80, value=80, heads=8, sinks=True),
+    "80 wide, 40 heads": Case(40, 1, 80, 80, batch=1, width=600, scaled=True),
     "112 wide, long": Case(tokens=9, key=112, value=112, holes=True, width=600, batch=2),
     "240 and 176 wide": Case(tokens=9, key=240, value=176, heads=2),
     "prefill, 80 wide": Case(tokens=200, width=20, key=80, value=80, window=70, place="HND"),
@@ -398,7 +403,9 @@ MOSAIC_CASES = {
     ),
     "prefill in pieces": Case(tokens=200, width=300, heads=4, key=128, value=128, sinks=True),
     "prefill in pieces, window": Case(tokens=130, width=300, heads=2, window=2300, scaled=True),
-    "prefill in pieces, 80 wide": Case(tokens=99, width=300, key=80, value=80, holes=True),
+    "prefill in pieces, 80 wide": Case(
+        tokens=99, width=300, key=80, value=80, holes=True, scaled=True
+    ),
     "prefill in pieces, fp8": Case(tokens=90, width=300, pages="float8_e4m3fn", scaled=True),
     "prefill in pieces, 256 wide": Case(
         tokens=150, width=300, heads=2, key=256, value=256, cap=9.0
@@ -417,8 +424,9 @@ FP8 = FP8._replace(most=2)  # some have more
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=3, tokens=72, ranks=2, pages="int8", place="HND"
 )
-WIDE = Case(2, 2, 80, 96, page_tokens=8, width=16, tokens=67, sinks=True, window=80, holes=True)
-PIECES = Case(1, 1, batch=2, page_tokens=32, width=20, tokens=75, sinks=True, holes=True)
+WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
+WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True)  # two tables begin in a chunk
+PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
         Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True),
@@ -433,9 +441,9 @@ INTERPRETED = {
         [150, 40],
         [0, 64, 66],
     ),
-    "a decode and two prefills, 80 and 96 wide": (WIDE, [90, 120, 41], [0, 1, 40, 66]),
+    "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 150, 41], [0, 1, 40, 66]),
     # The rows of the first one are moved back, because the second warpgroup has no others.
-    "prefills in pieces": (PIECES, [600, 380], [0, 2, 67]),
+    "prefills in pieces": (PIECES, [70, 250], [0, 2, 67]),
 }
 quietly = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of poison
 
@@ -555,7 +563,7 @@ SHAPES = [
     Shape(8, 1024, 16, 2, 256, 16, "int8", 4),
     Shape(8, 1024, 8, 8, 192, 16, "bfloat16", 3, value=128),
     Shape(8, 1024, 32, 8, 112, 16, "bfloat16", 3),
-    Shape(256, 1024, 32, 8, 128, 16, "bfloat16", 2, most=4),
+    Shape(128, 1024, 40, 8, 128, 16, "bfloat16", 2, most=8),
 ]
 
 

@@ -53,22 +53,25 @@ MOSAIC_CASES = {
     "packed, many steps": MLA._replace(heads=16, batch=2, width=600, pages=PACKED),
     "packed, window": MLA._replace(heads=32, window=70, tokens=30, page_tokens=48, pages=PACKED),
     "reproducible": MLA._replace(tokens=9, width=300, reproducible=True, sinks=True),
+    "reproducible, window": MLA._replace(tokens=9, width=300, reproducible=True, window=3000),
     "packed, among other layers": MLA._replace(
         heads=64, page_tokens=8, width=20, pages=PACKED, place="heads apart"
     ),
 }
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
-SPECULATION = NARROW._replace(
-    batch=2, tokens=5, holes=True, scaled=True, ranks=2, place="NHD", pages="float8_e4m3fn"
-)
+# Two tiles of a request without holes, and one of a request with one.
+SPECULATION = NARROW._replace(heads=16, batch=2, tokens=6, width=4, holes=True, scaled=True)
+SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
-PAIRS = NARROW._replace(heads=80, batch=1, width=5, page_tokens=16)
+# The second thread block has heads of the second token, which alone sees the last key.
+PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
+REPRODUCIBLE = ONE._replace(width=9, batch=2, window=130, reproducible=True)
 INTERPRETED = {
-    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 0], [0, 4, 4]),
-    "two thread blocks that load together": (PAIRS, [70], None),
+    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
+    "two thread blocks that load together": (PAIRS, [65], [0, 2]),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
-    "reproducible": (ONE._replace(width=9, batch=2, reproducible=True), [270, 30], None),
+    "reproducible": (REPRODUCIBLE, [270, 30], None),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
@@ -91,13 +94,14 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pallas_kernels import _mosaic
-    from pallas_kernels._paged_attention import tasks
+    from pallas_kernels._paged_attention import rounds, tasks
 
     if name in WITH_LATE_BARRIERS and not HAS_LATE_BARRIERS:
         pytest.skip("interpret mode of jax 0.11 refuses such barriers")
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 2)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
+    monkeypatch.setattr(rounds, "WORKSPACE", 100_000)  # one tile at a time
     case, lens, loc = INTERPRETED[name]
     check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
 
