@@ -11,7 +11,6 @@ value heads of a key head: then each input of the convolution is read and moved 
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -118,14 +117,14 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     given = [conv.weights] if conv.bias is None else [conv.weights, conv.bias]
     if any(jnp.promote_types(array.dtype, dtype) != dtype for array in given):
         return False
-    row, segment = rule.key_size * states.itemsize, math.gcd(rule.key_size, rule.value_size)
-    segment_bytes = segment * pages.itemsize
+    row = rule.key_size * states.itemsize
+    segment_bytes = max(rule.key_size, rule.value_size) * pages.itemsize
     same = functools.reduce(
         lambda ok, name: ok and getattr(states, name) == getattr(pages, name),
         ("num_pages", "page_step"),
         states.data is pages.data,
     )
-    # A segment of inputs lies within a row of the pages.
+    # A segment of inputs, of one head, lies within a row of the pages.
     aligned = row % segment_bytes == 0 and pages.start % segment_bytes == 0
     aligned &= (rule.columns * pages.itemsize) % segment_bytes == 0
     items = requests.batch * rule.key_heads
