@@ -47,9 +47,10 @@ def step_mosaic(
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
     pages = as_rows(states.data, states.dtype, width)
-    first = states.first * (states.extent_bytes // (width * states.itemsize))
+    extent_rows = states.extent_bytes // (width * states.itemsize)
+    firsts = (states.first, states.first if conv is None else conv.pages.first)
     places: list[Any] = [
-        jnp.asarray(first, jnp.int32).reshape(1),
+        jnp.stack([jnp.asarray(first * extent_rows, jnp.int32) for first in firsts]),
         requests.read_ids,
         requests.write_ids,
         *(requests.spans.arrays() if requests.spans else ()),
