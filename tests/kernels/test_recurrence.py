@@ -406,8 +406,14 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
         assert is_fused
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layer", DRAFTS, ids=str)
+@pytest.mark.parametrize(
+    ("layer", "implementation"),
+    [
+        (DRAFTS[0], "xla"),
+        *(pytest.param(layer, "mosaic_gpu", marks=needs_mosaic) for layer in DRAFTS),
+    ],
+    ids=str,
+)
 @settings(max_examples=1, phases=AS_DRAWN)
 @given(data=st.data())
 def test_the_state_after_each_draft_is_kept(implementation, layer, data) -> None:
@@ -495,13 +501,13 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 192 * 2)
     given = make(
         layer,
-        [30, 1, 140, 5, 9],  # 2, 0, 3, 1 and 1 chunks
+        [30, 1, 140, 5, 9],  # 2, 0, 3, 1 and 2 chunks, of which 3 are in a turn
         190,
         0,
         read_ids=as_ids([-1, 2, 1, -1, 7]),
         write_ids=as_ids([[3, -1], [2, 5], [4, 6], [8, -1], [-1, 9]]),
         # Two pages take one state.
-        write_after=as_ids([[30, 9], [1, 9], [140, 140], [5, 1], [5, 9]]),
+        write_after=as_ids([[30, 9], [1, 9], [140, 140], [5, 0], [5, 9]]),
     )
     for implementation in ("mosaic_gpu", "xla"):
         check(layer, given, implementation, in_chunks=True, ragged=True, most=140)
@@ -587,7 +593,7 @@ def test_the_cuda_lowering_is_aliased(
 
 # Of more channels than a thread block takes.
 CONVOLUTIONS = (
-    Layer(key=128, value=128, value_heads=4, width=2, bias=True, before=264, holes=1),
+    Layer(key=128, value=128, value_heads=4, width=3, bias=True, before=264, holes=1),
     Layer(key=128, value=128, value_heads=1, width=4, conv="bfloat16", silu=False),
 )
 
