@@ -116,7 +116,7 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     if dtype != jnp.dtype(states.dtype) and not (ratio == 2 and dtype == jnp.bfloat16):
         return False
     given = [conv.weights] if conv.bias is None else [conv.weights, conv.bias]
-    if any(jnp.promote_types(array.dtype, dtype) != dtype for array in given):
+    if dtype != jnp.float32 and any(array.dtype != dtype for array in given):  # would be rounded
         return False
     row = rule.key_size * states.itemsize
     segment_bytes = max(rule.key_size, rule.value_size) * pages.itemsize

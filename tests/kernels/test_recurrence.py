@@ -21,7 +21,7 @@ from pallas_kernels import (
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import prompt, step, step_convolution, xla
+from pallas_kernels._recurrence import limits, prompt, step, step_convolution, xla
 from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
@@ -170,6 +170,7 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     inputs = rng.normal(size=(num_tokens, layer.channels))
     per_key = (key,) if layer.rule == "delta per key" else ()
     strength = rng.choice([0.0, 1e-3, 0.3, 8.0, np.inf], size=(num_tokens, 1, *[1] * len(per_key)))
+    strength[40:128] = 0.02  # so that something of a state is left after a chunk
     log_decay = -rng.exponential(size=(num_tokens, heads, *per_key)) * strength
     if num_tokens > 8:  # alike keys, no decay, and all taken away: hard for the chunked form
         inputs[2:7], log_decay[2:7] = inputs[1], 0
@@ -289,6 +290,9 @@ def check(
     with kernels_run():
         data, outputs = run(layer, arrays, implementation=implementation, **how)
     assert outputs.dtype == layer.of_out
+    if layer.out == "float32":  # not rounded to the inputs' dtype before
+        numbers = np.asarray(outputs)
+        assert (numbers != numbers.astype(dtype("bfloat16")).astype(np.float32)).any()
     states, windows, expected = expect(layer, given)
     # The products of chunks are of the precision that jax chooses: TF32 on a GPU.
     bound = max(layer.tolerance, 5e-3) if in_chunks and ON_GPU else layer.tolerance
@@ -377,23 +381,32 @@ def without(given: Arrays, idle: list[int]) -> Arrays:
     return given._replace(write_ids=write_ids)
 
 
+NAMES = ["float32", "bfloat16", "float16"]
+
+
 @needs_mosaic
 @given(data=st.data())
 def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) -> None:
     """Of the array that a kernel sees: as wide as a key, in the dtype of the states."""
-    state, conv = data.draw(
-        st.sampled_from(list(itertools.product(["float32", "bfloat16"], repeat=2)))
-    )
+    state, conv, taps = (data.draw(st.sampled_from(NAMES)) for _ in range(3))
+    forms = [(data.draw(st.integers(8, 9)), data.draw(st.integers(1, 2))) for _ in range(2)]
+    states_form, windows_form = [data.draw(st.sampled_from(forms)) for _ in range(2)]
     key, value = (data.draw(st.sampled_from([128, 256])) for _ in range(2))
     key_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     start, is_scan = data.draw(st.integers(0, 16)) * 128, data.draw(st.booleans())
     rule = Rule(key_heads, group * key_heads, key, value, True, True, 1.0, values_first=is_scan)
     data_of, width = jax.ShapeDtypeStruct((9, 2**20), jnp.uint8), 3
     shape = rule.value_heads, value, key
-    states: Any = StatePages(data_of, dtype(state), shape, 9, start=2**18)
-    windows: Any = StatePages(data_of, dtype(conv), (width - 1, rule.columns), 9, start=start)
+    states: Any = StatePages(
+        *(data_of, dtype(state), shape, states_form[0]), page_step=states_form[1], start=2**18
+    )
+    windows: Any = StatePages(
+        *(data_of, dtype(conv), (width - 1, rule.columns), windows_form[0]),
+        page_step=windows_form[1],
+        start=start,
+    )
     given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct((width, rule.columns), dtype(conv))
+    weights: Any = jax.ShapeDtypeStruct((width, rule.columns), dtype(taps))
     tokens, requests = Tokens(given, given, given, states), Requests(given, given)
     is_fused = step.can_fuse(rule, tokens, requests, Convolution(windows, weights))
     row, heads = key * states.itemsize, (rule.key_heads, rule.key_heads, rule.value_heads)
@@ -402,8 +415,12 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
             begin = start + (tap * rule.columns + first + head * size) * windows.itemsize
             last = begin + size * windows.itemsize - 1
             assert not is_fused or begin // row == last // row
-    if key == value and state == "float32" and start % (key * windows.itemsize) == 0:
-        assert is_fused
+    if is_fused:
+        assert states_form == windows_form
+        assert conv == state or (state, conv) == ("float32", "bfloat16")
+        assert taps == conv or conv == "float32"  # the weights are not rounded
+    elif states_form == windows_form and key == value and state == conv == taps:
+        assert start % (key * windows.itemsize)
 
 
 @pytest.mark.parametrize(
@@ -669,6 +686,10 @@ BAD = [
     ("read_ids", jnp.zeros(2, jnp.int32), ValueError, r"write_ids must be int32\[2\]"),
     ("write_ids", np.zeros(3, np.int64), TypeError, "write_ids must be int32"),
     ("write_ids", jnp.zeros((3, 2), jnp.int32), ValueError, "pass write_after"),
+    ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),
+    ("write_ids", jnp.zeros((2, 1), jnp.int32), ValueError, r"write_ids must be int32\[3, n\]"),
+    ("query_lens", jnp.zeros(2, jnp.int32), ValueError, r"query_lens must be int32\[3\]"),
+    ("write_after", jnp.zeros((3, 2), jnp.int32), ValueError, r"write_after must be int32\[3, 1\]"),
     ("query_start_loc", jnp.zeros(3, jnp.int32), ValueError, "query_start_loc must be int32"),
     ("max_query_len", 0, ValueError, "pass query_start_loc|max_query_len=0"),
     ("states", GOOD["states"]._replace(start=4), ValueError, "must lie within its extent"),
@@ -683,6 +704,18 @@ BAD = [
     ("convolution", Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
     (
         "convolution",
+        Convolution(WINDOWS, jnp.ones((4, 256)), jnp.ones((1, 256))),
+        ValueError,
+        "convolution.bias has shape",
+    ),
+    (
+        "convolution",
+        Convolution(WINDOWS._replace(shape=(3, 128)), jnp.ones((4, 128))),
+        ValueError,
+        r"the convolution wants \[T, 128\]",
+    ),
+    (
+        "convolution",
         Convolution(WINDOWS._replace(data=jnp.zeros((9, 8192))), jnp.ones((4, 256))),
         ValueError,
         "must be the very array",
@@ -693,16 +726,101 @@ BAD = [
 @pytest.mark.parametrize(("name", "value", "error", "text"), BAD)
 def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
     given = GOOD | {name: value}
-    if name == "max_query_len":
+    if name in ("max_query_len", "query_lens"):
         given["query_start_loc"] = as_ids([0, 1, 2, 3])
     with pytest.raises(error, match=text):
         gated_delta_rule(**given)
 
 
+def test_several_pages_of_single_tokens_need_no_starts() -> None:
+    ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([[4, 5], [6, 7], [8, 0]])}
+    given = GOOD | ids | {"write_after": as_ids([[0, 1], [1, 2], [1, 0]])}
+    found = gated_delta_rule(**given)
+    wanted = gated_delta_rule(**given | {"write_ids": as_ids([5, 6, 8]), "write_after": None})
+    for array, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_requests_nothing_runs_and_all_is_padding(implementation, count) -> None:
+    none, start = as_ids([]), as_ids([0])
+    states = GOOD["states"]
+    inputs, beta = (jnp.full((count, n), jnp.nan) for n in (256, 2))
+    how = {"query_start_loc": start, "max_query_len": 1, "implementation": implementation}
+
+    def run_both(data: Any) -> Any:
+        pages = states._replace(data=data), WINDOWS._replace(data=data)
+        conv = Convolution(pages[1], jnp.ones((4, 256)))
+        arguments = {"states": pages[0], "read_ids": none, "write_ids": none, "inputs": inputs}
+        arguments |= {"log_decay": beta, "beta": beta, "convolution": conv} | how
+        return (
+            causal_conv1d(inputs, conv, none, none, **how),
+            gated_delta_rule(**GOOD | arguments),
+        )
+
+    lowered = jax.jit(run_both).trace(states.data).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" not in lowered.as_text()
+    for (data, out), shape in zip(run_both(states.data), [(256,), (2, 64)], strict=True):
+        np.testing.assert_array_equal(data, states.data)
+        np.testing.assert_array_equal(out, np.zeros((count, *shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "text"),
+    [
+        ("bfloat16", 64, 64, ""),
+        ("bfloat16", 128, 192, ""),
+        ("bfloat16", 256, 64, "keys are 256 wide and values 64"),
+        ("bfloat16", 64, 96, "keys are 64 wide and values 96"),
+        ("float16", 64, 64, "inputs are float16"),
+    ],
+)
+def test_prompts_of_other_shapes_are_left_to_xla(name, key, value, text) -> None:
+    inputs: Any = jax.ShapeDtypeStruct((9, 2 * key + value), dtype(name))
+    rule = Rule(1, 1, key, value, delta=True, normalize=True, scale=1.0)
+    reason = limits.why_not_prompt(rule, Tokens(inputs, inputs, inputs, GOOD["states"]))
+    assert (reason or "").startswith(text) and bool(reason) == bool(text)
+
+
+@given(
+    *(st.integers(0, 40), st.integers(100, 140), st.sampled_from(range(128, 2049, 128))),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_threads_take_as_many_channels_as_lie_aligned_in_each_page(
+    start, extent, channels, name
+) -> None:
+    item = dtype(name).itemsize
+    data: Any = jax.ShapeDtypeStruct((9, (extent + 8192) * item), jnp.uint8)
+    pages = StatePages(data, dtype(name), (1, channels), 9, start=start * item)
+    weights: Any = jax.ShapeDtypeStruct((2, channels), dtype(name))
+    places = [page * (extent + 8192) + start for page in range(9)]
+    fitting = [
+        n
+        for n in (1, 2, 4, 8)
+        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % n for p in places)
+    ]
+    assert limits.channels_per_thread(Convolution(pages, weights)) == max(fitting)
+
+
+WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
+
+
 @needs_mosaic
-def test_what_mosaic_does_not_support_is_named() -> None:
-    states = StatePages(jnp.zeros((9, 2 * 24 * 24)), jnp.float32, (2, 24, 24), 9)
-    given = GOOD | {"states": states, "inputs": jnp.ones((3, 96))}
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (StatePages(jnp.zeros((9, 2 * 24 * 24)), jnp.float32, (2, 24, 24), 9), "keys are 24 wide"),
+        (StatePages(jnp.zeros((9, 2 * 24 * 64)), jnp.float32, (2, 24, 64), 9), "values 24, and"),
+        (WIDE._replace(shape=(2, 64, 512)), "wider than 256"),
+        (WIDE._replace(shape=(2, 512, 64)), "wider than 256"),
+        (WIDE._replace(start=128), "not multiples of 256 bytes"),
+        (GOOD["states"]._replace(data=jnp.zeros((9, 8192 + 32))), "not multiples of 256 bytes"),
+    ],
+)
+def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) -> None:
+    _, value, key = states.shape
+    given = GOOD | {"states": states, "inputs": jnp.ones((3, 2 * key + 2 * value))}
     jax.eval_shape(lambda: gated_delta_rule(**given))
-    with pytest.raises(NotImplementedError, match="keys are 24 wide"):
+    with pytest.raises(NotImplementedError, match=text):
         gated_delta_rule(**given, implementation="mosaic_gpu")
