@@ -385,6 +385,7 @@ NAMES = ["float32", "bfloat16", "float16"]
 
 
 @needs_mosaic
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) -> None:
     """Of the array that a kernel sees: as wide as a key, in the dtype of the states."""
