@@ -198,8 +198,8 @@ def causal_conv1d(
         inputs, read_ids, write_ids, query_start_loc, query_lens, write_after, max_query_len
     )
     check_convolution(convolution, inputs, convolution.pages.data)
-    if not inputs.size:
-        return convolution.pages.data, inputs
+    if not inputs.size or not requests.batch:
+        return convolution.pages.data, jnp.zeros_like(inputs)
     unsupported = why_not_convolution(convolution)
     given = convolution, inputs, requests
     return choose(

@@ -90,26 +90,19 @@ class StatePages(NamedTuple):
     def _as_elements(self, data: Array, shape: tuple[int, ...]) -> Array:
         if data.dtype == self.dtype:
             return data.reshape(shape)
-        split = (*shape, self.itemsize) if self.itemsize > 1 else shape
-        return lax.bitcast_convert_type(data.reshape(split), jnp.dtype(self.dtype))
+        return lax.bitcast_convert_type(data.reshape(*shape, self.itemsize), jnp.dtype(self.dtype))
 
 
 def as_rows(data: Array, dtype: DTypeLike, width: int) -> Array:
-    """Returns ``data`` as rows of elements of another dtype, without a copy on GPUs."""
+    """Returns ``data`` as rows of elements of a wider dtype, or its own, without a copy on GPUs."""
     dtype, size = jnp.dtype(dtype), jnp.dtype(dtype).itemsize // data.dtype.itemsize
     if data.dtype == dtype:
         return data.reshape(-1, width)
-    if size < 1:
-        return lax.bitcast_convert_type(data, dtype).reshape(-1, width)
-    split = (-1, width, size) if size > 1 else (-1, width)
-    return lax.bitcast_convert_type(data.reshape(split), dtype)
+    return lax.bitcast_convert_type(data.reshape(-1, width, size), dtype)
 
 
 def from_rows(rows: Array, like: Array) -> Array:
     """Undoes `as_rows`."""
     if rows.dtype == like.dtype:
         return rows.reshape(like.shape)
-    size = rows.dtype.itemsize // like.dtype.itemsize
-    if size < 1:
-        rows = rows.reshape(*rows.shape[:-1], -1, like.dtype.itemsize // rows.dtype.itemsize)
     return lax.bitcast_convert_type(rows, like.dtype).reshape(like.shape)

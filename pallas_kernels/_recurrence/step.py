@@ -11,7 +11,6 @@ value heads of a key head: then each input of the convolution is read and moved 
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -48,9 +47,10 @@ def step_mosaic(
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
     pages = as_rows(states.data, states.dtype, width)
-    first = states.first * (states.extent_bytes // (width * states.itemsize))
+    extent_rows = states.extent_bytes // (width * states.itemsize)
+    firsts = (states.first, states.first if conv is None else conv.pages.first)
     places: list[Any] = [
-        jnp.asarray(first, jnp.int32).reshape(1),
+        jnp.stack([jnp.asarray(first * extent_rows, jnp.int32) for first in firsts]),
         requests.read_ids,
         requests.write_ids,
         *(requests.spans.arrays() if requests.spans else ()),
@@ -116,16 +116,16 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     if dtype != jnp.dtype(states.dtype) and not (ratio == 2 and dtype == jnp.bfloat16):
         return False
     given = [conv.weights] if conv.bias is None else [conv.weights, conv.bias]
-    if any(jnp.promote_types(array.dtype, dtype) != dtype for array in given):
+    if dtype != jnp.float32 and any(array.dtype != dtype for array in given):  # would be rounded
         return False
-    row, segment = rule.key_size * states.itemsize, math.gcd(rule.key_size, rule.value_size)
-    segment_bytes = segment * pages.itemsize
+    row = rule.key_size * states.itemsize
+    segment_bytes = max(rule.key_size, rule.value_size) * pages.itemsize
     same = functools.reduce(
         lambda ok, name: ok and getattr(states, name) == getattr(pages, name),
         ("num_pages", "page_step"),
         states.data is pages.data,
     )
-    # A segment of inputs lies within a row of the pages.
+    # A segment of inputs, of one head, lies within a row of the pages.
     aligned = row % segment_bytes == 0 and pages.start % segment_bytes == 0
     aligned &= (rule.columns * pages.itemsize) % segment_bytes == 0
     items = requests.batch * rule.key_heads

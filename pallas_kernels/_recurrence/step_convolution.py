@@ -30,6 +30,7 @@ class StepConvolution:
     """The convolution's references, and its code.
 
     pages: [rows, K], of the whole pool.
+    apart: rows from a page of the state to that of the inputs that it remembers.
     start: elements of a page before the inputs that it remembers.
     weights, bias: [width, channels] and [1, channels], in elements of the pages; no bias: zeros.
     staged: shared memory, [width, channels of an item], in elements of the pages.
@@ -41,6 +42,7 @@ class StepConvolution:
         self,
         shape: StepShape,
         pages: Any,
+        apart: Array,
         start: int,
         weights: Any,
         bias: Any,
@@ -48,7 +50,7 @@ class StepConvolution:
         taps: Any,
         mixed: Any,
     ) -> None:
-        self.shape, self.pages, self.start = shape, pages, start
+        self.shape, self.pages, self.apart, self.start = shape, pages, apart, start
         self.weights, self.bias, self.staged = weights, bias, staged
         self.taps, self.mixed = taps, mixed
 
@@ -60,10 +62,14 @@ class StepConvolution:
         return self.mixed
 
     def words(self, page: Array, tap: int, column: Array, width: int) -> Any:
-        """Returns a reference to inputs of the convolution in a page, in elements of the pages."""
+        """Returns a reference to inputs that it remembers beside the state of a page.
+
+        In elements of the pages.
+        """
         shape, row = self.shape, self.shape.rule.key_size
         start = self.start + (tap * shape.rule.columns + column) // shape.packed
-        return self.pages.at[page + lax.div(start, row), pl.ds(lax.rem(start, row), width)]
+        place = page + self.apart + lax.div(start, row)
+        return self.pages.at[place, pl.ds(lax.rem(start, row), width)]
 
     def fetch_taps(self, item: Item, ready: Any) -> None:
         """Starts loading the weights of the convolution, and its bias."""

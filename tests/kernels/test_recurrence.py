@@ -1,6 +1,7 @@
 """Recurrent layers over pages against NumPy: steps, drafts, prompts, and states in place."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes
@@ -20,7 +21,8 @@ from pallas_kernels import (
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import prompt, step_convolution, xla
+from pallas_kernels._recurrence import limits, prompt, step, step_convolution, xla
+from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
     RecurrentCase,
@@ -31,6 +33,7 @@ from tests.reference_recurrence import (
 )
 
 PAGES, STEP, FIRST = 12, 2, 1  # a page is every second extent, from the second one on
+AS_DRAWN = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink an example takes minutes
 EXTREMES = [-1, PAGES, -(2**31), 2**31 - 1]
 
 
@@ -47,7 +50,11 @@ class Layer(NamedTuple):
 
     width: of its convolution; 0: none.
     rule: "delta", "delta per key", or "scan".
-    state, conv, inputs: dtypes.
+    state, conv, inputs, gates, out: dtypes; gates are decay and beta; no out: that of inputs.
+    before: bytes of an extent before the inputs that the convolution keeps.
+    conv_first: extent of the first page of these.
+    typed: whether the pages are an array of the state's dtype, not of bytes.
+    holes: tokens between one request and the next.
     """
 
     key_heads: int = 1
@@ -59,8 +66,22 @@ class Layer(NamedTuple):
     state: str = "float32"
     conv: str = "float32"
     inputs: str = "float32"
+    gates: str = "float32"
+    out: str | None = None
     bias: bool = False
     silu: bool = True
+    normalize: bool = True
+    scale: float | None = None
+    values_first: bool = True
+    before: int = 512
+    conv_first: int = FIRST
+    typed: bool = False
+    holes: int = 0
+
+    def __str__(self) -> str:
+        defaults = self._field_defaults
+        fields = zip(self._fields, self, strict=True)
+        return " ".join(f"{name}={value}" for name, value in fields if value != defaults[name])
 
     @property
     def channels(self) -> int:
@@ -74,7 +95,7 @@ class Layer(NamedTuple):
     def start(self) -> int:
         """Bytes of an extent before the state: some, and the inputs of the convolution."""
         row = self.key * np.dtype(dtype(self.state)).itemsize
-        return -(-(512 + self.conv_bytes) // row) * row
+        return -(-(self.before + self.conv_bytes) // row) * row
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -83,7 +104,11 @@ class Layer(NamedTuple):
     @property
     def tolerance(self) -> float:
         narrow = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-        return max(narrow[name] for name in (self.state, self.conv, self.inputs))
+        return max(narrow[name] for name in (self.state, self.conv, self.inputs, self.of_out))
+
+    @property
+    def of_out(self) -> str:
+        return self.out or self.inputs
 
 
 def dtype(name: str) -> np.dtype:
@@ -103,19 +128,21 @@ class Arrays(NamedTuple):
     write_ids: np.ndarray
     write_after: np.ndarray
     starts: np.ndarray
+    lens: np.ndarray
 
 
 def states_in(layer: Layer, data: Any) -> np.ndarray:
     """The states of all pages, in float64."""
     size = np.prod(layer.state_shape) * dtype(layer.state).itemsize
-    part = np.asarray(data)[FIRST::STEP][:PAGES, layer.start : layer.start + size]
+    part = np.asarray(data).view(np.uint8)[FIRST::STEP][:PAGES, layer.start : layer.start + size]
     part = np.ascontiguousarray(part).view(dtype(layer.state))
     return part.reshape(PAGES, *layer.state_shape).astype(np.float64)
 
 
 def windows_in(layer: Layer, data: Any) -> np.ndarray:
     """The inputs that the convolution keeps in all pages, in float64."""
-    part = np.asarray(data)[FIRST::STEP][:PAGES, 512 : 512 + layer.conv_bytes]
+    part = np.asarray(data).view(np.uint8)[layer.conv_first :: STEP][:PAGES]
+    part = part[:, layer.before : layer.before + layer.conv_bytes]
     part = np.ascontiguousarray(part).view(dtype(layer.conv))
     return part.reshape(PAGES, layer.width - 1, layer.channels).astype(np.float64)
 
@@ -124,43 +151,57 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
     """Makes arguments; what is no state of a listed page is NaN in every dtype."""
     rng = np.random.default_rng(seed)
     heads, value, key = layer.state_shape
-    size = layer.start + heads * value * key * dtype(layer.state).itemsize + 512
+    row = key * dtype(layer.state).itemsize
+    size = layer.start + heads * value * row + max(512, row)
     data = np.full((FIRST + STEP * PAGES, size), 0xFF, np.uint8)
 
-    def put(page: int, start: int, array: np.ndarray) -> None:
+    def put(extent: int, start: int, array: np.ndarray) -> None:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        data[FIRST + STEP * page, start : start + raw.size] = raw
+        data[extent, start : start + raw.size] = raw
 
     for page in given["read_ids"]:
         if 0 <= page < PAGES:
-            put(page, layer.start, rng.normal(size=layer.state_shape).astype(dtype(layer.state)))
+            state = rng.normal(size=layer.state_shape).astype(dtype(layer.state))
+            put(FIRST + STEP * page, layer.start, state)
             if layer.width:
-                shape = (layer.width - 1, layer.channels)
-                put(page, 512, rng.normal(size=shape).astype(dtype(layer.conv)))
+                window = rng.normal(size=(layer.width - 1, layer.channels))
+                extent = layer.conv_first + STEP * page
+                put(extent, layer.before, window.astype(dtype(layer.conv)))
     inputs = rng.normal(size=(num_tokens, layer.channels))
-    inputs[sum(counts) :] = np.nan
     per_key = (key,) if layer.rule == "delta per key" else ()
     strength = rng.choice([0.0, 1e-3, 0.3, 8.0, np.inf], size=(num_tokens, 1, *[1] * len(per_key)))
+    strength[40:128] = 0.02  # so that something of a state is left after a chunk
     log_decay = -rng.exponential(size=(num_tokens, heads, *per_key)) * strength
     if num_tokens > 8:  # alike keys, no decay, and all taken away: hard for the chunked form
         inputs[2:7], log_decay[2:7] = inputs[1], 0
+    beta = rng.choice([0.0, 0.5, 1.0], size=(num_tokens, heads))
+    starts = np.cumsum([0, *(count + layer.holes for count in counts)])
+    spans = zip(starts, counts, strict=False)
+    held = np.concatenate([range(start, start + count) for start, count in spans]).astype(int)
+    padding = np.setdiff1d(range(num_tokens), held)
+    inputs[padding], log_decay[padding], beta[padding] = np.nan, np.nan, np.nan
     return Arrays(
         data,
         inputs.astype(dtype(layer.inputs)),
-        log_decay.astype(np.float32),
-        rng.choice([0.0, 0.5, 1.0], size=(num_tokens, heads)).astype(np.float32),
+        log_decay.astype(dtype(layer.gates)),
+        beta.astype(dtype(layer.gates)),
         (rng.normal(size=(max(1, layer.width), layer.channels)) / 2).astype(dtype(layer.inputs)),
         rng.normal(size=layer.channels).astype(dtype(layer.inputs)),
-        starts=as_ids([0, *np.cumsum(counts)]),
+        starts=as_ids(starts),
+        lens=as_ids(counts),
         **given,
     )
 
 
 def pages_of(layer: Layer, data: Any) -> tuple[StatePages, StatePages]:
-    common = {"num_pages": PAGES, "first": FIRST, "page_step": STEP}
-    states = StatePages(data, dtype(layer.state), layer.state_shape, start=layer.start, **common)
+    common = {"num_pages": PAGES, "page_step": STEP}
+    states = StatePages(
+        data, dtype(layer.state), layer.state_shape, first=FIRST, start=layer.start, **common
+    )
     shape = (max(1, layer.width - 1), layer.channels)
-    return states, StatePages(data, dtype(layer.conv), shape, start=512, **common)
+    return states, StatePages(
+        data, dtype(layer.conv), shape, first=layer.conv_first, start=layer.before, **common
+    )
 
 
 def call(
@@ -173,13 +214,18 @@ def call(
         bias = given.bias if layer.bias else None
         conv = Convolution(windows, given.weights, bias, layer.silu)
     options: dict[str, Any] = {"convolution": conv, "implementation": implementation}
+    options |= {"scale": layer.scale} if layer.scale is not None else {}
+    options |= {"out_dtype": dtype(layer.out)} if layer.out else {}
     ids = given.read_ids, given.write_ids[:, 0]
     if ragged:
         ids = (given.read_ids, given.write_ids, given.starts)
         options |= {"write_after": given.write_after, "max_query_len": most}
+        options |= {"query_lens": given.lens} if layer.holes else {}
     arguments = given.inputs, given.log_decay, given.beta, states, *ids
     if layer.rule == "scan":
-        return selective_scan(*arguments, num_groups=layer.key_heads, scale=0.5, **options)
+        options |= {"values_first": layer.values_first}
+        return selective_scan(*arguments, num_groups=layer.key_heads, **options)
+    options |= {"normalize": layer.normalize}
     return gated_delta_rule(*arguments, num_key_heads=layer.key_heads, **options)
 
 
@@ -195,7 +241,7 @@ def expect(layer: Layer, given: Arrays) -> tuple[np.ndarray, np.ndarray | None, 
     inputs = given.inputs.astype(np.float64)
     outputs = np.zeros((len(inputs), layer.value_heads, layer.value))
     for i, page in enumerate(given.read_ids):
-        tokens = range(given.starts[i], given.starts[i + 1])
+        tokens = range(given.starts[i], given.starts[i] + given.lens[i])
         after = given.write_after[i]
         if windows is not None:
             bias = given.bias.astype(np.float64) if layer.bias else None
@@ -214,17 +260,17 @@ def expect(layer: Layer, given: Arrays) -> tuple[np.ndarray, np.ndarray | None, 
 def as_case(layer: Layer, given: Arrays, inputs: np.ndarray) -> RecurrentCase:
     widths = [layer.key_heads * layer.key] * 2 + [layer.value_heads * layer.value]
     names = ["queries", "keys", "values"]
-    if layer.rule == "scan":
+    if layer.rule == "scan" and layer.values_first:
         widths, names = widths[::-1], names[::-1]
     parts = dict(zip(names, np.split(inputs, np.cumsum(widths)[:-1], axis=1), strict=True))
     count, group = len(inputs), layer.value_heads // layer.key_heads
     queries, keys = (
         parts[name].reshape(count, layer.key_heads, layer.key) for name in ("queries", "keys")
     )
-    if layer.rule == "scan":
-        queries = queries * 0.5
-    else:
-        queries, keys = normalized(queries) * layer.key**-0.5, normalized(keys)
+    if layer.rule != "scan" and layer.normalize:
+        queries, keys = normalized(queries), normalized(keys)
+    default = 1.0 if layer.rule == "scan" else layer.key**-0.5
+    queries = queries * (default if layer.scale is None else layer.scale)
     decay = np.exp(given.log_decay.astype(np.float64))
     return RecurrentCase(
         np.repeat(queries, group, axis=1),
@@ -239,10 +285,14 @@ def as_case(layer: Layer, given: Arrays, inputs: np.ndarray) -> RecurrentCase:
 def check(
     layer: Layer, given: Arrays, implementation: str, in_chunks: bool = False, **how: Any
 ) -> None:
+    pages = given.data.view(dtype(layer.state)) if layer.typed else given.data
+    arrays = jax.tree.map(jnp.array, given._replace(data=pages))
     with kernels_run():
-        data, outputs = run(
-            layer, jax.tree.map(jnp.array, given), implementation=implementation, **how
-        )
+        data, outputs = run(layer, arrays, implementation=implementation, **how)
+    assert outputs.dtype == layer.of_out
+    if layer.out == "float32":  # not rounded to the inputs' dtype before
+        numbers = np.asarray(outputs)
+        assert (numbers != numbers.astype(dtype("bfloat16")).astype(np.float32)).any()
     states, windows, expected = expect(layer, given)
     # The products of chunks are of the precision that jax chooses: TF32 on a GPU.
     bound = max(layer.tolerance, 5e-3) if in_chunks and ON_GPU else layer.tolerance
@@ -254,12 +304,13 @@ def check(
         assert relative_error(states_in(layer, data), states) < 1e-2
     if windows is not None:
         close(windows_in(layer, data), windows, rtol=0, atol=0)
-    untouched = np.array(data)
+    untouched = np.array(data).view(np.uint8)
     size = np.prod(layer.state_shape) * dtype(layer.state).itemsize
     for page in given.write_ids.reshape(-1):
         if 0 <= page < PAGES:  # all other bytes are those that were there
-            for start, length in ((layer.start, size), (512, layer.conv_bytes)):
-                place = FIRST + STEP * page, slice(start, start + length)
+            kept = layer.conv_first, layer.before, layer.conv_bytes
+            for first, start, length in ((FIRST, layer.start, size), kept):
+                place = first + STEP * page, slice(start, start + length)
                 untouched[place] = given.data[place]
     assert_same_bytes(untouched, given.data)
 
@@ -288,16 +339,25 @@ def draw_ids(data: st.DataObject, batch: int, writes: int) -> dict[str, np.ndarr
 
 
 STEPS = (
-    Layer(rule="delta per key", key_heads=2, state="bfloat16", key=64, value=64),
-    Layer(rule="scan", key=64, width=3, bias=True, state="float16", value_heads=2, value=64),
-    Layer(key=128, value=128, width=4, conv="bfloat16", inputs="bfloat16"),
-    Layer(key=128, value=128, value_heads=1, width=2, silu=False, bias=True),
+    Layer(rule="delta per key", key_heads=2, state="bfloat16", key=64, value=64, value_heads=4),
+    Layer(rule="scan", key=64, width=3, bias=True, state="float16", value=128, scale=0.5),
+    Layer(
+        **{"key": 128, "value": 128, "width": 4, "conv": "bfloat16", "inputs": "bfloat16"},
+        **{"out": "float32", "gates": "bfloat16", "conv_first": 0},
+    ),
+    Layer(key=128, value=128, value_heads=1, width=2, silu=False, bias=True, typed=True),
+)
+
+
+DRAFTS = (
+    STEPS[1]._replace(holes=1),
+    STEPS[0]._replace(key_heads=1, value_heads=2, state="float32", scale=0.7),
 )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layer", STEPS, ids=str)
-@settings(max_examples=1)
+@settings(max_examples=1, phases=AS_DRAWN)
 @given(data=st.data())
 def test_a_step_moves_each_state_by_one_token(implementation, layer, data) -> None:
     ids = draw_ids(data, 3, 1)
@@ -321,16 +381,65 @@ def without(given: Arrays, idle: list[int]) -> Arrays:
     return given._replace(write_ids=write_ids)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("layer", STEPS[1:2], ids=str)
-@settings(max_examples=1)
+NAMES = ["float32", "bfloat16", "float16"]
+
+
+@needs_mosaic
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) -> None:
+    """Of the array that a kernel sees: as wide as a key, in the dtype of the states."""
+    state, conv, taps = (data.draw(st.sampled_from(NAMES)) for _ in range(3))
+    forms = [(data.draw(st.integers(8, 9)), data.draw(st.integers(1, 2))) for _ in range(2)]
+    states_form, windows_form = [data.draw(st.sampled_from(forms)) for _ in range(2)]
+    key, value = (data.draw(st.sampled_from([128, 256])) for _ in range(2))
+    key_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    start, is_scan = data.draw(st.integers(0, 16)) * 128, data.draw(st.booleans())
+    rule = Rule(key_heads, group * key_heads, key, value, True, True, 1.0, values_first=is_scan)
+    data_of, width = jax.ShapeDtypeStruct((9, 2**20), jnp.uint8), 3
+    shape = rule.value_heads, value, key
+    states: Any = StatePages(
+        *(data_of, dtype(state), shape, states_form[0]), page_step=states_form[1], start=2**18
+    )
+    windows: Any = StatePages(
+        *(data_of, dtype(conv), (width - 1, rule.columns), windows_form[0]),
+        page_step=windows_form[1],
+        start=start,
+    )
+    given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct((width, rule.columns), dtype(taps))
+    tokens, requests = Tokens(given, given, given, states), Requests(given, given)
+    is_fused = step.can_fuse(rule, tokens, requests, Convolution(windows, weights))
+    row, heads = key * states.itemsize, (rule.key_heads, rule.key_heads, rule.value_heads)
+    for first, count, size in zip(rule.starts, heads, (key, key, value), strict=True):
+        for tap, head in itertools.product(range(width - 1), range(count)):
+            begin = start + (tap * rule.columns + first + head * size) * windows.itemsize
+            last = begin + size * windows.itemsize - 1
+            assert not is_fused or begin // row == last // row
+    if is_fused:
+        assert states_form == windows_form
+        assert conv == state or (state, conv) == ("float32", "bfloat16")
+        assert taps == conv or conv == "float32"  # the weights are not rounded
+    elif states_form == windows_form and key == value and state == conv == taps:
+        assert start % (key * windows.itemsize)
+
+
+@pytest.mark.parametrize(
+    ("layer", "implementation"),
+    [
+        (DRAFTS[0], "xla"),
+        *(pytest.param(layer, "mosaic_gpu", marks=needs_mosaic) for layer in DRAFTS),
+    ],
+    ids=str,
+)
+@settings(max_examples=1, phases=AS_DRAWN)
 @given(data=st.data())
 def test_the_state_after_each_draft_is_kept(implementation, layer, data) -> None:
-    counts = data.draw(st.sampled_from([[1, 3, 0], [2, 0, 3], [3, 3, 3], [0, 1, 1]]))
+    counts = data.draw(st.sampled_from([[1, 3, 0], [2, 0, 3], [3, 3, 3], [0, 1, 2]]))
     given = make(
         layer,
         counts,
-        10,
+        12,
         data.draw(st.integers(0, 99)),
         write_after=as_ids([[1, 2, 3]] * 3),
         **draw_ids(data, 3, 3),
@@ -343,7 +452,7 @@ PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, s
 
 
 @pytest.mark.parametrize("layer", PROMPTS, ids=str)
-@settings(max_examples=3)
+@settings(max_examples=3, phases=AS_DRAWN)
 @given(data=st.data())
 def test_chunks_are_equal_to_tokens_one_by_one(layer, data) -> None:
     mixtures = [[1, 150, 1], [0, 64, 65], [200, 0, 0], [63, 1, 64], [70, 60, 70]]
@@ -379,9 +488,12 @@ def test_decodes_and_prompts_go_together_through_the_kernels() -> None:
 
 PROMPTS_IN_KERNELS = (
     Layer(key=64, value=64, value_heads=1, inputs="bfloat16", state="bfloat16"),
-    Layer(rule="scan", key=64, value=128, value_heads=1, inputs="bfloat16"),
+    Layer(
+        **{"rule": "scan", "key": 64, "value": 128, "value_heads": 1, "inputs": "bfloat16"},
+        **{"gates": "bfloat16", "out": "float32", "scale": 0.5, "holes": 3},
+    ),
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
-    Layer(rule="delta per key", key=64, value=64, value_heads=1, inputs="bfloat16"),
+    Layer(rule="delta per key", key=64, value=64, inputs="bfloat16"),
     Layer(rule="delta per key", key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
 )
 
@@ -390,13 +502,13 @@ PROMPTS_IN_KERNELS = (
 @pytest.mark.parametrize(
     "layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[1::2], ids=str
 )
-@settings(max_examples=8 if ON_GPU else 1)
+@settings(max_examples=8 if ON_GPU else 1, phases=AS_DRAWN)
 @given(data=st.data())
 def test_prompts_go_through_kernels(layer: Layer, data: st.DataObject) -> None:
     counts = data.draw(st.sampled_from([[70, 1, 50], [0, 64, 30], [3, 61, 64], [2, 100, 0]]))
     after = [[data.draw(st.integers(0, n)), n] for n in counts]
     seed, ids = data.draw(st.integers(0, 99)), draw_ids(data, 3, 2)
-    given = make(layer, counts, 130, seed, write_after=as_ids(after), **ids)
+    given = make(layer, counts, 140, seed, write_after=as_ids(after), **ids)
     check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
 
 
@@ -407,15 +519,16 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 192 * 2)
     given = make(
         layer,
-        [30, 1, 150],
+        [30, 1, 140, 5, 9],  # 2, 0, 3, 1 and 2 chunks, of which 3 are in a turn
         190,
         0,
-        read_ids=as_ids([-1, 2, 1]),
-        write_ids=as_ids([[3, -1], [2, 5], [4, 6]]),
-        write_after=as_ids([[30, 9], [1, 9], [150, 150]]),  # two pages take one state
+        read_ids=as_ids([-1, 2, 1, -1, 7]),
+        write_ids=as_ids([[3, -1], [2, 5], [4, 6], [8, -1], [-1, 9]]),
+        # Two pages take one state.
+        write_after=as_ids([[30, 9], [1, 9], [140, 140], [5, 0], [5, 9]]),
     )
     for implementation in ("mosaic_gpu", "xla"):
-        check(layer, given, implementation, in_chunks=True, ragged=True, most=150)
+        check(layer, given, implementation, in_chunks=True, ragged=True, most=140)
 
 
 def test_padding_gives_zeros() -> None:
@@ -496,16 +609,26 @@ def test_the_cuda_lowering_is_aliased(
     assert text.count("tf.aliasing_output") == 1
 
 
+# Of more channels than a thread block takes.
+CONVOLUTIONS = (
+    Layer(key=128, value=128, value_heads=4, width=3, bias=True, before=264, holes=1),
+    Layer(key=128, value=128, value_heads=1, width=4, conv="bfloat16", silu=False),
+)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("width", "counts", "most"), [(2, [3, 0, 1], 3), (4, [12, 1, 2], None)])
+@pytest.mark.parametrize(
+    ("layer", "counts", "most"),
+    [(CONVOLUTIONS[0], [3, 0, 1], 3), (CONVOLUTIONS[1], [33, 1, 2], None)],
+    ids=str,
+)
 def test_a_convolution_by_itself(
-    implementation: str, width: int, counts: list[int], most: int | None
+    implementation: str, layer: Layer, counts: list[int], most: int | None
 ) -> None:
-    layer = Layer(key_heads=1, value_heads=2, width=width, bias=True)
     given = make(
         layer,
         counts,
-        sum(counts) + 2,
+        sum(counts) + 4,
         1,
         read_ids=as_ids([3, 4, 99]),
         write_ids=as_ids([[3, 5, 6], [7, 8, 9], [1, -1, 2]]),
@@ -515,21 +638,24 @@ def test_a_convolution_by_itself(
     @jax.jit
     def convolved(given: Arrays) -> Any:
         _, pages = pages_of(layer, given.data)
-        conv = Convolution(pages, given.weights, given.bias, silu=True)
+        bias = given.bias if layer.bias else None
+        conv = Convolution(pages, given.weights, bias, silu=layer.silu)
         return causal_conv1d(
             given.inputs, conv, given.read_ids, given.write_ids, given.starts,
             write_after=given.write_after, max_query_len=most, implementation=implementation,
+            query_lens=given.lens if layer.holes else None,
         )  # fmt: skip
 
     with kernels_run():
         data, out = convolved(jax.tree.map(jnp.array, given))
     kept = windows_in(layer, given.data)
     expected, windows = np.zeros(out.shape), kept.copy()
-    inputs, weights = given.inputs.astype(np.float64), given.weights.astype(np.float64)
+    inputs = given.inputs.astype(dtype(layer.conv)).astype(np.float64)
+    weights, bias = given.weights.astype(np.float64), given.bias.astype(np.float64)
+    how = weights, bias if layer.bias else None, layer.silu
     for i, page in enumerate(given.read_ids):
-        tokens = slice(given.starts[i], given.starts[i + 1])
-        before, bias = state_of(kept, page), given.bias.astype(np.float64)
-        reached, expected[tokens] = convolve(inputs[tokens], before, weights, bias, True)
+        tokens = slice(given.starts[i], given.starts[i] + given.lens[i])
+        reached, expected[tokens] = convolve(inputs[tokens], state_of(kept, page), *how)
         write_states(windows, reached, given.write_ids[i], given.write_after[i])
     np.testing.assert_array_equal(windows_in(layer, data), windows)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -561,12 +687,34 @@ BAD = [
     ("read_ids", jnp.zeros(2, jnp.int32), ValueError, r"write_ids must be int32\[2\]"),
     ("write_ids", np.zeros(3, np.int64), TypeError, "write_ids must be int32"),
     ("write_ids", jnp.zeros((3, 2), jnp.int32), ValueError, "pass write_after"),
+    ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),
+    ("write_ids", jnp.zeros((2, 1), jnp.int32), ValueError, r"write_ids must be int32\[3, n\]"),
+    ("query_lens", jnp.zeros(2, jnp.int32), ValueError, r"query_lens must be int32\[3\]"),
+    ("write_after", jnp.zeros((3, 2), jnp.int32), ValueError, r"write_after must be int32\[3, 1\]"),
     ("query_start_loc", jnp.zeros(3, jnp.int32), ValueError, "query_start_loc must be int32"),
     ("max_query_len", 0, ValueError, "pass query_start_loc|max_query_len=0"),
     ("states", GOOD["states"]._replace(start=4), ValueError, "must lie within its extent"),
+    (
+        "states",
+        StatePages(jnp.zeros((9, 40000), jnp.uint8), jnp.float32, (2, 64, 64), 9, start=2),
+        ValueError,
+        "start be a multiple of the element size",
+    ),
     ("states", GOOD["states"]._replace(dtype=jnp.int8), TypeError, "states.dtype must be one of"),
     ("states", GOOD["states"]._replace(shape=(2, 64)), ValueError, "must have 3 sizes"),
     ("convolution", Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
+    (
+        "convolution",
+        Convolution(WINDOWS, jnp.ones((4, 256)), jnp.ones((1, 256))),
+        ValueError,
+        "convolution.bias has shape",
+    ),
+    (
+        "convolution",
+        Convolution(WINDOWS._replace(shape=(3, 128)), jnp.ones((4, 128))),
+        ValueError,
+        r"the convolution wants \[T, 128\]",
+    ),
     (
         "convolution",
         Convolution(WINDOWS._replace(data=jnp.zeros((9, 8192))), jnp.ones((4, 256))),
@@ -579,16 +727,101 @@ BAD = [
 @pytest.mark.parametrize(("name", "value", "error", "text"), BAD)
 def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
     given = GOOD | {name: value}
-    if name == "max_query_len":
+    if name in ("max_query_len", "query_lens"):
         given["query_start_loc"] = as_ids([0, 1, 2, 3])
     with pytest.raises(error, match=text):
         gated_delta_rule(**given)
 
 
+def test_several_pages_of_single_tokens_need_no_starts() -> None:
+    ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([[4, 5], [6, 7], [8, 0]])}
+    given = GOOD | ids | {"write_after": as_ids([[0, 1], [1, 2], [1, 0]])}
+    found = gated_delta_rule(**given)
+    wanted = gated_delta_rule(**given | {"write_ids": as_ids([5, 6, 8]), "write_after": None})
+    for array, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_requests_nothing_runs_and_all_is_padding(implementation, count) -> None:
+    none, start = as_ids([]), as_ids([0])
+    states = GOOD["states"]
+    inputs, beta = (jnp.full((count, n), jnp.nan) for n in (256, 2))
+    how = {"query_start_loc": start, "max_query_len": 1, "implementation": implementation}
+
+    def run_both(data: Any) -> Any:
+        pages = states._replace(data=data), WINDOWS._replace(data=data)
+        conv = Convolution(pages[1], jnp.ones((4, 256)))
+        arguments = {"states": pages[0], "read_ids": none, "write_ids": none, "inputs": inputs}
+        arguments |= {"log_decay": beta, "beta": beta, "convolution": conv} | how
+        return (
+            causal_conv1d(inputs, conv, none, none, **how),
+            gated_delta_rule(**GOOD | arguments),
+        )
+
+    lowered = jax.jit(run_both).trace(states.data).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" not in lowered.as_text()
+    for (data, out), shape in zip(run_both(states.data), [(256,), (2, 64)], strict=True):
+        np.testing.assert_array_equal(data, states.data)
+        np.testing.assert_array_equal(out, np.zeros((count, *shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "text"),
+    [
+        ("bfloat16", 64, 64, ""),
+        ("bfloat16", 128, 192, ""),
+        ("bfloat16", 256, 64, "keys are 256 wide and values 64"),
+        ("bfloat16", 64, 96, "keys are 64 wide and values 96"),
+        ("float16", 64, 64, "inputs are float16"),
+    ],
+)
+def test_prompts_of_other_shapes_are_left_to_xla(name, key, value, text) -> None:
+    inputs: Any = jax.ShapeDtypeStruct((9, 2 * key + value), dtype(name))
+    rule = Rule(1, 1, key, value, delta=True, normalize=True, scale=1.0)
+    reason = limits.why_not_prompt(rule, Tokens(inputs, inputs, inputs, GOOD["states"]))
+    assert (reason or "").startswith(text) and bool(reason) == bool(text)
+
+
+@given(
+    *(st.integers(0, 40), st.integers(100, 140), st.sampled_from(range(128, 2049, 128))),
+    st.sampled_from(["float32", "bfloat16"]),
+)
+def test_threads_take_as_many_channels_as_lie_aligned_in_each_page(
+    start, extent, channels, name
+) -> None:
+    item = dtype(name).itemsize
+    data: Any = jax.ShapeDtypeStruct((9, (extent + 8192) * item), jnp.uint8)
+    pages = StatePages(data, dtype(name), (1, channels), 9, start=start * item)
+    weights: Any = jax.ShapeDtypeStruct((2, channels), dtype(name))
+    places = [page * (extent + 8192) + start for page in range(9)]
+    fitting = [
+        n
+        for n in (1, 2, 4, 8)
+        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % n for p in places)
+    ]
+    assert limits.channels_per_thread(Convolution(pages, weights)) == max(fitting)
+
+
+WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
+
+
 @needs_mosaic
-def test_what_mosaic_does_not_support_is_named() -> None:
-    states = StatePages(jnp.zeros((9, 2 * 24 * 24)), jnp.float32, (2, 24, 24), 9)
-    given = GOOD | {"states": states, "inputs": jnp.ones((3, 96))}
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (StatePages(jnp.zeros((9, 2 * 24 * 24)), jnp.float32, (2, 24, 24), 9), "keys are 24 wide"),
+        (StatePages(jnp.zeros((9, 2 * 24 * 64)), jnp.float32, (2, 24, 64), 9), "values 24, and"),
+        (WIDE._replace(shape=(2, 64, 512)), "wider than 256"),
+        (WIDE._replace(shape=(2, 512, 64)), "wider than 256"),
+        (WIDE._replace(start=128), "not multiples of 256 bytes"),
+        (GOOD["states"]._replace(data=jnp.zeros((9, 8192 + 32))), "not multiples of 256 bytes"),
+    ],
+)
+def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) -> None:
+    _, value, key = states.shape
+    given = GOOD | {"states": states, "inputs": jnp.ones((3, 2 * key + 2 * value))}
     jax.eval_shape(lambda: gated_delta_rule(**given))
-    with pytest.raises(NotImplementedError, match="keys are 24 wide"):
+    with pytest.raises(NotImplementedError, match=text):
         gated_delta_rule(**given, implementation="mosaic_gpu")
