@@ -111,7 +111,7 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
             least = max(0, length - case.capacity)
             starts[request] = rng.choice([least, max(least, lowest - 5), lowest])
         held = positions(case, starts[request])
-        assert length <= case.longest and starts[request] <= lowest
+        assert starts[request] <= lowest, "a table has no room for what is seen"
         for index in np.flatnonzero((held >= lowest) & (held < length)):
             page, offset = divmod(index, case.page_tokens)
             place = ids[request, page], offset
