@@ -18,6 +18,7 @@ LATENT: dict[str, Any] = {"block_size": 16, "head_size": 576, "value_size": 512}
 LAYERS = {
     "packed": jaxkv.MLASpec(**LATENT, dtype="uint8", bytes_per_token=656),
     "plain": jaxkv.MLASpec(**LATENT, dtype="bfloat16"),
+    "sparse": jaxkv.MLASpec(**LATENT, dtype="uint8", bytes_per_token=656, compress_ratio=4),
     "full": jaxkv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64),
 }
 TOKENS, USED = 24, 21
@@ -88,6 +89,13 @@ def test_the_kernel_for_packed_rows_lowers_for_cuda() -> None:
         ),
         ("packed", "nvfp4", None, ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla'"),
         ("plain", PACKING, None, ValueError, "into 656 bytes; the layer has bytes_per_token=None"),
+        (
+            "sparse",
+            PACKING,
+            None,
+            ValueError,
+            "bytes_per_token=656 and compress_ratio=4; wants 656",
+        ),
         ("full", PACKING, None, ValueError, "layer='full' stores no latent rows"),
         ("packed", PACKING, jnp.ones((24, 512)), ValueError, r"wants latent rows, \(24, 576\)"),
     ],

@@ -175,6 +175,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
         ("mamba2", "align", None),
         ("short_conv", "all", None),
         ("gated_delta", "align", 5),
+        ("short_conv", "all", 1),
     ],
 )
 @settings(max_examples=2)
@@ -189,9 +190,10 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
     for request in computed:
         manager.start(request)
     blocks = -(-(columns or TOKENS) // BLOCK) + 1 if mode == "all" else 1
-    for _ in range(3):
-        most = columns or TOKENS // 2
+    most = columns or TOKENS // 2
+    for turn in range(max(3, 2 * BLOCK // most + 2)):
         counts = {r: min(data.draw(st.integers(0, most)), LENGTH - computed[r]) for r in computed}
+        counts["a"] = max(counts["a"], int(turn > 2))  # so that it begins another block
         work = {request: count for request, count in counts.items() if count}
         if not work:
             continue
@@ -250,6 +252,19 @@ def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) 
     cache, out, _ = step("gated_delta", cache, upload, x, zeros, as_ids([accepted, 0]))
     close(out[0], expected("gated_delta", "a")[1][computed])
     jaxkv.check_errors(cache)
+
+
+def test_a_step_of_nothing_but_a_draft_keeps_the_state_after_it_in_the_next_block() -> None:
+    plan = plan_of("short_conv", "none", 1)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, tokens_per_request=1)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
+    manager.start("a")
+    for computed, (drafts, at) in enumerate([(0, 0), (1, 0), (0, 1), (0, 0)]):
+        x, upload = inputs_of({"a": 1}, {"a": computed}, 1), manager.step(shape, {"a": 1})
+        numbers = as_ids([drafts, 0]), as_ids([at, 0])
+        cache, out, _ = step("short_conv", cache, upload, x, *numbers)
+        close(out[0, 0], expected("short_conv", "a")[1][computed])
 
 
 def test_a_scan_over_layers_gives_what_layers_by_name_give() -> None:
@@ -364,7 +379,6 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
         close(found, expected)
 
 
-@needs_devices(2)
 def refuses(check: Any, *args: Any) -> bool:
     try:
         check(*args)
@@ -411,6 +425,7 @@ def test_a_convolution_is_over_the_inputs_that_are_kept_with_or_without_drafts(d
         assert refuses(check_convolution, "a", state, columns, weights, bias) == (size != columns)
 
 
+@needs_devices(2)
 def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
     plan = plan_of("gated_delta", shapes=((WIDTH - 1, 48), (3, SIZE, SIZE)))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)

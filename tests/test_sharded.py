@@ -303,6 +303,52 @@ def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
         jax.eval_shape(mapped, cache, shape.idle())
 
 
+def attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """What one query, [heads, K], sees of keys and values, [M, kv_heads, ...]."""
+    keys, values = (x.repeat(len(query) // x.shape[1], axis=1) for x in (keys, values))
+    weights = np.exp(np.einsum("hk,mhk->hm", query, keys) * SIZE**-0.5)
+    return np.einsum("hm,mhv->hv", weights / weights.sum(axis=1, keepdims=True), values)
+
+
+@needs_devices(2)
+def test_latent_rows_are_on_every_device_and_those_of_an_encoder_are_divided_by_heads() -> None:
+    common: dict[str, Any] = {"block_size": 4, "head_size": SIZE, "dtype": "f32"}
+    plan = jaxkv.plan_cache(
+        {
+            "latent": jaxkv.MLASpec(value_size=SIZE // 2, **common),
+            "cross": jaxkv.CrossAttentionSpec(num_kv_heads=1, **common),  # of each rank
+        },
+        2**20,
+        max_model_len=24,
+        num_blocks_override=BLOCKS,
+        limits=jaxkv.Limits(max_encoder_tokens=6),
+    )
+    rng, work, encoder_lens = np.random.default_rng(0), {"a": 3, "b": 2}, {"a": 5, "b": 3}
+    sizes = [(TOKENS, 4, SIZE), (TOKENS, SIZE), (REQUESTS, 6, 2, SIZE), (REQUESTS, 6, 2, SIZE)]
+    queries, latents, keys, values = (rng.uniform(-2, 2, size) for size in sizes)
+
+    @jax.jit
+    def attend_both(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        cache, out = jaxkv.attend(cache, "latent", batch, queries, latents)
+        return out, jaxkv.attend(cache, "cross", batch, queries, keys, values)[1]
+
+    mesh = Mesh(np.array(DEVICES[:2]), ("heads",))
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    for request, length in encoder_lens.items():
+        manager.start(request, encoder_tokens=length)
+    latent, cross = attend_both(cache, manager.step(shape, work))
+    for token in range(5):
+        request, first = (0, 0) if token < 3 else (1, 3)
+        rows, seen = latents[first : token + 1, None], slice([5, 3][request])
+        wanted = attended(queries[token], rows, rows[..., : SIZE // 2])
+        np.testing.assert_allclose(latent[token], wanted, rtol=0, atol=BOUND)
+        wanted = attended(queries[token], keys[request, seen], values[request, seen])
+        np.testing.assert_allclose(cross[token], wanted, rtol=0, atol=BOUND)
+
+
 @needs_devices(2)
 def test_heads_of_queries_that_do_not_divide_among_ranks_are_refused() -> None:
     spec = jaxkv.MLASpec(block_size=4, head_size=SIZE)

@@ -232,11 +232,12 @@ def _run(
     )
 
 
-def _of_requests(requests: Requests, outputs: Array) -> Array:
+def _of_requests(requests: Requests, pages: StatePages, outputs: Array) -> Array:
     """Returns outputs with zeros for tokens of no request."""
     if requests.spans is None:
-        return outputs
-    held = requests.spans.holds(outputs.shape[0])
+        held = pages.knows(requests.read_ids) | pages.knows(requests.write_ids[:, 0])
+    else:
+        held = requests.spans.holds(outputs.shape[0])
     return jnp.where(held.reshape(-1, *[1] * (outputs.ndim - 1)), outputs, 0)
 
 
@@ -246,12 +247,12 @@ def _run_xla(
     if conv is not None:
         tokens = tokens.after(*convolve_xla(conv, tokens.inputs, requests))
     data, outputs = recur_xla(rule, tokens, requests, out)
-    return data, _of_requests(requests, outputs)
+    return data, _of_requests(requests, tokens.states, outputs)
 
 
 def _convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     data, out = convolve_xla(conv, inputs, requests)
-    return data, _of_requests(requests, out)
+    return data, _of_requests(requests, conv.pages, out)
 
 
 def _run_mosaic(*given: Any) -> tuple[Array, Array]:

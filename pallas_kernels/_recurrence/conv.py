@@ -71,6 +71,7 @@ def convolve_step(
         factors = [load(weights.at[t, place]) for t in range(width)]
         constant = None if bias is None else load(bias.at[place])
         token, count = request, 1
+        is_needed = is_known | page(write_ids[request, 0])[1]  # is of a request, if it has a token
         if starts is not None and counts is not None:
             token, count = starts[request], counts[request]
         for t in range(most):
@@ -81,6 +82,8 @@ def convolve_step(
                 total = value * factor if total is None else total + value * factor
             total = total / (1.0 + jnp.exp(-total)) if conv.silu else total
             window = window[1:]
+            if not ragged:
+                total = jnp.where(lax.broadcast(is_needed, (size,)), total, 0.0)
 
             @pl.when(t < count)
             def _(total: Any = total, position: Array = position) -> None:

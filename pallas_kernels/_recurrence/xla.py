@@ -41,7 +41,7 @@ def _normalize(x: Array) -> Array:
 
 
 def _step(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Array, Array]:
-    """Computes one token of each request."""
+    """Computes one token of each request; outputs of none are undefined."""
     queries, keys, values = prepare(rule, tokens.inputs)
     queries, keys = (jnp.repeat(x, rule.group, axis=1) for x in (queries, keys))
     decay = jnp.exp(tokens.log_decay.astype(jnp.float32))
@@ -52,10 +52,7 @@ def _step(rule: Rule, tokens: Tokens, requests: Requests, out: Any) -> tuple[Arr
     added = values * tokens.beta[..., None].astype(jnp.float32)
     state = state + added[..., None] * keys[:, :, None]
     outputs = jnp.sum(state * queries[:, :, None], axis=-1)
-    pages, write_ids = tokens.states, requests.write_ids[:, 0]
-    is_needed = pages.knows(requests.read_ids) | pages.knows(write_ids)
-    outputs = jnp.where(is_needed[:, None, None], outputs, 0)
-    return pages.write(write_ids, state), outputs.astype(out)
+    return tokens.states.write(requests.write_ids[:, 0], state), outputs.astype(out)
 
 
 class _Parts(NamedTuple):

@@ -100,16 +100,19 @@ SMALL_BUFFERS = (
 INTERPRETED_BUFFERS = (SMALL_BUFFERS[1], *SMALL_BUFFERS[3:5])
 PAGES, ROWS = 5, 6
 # Rows too short for a warpgroup, odd ones, what attention writes per token, a whole page,
-# and pages that align worse than rows do.
+# and pages that align worse than rows do. Rows of narrow elements are written as wider words.
 SMALL_WRITES = (
-    SmallWrite(60, 12, 4, "float32"),
+    SmallWrite(60, 12, 4, "bfloat16"),
     SmallWrite(600, 132, 1, "uint8"),
     SmallWrite(2336, 584, 8, "uint8"),
     SmallWrite(2624, 656, 16, "uint8"),
     SmallWrite(4608, 1152, 1152, "uint8"),
     SmallWrite(8200, 2048, 16, "bfloat16"),
     SmallWrite(4097, 4097, 1, "uint8"),
+    SmallWrite(60, 12, 4, "float32"),
 )
 INTERPRETED_WRITES = (*SMALL_WRITES[:2], SmallWrite(515, 515, 1, "uint8"))
 # Pages, and rows, of less than a warpgroup to several work items.
 SMALL_PAGES = (20, 515, 1152, 4097, 20_000, 28_672)
+# The last two have fewer work items than those have strips, and more.
+INTERPRETED_PAGES = (20, 1152, 20_000, 28_672)

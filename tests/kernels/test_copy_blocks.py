@@ -96,6 +96,17 @@ def test_a_tree_of_unlike_buffers_is_copied_in_one_call(implementation, num_ids)
     assert_same_bytes(got, expected)
 
 
+@pytest.mark.parametrize("shared", ["sources", "destinations"])
+def test_buffers_may_share_one_of_the_two_lists(shared) -> None:
+    buffers = [jnp.array(garbage((BLOCKS, n), "uint8")) for n in (1, 3, 17)]
+    one, each = as_ids([0, 1, 2]), [as_ids(ids) for ids in ([6, 5, 4], [8, 7, 6], [6, 5, 4])]
+    lists = (one, each) if shared == "sources" else (each, one)
+    got = copy(buffers, *lists, implementation="xla")
+    for array, buffer, own in zip(got, buffers, each, strict=True):
+        pair = (one, own) if shared == "sources" else (own, one)
+        assert_same_bytes(array, reference_copy_blocks(np.asarray(buffer), *pair))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_range_of_ids_depends_on_the_buffer(implementation) -> None:
     buffers = [garbage((4, 130), "uint8"), garbage((8, 130), "uint8")]

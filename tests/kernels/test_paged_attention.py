@@ -6,6 +6,7 @@ On a machine without a GPU the Mosaic kernels run in interpret mode, and are low
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxkv.testing import assert_same_bytes
 from pallas_kernels import Interleaving, StridedPages, _capability, paged_attention
+from pallas_kernels._paged_attention import xla
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
 
 INTERLEAVE, RANK = 4, 1  # of positions
@@ -60,6 +63,11 @@ class Case(NamedTuple):
     def capacity(self) -> int:
         return self.width * self.page_tokens
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a request; the tables that begin behind some hold the last of them."""
+        return self.capacity * (2 if self.firsts else 1)
+
 
 class Arguments(NamedTuple):
     queries: np.ndarray
@@ -99,8 +107,11 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     for request, length in enumerate(lens):
         count = 1 if loc is None else loc[request + 1] - loc[request]
         lowest = first_visible(case, max(length - count, 0))
-        starts[request] = max(0, lowest - 5) if case.firsts else 0
+        if case.firsts:  # anywhere from where a table is full to where it begins at what is seen
+            least = max(0, length - case.capacity)
+            starts[request] = rng.choice([least, max(least, lowest - 5), lowest])
         held = positions(case, starts[request])
+        assert starts[request] <= lowest, "a table has no room for what is seen"
         for index in np.flatnonzero((held >= lowest) & (held < length)):
             page, offset = divmod(index, case.page_tokens)
             place = ids[request, page], offset
@@ -260,6 +271,40 @@ def as_bytes(array: jax.Array, ndim: int) -> jax.Array:
     return data.reshape(*array.shape[:ndim], -1)
 
 
+PLACES = ("NHD in an array", "HND in an array", "NHD", "HND", "heads apart")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_of_strided_pages_lie_where_kernels_look(place: str) -> None:
+    shape, width = (3, 8, 2, 4), 4
+    array = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
+    pages = strided(array, place)
+    assert isinstance(pages, StridedPages) and pages.rows_per_extent
+    block, token, head = np.indices(shape[:3])
+    row = pages.first_row() + block * pages.page_rows + head * pages.head_rows + token
+    rows = np.asarray(pages.rows())[row]  # of one head each, or of all heads
+    column = head * (0 if pages.heads_first else width)
+    columns = column[..., None] + np.arange(width)
+    np.testing.assert_array_equal(np.take_along_axis(rows, columns, axis=-1), array)
+    ids = np.array([[2, 0], [1, 1]])
+    np.testing.assert_array_equal(pages.read(ids), array[ids])
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("before", "after"), [(1, 15), (0, 1), (2, 14), (8, 0)])
+def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(before: int, after: int) -> None:
+    """Before and after each page lie so many half rows."""
+    given = make(Case(), [70, 40, 128], None)
+    array = jnp.asarray(given.pages)
+    row_bytes = 2 * Case().row * Case().kv_heads
+    widths = [(0, 0), (before * row_bytes // 2, after * row_bytes // 2)]
+    data = jnp.pad(as_bytes(array, 1), widths, constant_values=0xFF)
+    pages = StridedPages(data, array.dtype, *array.shape, start=widths[1][0])
+    assert_same_bytes(pages.read(np.arange(len(array))), array)
+    with pytest.raises(NotImplementedError, match="between them, are not multiples of 8 rows"):
+        paged_attention(given.queries, pages, *given[2:4], implementation="mosaic_gpu")
+
+
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))
 def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.Array, jax.Array]:
     queries, pages, *arrays, first_positions, sinks, key_scale, value_scale = arguments
@@ -310,9 +355,9 @@ def check_output(case: Case, arguments: Arguments, out: jax.Array, lse: jax.Arra
 @st.composite
 def batches(draw: st.DrawFn, case: Case) -> tuple[list[int], list[int] | None, int]:
     """Draws lengths, where queries begin, and a seed."""
-    ends = [0, 1, 63, 64, 65, case.capacity]
-    length = st.sampled_from(ends) | st.integers(0, case.capacity)
-    lens = [min(draw(length), case.capacity) for _ in range(case.batch)]
+    ends = [0, 1, 63, 64, 65, case.longest]
+    length = st.sampled_from(ends) | st.integers(0, case.longest)
+    lens = [min(draw(length), case.longest) for _ in range(case.batch)]
     seed = draw(st.integers(0, 2**16))
     if not case.tokens:
         return lens, None, seed
@@ -323,11 +368,21 @@ def batches(draw: st.DrawFn, case: Case) -> tuple[list[int], list[int] | None, i
     return lens, loc, seed
 
 
+KEYS_AT_ONCE = 32  # of XLA, so that a request takes several rounds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_rounds() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "KEYS_AT_ONCE", KEYS_AT_ONCE)
+        yield
+
+
 XLA_CASES = {
     "decode": Case(),
     "mixed": Case(tokens=90, heads=8, value=32, page_tokens=12),
     "f32": Case(tokens=9, pages="float32", queries="float32", key=20, value=12, sinks=True),
-    "f32 over bf16": Case(tokens=5, pages="bfloat16", queries="float32", window=5),
+    "f32 over bf16": Case(tokens=5, pages="bfloat16", queries="float32", window=KEYS_AT_ONCE),
     "window in chunks": Case(
         tokens=40,
         window=21,
@@ -346,7 +401,15 @@ XLA_CASES = {
     "interleaved": Case(tokens=40, ranks=2, sinks=True, place="NHD"),
     "latent": Case(tokens=20, kv_heads=1, key=72, value=40, latent=True, place="heads apart"),
     "packed": Case(tokens=20, kv_heads=1, key=264, value=256, latent=True, pages=PACKED),
-    "reproducible": Case(tokens=20, window=70, firsts=True, holes=True, reproducible=True),
+    "reproducible": Case(
+        *(2, 1),
+        tokens=20,
+        window=KEYS_AT_ONCE,
+        chunk=72,
+        firsts=True,
+        holes=True,
+        reproducible=True,
+    ),
     "packed, f32": Case(
         *(2, 1, 136, 128), latent=True, pages=PACKED, queries="float32", place="HND", scaled=True
     ),
@@ -384,7 +447,7 @@ MOSAIC_CASES = {
     "prefill in fp8": Case(tokens=320, width=20, key=128, value=128, pages="float8_e4m3fn"),
     "prefill in int8": Case(tokens=320, width=20, pages="int8", scaled=True, place="NHD"),
     "all keys": Case(tokens=200, width=20, causal=False, place="HND"),
-    "chunk, from its middle on": Case(tokens=200, width=12, chunk=72, firsts=True, place="NHD"),
+    "chunk, from its middle on": Case(tokens=200, width=20, chunk=72, firsts=True, place="NHD"),
     "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
     "interleaved": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
     "80 wide": Case(key=80, value=80, heads=8, sinks=True),
@@ -453,8 +516,8 @@ def some_batches(case: Case) -> list[tuple[list[int], list[int] | None, int]]:
     given = []
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        ends = [[0, 65, case.capacity], [case.capacity] * 3, [1, 64, 0]][seed][: case.batch]
-        lens = [min(length, case.capacity) for length in ends]
+        ends = [[0, 65, case.longest], [case.longest] * 3, [1, 64, 0]][seed][: case.batch]
+        lens = [min(length, case.longest) for length in ends]
         loc = [0]
         for length in lens:
             count = rng.integers(0, min(length, case.tokens - loc[-1]) + 1) if case.tokens else 0
@@ -799,6 +862,52 @@ def test_packed_rows_of_other_widths_are_refused(value, row, message) -> None:
     arguments["pages"] = jnp.ones((5, 2, 2, row), jnp.uint8)
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments, value_width=value)
+
+
+GOOD_PAGES = StridedPages.of_array(GOOD["pages"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": GOOD_PAGES.data[None]}, r"pages.data must be \[extents, n\] of uint8 or float32"),
+        ({"data": GOOD_PAGES.data.astype(jnp.int32)}, "pages.data must be .*, got int32"),
+        ({"start": 4}, "pages end at byte 228 of an extent, from start=4 on, .* 56 elements of"),
+        ({"tokens": 1, "start": 2}, "start be a multiple of the element size"),
+        ({"head_step": 2}, "pages has head_step=2, which needs heads_first=True"),
+    ],
+)
+def test_pages_that_do_not_lie_in_their_data_are_refused(change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**GOOD | {"pages": GOOD_PAGES._replace(**change)})
+
+
+def test_limits_beyond_int32_are_none() -> None:
+    given = make(Case(), [70, 40, 128], None)
+    limits = {"sliding_window": 2**31, "chunk_size": 2**40, "max_query_len": 2**40}
+    attend_all = jax.jit(functools.partial(paged_attention, **limits, return_lse=True))
+    check_output(Case(), given, *attend_all(*given[:4]))
+
+
+@pytest.mark.parametrize(
+    ("pages", "columns", "error", "message"),
+    [
+        ((2**27, 16), 2, NotImplementedError, "pages have more rows than int32 counts"),
+        ((9, 16), 2**27, ValueError, "rows of 134217728 pages of 16 tokens, more than int32 count"),
+    ],
+)
+@needs_mosaic
+def test_more_tokens_than_int32_counts_are_refused(pages, columns, error, message) -> None:
+    struct, ids = jax.ShapeDtypeStruct, jnp.int32
+    arguments = [
+        struct((3, 2, 64), jnp.bfloat16),
+        struct((*pages, 1, 128), jnp.bfloat16),
+        struct((3, columns), ids),
+        struct((3,), ids),
+    ]
+    run = functools.partial(paged_attention, implementation="mosaic_gpu")
+    with pytest.raises(error, match=message):
+        jax.eval_shape(run, *arguments)
 
 
 def test_good_input_is_not_refused() -> None:

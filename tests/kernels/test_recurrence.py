@@ -549,6 +549,25 @@ def test_padding_gives_zeros() -> None:
         assert np.isfinite(outputs[0]).all() and not np.asarray(outputs[1]).any()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_convolution_of_padding_gives_zeros(implementation: str) -> None:
+    """One request only writes, one only reads, and one is padding."""
+    layer = Layer(key_heads=1, value_heads=2, width=4, bias=True)
+    read_ids, write_ids = as_ids([-1, 1, -1]), as_ids([2, PAGES, PAGES])
+    ids = {"read_ids": read_ids, "write_ids": write_ids[:, None]}
+    given = make(layer, [1, 1], 3, 0, write_after=as_ids([[1]] * 3), **ids)
+
+    @jax.jit
+    def convolved(given: Arrays) -> Any:
+        conv = Convolution(pages_of(layer, given.data)[1], given.weights, given.bias)
+        how = {"implementation": implementation}
+        return causal_conv1d(given.inputs, conv, read_ids, write_ids, **how)[1]
+
+    with kernels_run():
+        outputs = np.asarray(convolved(jax.tree.map(jnp.array, given)))
+    assert np.isfinite(outputs).all() and outputs[:2].any(axis=1).all() and not outputs[2].any()
+
+
 @pytest.mark.parametrize(("layer", "ragged"), [(STEPS[0], False), (STEPS[1], True)], ids=str)
 def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
     """The pool is aliased, and the kernel makes nothing as large as the states beside them."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import SharedPrefixes, _capability, paged_attention
+from pallas_kernels import Interleaving, SharedPrefixes, _capability, paged_attention
 from pallas_kernels._paged_attention import shared as shared_tiles
 from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, has_holes
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
@@ -301,6 +301,7 @@ def test_latents_of_many_heads_are_read_for_each(heads: int) -> None:
         ("sliding_window", 4),
         ("chunk_size", 4),
         ("causal", False),
+        ("interleaving", Interleaving(0, 2, 4)),
         ("reproducible", True),
         ("query_start_loc", np.array([0, 1, 2, 3], np.int32)),
     ],

@@ -32,7 +32,13 @@ from tests.helpers import (
     kernels_run,
     needs_mosaic,
 )
-from tests.kernels.arg_specs import COPY_SPECS, SMALL_PAGES, WRITE_SPECS, ZERO_SPECS
+from tests.kernels.arg_specs import (
+    COPY_SPECS,
+    INTERPRETED_PAGES,
+    SMALL_PAGES,
+    WRITE_SPECS,
+    ZERO_SPECS,
+)
 from tests.kernels.subjects import SUBJECTS, Subject, copy_fresh
 
 each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
@@ -86,7 +92,7 @@ def test_few_thread_blocks_do_all_the_work(subject: Subject, monkeypatch) -> Non
     XLA makes words of elements before a kernel sees them.
     """
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
-    cases = [subject.make(size) for size in SMALL_PAGES[:: 1 if ON_GPU else 2]]
+    cases = [subject.make(size) for size in (SMALL_PAGES if ON_GPU else INTERPRETED_PAGES)]
     if not ON_GPU:
         cases += [subject.make(528, dtype) for dtype in ("float32", "bfloat16", "float8_e4m3fn")]
     check_together(subject, cases, implementation="mosaic_gpu")
@@ -378,10 +384,13 @@ def test_bad_input_is_refused_by_name(kernel, argument, value, error, message) -
 @needs_mosaic
 @each_subject
 def test_mosaic_refuses_a_dtype_it_cannot_store(subject: Subject) -> None:
+    """Wherever it is among buffers that it can."""
     pages, *operands = subject.make(256)
-    operands = [as_dtype(operand, "int4") for operand in operands]
-    with pytest.raises(TypeError, match='"mosaic_gpu" cannot store int4; use "xla" or one of'):
-        subject.kernel(pages.astype(jnp.int4), *operands, implementation="mosaic_gpu")
+    narrow, operands = pages.astype(jnp.int4), [as_dtype(operand, "int4") for operand in operands]
+    trees: list[Any] = [[narrow, pages], [pages, pages, narrow]] if subject.takes_trees else []
+    for buffers in (narrow, *trees):
+        with pytest.raises(TypeError, match='"mosaic_gpu" cannot store int4; use "xla" or one of'):
+            subject.kernel(buffers, *operands, implementation="mosaic_gpu")
 
 
 @needs_mosaic
