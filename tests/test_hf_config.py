@@ -762,7 +762,7 @@ def test_a_path_that_exists_goes_before_a_preset(
 
 @pytest.mark.parametrize("before", ["/models/", "./", "../", "~/", "models/qwen/", "/"])
 def test_a_mistyped_path_is_no_preset(before: str) -> None:
-    with pytest.raises(ValueError, match="is neither a preset nor .*did you mean qwen3-8b"):
+    with pytest.raises(ValueError, match=r"is neither a preset nor .*did you mean qwen3-8b"):
         load_config(f"{before}Qwen3-8B")
 
 
