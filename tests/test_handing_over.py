@@ -128,6 +128,14 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
         assert sum(name != "a" for name in manager.requests) <= 1
     with pytest.raises(ValueError, match="in use"):
         manager.import_blocks("a", 4)
+    cross = jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+    limits = jaxkv.Limits(max_encoder_tokens=4)
+    plan = jaxkv.plan_cache({"a": FULL, "c": cross}, 2**20, max_model_len=LONGEST, limits=limits)
+    manager = jaxkv.BlockManager(plan, max_requests=1)
+    with pytest.raises(ValueError, match="a plan that stores encoder tokens hands no blocks over"):
+        manager.import_blocks("a", 4)
+    assert not manager.requests and manager.num_free_blocks == plan.usable_blocks
+    manager.start("a")
 
 
 @pytest.mark.parametrize("options", ORDERS, ids=str)
