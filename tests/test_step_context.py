@@ -373,7 +373,7 @@ def test_a_layer_is_read_as_often_as_a_model_likes_once_it_is_written() -> None:
         x = EMBED[step.token_ids]
         step.attend(LAYERS[0], *keys_of(x), period=1)
         for options in ({}, {"write": False}):
-            with pytest.raises(ValueError, match="period=2 is not in 0..1|has not written it"):
+            with pytest.raises(ValueError, match=r"period=2 is not in|has not written it"):
                 step.attend(LAYERS[0], x, period=2, **options)
             step.attend(LAYERS[1], x, **options)
             step.attend(LAYERS[0], x, period=1, **options)
