@@ -150,8 +150,11 @@ def test_scales_are_given_for_all_layers_or_by_layer() -> None:
         ((np.ones(2), 1.0), TypeError, "scales must be pairs"),
         *(((1.0, odd), TypeError, "scales must be a number") for odd in (True, "2", None)),
         ({"c": (1.0, 1.0)}, ValueError, "layer='c' has no cache here"),
-        ((0.0, 1.0), ValueError, "scales must be finite float32 greater than 0"),
-        ((1.0, np.inf), ValueError, "scales must be finite float32 greater than 0"),
+        *(
+            (pair, ValueError, "scales must be finite float32 greater than 0")
+            for odd in (0.0, -1.0, np.inf, np.nan, 1e-60, 1e39, 10**400, np.float64(1e-60))
+            for pair in ((odd, 1.0), (1.0, odd))
+        ),
     ],
 )
 def test_scales_that_are_none_are_refused_by_name(scales, error, message) -> None:

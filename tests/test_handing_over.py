@@ -105,6 +105,20 @@ def test_an_import_has_the_columns_of_the_export(mode: str, num_tokens: int) -> 
     assert other.num_free_blocks == 49
 
 
+def test_blocks_that_the_next_upload_copies_are_not_exported_before() -> None:
+    manager, _ = manager_of(ALL, 60)
+    shape = StepShape.for_plan(manager.plan, max_requests=3, max_tokens=8, forks=1)
+    manager.start("a")
+    manager.step(shape, {"a": 5})
+    manager.fork("a", ["b"])
+    assert manager.export_blocks("a").num_tokens == 5
+    manager.grow({"a": 1})  # takes blocks of its own in place of those that both write to
+    with pytest.raises(ValueError, match="after its next step"):
+        manager.export_blocks("a")
+    manager.step(shape, {"a": 1})
+    assert manager.export_blocks("a").num_tokens == 6
+
+
 def test_all_ids_of_an_import_are_known_even_if_steps_are_ahead() -> None:
     tokens = {"r": [1, 2, 3, 4]}
     manager, _ = manager_of({"a": FULL}, 16)
@@ -128,6 +142,14 @@ def test_an_import_that_does_not_fit_changes_nothing() -> None:
         assert sum(name != "a" for name in manager.requests) <= 1
     with pytest.raises(ValueError, match="in use"):
         manager.import_blocks("a", 4)
+    cross = jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+    limits = jaxkv.Limits(max_encoder_tokens=4)
+    plan = jaxkv.plan_cache({"a": FULL, "c": cross}, 2**20, max_model_len=LONGEST, limits=limits)
+    manager = jaxkv.BlockManager(plan, max_requests=1)
+    with pytest.raises(ValueError, match="a plan that stores encoder tokens hands no blocks over"):
+        manager.import_blocks("a", 4)
+    assert not manager.requests and manager.num_free_blocks == plan.usable_blocks
+    manager.start("a")
 
 
 @pytest.mark.parametrize("options", ORDERS, ids=str)

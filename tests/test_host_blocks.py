@@ -206,10 +206,12 @@ def test_host_memory_is_taken_where_a_worker_has_no_layer_of_the_first_group(mon
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*(("windows", order) for order in ORDERS), ("odd bytes", {})], ids=str
+    ("name", "options", "group"),
+    # Group 1 has one layer, and group 2 two, whose pages of odd bytes together are words.
+    [*(("windows", order, 1) for order in ORDERS), ("odd bytes", {}, 1), ("odd bytes", {}, 2)],
+    ids=str,
 )
-def test_a_block_comes_back_in_every_order_of_a_pool(name: str, options: dict) -> None:
-    group = 1  # which has fewer layers than the others
+def test_a_block_comes_back_in_every_order_of_a_pool(name: str, options: dict, group: int) -> None:
     cache, memory = filled(name, **options), HostBlocks()
     before, axis = bytes_in(cache), cache.layout.buffers.block_axis
     cache = memory.move(cache, moves(1, [chunk(1, 3, 5, 1, 2, group=group)]))

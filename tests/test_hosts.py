@@ -3,6 +3,7 @@
 `tests.hosts` is the program that they run, with one device each: GPUs where there are enough.
 """
 
+import dataclasses
 import functools
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxkv._src.step import broadcast_upload, check_same_upload
-from jaxkv._src.step._processes import _Exchange
+from jaxkv._src.step._processes import _describe, _Exchange, _summary
 from jaxkv._src.uploads import StepShape
 from jaxkv.testing import assert_no_recompilation
 from tests.hosts import HEARTBEAT_S, WRONG, make_mesh
@@ -116,6 +117,15 @@ def test_uploads_that_differ_are_found_in_their_step_by_all_processes(served) ->
         assert f"process {WRONG} has number 4, of other content" in content
         assert f"process {WRONG} has one without a number, of another shape" in shape
         assert content.count("content") == shape.count("another shape") == 1
+
+
+def test_shapes_of_one_size_are_told_apart() -> None:
+    shape = small_shape(8)
+    other = dataclasses.replace(shape, max_seq_len=shape.max_seq_len - 1)
+    one, two = (_summary(each.idle()).tolist() for each in (shape, other))
+    assert shape.format.size == other.format.size
+    assert _describe(two, one) == "one without a number, of another shape"
+    assert _describe(one, one) == "one without a number"
 
 
 def test_the_same_calls_give_the_same_uploads_whatever_strings_hash_to() -> None:

@@ -144,15 +144,22 @@ def test_names_of_forgotten_prompts_are_forgotten() -> None:
     assert len(tree._roots) <= 4
 
 
-def test_a_state_that_is_computed_again_was_just_used() -> None:
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_state_that_is_computed_again_was_just_used(is_wanted: bool) -> None:
+    """And is wanted from now on if this prompt names its place."""
     policy, no_ids = PrefixPolicy(state(block_size=4).growth, 4), np.zeros(0, np.int32)
     tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
     for block_id, number in ((1, 0), (2, 1), (3, 0)):
         tokens = np.arange(4) + 10 * number
-        made = tree.keep("a", tokens, [(0, no_ids)], np.array([block_id], np.int32))
+        made = tree.keep(
+            *("a", tokens, [(0, no_ids)], np.array([block_id], np.int32)),
+            is_wanted=is_wanted and block_id == 3,
+        )
         assert (made is None) == (block_id == 3)  # the older one stays
+    first = tree.prompts.walk("a", np.arange(4))[0][-1].checkpoints[4]
+    assert first.is_wanted == is_wanted
     last = tree.checkpoints.one_too_many(1)
-    assert last is not None and last.blocks.tolist() == [2]
+    assert last is first if is_wanted else last is not None and last.blocks.tolist() == [2]
 
 
 def test_a_block_of_a_checkpoint_does_not_take_the_place_of_one_in_host_memory() -> None:
@@ -185,3 +192,37 @@ def test_what_was_wanted_once_stays_wanted() -> None:
     kept.add(made)
     kept.touch(made, is_wanted=False)
     assert made.is_wanted and made in kept
+
+
+def test_a_block_is_what_its_copy_is_until_others_write_to_it() -> None:
+    """Before its kept tokens end, after checkpoints inside it are made and dropped, in any order.
+
+    A request may write from there on, whatever was kept before.
+    """
+    policy, seen = PrefixPolicy(full(block_size=8).growth, 8), set[bool]()
+    here, on_host, no_ids = np.array([1]), np.array([6]), np.zeros(0, np.int64)
+    for seed in range(60):
+        draw, copy = np.random.default_rng(seed), None
+        tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=5)
+        content = np.zeros(8, np.int64)
+        for turn in range(20):
+            kept = int(tree.frozen_before[1])
+            what, end = draw.choice(["keep", "move", "drop"]), int(draw.integers(1, 9))
+            if what == "keep":
+                if end > kept:
+                    content[kept:] = turn + 1
+                ids = here if end == 8 else no_ids
+                tree.keep("a", np.arange(end), [(0, ids)], here if end < 8 else None)
+            elif what == "move" and kept:
+                is_same = copy is not None and kept <= tree.same_before[1]
+                assert is_same == (copy is not None and (content[:kept] == copy[:kept]).all())
+                copy = copy if is_same else content.copy()
+                tree.move(here, on_host)
+                tree.move(on_host, here)
+                content = copy.copy()
+                seen.add(is_same)
+            elif what == "drop" and tree._of_block.get(1):
+                tree.drop_checkpoint(tree._of_block[1][draw.integers(len(tree._of_block[1]))])
+                if not tree.frozen_before[1]:
+                    break  # the block is free
+    assert len(seen) == 2

@@ -1,6 +1,7 @@
 """Prefixes that requests share; `tests.servings` finds more of them, in random traffic."""
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     assert manager.find_prefix(found).num_held_blocks == sum(wanted.shared_blocks)
     shorter = manager.start("b", found, max_cached_tokens=wanted.num_cached_tokens - 1)
     assert shorter.num_cached_tokens < wanted.num_cached_tokens
+    assert manager.find_prefix(found).num_held_blocks == sum(wanted.shared_blocks)
 
 
 @pytest.mark.parametrize(("what", "left"), [("new_epoch", 0), ("reset_prefixes", 0), ("evict", 4)])
@@ -267,6 +269,7 @@ class InOrderOfUse:
         self.is_wanted: dict[tuple[int, int], bool] = {}  # the least recently used first
         self.prompts: dict[int, tuple[int, int, list[int]]] = {}  # token, size, ends of chunks
         self.used: dict[int, list[tuple[int, int]]] = {}  # states of each request
+        self.counts, self.reasons = Counter[str](), Counter[str]()
 
     def act(self, name: int) -> None:
         donors = [one for one in self.prompts if self.manager.num_computed_tokens(one)]
@@ -280,7 +283,11 @@ class InOrderOfUse:
     def start(self, name: int) -> None:
         token, size = (int(n) for n in (self.draw.integers(5), self.draw.choice([7, 10, 12])))
         named = [int(self.draw.integers(1, size))] if self.draw.random() < 0.3 else []
-        hit = self.manager.start(name, [token] * size, boundaries=named)
+        most = int(self.draw.integers(size)) if self.draw.random() < 0.2 else None
+        hit = self.manager.start(name, [token] * size, boundaries=named, max_cached_tokens=most)
+        found = hit.num_cached_tokens
+        self.counts.update(requests=1, hits=found > 0, prompt_tokens=size, cached_tokens=found)
+        self.reasons.update({*hit.reasons} - {"complete", "other_groups"})
         self.prompts[name], self.used[name] = (token, size, [*hit.chunk_ends, size]), []
         if hit.num_cached_tokens:
             self.used[name].append((token, hit.num_cached_tokens))
@@ -364,19 +371,33 @@ def test_states_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
     for _ in range(150):
         serving.act(int(serving.draw.integers(3)))
         serving.check()
-    assert serving.manager.prefix_stats().hits > 10
+    stats = serving.manager.prefix_stats()
+    assert stats.hits > 5 and stats.reasons == serving.reasons
+    assert {name: getattr(stats, name) for name in serving.counts} == serving.counts
+    assert stats.hit_rate == stats.cached_tokens / stats.prompt_tokens
 
 
-def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
-    """In all groups together."""
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 2)], ids=str)
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(sizes: tuple[int, int]) -> None:
+    """In all groups together, by the first tokens of their blocks."""
     tokens = np.arange(25)
-    layers = {"a": full(), "b": ChunkedAttentionSpec(block_size=4, chunk_size=48, **HEADS)}
+    one, other = (HEADS | {"head_size": 32 // size, "block_size": size} for size in sizes)
+    layers = {
+        "a": FullAttentionSpec(**one),
+        "b": ChunkedAttentionSpec(chunk_size=48, **other),
+    }
     plan = plan_cache(layers, 2**30, max_model_len=48, num_blocks_override=40)
-    for num_evicted, left in ((0, 24), (1, 20), (3, 16), (6, 12), (11, 0)):
+    assert sorted(group.block_size for group in plan.groups) == sorted(sizes)
+    starts = sorted((n for size in sizes for n in range(0, 25 // size * size, size)), reverse=True)
+    for num_evicted in range(len(starts) + 1):
+        gone, kept = starts[:num_evicted], starts[num_evicted:]
+        if gone and kept and gone[-1] == kept[0]:
+            continue  # either of the two may be the first
         manager = BlockManager(plan, max_requests=1)
         shape = StepShape.for_plan(plan, max_requests=1, max_tokens=25)
         manager.start("a", tokens)
         manager.step(shape, {"a": 25})
         manager.finish("a")
         manager.block_pool.allocate(manager.block_pool.use.cold + num_evicted)
+        left = min(gone, default=24) // max(sizes) * max(sizes)
         assert manager.find_prefix(tokens).num_cached_tokens == left

@@ -6,6 +6,7 @@ with attention, in one `jax.lax.scan` with the cache in its carry.
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv._src.cache import BAD_PERIOD
+from jaxkv._src.internal.mesh import check_not_explicit
 from jaxkv.testing import assert_in_place, assert_same_bytes
 from tests.test_attend import poisoned
 
@@ -228,6 +230,19 @@ PLACES = [  # `test_sharded` has arrays that are not on the context's mesh of on
     Place(2, True, "data", False, SHARDED),
     Place(2, False, None, True, ONE_DEVICE),
 ]
+
+
+@pytest.mark.parametrize("axes", [(), (None, "x"), ("y",), (("x", "y"),), (None, ("y", "x"))])
+def test_an_array_over_an_explicit_axis_is_refused_wherever_its_spec_names_it(axes) -> None:
+    """Also where two axes divide one of the array."""
+    for types in itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2):
+        mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=types, devices=DEVICES[:1])
+        x = jax.device_put(np.zeros((2, 2)), NamedSharding(mesh, PartitionSpec(*axes)))
+        named = {name for axis in axes if axis for name in axis}
+        explicit = {n for n, t in zip("xy", types, strict=True) if t == AxisType.Explicit}
+        refused = pytest.raises(ValueError, match="is sharded over the explicit mesh axis")
+        with refused if named & explicit else contextlib.nullcontext():
+            check_not_explicit({"others": 1.0, "x": [x]})
 
 
 def whole_step(cache, upload, x):

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -469,15 +470,23 @@ def few_objects() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize("fails_at", [0, 3, 9, 15])
+@pytest.mark.parametrize("fails_at", [0, 3, 9, 15, -1, -2, -3])
 def test_a_failure_leaves_things_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
+    """Whether the pool is on its way, in chunks, or the small arrays are (at -1 the last)."""
     cache = full_cache()
     kept = snapshot(cache)
+    to_host, to_device = fails_at, fails_at
+    if fails_at < 0:
+        with mock.patch.object(_host.jax, "device_put", wraps=jax.device_put) as puts:
+            sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
+            to_host += puts.call_count
+            cache = wake_up(sleeping)
+            to_device += puts.call_count - to_host + fails_at
     before = _live_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(_host.jax, "device_put", _fails_at(fails_at))
+        patch.setattr(_host.jax, "device_put", _fails_at(to_host))
         with pytest.raises(MemoryError) as failure:
             sleep(cache, chunk_bytes=SMALL_CHUNKS)
     assert_same_bytes(cache, kept)
@@ -486,7 +495,7 @@ def test_a_failure_leaves_things_as_they_were(
     sleeping = sleep(cache, chunk_bytes=SMALL_CHUNKS)
     before = _live_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(_host.jax, "device_put", _fails_at(fails_at))
+        patch.setattr(_host.jax, "device_put", _fails_at(to_device))
         with pytest.raises(MemoryError) as failure:
             wake_up(sleeping)
     assert _live_bytes() == before

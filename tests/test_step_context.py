@@ -304,19 +304,22 @@ def stale_copy(step: Step) -> Any:
     return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]))
 
 
-def another_period(step: Step) -> Any:
+ONES = [1, np.int32(1), np.array(1, np.int32), jnp.int32(1)]  # all of them a known period
+
+
+def another_period(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
-    step.attend(LAYERS[0], *keys_of(x), period=1)
+    step.attend(LAYERS[0], *keys_of(x), period=one)
     return step, step.attend(LAYERS[1], *keys_of(x))
 
 
-def a_period_twice(step: Step) -> Any:
+def a_period_twice(step: Step, one: Any = 1) -> Any:
     x = EMBED[step.token_ids]
-    return step, [step.attend(LAYERS[1], *keys_of(x), period=1) for _ in range(2)]
+    return step, [step.attend(LAYERS[1], *keys_of(x), period=one) for _ in range(2)]
 
 
-def only_one_period(step: Step) -> Any:
-    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), period=1)
+def only_one_period(step: Step, one: Any = 1) -> Any:
+    return step, step.attend(LAYERS[0], *keys_of(EMBED[step.token_ids]), period=one)
 
 
 @pytest.mark.parametrize(
@@ -329,9 +332,15 @@ def only_one_period(step: Step) -> Any:
         (lost_in_a_scan, r"a scan or a jit that it was not passed to; carry .* jax.lax.scan"),
         (lost_in_a_jit, r"a copy of this step has written since.* returns \(logits, step\)"),
         (stale_copy, "layer='layers.0': a copy of this step has written since"),
-        (a_period_twice, "layer='layers.1' is written twice in one step"),
-        (another_period, "layer='layers.1' is written twice in one step"),
-        (only_one_period, "it never wrote 'layers.0': "),
+        *(
+            (functools.partial(model, one=one), said)
+            for one in ONES
+            for model, said in (
+                (a_period_twice, "layer='layers.1' is written twice in one step"),
+                (another_period, "layer='layers.1' is written twice in one step"),
+                (only_one_period, "it never wrote 'layers.0': "),
+            )
+        ),
     ],
 )
 def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], said: str) -> None:
@@ -356,6 +365,22 @@ def test_earlier_tokens_alone_are_read_if_asked() -> None:
         return by_name(step)[0], before
 
     jax.eval_shape(lambda *given: model(Step(*given))[0].done(), *made())
+
+
+def test_a_layer_is_read_as_often_as_a_model_likes_once_it_is_written() -> None:
+    def model(*given: Any) -> jaxkv.KVCache:
+        step = Step(*given)
+        x = EMBED[step.token_ids]
+        step.attend(LAYERS[0], *keys_of(x), period=1)
+        for options in ({}, {"write": False}):
+            with pytest.raises(ValueError, match=r"period=2 is not in|has not written it"):
+                step.attend(LAYERS[0], x, period=2, **options)
+            step.attend(LAYERS[1], x, **options)
+            step.attend(LAYERS[0], x, period=1, **options)
+        step.attend(LAYERS[0], *keys_of(x))
+        return step.done()
+
+    jax.eval_shape(model, *made())
 
 
 def test_a_layer_that_shares_keys_is_read_once_their_own_is_written() -> None:

@@ -46,6 +46,9 @@ def serve_by_one(mesh: Mesh, index: int) -> dict[str, Any]:
     """The first process of a mesh packs for all of its processes."""
     engine = demo_engine(mesh, "heads")
     decode, mixed = shapes = engine.shapes
+    turned = Mesh(mesh.devices[::-1], mesh.axis_names)  # the other process is its first
+    sent = jaxkv.step.broadcast_upload(mixed.idle() if index % 2 else None, shapes, turned)
+    assert sent is not None and sent.shape == mixed
     engine.shapes = (mixed, mixed)  # of which one program is enough
     if index % 2 == 0:
         broadcast = functools.partial(broadcasting, shapes, mesh)

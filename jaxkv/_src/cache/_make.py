@@ -25,6 +25,7 @@ from jaxkv._src.layout import Order, blocks_per_kv_block, plan_buffers
 from jaxkv._src.planning import Plan, check_rows
 
 Scale = tuple[float | Array, float | Array]
+MAX_SCALE = float(np.finfo(np.float32).max)
 
 
 def make_cache(
@@ -307,7 +308,7 @@ def _make_scales(
 
 def _is_positive(scale: float | Array) -> bool:
     """Returns whether a scale is a positive float32. Arrays of jax pass: they may be traced."""
-    return isinstance(scale, Array) or bool(0 < np.float32(scale) < np.inf)
+    return isinstance(scale, Array) or bool(0 < scale <= MAX_SCALE and np.float32(scale) > 0)
 
 
 def _by_layer(layout: CacheLayout, scales: Scale | Mapping[str, Scale]) -> Mapping[str, Scale]:

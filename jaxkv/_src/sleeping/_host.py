@@ -98,7 +98,7 @@ def to_device(copies: Sequence[HostCopy]) -> list[Array]:
             arrays.append(_restored(copy, pending))
         return jax.block_until_ready(arrays)
     except BaseException:
-        _delete(arrays)
+        _delete([*arrays, *pending])
         raise
 
 
@@ -119,7 +119,7 @@ def _restored(copy: HostCopy, pending: collections.deque[Array]) -> Array:
         # With explicit axes jit returns an equal sharding that the next jit compiles anew for.
         return jax.device_put(array, place.sharding) if place.committed else array
     except BaseException:
-        _delete([array, *pending])
+        array.delete()
         raise
 
 
