@@ -36,6 +36,17 @@ def test_prompts_share_the_longest_prefix_that_the_definition_allows(kind: str) 
     assert seen["hits"], seen
 
 
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [
+        (130000200380, "the state that a step begins with is kept, where a rewind ends the prompt"),
+        (130003200279, "states are dropped, because blocks that they share count for each"),
+    ],
+)
+def test_servings_in_which_the_definition_was_wrong(seed: int, what: str) -> None:
+    run_serving(seed, prefixes=True)
+
+
 def test_blocks_that_wait_to_be_copied_are_shared_given_back_and_taken_again() -> None:
     """Also by requests that come from other caches, and from host memory."""
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0

@@ -5,7 +5,7 @@ They are in dictionaries, by the story of their tokens: obviously right, not fas
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -141,15 +141,16 @@ class ReferencePrefixes:
         if (prompt := self.prompts[name]) is not None:
             prompt.cut(num_tokens)
 
-    def step(self, work: Iterable[Hashable]) -> None:
+    def step(self, work: Mapping[Hashable, int]) -> None:
         """Keeps what a step has computed of prompts."""
-        for name in work:
+        for name, new in work.items():
             prompt = self.prompts[name]
             if prompt is not None and prompt.is_computing:
                 computed = self.manager.num_computed_tokens(name)
                 count = min(computed, len(prompt.codes))
-                is_end = computed == count and count in prompt.ends
-                self._keep(name, prompt, count, is_end=is_end)
+                # After a rewind the prompt may end where the step began, from a state that stays.
+                has_state = computed == count or (computed - new == count and self._stays(count))
+                self._keep(name, prompt, count, is_end=has_state and count in prompt.ends)
                 prompt.is_computing = count < len(prompt.codes)
 
     def finish(self, name: Hashable, tokens: Sequence[int] | None) -> Prompt | None:
@@ -165,6 +166,12 @@ class ReferencePrefixes:
             prompt.kept = 0  # what was kept in place of its own blocks may be gone by now
             self._keep(name, prompt, count, is_end=0 < count == computed and not copies)
         return prompt
+
+    def _stays(self, count: int) -> bool:
+        """Returns whether a step leaves the states after ``count`` tokens, which it begins with."""
+        states = [at for at, growth in enumerate(self.growths) if growth.stores == "state"]
+        modes = [self.growths[at].cache_mode for at in states]
+        return "none" not in modes and not any(count % self.sizes[at] for at in states)
 
     # --- keeping --------------------------------------------------------------------
 
@@ -208,6 +215,9 @@ class ReferencePrefixes:
             elif self.overwrites[group] or count % size:
                 end[group] = rows[group][math.ceil(count / size) - 1]
         self.ends[story[count]] = end
+        # The manager counts a block for each of its ends, and drops ends that have too many.
+        blocks = [block_id for end in self.ends.values() for block_id in end.values()]
+        self.is_exact &= len(blocks) - blocks.count(GONE) <= self.manager.plan.num_blocks
 
     def _name(self, prompt: Prompt, group: int, column: int) -> None:
         """Notes the key of a block, and what events tell of it."""

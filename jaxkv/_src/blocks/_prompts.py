@@ -129,7 +129,7 @@ class PrefixStats:
     host_tokens: those of them that came from host memory.
     evicted_blocks: kept blocks that were taken for other requests.
     kept_blocks: blocks that are kept now, in device memory.
-    checkpoint_blocks: kept blocks that belong to checkpoints of states.
+    checkpoint_blocks: kept blocks of checkpoints of states; a block of two of them counts twice.
     reasons: number of requests by the reason why their prefix was not longer, as given by the
       groups that ended it.
     """
