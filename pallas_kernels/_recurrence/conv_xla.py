@@ -2,14 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels._recurrence.rule import Convolution, Requests, Spans
 
 
 def convolve_xla(conv: Convolution, inputs: Array, requests: Requests) -> tuple[Array, Array]:
     """Returns the data of the pages with the new inputs, and the outputs, [T, channels]."""
-    x, count = inputs.astype(conv.pages.dtype).astype(jnp.float32), inputs.shape[0]
+    x, count = _as_kept(conv, inputs), inputs.shape[0]
     total = x * _tap(conv, 0)
     for back in range(1, conv.width):
         total += jnp.pad(x, ((back, 0), (0, 0)))[:count] * _tap(conv, back)
@@ -49,6 +49,16 @@ def resume(
         new = jnp.where((index >= 0)[..., None], recent, old)
         data = conv.pages._replace(data=data).write(ids, new)
     return data, outputs
+
+
+def _as_kept(conv: Convolution, inputs: Array) -> Array:
+    """Returns inputs rounded as pages keep them, in float32.
+
+    Not by conversions alone: XLA may drop one to fewer bits and back, and does on GPUs.
+    """
+    x = inputs.astype(conv.pages.dtype).astype(jnp.float32)
+    bits = jnp.finfo(conv.pages.dtype).nmant
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits)
 
 
 def _tap(conv: Convolution, back: int) -> Array:

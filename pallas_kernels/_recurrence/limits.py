@@ -32,10 +32,12 @@ def why_not_step(rule: Rule, tokens: Tokens) -> str | None:
     return None
 
 
-def why_not_prompt(rule: Rule, tokens: Tokens) -> str | None:
+def why_not_prompt(rule: Rule, tokens: Tokens, out: jnp.dtype) -> str | None:
     """Returns why the Mosaic kernels of prompts do not support a call, or None if they do."""
     if tokens.inputs.dtype != jnp.bfloat16:
         return f"inputs are {tokens.inputs.dtype}, and the kernels take bfloat16"
+    if out.itemsize != 2:  # Mosaic stores no wider ones transposed
+        return f"outputs are {out}, and the kernels give bfloat16 or float16"
     if rule.key_size not in (64, 128) or rule.value_size % 64:
         return (
             f"keys are {rule.key_size} wide and values {rule.value_size}, and the kernels take "

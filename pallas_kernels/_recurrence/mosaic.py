@@ -32,7 +32,7 @@ def run_mosaic(
       out: dtype of the outputs.
     """
     spans, count = requests.spans, tokens.inputs.shape[0]
-    by_kernels = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens)
+    by_kernels = most > MAX_STEP_TOKENS and not why_not_prompt(rule, tokens, out)
     if conv is not None and not can_fuse(rule, tokens, requests, conv):
         rows = count + (-count % CHUNK if by_kernels else 0)
         tokens = tokens.after(*convolve_mosaic(conv, tokens.inputs, requests, most, rows))

@@ -290,9 +290,9 @@ def check(
     with kernels_run():
         data, outputs = run(layer, arrays, implementation=implementation, **how)
     assert outputs.dtype == layer.of_out
-    if layer.out == "float32":  # not rounded to the inputs' dtype before
+    if layer.out:  # not rounded to the inputs' dtype before
         numbers = np.asarray(outputs)
-        assert (numbers != numbers.astype(dtype("bfloat16")).astype(np.float32)).any()
+        assert (numbers != numbers.astype(dtype(layer.inputs)).astype(numbers.dtype)).any()
     states, windows, expected = expect(layer, given)
     # The products of chunks are of the precision that jax chooses: TF32 on a GPU.
     bound = max(layer.tolerance, 5e-3) if in_chunks and ON_GPU else layer.tolerance
@@ -490,7 +490,7 @@ PROMPTS_IN_KERNELS = (
     Layer(key=64, value=64, value_heads=1, inputs="bfloat16", state="bfloat16"),
     Layer(
         **{"rule": "scan", "key": 64, "value": 128, "value_heads": 1, "inputs": "bfloat16"},
-        **{"gates": "bfloat16", "out": "float32", "scale": 0.5, "holes": 3},
+        **{"gates": "bfloat16", "out": "float16", "scale": 0.5, "holes": 3},
     ),
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
     Layer(rule="delta per key", key=64, value=64, inputs="bfloat16"),
@@ -603,6 +603,8 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
         (STEPS[0], 2, 2, 2),  # zeros for the tokens of no request come last
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
+        (PROMPTS_IN_KERNELS[1], 64, 4, 4),
+        (PROMPTS_IN_KERNELS[1]._replace(out="float32"), 64, 2, 2),  # XLA's prompts
         (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
         (PROMPTS_IN_KERNELS[3], 64, 4, 4),
     ],
@@ -787,19 +789,21 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value", "text"),
+    ("name", "out", "key", "value", "text"),
     [
-        ("bfloat16", 64, 64, ""),
-        ("bfloat16", 128, 192, ""),
-        ("bfloat16", 256, 64, "keys are 256 wide and values 64"),
-        ("bfloat16", 64, 96, "keys are 64 wide and values 96"),
-        ("float16", 64, 64, "inputs are float16"),
+        ("bfloat16", "bfloat16", 64, 64, ""),
+        ("bfloat16", "float16", 128, 192, ""),
+        ("bfloat16", "bfloat16", 256, 64, "keys are 256 wide and values 64"),
+        ("bfloat16", "bfloat16", 64, 96, "keys are 64 wide and values 96"),
+        ("float16", "float16", 64, 64, "inputs are float16"),
+        ("bfloat16", "float32", 64, 64, "outputs are float32"),
     ],
 )
-def test_prompts_of_other_shapes_are_left_to_xla(name, key, value, text) -> None:
+def test_prompts_of_other_shapes_are_left_to_xla(name, out, key, value, text) -> None:
     inputs: Any = jax.ShapeDtypeStruct((9, 2 * key + value), dtype(name))
     rule = Rule(1, 1, key, value, delta=True, normalize=True, scale=1.0)
-    reason = limits.why_not_prompt(rule, Tokens(inputs, inputs, inputs, GOOD["states"]))
+    tokens = Tokens(inputs, inputs, inputs, GOOD["states"])
+    reason = limits.why_not_prompt(rule, tokens, dtype(out))
     assert (reason or "").startswith(text) and bool(reason) == bool(text)
 
 
