@@ -197,8 +197,9 @@ class _Decoder(DecodeSteps):
         group, staged, tiles = self.rule.group, self.shape.staged, self.operands.tiles
         # Loaded again, to have more registers before.
         first_token, count = [Tile.load_one(tiles, index, field) for field in ("token", "count")]
-
-        together = math.gcd(group, staged)
+        # Copies of 8 rows are in tiles 64 wide, into which some outputs do not divide.
+        most = staged if self.rule.value_width % 64 == 0 else 4
+        together = math.gcd(group, staged, most)
 
         @pl.loop(0, lax.min(count * group - first_row, staged), step=together)
         def _(row: Array) -> None:
