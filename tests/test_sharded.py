@@ -304,7 +304,7 @@ def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
 
 
 def attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """What one query, [heads, K], sees of keys and values, [M, kv_heads, ...]."""
+    """Returns an output of one query, [heads, K], over keys and values, [M, kv_heads, ...]."""
     keys, values = (x.repeat(len(query) // x.shape[1], axis=1) for x in (keys, values))
     weights = np.exp(np.einsum("hk,mhk->hm", query, keys) * SIZE**-0.5)
     return np.einsum("hm,mhv->hv", weights / weights.sum(axis=1, keepdims=True), values)
