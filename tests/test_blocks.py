@@ -481,7 +481,9 @@ def test_an_admitted_request_never_runs_out_of_blocks(plan: Plan, data: st.DataO
 def test_admission_charges_exactly_what_a_request_of_full_attention_holds() -> None:
     plan = plan_cache({"kv": FULL}, 2**20, max_model_len=16, num_blocks_override=5)
     manager, shape = BlockManager(plan, max_requests=2), shape_of(plan, 2)
+    running = manager.requests
     manager.start("r")
+    assert running == {"r": 0}  # it follows
     manager.step(shape, {"r": 16})
     assert manager.held_blocks() == plan.blocks_per_group(16) == (4,)
     manager.start("s")

@@ -244,6 +244,10 @@ def test_layers_that_share_read_the_last_owner_of_their_kind() -> None:
 def test_the_encoder_of_whisper_keeps_nothing() -> None:
     assert encoder_len(load_config("whisper-large-v3")) == 1500
     assert encoder_len(load_config("llama-3.1-8b")) == 0
+    lengths = {"max_encoder_position_embeddings": 96, "max_position_embeddings": 64}
+    assert (
+        encoder_len({"model_type": "led", **lengths, "max_decoder_position_embeddings": 32}) == 96
+    )
     layers = layers_from_config(load_config("whisper-large-v3"))
     kinds = [type(spec) for spec in layers.values()]
     assert kinds == [EncoderOnlySpec] * 32 + [FullAttentionSpec, CrossAttentionSpec] * 32

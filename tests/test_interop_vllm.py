@@ -652,6 +652,16 @@ def test_a_step_that_does_not_fit_is_packed_again_as_if_for_the_first_time(name:
         assert all(tables.block_ids(r) == others.block_ids(r) for r in others.rows)
 
 
+def test_requests_that_begin_take_the_rows_of_those_that_end_in_the_same_step() -> None:
+    _, _, tables, shape = setting(WINDOWS)
+    for step in range(3):  # of 4 rows each
+        begin = [new(f"{step}{row}", [7], [8], [9]) for row in range(4)]
+        gone = [f"{step - 1}{row}" for row in range(4)] if step else []
+        ended = {"preempted_req_ids": gone} if step == 1 else {"finished_req_ids": gone}
+        tables.pack(shape, output(scheduled_new_reqs=begin, **ended))
+        assert sorted(tables.rows) == [f"{step}{row}" for row in range(4)]
+
+
 def test_a_request_that_comes_again_replaces_all_that_it_had() -> None:
     """A session that goes on with another prompt, say."""
     _, _, tables, shape = setting(WINDOWS)

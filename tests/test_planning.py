@@ -296,6 +296,9 @@ def test_requests_never_get_the_blocks_of_sinks() -> None:
     manager = BlockManager(plan, max_requests=1)
     assert [len(ids) for ids in manager.sink_block_ids] == [2]
     assert manager.num_free_blocks == plan.usable_blocks
+    with pytest.raises(KVCacheCapacityError) as refusal:
+        plan_of({"a": full(block_size=4, sink_tokens=6)}, 5, MAX_LEN)
+    assert refusal.value.usable_blocks == 5 - 1 - 2
     several = {"a": full(block_size=4, sink_tokens=6), "b": full(block_size=8, sink_tokens=6)}
     plan = plan_of(several, 20, MAX_LEN, grouping="packed")
     assert plan.reserved_blocks == 1 + 2 + 1

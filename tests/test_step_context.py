@@ -348,6 +348,19 @@ def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], s
         run(model)
 
 
+def test_a_step_that_could_not_end_goes_on() -> None:
+    def model(*given: Any) -> jaxkv.KVCache:
+        step = Step(*given)
+        x = EMBED[step.token_ids]
+        step.attend(LAYERS[0], *keys_of(x))
+        with pytest.raises(ValueError, match="never wrote"):
+            step.done()
+        step.attend(LAYERS[1], *keys_of(x))
+        return step.done()
+
+    jax.eval_shape(model, *made())
+
+
 def test_layers_whose_period_is_traced_may_be_named_again() -> None:
     def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
         step = Step(cache, upload)
