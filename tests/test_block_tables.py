@@ -597,13 +597,17 @@ def integers_of(batch: StepBatch) -> list[jax.Array]:
     return [getattr(batch, name) for name in names.split()] + [get("full") for get in of_layer]
 
 
-def test_integers_that_are_not_int32_are_refused_and_not_truncated() -> None:
+@pytest.mark.parametrize("dtype", ["int64", "uint32", "int16", "bool"])
+def test_integers_that_are_not_int32_are_refused_and_not_truncated(dtype: str) -> None:
     cache, entries = small_cache(), packed(entry(0, [5]))
-    wide = dataclasses.replace(entries, block_ids=np.array(entries.block_ids, np.int64) + 2**32)
-    with pytest.raises(TypeError, match=r"entries.block_ids must be an array of int32, got int64"):
+    wide = dataclasses.replace(entries, block_ids=np.array(entries.block_ids).astype(dtype))
+    with pytest.raises(
+        TypeError, match=rf"entries.block_ids must be an array of int32, got {dtype}"
+    ):
         append_block_ids(cache, wide)
-    with pytest.raises(TypeError, match="block_ids must be an array of int32"):
-        expand_blocks([1, 2], 2)
+    for ids in (np.ones(2, dtype), [1, 2]):
+        with pytest.raises(TypeError, match="block_ids must be an array of int32"):
+            expand_blocks(ids, 2)
 
 
 def test_jitted_functions_keep_the_methods_of_jit() -> None:

@@ -650,7 +650,10 @@ def test_every_upload_is_a_new_array_with_the_next_number() -> None:
     manager, shape = running()
     first, second = manager.step(shape, {"r": 1}), manager.step(shape, {})
     assert not np.shares_memory(first.data, second.data)
-    assert (first.data[0], second.data[0], shape.idle().data[0]) == (2, 3, 0)
+    idle = shape.idle()
+    assert (first.data[0], second.data[0], idle.data[0]) == (2, 3, 0)
+    idle.data[:] = 7  # is the caller's alone
+    assert shape.idle().data[0] == 0
 
 
 def test_a_rejected_draft_is_overwritten_in_its_block() -> None:

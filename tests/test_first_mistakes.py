@@ -393,6 +393,11 @@ MISTAKES = {
         ValueError,
         "extra must be a flat list of ints, got int",
     ),
+    "extra numbers of two axes": (
+        lambda s: s.step({"r": 1}, extra=np.zeros((1, 2), np.int32)),
+        ValueError,
+        r"extra must be a flat list of ints, got an array of shape \(1, 2\)",
+    ),
     "more blocks than are free": (
         lambda s: s.manager.block_pool.allocate(10**6),
         OutOfBlocksError,

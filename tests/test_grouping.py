@@ -26,6 +26,7 @@ from jaxkv._src.specs import (
     LayerSpec,
     MLASpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
     StateSpec,
 )
 from tests.layer_examples import (
@@ -237,6 +238,19 @@ def test_layers_that_need_different_blocks_never_share_a_group(
 ) -> None:
     groups = make_groups({"a": one, "b": other, "c": one})
     assert {frozenset(group.layers) for group in groups} >= {frozenset("b")}
+
+
+@pytest.mark.parametrize("grouping", ["auto", "rule", "least_waste"])
+def test_layers_whose_pages_are_alike_by_chance_share_no_group(grouping) -> None:
+    like = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)
+    specs = {
+        "full": like,
+        "wide": dataclasses.replace(like, num_kv_heads=1, head_size=128),
+        "window": SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, sliding_window=32),
+    }
+    layers = {f"{name}{i}": spec for name, spec in specs.items() for i in range(2)}
+    found = {group.layers for group in make_groups(layers, grouping=grouping)}
+    assert found == {(f"{name}0", f"{name}1") for name in specs}
 
 
 def test_layers_of_a_bucket_go_to_its_groups_in_turn() -> None:
