@@ -600,7 +600,8 @@ def integers_of(batch: StepBatch) -> list[jax.Array]:
 @pytest.mark.parametrize("dtype", ["int64", "uint32", "int16", "bool"])
 def test_integers_that_are_not_int32_are_refused_and_not_truncated(dtype: str) -> None:
     cache, entries = small_cache(), packed(entry(0, [5]))
-    wide = dataclasses.replace(entries, block_ids=np.array(entries.block_ids).astype(dtype))
+    ids = np.array(entries.block_ids, np.int64) + 2**32
+    wide = dataclasses.replace(entries, block_ids=ids.astype(dtype))
     with pytest.raises(
         TypeError, match=rf"entries.block_ids must be an array of int32, got {dtype}"
     ):
