@@ -439,11 +439,12 @@ def test_requests_go_on_after_sleep(level: int) -> None:
     assert_right(list(outputs.values()), requests)
 
 
-@pytest.mark.parametrize("lost", ["run", "step"])
-def test_a_lost_call_runs_again(lost: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("lost", "decode_steps"), [("run", 1), ("step", 1), ("step", 3)])
+def test_a_lost_call_runs_again(lost: str, decode_steps: int, monkeypatch) -> None:
     """A step that was not packed is packed again; one that was is kept, and runs first."""
-    engine, requests = make_engine(), random_requests(0, 6)
-    failures = iter([False, True, False, True, True])
+    layers = ALL if decode_steps == 1 else ("full", "window")
+    engine, requests = make_engine(layers, decode_steps=decode_steps), random_requests(0, 6)
+    failures = iter([*[*[False] * decode_steps, True] * 4, True])
     owner = engine._device if lost == "run" else engine.manager
     right = getattr(owner, lost)
 
@@ -463,7 +464,7 @@ def test_a_lost_call_runs_again(lost: str, monkeypatch) -> None:
                 tokens.setdefault((output.request, output.sample), []).extend(output.tokens)
         except KeyboardInterrupt:
             interrupts += 1
-    assert interrupts == 3
+    assert interrupts == 5
     monkeypatch.undo()
     assert tokens == {(o.request, o.sample): o.tokens for o in run(engine, requests)}
 
@@ -522,7 +523,7 @@ def test_requests_for_which_there_is_no_work_are_an_error_and_no_loop(monkeypatc
     engine = make_engine()
     engine.add("r", [1, 2])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._packer, "pack", lambda most_steps: [])
+        patch.setattr(engine._packer, "pack", lambda most_steps, calls: None)
         with pytest.raises(RuntimeError, match="found no work, although requests wait"):
             engine.step()
     engine.abort("r")
@@ -542,7 +543,7 @@ def test_an_engine_restarts_after_a_lost_upload() -> None:
 
     for _ in range(4):
         step()
-    engine._packer.pack(1)  # what is packed here is lost
+    engine._packer.pack(1, [])  # what is packed here is lost
     with pytest.raises(jaxkv.CacheError, match="an upload was lost"):
         while engine.has_work:
             step()

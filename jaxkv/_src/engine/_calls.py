@@ -38,7 +38,7 @@ class Calls:
         """
         # After an exception there may be calls that have to start, or as many as may run.
         if not self.packed and len(self.in_flight) < CALLS_AHEAD:
-            self.packed = self.packer.pack(self.decode_steps)
+            self.packer.pack(self.decode_steps, self.packed)
         if self.packer.samples.of and not (self.packed or self.in_flight):
             raise RuntimeError(f"{self.packer.scheduler!r} found no work, although requests wait")
         num_left = CALLS_AHEAD - 1 if self.packed else len(self.in_flight) - 1

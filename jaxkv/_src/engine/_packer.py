@@ -62,13 +62,14 @@ class Packer:
     place: int = 0
     drawn: Drawn = NONE_DRAWN
 
-    def pack(self, most_steps: int) -> list[list[Step]]:
+    def pack(self, most_steps: int, calls: list[list[Step]]) -> None:
         """Packs some decodes of one shape, or one other step; none if there is no work.
 
         Where more than half of the decodes have work, idle ones make them complete.
 
-        Returns:
-          The steps of each call: all of them if they are complete, else one.
+        Args:
+          calls: takes the steps of each call: all of them if they are complete, else one. After an
+            exception it has those that were packed before.
         """
         steps: list[Step] = []
         shape: StepShape | None = None  # of all of them
@@ -85,12 +86,13 @@ class Packer:
             elif wanted.max_query_len > 1 or wanted.max_tokens > shape.max_tokens:
                 break  # the schedule comes again
             steps.append(self._pack(schedule, shape))
+            calls.append(steps[-1:])
             self._count(schedule, num_tokens, shape.max_tokens - num_tokens)
             if shape.max_query_len > 1:
                 break
         # Moves read what the steps of earlier calls have written.
-        is_whole = len(steps) == most_steps and not any(step.moves for step in steps[1:])
-        return [steps] if is_whole else [[step] for step in steps]
+        if len(steps) == most_steps and not any(step.moves for step in steps[1:]):
+            calls[:] = [steps]
 
     def _most_tokens(self) -> int | None:
         """Returns the most tokens of the next step, so that it fills its shape; None: any."""
