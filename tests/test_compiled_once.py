@@ -114,8 +114,9 @@ def step(model: Model, cache: Any, upload: Any, x: Any) -> Any:
 
 def lowered(model: Model, plan: jaxkv.Plan, max_tokens: int = TOKENS, **options: Any) -> str:
     """Returns the program of a step for a GPU; with one token it is a decode."""
-    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, **options)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=max_tokens)
+    requests = min(REQUESTS, max_tokens)
+    cache = jaxkv.make_cache(plan, max_requests=requests, **options)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=requests, max_tokens=max_tokens)
     heads = HEADS * (cache.layout.num_ranks if cache.layout.heads_axis else 1)
     x = jnp.ones((max_tokens, heads, 64), jnp.bfloat16)
     run = jax.jit(functools.partial(step, model), donate_argnums=0)
@@ -180,6 +181,22 @@ def test_kernels_are_as_many_as_for_one_layer() -> None:
     model = Model(of(3, FULL), functools.partial(attend, by="mosaic_gpu"), {})
     text = lowered(model, plan_of(model), max_tokens=1)
     assert text.count("custom_call @mosaic_gpu") == 3  # one writes, and two attend
+
+
+@needs_mosaic
+def test_the_convolution_of_a_decode_is_a_part_of_its_kernel() -> None:
+    spec = jaxkv.StateSpec(block_size=16, shapes=((3, 512), (2, 128, 128)), dtypes=("bf16", "f32"))
+
+    def run(cache: Any, layer: str, batch: jaxkv.StepBatch, x: jax.Array) -> Any:
+        qkv, gates = jnp.concatenate([x, x], axis=1).reshape(1, -1), x[:, 0, :2]
+        given = {"conv_weights": jnp.ones((4, 512), x.dtype), "num_key_heads": 1}
+        cache, out = jaxkv.gated_delta(
+            cache, layer, batch, qkv, -gates, gates, implementation="mosaic_gpu", **given
+        )
+        return cache, x + out.sum(dtype=x.dtype)
+
+    model = Model(of(2, spec), run, {})
+    assert lowered(model, plan_of(model), max_tokens=1).count("custom_call @mosaic_gpu") == 1
 
 
 # --- in place -------------------------------------------------------------------------

@@ -47,10 +47,9 @@ def step_mosaic(
     shape = step_shape(rule, tokens, requests, conv, most)
     states, width = tokens.states, rule.key_size
     pages = as_rows(states.data, states.dtype, width)
-    extent_rows = states.extent_bytes // (width * states.itemsize)
-    firsts = (states.first, states.first if conv is None else conv.pages.first)
+    first = states.first * (states.extent_bytes // (width * states.itemsize))
     places: list[Any] = [
-        jnp.stack([jnp.asarray(first * extent_rows, jnp.int32) for first in firsts]),
+        jnp.asarray(first, jnp.int32).reshape(1),
         requests.read_ids,
         requests.write_ids,
         *(requests.spans.arrays() if requests.spans else ()),
@@ -83,6 +82,10 @@ def step_mosaic(
     ref = writable(pages)
     found = call_unfused(call, operands, [ref])
     return from_rows(written(ref), states.data), found
+
+
+def _is_same(a: Array | int, b: Array | int) -> bool:
+    return a is b or (isinstance(a, int) and isinstance(b, int) and a == b)
 
 
 def _scratch(shape: StepShape) -> list[Any]:
@@ -123,7 +126,7 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
     same = functools.reduce(
         lambda ok, name: ok and getattr(states, name) == getattr(pages, name),
         ("num_pages", "page_step"),
-        states.data is pages.data,
+        states.data is pages.data and _is_same(states.first, pages.first),
     )
     # A segment of inputs, of one head, lies within a row of the pages.
     aligned = row % segment_bytes == 0 and pages.start % segment_bytes == 0

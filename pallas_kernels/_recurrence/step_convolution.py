@@ -30,7 +30,6 @@ class StepConvolution:
     """The convolution's references, and its code.
 
     pages: [rows, K], of the whole pool.
-    apart: rows from a page of the state to that of the inputs that it remembers.
     start: elements of a page before the inputs that it remembers.
     weights, bias: [width, channels] and [1, channels], in elements of the pages; no bias: zeros.
     staged: shared memory, [width, channels of an item], in elements of the pages.
@@ -42,7 +41,6 @@ class StepConvolution:
         self,
         shape: StepShape,
         pages: Any,
-        apart: Array,
         start: int,
         weights: Any,
         bias: Any,
@@ -50,7 +48,7 @@ class StepConvolution:
         taps: Any,
         mixed: Any,
     ) -> None:
-        self.shape, self.pages, self.apart, self.start = shape, pages, apart, start
+        self.shape, self.pages, self.start = shape, pages, start
         self.weights, self.bias, self.staged = weights, bias, staged
         self.taps, self.mixed = taps, mixed
 
@@ -68,8 +66,7 @@ class StepConvolution:
         """
         shape, row = self.shape, self.shape.rule.key_size
         start = self.start + (tap * shape.rule.columns + column) // shape.packed
-        place = page + self.apart + lax.div(start, row)
-        return self.pages.at[place, pl.ds(lax.rem(start, row), width)]
+        return self.pages.at[page + lax.div(start, row), pl.ds(lax.rem(start, row), width)]
 
     def fetch_taps(self, item: Item, ready: Any) -> None:
         """Starts loading the weights of the convolution, and its bias."""

@@ -40,9 +40,8 @@ class Stepper:
         self.decays: Any = next(rest) if shape.decay_per_key else None
         self.conv: StepConvolution | None = None
         if shape.conv_width:
-            given = weights, bias, self.staged, next(rest), next(rest)
-            apart = self.first[1] - self.first[0]
-            self.conv = StepConvolution(shape, self.pages, apart, conv_start, *given)
+            given = self.pages, conv_start, weights, bias, self.staged, next(rest), next(rest)
+            self.conv = StepConvolution(shape, *given)
         self.full, self.ready = next(rest), next(rest)
         self.tile = tile_layout(shape.page.itemsize)
         self.row, self.column = self.tile.reduce(1), self.tile.reduce(0)

@@ -343,18 +343,17 @@ def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
             starts = jnp.arange(len(states.read_ids) + 1, dtype=jnp.int32) * columns
         ids = (*ids, starts)
         options |= {"query_lens": batch.query_lens, "max_query_len": batch.shape.max_query_len}
+    pages = state_pages(bound)
     conv: Any = None
     if given.conv_weights is not None:
-        pages = state_pages(bound, 0)
-        pages = pages._replace(shape=(len(given.conv_weights) - 1, pages.shape[1]))
-        conv = Convolution(pages, given.conv_weights, given.conv_bias, how.silu)
+        shape = len(given.conv_weights) - 1, pages[0].shape[1]
+        conv = Convolution(
+            pages[0]._replace(shape=shape), given.conv_weights, given.conv_bias, how.silu
+        )
     if how.kind == "convolution":
         data, out = causal_conv1d(given.inputs, conv, *ids, **options)
         return data.reshape(bound.buffer.shape), out
-    pages = state_pages(bound, 0 if conv is None else 1)
-    if conv is not None:
-        pages = pages._replace(data=conv.pages.data)
-    arguments = given.inputs, given.log_decay, given.beta, pages, *ids
+    arguments = given.inputs, given.log_decay, given.beta, pages[-1], *ids
     options |= {"convolution": conv, "scale": how.scale}
     if how.kind == "delta":
         data, out = gated_delta_rule(*arguments, num_key_heads=how.key_heads, **options)

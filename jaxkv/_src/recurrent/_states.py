@@ -1,7 +1,8 @@
 """The states that a step reads and writes, and where they lie."""
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -71,19 +72,18 @@ def _written_after(bound: BoundLayer, block: Array, num_drafts: Array | None) ->
     return jnp.where(block < running, full, certain + block - running)
 
 
-def state_pages(bound: BoundLayer, array: int) -> StatePages:
-    """Returns the pages of one array of a layer's states."""
+def state_pages(bound: BoundLayer) -> list[StatePages]:
+    """Returns the pages of each array of a layer's states."""
     spec, extents = bound.form.spec, bound.form.extents
-    start = extents.start_bytes + sum(spec.array_bytes[:array])
-    return StatePages(
-        bound.buffer.reshape(-1, extents.extent_bytes),
-        jnp.dtype(spec.dtypes[array]),
-        spec.shapes[array],
-        num_pages=bound.layout.num_blocks,
-        first=jnp.maximum(bound.first, 0),
-        page_step=extents.tile_step,
-        start=start,
-    )
+    data = bound.buffer.reshape(-1, extents.extent_bytes)
+    starts = itertools.accumulate(spec.array_bytes, initial=extents.start_bytes)
+    # Kernels take them together if they share these arrays.
+    common: dict[str, Any] = {"num_pages": bound.layout.num_blocks, "page_step": extents.tile_step}
+    common["first"] = jnp.maximum(bound.first, 0)
+    return [
+        StatePages(data, jnp.dtype(dtype), shape, start=start, **common)
+        for dtype, shape, start in zip(spec.dtypes, spec.shapes, starts, strict=False)
+    ]
 
 
 def check_states(
