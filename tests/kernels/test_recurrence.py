@@ -340,10 +340,13 @@ def draw_ids(data: st.DataObject, batch: int, writes: int) -> dict[str, np.ndarr
 
 STEPS = (
     Layer(rule="delta per key", key_heads=2, state="bfloat16", key=64, value=64, value_heads=4),
-    Layer(rule="scan", key=64, width=3, bias=True, state="float16", value=128, scale=0.5),
+    Layer(
+        **{"rule": "scan", "key": 64, "value": 128, "width": 3, "bias": True},
+        **{"state": "float16", "scale": 0.5, "conv_first": 0},
+    ),
     Layer(
         **{"key": 128, "value": 128, "width": 4, "conv": "bfloat16", "inputs": "bfloat16"},
-        **{"out": "float32", "gates": "bfloat16", "conv_first": 0},
+        **{"out": "float32", "gates": "bfloat16"},
     ),
     Layer(key=128, value=128, value_heads=1, width=2, silu=False, bias=True, typed=True),
 )
