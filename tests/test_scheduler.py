@@ -810,7 +810,9 @@ def test_the_newest_tokens_of_a_request_that_starts_again_are_computed_together(
     tokens["a"] += [3, 4, 5]
     server.scheduler.append({"a": 3})  # a token and two drafts
     server.scheduler.restart()
-    assert [server.scheduler.schedule(max_tokens=most).work for most in (2, 3)] == [{}, {"a": 3}]
+    schedules = [server.scheduler.schedule(max_tokens=most) for most in (2, 3)]
+    assert [schedule.work for schedule in schedules] == [{}, {"a": 3}]
+    assert [set(schedule.hits) for schedule in schedules] == [set(), {"a"}]
 
 
 def test_ids_that_are_missing_follow_those_of_their_request_that_are_known() -> None:
