@@ -87,7 +87,16 @@ class Served:
         self.manager.step(self.shape, work)
         moves = self.manager.take_moves()
         self.moves += [] if moves is None else [moves]
+        self.check_that_host_blocks_are_wanted()
         return moves
+
+    def check_that_host_blocks_are_wanted(self) -> None:
+        """By a prefix that lies there, or as the copy of one on the device."""
+        prefixes = self.manager._prefixes
+        if prefixes._tier is not None:
+            room, copies = prefixes._tier.room, prefixes._tier._copy_of
+            ids = room.first_id + np.flatnonzero(room.is_alive)
+            assert ((prefixes._tree.frozen_before[ids] > 0) | (copies[ids] > 0)).all()
 
     def run(self, name, tokens):
         """Starts a request, computes its prompt and ends it; returns its hit."""
