@@ -985,12 +985,12 @@ def test_one_token_goes_in_front_of_many_after_rejected_drafts(mode: str, counts
     assert [server.step().work["a"] for _ in counts] == counts
 
 
-@pytest.mark.parametrize("drafts", [[2], [2, 4], [4, 2]], ids=str)
+@pytest.mark.parametrize("drafts", [[2], [2, 4], [4, 2], [0, 2]], ids=str)
 @pytest.mark.parametrize("more", [2, 3, 4])
 def test_drafts_next_to_more_tokens_than_drafts_are_computed_together(
     more: int, drafts: list[int]
 ) -> None:
-    """Of the layers, that with room for the fewest drafts counts."""
+    """Of the layers with drafts, that with room for the fewest counts."""
     aligned = StateSpec(block_size=4, shapes=((2,),), dtypes=("f32",), cache_mode="align")
     layers = {str(n): dataclasses.replace(aligned, speculative_blocks=n) for n in drafts}
     server = Server(small_plan(40, layers), max_requests=2, max_tokens=8)
