@@ -346,10 +346,8 @@ def _run(bound: BoundLayer, given: _Given, *, how: _How) -> tuple[Array, Array]:
     pages = state_pages(bound)
     conv: Any = None
     if given.conv_weights is not None:
-        shape = len(given.conv_weights) - 1, pages[0].shape[1]
-        conv = Convolution(
-            pages[0]._replace(shape=shape), given.conv_weights, given.conv_bias, how.silu
-        )
+        inputs = pages[0]._replace(shape=(len(given.conv_weights) - 1, pages[0].shape[1]))
+        conv = Convolution(inputs, given.conv_weights, given.conv_bias, how.silu)
     if how.kind == "convolution":
         data, out = causal_conv1d(given.inputs, conv, *ids, **options)
         return data.reshape(bound.buffer.shape), out
