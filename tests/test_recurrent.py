@@ -133,7 +133,7 @@ def step(kind, cache, upload, x, num_drafts, at, blocks=1):
     """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
-    if batch.is_rectangular:  # a decay for each key
+    if batch.is_rectangular and kind == "gated_delta":  # a decay for each key
         x["log_decay"] = jnp.repeat(x["log_decay"][..., None], SIZE, axis=-1)
     cache, out = run_layer(kind, cache, "layer.1", batch, x, num_drafts=num_drafts, at=at)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
@@ -176,6 +176,8 @@ close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
         ("short_conv", "all", None),
         ("gated_delta", "align", 5),
         ("short_conv", "all", 1),
+        ("short_conv", "align", 3),
+        ("linear_attention", "none", 3),
     ],
 )
 @settings(max_examples=2)
