@@ -333,6 +333,28 @@ def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
         jax.eval_shape(mapped, cache, shape.idle())
 
 
+@needs_devices(4)
+def test_a_shard_map_over_another_axis_leaves_the_heads_to_each_function() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AUTO, AUTO), devices=DEVICES[:4])
+    cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan_for(2), max_requests=REQUESTS, max_tokens=TOKENS)
+
+    def body(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        ones = jnp.ones((TOKENS, HEADS, SIZE))
+        cache = jaxkv.write_tokens(cache, "window.0", batch, ones, ones)
+        keys, _ = jaxkv.read_tokens(cache, "window.0", batch)
+        view = jaxkv.layer_view(cache, "full.0")
+        return jaxkv.attend(cache, "full.0", batch, ones, ones, ones)[1], keys, view
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=SAME, out_specs=SAME, axis_names={"data"}, check_vma=False
+    )
+    out, keys, view = jax.eval_shape(mapped, cache, shape.idle())
+    assert out.shape == (TOKENS, HEADS, SIZE) and keys.shape[2:] == (HEADS, SIZE)
+    assert view.shape == (2 * BLOCKS, 4, HEADS, 2 * SIZE)
+
+
 def attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Returns an output of one query, [heads, K], over keys and values, [M, kv_heads, ...]."""
     keys, values = (x.repeat(len(query) // x.shape[1], axis=1) for x in (keys, values))
