@@ -295,12 +295,14 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
         ([7, 8] * 3, None, (sql, ExtraKey.mm("f00d", 5, 14))),  # an image of another size
         ([3] * 4, "s", (sql, cat)),
         ([5] * 9, None, ()),
+        ([6] * 9, None, ()),
     ]
     groups, seen = [EventGroup(0, "full", 4), EventGroup(1, "sliding", 8)], Counter[str]()
     for seed in range(20):
         draw, log, ids = random.Random(seed), EventLog(), itertools.count(1)
         events, wanted = PrefixEvents(log, groups), dict[tuple[int, bytes], Told]()
         chains = [KeyChain(salt, extra_keys) for _, salt, extra_keys in prompts]
+        chains[-1] = chains[-2].copy()  # of a fork, which goes on otherwise
         blocks: dict[int, tuple[str, int, bytes]] = {}
         held = set[tuple[str, int, bytes]]()
         for _ in range(40):
