@@ -279,7 +279,7 @@ Told = tuple[bytes | None, tuple[int, ...], Any, str | None]  # what an event te
 
 
 def told_of(event: BlocksStored) -> dict[bytes, Told]:
-    """What it tells of each key: the key before, its tokens, its extra keys and the adapter."""
+    """Returns, of each key, the key before it, its tokens, its extra keys and the adapter."""
     keys, size, found = event.block_keys, event.group.block_size, dict[bytes, Told]()
     extras, parents = event.extra_keys or (None,) * len(keys), (event.parent_key, *keys)
     for i, (key, parent, extra) in enumerate(zip(keys, parents, extras, strict=False)):
