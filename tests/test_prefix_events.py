@@ -1,12 +1,15 @@
 """Events: their order, the bytes of vLLM's messages, and what a router learns from them."""
 
 import builtins
+import itertools
 import json
 import pathlib
 import random
+from collections import Counter
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager
@@ -24,6 +27,8 @@ from jaxkv._src.prefixes import (
     encode_events,
     event_frames,
 )
+from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
+from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
 from jaxkv._src.uploads import StepShape
 from tests.test_prefixes import plan_of
 
@@ -268,6 +273,83 @@ def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> No
     stats = manager.prefix_stats()
     assert counts[:3] == [2, 3, 3], "of two, four and six blocks"
     assert counts[-1] == stats.kept_blocks and stats.evicted_blocks >= 6
+
+
+Told = tuple[bytes | None, tuple[int, ...], Any, str | None]  # what an event tells of a key
+
+
+def told_of(event: BlocksStored) -> dict[bytes, Told]:
+    """Returns, of each key, the key before it, its tokens, its extra keys and the adapter."""
+    keys, size, found = event.block_keys, event.group.block_size, dict[bytes, Told]()
+    extras, parents = event.extra_keys or (None,) * len(keys), (event.parent_key, *keys)
+    for i, (key, parent, extra) in enumerate(zip(keys, parents, extras, strict=False)):
+        found[key] = parent, event.token_ids[i * size : (i + 1) * size], extra, event.adapter
+    return found
+
+
+def test_a_key_is_held_where_a_block_of_it_is() -> None:
+    """In both memories, of several blocks with one key, stored and removed in any order."""
+    sql, cat = ExtraKey.lora("sql", "/a"), ExtraKey.mm("f00d", 5, 10)
+    prompts: list[tuple[list[int], str | None, tuple[ExtraKey, ...]]] = [
+        ([], None, (sql, cat)),
+        ([7, 8] * 3, None, (sql, ExtraKey.mm("f00d", 5, 14))),  # an image of another size
+        ([3] * 4, "s", (sql, cat)),
+        ([5] * 9, None, ()),
+        ([6] * 9, None, ()),
+    ]
+    groups, seen = [EventGroup(0, "full", 4), EventGroup(1, "sliding", 8)], Counter[str]()
+    for seed in range(20):
+        draw, log, ids = random.Random(seed), EventLog(), itertools.count(1)
+        events, wanted = PrefixEvents(log, groups), dict[tuple[int, bytes], Told]()
+        chains = [KeyChain(salt, extra_keys) for _, salt, extra_keys in prompts]
+        chains[-1] = chains[-2].copy()  # of a fork, which goes on otherwise
+        blocks: dict[int, tuple[str, int, bytes]] = {}
+        held = set[tuple[str, int, bytes]]()
+        for _ in range(40):
+            what = draw.choice(["store", "store", "host", "remove"])
+            if what == "store":
+                (tail, salt, extra_keys), chain = draw.choice([*zip(prompts, chains, strict=True)])
+                group = draw.choice(groups)
+                index, size = group.index, group.block_size
+                tokens = np.array([*range(14), *tail][: draw.randint(1, 23)])
+                keys = block_keys(tokens, 4, salt=salt, extra_keys=extra_keys)
+                keys = keys[size // 4 - 1 :: size // 4]
+                extras = extra_keys_by_block(extra_keys, size, len(keys), salt=salt)
+                for i, key in enumerate(keys):
+                    own = tuple(tokens[i * size : (i + 1) * size].tolist())
+                    adapter = "sql" if extra_keys else None
+                    wanted[index, key] = keys[i - 1] if i else None, own, extras[i], adapter
+                first = draw.randint(0, len(keys))
+                given = [draw.choice([0, next(ids), next(ids)]) for _ in range(4)]
+                named = zip(given, keys[first:], strict=False)
+                blocks |= {block: ("GPU", index, key) for block, key in named if block}
+                for _ in range(draw.randint(1, 2)):  # those that are recorded are skipped
+                    events.stored(chain, tokens, index, first, given)
+            elif what == "host":
+                here = [block for block, (medium, *_) in blocks.items() if medium == "GPU"]
+                given = draw.sample([*here, next(ids)], draw.randint(0, len(here) + 1))
+                copies = [(block, next(ids)) for block in given]
+                events.stored_on_host(given, [copy for _, copy in copies])
+                blocks |= {copy: ("CPU", *blocks[b][1:]) for b, copy in copies if b in blocks}
+            else:
+                given = draw.sample([*blocks, next(ids)], draw.randint(0, min(6, len(blocks))))
+                events.removed(given)
+                blocks = {block: name for block, name in blocks.items() if block not in given}
+            batch = log.take()
+            for event in () if batch is None else batch.events:
+                names = {(event.medium, event.group.index, key) for key in event.block_keys}
+                if isinstance(event, BlocksRemoved):
+                    assert names <= held
+                    held -= names
+                    continue
+                assert not names & held
+                held |= names
+                for key, told in told_of(event).items():
+                    assert told == wanted[event.group.index, key]
+                seen[event.medium] += len(names) > 1
+            assert held == set(blocks.values())
+            seen["shared"] += len(held) < len(blocks)
+    assert min(seen[name] for name in ("GPU", "CPU", "shared")) > 3, seen
 
 
 def test_events_name_adapters_images_and_salts() -> None:

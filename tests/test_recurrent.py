@@ -21,6 +21,7 @@ from jaxkv._src.recurrent._heads import (
     check_heads,
     columns_of,
 )
+from jaxkv._src.recurrent._layers import _heads
 from tests.helpers import ON_GPU, as_ids, needs_devices
 from tests.reference_recurrence import RecurrentCase, convolve, normalized
 from tests.test_attend import poisoned
@@ -133,7 +134,7 @@ def step(kind, cache, upload, x, num_drafts, at, blocks=1):
     """The second layer, and the states that it left in the first blocks of each request."""
     cache, batch = jaxkv.apply_step(cache, upload)
     x = {name: array.reshape(*batch.token_shape, -1) for name, array in x.items()}
-    if batch.is_rectangular:  # a decay for each key
+    if batch.is_rectangular and kind == "gated_delta":  # a decay for each key
         x["log_decay"] = jnp.repeat(x["log_decay"][..., None], SIZE, axis=-1)
     cache, out = run_layer(kind, cache, "layer.1", batch, x, num_drafts=num_drafts, at=at)
     places = [jnp.full(batch.shape.batch_size, i, jnp.int32) for i in range(blocks)]
@@ -176,6 +177,8 @@ close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
         ("short_conv", "all", None),
         ("gated_delta", "align", 5),
         ("short_conv", "all", 1),
+        ("short_conv", "align", 3),
+        ("linear_attention", "none", 3),
     ],
 )
 @settings(max_examples=2)
@@ -183,9 +186,11 @@ close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
 def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, data) -> None:
     plan = plan_of(kind, mode)
     options = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **options)
-    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
-    cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
+    # As many requests as tokens, which need not be one of each.
+    requests = TOKENS if kind == "mamba2" else REQUESTS
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=requests, **options)
+    manager = jaxkv.BlockManager(plan, max_requests=requests)
+    cache = poisoned(jaxkv.make_cache(plan, max_requests=requests))
     computed = {"a": 0, "b": 0}
     for request in computed:
         manager.start(request)
@@ -407,6 +412,34 @@ def test_heads_of_keys_divide_those_of_values_and_ranks_or_are_refused() -> None
         fits = count > 0 and values % count == 0 and (count % ranks == 0 or ranks % count == 0)
         bound = types.SimpleNamespace(ranks_of_heads=ranks)
         assert refuses(check_heads, bound, "heads", count, values) != fits, (ranks, count, values)
+
+
+def test_states_have_the_heads_of_all_ranks_and_as_many_of_keys_unless_told() -> None:
+    spec = jaxkv.StateSpec(block_size=4, shapes=((3, 9), (2, 5, 4)), dtypes=("f32", "f32"))
+    for ranks, count in itertools.product((1, 2, 4), (None, 1, 2)):
+        bound: Any = types.SimpleNamespace(ranks_of_heads=ranks)
+        found = _heads(bound, spec, "num_key_heads", count)
+        assert found == (2 * ranks, Heads(count or 2 * ranks, 4), Heads(2 * ranks, 5))
+
+
+def outputs_of_layer(cache: Any, upload: Any, x: Any) -> Any:
+    cache, batch = jaxkv.apply_step(cache, upload)
+    return run_layer("gated_delta", cache, "layer.0", batch, x)[1]
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"), [("max_tokens", (6,)), ("tokens_per_request", (REQUESTS, 6))]
+)
+def test_a_decay_is_of_each_head_or_of_each_of_its_keys(form: str, tokens: tuple) -> None:
+    plan = plan_of("gated_delta")
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **{form: 6})
+    cache, upload = jaxkv.make_cache(plan, max_requests=REQUESTS), shape.idle()
+
+    for decay in ((HEADS,), (HEADS, SIZE)):
+        sizes = {"inputs": (QKV,), "log_decay": decay, "beta": (HEADS,)}
+        x = {name: jnp.zeros((*tokens, *size)) for name, size in sizes.items()}
+        out = jax.eval_shape(functools.partial(outputs_of_layer, x=x), cache, upload)
+        assert out.shape == (*tokens, HEADS, SIZE)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 2])

@@ -23,6 +23,7 @@ LAYERS = ("full.0", "full.1", "window.0", "window.1")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DEVICES = jax.devices()
 SAME = PartitionSpec()
+NO_PADDING = ((0, 0),) * 2  # of heads and their elements
 
 # Sums may be taken in another order where there are fewer heads; all else agrees bit by bit.
 # Outputs are means of up to 24 values up to 2, in float32; weights are exponentials of scores
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
     how: str
     order: str = "LBNHC"
     stacked: bool = True
+    columns: int | None = None  # of a rectangular batch
 
     def make_mesh(self) -> Mesh:
         names = ("data", "heads")[-len(self.mesh) :]
@@ -52,13 +54,14 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
         types = "".join(axis_type.name for axis_type in self.types)
-        return "-".join([mesh, types, self.how, self.order])
+        form = ["rectangular"] * (self.columns is not None)
+        return "-".join([mesh, types, self.how, self.order, *form])
 
 
 SETTINGS = [
     Setting((2,), (AUTO,), "set_mesh", "BLHNC"),
     Setting((8,), (AUTO,), "shard_map", "LBHNC", stacked=False),
-    Setting((2,), (EXPLICIT,), "jit", "LHBNC"),
+    Setting((2,), (EXPLICIT,), "jit", "LHBNC", columns=5),
     Setting((2, 4), (EXPLICIT, EXPLICIT), "set_mesh", "BHLNC"),
     Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLNHC"),
 ]
@@ -87,7 +90,8 @@ def step(cache, upload, queries, keys, values):
     def layer(cache, index, number=0, period=None):
         scaled = keys / (1 + index.astype(keys.dtype))
         cache = jaxkv.write_tokens(cache, f"window.{number}", batch, scaled, values, period=period)
-        arguments, sinks = (batch, queries, scaled, values), queries[0, :, 0]
+        arguments = batch, queries, scaled, values
+        sinks = queries[(0,) * (queries.ndim - 2)][:, 0]
         return jaxkv.attend(cache, f"full.{number}", *arguments, sinks=sinks, period=period)
 
     if cache.layout.buffers.stacked:  # as models do that scan over their layers
@@ -101,10 +105,20 @@ def step(cache, upload, queries, keys, values):
     return cache, attended, [jaxkv.read_tokens(cache, name, batch) for name in LAYERS]
 
 
-def serve(run: Any, cache: jaxkv.KVCache, plan: jaxkv.Plan, place: Callable[..., Any]) -> list[Any]:
-    """Steps of two requests, one of which starts over; what each attended to and read."""
+def serve(
+    run: Any,
+    cache: jaxkv.KVCache,
+    plan: jaxkv.Plan,
+    place: Callable[..., Any],
+    columns: int | None = None,
+) -> list[Any]:
+    """Steps of two requests, one of which starts over; what each attended to and read.
+
+    A rectangular batch gets the same tokens, and what they attend to is returned as of a flat one.
+    """
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    sizes = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **sizes)
     rng, seen, programs = np.random.default_rng(0), [], set()
     where = parts_of(cache)
     manager.start("a")
@@ -117,17 +131,32 @@ def serve(run: Any, cache: jaxkv.KVCache, plan: jaxkv.Plan, place: Callable[...,
             manager.start("a")
         heads = (2 * HEADS, HEADS, HEADS)
         tokens = [rng.uniform(-2, 2, (TOKENS, count, SIZE)).astype(np.float32) for count in heads]
+        places = [(i, at) for i, count in enumerate(work.values()) for at in range(count)]
+        if columns:
+            tokens = [in_rectangle(array, places, columns) for array in tokens]
         arguments = manager.step(shape, work), *map(place, tokens)
         quiet = contextlib.nullcontext() if turn == 0 else assert_no_recompilation()
         with quiet:
             cache, attended, read = run(cache, *arguments)
             jax.block_until_ready(cache)
         programs.add(run._cache_size())
-        seen.append(jax.tree.map(np.asarray, (attended, read)))
+        attended = np.asarray(attended)
+        if columns:
+            rows = attended[:, *np.transpose(places)]
+            assert np.count_nonzero(attended) == np.count_nonzero(rows), "padding"
+            attended = np.pad(rows, ((0, 0), (0, TOKENS - len(places)), *NO_PADDING))
+        seen.append((attended, jax.tree.map(np.asarray, read)))
         assert parts_of(cache) == where, "a device's part of the cache has moved"
     assert len(programs) == 1, "a step returns other shardings than make_cache"
     jaxkv.check_errors(cache)
     return seen
+
+
+def in_rectangle(array: np.ndarray, places: list[tuple[int, int]], columns: int) -> np.ndarray:
+    """Returns the tokens of a flat batch at their places in a rectangular one, NaN elsewhere."""
+    found = np.full((REQUESTS, columns, *array.shape[1:]), np.nan, array.dtype)
+    found[*np.transpose(places)] = array[: len(places)]
+    return found
 
 
 def parts_of(cache: jaxkv.KVCache) -> list[int]:
@@ -145,7 +174,8 @@ def on_one_device() -> list[Any]:
 def assert_as_on_one_device(seen: list[Any]) -> None:
     for (attended, read), (wanted, stored) in zip(seen, on_one_device(), strict=True):
         for got, expected in zip(jax.tree.leaves(read), jax.tree.leaves(stored), strict=True):
-            np.testing.assert_array_equal(got, expected)
+            more = expected.shape[1] - got.shape[1]  # which longer steps could need
+            np.testing.assert_array_equal(np.pad(got, ((0, 0), (0, more), *NO_PADDING)), expected)
         np.testing.assert_allclose(attended, wanted, rtol=0, atol=BOUND)
         assert np.abs(wanted).max() > 0.5, "nothing was attended to"
 
@@ -176,7 +206,7 @@ def test_a_mesh_holds_what_one_device_holds_and_each_part_stays_in_place(setting
                 check_vma=False,
             )
             place = functools.partial(jax.device_put, device=NamedSharding(mesh, by_head))
-        seen = serve(jax.jit(run, donate_argnums=0), cache, plan, place)
+        seen = serve(jax.jit(run, donate_argnums=0), cache, plan, place, setting.columns)
     assert_as_on_one_device(seen)
 
 
@@ -301,6 +331,28 @@ def test_a_pool_that_a_shard_map_leaves_whole_is_refused(use) -> None:
     )
     with pytest.raises(ValueError, match=r"the pool is sharded; .* with cache.partition_specs"):
         jax.eval_shape(mapped, cache, shape.idle())
+
+
+@needs_devices(4)
+def test_a_shard_map_over_another_axis_leaves_the_heads_to_each_function() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AUTO, AUTO), devices=DEVICES[:4])
+    cache = jaxkv.make_cache(plan_for(2), max_requests=REQUESTS, mesh=mesh, axis="heads")
+    shape = jaxkv.StepShape.for_plan(plan_for(2), max_requests=REQUESTS, max_tokens=TOKENS)
+
+    def body(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        ones = jnp.ones((TOKENS, HEADS, SIZE))
+        cache = jaxkv.write_tokens(cache, "window.0", batch, ones, ones)
+        keys, _ = jaxkv.read_tokens(cache, "window.0", batch)
+        view = jaxkv.layer_view(cache, "full.0")
+        return jaxkv.attend(cache, "full.0", batch, ones, ones, ones)[1], keys, view
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=SAME, out_specs=SAME, axis_names={"data"}, check_vma=False
+    )
+    out, keys, view = jax.eval_shape(mapped, cache, shape.idle())
+    assert out.shape == (TOKENS, HEADS, SIZE) and keys.shape[2:] == (HEADS, SIZE)
+    assert view.shape == (2 * BLOCKS, 4, HEADS, 2 * SIZE)
 
 
 def attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:

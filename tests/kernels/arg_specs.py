@@ -93,7 +93,7 @@ SMALL_BUFFERS = (
     SmallBuffer((BLOCKS, 2, 1056), 0),
     SmallBuffer((2, BLOCKS, 515), 1),
     SmallBuffer((2, 2, BLOCKS, 4, 64), -3),
-    SmallBuffer((2, BLOCKS), 1),
+    SmallBuffer((2, BLOCKS), -1),
 )
 # One odd page, several work items, and blocks behind another axis: interpret mode takes seconds
 # for each, and shapes differ by what XLA does around a kernel.

@@ -271,6 +271,7 @@ def as_bytes(array: jax.Array, ndim: int) -> jax.Array:
     return data.reshape(*array.shape[:ndim], -1)
 
 
+LATENTS = Case(heads=8, kv_heads=1, key=192, value=128, latent=True)
 PLACES = ("NHD in an array", "HND in an array", "NHD", "HND", "heads apart")
 
 
@@ -291,18 +292,25 @@ def test_rows_of_strided_pages_lie_where_kernels_look(place: str) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("case", [Case(), LATENTS], ids=["keys and values", "latents"])
 @pytest.mark.parametrize(("before", "after"), [(1, 15), (0, 1), (2, 14), (8, 0)])
-def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(before: int, after: int) -> None:
+def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(
+    before: int, after: int, case: Case
+) -> None:
     """Before and after each page lie so many half rows."""
-    given = make(Case(), [70, 40, 128], None)
+    given = make(case, [70, 40, 128], None)
     array = jnp.asarray(given.pages)
-    row_bytes = 2 * Case().row * Case().kv_heads
+    row_bytes = 2 * case.row * case.kv_heads
     widths = [(0, 0), (before * row_bytes // 2, after * row_bytes // 2)]
     data = jnp.pad(as_bytes(array, 1), widths, constant_values=0xFF)
     pages = StridedPages(data, array.dtype, *array.shape, start=widths[1][0])
     assert_same_bytes(pages.read(np.arange(len(array))), array)
     with pytest.raises(NotImplementedError, match="between them, are not multiples of 8 rows"):
-        paged_attention(given.queries, pages, *given[2:4], implementation="mosaic_gpu")
+        paged_attention(
+            *(given.queries, pages, *given[2:4]),
+            value_width=case.value,
+            implementation="mosaic_gpu",
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("case", "implementation"))

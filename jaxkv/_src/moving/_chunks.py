@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from typing import NamedTuple
 
 import jax
@@ -20,17 +19,13 @@ WORD = 4  # bytes
 
 
 class Part(NamedTuple):
-    """Consecutive tensors of one buffer that hold layers of a group.
+    """The tensors of a buffer that hold layers of a group, which are its first ones.
 
     shape: of one block in them, on one device.
-    axis: of the buffer, counts tensors; None: it holds a single one.
-    first: index of the first of them.
     """
 
     buffer: int
     shape: tuple[int, ...]
-    axis: int | None
-    first: int
 
 
 @functools.cache
@@ -40,15 +35,13 @@ def parts_of(layout: CacheLayout, group: int) -> tuple[Part, ...]:
     wanted = buffers.layout.tensors_of(group)
     found: list[Part] = []
     for index, (stack, shape) in enumerate(zip(buffers.stacks, buffers.shapes, strict=True)):
-        mine = [at for at, tensor in enumerate(stack) if tensor in wanted]
-        axis = buffers.axes.index("L") if "L" in buffers.axes else None
+        count = sum(tensor in wanted for tensor in stack)
         of_block = list(shape)
         of_block[buffers.block_axis] = 1
-        for _, run in itertools.groupby(enumerate(mine), lambda pair: pair[1] - pair[0]):
-            together = [at for _, at in run]
-            if axis is not None:
-                of_block[axis] = len(together)
-            found.append(Part(index, tuple(of_block), axis, together[0]))
+        if "L" in buffers.axes:
+            of_block[buffers.axes.index("L")] = count
+        if count:
+            found.append(Part(index, tuple(of_block)))
     return tuple(found)
 
 
@@ -140,8 +133,6 @@ def _start(part: Part, block_axis: int, block_id: Array) -> list[Array | int]:
     """Returns the index of a block in its buffer."""
     start: list[Array | int] = [0] * len(part.shape)
     start[block_axis] = block_id
-    if part.axis is not None:
-        start[part.axis] = part.first
     return start
 
 

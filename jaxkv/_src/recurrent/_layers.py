@@ -1,6 +1,7 @@
 """Recurrent layers: each writes the states that its step reaches, in place."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -204,11 +205,11 @@ def linear_attention(
     parts = keys, keys, values
     check_array(log_decay=log_decay)
     if log_decay.shape == (heads,):
-        log_decay = jnp.broadcast_to(log_decay.reshape(*[1] * len(tokens), heads), (*tokens, heads))
+        log_decay = jnp.broadcast_to(log_decay, (*tokens, heads))
     given = _Given(
         flat_tokens(bound, "qkv", qkv, (columns_of(parts),)),
         flat_tokens(bound, "log_decay", log_decay, (heads,)),
-        jnp.ones((tokens[0] * (1 if len(tokens) == 1 else tokens[1]), heads), jnp.float32),
+        jnp.ones((math.prod(tokens), heads), jnp.float32),
         *(None, None, num_drafts, at),
     )
     return _finish(cache, layer, bound, given, _How("attention", parts, keys.count, float(scale)))
