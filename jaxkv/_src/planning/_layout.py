@@ -80,7 +80,7 @@ class PoolLayout:
     """The tensors that one block consists of, and the placement of every layer in them.
 
     groups: the groups, restricted to the layers of one worker.
-    tensors: the parts of a block.
+    tensors: the parts of a block; a group has layers in the first ones, as many as it needs.
     shared: pairs (layer, the layer whose cache it reads).
     """
 
