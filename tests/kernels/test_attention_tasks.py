@@ -395,6 +395,46 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkey
     assert num_segments
 
 
+@needs_mosaic
+@pytest.mark.parametrize("group", [1, 3])
+def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(group: int) -> None:
+    from pallas_kernels._paged_attention.prefill import _Prefiller
+
+    kv_heads = 4
+    blocks, turns = map(np.ravel, np.meshgrid(np.arange(7), np.arange(5 * kv_heads * group + 1)))
+
+    @jax.jit
+    def place(num_tiles: Any, heads_together: Any, num_blocks: Any) -> Any:
+        kernel: Any = _Prefiller.__new__(_Prefiller)
+        kernel.rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        kernel.queries = types.SimpleNamespace(shape=(TOKENS, kv_heads * group, 64))
+        kernel.num_tiles, kernel.heads_together = num_tiles, heads_together
+        kernel.num_blocks, kernel.num_items = num_blocks, num_tiles * kv_heads * group
+
+        def of_block(block: Any, turn: Any) -> Any:
+            kernel.block = block
+            return kernel._place(turn)
+
+        return jax.vmap(of_block)(as_ids(blocks), as_ids(turns))
+
+    for num_tiles, together, num_blocks in itertools.product((0, 1, 5), (1, 2, 4), (1, 3, 7)):
+        is_item, tiles, heads = map(np.asarray, place(*as_ids([num_tiles, together, num_blocks])))
+        assert ((tiles >= 0) & (tiles < max(1, num_tiles))).all()
+        assert ((heads >= 0) & (heads < kv_heads * group)).all(), "numbers of no head are loaded"
+        taken = is_item & (blocks < num_blocks)
+        pairs = list(zip(tiles[taken].tolist(), heads[taken].tolist(), strict=True))
+        wanted = itertools.product(range(num_tiles), range(kv_heads * group))
+        assert sorted(pairs) == list(wanted), "each head of each tile once"
+        sections = heads // (together * group)
+        is_last = sections == kv_heads // together - 1
+        for turn in range(1, turns.max() + 1):
+            before, now = taken & (turns == turn - 1), taken & (turns == turn)
+            least = sections[now].min(initial=kv_heads)
+            assert sections[before].max(initial=0) <= least, "heads that come together first"
+            longest = tiles[before & is_last].max(initial=0)
+            assert longest <= tiles[now & is_last].min(initial=num_tiles), "short tiles at the end"
+
+
 def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:
     """Checks that parts take each step of a tile once, and the same masks."""
     taken = [step for part in parts for step in range(part.first_step, part.last_step)]
