@@ -67,12 +67,13 @@ SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
 # The second thread block has heads of the second token, which alone sees the last key.
 PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
-# Three segments, which are added up in two rounds; the first one begins in its middle.
-REPRODUCIBLE = ONE._replace(width=13, batch=2, window=200, reproducible=True)
+# Three segments, which are added up in two rounds; the first one begins in its middle, and the
+# second one has a hole.
+REPRODUCIBLE = ONE._replace(width=14, batch=2, window=200, reproducible=True, holes=True)
 INTERPRETED = {
     "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
     "two thread blocks that load together": (PAIRS, [65], [0, 2]),
-    "packed": (ONE._replace(pages=PACKED, key=576, value=512, tokens=4), [70], [0, 1]),
+    "packed": (ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20), [70], [0, 1]),
     "reproducible": (REPRODUCIBLE, [410, 30], None),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
