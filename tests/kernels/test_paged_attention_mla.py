@@ -69,12 +69,12 @@ ONE = NARROW._replace(batch=1, width=3)
 PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
 # Three segments, which are added up in two rounds; the first one begins in its middle, and the
 # second one has a hole.
-REPRODUCIBLE = ONE._replace(width=14, batch=2, window=200, reproducible=True, holes=True)
+REPRODUCIBLE = ONE._replace(width=13, batch=3, window=200, reproducible=True, holes=True)
 INTERPRETED = {
     "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
     "two thread blocks that load together": (PAIRS, [65], [0, 2]),
     "packed": (ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20), [70], [0, 1]),
-    "reproducible": (REPRODUCIBLE, [410, 30], None),
+    "reproducible": (REPRODUCIBLE, [410, 30, 90], None),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
@@ -107,7 +107,7 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
     thread_blocks = 2 if HAS_LATE_BARRIERS else 8
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
-    monkeypatch.setattr(rounds, "WORKSPACE", 100_000)  # one tile at a time
+    monkeypatch.setattr(rounds, "WORKSPACE", 300_000)  # two tiles at a time
     case, lens, loc = INTERPRETED[name]
     check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
 
