@@ -20,7 +20,16 @@ from pallas_kernels._paged_attention.prefill_tasks import (
     halves_of,
     prefill_tiles,
 )
-from pallas_kernels._paged_attention.tasks import STEP, FixedSegments, Lane, Link, Tile, share_out
+from pallas_kernels._paged_attention.tasks import (
+    MAX_COMPARED,
+    STEP,
+    FixedSegments,
+    Lane,
+    Link,
+    Tile,
+    running_sum,
+    share_out,
+)
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -228,28 +237,38 @@ def test_granules_of_a_step_lie_where_its_keys_are(page_tokens: int, size: int) 
     from pallas_kernels._paged_attention.pieces import Steps
 
     rng = np.random.default_rng(page_tokens)
-    tables = jnp.array(rng.integers(-2, PAGES + 2, (2, 3)), jnp.int32)
     steps = Steps(size, page_tokens, PAGES, 3, 5 * page_tokens, 2 * page_tokens, 0)
     assert steps._replace(head_rows=0, head_columns=64).head(jnp.int32(7), 3) == (7, 192)
     first_row, _ = steps.head(jnp.int32(16), 2)
     assert first_row == 16 + 4 * page_tokens
 
     @jax.jit
-    def find(step: Any) -> Any:
+    def find(tables: Any, step: Any) -> Any:
         found, request = steps.find(tables, jnp.int32(1), step), jnp.int32(1)
         holes, rows = steps.holes(found), jnp.stack(steps.rows(found, first_row))
         held = steps.held(jnp.arange(size), holes)
         return rows, held, holes == steps.find_holes(tables, request, step)
 
-    for step in range(-(-3 * page_tokens // size)):
-        rows, are_held, is_same = map(np.asarray, find(jnp.int32(step)))
-        keys = np.arange(step * size, min((step + 1) * size, 3 * page_tokens))
-        pages = np.asarray(tables)[1, keys // page_tokens]
-        held = (pages >= 0) & (pages < PAGES)
-        inner = np.where(held, pages, 0) * steps.page_rows + keys % page_tokens
-        found = np.repeat(rows, steps.granule) + np.tile(np.arange(steps.granule), len(rows))
-        assert (found[keys % size] == first_row + inner).all()
-        assert (are_held[keys % size] == held).all() and is_same
+    for are_holes in itertools.product((False, True), repeat=3):
+        ids = rng.integers(0, PAGES, (2, 3))
+        ids[1] = np.where(are_holes, rng.choice([-2, -1, PAGES, PAGES + 1], 3), ids[1])
+        tables = as_ids(ids)
+        for step in range(-(-3 * page_tokens // size)):
+            rows, are_held, is_same = map(np.asarray, find(tables, jnp.int32(step)))
+            keys = np.arange(step * size, min((step + 1) * size, 3 * page_tokens))
+            pages = tables[1, keys // page_tokens]
+            held = (pages >= 0) & (pages < PAGES)
+            inner = np.where(held, pages, 0) * steps.page_rows + keys % page_tokens
+            found = np.repeat(rows, steps.granule) + np.tile(np.arange(steps.granule), len(rows))
+            assert (found[keys % size] == first_row + inner).all()
+            assert (are_held[keys % size] == held).all() and is_same
+
+
+@pytest.mark.parametrize("size", [1, MAX_COMPARED, MAX_COMPARED + 1])
+def test_a_running_sum_counts_up_to_each_whatever_their_number(size: int) -> None:
+    counts = as_ids(np.random.default_rng(size).integers(0, 9, size))
+    found = running_sum(jnp.asarray(counts))
+    np.testing.assert_array_equal(found, np.cumsum(counts))
 
 
 @pytest.mark.parametrize("width", range(64, 272, 16))
@@ -374,6 +393,46 @@ def test_pieces_take_each_step_of_a_long_tile_once(name: str, lanes: int, monkey
         check_halves(tiles, *halves_of(tiles, pieces, max(96, ROWS)), pieces.counts)
         num_segments += len(used)
     assert num_segments
+
+
+@needs_mosaic
+@pytest.mark.parametrize("group", [1, 3])
+def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(group: int) -> None:
+    from pallas_kernels._paged_attention.prefill import _Prefiller
+
+    kv_heads = 4
+    blocks, turns = map(np.ravel, np.meshgrid(np.arange(7), np.arange(5 * kv_heads * group + 1)))
+
+    @jax.jit
+    def place(num_tiles: Any, heads_together: Any, num_blocks: Any) -> Any:
+        kernel: Any = _Prefiller.__new__(_Prefiller)
+        kernel.rule = rule_of("all keys")._replace(kv_heads=kv_heads, group=group)
+        kernel.queries = types.SimpleNamespace(shape=(TOKENS, kv_heads * group, 64))
+        kernel.num_tiles, kernel.heads_together = num_tiles, heads_together
+        kernel.num_blocks, kernel.num_items = num_blocks, num_tiles * kv_heads * group
+
+        def of_block(block: Any, turn: Any) -> Any:
+            kernel.block = block
+            return kernel._place(turn)
+
+        return jax.vmap(of_block)(as_ids(blocks), as_ids(turns))
+
+    for num_tiles, together, num_blocks in itertools.product((0, 1, 5), (1, 2, 4), (1, 3, 7)):
+        is_item, tiles, heads = map(np.asarray, place(*as_ids([num_tiles, together, num_blocks])))
+        assert ((tiles >= 0) & (tiles < max(1, num_tiles))).all()
+        assert ((heads >= 0) & (heads < kv_heads * group)).all(), "numbers of no head are loaded"
+        taken = is_item & (blocks < num_blocks)
+        pairs = list(zip(tiles[taken].tolist(), heads[taken].tolist(), strict=True))
+        wanted = itertools.product(range(num_tiles), range(kv_heads * group))
+        assert sorted(pairs) == list(wanted), "each head of each tile once"
+        sections = heads // (together * group)
+        is_last = sections == kv_heads // together - 1
+        for turn in range(1, turns.max() + 1):
+            before, now = taken & (turns == turn - 1), taken & (turns == turn)
+            least = sections[now].min(initial=kv_heads)
+            assert sections[before].max(initial=0) <= least, "heads that come together first"
+            longest = tiles[before & is_last].max(initial=0)
+            assert longest <= tiles[now & is_last].min(initial=num_tiles), "short tiles at the end"
 
 
 def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:

@@ -20,6 +20,7 @@ from tests.kernels.test_paged_attention import (
     check,
     lower,
     make,
+    poison_outputs,
     quietly,
     some_batches,
     unpack,
@@ -61,17 +62,19 @@ MOSAIC_CASES = {
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
 # Two tiles of a request without holes, and one of a request with one.
-SPECULATION = NARROW._replace(heads=16, batch=2, tokens=6, width=4, holes=True, scaled=True)
+SPECULATION = NARROW._replace(heads=16, batch=2, tokens=8, width=4, holes=True, scaled=True)
 SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
 # The second thread block has heads of the second token, which alone sees the last key.
 PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
-REPRODUCIBLE = ONE._replace(width=9, batch=2, window=130, reproducible=True)
+# Three segments, which are added up in two rounds; the first one begins in its middle, and the
+# second one has a hole.
+REPRODUCIBLE = ONE._replace(width=13, batch=3, window=200, reproducible=True, holes=True)
 INTERPRETED = {
     "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
     "two thread blocks that load together": (PAIRS, [65], [0, 2]),
-    "packed": (ONE._replace(pages=PACKED, key=576, value=512), [70], None),
-    "reproducible": (REPRODUCIBLE, [270, 30], None),
+    "packed": (ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20), [70], [0, 1]),
+    "reproducible": (REPRODUCIBLE, [410, 30, 90], None),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
@@ -98,12 +101,13 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
 
     if name in WITH_LATE_BARRIERS and not HAS_LATE_BARRIERS:
         pytest.skip("interpret mode of jax 0.11 refuses such barriers")
+    poison_outputs(monkeypatch)
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     # Of few steps each where nobody may miss the last arrival at a barrier.
     thread_blocks = 2 if HAS_LATE_BARRIERS else 8
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
-    monkeypatch.setattr(rounds, "WORKSPACE", 100_000)  # one tile at a time
+    monkeypatch.setattr(rounds, "WORKSPACE", 300_000)  # two tiles at a time
     case, lens, loc = INTERPRETED[name]
     check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
 
