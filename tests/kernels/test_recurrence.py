@@ -491,6 +491,7 @@ PROMPTS_IN_KERNELS = (
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
     Layer(rule="delta per key", key=64, value=64, inputs="bfloat16"),
     Layer(rule="delta per key", key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
+    Layer(key=64, value=64, value_heads=1, inputs="bfloat16", state="bfloat16"),
 )
 
 
