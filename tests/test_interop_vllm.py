@@ -8,6 +8,7 @@ stand-ins for torch and for the configuration. Fields that are None or False are
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import types
@@ -189,6 +190,14 @@ def test_context_parallelism_divides_groups_that_vllm_shards() -> None:
     config["kv_cache_groups"][0]["kv_cache_spec"]["dcp_sharded"] = True
     plan = plan_of(CASES["full"], config, context_parallel=2)
     assert plan.admission_blocks(256) == 8
+    (several,) = copy.deepcopy(CASES["full and windows"]["configs"])
+    specs = [group["kv_cache_spec"] for group in several["kv_cache_groups"]]
+    for flags in itertools.product([True, False], repeat=len(specs)):
+        for spec, flag in zip(specs, flags, strict=True):
+            spec["dcp_sharded"] = flag
+        first = f"\\[{flags.index(False)}\\] is not dcp_sharded" if not all(flags) else "sliding"
+        with pytest.raises(ValueError, match=first):
+            plan_of(CASES["full and windows"], several, context_parallel=2)
     for workers in ([config, plain], [plain, config]):
         with pytest.raises(ValueError, match=r"kv_cache_groups\[0\] is not dcp_sharded"):
             plan_of(CASES["full"], workers, context_parallel=2)

@@ -1,6 +1,7 @@
 """Page lists of hand-made batches against the definition of their mask, written out with loops."""
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -402,6 +403,22 @@ def test_the_bounds_hold_for_requests_that_hold_pages_together_and_apart(sizes, 
         pages -= held if lens[request] else 0
     seen = [len(pages) for pages in seen_pages(case, alone)]
     assert max(seen) <= alone.list_width and sum(seen) <= alone.csr_capacity
+
+
+@pytest.mark.parametrize("num_pages", [3, 60])  # fewer than a group lists, and more
+def test_planned_bytes_are_those_of_what_is_made(num_pages: int) -> None:
+    sizes = dataclasses.replace(SIZES, num_pages=num_pages, q_block_tokens=2)
+    assert (sizes.block_mask_width < sizes.list_width) == (num_pages == 3)
+    tables = shapes_of(sizes.max_num_seqs, PAGES)
+    lists = jax.eval_shape(functools.partial(make_lists, sizes=sizes), tables)
+    made = {
+        "lists": lists,
+        "csr": jax.eval_shape(functools.partial(make_csr, sizes=sizes), tables),
+        "block_mask": jax.eval_shape(block_mask_indices, lists),
+    }
+    for kind, arrays in made.items():
+        found = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+        assert page_list_bytes(sizes, kind) == found
 
 
 def test_a_batch_reaches_the_bounds() -> None:

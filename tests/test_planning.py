@@ -218,17 +218,30 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     assert plan.unused_bytes_per_block == tuple(sum(sizes) - num_bytes for num_bytes in kept)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"max_model_len": 40},
+        # What does not fit is a usual request; longer ones need not.
+        {"max_model_len": 100, "fit_max_model_len": True, "request_len": 40},
+    ],
+)
 @pytest.mark.parametrize("overrides", [{}, {"num_blocks_override": 5}])
-def test_a_refusal_names_the_least_that_would_do(overrides: dict[str, int]) -> None:
+def test_a_refusal_names_the_least_that_would_do(
+    overrides: dict[str, int], lengths: dict[str, int]
+) -> None:
     """Memory is that of each worker; sinks take blocks that requests do not get."""
     layers = {name: full(block_size=4, sink_tokens=6) for name in "abc"}
     workers = [{"a": layers["a"]}, {name: layers[name] for name in "bc"}]
 
     def planned(memory: int, **options: int) -> Plan:
-        return plan_cache(workers, [memory] * 2, max_model_len=40, **options)
+        return plan_cache(workers, [memory] * 2, **lengths, **options)
 
     with pytest.raises(KVCacheCapacityError) as caught:
         planned(2**20 if overrides else 5 * 2 * layers["a"].page_bytes, **overrides)
+    refusal = caught.value
+    assert (refusal.needed_blocks, refusal.usable_blocks) == (40 // 4, 5 - 1 - 2)
+    assert refusal.longest_len == 2 * 4
     (advice,) = re.findall(r"raise \S+ to at least ([\d,]+)", str(caught.value))
     least = int(advice.replace(",", ""))
     enough = [planned(2**20, num_blocks_override=least)] if overrides else [planned(least)]
