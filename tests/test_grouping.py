@@ -198,7 +198,7 @@ def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -
 
 
 def whole(spec: LayerSpec) -> bool:
-    """Whether a page is full of tokens, so that one of several times its bytes holds as many more."""
+    """Whether a page is full of tokens, so that pages of a multiple of its bytes hold more."""
     return not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
 
 

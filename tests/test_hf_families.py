@@ -640,8 +640,13 @@ TABLES = tables()
 
 
 def test_a_file_is_read_alike_whatever_was_read_before() -> None:
-    for config in PUBLISHED.values():
-        layers_from_config(expanded(config), kv_dtype="bfloat16")
+    given = [row["config"] for row in DEFAULTS.values()]
+    given = list(map(expanded, [*given, *map(load_config, preset_names()), *PUBLISHED.values()]))
+    before = copy.deepcopy(given)
+    for config in given:
+        layers_from_config(config, kv_dtype="bfloat16")
+        encoder_len(config)
+    assert given == before
     now = tables()
     assert [table for table in TABLES if now[table] != TABLES[table]] == []
     jamba = load_config("jamba-v0.1")
