@@ -203,6 +203,17 @@ def test_context_parallelism_divides_groups_that_vllm_shards() -> None:
             plan_of(CASES["full"], workers, context_parallel=2)
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_blocks_of_any_group_may_lie_in_aligned_strides(index: int) -> None:
+    case = CASES["full and windows"]
+    (config,) = copy.deepcopy(case["configs"])
+    config["kv_cache_tensors"][index]["layer_stride"] *= 2
+    with pytest.raises(ValueError, match="and a layer_stride of"):
+        plan_of(case, config)
+    config["kv_cache_groups"][index]["kv_cache_spec"]["block_stride_alignment"] = 8192
+    assert plan_of(case, config) == plan_of(case)
+
+
 @pytest.mark.parametrize("larger", [0, 1])
 def test_workers_that_have_other_blocks_or_groups_are_refused(larger: int) -> None:
     case = CASES["two pipeline stages"]

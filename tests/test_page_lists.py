@@ -443,7 +443,14 @@ def test_a_batch_reaches_the_bounds() -> None:
         ({"chunk_size": 4, "causal": False}, ValueError, "chunk_size=4.* needs causal=True"),
         ({"chunk_size": 4, "sliding_window": 4}, ValueError, "both given"),
         ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
-        ({"max_model_len": 2**31}, ValueError, "token positions reach"),
+        *(
+            (changes, ValueError, "token positions reach")
+            for changes in (
+                {"max_model_len": 2**31},
+                {"max_model_len": 2**31 - 100, "page_tokens": 2**20},  # of the last page, too
+                {"max_model_len": 2**30, "q_block_tokens": 2**30},  # and of the last query group
+            )
+        ),
         (
             {"max_model_len": 2**30, "page_tokens": 1, "num_pages": 2**30},
             ValueError,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import (
     KVCacheCapacityError,
     Plan,
@@ -262,6 +263,9 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert f"{2 * block + 1:,} left over" in str(plan)
     with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
         plan_cache(workers, plan.memory_bytes, max_model_len=96, num_blocks_override=8)
+    for several in ([*workers, {"c": full(), "d": full()}], [{"c": full(), "d": full()}, *workers]):
+        text = str(plan_cache(several, [9 * block] * 4, max_model_len=16))
+        assert f" {2 * block:,} bytes in 2 tensors" in text
     with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
         _ = plan.layout
 
@@ -513,6 +517,9 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
         f"{plan.steady_blocks(MAX_LEN):,} blocks",
     )
     assert [text for text in shown if text not in str(plan)] == []
+    for count in (plan.admission_blocks(MAX_LEN), plan.steady_blocks(MAX_LEN)):
+        num_bytes = readable(count * sum(plan.bytes_per_block))
+        assert f"{count:,} blocks, {num_bytes}<" in plan._repr_html_()
 
 
 def test_workers_agree_about_equal_specs() -> None:
