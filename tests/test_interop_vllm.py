@@ -252,10 +252,16 @@ def replayed() -> object:
     return plan_of(CASES["deepseek v4"], config)
 
 
-def in_group(**fields: Any) -> Callable[[], object]:
-    (config,) = copy.deepcopy(CASES["full"]["configs"])
-    config["kv_cache_groups"][0] |= fields
-    return lambda: plan_of(CASES["full"], config)
+def in_group(name: str, group: int, **fields: Any) -> Callable[[], object]:
+    (config,) = copy.deepcopy(CASES[name]["configs"])
+    config["kv_cache_groups"][group] |= fields
+    return lambda: plan_of(CASES[name], config)
+
+
+def in_stage(stage: int, **fields: Any) -> Callable[[], object]:
+    configs = copy.deepcopy(CASES["two pipeline stages"]["configs"])
+    configs[stage] |= fields
+    return lambda: plan_of(CASES["two pipeline stages"], configs)
 
 
 FULL, SLIDING, MLA, STATE = ("full", 0), ("full and windows", 0), ("latent rows", 0), ("states", 0)
@@ -298,8 +304,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "other bytes": (changed(*FULL, "num_kv_heads", 4), "pages of 8,192 bytes here, and a layer_s"),
     "fewer bytes": (changed(*FULL, "num_kv_heads", 1), "pages of 2,048 bytes here, and a layer_s"),
     "no such field": (changed(*FULL, "head_size", None), "head_size must be an int"),
-    "host memory": (in_group(host_resident=True), r"kv_cache_groups\[0\] is host_resident"),
-    "sparse host pool": (altered("full", hisparse_host_num_blocks=8), "hisparse_host_num_blocks"),
+    **{
+        f"host memory of {group}": (
+            in_group("full and windows", group, host_resident=True),
+            rf"kv_cache_groups\[{group}\] is host_resident",
+        )
+        for group in (0, 2)
+    },
+    **{
+        f"sparse host pool of stage {stage}": (
+            in_stage(stage, hisparse_host_num_blocks=8),
+            "hisparse_host_num_blocks",
+        )
+        for stage in (0, 1)
+    },
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
     "a stride that is not aligned": (
         lambda: plan_of(CASES["latent rows in aligned strides"], [partly_aligned()]),
