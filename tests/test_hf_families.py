@@ -627,7 +627,7 @@ def damaged(rng: random.Random, config: dict[str, Any], others: dict[str, Any]) 
 
 
 def tables() -> dict[tuple[str, str], str]:
-    """What the modules that read files know of model types, fields and layers."""
+    """The tables of the modules that read files, as text."""
     return {
         (module, name): repr(value)
         for module in sorted(sys.modules)
