@@ -57,7 +57,7 @@ def block_that_holds(spec: LayerSpec, state_page_bytes: int) -> int:
     sizes = (n for n in itertools.count(spec.block_size, spec.block_size) if n % step == 0)
     plain = dataclasses.replace(spec, page_bytes_padded=None)
     return next(
-        n for n in sizes if dataclasses.replace(plain, block_size=n).page_bytes >= state_page_bytes
+        n for n in sizes if dataclasses.replace(plain, block_size=n).data_bytes >= state_page_bytes
     )
 
 
@@ -165,11 +165,23 @@ def test_a_padded_page_is_padded_further_and_gets_no_more_tokens() -> None:
     assert unify_pages({"latent": latent, "large": large})["latent"] == latent
 
 
-@given(st.dictionaries(st.text("abc", max_size=2), SPECS, min_size=1, max_size=6))
+@st.composite
+def aligned(draw) -> LayerSpec:
+    """A layer whose page is rounded up, to no more or to more bytes."""
+    spec = draw(TOKEN_SPECS)
+    unit = draw(st.sampled_from([2, 3, 1]).map(lambda n: -(-spec.data_bytes // n)))
+    return dataclasses.replace(spec, page_alignment_bytes=unit + draw(st.integers(0, 2)))
+
+
+@given(st.dictionaries(st.text("abc", max_size=2), SPECS | aligned(), min_size=1, max_size=6))
 def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -> None:
     ready = held(layers)
     largest = max(spec.page_bytes for spec in ready.values())
-    refused = any(largest % s.page_bytes for s in ready.values() if isinstance(s, MLASpec))
+    grows = {spec: not largest % spec.page_bytes and whole(spec) for spec in ready.values()}
+    refused = any(
+        isinstance(spec, MLASpec) and not grows[spec] and spec.page_bytes != largest
+        for spec in grows
+    )
     assert unifiable(ready) != refused
     if refused:
         with pytest.raises(ValueError, match="MLA"):
@@ -179,12 +191,15 @@ def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -
     assert list(unified) == list(layers)
     for old, new in zip(ready.values(), unified.values(), strict=True):
         assert new.page_bytes == largest
-        scale, rest = divmod(largest, old.page_bytes)
-        scales = not rest and not isinstance(old, StateSpec)
-        change = (
-            {"block_size": old.block_size * scale} if scales else {"page_bytes_padded": largest}
-        )
-        assert new == (old if scale == 1 and not rest else dataclasses.replace(old, **change))
+        change: dict[str, int] = {"page_bytes_padded": largest}
+        if grows[old]:
+            change = {"block_size": old.block_size * largest // old.page_bytes}
+        assert new == (old if old.page_bytes == largest else dataclasses.replace(old, **change))
+
+
+def whole(spec: LayerSpec) -> bool:
+    """Whether a page is full of tokens, so that pages of a multiple of its bytes hold more."""
+    return not isinstance(spec, StateSpec) and spec.page_bytes == spec.data_bytes
 
 
 # --- groups -----------------------------------------------------------------------
@@ -453,6 +468,34 @@ def test_blocks_are_zeroed_where_groups_read_the_same_bytes_differently(
     layers: Layers, flags: list[bool]
 ) -> None:
     assert list(make_layout(make_groups(layers)).groups_to_zero()) == flags
+
+
+# Layers of four growths, alike but for the size of their pages: 16 or 32 bytes, or 24 padded ones.
+ALIKE = [
+    make(num_kv_heads=1, head_size=2, block_size=block_size)
+    for make in (full, sliding)
+    for block_size in (2, 4)
+]
+PADDED_ALIKE = dataclasses.replace(ALIKE[0], page_bytes_padded=24)
+OTHER = dataclasses.replace(ALIKE[0], dtype="float16")
+
+
+@given(
+    st.lists(st.sampled_from(ALIKE), min_size=2, max_size=6)
+    | st.lists(st.sampled_from([*ALIKE, PADDED_ALIKE, OTHER]), min_size=2, max_size=6)
+)
+def test_packed_layers_are_zeroed_where_a_byte_has_two_meanings(specs: list[LayerSpec]) -> None:
+    """A meaning is the rule by which a layer reads its page, and the place in the page."""
+    layout = make_layout(make_groups(by_name(specs), grouping="packed"))
+    meanings: dict[object, dict[int, object]] = {}  # byte -> group -> meaning
+    for name in by_name(specs):
+        place = layout.place_of(name)
+        for i in range(place.spec.page_bytes):
+            of_groups = meanings.setdefault((place.tensor, place.offset_bytes + i), {})
+            of_groups[place.group] = place.spec.interpretation, i
+    unlike = [of_groups for of_groups in meanings.values() if len(set(of_groups.values())) > 1]
+    flags = [any(i in of_groups for of_groups in unlike) for i in range(len(layout.groups))]
+    assert list(layout.groups_to_zero()) == flags
 
 
 def test_packed_neighbours_share_no_bytes() -> None:

@@ -7,11 +7,13 @@ Where such a pass does not run, the shapes are counted from the modeling file.
 """
 
 import collections
+import contextlib
 import copy
 import json
 import math
 import pathlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -622,6 +624,36 @@ def damaged(rng: random.Random, config: dict[str, Any], others: dict[str, Any]) 
             value = rng.choice(ODD) if how < 3 else rng.choice(list(others.values()))
             at[name] = copy.deepcopy(value)
     return config
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """The tables of the modules that read files, as text."""
+    return {
+        (module, name): repr(value)
+        for module in sorted(sys.modules)
+        if module.startswith("jaxkv._src.hf_config")
+        for name, value in vars(sys.modules[module]).items()
+        if isinstance(value, dict | list | set) and not name.startswith("__")
+    }
+
+
+TABLES = tables()
+
+
+def test_a_file_is_read_alike_whatever_was_read_before() -> None:
+    given = [row["config"] for row in DEFAULTS.values()]
+    given = list(map(expanded, [*given, *map(load_config, preset_names()), *PUBLISHED.values()]))
+    before = copy.deepcopy(given)
+    for config in given:
+        with contextlib.suppress(ValueError):  # DeepSeek V4 keeps fp8 only
+            layers_from_config(config, kv_dtype="bfloat16")
+    assert given == before
+    now = tables()
+    assert [table for table in TABLES if now[table] != TABLES[table]] == []
+    jamba = load_config("jamba-v0.1")
+    count = jamba["num_hidden_layers"]
+    with pytest.raises(ValueError, match=r"layer_types=.*\['mlp'\] are none of the known"):
+        layers_from_config({**jamba, "layer_types": ["mlp"] * count})
 
 
 def test_a_damaged_configuration_is_answered_or_refused() -> None:

@@ -32,10 +32,12 @@ IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 ODD, ODD_WINDOW = (
     dataclasses.replace(spec, block_size=3, head_size=3, dtype="int8") for spec in (FULL, WINDOW)
 )
+WIDE = dataclasses.replace(FULL, head_size=8)
 PLANS = {
     "full": {"a": FULL, "b": FULL},
     "hybrid": {"a": FULL, "b": FULL, "s": STATE},
     "windows": {name: FULL for name in "abc"} | {name: WINDOW for name in "vw"},
+    "two sizes": {"a": FULL, "b": WIDE, "c": FULL, "d": WIDE},
     "odd bytes": {name: ODD for name in "abc"} | {"w": ODD_WINDOW, "v": ODD_WINDOW},
 }
 LONGEST = 48

@@ -8,6 +8,7 @@ stand-ins for torch and for the configuration. Fields that are None or False are
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import types
@@ -189,9 +190,28 @@ def test_context_parallelism_divides_groups_that_vllm_shards() -> None:
     config["kv_cache_groups"][0]["kv_cache_spec"]["dcp_sharded"] = True
     plan = plan_of(CASES["full"], config, context_parallel=2)
     assert plan.admission_blocks(256) == 8
+    (several,) = copy.deepcopy(CASES["full and windows"]["configs"])
+    specs = [group["kv_cache_spec"] for group in several["kv_cache_groups"]]
+    for flags in itertools.product([True, False], repeat=len(specs)):
+        for spec, flag in zip(specs, flags, strict=True):
+            spec["dcp_sharded"] = flag
+        first = f"\\[{flags.index(False)}\\] is not dcp_sharded" if not all(flags) else "sliding"
+        with pytest.raises(ValueError, match=first):
+            plan_of(CASES["full and windows"], several, context_parallel=2)
     for workers in ([config, plain], [plain, config]):
         with pytest.raises(ValueError, match=r"kv_cache_groups\[0\] is not dcp_sharded"):
             plan_of(CASES["full"], workers, context_parallel=2)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_blocks_of_any_group_may_lie_in_aligned_strides(index: int) -> None:
+    case = CASES["full and windows"]
+    (config,) = copy.deepcopy(case["configs"])
+    config["kv_cache_tensors"][index]["layer_stride"] *= 2
+    with pytest.raises(ValueError, match="and a layer_stride of"):
+        plan_of(case, config)
+    config["kv_cache_groups"][index]["kv_cache_spec"]["block_stride_alignment"] = 8192
+    assert plan_of(case, config) == plan_of(case)
 
 
 @pytest.mark.parametrize("larger", [0, 1])
@@ -232,10 +252,16 @@ def replayed() -> object:
     return plan_of(CASES["deepseek v4"], config)
 
 
-def in_group(**fields: Any) -> Callable[[], object]:
-    (config,) = copy.deepcopy(CASES["full"]["configs"])
-    config["kv_cache_groups"][0] |= fields
-    return lambda: plan_of(CASES["full"], config)
+def in_group(name: str, group: int, **fields: Any) -> Callable[[], object]:
+    (config,) = copy.deepcopy(CASES[name]["configs"])
+    config["kv_cache_groups"][group] |= fields
+    return lambda: plan_of(CASES[name], config)
+
+
+def in_stage(stage: int, **fields: Any) -> Callable[[], object]:
+    configs = copy.deepcopy(CASES["two pipeline stages"]["configs"])
+    configs[stage] |= fields
+    return lambda: plan_of(CASES["two pipeline stages"], configs)
 
 
 FULL, SLIDING, MLA, STATE = ("full", 0), ("full and windows", 0), ("latent rows", 0), ("states", 0)
@@ -278,8 +304,20 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "other bytes": (changed(*FULL, "num_kv_heads", 4), "pages of 8,192 bytes here, and a layer_s"),
     "fewer bytes": (changed(*FULL, "num_kv_heads", 1), "pages of 2,048 bytes here, and a layer_s"),
     "no such field": (changed(*FULL, "head_size", None), "head_size must be an int"),
-    "host memory": (in_group(host_resident=True), r"kv_cache_groups\[0\] is host_resident"),
-    "sparse host pool": (altered("full", hisparse_host_num_blocks=8), "hisparse_host_num_blocks"),
+    **{
+        f"host memory of {group}": (
+            in_group("full and windows", group, host_resident=True),
+            rf"kv_cache_groups\[{group}\] is host_resident",
+        )
+        for group in (0, 2)
+    },
+    **{
+        f"sparse host pool of stage {stage}": (
+            in_stage(stage, hisparse_host_num_blocks=8),
+            "hisparse_host_num_blocks",
+        )
+        for stage in (0, 1)
+    },
     "no tensors": (altered("full", kv_cache_tensors=[]), r"kv_cache_tensors has no \['layers.0"),
     "a stride that is not aligned": (
         lambda: plan_of(CASES["latent rows in aligned strides"], [partly_aligned()]),

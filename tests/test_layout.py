@@ -556,6 +556,10 @@ ODD_POOLS = {
     "odd": layout_of({"a": full(num_kv_heads=3, page_bytes_padded=1540)}),
     "odd tiles": layout_of({"a": full(page_bytes_padded=258, **FOUR)}),
 }
+ODD_POOLS |= {
+    "narrow first": layout_of({"n": full(num_kv_heads=1, **FOUR)} | by_name([full(**FOUR)] * 2)),
+    "rows of four": layout_of({f"m{n}": mla(block_size=4, compress_ratio=n) for n in (1, 4)}),
+}
 WHOLE_PAGES = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
 ORDERS_OF = {
     "mixed": ("LBNHC", "LBHNC", "LHBNC"),  # one buffer holds pages of one size
@@ -637,6 +641,10 @@ def test_a_pool_is_stacked_unless_the_slots_of_its_layers_pass_int32() -> None:
     assert buffers_of(layout, most + 1).stacks == ((0,), (1,))
     assert buffers_of(layout, most + 1, stacked=True).stacked  # ids, not slots, count through
     assert buffers_of(layout, most + 1, order="BLNHC").stacked
+    narrow = full(num_kv_heads=1)
+    for specs in ([narrow, full(), full()], [full(), full(), narrow]):  # the longer stack counts
+        assert buffers_of(layout_of(by_name(specs)), most).stacked
+        assert not buffers_of(layout_of(by_name(specs)), most + 1).stacked
     states = layout_of(by_name([state(), state()]))
     assert buffers_of(states, most + 1).stacked  # states have no slots
 
@@ -726,11 +734,15 @@ def test_a_period_that_cannot_choose_is_refused(layout, stacked, message) -> Non
             ValueError,
             r"groups \[0, 1\] overlay each other and would cut a block into \[2, 1\] tiles",
         ),
-        (
-            "two groups",
-            {"num_blocks": 2**28, "order": "HND", "stacked": True, "kernel_block_sizes": [1, 1]},
-            ValueError,
-            "contiguous extents of bytes in one buffer are more than int32 counts",
+        ("rows of four", {"kernel_block_sizes": [2]}, ValueError, r"sizes\[0\]: .* whole rows"),
+        *(
+            (
+                name,
+                {"num_blocks": 2**28, "order": "HND", "stacked": True, "kernel_block_sizes": sizes},
+                ValueError,
+                "contiguous extents of bytes in one buffer are more than int32 counts",
+            )
+            for name, sizes in (("two groups", [1, 1]), ("narrow first", [1]))
         ),
     ],
 )

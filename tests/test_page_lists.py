@@ -1,6 +1,7 @@
 """Page lists of hand-made batches against the definition of their mask, written out with loops."""
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 
@@ -404,6 +405,22 @@ def test_the_bounds_hold_for_requests_that_hold_pages_together_and_apart(sizes, 
     assert max(seen) <= alone.list_width and sum(seen) <= alone.csr_capacity
 
 
+@pytest.mark.parametrize("num_pages", [3, 60])  # fewer than a group lists, and more
+def test_planned_bytes_are_those_of_what_is_made(num_pages: int) -> None:
+    sizes = dataclasses.replace(SIZES, num_pages=num_pages, q_block_tokens=2)
+    assert (sizes.block_mask_width < sizes.list_width) == (num_pages == 3)
+    tables = shapes_of(sizes.max_num_seqs, PAGES)
+    lists = jax.eval_shape(functools.partial(make_lists, sizes=sizes), tables)
+    made = {
+        "lists": lists,
+        "csr": jax.eval_shape(functools.partial(make_csr, sizes=sizes), tables),
+        "block_mask": jax.eval_shape(block_mask_indices, lists),
+    }
+    for kind, arrays in made.items():
+        found = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+        assert page_list_bytes(sizes, kind) == found
+
+
 def test_a_batch_reaches_the_bounds() -> None:
     sizes, lens = dataclasses.replace(SIZES, causal=False), [1, 1, 1, 5, 6]
     case = Case(np.ones((5, PAGES), np.int32), lens, [sizes.max_model_len - n for n in lens])
@@ -426,7 +443,14 @@ def test_a_batch_reaches_the_bounds() -> None:
         ({"chunk_size": 4, "causal": False}, ValueError, "chunk_size=4.* needs causal=True"),
         ({"chunk_size": 4, "sliding_window": 4}, ValueError, "both given"),
         ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
-        ({"max_model_len": 2**31}, ValueError, "token positions reach"),
+        *(
+            (changes, ValueError, "token positions reach")
+            for changes in (
+                {"max_model_len": 2**31},
+                {"max_model_len": 2**31 - 100, "page_tokens": 2**20},  # of the last page, too
+                {"max_model_len": 2**30, "q_block_tokens": 2**30},  # and of the last query group
+            )
+        ),
         (
             {"max_model_len": 2**30, "page_tokens": 1, "num_pages": 2**30},
             ValueError,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.blocks import BlockManager, OutOfBlocksError
 from jaxkv._src.internal.numbers import INT32_MAX
+from jaxkv._src.internal.text import readable
 from jaxkv._src.planning import (
     KVCacheCapacityError,
     Plan,
@@ -218,17 +219,30 @@ def test_several_workers_take_the_fewest_blocks_that_any_of_them_has(
     assert plan.unused_bytes_per_block == tuple(sum(sizes) - num_bytes for num_bytes in kept)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"max_model_len": 40},
+        # What does not fit is a usual request; longer ones need not.
+        {"max_model_len": 100, "fit_max_model_len": True, "request_len": 40},
+    ],
+)
 @pytest.mark.parametrize("overrides", [{}, {"num_blocks_override": 5}])
-def test_a_refusal_names_the_least_that_would_do(overrides: dict[str, int]) -> None:
+def test_a_refusal_names_the_least_that_would_do(
+    overrides: dict[str, int], lengths: dict[str, int]
+) -> None:
     """Memory is that of each worker; sinks take blocks that requests do not get."""
     layers = {name: full(block_size=4, sink_tokens=6) for name in "abc"}
     workers = [{"a": layers["a"]}, {name: layers[name] for name in "bc"}]
 
     def planned(memory: int, **options: int) -> Plan:
-        return plan_cache(workers, [memory] * 2, max_model_len=40, **options)
+        return plan_cache(workers, [memory] * 2, **lengths, **options)
 
     with pytest.raises(KVCacheCapacityError) as caught:
         planned(2**20 if overrides else 5 * 2 * layers["a"].page_bytes, **overrides)
+    refusal = caught.value
+    assert (refusal.needed_blocks, refusal.usable_blocks) == (40 // 4, 5 - 1 - 2)
+    assert refusal.longest_len == 2 * 4
     (advice,) = re.findall(r"raise \S+ to at least ([\d,]+)", str(caught.value))
     least = int(advice.replace(",", ""))
     enough = [planned(2**20, num_blocks_override=least)] if overrides else [planned(least)]
@@ -249,6 +263,9 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert f"{2 * block + 1:,} left over" in str(plan)
     with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
         plan_cache(workers, plan.memory_bytes, max_model_len=96, num_blocks_override=8)
+    for several in ([*workers, {"c": full(), "d": full()}], [{"c": full(), "d": full()}, *workers]):
+        text = str(plan_cache(several, [9 * block] * 4, max_model_len=16))
+        assert f" {2 * block:,} bytes in 2 tensors" in text
     with pytest.raises(ValueError, match=r"3 workers; use plan\.layouts\[i\]"):
         _ = plan.layout
 
@@ -500,6 +517,9 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
         f"{plan.steady_blocks(MAX_LEN):,} blocks",
     )
     assert [text for text in shown if text not in str(plan)] == []
+    for count in (plan.admission_blocks(MAX_LEN), plan.steady_blocks(MAX_LEN)):
+        num_bytes = readable(count * sum(plan.bytes_per_block))
+        assert f"{count:,} blocks, {num_bytes}<" in plan._repr_html_()
 
 
 def test_workers_agree_about_equal_specs() -> None:

@@ -139,8 +139,7 @@ class PageListSizes:
         `list_width`; and never more than the padded lists hold.
         """
         tokens = self.max_num_batched_tokens
-        requests = min(self.max_num_seqs, tokens)
-        segments = min(self.num_query_groups + requests - 1, tokens)
+        segments = min(self.num_query_groups + self.max_num_seqs - 1, tokens)
         return min(self._pages_of(segments, tokens), self.num_query_groups * self.list_width)
 
     @property

@@ -94,7 +94,7 @@ def unifiable(layers: Layers) -> bool:
 
 
 def hybrid_block_size(spec: FullAttentionSpec | MLASpec, state_page_bytes: int) -> int:
-    """Returns the smallest multiple of the attention block whose page holds a whole state page.
+    """Returns the smallest multiple of the attention block whose data fill a whole state page.
 
     A state page is far larger than 16 tokens of keys and values. So that both can overlay one
     pool, the attention block grows to ``a * ceil(state_page / (a * token_bytes))``, where ``a``
