@@ -515,6 +515,17 @@ def test_a_decode_step_has_the_token_of_request_i_at_i() -> None:
         assert bool(int(gather(cache, data, shape=shape)[1]) & BAD_BATCH) == wanted, lens
 
 
+@pytest.mark.parametrize("form", ["max_tokens", "tokens_per_request"])
+def test_a_request_of_more_tokens_than_the_shape_has_for_one_is_reported(form: str) -> None:
+    """Also where a row of a rectangular batch has room for them."""
+    sizes = {"batch_size": BATCH, "max_query_len": 3, form: 5}
+    shape, cache = StepShape.for_plan(PLAN, max_requests=ROWS, **sizes), full_rows()
+    for count in range(1, 6):
+        data = changed(upload_of([2], [4], [1], shape), query_start_loc=(np.arange(1, 4), count))
+        flags = int(gather(cache, data, shape=shape)[1])
+        assert bool(flags & BAD_BATCH) == (count > 3), count
+
+
 @pytest.mark.parametrize(
     ("group", "error", "message"),
     [
