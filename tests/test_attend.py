@@ -352,7 +352,7 @@ def cache_of(setting: Setting) -> jaxkv.KVCache:
 def shape_of(setting: Setting, max_tokens: int = TOKENS) -> jaxkv.StepShape:
     sizes: dict[str, Any] = {"max_tokens": max_tokens}
     if setting.rectangular:
-        sizes = {"tokens_per_request": EACH}
+        sizes = {"tokens_per_request": EACH, "max_query_len": EACH - 1}
     return jaxkv.StepShape.for_plan(plan_of(setting), max_requests=REQUESTS, **sizes)
 
 
@@ -377,8 +377,7 @@ def fitted(engine: Engine, wanted: dict[int, int], encoder_tokens: int) -> dict[
         if computed in (None, LENGTH):
             engine.start(request, encoder_tokens=(encoder_tokens + request) % (ENCODER + 1))
             computed = 0
-        each = engine.shape.tokens_per_request or TOKENS
-        count = min(count, room, each, LENGTH - computed)
+        count = min(count, room, engine.shape.max_query_len, LENGTH - computed)
         if count:
             work[request] = count
         room -= count

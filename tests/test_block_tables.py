@@ -443,6 +443,19 @@ def test_columns_that_no_new_token_reads_are_null_for_every_kind() -> None:
     }
 
 
+def test_a_null_block_is_reported_where_a_new_token_reads_it_and_nowhere_else() -> None:
+    cache, row = full_rows(), 1
+    sizes = {"num_computed_tokens": [17], "num_new_tokens": [3], "encoder_lens": [ENCODER]}
+    data = pack_step(SHAPE, rows=[row], **sizes).data[SHAPE.format.batch_fields]
+    tables = [np.asarray(table)[0] for table in gather(cache, data, shape=SHAPE)[0].tables]
+    for group, width in enumerate(PLAN.row_blocks):
+        for column in range(width):  # which holds its own number and 1
+            rows = np.array(cache.rows)
+            rows[row, cache.layout.column_starts[group] + column] = 0
+            flags = int(gather(dataclasses.replace(cache, rows=rows), data, shape=SHAPE)[1])
+            assert flags == NO_BLOCK * (column + 1 in tables[group]), (NAMES[group], column)
+
+
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 def test_a_fresh_request_has_no_state_to_resume_from(mode: str) -> None:
     group = next(
@@ -500,6 +513,17 @@ def test_a_decode_step_has_the_token_of_request_i_at_i() -> None:
         )
         wanted = any(loc[i] != i for i in range(3) if lens[i])
         assert bool(int(gather(cache, data, shape=shape)[1]) & BAD_BATCH) == wanted, lens
+
+
+@pytest.mark.parametrize("form", ["max_tokens", "tokens_per_request"])
+def test_a_request_of_more_tokens_than_the_shape_has_for_one_is_reported(form: str) -> None:
+    """Also where a row of a rectangular batch has room for them."""
+    sizes = {"batch_size": BATCH, "max_query_len": 3, form: 5}
+    shape, cache = StepShape.for_plan(PLAN, max_requests=ROWS, **sizes), full_rows()
+    for count in range(1, 6):
+        data = changed(upload_of([2], [4], [1], shape), query_start_loc=(np.arange(1, 4), count))
+        flags = int(gather(cache, data, shape=shape)[1])
+        assert bool(flags & BAD_BATCH) == (count > 3), count
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The blocks that host memory keeps and brings back, checked against the rules in words."""
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -7,12 +8,15 @@ import numpy as np
 import pytest
 
 from jaxkv import HostMemory
+from jaxkv._src.blocks._parking import HostLoads
 from jaxkv._src.planning import plan_cache
 from jaxkv._src.tier import _room, chunk_sizes
 from jaxkv._src.tier._memory import block_bytes
-from tests.test_host_tier import FULL, STATE, Served, host
+from jaxkv.prefixes import BlocksStored, EventLog, block_keys
+from tests.test_host_tier import FULL, STATE, WINDOW, Served, host
 
 BLOCK = FULL.block_size
+ALIGN = dataclasses.replace(STATE, cache_mode="align")
 
 
 class Recent(Served):
@@ -92,6 +96,7 @@ def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
             ids = np.concatenate([part.block_ids for part in found.columns])
             ids = ids[ids >= served.plan.num_blocks].astype(np.int64)
             gained = found.num_tokens - here.num_tokens
+            assert found.num_host_tokens == gained, "of a prefix that lies in both memories"
             if not gained:
                 continue
             numbers = tier.room.chunks(ids)
@@ -116,11 +121,111 @@ def test_a_prefix_is_loaded_where_that_is_worth_it() -> None:
     assert min(seen.values()) > 20, seen
 
 
-def match(served: Served, tokens, rule: HostMemory):
-    """Returns the prefix that a lookup finds by a rule."""
+def match(served: Served, tokens, rule: HostMemory, most: int | None = None):
+    """Returns the prefix of ``most`` tokens that a lookup finds by a rule."""
     served.manager._tier._memory = rule
     served.manager._prefixes._tree.state = object()
-    return served.manager.find_prefix(tokens).found
+    return served.manager.find_prefix(tokens, max_cached_tokens=most).found
+
+
+def move_to_host(served: Served, ids: np.ndarray) -> None:
+    """Evicts kept blocks that no request holds."""
+    pool = served.manager.block_pool
+    pool.cool(np.concatenate([ids, pool.on_evict(ids)]))
+
+
+def kept_on_device(served: Served) -> np.ndarray:
+    return np.flatnonzero(served.manager.block_pool.frozen_before).astype(np.int32)
+
+
+def run_to(served: Served, tokens, ends: list[int]) -> None:
+    """Computes a prompt and ends it; its states are kept at these numbers of tokens, too."""
+    served.manager.start("a", tokens, boundaries=ends)
+    at = served.manager.num_computed_tokens("a")
+    for end in [end for end in (*ends, len(tokens)) if end > at]:
+        served.step({"a": end - at})
+        at = end
+    served.manager.finish("a")
+
+
+@pytest.mark.parametrize("first", [FULL, WINDOW])
+def test_no_more_tokens_are_shared_than_asked_for_whichever_memory_has_them(
+    first, monkeypatch
+) -> None:
+    """Also if a longer prefix is in device memory, and the blocks of a shorter one do not fit."""
+    rules = [HostMemory(num_bytes=1, min_tokens=n) for n in (1, 10**6)]
+    layers, seen = {"a": first, "s": STATE}, Counter[tuple[bool, bool]]()
+    for seed in range(20):
+        draw = random.Random(seed)
+        served, tokens = Served(layers, 40, host(100, layers), checkpoint_share=1.0), np.arange(32)
+        run_to(served, tokens, sorted(draw.sample(range(1, 32), 4)))
+        for fits in (False, True):
+            monkeypatch.setattr(HostLoads, "fits", lambda *_, fits=fits: fits)
+            ids = kept_on_device(served).tolist()
+            ids = draw.sample(ids, min(len(ids), draw.randint(1, 4)))
+            move_to_host(served, np.array(ids, np.int32))
+            most = draw.randint(0, 31)
+            here, found = (match(served, tokens, rule, most) for rule in reversed(rules))
+            is_longer = match(served, tokens, rules[1]).num_tokens > most
+            served.manager._tier._memory = rules[0]
+            asked = served.manager.find_prefix(tokens) if draw.random() < 0.5 else tokens
+            hit = served.manager.start("b", asked, max_cached_tokens=most)
+            served.step({})
+            served.manager.finish("b")
+            assert here.num_tokens <= found.num_tokens <= most
+            wanted = (found if fits else here).num_tokens
+            assert hit.num_cached_tokens == wanted, seed
+            assert hit.num_host_tokens == wanted - here.num_tokens
+            if found.num_host_tokens:
+                seen[is_longer, fits] += 1
+    assert len(seen) == 4, seen
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+@pytest.mark.parametrize("layers", [{"a": FULL}, {"w": WINDOW}, {"a": FULL, "s": STATE}], ids=list)
+def test_events_say_that_device_memory_holds_what_was_loaded(layers, is_parked: bool) -> None:
+    log, tokens = EventLog(), np.arange(18)
+    served = Served(layers, 20, host(100, layers), events=log, checkpoint_share=1.0)
+    if is_parked:
+        served.start("a", tokens)
+        served.step({"a": 18})
+        assert served.manager.park("a")
+    else:
+        served.run("a", tokens)
+    move_to_host(served, kept_on_device(served))
+    log.take()
+    hit = served.manager.resume("a") if is_parked else served.start("a", tokens)
+    size, batch = served.plan.groups[0].block_size, log.take()  # that of "s" is no whole block
+    end, rest = divmod(hit.num_cached_tokens, size)
+    first, keys = end + (rest > 0) - hit.shared_blocks[0], block_keys(tokens, size)
+    assert hit.num_host_tokens and batch is not None
+    (stored,) = [event for event in batch.events if isinstance(event, BlocksStored)]
+    assert stored.medium == "GPU" and stored.block_keys == tuple(keys[first:end])
+    assert stored.token_ids == tuple(range(first * size, end * size))
+    assert stored.parent_key == (keys[first - 1] if first else None)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{"w": WINDOW, "s": STATE}, {"a": FULL, "w": WINDOW, "s": STATE}, {"a": FULL, "s": ALIGN}],
+    ids=["window", "all", "align"],
+)
+def test_every_prefix_with_states_is_found_as_before_once_all_lies_on_the_host(layers) -> None:
+    seen: set[int] = set()
+    for seed in range(5):
+        draw = random.Random(seed)
+        served = Served(layers, 60, host(100, layers), checkpoint_share=1.0)
+        prompts = [np.arange(32), np.append(np.arange(draw.randint(1, 30)), np.arange(100, 132))]
+        for tokens in prompts:
+            run_to(served, tokens[:32], sorted(draw.sample(range(1, 32), draw.randint(1, 3))))
+        asked = [tokens[:size] for tokens in prompts for size in range(2, 33)]
+        before = [served.manager.find_prefix(tokens).num_cached_tokens for tokens in asked]
+        move_to_host(served, kept_on_device(served))
+        found = [served.manager.find_prefix(tokens).found for tokens in asked]
+        assert [each.num_tokens for each in found] == before, seed
+        assert [each.num_host_tokens for each in found] == before, seed
+        seen |= {*before}
+    assert len(seen) > 8, seen
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2**20, 2**24 + 1, 2**26 + 1, 2**40])

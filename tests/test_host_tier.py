@@ -482,6 +482,15 @@ def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
     assert served.manager.block_use.warm == 0
 
 
+def test_a_request_that_goes_on_is_told_of_the_ends_that_are_still_to_come() -> None:
+    served, ends = Served(ALL, 40, host(100, ALL)), [9, 18, 24]
+    assert served.manager.start("a", prompt(1, 30), boundaries=ends).chunk_ends == (*ends, 29)
+    for _ in range(2):
+        served.step({"a": 9})
+    assert served.manager.park("a")
+    assert served.manager.resume("a").chunk_ends == (24, 29)
+
+
 def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
     served = parked(None, min_tokens=19)
     assert served.manager.num_parked_tokens("a") == 0  # computing 18 tokens is cheaper

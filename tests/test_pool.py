@@ -256,7 +256,8 @@ def test_a_worker_without_layers_has_nothing_to_zero_or_copy() -> None:
 
 KEYS, VALUES = jnp.ones((TOKENS, 2, 4)), jnp.ones((TOKENS, 2, 2))
 ROWS = jnp.ones((TOKENS, 2 * 6 * 2), jnp.uint8)
-MASK, STATES = jnp.ones(8, bool), [jnp.ones((REQUESTS, 3, 8)), jnp.ones((REQUESTS, 2, 3))]
+LATENTS, MASK = jnp.ones((TOKENS, 3)), jnp.ones(8, bool)
+STATES = [jnp.ones((REQUESTS, 3, 8)), jnp.ones((REQUESTS, 2, 3))]
 W, R = jaxkv.write_tokens, jaxkv.read_tokens
 CALLS = [
     lambda c, b, **period: W(c, "full.0", b, KEYS, VALUES, **period),
@@ -295,8 +296,10 @@ CALLS = [
          r"rows has shape \(9, 2, 4\) of float32; layer 'full.0' stores 24 bytes for each"),
         (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, jnp.ones((9, 6))), TypeError,
          "rows has dtype float32; layer 'full.0' stores bfloat16: cast it"),
-        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, jnp.ones((9, 3)), mask=MASK),
+        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, LATENTS, mask=MASK),
          ValueError, r"mask has shape \(8,\); the batch wants \(9,\)"),
+        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, LATENTS, mask=jnp.ones((1, 9), bool)),
+         ValueError, r"mask has shape \(1, 9\); the batch wants \(9,\)"),
         (hybrid, lambda c, b: jaxkv.write_state(c, "state.0", b, STATES[:1]), ValueError,
          r"arrays have shapes \(\(3, 3, 8\),\); layer 'state.0' wants"),
         (hybrid, lambda c, b: jaxkv.write_state(c, "kv.0", b, STATES), TypeError, "not state"),

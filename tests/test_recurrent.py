@@ -1,5 +1,6 @@
 """Recurrent layers of a cache: what is served in pieces, with drafts, and what is refused."""
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -195,7 +196,8 @@ def test_what_is_served_in_pieces_is_what_one_pass_gives(kind, mode, columns, da
     for request in computed:
         manager.start(request)
     blocks = -(-(columns or TOKENS) // BLOCK) + 1 if mode == "all" else 1
-    most = columns or TOKENS // 2
+    most = min(columns, 3) if columns else TOKENS // 2
+    shape = dataclasses.replace(shape, max_query_len=most)  # of columns there may be more
     for turn in range(max(3, 2 * BLOCK // most + 2)):
         counts = {r: min(data.draw(st.integers(0, most)), LENGTH - computed[r]) for r in computed}
         counts["a"] = max(counts["a"], int(turn > 2))  # so that it begins another block

@@ -1,5 +1,6 @@
 """Slips of the scheduler's callers are refused by name, change nothing, and stop nobody."""
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -158,6 +159,50 @@ def test_more_tokens_than_a_request_may_have_are_refused() -> None:
     host.answer(host.step())
     host.step()
     refused(lambda: host.scheduler.append({"a": 1}), "would have 8 tokens.*max_tokens=7; finish it")
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda s: s.append({"a": 1, "b": 2}),  # "b" may have one more
+        lambda s: s.append({"a": 1, "late": 1}),
+        lambda s: s.append({"a": 1, "who": 1}),
+        lambda s: s.append({"a": 1, "b": -1}),
+        lambda s: s.rewind({"a": 6, "b": 8}),
+        lambda s: s.rewind({"a": 6, "b": 5}),
+        lambda s: s.rewind({"a": 6, "who": 6}),
+        lambda s: s.fork("a", ["c", "b"]),
+        lambda s: s.fork("a", ["c", "c"]),
+        lambda s: s.fork("a", ["c", []]),
+    ],
+)
+def test_a_call_that_is_refused_for_one_request_changes_none(refuse) -> None:
+    schedules = []
+    for is_refused in (False, True):
+        host = Host(max_tokens=14)
+        host.tokens["c"] = [1] * 7
+        host.add("a", [1] * 6)
+        host.add("b", [1] * 6, max_tokens=8)
+        host.answer(host.step())
+        host.add("late", [1] * 20)
+        host.step()
+        scheduler = host.scheduler
+        if is_refused:
+            before = known(host)
+            refused(functools.partial(refuse, scheduler), "request|tokens|name|sample")
+            assert known(host) == before
+        host.tokens["a"].append(7)
+        host.tokens["b"].append(7)
+        scheduler.append({"a": 1, "b": 1})
+        schedules.append([(s.work, [*s.samples]) for s in (host.step(), host.step())])
+    assert schedules[0] == schedules[1]
+
+
+def known(host: Host) -> list[Any]:
+    """All that a scheduler says of its requests."""
+    s = host.scheduler
+    tokens = {name: s.num_tokens(name) for name in (*s.running, *s.waiting)}
+    return [tokens, s.running, s.waiting, host.manager.computed_tokens, host.manager.requests]
 
 
 # --- prompts ---------------------------------------------------------------------------

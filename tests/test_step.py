@@ -389,6 +389,26 @@ def test_a_ring_serves_many_shapes_and_compiles_each_step_once() -> None:
     check_errors(cache)
 
 
+OTHERS = [  # shapes of the same tokens, and of as many integers or more
+    {"max_query_len": 4},
+    {"reproducible": True},
+    {"block_copies": SHAPE.block_copies + 2},
+    {"batch_size": 2},
+    {"extra": 3},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: next(iter(change)))
+def test_each_shape_of_a_ring_has_buffers_of_its_own(change) -> None:
+    """Uploads of one outlive those of others, whatever the two have in common."""
+    ring, other = UploadRing(depth=1), dataclasses.replace(SHAPE, **change)
+    kept, first = SHAPE.idle(ring), other.idle(ring)
+    for _ in range(5):
+        np.testing.assert_array_equal(other.idle(ring).data, other.idle().data)
+    assert first.data.is_deleted() and not kept.data.is_deleted()
+    np.testing.assert_array_equal(kept.data, SHAPE.idle().data)
+
+
 def test_a_ring_notices_that_a_step_took_its_upload() -> None:
     manager, _ = numbered(0)
     ring = UploadRing(depth=1)

@@ -35,6 +35,22 @@ class Mirror:
         tier = self.manager._tier
         if tier is None or not tier.room.alive.size:
             assert all(medium == "GPU" for medium, *_ in self.stored), "host memory is empty"
+        self._compare()
+
+    def _compare(self) -> None:
+        """Checks that the events have told of the whole blocks that are kept, in both memories."""
+        events, tier = self.manager._prefixes._events, self.manager._tier
+        assert events is not None and self.stored == set(events._names.values())
+        nodes = [node for node in self.manager._prefixes._tree.prompts.nodes if node is not None]
+        kept = {block_id for node in nodes for ids in node.blocks for block_id in ids[ids > 0]}
+        if tier is not None:
+            kept |= {*tier._copy_of[[*kept]].tolist()} - {0} if kept else set()
+        told = events._names.keys()
+        assert told <= kept, "a block that is not kept"
+        # A load names no block of which its request has a part only, or knows no token ids.
+        has_parts = self.manager._prefixes._tree.has_states
+        if tier is None or not (has_parts or tier.stats().resumed_requests):
+            assert told == kept, "a kept block that no event has told of"
 
     def _learn(self, event: BlocksStored) -> None:
         """Checks that all events of a key tell the same of it."""
