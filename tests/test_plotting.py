@@ -30,7 +30,7 @@ from jaxkv._src.layout import ORDERS, PhysicalOrder
 from jaxkv._src.plotting import Holder
 from jaxkv._src.plotting._style import spread
 from tests.helpers import hybrid_layers, hybrid_plan
-from tests.layer_examples import SPECS
+from tests.layer_examples import STATES, TOKEN_SPECS
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = (
@@ -473,6 +473,13 @@ def hand_overs(snapshots) -> tuple[int, int]:
     return handed, changed
 
 
+def test_a_name_stands_in_the_largest_patch_of_its_holder() -> None:
+    holder = Holder(1, ("name",))
+    steps = [{1: holder}] * 4 + [{}] + [dict.fromkeys(range(9, 19), holder)] * 15
+    (text,) = plotting.plot_pool_over_time(SMALL, steps).axes[0].texts
+    assert (text.get_text(), text.get_position()) == ("name", (12.5, 14))
+
+
 def test_a_shared_block_belongs_to_all_who_hold_it_and_is_not_handed_out_again() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
     plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
@@ -527,22 +534,30 @@ def extent(bar) -> tuple[float, float]:
     return bar.get_x(), bar.get_width()
 
 
-DRAWN_SPECS = st.builds(
-    lambda spec, times, padding: dataclasses.replace(
-        spec,
-        block_size=spec.block_size * times,
-        page_bytes_padded=spec.page_bytes * times + padding,
+PAGES = {
+    "heads": TOKEN_SPECS,
+    "rows of several tokens": st.builds(
+        jaxkv.MLASpec,
+        block_size=st.just(8),
+        head_size=st.just(16),
+        compress_ratio=st.sampled_from([2, 4]),
     ),
-    SPECS | st.just(jaxkv.StateSpec(block_size=4, shapes=((8,), (8,)), dtypes=("f32", "f32"))),
-    st.sampled_from([1, 4, 30]),
-    st.sampled_from([0, 64]),
-)
+    "states": STATES
+    | st.just(jaxkv.StateSpec(block_size=4, shapes=((8,), (8,)), dtypes=("f32", "f32"))),
+}
 
 
-@given(DRAWN_SPECS, st.integers(0, 9), st.data())
-@settings(max_examples=30)
-def test_a_page_is_divided_and_numbered_by_the_definition(spec, block_id, data) -> None:
+@pytest.mark.parametrize("kind", PAGES)
+@given(st.data())
+@settings(max_examples=12)
+def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
     """A slot counts the tokens of the blocks before it, and a kernel block those of its size."""
+    spec, block_id = data.draw(PAGES[kind]), data.draw(st.integers(0, 9))
+    times, padding = data.draw(st.sampled_from([1, 4, 30])), data.draw(st.sampled_from([0, 64]))
+    padded_bytes = spec.page_bytes * times + padding
+    spec = dataclasses.replace(
+        spec, block_size=spec.block_size * times, page_bytes_padded=padded_bytes
+    )
     is_state = isinstance(spec, jaxkv.StateSpec)
     each = getattr(spec, "compress_ratio", 1)
     sizes = [n for n in range(each, spec.block_size + 1, each) if spec.block_size % n == 0]
