@@ -610,7 +610,7 @@ def test_the_table_holds_what_each_plan_gives(capsys) -> None:
 def test_a_column_of_the_table_is_of_the_block_sizes_in_its_head(capsys) -> None:
     arguments = ("gemma-3-27b", "--memory", "40GiB", "--block-size", "48", "--table")
     cells = figures(capsys, *arguments)["table"]
-    assert {cell["block_size"] for cell in cells} == {16, 32, 48, 64, 128, 256}
+    assert [cell["block_size"] for cell in cells] == 3 * [16, 32, 48, 64, 128, 256]
     _, out, _ = run(capsys, *arguments)
     _, head, *rows = out.splitlines()
     columns = [re.findall(r"\d+", head[i : i + 15]) for i in range(17, len(head), 15)]
@@ -655,6 +655,8 @@ def test_a_note_names_a_dtype_that_the_user_may_not_expect(capsys, tmp_path) -> 
 
 FULL = {"kind": "full", "num_kv_heads": 8, "head_size": 128}
 WINDOW = {**FULL, "kind": "sliding", "sliding_window": 1024}
+COMPRESSED = {"kind": "mla", "head_size": 512, "bytes_per_token": 584, "compress_ratio": 128}
+COMPRESSED |= {"block_size": 256}
 
 
 def specs_file(tmp_path, layers: object, **fields: object) -> str:
@@ -721,10 +723,21 @@ def test_encoder_tokens_of_a_file_count_unless_a_flag_says_another_number(capsys
     assert figures(capsys, *given)["admission_blocks"] == 5 + 10
 
 
-def test_the_bytes_of_a_token_are_without_the_padding_of_its_page(capsys, tmp_path) -> None:
-    path = specs_file(tmp_path, [{**FULL, "page_bytes_padded": 2**20, "count": 2}])
+@pytest.mark.parametrize(
+    ("layer", "num_bytes"),
+    [
+        ({**FULL, "page_bytes_padded": 2**20}, 3 * 4096),
+        # 584 bytes for 128 tokens: 4.56 in a layer
+        (COMPRESSED, 14),
+        ({**COMPRESSED, "kind": "sliding_mla", "sliding_window": 256}, 14),
+    ],
+)
+def test_the_bytes_of_a_token_are_without_padding_and_rounded_up_once(
+    capsys, tmp_path, layer, num_bytes
+) -> None:
+    path = specs_file(tmp_path, [{**layer, "count": 3}])
     (of,) = figures(capsys, "--specs", path, "--memory", "9GiB")["bytes_per_token"]
-    assert of["num_bytes"] == 2 * 4096
+    assert of["num_bytes"] == num_bytes
 
 
 def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tmp_path) -> None:

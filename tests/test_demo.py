@@ -30,9 +30,13 @@ from pallas_kernels import _capability, default_implementation
 from tests.helpers import needs_mosaic
 
 DEMO = load_config("qwen3-next-demo")
-# One layer of states and one of attention, smaller: that compiles and runs faster.
-SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 64}
-CONFIG = DEMO | SMALL | {"intermediate_size": 64, "max_position_embeddings": 192}
+# One layer of attention and one of states, smaller: that compiles and runs faster. Attention comes
+# first, so that what it says of every token of a prompt counts.
+SMALL = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+CONFIG = DEMO | SMALL | {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 192}
+del CONFIG["full_attention_interval"]
+ALL_ATTENTION = CONFIG | {"layer_types": ["full_attention"] * 2}
+ALL_ATTENTION |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 TRACE = make_trace(12, seed=3, prompt_tokens=(16, 150), new_tokens=(8, 30))
 MAX_REQUESTS, MAX_TOKENS = 8, 24
 
@@ -59,7 +63,7 @@ class Served(NamedTuple):
 @functools.cache
 def make_model(kv_dtype: str, *, is_all_attention: bool) -> tuple[Model, Params, dict[str, Any]]:
     """A model, which several tests serve and compile the reference of once."""
-    config = {**CONFIG, "full_attention_interval": 1} if is_all_attention else CONFIG
+    config = ALL_ATTENTION if is_all_attention else CONFIG
     layers = layers_from_config(config, kv_dtype=kv_dtype)
     model = Model(config, tuple(layers))
     return model, init_params(model, jax.random.key(1)), layers
@@ -182,6 +186,35 @@ def test_a_step_of_wrong_blocks_is_far_beyond_the_bound(monkeypatch) -> None:
     monkeypatch.undo()
     engine.manager.reset_prefixes()
     assert serve_and_compare(engine, trace).found.largest_difference <= BOUNDS["fp8_e4m3"]
+
+
+def test_a_comparison_counts_what_differs() -> None:
+    """The largest difference whatever comes after it, NaN too; picks of greedy answers alone."""
+    engine = engine_of(num_blocks=14, zero_policy="never", has_decodes=True)
+    model, params, layers = make_model("fp8_e4m3", is_all_attention=False)
+    trace = make_trace(6, seed=3, prompt_tokens=(16, 40), new_tokens=(2, 5))
+    answers = [*serve(engine, trace, lambda: None).answers.values()]
+
+    def compared(at: int, **changes: Any) -> Comparison:
+        served = [*answers]
+        served[at] = served[at]._replace(**changes)
+        of = {"max_model_len": engine.manager.plan.max_model_len, "on_finish": lambda: None}
+        return compare(model, params, layers, served, **of)
+
+    right, count = compared(0), sum(request.max_new_tokens for request in trace)
+    assert right.num_picked == right.num_tokens == count
+    for at in range(len(answers)):
+        tokens, logprobs, _ = answers[at]
+        wrong = [*tokens[:-1], 255 - tokens[-1]]
+        assert compared(at, tokens=wrong).num_equal == right.num_equal - 1
+        drawn = compared(at, is_greedy=False)
+        assert (drawn.num_picked, drawn.num_tokens) == (count - len(logprobs), count)
+        for last in (0, -1):
+            for change in (2.0, -2.0, np.nan):
+                changed = logprobs.copy()
+                changed[last] += change
+                found = compared(at, logprobs=changed).largest_difference
+                assert found == pytest.approx(abs(change), abs=0.03, nan_ok=True)
 
 
 def test_a_request_longer_than_the_plan_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Pictures show what they are given, their texts can be read, and reprs are small."""
 
+import dataclasses
 import functools
 import html.parser
 import itertools
@@ -29,6 +30,7 @@ from jaxkv._src.layout import ORDERS, PhysicalOrder
 from jaxkv._src.plotting import Holder
 from jaxkv._src.plotting._style import spread
 from tests.helpers import hybrid_layers, hybrid_plan
+from tests.layer_examples import STATES, TOKEN_SPECS
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = (
@@ -98,13 +100,13 @@ def serve(plan: jaxkv.Plan, steps: int = 40, seed: int = 0):
     return snapshots, held, preempted
 
 
-def filled_cache(max_requests: int = 6, rows: int = 3):
+def filled_cache(max_requests: int = 6, rows: int = 3, plan: jaxkv.Plan = SMALL, **options):
     """A manager, a cache and the batch of the last of a few steps."""
-    manager = jaxkv.BlockManager(SMALL, max_requests=max_requests)
-    cache = jaxkv.make_cache(SMALL, max_requests=max_requests)
-    shape = jaxkv.StepShape.for_plan(SMALL, max_requests=max_requests, max_tokens=24, batch_size=6)
+    manager = jaxkv.BlockManager(plan, max_requests=max_requests)
+    cache = jaxkv.make_cache(plan, max_requests=max_requests, **options)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=max_requests, max_tokens=24, batch_size=6)
     for request in range(rows):
-        manager.start(request)
+        manager.start(request, encoder_tokens=request * plan.limits.max_encoder_tokens // 2)
     for step in range(1, 5):
         work = {request: request + step for request in range(rows)}
         cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, work))
@@ -259,35 +261,65 @@ def test_colours_of_neighbouring_groups_differ_in_print_and_text_on_them_does() 
 def test_the_parts_of_the_memory_bar_are_all_of_the_memory(name, memory, share) -> None:
     plan = plan_model(name, memory)
     length = max(1, int(share * plan.max_model_len))
-    ax = plotting.plot_memory(plan, length).axes[0]
-    size = {"GiB": 2**30, "MiB": 2**20}[ax.get_xlabel().split()[-1]]
-    bars = sorted((bar.get_x() * size, bar.get_width() * size) for bar in ax.patches)
-    end = 0.0
-    for start, width in bars:
-        assert start == pytest.approx(end, abs=2)
-        end = start + width
-    assert end == pytest.approx(memory, abs=2)
-    held = sum(
-        bar.get_width() * size
-        for bar in ax.patches
-        if round(bar.get_y() + bar.get_height() / 2) < len(plan.groups)
+    check_memory(plan, length)
+
+
+def check_memory(plan: jaxkv.Plan, length: int, worker: int = 0) -> None:
+    """Compares the lines of the bar, and what they say, with the figures of the plan."""
+
+    def blocks(count: int) -> str:
+        return f"{count:,} block{'s' * (count != 1)}"
+
+    memory, block = plan.memory_bytes[worker], plan.bytes_per_block[worker]
+    fit, steady = plan.requests_that_fit(length), plan.steady_blocks_per_group(length)
+    rest = plan.usable_blocks - fit * sum(steady)
+    prefill = min(plan.admission_blocks(length) - sum(steady), plan.usable_blocks)
+    rows = []  # name, bytes, those of them that carry data, text
+    for i, (held, group) in enumerate(zip(steady, plan.layouts[worker].groups, strict=True)):
+        data = fit * held * sum(spec.data_bytes for spec in group.specs)
+        each = f", {fit:,} x " if fit > 1 else ", "
+        rows.append((f"group {i}: {group}", fit * held * block, data, each + blocks(held)))
+    for name, count in {
+        "more while one prefills": prefill,
+        "free, too few for one more": rest - prefill,
+        "null block and reserved": plan.reserved_blocks,
+    }.items():
+        rows.append((name, count * block, count * block, f", {blocks(count)}"))
+    over = memory - plan.num_blocks * block
+    rows = [row for row in [*rows, ("less than a block", over, over, "")] if row[1]]
+    ax = plotting.plot_memory(plan, length, worker=worker).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [row[0] for row in rows]
+    size = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[ax.get_xlabel().split()[-1]]
+    bars: dict[bool, dict[int, tuple[float, float]]] = {False: {}, True: {}}
+    for bar in ax.patches:
+        line = round(bar.get_y() + bar.get_height() / 2)
+        bars[bool(bar.get_hatch())][line] = bar.get_x() * size, bar.get_width() * size
+    start = 0
+    for line, (_, num_bytes, used, text) in enumerate(rows):
+        assert bars[False][line] == pytest.approx((start, used), abs=2)
+        if num_bytes > used:
+            assert bars[True].pop(line) == pytest.approx((start + used, num_bytes - used), abs=2)
+            text += f", {100 * (num_bytes - used) / num_bytes:.0f} % unused"
+        assert (ax.texts[line].get_text(), ax.texts[line].xy[1]) == (
+            readable(num_bytes) + text,
+            line,
+        )
+        start += num_bytes
+    assert start == memory and not bars[True]
+    assert title_of(ax.figure) == (
+        f"{fit:,} request{'s' * (fit != 1)} of {length:,} tokens at once in {readable(memory)}: "
+        f"{plan.num_blocks:,} blocks of {block:,} bytes"
     )
-    block = plan.layout.bytes_per_block
-    steady = plan.requests_that_fit(length) * plan.steady_blocks(length) * block
-    drawn = sum(label.get_text().startswith("group") for label in ax.get_yticklabels())
-    if drawn == len(plan.groups):  # none was left out for holding nothing
-        assert held == pytest.approx(steady, abs=2)
-    assert title_of(ax.figure).startswith(f"{plan.requests_that_fit(length):,} request")
 
 
 def test_the_memory_of_each_worker_is_drawn() -> None:
+    """Of workers with blocks of other sizes, and one without layers of some groups."""
     layers = hybrid_layers()
-    stages = [dict(list(layers.items())[:5]), dict(list(layers.items())[5:])]
-    plan = jaxkv.plan_cache(stages, [2**20, 2**19], max_model_len=24)
-    for worker in range(2):
-        title = title_of(plotting.plot_memory(plan, worker=worker))
-        assert f"{plan.bytes_per_block[worker]:,} bytes" in title
-        assert readable(plan.memory_bytes[worker]) in title
+    first = {name: layers.pop(name) for name in ("full.0", "sliding.0", "chunked.0")}
+    plan = jaxkv.plan_cache([first, layers], [2**19, 2**20 + 99], max_model_len=24)
+    assert len(set(plan.bytes_per_block)) == 2
+    for worker, length in itertools.product(range(2), (1, 24)):
+        check_memory(plan, length, worker)
         assert plotting.plot_layout(plan.layouts[worker]).axes
 
 
@@ -302,11 +334,32 @@ def test_every_layer_is_drawn_on_its_own_bytes(name: str) -> None:
         for bar in ax.patches
     }
     starts = np.cumsum([0, *(tensor.page_bytes for tensor in layout.tensors)])
+    wanted = {(0, layout.bytes_per_block, row) for row in range(len(layout.groups))}
+    owners = {}
     for group in layout.groups:
         for layer in group.layers:
             place = layout.place_of(layer)
             start = int(starts[place.tensor]) + place.offset_bytes
-            assert (start, place.spec.data_bytes, place.group) in drawn
+            wanted |= {(start, place.spec.data_bytes, place.group)}
+            wanted |= {(start, place.spec.page_bytes, place.group)}  # the same, or its padding
+            owners[place.group, round(start + place.spec.data_bytes / 2)] = layer
+    assert drawn == wanted
+    for text in ax.texts:
+        layer = owners[text.get_position()[1], round(text.get_position()[0] * size)]
+        assert text.get_text() and {*text.get_text().split(".")} <= {*layer.split(".")}
+    unused = [layout.bytes_per_block - sum(s.data_bytes for s in g.specs) for g in layout.groups]
+    assert title_of(ax.figure).endswith(f"; {describe_unused(unused)}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_of_a_layout_counts_the_layers_that_read_its_group(name: str) -> None:
+    layers = jaxkv.layers_from_config(jaxkv.load_config(name))
+    shared = [spec.layer for spec in layers.values() if isinstance(spec, jaxkv.SharedKVSpec)]
+    labels = plotting.plot_layout(PLANS[name].layout).axes[0].get_yticklabels()
+    for i, (label, group) in enumerate(zip(labels, PLANS[name].groups, strict=True)):
+        readers = sum(owner in group.layers for owner in shared)
+        more = [f"+ {readers} layers that share"] if readers else []
+        assert label.get_text().splitlines() == [f"group {i}: {group}", *more]
 
 
 def test_a_layout_of_many_tensors_says_how_many_it_draws() -> None:
@@ -350,9 +403,21 @@ def test_orders_count_extents_as_a_transposed_array_does(
     one, every = extents(own[0]), extents(own)
     assert f"layer 0 is {one} extent" in title_of(figure)
     assert f"all layers {every} extent" in title_of(figure)
-    marked = [bar for bar in figure.axes[0].patches if round(bar.get_height(), 2) == 0.5]
-    cells = sum(round(bar.get_width() + 0.16) for bar in marked)
-    assert cells == own.size
+    marks: dict[str, set[int]] = {"#000000": set(), "#999999": set()}
+    texts = {text.get_position(): int(text.get_text()) for text in figure.axes[0].texts}
+    owners = dict(zip("LBHN", np.indices(addresses.shape).reshape(4, -1), strict=True))
+    owners["B"], tile = np.divmod(owners["B"], tiles)
+    owners["N"] = owners["N"] + tile * tile_tokens
+    at = np.argsort(addresses.reshape(-1))
+    cells = np.stack([owners[letter][at] for letter in letters])  # [axis, address]
+    for bar in figure.axes[0].patches:
+        start, stop = round(bar.get_x() - 0.08), round(bar.get_x() + bar.get_width() + 0.08)
+        line = int(bar.get_y())
+        if line == len(letters):
+            marks[matplotlib.colors.to_hex(bar.get_facecolor())] |= {*range(start, stop)}
+        else:
+            assert {*cells[line, start:stop]} == {texts[(start + stop) / 2, line + 0.5]}
+    assert marks == {"#000000": {*own[0].flat}, "#999999": {*own[1:].flat}}
 
 
 @given(st.integers(0, 20))
@@ -360,14 +425,32 @@ def test_orders_count_extents_as_a_transposed_array_does(
 def test_the_pool_map_fills_the_cells_that_are_held(seed: int) -> None:
     snapshots, _, _ = serve(SMALL, steps=25, seed=seed)
     ax = plotting.plot_pool_over_time(SMALL, snapshots).axes[0]
-    areas = {}
-    for collection in ax.collections:
-        if label := collection.get_label():
-            boxes = [path.get_extents() for path in collection.get_paths()]
-            areas[label] = sum(box.width * box.height for box in boxes)
-    for group in range(len(SMALL.groups)):
-        cells = sum(holder.group == group for step in snapshots for holder in step.values())
-        assert areas.get(f"group {group}: {SMALL.groups[group]}", 0) == pytest.approx(cells)
+    groups = {f"group {i}: {group}": i for i, group in enumerate(SMALL.groups)}
+    *filled, borders = ax.collections
+    drawn = {
+        (int(step), int(block)): groups[collection.get_label()]
+        for collection in filled
+        for box in (path.get_extents() for path in collection.get_paths())
+        for step, block in itertools.product(np.arange(box.x0, box.x1), np.arange(box.y0, box.y1))
+    }
+    held = {
+        (step, block_id): holder
+        for step, snapshot in enumerate(snapshots)
+        for block_id, holder in snapshot.items()
+    }
+    assert drawn == {cell: holder.group for cell, holder in held.items()}
+    lines = {tuple(map(tuple, segment.astype(int).tolist())) for segment in borders.get_segments()}
+    wanted = set()
+    for step, block in itertools.product(range(len(snapshots) + 1), range(SMALL.num_blocks + 1)):
+        holder = held.get((step, block))
+        if held.get((step, block - 1)) != holder:
+            wanted.add(((step, block), (step + 1, block)))
+        if held.get((step - 1, block)) != holder:
+            wanted.add(((step, block), (step, block + 1)))
+    assert lines == wanted
+    for text in ax.texts:
+        x, y = text.get_position()
+        assert text.get_text() == str(*held[int(x), int(y)].requests)
     assert title_of(
         ax.figure
     ) == "{:,} blocks handed out, {:,} of them from one group to another".format(
@@ -390,6 +473,13 @@ def hand_overs(snapshots) -> tuple[int, int]:
     return handed, changed
 
 
+def test_a_name_stands_in_the_largest_patch_of_its_holder() -> None:
+    holder = Holder(1, ("name",))
+    steps = [{1: holder}] * 4 + [{}] + [dict.fromkeys(range(9, 19), holder)] * 15
+    (text,) = plotting.plot_pool_over_time(SMALL, steps).axes[0].texts
+    assert (text.get_text(), text.get_position()) == ("name", (12.5, 14))
+
+
 def test_a_shared_block_belongs_to_all_who_hold_it_and_is_not_handed_out_again() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
     plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
@@ -409,16 +499,105 @@ def test_occupancy_stacks_what_each_group_holds() -> None:
     _, held, preempted = serve(SMALL)
     assert preempted
     figure = plotting.plot_occupancy(SMALL, held, preemptions=preempted)
-    steps = [patch.get_data() for patch in figure.axes[0].patches]
-    assert len(steps) == len(SMALL.groups)
-    for group, step in enumerate(steps):
-        counts = np.array(held)[:, group]
-        np.testing.assert_array_equal(step.values - np.asarray(step.baseline), counts)
+    check_stack(figure, [f"group {i}: {g}" for i, g in enumerate(SMALL.groups)], held, preempted)
+    peak = max(map(sum, held)) / SMALL.usable_blocks
+    assert title_of(figure).startswith(
+        f"Up to {100 * peak:.0f} % of {SMALL.usable_blocks:,} usable"
+    )
+    assert {*figure.axes[0].lines[0].get_ydata()} == {SMALL.usable_blocks}
 
 
-def test_the_title_of_block_use_counts_the_blocks_that_several_hold() -> None:
+def check_stack(figure: Figure, names, steps, preempted) -> None:
+    """Compares what is stacked, from the bottom, and the steps that are marked."""
+    (ax,) = figure.axes
+    bottom = np.zeros(len(steps))
+    for name, patch, counts in zip(names, ax.patches, zip(*steps, strict=True), strict=True):
+        drawn = patch.get_data()
+        assert patch.get_label() == name and drawn.edges.tolist() == [*range(len(steps) + 1)]
+        np.testing.assert_array_equal(drawn.baseline, bottom)
+        bottom = bottom + counts
+        np.testing.assert_array_equal(drawn.values, bottom)
+    assert max(bottom) < ax.get_ylim()[1]
+    assert ax.lines[-1].get_xdata().tolist() == preempted
+    assert ax.lines[-1].get_label() == f"{len(preempted)} preemption{'s' * (len(preempted) != 1)}"
+
+
+def test_block_use_stacks_what_blocks_are_used_for_and_counts_those_that_several_hold() -> None:
     uses = [BlockUse(own=3, shared=0, warm=0, cold=5), BlockUse(own=1, shared=1, warm=2, cold=4)]
-    assert title_of(plotting.plot_block_use(uses)).startswith("Up to 50 % of the blocks")
+    figure = plotting.plot_block_use(uses, preemptions=[1])
+    assert title_of(figure).startswith("Up to 50 % of the blocks")
+    names = ["one holder", "shared by several", "warm: free, and kept", "cold: free"]
+    check_stack(figure, names, uses, [1])
+
+
+def extent(bar) -> tuple[float, float]:
+    return bar.get_x(), bar.get_width()
+
+
+PAGES = {
+    "heads": TOKEN_SPECS,
+    "rows of several tokens": st.builds(
+        jaxkv.MLASpec,
+        block_size=st.just(8),
+        head_size=st.just(16),
+        compress_ratio=st.sampled_from([2, 4]),
+    ),
+    "states": STATES
+    | st.just(jaxkv.StateSpec(block_size=4, shapes=((8,), (8,)), dtypes=("f32", "f32"))),
+}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+@given(st.data())
+@settings(max_examples=12)
+def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
+    """A slot counts the tokens of the blocks before it, and a kernel block those of its size."""
+    spec, block_id = data.draw(PAGES[kind]), data.draw(st.integers(0, 9))
+    times, padding = data.draw(st.sampled_from([1, 4, 30])), data.draw(st.sampled_from([0, 64]))
+    padded_bytes = spec.page_bytes * times + padding
+    spec = dataclasses.replace(
+        spec, block_size=spec.block_size * times, page_bytes_padded=padded_bytes
+    )
+    is_state = isinstance(spec, jaxkv.StateSpec)
+    each = getattr(spec, "compress_ratio", 1)
+    sizes = [n for n in range(each, spec.block_size + 1, each) if spec.block_size % n == 0]
+    size = spec.block_size if is_state else data.draw(st.sampled_from(sizes))
+    figure = plotting.plot_page(spec, block_id=block_id, kernel_block_size=size)
+    (ax,) = figure.axes
+    bars = [bar for bar in ax.patches if not bar.get_hatch()]
+    unit = 2**10 if ax.get_xlabel().startswith("KiB") else 1
+    starts, widths = ([unit * x for x in of] for of in zip(*map(extent, bars), strict=True))
+    padded = [bar for bar in ax.patches if bar.get_hatch()]
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert len(padded) == (spec.page_bytes > spec.data_bytes)
+    assert starts == [0, *itertools.accumulate(widths[:-1])]
+    if is_state:
+        assert widths == list(spec.array_bytes)
+        names = [f"{d}{list(s)}" for d, s in zip(spec.dtypes, spec.shapes, strict=True)]
+        assert labels == names + ["padding"] * len(padded)
+        assert all(unit * bar.get_x() == spec.data_bytes for bar in padded)
+        return
+    rows = spec.block_size // each
+    if isinstance(spec, jaxkv.FullAttentionSpec):
+        pair = np.array([spec.head_size, spec.head_size_v or spec.head_size])
+        item = spec.token_bytes // (spec.num_kv_heads * pair.sum())
+        assert widths == (pair * item).tolist() * spec.num_kv_heads
+    else:
+        assert widths == [spec.data_bytes // rows]
+    picked = [int(tick) for tick in ax.get_yticks()]
+    slots = [block_id * spec.block_size + row * each for row in picked]
+    assert labels == [f"slot {slot:,}" for slot in slots] and picked[0] == 0
+    assert len(picked) == rows or rows > 16
+    right, parts = ax.child_axes[0], spec.block_size // size
+    name = "kernel block" if parts > 1 else "block"
+    numbers = [(block_id * rows + int(y)) // (size // each) for y in right.get_yticks()]
+    assert [text.get_text() for text in right.get_yticklabels()] == [
+        f"{name} {n:,}" for n in numbers
+    ]
+    stored = f"{rows:,} {'token' if each == 1 else f'row of {each} tokens'}{'s' * (rows != 1)}"
+    assert f": {stored} x {spec.data_bytes // rows:,} bytes = {spec.data_bytes:,} bytes" in (
+        title_of(figure)
+    )
 
 
 def test_tables_show_ids_null_entries_and_the_errors_that_the_device_found() -> None:
@@ -437,20 +616,63 @@ def test_tables_show_ids_null_entries_and_the_errors_that_the_device_found() -> 
     assert "a block id outside the pool" in title_of(ax.figure)
 
 
-def test_frames_are_around_the_columns_that_the_step_reads() -> None:
-    manager, cache, batch = shared_cache()
-    ax = plotting.plot_block_tables(cache, batch=batch).axes[0]
-    frames = [bar.get_bbox() for bar in ax.patches if not bar.get_fill()]
-    starts = [bar.get_x() for bar in ax.patches if bar.get_alpha() == 0.5]  # of the groups
-    assert len(starts) == 5
-    read = []
-    for request, row in manager.requests.items():
-        for group, ids in enumerate(manager.block_ids(request)):
-            columns = np.flatnonzero(ids)
-            read.append((row, starts[group] + columns[0], starts[group] + columns[-1] + 1))
-    found = [(round((box.y0 + box.y1) / 2 - 0.5), box.x0, box.x1) for box in frames]
-    assert sorted(found) == sorted(read)
-    assert any(ids[0] == 0 for r in manager.requests for ids in manager.block_ids(r))
+def plan_of_states() -> jaxkv.Plan:
+    """With states, which a step may read from an earlier column, and keys of an encoder."""
+    sizes = {"block_size": 4, "shapes": ((2, 16),), "dtypes": ("f32",)}
+    layers = {
+        "all": jaxkv.StateSpec(**sizes, cache_mode="all"),
+        "align": jaxkv.StateSpec(**sizes, cache_mode="align", speculative_blocks=1),
+        "cross": jaxkv.CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=4),
+    }
+    limits = jaxkv.Limits(max_in_flight_tokens=8, max_encoder_tokens=9)
+    return jaxkv.plan_cache(layers, 2**30, max_model_len=24, num_blocks_override=60, limits=limits)
+
+
+def plan_of_a_rank() -> jaxkv.Plan:
+    layers = {"full": hybrid_layers()["full.0"]}
+    return jaxkv.plan_cache(
+        layers, 2**30, max_model_len=24, num_blocks_override=40, context_parallel=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [(SMALL, {}), (plan_of_states(), {}), (plan_of_a_rank(), {"rank": 1})],
+    ids=["windows", "states", "a rank"],
+)
+def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> None:
+    """In whatever rows are drawn, in whatever order."""
+    manager, cache, batch = filled_cache(plan=plan, **options)
+    tables = jaxkv.testing.ReferenceTables(plan, max_requests=6)
+    steps = zip(batch.num_computed_tokens, batch.seq_lens, batch.encoder_lens, strict=True)
+    steps = dict(zip(np.asarray(batch.request_rows).tolist(), steps, strict=True))
+    requests = {row: request for request, row in manager.requests.items()}
+    for rows in (None, [5, 2], [2, 0, 1]):
+        ax = plotting.plot_block_tables(cache, batch=batch, rows=rows).axes[0]
+        starts = [bar.get_x() for bar in ax.patches if bar.get_alpha() == 0.5]  # of the groups
+        assert len(starts) == len(plan.groups)
+        frames = [bar.get_bbox() for bar in ax.patches if not bar.get_fill()]
+        found = [
+            (round((box.y0 + box.y1) / 2 - 0.5), column)
+            for box in frames
+            for column in range(round(box.x0), round(box.x1))
+        ]
+        ids = {text.get_position(): int(text.get_text()) for text in ax.texts}
+        wanted = set()
+        for line, row in enumerate(rows or range(6)):
+            if row not in requests:
+                continue
+            for group, start in enumerate(starts):
+                read = tables.columns(group, *map(int, steps[row]))
+                wanted |= {(line, start + column) for column in read if column is not None}
+                held = manager.block_ids(requests[row])[group]
+                shown = [ids.get((start + i + 0.5, line + 0.5)) for i in range(len(held))]
+                assert [i for i, of in zip(shown, held, strict=True) if of] == [
+                    i for i in held if i
+                ]
+        assert len(set(found)) == len(found) and set(found) == wanted
+        labels = [label.get_text() for label in ax.get_yticklabels()]
+        assert labels == [str(row) for row in rows or range(6)]
 
 
 def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
@@ -468,6 +690,25 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
     ax = plotting.plot_length_against_requests({name: plan}, lengths).axes[0]
     points = dict(zip(*ax.lines[0].get_data(), strict=True))
     assert points == {n: plan.requests_that_fit(n) for n in [*lengths, plan.max_model_len]}
+
+
+def test_each_of_several_curves_has_its_name_and_its_last_point() -> None:
+    figure = plotting.plot_length_against_requests(PLANS)
+    (ax,) = figure.axes
+    curves = zip(PLANS.items(), ax.lines[::2], ax.lines[1::2], ax.texts, strict=True)
+    for (name, plan), curve, end, text in curves:
+        lengths, counts = (axis.tolist() for axis in curve.get_data())
+        assert counts == [plan.requests_that_fit(length) for length in lengths]
+        assert lengths[0] == 128 and lengths[-1] == plan.max_model_len
+        assert [*map(float, text.xy)] == [float(*axis) for axis in end.get_data()]
+        assert text.xy == (lengths[-1], counts[-1])
+        assert text.get_text() == f"{name}: {counts[-1]:,} x {lengths[-1]:,}"
+        assert curve.get_color() == end.get_color()
+    assert title_of(figure).endswith(" in 40.00 GiB")
+    both = jaxkv.plan_cache([hybrid_layers()] * 2, [2**20, 2**21], max_model_len=24)
+    assert title_of(plotting.plot_length_against_requests(both)).endswith(" in 3.00 MiB")
+    figure = plotting.plot_length_against_requests({"a": both, "b": SMALL})
+    assert title_of(figure).endswith("at once")
 
 
 def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:

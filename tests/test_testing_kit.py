@@ -39,6 +39,7 @@ from jaxkv._src.pool import zero_blocks
 from jaxkv._src.prefixes import PrefixTree, _policies
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import FullAttentionSpec, GrowthTable, Limits, SlidingWindowSpec, StateSpec
+from jaxkv._src.testing._texts import Texts
 from jaxkv._src.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from jaxkv.testing import (
     CacheStateMachine,
@@ -489,6 +490,28 @@ def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
     assert not set(rows(5, "a", 6)["full"]) & set(once["full"])
     with pytest.raises(ValueError, match="tokens has 2 ids; wanted the first 3"):
         cache.write(1, 0, 3, [0, 0])
+
+
+@given(hst.data())
+def test_a_text_changes_for_no_event_of_another(data) -> None:
+    """Of forks of forks, too: each is compared with a list of its own."""
+    texts, lists = Texts(max_tokens=8), {0: [0, 1, 1], 1: [1]}
+    for request, tokens in lists.items():
+        texts.start(request, tokens, None)
+    for fork in range(2, 8):
+        donor = data.draw(hst.sampled_from([*lists]))
+        count = data.draw(hst.integers(0, len(lists[donor])))
+        if data.draw(hst.booleans()):
+            texts.fork(fork, donor, count)
+            lists[fork], donor = lists[donor][:count], fork
+        else:
+            texts.rewind(donor, count)
+            lists[donor] = lists[donor][:count]
+        known = lists[donor]
+        more = texts.first(donor, data.draw(hst.integers(0, 9)))
+        assert more[: len(known)] == known[: len(more)]
+        lists[donor] = [*known, *more[len(known) :]]
+        assert {name: text.tokens for name, text in texts.running.items()} == lists
 
 
 def test_a_prefix_is_read_as_the_same_tokens_wrote_it() -> None:

@@ -63,23 +63,23 @@ def plot_page(
 
 def _draw_state(spec: StateSpec, block_id: int, ax: "Axes | None") -> "Figure":
     """Draws the arrays of a state, each in a line of its own, over the bytes of the page."""
-    sizes = {
-        f"{dtype}{list(shape)}": num_bytes
+    sizes = [
+        (f"{dtype}{list(shape)}", num_bytes)
         for shape, dtype, num_bytes in zip(spec.shapes, spec.dtypes, spec.array_bytes, strict=True)
-    }
+    ]
     if spec.page_bytes > spec.data_bytes:
-        sizes["padding"] = spec.page_bytes - spec.data_bytes
+        sizes.append(("padding", spec.page_bytes - spec.data_bytes))
     ax = axes_of(ax, 8, 1.2 + 0.36 * len(sizes))
     unit, size = byte_unit(spec.page_bytes)
     ax.set(xlim=(0, spec.page_bytes / size), ylim=(len(sizes) - 0.5, -0.5))
     start = 0
-    for line, (name, num_bytes) in enumerate(sizes.items()):
+    for line, (name, num_bytes) in enumerate(sizes):
         colour, hatch = (PALE, UNUSED) if name == "padding" else (group_colour(line), "")
         style: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "#666666"}
         ax.barh(line, num_bytes / size, 0.72, left=start / size, linewidth=0.6, **style)
         label_bar(ax, line, start / size, num_bytes / size, f"{num_bytes:,} bytes", colour)
         start += num_bytes
-    ax.set_yticks(range(len(sizes)), list(sizes))
+    ax.set_yticks(range(len(sizes)), [name for name, _ in sizes])
     title = f"Block {block_id}, state layer: one state of {spec.data_bytes:,} bytes"
     return finish(ax, title, xlabel=f"{unit} of the page")
 

@@ -143,7 +143,8 @@ def _read_columns(cache: "KVCache", batch: "StepBatch", shown: Sequence[int]) ->
             continue
         tokens = cdiv(int(computed[request]), ranks), cdiv(int(total[request]), ranks)
         for group, growth in enumerate(cache.layout.growths):
-            source, first, end = growth.live_columns(*tokens, int(encoder[request]))
+            source, _, end = growth.live_columns(*tokens, int(encoder[request]))
+            first = growth.step_start(*tokens)  # of a state, earlier columns are held alone
             frames.append(_Frame(lines[row], group, int(first), int(end)))
             if 0 <= source < first:
                 frames.append(_Frame(lines[row], group, int(source), int(source) + 1))
