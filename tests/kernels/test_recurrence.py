@@ -518,8 +518,8 @@ def test_prompts_go_through_kernels(layer: Layer, data: st.DataObject) -> None:
 @needs_mosaic
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
-    layer = PROMPTS_IN_KERNELS[0]
-    monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 192 * 2)
+    layer = PROMPTS_IN_KERNELS[0]._replace(key=128)
+    monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 256 * 2)
     given = make(
         layer,
         [30, 1, 140, 5, 9],  # 2, 0, 3, 1 and 2 chunks, of which 3 are in a turn
