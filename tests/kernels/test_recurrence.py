@@ -492,7 +492,7 @@ def test_decodes_and_prompts_go_together_through_the_kernels() -> None:
 PROMPTS_IN_KERNELS = (
     Layer(key=64, value=64, value_heads=1, inputs="bfloat16", state="bfloat16"),
     Layer(
-        **{"rule": "scan", "key": 64, "value": 128, "value_heads": 1, "inputs": "bfloat16"},
+        **{"rule": "scan", "key": 64, "value": 128, "key_heads": 2, "inputs": "bfloat16"},
         **{"gates": "bfloat16", "out": "float16", "scale": 0.5, "holes": 3},
     ),
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
