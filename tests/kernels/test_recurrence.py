@@ -843,11 +843,20 @@ WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
         (WIDE._replace(shape=(2, 512, 64)), "wider than 256"),
         (WIDE._replace(start=128), "not multiples of 256 bytes"),
         (GOOD["states"]._replace(data=jnp.zeros((9, 8192 + 32))), "not multiples of 256 bytes"),
+        # Also those of other layers, among which a few pages lie.
+        (
+            GOOD["states"]._replace(data=jax.ShapeDtypeStruct((2**24, 8192), jnp.float32)),
+            "pages have more rows than int32 counts",
+        ),
     ],
 )
 def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) -> None:
     _, value, key = states.shape
-    given = GOOD | {"states": states, "inputs": jnp.ones((3, 2 * key + 2 * value))}
-    jax.eval_shape(lambda: gated_delta_rule(**given))
+
+    def run(data: jax.Array, implementation: Any) -> Any:
+        given = {"states": states._replace(data=data), "inputs": jnp.ones((3, 2 * key + 2 * value))}
+        return gated_delta_rule(**GOOD | given, implementation=implementation)
+
+    jax.eval_shape(functools.partial(run, implementation=None), states.data)
     with pytest.raises(NotImplementedError, match=text):
-        gated_delta_rule(**given, implementation="mosaic_gpu")
+        jax.eval_shape(functools.partial(run, implementation="mosaic_gpu"), states.data)
