@@ -914,22 +914,30 @@ def test_limits_beyond_int32_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "columns", "error", "message"),
+    ("extents", "blocks", "columns", "error", "message"),
     [
-        ((2**27, 16), 2, NotImplementedError, "pages have more rows than int32 counts"),
-        ((9, 16), 2**27, ValueError, "rows of 134217728 pages of 16 tokens, more than int32 count"),
+        (2**27, 2**27, 2, NotImplementedError, "pages have more rows than int32 counts"),
+        (2**27, 9, 2, NotImplementedError, "pages have more rows than int32 counts"),
+        (9, 9, 2**27, ValueError, "rows of 134217728 pages of 16 tokens, more than int32 count"),
     ],
 )
 @needs_mosaic
-def test_more_tokens_than_int32_counts_are_refused(pages, columns, error, message) -> None:
+def test_more_tokens_than_int32_counts_are_refused(
+    extents, blocks, columns, error, message
+) -> None:
+    """Also those of other layers, among which a few pages lie."""
     struct, ids = jax.ShapeDtypeStruct, jnp.int32
     arguments = [
         struct((3, 2, 64), jnp.bfloat16),
-        struct((*pages, 1, 128), jnp.bfloat16),
+        struct((extents, 16 * 128), jnp.bfloat16),
         struct((3, columns), ids),
         struct((3,), ids),
     ]
-    run = functools.partial(paged_attention, implementation="mosaic_gpu")
+
+    def run(queries: jax.Array, data: jax.Array, *rest: jax.Array) -> jax.Array:
+        pages = StridedPages(data, data.dtype, blocks, 16, 1, 128, page_step=extents // blocks)
+        return paged_attention(queries, pages, *rest, implementation="mosaic_gpu")
+
     with pytest.raises(error, match=message):
         jax.eval_shape(run, *arguments)
 

@@ -485,7 +485,7 @@ PROMPTS_IN_KERNELS = (
         **{"state": "bfloat16"},
     ),
     Layer(
-        **{"rule": "scan", "key": 64, "value": 128, "value_heads": 1, "inputs": "bfloat16"},
+        **{"rule": "scan", "key": 64, "value": 128, "key_heads": 2, "inputs": "bfloat16"},
         **{"gates": "bfloat16", "out": "float16", "scale": 0.5, "holes": 3},
     ),
     Layer(key=128, value=128, inputs="bfloat16", conv="bfloat16", width=4),
@@ -511,9 +511,14 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
 @needs_mosaic
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
+<<<<<<< HEAD
     layer = PROMPTS_IN_KERNELS[4]
     columns, chunks = layer.value + 64 + 3 * layer.key, 2  # of a turn
     monkeypatch.setattr(prompt, "TURN_BYTES", chunks * layer.value_heads * 64 * columns * 2)
+=======
+    layer = PROMPTS_IN_KERNELS[0]._replace(key=128)
+    monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 256 * 2)
+>>>>>>> u4
     given = make(
         layer,
         [90, 9],  # 4 chunks, the first one a whole tile, and one that begins a turn
@@ -836,11 +841,20 @@ WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
         (WIDE._replace(shape=(2, 512, 64)), "wider than 256"),
         (WIDE._replace(start=128), "not multiples of 256 bytes"),
         (GOOD["states"]._replace(data=jnp.zeros((9, 8192 + 32))), "not multiples of 256 bytes"),
+        # Also those of other layers, among which a few pages lie.
+        (
+            GOOD["states"]._replace(data=jax.ShapeDtypeStruct((2**24, 8192), jnp.float32)),
+            "pages have more rows than int32 counts",
+        ),
     ],
 )
 def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) -> None:
     _, value, key = states.shape
-    given = GOOD | {"states": states, "inputs": jnp.ones((3, 2 * key + 2 * value))}
-    jax.eval_shape(lambda: gated_delta_rule(**given))
+
+    def run(data: jax.Array, implementation: Any) -> Any:
+        given = {"states": states._replace(data=data), "inputs": jnp.ones((3, 2 * key + 2 * value))}
+        return gated_delta_rule(**GOOD | given, implementation=implementation)
+
+    jax.eval_shape(functools.partial(run, implementation=None), states.data)
     with pytest.raises(NotImplementedError, match=text):
-        gated_delta_rule(**given, implementation="mosaic_gpu")
+        jax.eval_shape(functools.partial(run, implementation="mosaic_gpu"), states.data)

@@ -221,9 +221,9 @@ def small_gpu(monkeypatch) -> None:
 @pytest.mark.usefixtures("small_gpu")
 def test_mosaic_gives_a_token_the_same_bits_in_interpret_mode() -> None:
     """Among decodes only: products of other shapes have other bits on a CPU, not on a GPU."""
-    case = Case(((2, 0, 3),), window=90, page_tokens=64)
+    case = Case(((2, 0, 3),), window=90, page_tokens=96)  # a segment ends within a page
     attend = make_attend(case, "mosaic_gpu")
-    one, other = (attend_at(case, Place(0, row, 180, 1, 3, first=row), attend) for row in range(2))
+    one, other = (attend_at(case, Place(0, row, 200, 1, 3, first=row), attend) for row in range(2))
     assert one == other
 
 

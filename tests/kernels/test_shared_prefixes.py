@@ -125,6 +125,13 @@ def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
     check(case, data.draw(forests(case)), "xla")
 
 
+@pytest.mark.parametrize("name", XLA_CASES)
+def test_a_request_alone_sees_its_own_keys_if_groups_take_all_the_room(name: str) -> None:
+    forest = Forest([200, 300, 100, 290, 250], [[0], [3, 1], [4]], [192, 240, 144], seed=0)
+    assert len(forest.groups) == GROUPS
+    check(XLA_CASES[name], forest, "xla")
+
+
 def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkeypatch) -> None:
     monkeypatch.setattr(shared_tiles, "tile_size", lambda _: 2)
     rule, batch = rule_of("all keys"), 9
