@@ -511,14 +511,9 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
 @needs_mosaic
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
-<<<<<<< HEAD
     layer = PROMPTS_IN_KERNELS[4]
     columns, chunks = layer.value + 64 + 3 * layer.key, 2  # of a turn
     monkeypatch.setattr(prompt, "TURN_BYTES", chunks * layer.value_heads * 64 * columns * 2)
-=======
-    layer = PROMPTS_IN_KERNELS[0]._replace(key=128)
-    monkeypatch.setattr(prompt, "TURN_BYTES", 3 * 64 * 256 * 2)
->>>>>>> u4
     given = make(
         layer,
         [90, 9],  # 4 chunks, the first one a whole tile, and one that begins a turn
