@@ -539,7 +539,7 @@ def test_nan_that_one_request_wrote_never_reaches_another() -> None:
         engine.start(sick, encoder_tokens=ENCODER)
         engine.start(("well", life), encoder_tokens=3)
         for _ in range(3):
-            engine.step({("well", life): 5, sick: EACH})
+            engine.step({("well", life): 5, sick: engine.shape.max_query_len})
             well_blocks |= sick_blocks & ids_of(engine, ("well", life))
             sick_blocks |= ids_of(engine, sick)
         engine.manager.finish(sick)
