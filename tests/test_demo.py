@@ -133,14 +133,37 @@ RANKS = {"num_blocks": 60, "kernel_block_size": 8, "ranks": 2}
 
 
 @pytest.mark.parametrize("options", [KERNEL_BLOCKS, RANKS], ids=["kernel blocks", "context"])
-def test_own_kernels_ranks_and_sleep_change_no_logit(options) -> None:
+def test_own_kernels_ranks_and_sleep_change_no_logit(options, monkeypatch) -> None:
     """Wherever a block lies: read by kernel ids, divided among devices, sent to the host."""
     if len(jax.devices()) < options.get("ranks", 1):
         pytest.skip(f"needs {options['ranks']} devices")
     trace = make_trace(9, seed=4, prompt_tokens=(16, 90), new_tokens=(4, 12))
-    report, found = serve_and_compare(engine_of(**options), trace, naps=True)
+    monkeypatch.setattr(serving, "REQUESTS_BETWEEN_NAPS", 4)
+    engine, released = engine_of(**options), []
+    sleep = engine.sleep
+    monkeypatch.setattr(engine, "sleep", lambda: released.append(sleep()) or released[-1])
+    report, found = serve_and_compare(engine, trace, naps=True)
     assert found.largest_difference <= BOUNDS["fp8_e4m3"]
-    assert report.naps == 1 and report.bytes_released > 0
+    assert report.naps == len(released) == 2 and min(released) > 0
+    assert report.bytes_released == sum(released)
+
+
+@pytest.mark.parametrize("kind", ["random", "chat", "rl"])
+def test_lengths_of_a_trace_lie_in_the_ranges_that_are_asked_for(kind) -> None:
+    trace = make_trace(60, 0, kind, prompt_tokens=(5, 9), new_tokens=(20, 31))
+    assert {len(request.prompt) - request.boundary for request in trace} == set(range(5, 10))
+    answers = {request.max_new_tokens for request in trace}
+    assert answers <= set(range(20, 32)) and len(answers) > 6
+    assert sum(request.samples for request in trace) == 60
+
+
+@pytest.mark.parametrize(("difference", "agrees"), [(0.01, True), (0.03, False), (np.nan, False)])
+def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
+    difference: float, agrees: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(run, "compare", lambda *_, **options: Comparison(difference, 1, 1, 1))
+    params: Any = None
+    assert run._compare(Model(CONFIG, ()), params, {}, Report(), bound=0.02) == agrees
 
 
 def test_shared_prefixes_change_no_logit() -> None:
