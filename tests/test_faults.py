@@ -217,12 +217,20 @@ def test_a_request_never_reads_a_state_that_it_did_not_write(layers) -> None:
     jaxkv.check_errors(cache)
 
 
-def test_a_state_of_one_request_is_not_taken_for_those_of_all() -> None:
-    plan, _, shape = serving({"s": state("none")})
-    cache, batch = jax.jit(jaxkv.apply_step)(jaxkv.make_cache(plan, max_requests=3), shape.idle())
+@pytest.mark.parametrize("max_requests", [3, 5])
+def test_a_state_of_one_request_is_not_taken_for_those_of_all(max_requests) -> None:
+    """All of the step, which may be fewer than the cache has room for."""
+    plan, _, _ = serving({"s": state("none")})
+    shape = StepShape.for_plan(plan, max_requests=max_requests, batch_size=3, max_tokens=8)
+    cache = jaxkv.make_cache(plan, max_requests=max_requests)
+    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
+    right = as_ids([0] * 3)
+    (read,) = jaxkv.read_state(cache, "s", batch, at=right)
+    jaxkv.write_state(cache, "s", batch, [read], at=right)
     for at, error, message in (
         (as_ids([0]), ValueError, r"at has shape \(1,\); wants \(3,\), one block per request"),
         (np.int32(0), ValueError, r"at has shape \(\)"),
+        (as_ids([0] * 5), ValueError, r"at has shape \(5,\); wants \(3,\)"),
         (np.array([2**32] * 3), TypeError, "at must be an array of int32, got int64"),
     ):
         with pytest.raises(error, match=message):

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import math
 import os
 import random
 from collections import Counter
@@ -195,6 +196,24 @@ def bytes_of(cache: KVCache, group: int, block: int) -> list[bytes]:
             if tensor in mine:
                 found.append((at.take(i, axes.index("L")) if "L" in axes else at).tobytes())
     return found
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_pieces_of_large_memory_are_those_of_small_memory_further_on(options: dict) -> None:
+    """An address has 64 bits, and so have the bytes from the first block to the last."""
+    spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
+    num_blocks = 2**28
+    plan = plan_of({"a": spec, "b": spec}, num_blocks, LONGEST)
+    buffers = jax.eval_shape(lambda: jaxkv.make_cache(plan, max_requests=2, **options))
+    buffers = buffers.layout.buffers
+    addresses = [2**47 - 2**40 + 2**38 * i for i, _ in enumerate(buffers.shapes)]
+    far, near = (pieces_of(buffers, [np.array([last])], addresses) for last in (num_blocks - 1, 1))
+    strides = [math.prod(shape[buffers.block_axis + 1 :]) for shape in buffers.shapes]
+    moved = [int(a) - int(b) for a, b in zip(far.addresses, near.addresses, strict=True)]
+    assert set(moved) == {stride * (num_blocks - 2) for stride in strides}
+    origin = pieces_of(buffers, [np.array([1])], [0] * len(addresses))
+    shifts = {int(a) - int(b) for a, b in zip(near.addresses, origin.addresses, strict=True)}
+    assert shifts == set(addresses)
 
 
 @needs_devices(2)

@@ -13,19 +13,23 @@ import json
 import pathlib
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv._src.interop.vllm import SchedulerTables, cache_order, layer_specs, plan_from_config
 from jaxkv._src.interop.vllm._specs import convert_spec
+from jaxkv._src.interop.vllm._split import _split_entries
 from jaxkv._src.planning import KVCacheCapacityError, Plan
 from jaxkv._src.specs import LayerSpec, Limits, MLASpec, StateSpec
+from jaxkv._src.uploads import TableEntry
 
 RECORDED = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_0_33.json").read_text())
 CASES = {case["name"]: case for case in RECORDED["cases"]}
@@ -517,6 +521,38 @@ def test_uploads_of_any_size_bring_the_tables_to_the_device(room) -> None:
     jaxkv.check_errors(cache)
     assert apply._cache_size() == 1
     assert (most > 1) == bool(room)
+
+
+ENTRIES = st.lists(
+    st.tuples(*[st.lists(st.integers(1, 99), max_size=6)] * 2, *[st.integers(0, 9)] * 2),
+    min_size=3,  # the room that is left depends on all before
+    max_size=6,
+)
+
+
+@given(entries=ENTRIES, room=st.integers(1, 8))
+@example(entries=[([1, 2], [3], 0, 0), ([4], [5, 6], 2, 0), ([7], [8, 9, 10], 0, 5)], room=8)
+def test_parts_hold_all_ids_of_entries_in_order_and_no_more_than_fit(entries, room) -> None:
+    given = [TableEntry(row, [one, two], starts) for row, (one, two, *starts) in enumerate(entries)]
+    parts = list(_split_entries(given, room))
+    sizes = [sum(len(ids) for entry in part for ids in entry.block_ids) for part in parts]
+    total = sum(len(ids) for entry in given for ids in entry.block_ids)
+    assert all(size <= room for size in sizes)
+    assert all(size == room for size in sizes[:-1]) and sum(sizes) == total
+    assert {e.row for part in parts for e in part} == {e.row for e in given}
+
+    def cells(entries: Iterable[TableEntry]) -> list[Any]:
+        """Row, group, column and id, in order of the first three."""
+        return sorted(
+            (entry.row, group, start + i, block_id)
+            for entry in entries
+            for group, (start, ids) in enumerate(
+                zip(entry.starts or (), entry.block_ids, strict=True)
+            )
+            for i, block_id in enumerate(ids)
+        )
+
+    assert cells(entry for part in parts for entry in part) == cells(given)
 
 
 def token_ids(step: Data) -> list[int]:

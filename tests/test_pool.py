@@ -224,6 +224,20 @@ def test_rows_can_be_given_as_bytes_and_read_by_the_layers_that_share_them(spec)
             jaxkv.read_tokens(cache, "a", batch)
 
 
+def test_a_layer_that_shares_a_cache_reads_with_the_scales_of_its_owner() -> None:
+    spec, scales = cases.attention(), {"first": (4.0, 2.0), "a": (0.5, 0.25), "last": (8.0, 16.0)}
+    layers = {"before": SharedKVSpec("a"), **dict.fromkeys(scales, spec), "b": SharedKVSpec("a")}
+    plan = cases.planned(layers)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, scales=scales)
+    batch = cases.fixed_step(plan).batch(cache, plan)
+    ones = jnp.ones((*batch.token_shape, spec.num_kv_heads, spec.head_size))
+    cache = jaxkv.write_tokens(cache, "a", batch, ones, ones)
+    own = jaxkv.read_tokens(cache, "a", batch)
+    assert all(set(np.unique(array)) >= {1.0} for array in own)
+    for layer in ("before", "b"):
+        assert_same_bytes(jaxkv.read_tokens(cache, layer, batch), own)
+
+
 def test_encoder_tokens_can_be_given_as_bytes() -> None:
     cache, step, batch = poisoned(Case(cross))
     rows = np.random.default_rng(0).normal(size=(REQUESTS, cases.ENCODER, 2, 8))

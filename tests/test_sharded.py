@@ -402,7 +402,8 @@ def test_latent_rows_are_on_every_device_and_those_of_an_encoder_are_divided_by_
 
 
 @needs_devices(2)
-def test_rows_as_they_are_stored_are_those_of_all_heads_or_the_same_on_every_rank() -> None:
+@pytest.mark.parametrize("columns", [None, 6], ids=["flat", "rectangular"])
+def test_rows_as_they_are_stored_are_those_of_all_heads_or_the_same_on_every_rank(columns) -> None:
     common: dict[str, Any] = {"block_size": 4, "head_size": SIZE, "dtype": "f32"}
     layers = {
         "full": jaxkv.FullAttentionSpec(num_kv_heads=1, **common),  # of each rank
@@ -412,13 +413,15 @@ def test_rows_as_they_are_stored_are_those_of_all_heads_or_the_same_on_every_ran
     plan = jaxkv.plan_cache(layers, 2**20, max_model_len=24, num_blocks_override=BLOCKS)
     mesh = Mesh(np.array(DEVICES[:2]), ("heads",))
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
-    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    sizes = {"tokens_per_request": columns} if columns else {"max_tokens": TOKENS}
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, **sizes)
+    tokens = (REQUESTS, columns) if columns else (TOKENS,)
     manager, rng = jaxkv.BlockManager(plan, max_requests=REQUESTS), np.random.default_rng(0)
     manager.start("a")
     rows = {
-        "full": rng.normal(size=(TOKENS, 2, 2 * SIZE)).astype(np.float32),
-        "latent": rng.normal(size=(TOKENS, SIZE)).astype(np.float32),
-        "bytes": rng.integers(0, 256, (TOKENS, 7), np.uint8),
+        "full": rng.normal(size=(*tokens, 2, 2 * SIZE)).astype(np.float32),
+        "latent": rng.normal(size=(*tokens, SIZE)).astype(np.float32),
+        "bytes": rng.integers(0, 256, (*tokens, 7), np.uint8),
     }
 
     @jax.jit
@@ -430,8 +433,9 @@ def test_rows_as_they_are_stored_are_those_of_all_heads_or_the_same_on_every_ran
 
     for given, found in zip(rows.values(), run(cache, manager.step(shape, {"a": 5})), strict=True):
         assert len(found.addressable_shards) == 2
+        first = given[0] if columns else given  # the tokens of "a"
         for shard in found.addressable_shards:
-            np.testing.assert_array_equal(shard.data[:5], given[:5][shard.index])
+            np.testing.assert_array_equal(shard.data[:5], first[:5][shard.index])
 
 
 @needs_devices(2)

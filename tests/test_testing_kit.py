@@ -471,7 +471,8 @@ def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
 
 
 def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
-    cache = ReferenceCache(Machine.plan)
+    layers = {"full": FULL, "alike": FULL, "state": STATE}
+    cache = ReferenceCache(plan_cache(layers, 2**30, max_model_len=24, num_blocks_override=20))
     tokens = [1, 0, 1, 1, 0, 0]
 
     def rows(request: int, namespace: str | None, *ends: int) -> dict[str, list[bytes]]:
@@ -486,6 +487,7 @@ def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
     once, twice = rows(1, "a", 6), rows(2, "a", 3, 6)
     assert once["full"] == twice["full"] and once["state"] == twice["state"][1:]
     assert rows(3, "b", 6)["full"] != once["full"] != rows(4, None, 6)["full"]
+    assert once["full"] != once["alike"], "a layer's rows are not another's"
     tokens[0] = 0
     assert not set(rows(5, "a", 6)["full"]) & set(once["full"])
     with pytest.raises(ValueError, match="tokens has 2 ids; wanted the first 3"):
