@@ -1005,6 +1005,19 @@ def test_the_device_learns_of_a_copy_with_the_upload_that_makes_it() -> None:
     assert not manager.step(shape, {"r": 1}).parts()["entry_ids"].size
 
 
+def test_the_device_learns_of_a_copy_of_a_copy_with_the_upload_that_makes_both() -> None:
+    manager, shape = running(small_plan({"a": FULL}), 3)
+    shape = dataclasses.replace(shape, block_copies=2)
+    manager.fork("r", ["s"])
+    manager.start("u")
+    manager.grow({"r": 1})
+    manager.fork("r", ["t"])
+    manager.grow({"t": 1})
+    manager.step(shape, {"u": 1})
+    for name in "rt":
+        assert not manager.step(shape, {name: 1}).parts()["entry_ids"].size
+
+
 @pytest.mark.parametrize("count", [8, 7, 4, 3, 0])
 def test_a_rewind_to_where_a_copied_block_begins_leaves_no_copy(count: int) -> None:
     manager, shape = running(small_plan({"a": FULL}), 9)

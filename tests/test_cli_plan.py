@@ -122,6 +122,15 @@ def test_json_says_the_same_as_the_page(capsys) -> None:
         assert f"try {change['option']} {change['value']}: {change['gives']}\n" in page
 
 
+def test_json_says_what_the_weights_leave_of_the_share_of_a_gpu(capsys) -> None:
+    data = figures(capsys, "llama-3.1-8b", *ON_GPUS, "2", "--utilization", "0.5")
+    gpu = data["gpu"]
+    assert (gpu["name"], gpu["num_gpus"], gpu["utilization"]) == ("h200", 2, 0.5)
+    assert gpu["usable_bytes"] == gpu_bytes("h200") // 2
+    assert gpu["weights_bytes"] == 2 * gpu["parameters"]
+    assert data["memory_bytes"] == [gpu["usable_bytes"] - gpu["parameters"]]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -787,17 +787,22 @@ def test_a_prompt_whose_prefix_cannot_be_loaded_is_computed_as_a_whole(monkeypat
 
 
 def test_what_was_parked_is_forgotten_with_the_tokens_that_are_taken_back() -> None:
-    layers = {"a": FULL}
-    manager = BlockManager(plan_of(layers, 12, 32), max_requests=4, host_memory=host(100, layers))
+    layers = {"a": FULL, "w": WINDOW}
+    manager = BlockManager(plan_of(layers, 40, 32), max_requests=4, host_memory=host(100, layers))
     scheduler = Scheduler(manager, max_tokens=32)
     scheduler.add("a", 4)
-    for _ in range(6):
+    scheduler.add("b", 4)
+    for _ in range(8):
         manager.step(scheduler.shape(), scheduler.schedule().work)
-        scheduler.append({"a": 1})
+        scheduler.append({"a": 1, "b": 1})
     scheduler._chooser.preempt(scheduler._queues.of["a"])
-    assert manager.num_parked_tokens("a") == 9
+    assert manager.num_parked_tokens("a") == 11
+    with pytest.raises(ValueError, match="'b' no longer holds a block"):
+        scheduler.rewind({"a": 6, "b": 4})
+    assert manager.num_parked_tokens("a") == 11
     scheduler.rewind({"a": 6})
     assert not manager.num_parked_tokens("a")
+    scheduler.finish("b")
     assert sum(scheduler.schedule().work.values()) <= 6
 
 

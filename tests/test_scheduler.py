@@ -718,21 +718,26 @@ def test_what_a_lost_schedule_copies_leaves_less_room_for_the_copies_of_the_next
     assert server.step().work == {"b": 1} | ({"d": 7} if is_forked else {})
 
 
+@pytest.mark.parametrize("is_late", [False, True])  # after the donor's next token is known
 @pytest.mark.parametrize("computed", [6, 7, 8, 9, 10])
-def test_a_fork_of_more_tokens_than_a_step_brings_to_the_device_computes_them(computed) -> None:
+def test_a_fork_of_more_tokens_than_a_step_brings_to_the_device_computes_them(
+    computed: int, is_late: bool
+) -> None:
     server = Server(small_plan(60), max_requests=2, max_tokens=32, forks=1, cached_tokens=8)
     server.add("a", 6, 32)
     server.step()
     while server.manager.num_computed_tokens("a") < computed:
         server.scheduler.append({"a": 1})
         server.step()
+    if is_late:
+        server.scheduler.append({"a": 1})
     server.scheduler.fork("a", ["b"])
     server.arrived += ["b"]
     assert ("b" in server.scheduler.running) == (computed <= 8)
-    server.scheduler.append({"b": 1})
+    server.scheduler.append({"b": 1} if is_late else {"a": 1, "b": 1})
     for _ in range(3):
-        server.scheduler.append({"a": 1})
         server.step()
+        server.scheduler.append({"a": 1})
     assert server.manager.num_computed_tokens("b") == computed + 1
 
 

@@ -509,6 +509,22 @@ def test_a_rewind_that_the_manager_refuses_takes_nothing_back() -> None:
     host.scheduler.append({"a": 1, "b": 1})
 
 
+def test_what_follows_a_rewind_that_the_manager_refuses_is_kept_for_later_prompts() -> None:
+    host = Host({"full": FULL, "window": WINDOW})
+    host.add("a", [7, 7])
+    host.add("b", [5, 5])
+    while host.scheduler.num_tokens("a") < 15:
+        host.answer(host.step())
+    host.scheduler.restart()  # with all tokens known
+    while host.scheduler.num_tokens("a") < 17 or host.scheduler.num_tokens("b") < 17:
+        host.answer(host.step())
+    refused(lambda: host.scheduler.rewind({"b": 14, "a": 3}), "'a' no longer holds a block")
+    while host.scheduler.num_tokens("b") < 26:
+        host.answer(host.step())
+    host.scheduler.finish("b")
+    assert host.manager.find_prefix(host.tokens["b"]).num_cached_tokens == 24
+
+
 def test_the_ids_of_a_schedule_stay_those_of_its_step() -> None:
     host = Host()
     host.add("a", [3, 5, 7])
