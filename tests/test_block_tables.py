@@ -365,6 +365,15 @@ def test_cells_out_of_range_are_filled(largest: int, monkeypatch) -> None:
     assert cells.tolist() == [[-7, -7, 8, 11, -7, -7], [-7, -7, 0, 3, -7, -7]]
 
 
+def test_different_problems_of_different_elements_are_all_gathered() -> None:
+    bits = as_ids([1, 2, 0, 16, 32, 64])
+    assert int(gather_bits(*map(jnp.asarray, (bits[2:].reshape(2, 2), bits[:5], bits[4])))) == 115
+    cache = append_block_ids(
+        small_cache(), packed(entry(1, [60]), TableEntry(2, [[5] * 7] * GROUPS), ids=99)
+    )
+    assert int(cache.error_flags) == BAD_BLOCK_ID | BAD_COLUMN
+
+
 @pytest.mark.parametrize("count", [0, 3, FEW_ENDS, FEW_ENDS + 1])
 def test_an_index_is_in_the_first_group_that_ends_after_it(count: int) -> None:
     ends = np.sort(np.random.default_rng(0).integers(0, 50, count, np.int32))

@@ -132,10 +132,15 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         as_ids(lens),
         None if loc is None else as_ids(loc),
         starts if case.firsts else None,
-        rng.normal(size=case.heads).astype(np.float32) if case.sinks else None,
+        draw_sinks(rng, case.heads) if case.sinks else None,
         np.float32(0.75) if case.scaled else 1.0,
         rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
     )
+
+
+def draw_sinks(rng: np.random.Generator, heads: int) -> np.ndarray:
+    """Returns logits, every other one above most scores, but not so far that keys count nothing."""
+    return (rng.normal(size=heads) + np.arange(heads) % 2 * 4).astype(np.float32)
 
 
 def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -504,7 +509,11 @@ INTERPRETED = {
         [512, 0],
         None,
     ),
-    "a decode of 24 heads, 80 wide": (Case(24, 1, 80, 80, batch=1, width=4), [50], None),
+    "a decode of 24 heads, 80 wide": (
+        Case(24, 1, 80, 80, batch=2, width=8, sinks=True),
+        [100, 50],
+        None,
+    ),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
     # All queries see the keys of its first step.
     "a prefill in int8": (INTERLEAVED, [340], [0, 70]),
