@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxkv._src.hf_config import layers_from_config, load_config
@@ -174,6 +174,7 @@ def aligned(draw) -> LayerSpec:
 
 
 @given(st.dictionaries(st.text("abc", max_size=2), SPECS | aligned(), min_size=1, max_size=6))
+@example({"a": full(page_alignment_bytes=1536), "b": full(block_size=48)})  # rounded up by a half
 def test_unified_pages_have_one_size_or_an_mla_page_is_refused(layers: Layers) -> None:
     ready = held(layers)
     largest = max(spec.page_bytes for spec in ready.values())

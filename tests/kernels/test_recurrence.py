@@ -389,11 +389,7 @@ NAMES = ["float32", "bfloat16", "float16"]
 def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) -> None:
     """Of the array that a kernel sees: as wide as a key, in the dtype of the states."""
     state, conv, taps = (data.draw(st.sampled_from(NAMES)) for _ in range(3))
-    firsts = st.sampled_from([0, 3, np.zeros(()), np.zeros(())])
-    forms = [
-        (data.draw(st.integers(8, 9)), data.draw(firsts), data.draw(st.integers(1, 2)))
-        for _ in range(2)
-    ]
+    forms = [(data.draw(st.integers(8, 9)), 3, data.draw(st.integers(1, 2))) for _ in range(2)]
     states_form, windows_form = [data.draw(st.sampled_from(forms)) for _ in range(2)]
     key, value = (data.draw(st.sampled_from([128, 256])) for _ in range(2))
     key_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
@@ -416,11 +412,38 @@ def test_a_convolution_is_fused_if_inputs_of_each_head_lie_within_a_row(data) ->
             last = begin + size * windows.itemsize - 1
             assert not is_fused or begin // row == last // row
     if is_fused:
-        assert all(a is b for a, b in zip(states_form, windows_form, strict=True))
+        assert states_form == windows_form
         assert conv == state or (state, conv) == ("float32", "bfloat16")
         assert taps == conv or conv == "float32"  # the weights are not rounded
-    elif states_form is windows_form and key == value and state == conv == taps:
+    elif states_form == windows_form and key == value and state == conv == taps:
         assert start % (key * windows.itemsize)
+
+
+@needs_mosaic
+def test_a_convolution_is_fused_if_its_inputs_lie_in_the_extents_of_the_states() -> None:
+    rule = Rule(1, 1, 128, 128, True, True, 1.0, values_first=False)
+    data: Any = jax.ShapeDtypeStruct((9, 2**20), jnp.uint8)
+    states = StatePages(data, "float32", (1, 128, 128), 9, start=2**18)
+    windows = StatePages(data, "float32", (2, rule.columns), 9)
+    given: Any = jax.ShapeDtypeStruct((200,), jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct((3, rule.columns), jnp.float32)
+    first: Any = np.zeros(())
+
+    def is_fused(states: StatePages, **others: Any) -> bool:
+        conv = Convolution(windows._replace(**others), weights)
+        return step.can_fuse(
+            rule, Tokens(given, given, given, states), Requests(given, given), conv
+        )
+
+    assert is_fused(states) and is_fused(states._replace(first=first), first=first)
+    others = {
+        "first": 3,
+        "num_pages": 8,
+        "page_step": 2,
+        "data": jax.ShapeDtypeStruct((9, 2**20), jnp.uint8),
+    }
+    assert not any(is_fused(states, **{name: value}) for name, value in others.items())
+    assert not is_fused(states._replace(first=first), first=np.zeros(()))
 
 
 @pytest.mark.parametrize(
