@@ -464,6 +464,7 @@ MOSAIC_CASES = {
     "window, from a table on": Case(window=21, firsts=True, pages="int8", place="HND in an array"),
     "interleaved": Case(tokens=200, width=12, ranks=2, sinks=True, place="heads apart"),
     "80 wide": Case(key=80, value=80, heads=8, sinks=True),
+    "80 wide, 40 heads": Case(40, 1, 80, 80, batch=1, width=600, scaled=True),
     "80 wide, long": Case(4, 1, 80, 80, batch=1, width=600, scaled=True),
     "112 wide, long": Case(tokens=9, key=112, value=112, holes=True, width=600, batch=2),
     "240 and 176 wide": Case(tokens=9, key=240, value=176, heads=2),
