@@ -10,7 +10,6 @@ The convolution before the recurrence is part of the kernel where one thread blo
 value heads of a key head: then each input of the convolution is read and moved on by one block.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -123,11 +122,8 @@ def can_fuse(rule: Rule, tokens: Tokens, requests: Requests, conv: Convolution) 
         return False
     row = rule.key_size * states.itemsize
     segment_bytes = max(rule.key_size, rule.value_size) * pages.itemsize
-    same = functools.reduce(
-        lambda ok, name: ok and getattr(states, name) == getattr(pages, name),
-        ("num_pages", "page_step"),
-        states.data is pages.data and _is_same(states.first, pages.first),
-    )
+    same = states.data is pages.data and _is_same(states.first, pages.first)
+    same &= (states.num_pages, states.page_step) == (pages.num_pages, pages.page_step)
     # A segment of inputs, of one head, lies within a row of the pages.
     aligned = row % segment_bytes == 0 and pages.start % segment_bytes == 0
     aligned &= (rule.columns * pages.itemsize) % segment_bytes == 0

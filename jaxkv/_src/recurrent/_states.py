@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -77,11 +77,11 @@ def state_pages(bound: BoundLayer) -> list[StatePages]:
     spec, extents = bound.form.spec, bound.form.extents
     data = bound.buffer.reshape(-1, extents.extent_bytes)
     starts = itertools.accumulate(spec.array_bytes, initial=extents.start_bytes)
-    # Kernels take them together if they share these arrays.
-    common: dict[str, Any] = {"num_pages": bound.layout.num_blocks, "page_step": extents.tile_step}
-    common["first"] = jnp.maximum(bound.first, 0)
+    # Kernels take them together if they share the data and this array.
+    first = jnp.maximum(bound.first, 0)
+    places = bound.layout.num_blocks, first, extents.tile_step
     return [
-        StatePages(data, jnp.dtype(dtype), shape, start=start, **common)
+        StatePages(data, jnp.dtype(dtype), shape, *places, start=start)
         for dtype, shape, start in zip(spec.dtypes, spec.shapes, starts, strict=False)
     ]
 
