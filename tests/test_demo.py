@@ -6,6 +6,8 @@ import functools
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +17,21 @@ import pytest
 import jaxkv
 from jaxkv import KVCache
 from jaxkv.__main__ import main
-from jaxkv._src.demo import run, serving
+from jaxkv._src.blocks import BlockUse
+from jaxkv._src.demo import reference, run, serving
 from jaxkv._src.demo.memory import forward_step
 from jaxkv._src.demo.model import Model, Params, init_params
 from jaxkv._src.demo.reference import Comparison, compare
 from jaxkv._src.demo.run import BOUNDS, bound_of
 from jaxkv._src.demo.serving import Report, make_engine, serve
 from jaxkv._src.demo.trace import Request, make_trace
-from jaxkv._src.engine import _ladder
+from jaxkv._src.engine import Output, Stats, _ladder
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.planning import ZeroPolicy, plan_cache
 from jaxkv._src.specs import Limits
 from pallas_kernels import _capability, default_implementation
 from tests.helpers import needs_mosaic
+from tests.reference_model import logprobs_of
 
 DEMO = load_config("qwen3-next-demo")
 # One layer of attention and one of states, smaller: that compiles and runs faster. Attention comes
@@ -128,6 +132,33 @@ def test_served_tokens_are_those_of_the_model_without_a_cache() -> None:
     assert max(map(sum, report.occupancy)) <= engine.manager.plan.usable_blocks
 
 
+TINY = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 4, "head_dim": 8}
+TINY |= {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+TINY |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "rms_norm_eps": 0.01}
+
+
+def test_the_model_is_the_one_it_is_said_to_be() -> None:
+    """Served tokens are compared with the same arithmetic, which this compares with NumPy."""
+    config = CONFIG | TINY
+    layers = layers_from_config(config, kv_dtype="f32")
+    model = Model(config, tuple(layers))
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    params = jax.tree.map(lambda of: rng.normal(size=of.shape).astype(np.float32) / 4, shapes)
+    ids = rng.integers(0, 256, (2, 7), np.int32)
+    got = reference._compiled(model, tuple(layers.items()))(params, ids)
+    wanted = [logprobs_of(config, params, request) for request in ids]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_are_drawn_apart_and_scaled_by_their_fan_in() -> None:
+    _, params, _ = make_model("fp8_e4m3", is_all_attention=False)
+    matrices = [np.asarray(matrix) for matrix in jax.tree.leaves(params)]
+    assert len({float(matrix[0, 0]) * len(matrix) ** 0.5 for matrix in matrices}) == len(matrices)
+    for matrix in matrices:
+        assert (matrix * len(matrix) ** 0.5).std() == pytest.approx(1, abs=0.15)
+
+
 KERNEL_BLOCKS = {"num_blocks": 60, "kernel_block_size": 8, "own_attention": True}
 RANKS = {"num_blocks": 60, "kernel_block_size": 8, "ranks": 2}
 
@@ -155,6 +186,106 @@ def test_lengths_of_a_trace_lie_in_the_ranges_that_are_asked_for(kind) -> None:
     answers = {request.max_new_tokens for request in trace}
     assert answers <= set(range(20, 32)) and len(answers) > 6
     assert sum(request.samples for request in trace) == 60
+
+
+class Scripted:
+    """An engine whose samples say a token in each step; it preempts and sleeps by a script."""
+
+    def __init__(self, preemptions: dict[int, int]):
+        self.stats = Stats(prompt_tokens=100, cached_tokens=50, preemptions=7)
+        self.script, self.active, self.added, self.asleep = preemptions, {}, [], 0
+        self.manager: Any = SimpleNamespace(held_blocks=lambda: (self.stats.steps, 1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.active)
+
+    def add(self, request, prompt, sampling, *, boundaries):
+        self.added.append((self.stats.steps, request, prompt, sampling, boundaries))
+        self.stats.prompt_tokens += len(prompt)
+        self.stats.cached_tokens += 1
+        self.active |= {(request, sample): sampling.max_tokens for sample in range(sampling.n)}
+
+    def step(self) -> Iterator[Output]:
+        self.stats.preemptions += self.script.get(self.stats.steps, 0)
+        self.stats.steps += 1
+        self.manager.block_use = BlockUse(self.stats.steps, 2, 3, 4)
+        for (request, sample), left in [*self.active.items()]:
+            token = 100 * request + 10 * sample + left
+            logprob = np.nan if token in (1, 202, 212) else -token
+            reason = "length" if left == 1 else None
+            self.active[request, sample] -= 1
+            if reason:
+                del self.active[request, sample]
+            yield Output(request, sample, [token], [logprob], reason)
+
+    def sleep(self) -> int:
+        self.asleep += 1
+        return 10**self.asleep
+
+    def wake_up(self) -> None:
+        assert self.asleep
+
+
+def test_the_course_of_a_serving_is_reported_as_it_was(monkeypatch) -> None:
+    """When each request came, with what prompt, and what a step did; of this serving alone."""
+    monkeypatch.setattr(serving, "REQUESTS_BETWEEN_NAPS", 2)
+    trace = [
+        Request(0, 0, (1, 2), 3),
+        Request(1, 0, (5,), 2, after=0),
+        Request(2, 4, (7, 8, 9), 2, samples=2, boundary=2),
+        Request(3, 9, (6,), 1, after=2),
+    ]
+    engine: Any = Scripted({1: 1, 4: 2})
+    finished: list[None] = []
+    report = serve(engine, trace, lambda: finished.append(None), naps=True)
+    greedy = functools.partial(jaxkv.Sampling, temperature=0.0, logprobs=True)
+    assert engine.added == [
+        (0, 0, [1, 2], greedy(max_tokens=3, seed=0), []),
+        (3, 1, [1, 2, 3, 2, 1, 5], greedy(max_tokens=2, seed=1), []),
+        (4, 2, [7, 8, 9], greedy(max_tokens=2, seed=2, n=2, temperature=1.0), [2]),
+        (9, 3, [7, 8, 9, 202, 201, 6], greedy(max_tokens=1, seed=3), []),
+    ]
+    said = {(0, 0): [3, 2, 1], (1, 0): [102, 101], (2, 0): [202, 201], (2, 1): [212, 211]}
+    prompts = {name: prompt for _, name, prompt, *_ in engine.added}
+    for name, tokens in (said | {(3, 0): [301]}).items():
+        answer = report.answers[name]
+        assert answer.tokens == prompts[name[0]] + tokens
+        np.testing.assert_array_equal(
+            answer.logprobs, [np.nan if x in (1, 202, 212) else -x for x in tokens]
+        )
+        assert answer.is_greedy == (name[0] != 2)
+    assert report.nan_requests == [0, 2, 2] and report.num_tokens == 10
+    assert report.preemptions == [1, 4, 4]
+    assert report.occupancy == [(steps, 1) for steps in range(1, 11)]
+    assert report.uses == [BlockUse(steps, 2, 3, 4) for steps in range(1, 11)]
+    assert report.prompt_tokens == sum(map(len, prompts.values())) and report.cached_tokens == 4
+    assert (report.naps, report.bytes_released, len(finished)) == (2, 110, 5)
+
+
+def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
+    """Turns go on from the last one and begin with a system prompt; samples share a prompt."""
+    kinds: tuple[Any, ...] = ("random", "chat", "rl")
+    random, chat, rl = (make_trace(62, 1, kind) for kind in kinds)
+    for trace, kind in ((random, "random"), (chat, "chat"), (rl, "rl")):
+        arrivals = [request.arrival_step for request in trace]
+        assert arrivals == sorted(arrivals) and len({*arrivals}) > 10
+        assert trace == make_trace(62, 1, kind) != make_trace(62, 2, kind)
+        assert {token for request in trace for token in request.prompt} == set(range(256))
+    assert (
+        [request.name for request in random] == [request.name for request in chat] == [*range(62)]
+    )
+    assert {(r.after, r.samples, r.boundary) for r in random} == {(None, 1, 0)}
+    systems = set()
+    for name, request in enumerate(chat):
+        assert request.after == (name - 1 if name % 3 else None) and request.samples == 1
+        assert (request.boundary > 0) == (name % 3 == 0)
+        systems |= {request.prompt[: request.boundary]} - {()}
+    assert len(systems) == 3 and all(80 <= len(system) <= 160 for system in systems)
+    assert [request.name for request in rl] == [*range(0, 62, 4)]
+    assert [request.samples for request in rl] == [4] * 15 + [2]
+    assert [r.arrival_step for r in rl] == [random[r.name].arrival_step for r in rl]
+    assert {(r.after, r.boundary) for r in rl} == {(None, 0)}
 
 
 @pytest.mark.parametrize(("difference", "agrees"), [(0.01, True), (0.03, False), (np.nan, False)])
