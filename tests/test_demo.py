@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,17 +19,17 @@ import jaxkv
 from jaxkv import KVCache
 from jaxkv.__main__ import main
 from jaxkv._src.blocks import BlockUse
-from jaxkv._src.demo import reference, run, serving
-from jaxkv._src.demo.memory import forward_step
+from jaxkv._src.demo import reference, run, serving, trace
+from jaxkv._src.demo.memory import PagedMemory, forward_step
 from jaxkv._src.demo.model import Model, Params, init_params
-from jaxkv._src.demo.reference import Comparison, compare
+from jaxkv._src.demo.reference import Answer, Comparison, compare
 from jaxkv._src.demo.run import BOUNDS, bound_of
 from jaxkv._src.demo.serving import Report, make_engine, serve
 from jaxkv._src.demo.trace import Request, make_trace
 from jaxkv._src.engine import Output, Stats, _ladder
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.planning import ZeroPolicy, plan_cache
-from jaxkv._src.specs import Limits
+from jaxkv._src.specs import FullAttentionSpec, Limits, canonical_dtype
 from pallas_kernels import _capability, default_implementation
 from tests.helpers import needs_mosaic
 from tests.reference_model import logprobs_of
@@ -267,11 +268,11 @@ def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
     """Turns go on from the last one and begin with a system prompt; samples share a prompt."""
     kinds: tuple[Any, ...] = ("random", "chat", "rl")
     random, chat, rl = (make_trace(62, 1, kind) for kind in kinds)
-    for trace, kind in ((random, "random"), (chat, "chat"), (rl, "rl")):
-        arrivals = [request.arrival_step for request in trace]
+    for made, kind in zip((random, chat, rl), kinds, strict=True):
+        arrivals = [request.arrival_step for request in made]
         assert arrivals == sorted(arrivals) and len({*arrivals}) > 10
-        assert trace == make_trace(62, 1, kind) != make_trace(62, 2, kind)
-        assert {token for request in trace for token in request.prompt} == set(range(256))
+        assert made == make_trace(62, 1, kind) != make_trace(62, 2, kind)
+        assert {token for request in made for token in request.prompt} == set(range(256))
     assert (
         [request.name for request in random] == [request.name for request in chat] == [*range(62)]
     )
@@ -295,6 +296,98 @@ def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
     monkeypatch.setattr(run, "compare", lambda *_, **options: Comparison(difference, 1, 1, 1))
     params: Any = None
     assert run._compare(Model(CONFIG, ()), params, {}, Report(), bound=0.02) == agrees
+
+
+class Ran(NamedTuple):
+    """What the command served with an engine; the fields are options, and what follows of them."""
+
+    seed: int = 0
+    pool_bytes: int = 1_500_000
+    policy: str = "when_needed"
+    own: bool = False
+    kernel: int | None = None
+    ranks: int = 1
+    temperatures: frozenset[float] = frozenset({0.0})
+    served: int = 64
+    naps: bool = False
+
+
+RL = ["--trace", "rl", "--requests", "5", "--seed", "3", "--kv-dtype", "bf16", "--pool-bytes"]
+RL += ["2000000", "--sleep-between-batches"]
+OF_RL = Ran(3, 2_000_000, temperatures=frozenset({0.0, 1.0}), served=2, naps=True)
+CHAT = ["--kernel-block-size", "8", "--requests", "20", "--trace", "chat"]
+CONTEXT = ["--context-parallel", "2", "--kernel-block-size", "4", "--kv-dtype", "fp8_e5m2"]
+UNZEROED = Ran(policy="never", own=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted", "picture", "bound"),
+    [
+        ([], [Ran(), UNZEROED._replace(served=24)], "occupancy", "0.03"),
+        (RL, [OF_RL], "use of blocks", "0.003"),
+        (CHAT, [Ran(own=True, kernel=8, served=20)], "use of blocks", "0.03"),
+        (["--no-zeroing"], [UNZEROED], None, None),
+        (CONTEXT, [Ran(kernel=4, ranks=2)], "occupancy", "0.06"),
+    ],
+    ids=["plain", "rl", "chat", "no zeroing", "context"],
+)
+@pytest.mark.parametrize("difference", [0.0001, 1.0])
+def test_options_of_the_command_reach_what_they_are_for(
+    arguments, wanted, picture, bound, difference, monkeypatch, tmp_path, capsys
+) -> None:
+    """With nothing computed: an engine that is none, and a report of it."""
+    parser, path = argparse.ArgumentParser(), tmp_path / "new" / "a.png"
+    run.add_arguments(parser)
+    options = parser.parse_args([*arguments, "--implementation", "xla", "--output", str(path)])
+    if len(jax.devices()) < options.context_parallel:
+        pytest.skip("needs 2 devices")
+    nan = np.array([np.nan, 0.0, np.nan])
+    report = Report({(5, 0): Answer([1], nan, True), (3, 1): Answer([1], nan[:1], True)}, 2.0, [3])
+    engines, ran, traces, drawn = [], [], [], []
+
+    def make_engine(model, seed, plan, *, implementation, kernel_block_size, own_attention):
+        assert implementation == "xla" and plan.limits == Limits(max_in_flight_tokens=MAX_TOKENS)
+        (pool_bytes,) = plan.memory_bytes
+        made = Ran(seed, pool_bytes, plan.zero_policy, own_attention, kernel_block_size)
+        engines.append(made._replace(ranks=plan.context_parallel))
+        return SimpleNamespace(warm_up=lambda *samplings: drawn.append(samplings))
+
+    def serve(engine, trace, on_finish, *, naps):
+        temperatures = frozenset(sampling.temperature for sampling in drawn[-1])
+        served = {"served": len(trace), "temperatures": temperatures, "naps": naps}
+        ran.append(engines[-1]._replace(**served))
+        return report
+
+    def compare(model, seed, layers, answers, *, max_model_len, on_finish):
+        assert (seed, max_model_len) == (options.seed, 720)
+        assert [id(answer) for answer in answers] == [*map(id, report.answers.values())]
+        dtypes = {spec.dtype for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
+        assert dtypes == {canonical_dtype(options.kv_dtype)} and model.layers == tuple(layers)
+        return Comparison(difference, 1, 2, 3)
+
+    def draw(name, *use, preemptions):
+        assert use[-1] is (report.uses if name == "use of blocks" else report.occupancy)
+        assert preemptions is report.preemptions
+        return SimpleNamespace(savefig=lambda path, dpi: path.write_text(name))
+
+    def make_trace(*given):
+        traces.append(given)
+        return trace.make_trace(*given)
+
+    for name in ("make_engine", "serve", "compare", "make_trace"):
+        monkeypatch.setattr(run, name, locals()[name])
+    monkeypatch.setattr(run, "init_params", lambda _, key: int(jax.random.key_data(key)[-1]))
+    monkeypatch.setattr(run, "plot_occupancy", functools.partial(draw, "occupancy"))
+    monkeypatch.setattr(run, "plot_block_use", functools.partial(draw, "use of blocks"))
+    agrees = bound is None or difference < float(bound)
+    assert run.run(options) == (0 if agrees else 1)
+    assert ran == wanted
+    assert traces == [(options.requests, options.seed, options.trace)]
+    text = capsys.readouterr().out
+    assert (path.read_text() if path.exists() else None) == picture
+    assert bound is None or f"differ by {difference:.2g} at most (allowed: {bound}); 1 of 2" in text
+    nans = "NaN logits        3 of 4 rows; request 3 first"
+    assert text.count(nans) == sum(one.policy == "never" for one in wanted)
 
 
 def test_shared_prefixes_change_no_logit() -> None:
@@ -410,12 +503,37 @@ def test_the_demo_s_own_model_fits_its_cache() -> None:
     assert engine._device.vocab_size == DEMO["vocab_size"]
 
 
+QUERIES = {"fp8_e4m3": "float16", "fp8_e5m2": "float16", "bf16": "bfloat16", "f16": "float16"}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+def test_the_kernels_that_are_asked_for_get_queries_that_they_take(
+    kv_dtype: str, implementation: Any
+) -> None:
+    """The attention kernel takes 16-bit queries only, and those of pages of 16 bits in theirs."""
+    asked: list[tuple[str, Any]] = []
+
+    def call(layer, first, *_, implementation, **options):
+        asked.append((first.dtype.name, implementation))
+        return first
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=2, dtype=kv_dtype)
+    places = {"a": SimpleNamespace(spec=spec)}
+    batch = SimpleNamespace(layout=SimpleNamespace(place_of=places.get))
+    step: Any = SimpleNamespace(batch=batch, attend=call, gated_delta=call)
+    paged, ones = PagedMemory(step, None, False, implementation), np.ones((3, 2), np.float32)
+    assert paged.attend("a", jnp.asarray(ones), ones, ones).dtype == np.float32
+    paged.gated_delta("b", ones, ones, ones, ones, 1)
+    is_xla = implementation == "xla"
+    queries = "float32" if is_xla else QUERIES.get(kv_dtype, "float32")
+    assert asked == [(name, "xla" if is_xla else None) for name in (queries, "float32")]
+
+
 @needs_mosaic
-@pytest.mark.parametrize(("kv_dtype", "is_used"), [("fp8_e4m3", True), ("f32", False)])
-def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, monkeypatch) -> None:
-    """The kernel takes 16-bit queries only, and those of pages of 16 bits in their dtype."""
+def test_a_gpu_serves_with_the_attention_kernel(monkeypatch) -> None:
     monkeypatch.setattr(_capability, "why_unsupported", lambda *_: None)
-    model, params, layers = make_model(kv_dtype, is_all_attention=False)
+    model, params, layers = make_model("fp8_e4m3", is_all_attention=False)
     plan = plan_cache(layers, 2**20, max_model_len=192)
     cache = jaxkv.make_cache(plan, max_requests=4, scales=(0.02, 0.02))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=4, max_query_len=1, extra=4)
@@ -426,8 +544,7 @@ def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, mo
 
     traced = jax.jit(step).trace(params, cache, shape.idle())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("paged_attention_decode" in text) == is_used
-    assert "custom_call @mosaic_gpu" in text
+    assert "paged_attention_decode" in text and "custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(
