@@ -145,7 +145,7 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
     jaxkv.check_errors(after)
 
 
-@pytest.mark.parametrize("case", PERIODS, ids=str)
+@pytest.mark.parametrize("case", [*PERIODS, Case(cases.odd)], ids=str)
 def test_gpus_and_cpus_read_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs gather elements, and CPUs bytes; here a CPU does both."""
     cache, _, batch = poisoned(case)
@@ -171,7 +171,7 @@ def test_a_scan_over_periods_is_in_place(case: Case) -> None:
 # --- formats --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "f16", "bf16", "f32", "int8"])
 def test_what_is_too_large_saturates(dtype: str) -> None:
     """Conversion alone makes NaN of it (fp8) or Inf, and 0 * Inf is NaN again."""
     dtype = cases.attention(dtype=dtype).dtype
@@ -319,6 +319,8 @@ CALLS = [
         (hybrid, lambda c, b: jaxkv.write_state(c, "kv.0", b, STATES), TypeError, "not state"),
         (windows, lambda c, b: zero_blocks(c, as_ids([1]), as_ids([1])), ValueError,
          r"ends has shape \(1,\); wants \(2,\), one end per group"),
+        (windows, lambda c, b: zero_blocks(c, as_ids([[1]]), as_ids([1, 1])), ValueError,
+         r"block_ids has shape \(1, 1\); wants a flat list"),
         (windows, lambda c, b: zero_blocks(c, np.array([1]), as_ids([1, 1])), TypeError,
          "block_ids must be an array of int32, got int64"),
         (windows, lambda c, b: copy_blocks(c, as_ids([1]), as_ids([]), as_ids([1, 1])), ValueError,
