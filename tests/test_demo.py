@@ -213,7 +213,7 @@ class Scripted:
         self.manager.block_use = BlockUse(self.stats.steps, 2, 3, 4)
         for (request, sample), left in [*self.active.items()]:
             token = 100 * request + 10 * sample + left
-            logprob = np.nan if token in (1, 202, 212) else -token
+            logprob = np.nan if token in (1, 202, 201) else -token
             reason = "length" if left == 1 else None
             self.active[request, sample] -= 1
             if reason:
@@ -253,7 +253,7 @@ def test_the_course_of_a_serving_is_reported_as_it_was(monkeypatch) -> None:
         answer = report.answers[name]
         assert answer.tokens == prompts[name[0]] + tokens
         np.testing.assert_array_equal(
-            answer.logprobs, [np.nan if x in (1, 202, 212) else -x for x in tokens]
+            answer.logprobs, [np.nan if x in (1, 202, 201) else -x for x in tokens]
         )
         assert answer.is_greedy == (name[0] != 2)
     assert report.nan_requests == [0, 2, 2] and report.num_tokens == 10
