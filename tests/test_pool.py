@@ -238,16 +238,23 @@ def test_a_layer_that_shares_a_cache_reads_with_the_scales_of_its_owner() -> Non
         assert_same_bytes(jaxkv.read_tokens(cache, layer, batch), own)
 
 
-def test_encoder_tokens_can_be_given_as_bytes() -> None:
+def test_encoder_tokens_can_be_given_as_bytes_and_left_out_by_a_mask() -> None:
     cache, step, batch = poisoned(Case(cross))
     rows = np.random.default_rng(0).normal(size=(REQUESTS, cases.ENCODER, 2, 8))
     rows = rows.astype(np.float32)
     flat = rows.reshape(*rows.shape[:2], -1).view(np.uint8)
     after = [jaxkv.write_rows(cache, "cross.0", batch, given) for given in (rows, flat)]
     assert_same_bytes(*after)
-    got = np.asarray(jaxkv.read_rows(after[0], "cross.0", batch))
+    mask = np.arange(cases.ENCODER) % 2 > np.zeros((REQUESTS, 1))
+    after.append(jaxkv.write_rows(cache, "cross.0", batch, rows, mask=jnp.asarray(mask)))
+    before, got, masked = (
+        np.asarray(jaxkv.read_rows(one, "cross.0", batch)) for one in (cache, after[0], after[2])
+    )
     for request, count in enumerate(step.encoder):
         np.testing.assert_array_equal(got[request, :count], rows[request, :count])
+        wanted = before[request].copy()
+        wanted[:count][mask[request, :count]] = rows[request, :count][mask[request, :count]]
+        np.testing.assert_array_equal(masked[request], wanted)
 
 
 def test_a_pool_is_read_in_every_mode_of_jax() -> None:
