@@ -229,7 +229,7 @@ class Scripted:
 
 
 def test_the_course_of_a_serving_is_reported_as_it_was(monkeypatch) -> None:
-    """When each request came, with what prompt, and what a step did; of this serving alone."""
+    """The arrival and prompt of each request, and what each step did; of this serving alone."""
     monkeypatch.setattr(serving, "REQUESTS_BETWEEN_NAPS", 2)
     trace = [
         Request(0, 0, (1, 2), 3),
@@ -299,7 +299,7 @@ def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
 
 
 class Ran(NamedTuple):
-    """What the command served with an engine; the fields are options, and what follows of them."""
+    """An engine that the command served with: its options, and what was served."""
 
     seed: int = 0
     pool_bytes: int = 1_500_000
