@@ -128,6 +128,7 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         where = rng.random(ids.shape) < 0.3
         ids[where] = rng.choice([-1, -(2**31), blocks, 2**31 - 1], where.sum())
     tokens = case.tokens or case.batch
+    scales = rng.uniform(0.5, 2, (2, case.kv_heads)).astype(np.float32)
     queries = rng.normal(size=(tokens, case.heads, case.key)).astype(jnp.dtype(case.queries))
     queries[tokens if loc is None else loc[-1] :] = math.nan
     return Arguments(
@@ -138,8 +139,8 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         None if loc is None else as_ids(loc),
         starts if case.firsts else None,
         draw_sinks(rng, case.heads) if case.sinks else None,
-        np.float32(0.75) if case.scaled else 1.0,
-        rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
+        (scales[0] if case.kv_heads > 1 else scales[0, 0]) if case.scaled else 1.0,
+        scales[1] if case.scaled else 1.0,
     )
 
 
@@ -508,11 +509,12 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
-FP8 = FP8._replace(most=2)  # some have more
+# Some have more queries, and see only the end of a whole step.
+FP8 = FP8._replace(most=2, window=100)
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=4, tokens=72, ranks=2, pages="int8", place="HND"
 )
-WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
+WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30)
 WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
@@ -531,8 +533,9 @@ INTERPRETED = {
     "a prefill in int8": (INTERLEAVED, [340], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
     "reproducible prefill in two rounds": (
-        Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True),
-        [150, 40],
+        # The last tile begins with the second segment, and the one before lies in both.
+        Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True, window=15),
+        [160, 40],
         [0, 64, 66],
     ),
     "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 150, 41], [0, 1, 40, 66]),
@@ -968,6 +971,22 @@ def test_more_tokens_than_int32_counts_are_refused(
 
     with pytest.raises(error, match=message):
         jax.eval_shape(run, *arguments)
+
+
+@pytest.mark.parametrize("limit", ["sliding_window", "chunk_size"])
+@pytest.mark.parametrize("other", [{"causal": False}, {"interleaving": Interleaving(0, 2, 4)}])
+def test_limits_go_neither_with_interleaving_nor_with_all_keys(limit, other) -> None:
+    (name,) = other
+    with pytest.raises(ValueError, match=f"{name}.* does not go with sliding_window or chunk_size"):
+        paged_attention(**GOOD | other | {limit: 4})
+
+
+@needs_mosaic
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_an_output_has_the_dtype_that_is_asked_for(implementation) -> None:
+    wide = functools.partial(paged_attention, out_dtype="float32", implementation=implementation)
+    out = jax.eval_shape(wide, *PLAIN.arguments(per_request=True))
+    assert out.dtype == jnp.float32 and out.shape == (64, 32, 128)
 
 
 def test_good_input_is_not_refused() -> None:

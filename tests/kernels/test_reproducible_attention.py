@@ -238,6 +238,9 @@ def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
         pages = np.arange(40)[:, None] + np.arange(3)[None]  # tables that begin with any page
         arrays = map(jnp.asarray, (as_ids(pages), as_ids(pages[:, 0] * page)))
         found, firsts = _whole_segments(rule, *arrays)
+        width = found.shape[1] * page
+        fixed = tasks.FixedSegments.of(rule, found.shape[1])
+        assert fixed == (steps, -(-width // (steps * tasks.STEP)))
         assert (np.asarray(firsts) % (steps * tasks.STEP) == 0).all()
         for table, first, held in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
             assert 0 <= first <= held[0] * page, "a table begins before it is there"
