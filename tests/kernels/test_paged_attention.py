@@ -509,12 +509,11 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
-# Some have more queries, and see only the end of a whole step.
-FP8 = FP8._replace(most=2, window=100)
+FP8 = FP8._replace(most=2)  # some have more
 INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=4, tokens=72, ranks=2, pages="int8", place="HND"
 )
-WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30)
+WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
 WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
