@@ -633,17 +633,22 @@ def test_an_error_inside_is_not_hidden_by_the_checks_around_it() -> None:
         raise KeyError
 
 
-def test_counts_can_be_nested_and_end_where_they_end() -> None:
-    def compile_one() -> None:
-        jax.jit(lambda array: array - 1)(np.zeros(3))
+@pytest.mark.parametrize("counts", [(1, 1, 1), (0, 1, 1), (0, 0, 1)])
+def test_counts_can_be_nested_and_end_where_they_end(counts: tuple[int, int, int]) -> None:
+    """Compilations before, in and after the inner count, which may see as much as the outer."""
 
+    def compile_some(count: int) -> None:
+        for _ in range(count):
+            jax.jit(lambda array: array - 1)(np.zeros(3))
+
+    before, within, after = counts
     with count_compilations() as outer:
-        compile_one()
+        compile_some(before)
         with count_compilations() as inner:
-            compile_one()
-        compile_one()
-    compile_one()
-    assert (len(outer), len(inner)) == (3, 1)
+            compile_some(within)
+        compile_some(after)
+    compile_some(1)
+    assert (len(outer), len(inner)) == (sum(counts), within)
     assert all("lambda" in seen.function and seen.seconds > 0 for seen in outer)
 
 
