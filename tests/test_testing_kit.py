@@ -464,6 +464,64 @@ def test_without_a_bug_the_machine_finds_none() -> None:
     assert sum(count > 0 for count in found) > 5 and any(count % 4 for count in found)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_forks_are_of_whole_blocks_of_every_group_that_are_held(copies: bool) -> None:
+    """And of all tokens, where partial blocks are copied."""
+    layers = {
+        "four": FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=4),
+        "six": FullAttentionSpec(block_size=6, num_kv_heads=2, head_size=4),
+        "window": SlidingWindowSpec(block_size=3, num_kv_heads=4, head_size=4, sliding_window=15),
+    }
+    plan = plan_cache(layers, 2**20, max_model_len=40, limits=Limits(max_in_flight_tokens=1))
+    machine = type("Host", (JaxkvStateMachine,), {"plan": plan, "copies_on_write": copies})()
+    machine.manager = BlockManager(plan, max_requests=1)
+    machine.manager.start(1)
+    shape = machines._widest_shape(plan, 1)
+    (window,) = (i for i, group in enumerate(plan.groups) if "window" in group.layers)
+    for computed in range(1, 41):
+        machine.manager.step(shape, {1: 1})
+        machine.computed = {1: computed}
+        ids = machine.manager.block_ids(1)[window]
+        wanted = {
+            (1, count)
+            for count in range(1, min(computed, 39) + 1)
+            if (count % 4 == count % 6 == 0 or (copies and count == computed))
+            and all(ids[token // 3] for token in range(max(0, count - 14), count))
+        }
+        assert set(machine._prefixes()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_bug"),
+    [
+        ([[1, 2], [3, 4]], False),
+        ([[1, 5], [6, 4]], False),
+        ([[2, 1], [3, 4]], True),
+        ([[5, 1], [3, 4]], True),
+        ([[3, 2], [5, 4]], True),
+        ([[5, 5], [3, 4]], True),
+    ],
+)
+def test_a_fork_shares_a_block_in_its_own_column_and_group_only(ids, is_bug: bool) -> None:
+    """Whatever is in the block: all that the fork reads is alike, too."""
+    plan = plan_cache({"full": FULL, "window": WINDOW}, 2**20, max_model_len=24)
+    tables = {1: [[1, 2], [3, 4]], 2: ids}
+    held = {block for table in tables.values() for part in table for block in part}
+    methods = {
+        "plan": plan,
+        "block_ids": lambda machine, request: tables[request],
+        "num_free_blocks": lambda machine: plan.usable_blocks - len(held),
+    }
+    machine = type("Host", (JaxkvStateMachine,), methods)()
+    machine._usable_blocks, machine.computed = plan.usable_blocks, {1: 8, 2: 8}
+    machine.reference = ReferenceCache(plan)
+    machine.reference.start(1), machine.reference.write(1, 0, 8)
+    machine.reference.fork(2, 1, 8)
+    wanted = pytest.raises(AssertionError, match="two may hold what a fork shares")
+    with wanted if is_bug else contextlib.nullcontext():
+        machine.blocks_are_free_or_held_once()
+
+
 def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
     methods = {"start_prompt": lambda machine, request, tokens, salt: len(tokens)}
     with pytest.raises(AssertionError, match="the last one has to be computed"):
