@@ -495,6 +495,18 @@ def test_a_name_stands_in_the_largest_patch_of_its_holder() -> None:
     assert (text.get_text(), text.get_position()) == ("name", (12.5, 14))
 
 
+def test_a_name_that_does_not_fit_its_largest_patch_stands_nowhere() -> None:
+    blocks_of = {
+        "too flat": range(1, 3),
+        "fits": range(9, 49),
+        "a name that is too long": range(49, 349),
+    }
+    steps = [{b: Holder(0, (name,)) for name, found in blocks_of.items() for b in found}] * 15
+    steps[1:] = [{b: h for b, h in step.items() if b < 49} for step in steps[1:]]
+    texts = plotting.plot_pool_over_time(hybrid_plan(400), steps).axes[0].texts
+    assert [text.get_text() for text in texts] == ["fits"]
+
+
 def test_a_shared_block_belongs_to_all_who_hold_it_and_is_not_handed_out_again() -> None:
     spec = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, sink_tokens=4)
     plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=16, num_blocks_override=8)
