@@ -522,6 +522,43 @@ def test_a_fork_shares_a_block_in_its_own_column_and_group_only(ids, is_bug: boo
         machine.blocks_are_free_or_held_once()
 
 
+HELD = {1: [[1]], 2: [[2]]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),  # free blocks, and what requests hold
+    [
+        ((1, HELD), (1, HELD), None),
+        ((2, HELD), (2, HELD), "was refused blocks with 2 free; it never holds more than 2"),
+        ((1, HELD), (0, HELD), "something changed: free blocks: 1 -> 0"),
+        ((1, HELD), (1, HELD | {1: [[3]]}), r"something changed.*request 1: \[\[1\]\] ->"),
+        ((1, HELD | {1: [[0]]}), (1, HELD | {1: [[0]]}), "refused blocks, and no other holds any"),
+    ],
+)
+def test_a_refusal_is_a_bug_unless_blocks_are_short_and_nothing_changes(
+    before, after, message: str | None
+) -> None:
+    """Request 2 grows to two blocks."""
+    now = [before]
+
+    def refuse(machine: CacheStateMachine, *_: int) -> None:
+        now[0] = after
+        raise MemoryError
+
+    methods = {
+        "plan": plan_cache({"full": FULL}, 2**20, max_model_len=24),
+        "out_of_blocks": MemoryError,
+        "grow": refuse,
+        "block_ids": lambda machine, request: now[0][1][request],
+        "num_free_blocks": lambda machine: now[0][0],
+    }
+    machine = type("Host", (JaxkvStateMachine,), methods)()
+    machine.computed = {1: 4, 2: 4}
+    wanted = pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext()
+    with wanted:
+        assert not machine._grow(2, 8)
+
+
 def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
     methods = {"start_prompt": lambda machine, request, tokens, salt: len(tokens)}
     with pytest.raises(AssertionError, match="the last one has to be computed"):
