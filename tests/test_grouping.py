@@ -471,6 +471,50 @@ def test_blocks_are_zeroed_where_groups_read_the_same_bytes_differently(
     assert list(make_layout(make_groups(layers)).groups_to_zero()) == flags
 
 
+ARRAYS = {"shapes": ((8, 16), (192,))}
+MEANINGS: list[list[LayerSpec]] = [  # whose bytes mean the same, in pages of one size
+    [full(), full(head_size_v=8), sliding(), sliding(head_size_v=8), chunked(), cross()],
+    [full(dtype="f16"), sliding(dtype="f16")],
+    [full(dtype="f32", num_kv_heads=1), chunked(dtype="f32", num_kv_heads=1)],
+    [full(num_kv_heads=4, head_size=4), sliding(num_kv_heads=4, head_size=4)],
+    [full(head_size=12, head_size_v=4), chunked(head_size=12, head_size_v=4)],
+    [full(head_size=4, head_size_v=12), chunked(head_size=4, head_size_v=12)],
+    [full(head_size=6, scale_bytes=4), cross(head_size=6, scale_bytes=4)],
+    [
+        MLASpec(block_size=16, head_size=32),
+        MLASpec(block_size=16, head_size=32, value_size=16),
+        MLASpec(block_size=16, head_size=32, bytes_per_token=64),
+        SlidingWindowMLASpec(block_size=16, head_size=32, sliding_window=6),
+    ],
+    [SlidingWindowMLASpec(block_size=16, head_size=32, dtype="f16", sliding_window=6)],
+    [
+        MLASpec(block_size=16, head_size=24, bytes_per_token=64),
+        SlidingWindowMLASpec(block_size=16, head_size=24, bytes_per_token=64, sliding_window=6),
+    ],
+    [
+        state(**ARRAYS, dtypes=("bf16", "f32"), cache_mode=mode, speculative_blocks=drafts)
+        for mode, drafts in (("none", 0), ("none", 1), ("align", 0), ("all", 0))
+    ],
+    [
+        state(**ARRAYS, dtypes=("f16", "f32")),
+        state(**ARRAYS, dtypes=("f16", "f32"), cache_mode="all"),
+    ],
+    [state(shapes=((16, 8), (192,)), dtypes=("bf16", "f32"))],
+    [state(shapes=((192,), (8, 16)), dtypes=("f32", "bf16"))],
+]
+
+
+@pytest.mark.parametrize("specs", MEANINGS)
+def test_groups_are_zeroed_unless_their_bytes_mean_the_same(specs: list[LayerSpec]) -> None:
+    for first, others in itertools.product(specs, MEANINGS):
+        for second in others:
+            layout = make_layout(make_groups({"a": first, "b": second}))
+            count = len(layout.groups)
+            assert first.page_bytes == second.page_bytes and len(layout.tensors) == 3 - count
+            unlike = count == 2 and others is not specs
+            assert list(layout.groups_to_zero()) == [unlike] * count
+
+
 # Layers of four growths, alike but for the size of their pages: 16 or 32 bytes, or 24 padded ones.
 ALIKE = [
     make(num_kv_heads=1, head_size=2, block_size=block_size)

@@ -397,6 +397,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {  # by the __post_init__ of each
     "qwen3": ({**WINDOW, "use_sliding_window": False, "max_window_layers": 4}, "FFFFFFF"),
     "dots1": ({**WINDOW, "max_window_layers": 5}, "FFFFFSS"),
     "mistral": (SIZES, "SSSSSSS"),
+    "ministral": (SIZES, "SSSSSSS"),
     "gemma2": (WINDOW, "SFSFSFS"),
     "gemma3_text": ({**WINDOW, "sliding_window_pattern": 3}, "SSFSSFS"),
     "gemma3n_text": (WINDOW, "SSSSFSS"),
@@ -446,10 +447,32 @@ def test_layers_have_the_kind_that_the_class_gives_them(model_type: str) -> None
     assert "".join(LETTERS[name.rsplit(".", 1)[1]] for name in layers) == kinds
 
 
-def test_an_exaone_4_without_a_window_is_full_whatever_its_pattern() -> None:
-    config = {**SIZES, "num_hidden_layers": 7, "sliding_window": None, "sliding_window_pattern": 3}
-    layers = layers_from_config({**config, "model_type": "exaone4"}, kv_dtype="bfloat16")
-    assert {name.rsplit(".", 1)[1] for name in layers} == {"full_attention"}
+# By the same code of the classes. The others need a window, wherever layer_types is left out.
+FULL_WITHOUT_WINDOW = set(
+    """
+    qwen2 dots1 mistral ministral ministral3 phi3 phi3_v phi4mm mixtral starcoder2 phi4_multimodal
+    phimoe exaone4 exaone_moe
+    """.split()
+)
+REFUSED_WITHOUT_WINDOW = set(
+    """
+    gemma2 vaultgemma gpt_oss gemma3_text gemma3n_text gemma4_text cohere2 cohere_compass_text olmo3
+    afmoe cwm granite_swa granitemoe_swa
+    """.split()
+)
+
+
+@pytest.mark.parametrize("model_type", sorted(FULL_WITHOUT_WINDOW | REFUSED_WITHOUT_WINDOW))
+def test_without_a_window_all_layers_are_full_or_the_window_is_missed(model_type: str) -> None:
+    """Whatever the pattern of the file is."""
+    config = SIZES | KINDS.get(model_type, ({},))[0] | {"num_hidden_layers": 7}
+    config |= {"model_type": model_type, "sliding_window": None}
+    if model_type in REFUSED_WITHOUT_WINDOW:
+        with pytest.raises(ValueError, match="the configuration lacks 'sliding_window'"):
+            layers_from_config(config, kv_dtype="bfloat16")
+        return
+    layers = layers_from_config(config, kv_dtype="bfloat16")
+    assert [name.rsplit(".", 1)[1] for name in layers] == ["full_attention"] * 7
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -143,6 +144,23 @@ def test_absurd_sizes_neither_overflow_nor_hang() -> None:
     assert caught.value.needed_blocks == 10**30 // 4
     with pytest.raises(ValueError, match="beyond int32"):
         plan_cache(ONE, 2**80, max_model_len=10**30)
+
+
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_length_beyond_int32_is_refused_unless_the_pool_shortens_it(fit: bool) -> None:
+    """A window holds a request of any length, and full attention one that its blocks hold."""
+
+    def longest(layers: Layers, wanted: int) -> int:
+        limits = Limits(max_in_flight_tokens=4)
+        plan = plan_of(layers, 9, wanted, fit_max_model_len=fit, limits=limits)
+        return plan.max_model_len
+
+    assert longest({"w": SLIDING}, INT32_MAX) == INT32_MAX
+    for wanted in (INT32_MAX + 1, 10**30):
+        with pytest.raises(ValueError, match=f"set it to at most {INT32_MAX:,}"):
+            longest({"w": SLIDING}, wanted)
+        with nullcontext() if fit else pytest.raises(KVCacheCapacityError):
+            assert longest(ONE, wanted) == 8 * 4
 
 
 def test_slots_of_the_largest_blocks_count() -> None:

@@ -420,10 +420,24 @@ def test_orders_count_extents_as_a_transposed_array_does(
     assert marks == {"#000000": {*own[0].flat}, "#999999": {*own[1:].flat}}
 
 
-@given(st.integers(0, 20))
-@settings(max_examples=5)
-def test_the_pool_map_fills_the_cells_that_are_held(seed: int) -> None:
-    snapshots, _, _ = serve(SMALL, steps=25, seed=seed)
+def share(plan: jaxkv.Plan, steps: int, seed: int) -> list[dict[int, Holder]]:
+    """Draws holders who join and leave, and are followed by others at once or later."""
+    rng = np.random.default_rng(seed)
+    snapshots: list[dict[int, Holder]] = [{}]
+    for _ in range(steps):
+        held = {block: holder for block, holder in snapshots[-1].items() if rng.random() < 0.9}
+        for block in rng.integers(0, plan.num_blocks, 8).tolist():
+            requests = sorted({*rng.integers(0, 3, 2).tolist()})
+            held[block] = Holder(int(rng.integers(2)), tuple(requests))
+        snapshots.append(held)
+    return snapshots
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@given(seed=st.integers(0, 20))
+@settings(max_examples=3)
+def test_the_pool_map_fills_the_cells_that_are_held(is_shared: bool, seed: int) -> None:
+    snapshots = share(SMALL, 25, seed) if is_shared else serve(SMALL, steps=25, seed=seed)[0]
     ax = plotting.plot_pool_over_time(SMALL, snapshots).axes[0]
     groups = {f"group {i}: {group}": i for i, group in enumerate(SMALL.groups)}
     *filled, borders = ax.collections
@@ -450,7 +464,7 @@ def test_the_pool_map_fills_the_cells_that_are_held(seed: int) -> None:
     assert lines == wanted
     for text in ax.texts:
         x, y = text.get_position()
-        assert text.get_text() == str(*held[int(x), int(y)].requests)
+        assert text.get_text() == ", ".join(map(str, held[int(x), int(y)].requests))
     assert title_of(
         ax.figure
     ) == "{:,} blocks handed out, {:,} of them from one group to another".format(
@@ -459,13 +473,14 @@ def test_the_pool_map_fills_the_cells_that_are_held(seed: int) -> None:
 
 
 def hand_overs(snapshots) -> tuple[int, int]:
-    """By the definition: a block is handed out when its holder is not who had it before."""
+    """By the definition: a block is handed out when none of its holders had it before."""
     handed = changed = 0
     last: dict[int, int] = {}
     before: dict[int, Holder] = {}
     for snapshot in snapshots:
         for block_id, holder in snapshot.items():
-            if before.get(block_id) != holder:
+            group, requests = before.get(block_id, Holder(holder.group, ()))
+            if group != holder.group or not {*requests} & {*holder.requests}:
                 handed += 1
                 changed += last.get(block_id, holder.group) != holder.group
             last[block_id] = holder.group
@@ -478,6 +493,18 @@ def test_a_name_stands_in_the_largest_patch_of_its_holder() -> None:
     steps = [{1: holder}] * 4 + [{}] + [dict.fromkeys(range(9, 19), holder)] * 15
     (text,) = plotting.plot_pool_over_time(SMALL, steps).axes[0].texts
     assert (text.get_text(), text.get_position()) == ("name", (12.5, 14))
+
+
+def test_a_name_that_does_not_fit_its_largest_patch_stands_nowhere() -> None:
+    blocks_of = {
+        "too flat": range(1, 3),
+        "fits": range(9, 49),
+        "a name that is too long": range(49, 349),
+    }
+    steps = [{b: Holder(0, (name,)) for name, found in blocks_of.items() for b in found}] * 15
+    steps[1:] = [{b: h for b, h in step.items() if b < 49} for step in steps[1:]]
+    texts = plotting.plot_pool_over_time(hybrid_plan(400), steps).axes[0].texts
+    assert [text.get_text() for text in texts] == ["fits"]
 
 
 def test_a_shared_block_belongs_to_all_who_hold_it_and_is_not_handed_out_again() -> None:

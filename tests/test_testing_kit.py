@@ -464,6 +464,101 @@ def test_without_a_bug_the_machine_finds_none() -> None:
     assert sum(count > 0 for count in found) > 5 and any(count % 4 for count in found)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_forks_are_of_whole_blocks_of_every_group_that_are_held(copies: bool) -> None:
+    """And of all tokens, where partial blocks are copied."""
+    layers = {
+        "four": FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=4),
+        "six": FullAttentionSpec(block_size=6, num_kv_heads=2, head_size=4),
+        "window": SlidingWindowSpec(block_size=3, num_kv_heads=4, head_size=4, sliding_window=15),
+    }
+    plan = plan_cache(layers, 2**20, max_model_len=40, limits=Limits(max_in_flight_tokens=1))
+    machine = type("Host", (JaxkvStateMachine,), {"plan": plan, "copies_on_write": copies})()
+    machine.manager = BlockManager(plan, max_requests=1)
+    machine.manager.start(1)
+    shape = machines._widest_shape(plan, 1)
+    (window,) = (i for i, group in enumerate(plan.groups) if "window" in group.layers)
+    for computed in range(1, 41):
+        machine.manager.step(shape, {1: 1})
+        machine.computed = {1: computed}
+        ids = machine.manager.block_ids(1)[window]
+        wanted = {
+            (1, count)
+            for count in range(1, min(computed, 39) + 1)
+            if (count % 4 == count % 6 == 0 or (copies and count == computed))
+            and all(ids[token // 3] for token in range(max(0, count - 14), count))
+        }
+        assert set(machine._prefixes()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_bug"),
+    [
+        ([[1, 2], [3, 4]], False),
+        ([[1, 5], [6, 4]], False),
+        ([[2, 1], [3, 4]], True),
+        ([[5, 1], [3, 4]], True),
+        ([[3, 2], [5, 4]], True),
+        ([[5, 5], [3, 4]], True),
+    ],
+)
+def test_a_fork_shares_a_block_in_its_own_column_and_group_only(ids, is_bug: bool) -> None:
+    """Whatever is in the block: all that the fork reads is alike, too."""
+    plan = plan_cache({"full": FULL, "window": WINDOW}, 2**20, max_model_len=24)
+    tables = {1: [[1, 2], [3, 4]], 2: ids}
+    held = {block for table in tables.values() for part in table for block in part}
+    methods = {
+        "plan": plan,
+        "block_ids": lambda machine, request: tables[request],
+        "num_free_blocks": lambda machine: plan.usable_blocks - len(held),
+    }
+    machine = type("Host", (JaxkvStateMachine,), methods)()
+    machine._usable_blocks, machine.computed = plan.usable_blocks, {1: 8, 2: 8}
+    machine.reference = ReferenceCache(plan)
+    machine.reference.start(1), machine.reference.write(1, 0, 8)
+    machine.reference.fork(2, 1, 8)
+    wanted = pytest.raises(AssertionError, match="two may hold what a fork shares")
+    with wanted if is_bug else contextlib.nullcontext():
+        machine.blocks_are_free_or_held_once()
+
+
+HELD = {1: [[1]], 2: [[2]]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),  # free blocks, and what requests hold
+    [
+        ((1, HELD), (1, HELD), None),
+        ((2, HELD), (2, HELD), "was refused blocks with 2 free; it never holds more than 2"),
+        ((1, HELD), (0, HELD), "something changed: free blocks: 1 -> 0"),
+        ((1, HELD), (1, HELD | {1: [[3]]}), r"something changed.*request 1: \[\[1\]\] ->"),
+        ((1, HELD | {1: [[0]]}), (1, HELD | {1: [[0]]}), "refused blocks, and no other holds any"),
+    ],
+)
+def test_a_refusal_is_a_bug_unless_blocks_are_short_and_nothing_changes(
+    before, after, message: str | None
+) -> None:
+    """Request 2 grows to two blocks."""
+    now = [before]
+
+    def refuse(machine: CacheStateMachine, *_: int) -> None:
+        now[0] = after
+        raise MemoryError
+
+    methods = {
+        "plan": plan_cache({"full": FULL}, 2**20, max_model_len=24),
+        "out_of_blocks": MemoryError,
+        "grow": refuse,
+        "block_ids": lambda machine, request: now[0][1][request],
+        "num_free_blocks": lambda machine: now[0][0],
+    }
+    machine = type("Host", (JaxkvStateMachine,), methods)()
+    machine.computed = {1: 4, 2: 4}
+    wanted = pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext()
+    with wanted:
+        assert not machine._grow(2, 8)
+
+
 def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
     methods = {"start_prompt": lambda machine, request, tokens, salt: len(tokens)}
     with pytest.raises(AssertionError, match="the last one has to be computed"):
@@ -633,17 +728,22 @@ def test_an_error_inside_is_not_hidden_by_the_checks_around_it() -> None:
         raise KeyError
 
 
-def test_counts_can_be_nested_and_end_where_they_end() -> None:
-    def compile_one() -> None:
-        jax.jit(lambda array: array - 1)(np.zeros(3))
+@pytest.mark.parametrize("counts", [(1, 1, 1), (0, 1, 1), (0, 0, 1)])
+def test_counts_can_be_nested_and_end_where_they_end(counts: tuple[int, int, int]) -> None:
+    """Compilations before, in and after the inner count, which may see as much as the outer."""
 
+    def compile_some(count: int) -> None:
+        for _ in range(count):
+            jax.jit(lambda array: array - 1)(np.zeros(3))
+
+    before, within, after = counts
     with count_compilations() as outer:
-        compile_one()
+        compile_some(before)
         with count_compilations() as inner:
-            compile_one()
-        compile_one()
-    compile_one()
-    assert (len(outer), len(inner)) == (3, 1)
+            compile_some(within)
+        compile_some(after)
+    compile_some(1)
+    assert (len(outer), len(inner)) == (sum(counts), within)
     assert all("lambda" in seen.function and seen.seconds > 0 for seen in outer)
 
 

@@ -76,9 +76,9 @@ def dense(
 
 
 def mistral(reader: ConfigReader, options: Options) -> Layers:
-    """Mistral: a window in every layer, or in none where the field is null.
+    """Mistral and Ministral: a window in every layer, or in none where the field is null.
 
-    Where the field is absent (v0.1), the class assumes 4096.
+    Where the field is absent (Mistral v0.1), the classes assume 4096.
     """
     reader.default(sliding_window=4096)
     return dense(reader, options, rule=all_windowed)

@@ -25,7 +25,6 @@ from jaxkv._src.hf_config._windows import (
     by_list,
     from_layer,
     idle,
-    only_windowed,
     periodic,
     without_rope,
 )
@@ -135,7 +134,7 @@ DENSE: Mapping[str, Family] = {
     **_each("phi3 phi3_v phi4mm", _dense_family(rule=all_windowed, same=HEADS)),
     **_each("mixtral starcoder2 phi4_multimodal phimoe", _dense_family(rule=all_windowed)),
     "ministral3": _dense_family(rule=all_windowed, attention=_dense.given),
-    "ministral": _dense_family(rule=only_windowed),
+    "ministral": Family(read=_dense.mistral),
     # Layers with a window and full layers in turn.
     "gemma2": Family(read=_gemma.alternating, inner={**GEMMA, "sliding_window": 4096}),
     "vaultgemma": Family(read=_gemma.alternating),

@@ -47,11 +47,6 @@ def all_windowed(reader: ConfigReader) -> tuple[list[str], str | None]:
     return [kind] * reader.layer_count(), None
 
 
-def only_windowed(reader: ConfigReader) -> tuple[list[str], str | None]:
-    """Returns layers with a window only."""
-    return [SLIDING] * reader.layer_count(), None
-
-
 def idle(reader: ConfigReader) -> tuple[list[str], str | None]:
     """Returns full layers only: ``use_sliding_window`` is false, so the window is ignored."""
     said = reader.expect("use_sliding_window", False)
