@@ -168,7 +168,8 @@ class Case(NamedTuple):
 WINDOWS = [
     *(Case(windows, order) for order in ORDERS),
     *(Case(windows, order, False) for order in ("LBNHC", "LHBNC")),
-    *(Case(windows, order, None, (2, 2)) for order in ("LBHNC", "BLNHC", "BLHNC", "BHLNC")),
+    *(Case(windows, order, None, (2, 2)) for order in ("LBHNC", "BLHNC")),
+    *(Case(windows, order, None, (1, 1)) for order in ("BLNHC", "BHLNC")),
 ]
 CASES = [
     *WINDOWS,

@@ -248,6 +248,13 @@ def test_encoder_tokens_can_be_given_as_bytes() -> None:
     got = np.asarray(jaxkv.read_rows(after[0], "cross.0", batch))
     for request, count in enumerate(step.encoder):
         np.testing.assert_array_equal(got[request, :count], rows[request, :count])
+    mask = np.random.default_rng(1).random(rows.shape[:2]) < 0.5
+    masked = jaxkv.write_rows(cache, "cross.0", batch, rows, mask=mask)
+    before, after = (np.asarray(jaxkv.read_rows(c, "cross.0", batch)) for c in (cache, masked))
+    for request, i in np.ndindex(*mask.shape):
+        if i < step.encoder[request]:
+            wanted = rows if mask[request, i] else before
+            np.testing.assert_array_equal(after[request, i], wanted[request, i])
 
 
 def test_a_pool_is_read_in_every_mode_of_jax() -> None:
