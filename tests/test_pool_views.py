@@ -216,6 +216,8 @@ def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
             getattr(stacked, name)("layer.2")
         with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 "):
             getattr(stacked, name)("layer.0", period=jnp.int32(0))
+        with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 "):
+            getattr(stacked, name)("layer.0", period=63)
     cache = jax.eval_shape(functools.partial(make, stacked=True))
     with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 kernel bl"):
         jaxkv.attention.build_page_lists(
