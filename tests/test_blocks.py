@@ -1415,6 +1415,19 @@ def test_integers_of_a_step_are_those_given_or_are_refused(dtype: str) -> None:
                 call()
 
 
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**70)])
+def test_integers_that_no_array_holds_are_refused_by_name(value: int) -> None:
+    shape = shape_of(small_plan({"a": FULL}))
+    for extra in ([value], [value, -1], [np.int8(0), value]):
+        with pytest.raises(ValueError, match="extra holds a value that does not fit int32"):
+            jaxkv.pack_step(shape, extra=extra)
+    with pytest.raises(TypeError, match="extra must be ints, got"):
+        jaxkv.pack_step(shape, extra=[value, 0.5])
+    for ids in ([], [1]) if value > 0 else ():
+        with pytest.raises(ValueError, match="(entries|starts) holds a value that does not fit"):
+            jaxkv.pack_step(shape, entries=[TableEntry(0, [ids], [value - len(ids)])])
+
+
 def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:
     plan = hybrid_plan()
     groups, longest = len(plan.groups), plan.max_model_len
