@@ -241,6 +241,24 @@ def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row(
     assert not groups_of(manager.step(decode, {0: 1, 8: 1}))
 
 
+def test_a_column_of_each_group_has_the_tokens_of_its_own_blocks() -> None:
+    common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8}
+    layers = {
+        "window": jaxkv.SlidingWindowSpec(block_size=8, sliding_window=40, **common),
+        "full": jaxkv.FullAttentionSpec(block_size=16, **common),
+        "latent": jaxkv.MLASpec(block_size=32, head_size=16),
+    }
+    sizes: dict[str, Any] = {"max_model_len": LONGEST, "num_blocks_override": 200}
+    plan = jaxkv.plan_cache(layers, 2**30, grouping="packed", **sizes)
+    assert [group.block_size for group in plan.groups] == [8, 16, 32]
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    manager.start(0)
+    manager.step(make_shape(plan, LONGEST), {0: 210})
+    manager.fork(0, [1])
+    shape = make_shape(plan, 1, GROUPS)
+    assert groups_of(manager.step(shape, {0: 1, 1: 1})) == [([0, 1], 192)]
+
+
 def test_a_shape_of_fewer_groups_has_those_that_save_the_most() -> None:
     course = Course(0)
     for name, sample, size in ((0, 1, 288), (2, 3, 304)):
