@@ -1424,7 +1424,7 @@ def test_integers_that_no_array_holds_are_refused_by_name(value: int) -> None:
     with pytest.raises(TypeError, match="extra must be ints, got"):
         jaxkv.pack_step(shape, extra=[value, 0.5])
     for ids in ([], [1]) if value > 0 else ():
-        with pytest.raises(ValueError, match="(entries|starts) holds a value that does not fit"):
+        with pytest.raises(ValueError, match=r"(entries|starts) holds a value that does not fit"):
             jaxkv.pack_step(shape, entries=[TableEntry(0, [ids], [value - len(ids)])])
 
 

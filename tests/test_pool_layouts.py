@@ -57,7 +57,8 @@ def by_group(ids: np.ndarray, ends: np.ndarray) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, ends)[:-1]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Also in more tiles than a tile has rows.
+@pytest.mark.parametrize("case", [*CASES, Case(cases.windows, "BHLNC", None, (1, 1))], ids=str)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_byte_lies_where_the_order_says(case: Case, data) -> None:

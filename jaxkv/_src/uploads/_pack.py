@@ -152,13 +152,14 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
     ordered = sorted(cells)
     flat = as_int32("entries", [*itertools.chain.from_iterable(ordered)])
     group, row, column = flat.reshape(-1, 3).T
+    row_lengths = as_int32("starts", [*itertools.chain.from_iterable(lengths.values())])
     return Entries(
         row,
         column,
         as_int32("block_ids", [cells[cell] for cell in ordered]),
         group.searchsorted(np.arange(groups), "right"),
         np.array(list(lengths), np.int32),
-        as_int32("starts", [*itertools.chain.from_iterable(lengths.values())]).reshape(-1, groups).T,
+        row_lengths.reshape(-1, groups).T,
     )
 
 
