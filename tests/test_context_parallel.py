@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxkv
 from jaxkv._src.cache import NO_BLOCK
-from jaxkv.testing import ReferenceTables
+from jaxkv.testing import ReferenceTables, assert_same_bytes
 from tests.helpers import needs_devices
 
 REQUESTS, LENGTH, HEADS, SIZE = 2, 48, 2, 4
@@ -269,8 +269,10 @@ def divided_cache(plan: jaxkv.Plan, interleave_tokens: int) -> jaxkv.KVCache:
 
 
 def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None:
+    """Only reads need that: `write_rows` writes the same outside of it."""
     plan = plan_for(*DIVIDED[:2])
-    manager, cache = started(plan), divided_cache(plan, DIVIDED.interleave_tokens)
+    manager, fresh = started(plan), divided_cache(plan, DIVIDED.interleave_tokens)
+    upload = manager.step(shape_for(plan), {0: 30, 1: 18})
     rows = np.arange(1, LENGTH + 1).astype(jnp.bfloat16).repeat(4 * SIZE).reshape(LENGTH, -1)
 
     def body(cache, upload, rows):
@@ -279,18 +281,20 @@ def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None
         read = jaxkv.read_rows(cache, "latent", batch)
         return cache, batch.slot_mapping("latent")[None], read[None, ..., 0]
 
-    specs = cache.partition_specs()
+    specs = fresh.partition_specs()
     run = jax.jit(
         jax.shard_map(
             body,
-            mesh=cache.layout.mesh,
+            mesh=fresh.layout.mesh,
             in_specs=(specs, SAME, SAME),
             out_specs=(specs, BY_RANK, BY_RANK),
             check_vma=False,
         )
     )
-    cache, slots, read = run(cache, manager.step(shape_for(plan), {0: 30, 1: 18}), rows)
+    cache, slots, read = run(fresh, upload, rows)
     jaxkv.check_errors(cache)
+    outside, batch = jax.jit(jaxkv.apply_step)(fresh, upload)
+    assert_same_bytes(jaxkv.write_rows(outside, "latent", batch, rows).buffers, cache.buffers)
     slots, read = np.asarray(slots), np.asarray(read, np.float32)
     assert slots.shape == (RANKS, LENGTH) and ((slots >= 0).sum(axis=0) == 1).all()
     positions = np.concatenate([np.arange(30), np.arange(18)])

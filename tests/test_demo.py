@@ -6,28 +6,33 @@ import functools
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv import KVCache
 from jaxkv.__main__ import main
-from jaxkv._src.demo import run, serving
-from jaxkv._src.demo.memory import forward_step
+from jaxkv._src.blocks import BlockUse
+from jaxkv._src.demo import reference, run, serving, trace
+from jaxkv._src.demo.memory import PagedMemory, forward_step
 from jaxkv._src.demo.model import Model, Params, init_params
-from jaxkv._src.demo.reference import Comparison, compare
+from jaxkv._src.demo.reference import Answer, Comparison, compare
 from jaxkv._src.demo.run import BOUNDS, bound_of
 from jaxkv._src.demo.serving import Report, make_engine, serve
 from jaxkv._src.demo.trace import Request, make_trace
-from jaxkv._src.engine import _ladder
+from jaxkv._src.engine import Output, Stats, _ladder
 from jaxkv._src.hf_config import layers_from_config, load_config, model_len
 from jaxkv._src.planning import ZeroPolicy, plan_cache
-from jaxkv._src.specs import Limits
+from jaxkv._src.specs import FullAttentionSpec, Limits, canonical_dtype
 from pallas_kernels import _capability, default_implementation
 from tests.helpers import needs_mosaic
+from tests.reference_model import logprobs_of
 
 DEMO = load_config("qwen3-next-demo")
 # One layer of attention and one of states, smaller: that compiles and runs faster. Attention comes
@@ -128,6 +133,33 @@ def test_served_tokens_are_those_of_the_model_without_a_cache() -> None:
     assert max(map(sum, report.occupancy)) <= engine.manager.plan.usable_blocks
 
 
+TINY = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 4, "head_dim": 8}
+TINY |= {"num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+TINY |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "rms_norm_eps": 0.01}
+
+
+def test_the_model_is_the_one_it_is_said_to_be() -> None:
+    """Served tokens are compared with the same arithmetic, which this compares with NumPy."""
+    config = CONFIG | TINY
+    layers = layers_from_config(config, kv_dtype="f32")
+    model = Model(config, tuple(layers))
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    params = jax.tree.map(lambda of: rng.normal(size=of.shape).astype(np.float32) / 4, shapes)
+    ids = rng.integers(0, 256, (2, 7), np.int32)
+    got = reference._compiled(model, tuple(layers.items()))(params, ids)
+    wanted = [logprobs_of(config, params, request) for request in ids]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_are_drawn_apart_and_scaled_by_their_fan_in() -> None:
+    _, params, _ = make_model("fp8_e4m3", is_all_attention=False)
+    matrices = [np.asarray(matrix) for matrix in jax.tree.leaves(params)]
+    assert len({float(matrix[0, 0]) * len(matrix) ** 0.5 for matrix in matrices}) == len(matrices)
+    for matrix in matrices:
+        assert (matrix * len(matrix) ** 0.5).std() == pytest.approx(1, abs=0.15)
+
+
 KERNEL_BLOCKS = {"num_blocks": 60, "kernel_block_size": 8, "own_attention": True}
 RANKS = {"num_blocks": 60, "kernel_block_size": 8, "ranks": 2}
 
@@ -157,6 +189,106 @@ def test_lengths_of_a_trace_lie_in_the_ranges_that_are_asked_for(kind) -> None:
     assert sum(request.samples for request in trace) == 60
 
 
+class Scripted:
+    """An engine whose samples say a token in each step; it preempts and sleeps by a script."""
+
+    def __init__(self, preemptions: dict[int, int]):
+        self.stats = Stats(prompt_tokens=100, cached_tokens=50, preemptions=7)
+        self.script, self.active, self.added, self.asleep = preemptions, {}, [], 0
+        self.manager: Any = SimpleNamespace(held_blocks=lambda: (self.stats.steps, 1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.active)
+
+    def add(self, request, prompt, sampling, *, boundaries):
+        self.added.append((self.stats.steps, request, prompt, sampling, boundaries))
+        self.stats.prompt_tokens += len(prompt)
+        self.stats.cached_tokens += 1
+        self.active |= {(request, sample): sampling.max_tokens for sample in range(sampling.n)}
+
+    def step(self) -> Iterator[Output]:
+        self.stats.preemptions += self.script.get(self.stats.steps, 0)
+        self.stats.steps += 1
+        self.manager.block_use = BlockUse(self.stats.steps, 2, 3, 4)
+        for (request, sample), left in [*self.active.items()]:
+            token = 100 * request + 10 * sample + left
+            logprob = np.nan if token in (1, 202, 201) else -token
+            reason = "length" if left == 1 else None
+            self.active[request, sample] -= 1
+            if reason:
+                del self.active[request, sample]
+            yield Output(request, sample, [token], [logprob], reason)
+
+    def sleep(self) -> int:
+        self.asleep += 1
+        return 10**self.asleep
+
+    def wake_up(self) -> None:
+        assert self.asleep
+
+
+def test_the_course_of_a_serving_is_reported_as_it_was(monkeypatch) -> None:
+    """The arrival and prompt of each request, and what each step did; of this serving alone."""
+    monkeypatch.setattr(serving, "REQUESTS_BETWEEN_NAPS", 2)
+    trace = [
+        Request(0, 0, (1, 2), 3),
+        Request(1, 0, (5,), 2, after=0),
+        Request(2, 4, (7, 8, 9), 2, samples=2, boundary=2),
+        Request(3, 9, (6,), 1, after=2),
+    ]
+    engine: Any = Scripted({1: 1, 4: 2})
+    finished: list[None] = []
+    report = serve(engine, trace, lambda: finished.append(None), naps=True)
+    greedy = functools.partial(jaxkv.Sampling, temperature=0.0, logprobs=True)
+    assert engine.added == [
+        (0, 0, [1, 2], greedy(max_tokens=3, seed=0), []),
+        (3, 1, [1, 2, 3, 2, 1, 5], greedy(max_tokens=2, seed=1), []),
+        (4, 2, [7, 8, 9], greedy(max_tokens=2, seed=2, n=2, temperature=1.0), [2]),
+        (9, 3, [7, 8, 9, 202, 201, 6], greedy(max_tokens=1, seed=3), []),
+    ]
+    said = {(0, 0): [3, 2, 1], (1, 0): [102, 101], (2, 0): [202, 201], (2, 1): [212, 211]}
+    prompts = {name: prompt for _, name, prompt, *_ in engine.added}
+    for name, tokens in (said | {(3, 0): [301]}).items():
+        answer = report.answers[name]
+        assert answer.tokens == prompts[name[0]] + tokens
+        np.testing.assert_array_equal(
+            answer.logprobs, [np.nan if x in (1, 202, 201) else -x for x in tokens]
+        )
+        assert answer.is_greedy == (name[0] != 2)
+    assert report.nan_requests == [0, 2, 2] and report.num_tokens == 10
+    assert report.preemptions == [1, 4, 4]
+    assert report.occupancy == [(steps, 1) for steps in range(1, 11)]
+    assert report.uses == [BlockUse(steps, 2, 3, 4) for steps in range(1, 11)]
+    assert report.prompt_tokens == sum(map(len, prompts.values())) and report.cached_tokens == 4
+    assert (report.naps, report.bytes_released, len(finished)) == (2, 110, 5)
+
+
+def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
+    """Turns go on from the last one and begin with a system prompt; samples share a prompt."""
+    kinds: tuple[Any, ...] = ("random", "chat", "rl")
+    random, chat, rl = (make_trace(62, 1, kind) for kind in kinds)
+    for made, kind in zip((random, chat, rl), kinds, strict=True):
+        arrivals = [request.arrival_step for request in made]
+        assert arrivals == sorted(arrivals) and len({*arrivals}) > 10
+        assert made == make_trace(62, 1, kind) != make_trace(62, 2, kind)
+        assert {token for request in made for token in request.prompt} == set(range(256))
+    assert (
+        [request.name for request in random] == [request.name for request in chat] == [*range(62)]
+    )
+    assert {(r.after, r.samples, r.boundary) for r in random} == {(None, 1, 0)}
+    systems = set()
+    for name, request in enumerate(chat):
+        assert request.after == (name - 1 if name % 3 else None) and request.samples == 1
+        assert (request.boundary > 0) == (name % 3 == 0)
+        systems |= {request.prompt[: request.boundary]} - {()}
+    assert len(systems) == 3 and all(80 <= len(system) <= 160 for system in systems)
+    assert [request.name for request in rl] == [*range(0, 62, 4)]
+    assert [request.samples for request in rl] == [4] * 15 + [2]
+    assert [r.arrival_step for r in rl] == [random[r.name].arrival_step for r in rl]
+    assert {(r.after, r.boundary) for r in rl} == {(None, 0)}
+
+
 @pytest.mark.parametrize(("difference", "agrees"), [(0.01, True), (0.03, False), (np.nan, False)])
 def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
     difference: float, agrees: bool, monkeypatch
@@ -164,6 +296,98 @@ def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
     monkeypatch.setattr(run, "compare", lambda *_, **options: Comparison(difference, 1, 1, 1))
     params: Any = None
     assert run._compare(Model(CONFIG, ()), params, {}, Report(), bound=0.02) == agrees
+
+
+class Ran(NamedTuple):
+    """An engine that the command served with: its options, and what was served."""
+
+    seed: int = 0
+    pool_bytes: int = 1_500_000
+    policy: str = "when_needed"
+    own: bool = False
+    kernel: int | None = None
+    ranks: int = 1
+    temperatures: frozenset[float] = frozenset({0.0})
+    served: int = 64
+    naps: bool = False
+
+
+RL = ["--trace", "rl", "--requests", "5", "--seed", "3", "--kv-dtype", "bf16", "--pool-bytes"]
+RL += ["2000000", "--sleep-between-batches"]
+OF_RL = Ran(3, 2_000_000, temperatures=frozenset({0.0, 1.0}), served=2, naps=True)
+CHAT = ["--kernel-block-size", "8", "--requests", "20", "--trace", "chat"]
+CONTEXT = ["--context-parallel", "2", "--kernel-block-size", "4", "--kv-dtype", "fp8_e5m2"]
+UNZEROED = Ran(policy="never", own=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted", "picture", "bound"),
+    [
+        ([], [Ran(), UNZEROED._replace(served=24)], "occupancy", "0.03"),
+        (RL, [OF_RL], "use of blocks", "0.003"),
+        (CHAT, [Ran(own=True, kernel=8, served=20)], "use of blocks", "0.03"),
+        (["--no-zeroing"], [UNZEROED], None, None),
+        (CONTEXT, [Ran(kernel=4, ranks=2)], "occupancy", "0.06"),
+    ],
+    ids=["plain", "rl", "chat", "no zeroing", "context"],
+)
+@pytest.mark.parametrize("difference", [0.0001, 1.0])
+def test_options_of_the_command_reach_what_they_are_for(
+    arguments, wanted, picture, bound, difference, monkeypatch, tmp_path, capsys
+) -> None:
+    """With nothing computed: an engine that is none, and a report of it."""
+    parser, path = argparse.ArgumentParser(), tmp_path / "new" / "a.png"
+    run.add_arguments(parser)
+    options = parser.parse_args([*arguments, "--implementation", "xla", "--output", str(path)])
+    if len(jax.devices()) < options.context_parallel:
+        pytest.skip("needs 2 devices")
+    nan = np.array([np.nan, 0.0, np.nan])
+    report = Report({(5, 0): Answer([1], nan, True), (3, 1): Answer([1], nan[:1], True)}, 2.0, [3])
+    engines, ran, traces, drawn = [], [], [], []
+
+    def make_engine(model, seed, plan, *, implementation, kernel_block_size, own_attention):
+        assert implementation == "xla" and plan.limits == Limits(max_in_flight_tokens=MAX_TOKENS)
+        (pool_bytes,) = plan.memory_bytes
+        made = Ran(seed, pool_bytes, plan.zero_policy, own_attention, kernel_block_size)
+        engines.append(made._replace(ranks=plan.context_parallel))
+        return SimpleNamespace(warm_up=lambda *samplings: drawn.append(samplings))
+
+    def serve(engine, trace, on_finish, *, naps):
+        temperatures = frozenset(sampling.temperature for sampling in drawn[-1])
+        served = {"served": len(trace), "temperatures": temperatures, "naps": naps}
+        ran.append(engines[-1]._replace(**served))
+        return report
+
+    def compare(model, seed, layers, answers, *, max_model_len, on_finish):
+        assert (seed, max_model_len) == (options.seed, 720)
+        assert [id(answer) for answer in answers] == [*map(id, report.answers.values())]
+        dtypes = {spec.dtype for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
+        assert dtypes == {canonical_dtype(options.kv_dtype)} and model.layers == tuple(layers)
+        return Comparison(difference, 1, 2, 3)
+
+    def draw(name, *use, preemptions):
+        assert use[-1] is (report.uses if name == "use of blocks" else report.occupancy)
+        assert preemptions is report.preemptions
+        return SimpleNamespace(savefig=lambda path, dpi: path.write_text(name))
+
+    def make_trace(*given):
+        traces.append(given)
+        return trace.make_trace(*given)
+
+    for name in ("make_engine", "serve", "compare", "make_trace"):
+        monkeypatch.setattr(run, name, locals()[name])
+    monkeypatch.setattr(run, "init_params", lambda _, key: int(jax.random.key_data(key)[-1]))
+    monkeypatch.setattr(run, "plot_occupancy", functools.partial(draw, "occupancy"))
+    monkeypatch.setattr(run, "plot_block_use", functools.partial(draw, "use of blocks"))
+    agrees = bound is None or difference < float(bound)
+    assert run.run(options) == (0 if agrees else 1)
+    assert ran == wanted
+    assert traces == [(options.requests, options.seed, options.trace)]
+    text = capsys.readouterr().out
+    assert (path.read_text() if path.exists() else None) == picture
+    assert bound is None or f"differ by {difference:.2g} at most (allowed: {bound}); 1 of 2" in text
+    nans = "NaN logits        3 of 4 rows; request 3 first"
+    assert text.count(nans) == sum(one.policy == "never" for one in wanted)
 
 
 def test_shared_prefixes_change_no_logit() -> None:
@@ -279,12 +503,37 @@ def test_the_demo_s_own_model_fits_its_cache() -> None:
     assert engine._device.vocab_size == DEMO["vocab_size"]
 
 
+QUERIES = {"fp8_e4m3": "float16", "fp8_e5m2": "float16", "bf16": "bfloat16", "f16": "float16"}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+def test_the_kernels_that_are_asked_for_get_queries_that_they_take(
+    kv_dtype: str, implementation: Any
+) -> None:
+    """The attention kernel takes 16-bit queries only, and those of pages of 16 bits in theirs."""
+    asked: list[tuple[str, Any]] = []
+
+    def call(layer, first, *_, implementation, **options):
+        asked.append((first.dtype.name, implementation))
+        return first
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=2, dtype=kv_dtype)
+    places = {"a": SimpleNamespace(spec=spec)}
+    batch = SimpleNamespace(layout=SimpleNamespace(place_of=places.get))
+    step: Any = SimpleNamespace(batch=batch, attend=call, gated_delta=call)
+    paged, ones = PagedMemory(step, None, False, implementation), np.ones((3, 2), np.float32)
+    assert paged.attend("a", jnp.asarray(ones), ones, ones).dtype == np.float32
+    paged.gated_delta("b", ones, ones, ones, ones, 1)
+    is_xla = implementation == "xla"
+    queries = "float32" if is_xla else QUERIES.get(kv_dtype, "float32")
+    assert asked == [(name, "xla" if is_xla else None) for name in (queries, "float32")]
+
+
 @needs_mosaic
-@pytest.mark.parametrize(("kv_dtype", "is_used"), [("fp8_e4m3", True), ("f32", False)])
-def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, monkeypatch) -> None:
-    """The kernel takes 16-bit queries only, and those of pages of 16 bits in their dtype."""
+def test_a_gpu_serves_with_the_attention_kernel(monkeypatch) -> None:
     monkeypatch.setattr(_capability, "why_unsupported", lambda *_: None)
-    model, params, layers = make_model(kv_dtype, is_all_attention=False)
+    model, params, layers = make_model("fp8_e4m3", is_all_attention=False)
     plan = plan_cache(layers, 2**20, max_model_len=192)
     cache = jaxkv.make_cache(plan, max_requests=4, scales=(0.02, 0.02))
     shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=4, max_query_len=1, extra=4)
@@ -295,8 +544,7 @@ def test_a_gpu_serves_with_the_attention_kernel(kv_dtype: str, is_used: bool, mo
 
     traced = jax.jit(step).trace(params, cache, shape.idle())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("paged_attention_decode" in text) == is_used
-    assert "custom_call @mosaic_gpu" in text
+    assert "paged_attention_decode" in text and "custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(

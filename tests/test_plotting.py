@@ -641,13 +641,13 @@ def plan_of_a_rank() -> jaxkv.Plan:
     ids=["windows", "states", "a rank"],
 )
 def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> None:
-    """In whatever rows are drawn, in whatever order."""
+    """In whatever rows are drawn, in whatever order, and one of them twice."""
     manager, cache, batch = filled_cache(plan=plan, **options)
     tables = jaxkv.testing.ReferenceTables(plan, max_requests=6)
     steps = zip(batch.num_computed_tokens, batch.seq_lens, batch.encoder_lens, strict=True)
     steps = dict(zip(np.asarray(batch.request_rows).tolist(), steps, strict=True))
     requests = {row: request for request, row in manager.requests.items()}
-    for rows in (None, [5, 2], [2, 0, 1]):
+    for rows in (None, [5, 2], [2, 0, 1, 2]):
         ax = plotting.plot_block_tables(cache, batch=batch, rows=rows).axes[0]
         starts = [bar.get_x() for bar in ax.patches if bar.get_alpha() == 0.5]  # of the groups
         assert len(starts) == len(plan.groups)

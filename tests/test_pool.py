@@ -145,7 +145,7 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
     jaxkv.check_errors(after)
 
 
-@pytest.mark.parametrize("case", PERIODS, ids=str)
+@pytest.mark.parametrize("case", [*PERIODS, Case(cases.odd)], ids=str)
 def test_gpus_and_cpus_read_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs gather elements, and CPUs bytes; here a CPU does both."""
     cache, _, batch = poisoned(case)
@@ -171,7 +171,7 @@ def test_a_scan_over_periods_is_in_place(case: Case) -> None:
 # --- formats --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "f16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "f16", "bf16", "f32", "int8"])
 def test_what_is_too_large_saturates(dtype: str) -> None:
     """Conversion alone makes NaN of it (fp8) or Inf, and 0 * Inf is NaN again."""
     dtype = cases.attention(dtype=dtype).dtype
@@ -238,23 +238,23 @@ def test_a_layer_that_shares_a_cache_reads_with_the_scales_of_its_owner() -> Non
         assert_same_bytes(jaxkv.read_tokens(cache, layer, batch), own)
 
 
-def test_encoder_tokens_can_be_given_as_bytes() -> None:
+def test_encoder_tokens_can_be_given_as_bytes_and_left_out_by_a_mask() -> None:
     cache, step, batch = poisoned(Case(cross))
     rows = np.random.default_rng(0).normal(size=(REQUESTS, cases.ENCODER, 2, 8))
     rows = rows.astype(np.float32)
     flat = rows.reshape(*rows.shape[:2], -1).view(np.uint8)
     after = [jaxkv.write_rows(cache, "cross.0", batch, given) for given in (rows, flat)]
     assert_same_bytes(*after)
-    got = np.asarray(jaxkv.read_rows(after[0], "cross.0", batch))
+    mask = np.arange(cases.ENCODER) % 2 > np.zeros((REQUESTS, 1))
+    after.append(jaxkv.write_rows(cache, "cross.0", batch, rows, mask=jnp.asarray(mask)))
+    before, got, masked = (
+        np.asarray(jaxkv.read_rows(one, "cross.0", batch)) for one in (cache, after[0], after[2])
+    )
     for request, count in enumerate(step.encoder):
         np.testing.assert_array_equal(got[request, :count], rows[request, :count])
-    mask = np.random.default_rng(1).random(rows.shape[:2]) < 0.5
-    masked = jaxkv.write_rows(cache, "cross.0", batch, rows, mask=mask)
-    before, after = (np.asarray(jaxkv.read_rows(c, "cross.0", batch)) for c in (cache, masked))
-    for request, i in np.ndindex(*mask.shape):
-        if i < step.encoder[request]:
-            wanted = rows if mask[request, i] else before
-            np.testing.assert_array_equal(after[request, i], wanted[request, i])
+        wanted = before[request].copy()
+        wanted[:count][mask[request, :count]] = rows[request, :count][mask[request, :count]]
+        np.testing.assert_array_equal(masked[request], wanted)
 
 
 def test_a_pool_is_read_in_every_mode_of_jax() -> None:
@@ -326,6 +326,8 @@ CALLS = [
         (hybrid, lambda c, b: jaxkv.write_state(c, "kv.0", b, STATES), TypeError, "not state"),
         (windows, lambda c, b: zero_blocks(c, as_ids([1]), as_ids([1])), ValueError,
          r"ends has shape \(1,\); wants \(2,\), one end per group"),
+        (windows, lambda c, b: zero_blocks(c, as_ids([[1]]), as_ids([1, 1])), ValueError,
+         r"block_ids has shape \(1, 1\); wants a flat list"),
         (windows, lambda c, b: zero_blocks(c, np.array([1]), as_ids([1, 1])), TypeError,
          "block_ids must be an array of int32, got int64"),
         (windows, lambda c, b: copy_blocks(c, as_ids([1]), as_ids([]), as_ids([1, 1])), ValueError,

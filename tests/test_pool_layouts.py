@@ -136,7 +136,8 @@ def arguments_of_change(case: Case, *num_blocks: int):
     if not num_blocks:
         cache = cases.with_memory(cache, case.reference().memory)
     batch = step.batch(cache, case.make_plan(*num_blocks))
-    ids, ends = as_ids([1, 2, -1, 4, 0, 0]), as_ids([2, 4])
+    groups = len(case.plan.groups)
+    ids, ends = as_ids([1, 2, -1, 4, 0, 0]), as_ids([4 * (g + 1) // groups for g in range(groups)])
     blocks = (ids, ends, ids, as_ids([5, 6, 3, 8, 0, 0]), ends)
     return cache, batch, blocks, cases.writes_for(case.plan, step)
 
@@ -156,16 +157,27 @@ def test_the_old_cache_stays_valid_without_donation() -> None:
     assert cases.memory_of(after).tobytes() != cases.memory_of(cache).tobytes()
 
 
+IN_CUDA = [  # tokens, states and rows, in each kind of buffers
+    WINDOWS[0],
+    Case(cases.windows, "LHBNC", False),
+    TILED,
+    Case(cases.states, "BLNHC"),
+    Case(cases.latent),
+]
+
+
 @needs_mosaic
-@pytest.mark.parametrize("case", [WINDOWS[0], *IN_PLACE[2:4], TILED], ids=str)
+@pytest.mark.parametrize("case", IN_CUDA, ids=str)
 def test_the_cuda_lowering_has_one_aliased_kernel_for_each_write(case: Case) -> None:
     cache, batch, blocks, writes = arguments_of_change(case)
     run = functools.partial(change, disjoint=True, implementation="mosaic_gpu")
     traced = jax.jit(run, donate_argnums=0).trace(cache, batch, blocks, writes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 2 + len(writes)
+    different = {case.plan.layout.place_of(layer).spec: writes[layer] for layer in writes}
+    count = sum(len(arguments.get("arrays", "1")) for arguments in different.values())
+    assert text.count("custom_call @mosaic_gpu") == 2 + count
     assert text.count("tf.aliasing_output") == len(jax.tree.leaves(cache))
-    assert text.count("stablehlo.output_operand_alias<") == 2 * len(cache.buffers) + len(writes)
+    assert text.count("stablehlo.output_operand_alias<") == 2 * len(cache.buffers) + count
 
 
 @needs_mosaic

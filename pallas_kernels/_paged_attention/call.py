@@ -16,8 +16,11 @@ from pallas_kernels._paged_attention.packed import RowPacking
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
+    Cut,
     Interleaving,
     SharedPrefixes,
+    cut_queries,
+    one_query_each,
 )
 from pallas_kernels._paged_attention.xla import attend_xla
 
@@ -175,6 +178,10 @@ def _see_nothing(arrays: AttentionArrays, rule: AttentionRule) -> tuple[Array, A
     """Returns the output of a call that has no queries or no keys."""
     shape = arrays.queries.shape[:2]
     lse = jnp.full(shape, -jnp.inf, jnp.float32)
+    if arrays.sinks is not None and all(shape) and arrays.block_tables.shape[0]:
+        one_each = arrays.query_start_loc is None
+        tiles = one_query_each(arrays, rule) if one_each else cut_queries(arrays, rule, Cut(1))
+        lse = jnp.where(tiles.of_token[:, None] < 0, -jnp.inf, arrays.sinks)
     return jnp.zeros((*shape, rule.value_width), rule.out_dtype), lse
 
 

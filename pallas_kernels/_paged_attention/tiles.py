@@ -279,7 +279,8 @@ def _tiles(
     requests, tokens, skips, counts, positions = places
     capacity = arrays.block_tables.shape[1] * rule.page_tokens
     offsets = take(arrays.chunk_offsets, requests)
-    begins, ends = jnp.zeros_like(positions), take(arrays.seq_lens, requests)
+    begins = jnp.zeros_like(positions)
+    ends = rule.held_before(take(arrays.seq_lens, requests), arrays.rank)
     if rule.causal:
         begins = rule.first_visible(jnp.maximum(positions + skips, 0), offsets)
         ends = rule.held_before(positions + counts, arrays.rank)

@@ -42,13 +42,14 @@ from pallas_kernels._paged_attention.tiles import (
 from tests.helpers import as_ids, needs_mosaic
 
 BATCH, TOKENS, COLUMNS, PAGES = 4, 90, 12, 60
+FIRST_ROW = 24  # of the first page
 RULES: dict[str, dict[str, Any]] = {
     "all keys": {},
     "a window": {"window": 300},
     "a window of one": {"window": 1},
     "chunks": {"chunk": 600},
     "a window in chunks": {"window": 300, "chunk": 400},
-    "not causal": {"causal": False},
+    "all keys of a rank": {"causal": False, "ranks": 2, "interleave_tokens": 16},
     "interleaved": {"ranks": 2, "interleave_tokens": 16},
 }
 
@@ -98,7 +99,7 @@ def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionAr
             tables[rng.random(tables.shape) < 0.05] = rng.choice([-1, PAGES])
         yield AttentionArrays(
             queries=np.zeros((BATCH if each_one else TOKENS, 1, 64)),
-            pages=types.SimpleNamespace(itemsize=2, num_pages=PAGES, first_row=lambda: 0),
+            pages=types.SimpleNamespace(itemsize=2, num_pages=PAGES, first_row=lambda: FIRST_ROW),
             block_tables=as_ids(tables),
             seq_lens=as_ids(lens),
             query_start_loc=None if each_one else as_ids(np.cumsum([first, *counts])),
@@ -289,10 +290,13 @@ def test_lanes_take_each_step_of_each_tile_once_and_are_equally_long(
         rng = np.random.default_rng(seed)
         begins = rng.integers(0, 700, 6) * rng.integers(0, 2, 6)
         ends = begins + rng.integers(-5, 900, 6) * rng.integers(0, 2, 6)
-        zeros, counts = np.zeros(6, np.int32), as_ids(rng.integers(0, 3, 6))
+        numbers = as_ids(rng.integers(0, 999, (7, 6)))  # from the requests to the ranks
         keys = as_ids(begins), as_ids(ends)
-        tiles = QueryTiles(3, *[zeros] * 3, counts, *[zeros] * 3, *keys, zeros, zeros)
-        tasks = share(tiles, num_lanes, np.int32(0), fixed)
+        tiles = QueryTiles(3, *numbers, *keys, *as_ids(np.zeros((2, 6))))
+        tasks = share(tiles, num_lanes, np.int32(seed), fixed)
+        for index, row in enumerate(np.asarray(tasks.tiles).tolist()):
+            check_numbers(Tile(*row), tiles, index)
+            assert (Tile(*row).token, Tile(*row).used_tokens) == (tiles.tokens[index], seed)
         # Those without keys, such as padding, take no step.
         steps = np.where(ends > begins, -(-ends // STEP) - begins // STEP, 0)
         check_lanes(np.asarray(tasks.tiles), np.asarray(tasks.lanes), begins, steps, fixed)
@@ -358,6 +362,8 @@ def test_steps_of_prefill_hold_all_seen_keys_and_skip_masks_only_where_all_are_s
         lengths = [row.last_step - row.first_step if row.count else -1 for row in rows]
         assert lengths == sorted(lengths, reverse=True), "the longest first, empty ones last"
         for row in rows:
+            check_numbers(row, tiles, row.index)
+            assert (8 * row.octet, row.first_row) == (tiles.tokens[row.index], FIRST_ROW)
             unmasked += check_steps(arrays, rule, row)
     assert unmasked or name == "a window of one"
 
@@ -433,6 +439,13 @@ def test_thread_blocks_take_each_head_of_each_tile_once_and_some_heads_first(gro
             assert sections[before].max(initial=0) <= least, "heads that come together first"
             longest = tiles[before & is_last].max(initial=0)
             assert longest <= tiles[now & is_last].min(initial=num_tiles), "short tiles at the end"
+
+
+def check_numbers(row: Tile | PrefillTile, tiles: QueryTiles, index: int) -> None:
+    """Checks what a kernel reads of a tile: the numbers of the tile with that index."""
+    columns = "requests skips counts positions chunk_offsets ranks begins ends".split()
+    found = [getattr(row, column[:-1]) for column in columns]
+    assert found == [getattr(tiles, column)[index] for column in columns]
 
 
 def check_pieces(whole: PrefillTile, parts: list[PrefillTile]) -> None:

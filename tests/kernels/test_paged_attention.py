@@ -6,6 +6,7 @@ On a machine without a GPU the Mosaic kernels run in interpret mode, and are low
 import functools
 import itertools
 import math
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +53,10 @@ class Case(NamedTuple):
     latent: bool = False  # values are the first elements of keys
     reproducible: bool = False
     most: int | None = None  # queries of a request, as the caller says
+
+    @property
+    def scale(self) -> float | None:
+        return 0.07 if self.scaled else None
 
     @property
     def row(self) -> int:
@@ -123,6 +128,7 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         where = rng.random(ids.shape) < 0.3
         ids[where] = rng.choice([-1, -(2**31), blocks, 2**31 - 1], where.sum())
     tokens = case.tokens or case.batch
+    scales = rng.uniform(0.5, 2, (2, case.kv_heads)).astype(np.float32)
     queries = rng.normal(size=(tokens, case.heads, case.key)).astype(jnp.dtype(case.queries))
     queries[tokens if loc is None else loc[-1] :] = math.nan
     return Arguments(
@@ -133,8 +139,8 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         None if loc is None else as_ids(loc),
         starts if case.firsts else None,
         draw_sinks(rng, case.heads) if case.sinks else None,
-        np.float32(0.75) if case.scaled else 1.0,
-        rng.uniform(0.5, 2, case.kv_heads).astype(np.float32) if case.scaled else 1.0,
+        (scales[0] if case.kv_heads > 1 else scales[0, 0]) if case.scaled else 1.0,
+        scales[1] if case.scaled else 1.0,
     )
 
 
@@ -217,7 +223,7 @@ def define(case: Case, given: Arguments) -> Expected:
                 keys = rows[:, kv_head, : case.key]
                 values = rows[:, kv_head, 0 if case.latent else case.key :][:, : case.value]
                 query = given.queries[token, head].astype(float)
-                scale = case.key**-0.5 * key_scale[kv_head]
+                scale = (case.scale or case.key**-0.5) * key_scale[kv_head]
                 scores = keys @ query * scale
                 if case.cap is not None:
                     scores = case.cap * np.tanh(scores / case.cap)
@@ -280,16 +286,21 @@ LATENTS = Case(heads=8, kv_heads=1, key=192, value=128, latent=True)
 PLACES = ("NHD in an array", "HND in an array", "NHD", "HND", "heads apart")
 
 
+@needs_mosaic
 @pytest.mark.parametrize("place", PLACES)
 def test_rows_of_strided_pages_lie_where_kernels_look(place: str) -> None:
+    from pallas_kernels._paged_attention.mosaic import step_sizes
+
     shape, width = (3, 8, 2, 4), 4
     array = jnp.arange(math.prod(shape), dtype=jnp.int32).reshape(shape)
     pages = strided(array, place)
     assert isinstance(pages, StridedPages) and pages.rows_per_extent
     block, token, head = np.indices(shape[:3])
-    row = pages.first_row() + block * pages.page_rows + head * pages.head_rows + token
-    rows = np.asarray(pages.rows())[row]  # of one head each, or of all heads
-    column = head * (0 if pages.heads_first else width)
+    arrays: Any = types.SimpleNamespace(pages=pages, block_tables=np.zeros((1, 5)))
+    steps = step_sizes(arrays, 64)
+    assert (steps.page_tokens, steps.num_pages, steps.width) == (8, 3, 5)
+    first, column = steps.head(pages.first_row(), head)
+    rows = np.asarray(pages.rows())[first + block * steps.page_rows + token]
     columns = column[..., None] + np.arange(width)
     np.testing.assert_array_equal(np.take_along_axis(rows, columns, axis=-1), array)
     ids = np.array([[2, 0], [1, 1]])
@@ -325,6 +336,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
         queries,
         strided(pages, case.place),
         *arrays,
+        scale=case.scale,
         sliding_window=case.window,
         chunk_size=case.chunk,
         soft_cap=case.cap,
@@ -502,7 +514,7 @@ INTERLEAVED = Case(
     1, 1, batch=1, page_tokens=48, width=4, tokens=72, ranks=2, pages="int8", place="HND"
 )
 WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
-WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True)  # two tables begin in a chunk
+WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
@@ -520,8 +532,9 @@ INTERPRETED = {
     "a prefill in int8": (INTERLEAVED, [340], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
     "reproducible prefill in two rounds": (
-        Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True),
-        [150, 40],
+        # The last tile begins with the second segment, and the one before lies in both.
+        Case(1, 1, batch=2, page_tokens=32, width=5, tokens=66, reproducible=True, window=15),
+        [160, 40],
         [0, 64, 66],
     ),
     "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 150, 41], [0, 1, 40, 66]),
@@ -709,6 +722,10 @@ def test_without_a_choice_the_device_of_a_program_decides(monkeypatch) -> None:
     [
         (Case(queries="float32"), "queries are float32, and the kernels take bfloat16"),
         (Case(pages="float16"), "pages are float16 and queries bfloat16"),
+        (Case(value=72), "keys are 64 wide and values 72, and the kernels take multiples of 16 in"),
+        (Case(value=320), "keys are 64 wide and values 320, and the kernels take widths from 64"),
+        (Case(key=48), "keys are 48 wide and values 64, and the kernels take widths from 64"),
+        (Case(value=96, pages="int8"), "keys are 64 wide and values 96, .* multiples of 64"),
         (Case(key=72), "keys are 72 wide and values 64, and the kernels take multiples of 16 in"),
         (
             Case(key=96, pages="int8"),
@@ -738,7 +755,8 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "batch", "width", "blocks"), [(0, 0, 3, 4), (0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)]
+    ("tokens", "batch", "width", "blocks"),
+    [(0, 0, 3, 4), (0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (3, 2, 0, 4), (2, 0, 3, 4)],
 )
 def test_no_queries_and_no_keys_are_no_error(tokens, batch, width, blocks) -> None:
     out, lse = at_once(
@@ -746,11 +764,13 @@ def test_no_queries_and_no_keys_are_no_error(tokens, batch, width, blocks) -> No
         jnp.ones((blocks, 2, 2, 12)),
         jnp.zeros((batch, width), jnp.int32),
         jnp.full(batch, 6, jnp.int32),
-        jnp.zeros(batch + 1, jnp.int32) if batch != tokens else None,
+        jnp.arange(batch + 1, dtype=jnp.int32) if batch != tokens else None,
+        sinks=jnp.arange(4.0),
         return_lse=True,
     )
     np.testing.assert_array_equal(out, np.zeros((tokens, 4, 4)))
-    np.testing.assert_array_equal(lse, np.full((tokens, 4), -np.inf))
+    is_padding = np.arange(tokens)[:, None] >= batch
+    np.testing.assert_array_equal(lse, np.where(is_padding, -np.inf, np.arange(4.0)))
 
 
 def test_what_sees_no_key_has_the_log_sum_exp_of_its_sinks() -> None:
@@ -950,6 +970,22 @@ def test_more_tokens_than_int32_counts_are_refused(
 
     with pytest.raises(error, match=message):
         jax.eval_shape(run, *arguments)
+
+
+@pytest.mark.parametrize("limit", ["sliding_window", "chunk_size"])
+@pytest.mark.parametrize("other", [{"causal": False}, {"interleaving": Interleaving(0, 2, 4)}])
+def test_limits_go_neither_with_interleaving_nor_with_all_keys(limit, other) -> None:
+    (name,) = other
+    with pytest.raises(ValueError, match=f"{name}.* does not go with sliding_window or chunk_size"):
+        paged_attention(**GOOD | other | {limit: 4})
+
+
+@needs_mosaic
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_an_output_has_the_dtype_that_is_asked_for(implementation) -> None:
+    wide = functools.partial(paged_attention, out_dtype="float32", implementation=implementation)
+    out = jax.eval_shape(wide, *PLAIN.arguments(per_request=True))
+    assert out.dtype == jnp.float32 and out.shape == (64, 32, 128)
 
 
 def test_good_input_is_not_refused() -> None:

@@ -62,7 +62,9 @@ MOSAIC_CASES = {
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
 # Two tiles of a request without holes, and one of a request with one.
-SPECULATION = NARROW._replace(heads=16, batch=2, tokens=8, width=4, holes=True, scaled=True)
+SPECULATION = NARROW._replace(
+    heads=15, cap=9.0, batch=2, tokens=8, width=4, holes=True, scaled=True
+)
 SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
 # The second thread block has heads of the second token, which alone sees the last key.
@@ -161,6 +163,10 @@ def test_the_shapes_of_models_lower_for_cuda(
         (
             MLA._replace(pages=PACKED, queries="float16"),
             "queries are float16, and the kernel of packed rows takes bfloat16",
+        ),
+        (
+            MLA._replace(pages=PACKED, value=384),
+            "packed rows are 576 wide and their values 384, and the kernel takes 576 and 512",
         ),
         (
             MLA._replace(pages=PACKED, key=192, value=128),

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import _capability, paged_attention
-from pallas_kernels._paged_attention import rounds
+from pallas_kernels._paged_attention import rounds, tasks
+from pallas_kernels._paged_attention.arguments import _whole_segments
 from tests.helpers import ON_GPU, as_ids, kernels_run, needs_mosaic
+from tests.kernels.test_attention_tasks import rule_of
 from tests.kernels.test_paged_attention import lower
 
 PAGES = 400  # of the pool
@@ -208,7 +210,6 @@ def several_rounds() -> Iterator[None]:
 def small_gpu(monkeypatch) -> None:
     """A GPU of few thread blocks whose segments are short."""
     from pallas_kernels import _mosaic
-    from pallas_kernels._paged_attention import tasks
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 3)
@@ -225,6 +226,27 @@ def test_mosaic_gives_a_token_the_same_bits_in_interpret_mode() -> None:
     attend = make_attend(case, "mosaic_gpu")
     one, other = (attend_at(case, Place(0, row, 200, 1, 3, first=row), attend) for row in range(2))
     assert one == other
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_tables_that_begin_anywhere_have_each_page_in_one_place_of_a_segment(
+    steps: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(tasks, "SEGMENT", steps)
+    for page in [24, 96, 100, 192]:
+        rule = rule_of("a window")._replace(page_tokens=page, reproducible=True)
+        pages = np.arange(40)[:, None] + np.arange(3)[None]  # tables that begin with any page
+        arrays = map(jnp.asarray, (as_ids(pages), as_ids(pages[:, 0] * page)))
+        found, firsts = _whole_segments(rule, *arrays)
+        width = found.shape[1] * page
+        fixed = tasks.FixedSegments.of(rule, found.shape[1])
+        assert fixed == (steps, -(-width // (steps * tasks.STEP)))
+        assert (np.asarray(firsts) % (steps * tasks.STEP) == 0).all()
+        for table, first, held in zip(*map(np.asarray, (found, firsts)), pages, strict=True):
+            assert 0 <= first <= held[0] * page, "a table begins before it is there"
+            wanted = np.full(len(table), -1)
+            wanted[held - first // page] = held
+            assert table.tolist() == wanted.tolist()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs more")

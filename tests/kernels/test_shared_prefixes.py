@@ -17,7 +17,7 @@ from pallas_kernels import Interleaving, SharedPrefixes, _capability, paged_atte
 from pallas_kernels._paged_attention import shared as shared_tiles
 from pallas_kernels._paged_attention.prefill_tasks import PrefillTile, has_holes
 from tests.helpers import HAS_LATE_BARRIERS, ON_GPU, as_ids, kernels_run, needs_mosaic
-from tests.kernels.test_attention_tasks import batches, rule_of
+from tests.kernels.test_attention_tasks import FIRST_ROW, batches, rule_of
 from tests.kernels.test_paged_attention import (
     PACKED,
     Arguments,
@@ -67,6 +67,7 @@ def attend(arguments: Arguments, shared: SharedPrefixes, case: Case, implementat
     queries, pages, tables, lens, _, _, sinks, key_scale, value_scale = arguments
     return paged_attention(
         *(queries, pages, tables, lens),
+        scale=case.scale,
         soft_cap=case.cap,
         sinks=sinks,
         key_scale=key_scale,
@@ -208,7 +209,7 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
                 num_tiles=0,
                 heads_together=2,
                 **dict.fromkeys(("skip", "position", "chunk_offset", "rank", "begin"), 0),
-                first_row=0,
+                first_row=FIRST_ROW,
             )
             for tile in range(4)
             for first in range(0, steps[tile], each)
@@ -224,7 +225,7 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
 LATENT = Case(
     *(8, 1, 192, 128), batch=3, width=7, page_tokens=32, latent=True, sinks=True, scaled=True
 )
-SMALL = Case(batch=4, width=14, page_tokens=16, heads=3, kv_heads=1, sinks=True)
+SMALL = Case(batch=4, width=14, page_tokens=16, heads=6, kv_heads=2, sinks=True, scaled=True)
 # An odd number of heads, groups of more requests than a tile has, a step that is partly shared, and
 # one that shares nothing.
 FOREST = Forest([200, 0, 195, 199], [[3, 0, 2], [1]], [194, 0], seed=1)

@@ -136,18 +136,19 @@ def _read_columns(cache: "KVCache", batch: "StepBatch", shown: Sequence[int]) ->
         np.asarray(array)
         for array in (batch.num_computed_tokens, batch.seq_lens, batch.encoder_lens)
     )
-    lines = {row: line for line, row in enumerate(shown)}
+    requests = {row: at for at, row in enumerate(np.asarray(batch.request_rows).tolist())}
     frames = []
-    for request, row in enumerate(np.asarray(batch.request_rows).tolist()):
-        if row not in lines:  # padding, or not drawn
+    for line, row in enumerate(shown):
+        if row not in requests:
             continue
+        request = requests[row]
         tokens = cdiv(int(computed[request]), ranks), cdiv(int(total[request]), ranks)
         for group, growth in enumerate(cache.layout.growths):
             source, _, end = growth.live_columns(*tokens, int(encoder[request]))
             first = growth.step_start(*tokens)  # of a state, earlier columns are held alone
-            frames.append(_Frame(lines[row], group, int(first), int(end)))
+            frames.append(_Frame(line, group, int(first), int(end)))
             if 0 <= source < first:
-                frames.append(_Frame(lines[row], group, int(source), int(source) + 1))
+                frames.append(_Frame(line, group, int(source), int(source) + 1))
     return frames
 
 
