@@ -344,6 +344,32 @@ def test_entries_out_of_range_are_dropped_and_reported_until_they_are_read(chang
     np.testing.assert_array_equal(after, before)
 
 
+def test_each_group_has_as_many_columns_as_its_own_rows() -> None:
+    rooms, cache = as_ids(PLAN.row_blocks), small_cache()
+    assert len(set(rooms.tolist())) > 2
+    arrays = packed(entry(1, *[[5]] * GROUPS))
+    columns = np.resize(rooms, arrays.columns.shape)  # of the first entries, one in each group
+    lengths = np.array(arrays.row_lengths)
+    lengths[0] = rooms
+    full = dataclasses.replace(arrays, columns=columns - 1, row_lengths=lengths)
+    after = append_block_ids(cache, full)
+    check_errors(after)
+    assert after.row_lengths[1].tolist() == rooms.tolist()
+    assert [row_of(after, 1, group)[-1] for group in range(GROUPS)] == [5] * GROUPS
+    for group in range(GROUPS):
+        one = np.arange(GROUPS) == group
+        more = np.array(lengths)
+        more[0] += one
+        after = append_block_ids(cache, dataclasses.replace(full, row_lengths=more))
+        assert int(after.error_flags) == BAD_COLUMN
+        assert after.row_lengths[1].tolist() == np.where(one, 0, rooms).tolist()
+        beyond = columns - 1
+        beyond[group] += 1
+        after = append_block_ids(cache, dataclasses.replace(full, columns=beyond))
+        assert int(after.error_flags) == BAD_COLUMN
+        assert int((np.asarray(after.block_tables) == 5).sum()) == GROUPS - 1
+
+
 def test_ids_past_the_last_group_are_padding() -> None:
     arrays = packed(entry(0, [5]))
     rows, ids = np.array(arrays.rows), np.array(arrays.block_ids)

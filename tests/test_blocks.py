@@ -726,6 +726,33 @@ def test_a_state_in_the_block_of_a_draft_is_not_forked(mode: str) -> None:
     assert manager.computed_tokens == {"r": 6, "prompt": 4, "first": 5, "second": 6}
 
 
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        *itertools.product(["none", "align", "all"], ["forked", "imported"]),
+        *(("align", "cached"), ("all", "cached")),
+    ],
+)
+def test_tokens_that_no_step_computed_are_no_drafts(mode: str, way: str) -> None:
+    """However few they are."""
+    state = StateSpec(block_size=2, speculative_blocks=2, cache_mode=mode, **STATE)
+    plan, prompt = small_plan({"s": state}), [1] * 3
+    manager, shape = BlockManager(plan, max_requests=4), shape_of(plan, forks=4)
+    manager.start("donor", prompt)
+    manager.step(shape, {"donor": 1})
+    manager.step(shape, {"donor": 1})
+    if way == "cached":
+        assert manager.start("r", prompt).num_cached_tokens == 2
+    elif way == "forked":
+        manager.fork("donor", ["r"])
+    else:
+        manager.import_blocks("r", 2)
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"r": 1})
+    manager.fork("r", ["s"])
+    assert manager.num_computed_tokens("s") == 2
+
+
 @pytest.mark.parametrize("mode", ["align", "all"])
 def test_a_state_that_drafts_left_in_another_block_is_not_shared(mode: str) -> None:
     """Once the drafts of a step reach another block, states are not where they belong.
@@ -1366,6 +1393,39 @@ def test_integers_of_a_step_that_are_traced_are_refused() -> None:
             jax.eval_shape(
                 lambda ids, name=name: jaxkv.pack_step(shape, **{name: ids}), np.zeros(1, np.int32)
             )
+
+
+@pytest.mark.parametrize("dtype", "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split())
+def test_integers_of_a_step_are_those_given_or_are_refused(dtype: str) -> None:
+    """Whatever their type, none wraps."""
+    shape, info = dataclasses.replace(shape_of(hybrid_plan()), extra=1), np.iinfo(dtype)
+    limits = (end + by for end in (-(2**31), 0, 2**31) for by in (-1, 0, 1))
+    for value in {info.min, info.max, *limits}:
+        if not info.min <= value <= info.max:
+            continue
+        extra = np.array([value], dtype)
+        if -(2**31) <= value < 2**31:
+            assert jaxkv.pack_step(shape, extra=extra).parts()["extra"].tolist() == [value]
+            continue
+        for call in (
+            lambda extra=extra: jaxkv.pack_step(shape, extra=extra),
+            lambda extra=extra: jaxkv.pack_step(shape, extra=extra.tolist()),
+        ):
+            with pytest.raises(ValueError, match="extra holds a value that does not fit int32"):
+                call()
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**70)])
+def test_integers_that_no_array_holds_are_refused_by_name(value: int) -> None:
+    shape = shape_of(small_plan({"a": FULL}))
+    for extra in ([value], [value, -1], [np.int8(0), value]):
+        with pytest.raises(ValueError, match="extra holds a value that does not fit int32"):
+            jaxkv.pack_step(shape, extra=extra)
+    with pytest.raises(TypeError, match="extra must be ints, got"):
+        jaxkv.pack_step(shape, extra=[value, 0.5])
+    for ids in ([], [1]) if value > 0 else ():
+        with pytest.raises(ValueError, match=r"(entries|starts) holds a value that does not fit"):
+            jaxkv.pack_step(shape, entries=[TableEntry(0, [ids], [value - len(ids)])])
 
 
 def test_a_step_of_another_scheduler_fits_its_shape_or_is_refused() -> None:

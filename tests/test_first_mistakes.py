@@ -449,7 +449,7 @@ MISTAKES = {
             "salt": 5,
             "boundaries": [2],
             "extra_keys": [ExtraKey.lora("a", "/a")],
-            "max_cached_tokens": 4,
+            "max_cached_tokens": 0,
         }.items()
     },
     "the name of an adapter for its key": (

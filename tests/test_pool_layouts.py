@@ -57,7 +57,8 @@ def by_group(ids: np.ndarray, ends: np.ndarray) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, ends)[:-1]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Also in more tiles than a tile has rows.
+@pytest.mark.parametrize("case", [*CASES, Case(cases.windows, "BHLNC", None, (1, 1))], ids=str)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_byte_lies_where_the_order_says(case: Case, data) -> None:
@@ -85,12 +86,19 @@ def test_every_byte_lies_where_the_order_says(case: Case, data) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "stacked"),
-    [("LBNHC", False), ("LHBNC", False), ("LBNHC", True), ("LHBNC", True), ("BLHNC", True)],
+    ("order", "stacked", "sizes"),
+    [
+        ("LBNHC", False, (4, 3)),
+        ("LBNHC", False, (3, 4)),
+        ("LHBNC", False, (3, 4)),
+        ("LBNHC", True, (4, 3)),
+        ("LHBNC", True, (4, 3)),
+        ("BLHNC", True, (3, 4)),
+    ],
 )
-def test_blocks_are_zeroed_and_copied_in_the_tensors_of_their_group(order, stacked) -> None:
+def test_blocks_are_zeroed_and_copied_in_the_tensors_of_their_group(order, stacked, sizes) -> None:
     """In a stack a block goes whole: its bytes past its group's layers are nobody's."""
-    plan = cases.windows(BLOCKS, 4, 3)
+    plan = cases.windows(BLOCKS, *sizes)
     cache = Case(lambda: plan, order, stacked).cache()
     axes = cache.layout.buffers.axes
     ids = np.arange(1, BLOCKS + 1, dtype=np.uint8)
@@ -103,8 +111,10 @@ def test_blocks_are_zeroed_and_copied_in_the_tensors_of_their_group(order, stack
         page = cache.buffers[0 if stacked else tensor]
         page = jnp.take(page, tensor, axes.index("L")) if stacked else page
         page = np.moveaxis(np.asarray(page), axes.replace("L", "").index("B"), 0)
-        wanted = [1, 0, 3, 4, 4, 6, 7, 8, 9, 10, 11, 12, 13]
-        if tensor < 3 or stacked:
+        wanted = [*range(1, BLOCKS + 1)]
+        if tensor < sizes[0] or stacked:
+            wanted[1], wanted[4] = 0, 4
+        if tensor < sizes[1] or stacked:
             wanted[2], wanted[5], wanted[6] = 0, 7, 6
         assert [set(block.reshape(-1).tolist()) for block in page] == [{i} for i in wanted]
 

@@ -203,21 +203,25 @@ def test_views_that_do_not_exist_are_refused_by_name(case, call, error, message)
 def test_ids_that_int32_does_not_count_are_refused_and_do_not_wrap() -> None:
     spec = cases.attention(2**10, num_kv_heads=1, head_size=1, dtype="fp8")
     plan = cases.planned({f"layer.{i}": spec for i in range(64)}, 2**20)
-    make = functools.partial(jaxkv.make_cache, plan, max_requests=REQUESTS, kernel_block_sizes=[1])
+    make = functools.partial(jaxkv.make_cache, plan, max_requests=REQUESTS, kernel_block_sizes=[2])
     layouts = [jax.eval_shape(functools.partial(make, stacked=s)).layout for s in (True, False)]
     batch = cases.fixed_step(windows()).batch(cases.empty(Case(windows)), windows())
     stacked, apart = (dataclasses.replace(batch, layout=layout) for layout in layouts)
-    for name in ("slot_mapping", "kernel_block_tables"):
-        getattr(stacked, name)("layer.0")
+    for name, fitting, end in (
+        ("slot_mapping", 1, "68,719,476,736 slots"),
+        ("kernel_block_tables", 3, "34,359,738,368 kernel blocks"),
+    ):
+        getattr(stacked, name)(f"layer.{fitting - 1}")
         getattr(apart, name)("layer.63")
         with pytest.raises(
             ValueError, match="is more than int32 counts; make the cache with stacked"
         ):
-            getattr(stacked, name)("layer.2")
-        with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 "):
-            getattr(stacked, name)("layer.0", period=jnp.int32(0))
+            getattr(stacked, name)(f"layer.{fitting}")
+        for period in (jnp.int32(0), 63):
+            with pytest.raises(ValueError, match=rf"'layer\.63' ends after {end} of"):
+                getattr(stacked, name)("layer.0", period=period)
     cache = jax.eval_shape(functools.partial(make, stacked=True))
-    with pytest.raises(ValueError, match=r"'layer\.63' ends after 68,719,476,736 kernel bl"):
+    with pytest.raises(ValueError, match=r"'layer\.63' ends after 34,359,738,368 kernel bl"):
         jaxkv.attention.build_page_lists(
             cache, "layer.0", stacked, q_block_tokens=1, period=jnp.int32(0)
         )

@@ -152,18 +152,21 @@ class Course:
             self.on_step(upload, ids)
 
 
-def check_groups(plan: jaxkv.Plan, groups, ids, computed: list[int]) -> None:
-    """Checks that members are in one group each, have the same blocks, and save the most."""
+def check_groups(plan: jaxkv.Plan, groups, ids, computed: list[int], unit: int = BLOCK) -> None:
+    """Checks that members are in one group each, have the same blocks, and save the most.
+
+    unit: tokens of which beginnings are multiples.
+    """
     members = [member for group, _ in groups for member in group]
     assert len(set(members)) == len(members)
     full = [g for g, group in enumerate(plan.groups) if group.growth.window > LONGEST]
     for group, tokens in groups:
-        assert len(group) > 1 and tokens % BLOCK == 0
+        assert len(group) > 1 and tokens % unit == 0
         assert tokens <= min(computed[member] for member in group)
         for g in full:
             assert len({ids[member][g][: tokens // BLOCK] for member in group}) == 1
     beginnings = [
-        tuple(zip(*(of_request[g] for g in full), strict=False))[: tokens // BLOCK]
+        tuple(zip(*(of_request[g] for g in full), strict=False))[: tokens // unit * unit // BLOCK]
         for of_request, tokens in zip(ids, computed, strict=True)
     ]
     saved = sum((len(group) - 1) * tokens for group, tokens in groups)
@@ -185,22 +188,24 @@ def test_the_host_chooses_groups_that_save_the_most(seed: int) -> None:
 
 
 @settings(max_examples=150)
-@given(seed=st.integers(0, 2**16))
-def test_groups_save_the_most_in_any_tables(seed: int) -> None:
-    """Also of requests that are equal, or that end where a block does."""
-    rng, width = np.random.default_rng(seed), 8
+@given(seed=st.integers(0, 2**16), sizes=st.sampled_from([(1, 1), (1, 2), (2, 1)]))
+def test_groups_save_the_most_in_any_tables(seed: int, sizes: tuple[int, int]) -> None:
+    """Also of requests that are equal, or that end where a block does, and of columns of two."""
+    rng, width, unit = np.random.default_rng(seed), 8, sizes[0]
     computed = np.minimum(rng.integers(1, 2 * width, 8) * (BLOCK // 2), width * BLOCK)
-    tables = np.arange(1, 1 + 2 * 8 * width).reshape(2, 8, width)
+    tables = [np.arange(1, 1 + 8 * width // size).reshape(8, -1) for size in sizes]
     for request in range(1, 8):
         like, same = rng.integers(request), rng.integers(width + 1)
-        tables[0, request, :same] = tables[0, like, :same]
-        same -= rng.integers(2) * rng.integers(same + 1)  # a copy in one group of layers
-        tables[1, request, :same] = tables[1, like, :same]
-    tables[:, np.arange(width) >= -(-computed[:, None] // BLOCK)] = 0
+        tables[0][request, : same // unit] = tables[0][like, : same // unit]
+        if rng.integers(2):  # a copy in one group of layers
+            same = rng.integers(same // unit + 1) * unit
+        tables[1][request, : same // sizes[1]] = tables[1][like, : same // sizes[1]]
+    for table, size in zip(tables, sizes, strict=True):
+        table[np.arange(table.shape[1]) >= -(-computed[:, None] // (size * BLOCK))] = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_beginnings, "LEAST_TOKENS", int(rng.integers(1, 3)) * BLOCK)
         found, one, every = (
-            _beginnings.group_by_beginning(list(tables), [BLOCK] * 2, computed, most)
+            _beginnings.group_by_beginning(tables, [size * BLOCK for size in sizes], computed, most)
             for most in (GROUPS, 1, 8)
         )
         best = [(group.members.tolist(), group.tokens, group.saved) for group in every]
@@ -212,8 +217,10 @@ def test_groups_save_the_most_in_any_tables(seed: int) -> None:
         plan: Any = SimpleNamespace(
             groups=[SimpleNamespace(growth=SimpleNamespace(window=2**31 - 1))] * 2
         )
-        ids = [[tuple(table[request]) for table in tables] for request in range(8)]
-        check_groups(plan, [(g.members.tolist(), g.tokens) for g in found], ids, computed.tolist())
+        by_block = [np.repeat(table, n, axis=1) for table, n in zip(tables, sizes, strict=True)]
+        ids = [[tuple(table[request]) for table in by_block] for request in range(8)]
+        groups = [(group.members.tolist(), group.tokens) for group in found]
+        check_groups(plan, groups, ids, computed.tolist(), unit * BLOCK)
 
 
 def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row() -> None:
@@ -232,6 +239,24 @@ def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row(
     course.start(8, course.root[200:300])
     assert manager.requests[8] == 1
     assert not groups_of(manager.step(decode, {0: 1, 8: 1}))
+
+
+def test_a_column_of_each_group_has_the_tokens_of_its_own_blocks() -> None:
+    common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8}
+    layers = {
+        "window": jaxkv.SlidingWindowSpec(block_size=8, sliding_window=40, **common),
+        "full": jaxkv.FullAttentionSpec(block_size=16, **common),
+        "latent": jaxkv.MLASpec(block_size=32, head_size=16),
+    }
+    sizes: dict[str, Any] = {"max_model_len": LONGEST, "num_blocks_override": 200}
+    plan = jaxkv.plan_cache(layers, 2**30, grouping="packed", **sizes)
+    assert [group.block_size for group in plan.groups] == [8, 16, 32]
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    manager.start(0)
+    manager.step(make_shape(plan, LONGEST), {0: 210})
+    manager.fork(0, [1])
+    shape = make_shape(plan, 1, GROUPS)
+    assert groups_of(manager.step(shape, {0: 1, 1: 1})) == [([0, 1], 192)]
 
 
 def test_a_shape_of_fewer_groups_has_those_that_save_the_most() -> None:

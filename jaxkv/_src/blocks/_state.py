@@ -299,7 +299,7 @@ class RequestState:
           The number of first positions whose blocks may be shared.
         """
         self.share(row, num_tokens, columns)
-        self.lost_ends[:, row] = np.where(lost_ends <= num_tokens, lost_ends, 0)
+        self.lost_ends[:, row] = lost_ends
         ends = [part.end * n for part, n in zip(columns, self.column_tokens, strict=True)]
         until = max([num_tokens, *(end for end in ends if end < INT32_MAX)])
         self.note_shared(row, until)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -166,7 +167,10 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
     if array.dtype == np.int32:
         return array
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
-        raise TypeError(f"{name} must be ints, got {array.dtype}")
+        # NumPy has no dtype for ints that are larger still.
+        if isinstance(values, np.ndarray) or not all(isinstance(n, Integral) for n in values):
+            raise TypeError(f"{name} must be ints, got {array.dtype}")
+        raise ValueError(f"{name} holds a value that does not fit int32")
     if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
         raise ValueError(f"{name} holds a value that does not fit int32")
     return array.astype(np.int32)

@@ -1,5 +1,6 @@
 """`pack_step`: uploads for schedulers that assign block ids themselves. No jax."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -149,14 +150,16 @@ def list_entries(entries: Iterable[TableEntry], groups: int, max_requests: int) 
             for column, block_id in enumerate(new, start):
                 cells[group, row, column] = block_id
     ordered = sorted(cells)
-    group, row, column = as_int32("entries", np.array(ordered).reshape(-1)).reshape(-1, 3).T
+    flat = as_int32("entries", [*itertools.chain.from_iterable(ordered)])
+    group, row, column = flat.reshape(-1, 3).T
+    row_lengths = as_int32("starts", [*itertools.chain.from_iterable(lengths.values())])
     return Entries(
         row,
         column,
         as_int32("block_ids", [cells[cell] for cell in ordered]),
         group.searchsorted(np.arange(groups), "right"),
         np.array(list(lengths), np.int32),
-        np.array(list(lengths.values()), np.int32).reshape(-1, groups).T,
+        row_lengths.reshape(-1, groups).T,
     )
 
 
