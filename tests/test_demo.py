@@ -456,6 +456,7 @@ def test_a_comparison_counts_what_differs() -> None:
         assert compared(at, tokens=wrong).num_equal == right.num_equal - 1
         drawn = compared(at, is_greedy=False)
         assert (drawn.num_picked, drawn.num_tokens) == (count - len(logprobs), count)
+        assert compared(at, tokens=wrong, is_greedy=False).num_equal == drawn.num_equal
         for token, change in ((0, 2.0), (-1, -2.0), (0, np.nan)):
             changed = logprobs.copy()
             changed[token] += change

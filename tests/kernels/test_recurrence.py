@@ -1,5 +1,6 @@
 """Recurrent layers over pages against NumPy: steps, drafts, prompts, and states in place."""
 
+import contextlib
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from jaxkv.testing import assert_same_bytes
@@ -520,7 +521,8 @@ PROMPTS_IN_KERNELS = (
 
 @needs_mosaic
 @pytest.mark.parametrize("layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[:2], ids=str)
-@settings(max_examples=8 if ON_GPU else 1, phases=AS_DRAWN)
+@settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
+@example([2, 100, 0], 18)  # loads the parts of four chunks, ahead of three that are in memory
 @given(
     st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [2, 100, 0], [70, 1, 50]]),
     st.integers(0, 99),
@@ -534,7 +536,7 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
 @needs_mosaic
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
-    layer = PROMPTS_IN_KERNELS[4]
+    layer = PROMPTS_IN_KERNELS[3]
     columns, chunks = layer.value + 64 + 3 * layer.key, 2  # of a turn
     monkeypatch.setattr(prompt, "TURN_BYTES", chunks * layer.value_heads * 64 * columns * 2)
     given = make(
@@ -786,7 +788,7 @@ def test_several_pages_of_single_tokens_need_no_starts() -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_without_requests_nothing_runs_and_all_is_padding(implementation, count) -> None:
     none, start = as_ids([]), as_ids([0])
-    states = GOOD["states"]
+    states = GOOD["states"]._replace(shape=(2, 32, 96))
     inputs, beta = (jnp.full((count, n), jnp.nan) for n in (256, 2))
     how = {"query_start_loc": start, "max_query_len": 1, "implementation": implementation}
 
@@ -802,7 +804,7 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
 
     lowered = jax.jit(run_both).trace(states.data).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" not in lowered.as_text()
-    for (data, out), shape in zip(run_both(states.data), [(256,), (2, 64)], strict=True):
+    for (data, out), shape in zip(run_both(states.data), [(256,), (2, 32)], strict=True):
         np.testing.assert_array_equal(data, states.data)
         np.testing.assert_array_equal(out, np.zeros((count, *shape)))
 
@@ -859,6 +861,8 @@ WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
         (WIDE._replace(shape=(2, 512, 64)), "wider than 256"),
         (WIDE._replace(start=128), "not multiples of 256 bytes"),
         (GOOD["states"]._replace(data=jnp.zeros((9, 8192 + 32))), "not multiples of 256 bytes"),
+        (StatePages(jnp.zeros((9, 16448)), jnp.float32, (2, 64, 128), 9), "multiples of 512 bytes"),
+        (StatePages(jnp.zeros((9, 16448)), jnp.float32, (2, 128, 64), 9), ""),
         # Also those of other layers, among which a few pages lie.
         (
             GOOD["states"]._replace(data=jax.ShapeDtypeStruct((2**24, 8192), jnp.float32)),
@@ -874,5 +878,6 @@ def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) ->
         return gated_delta_rule(**GOOD | given, implementation=implementation)
 
     jax.eval_shape(functools.partial(run, implementation=None), states.data)
-    with pytest.raises(NotImplementedError, match=text):
+    refused = pytest.raises(NotImplementedError, match=text) if text else contextlib.nullcontext()
+    with refused:
         jax.eval_shape(functools.partial(run, implementation="mosaic_gpu"), states.data)
