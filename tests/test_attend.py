@@ -647,20 +647,20 @@ def plain_latent() -> jaxkv.Plan:
     return cases.planned({"mla": spec, "shares": jaxkv.SharedKVSpec("mla")})
 
 
-LATENT = functools.partial(jaxkv.MLASpec, block_size=4, head_size=16)
+latents = functools.partial(jaxkv.MLASpec, block_size=4, head_size=16)
 
 
 @pytest.mark.parametrize(
     ("what", "spec"),
     [
-        ("bytes_per_token=7", LATENT(bytes_per_token=7)),
-        ("compress_ratio=2", LATENT(compress_ratio=2)),
+        ("bytes_per_token=7", latents(bytes_per_token=7)),
+        ("compress_ratio=2", latents(compress_ratio=2)),
         ("scale_bytes=4", cases.attention(dtype="int8", scale_bytes=4)),
         ("sink_tokens=3", cases.attention(sink_tokens=3)),
         ("dtype='uint8'", cases.attention(dtype="uint8")),
-        ("dtype='uint8'", LATENT(dtype="uint8")),
+        ("dtype='uint8'", latents(dtype="uint8")),
         ("dtype='nvfp4'", cases.attention(dtype="nvfp4", head_size=16)),
-        ("dtype='nvfp4'", LATENT(dtype="nvfp4")),
+        ("dtype='nvfp4'", latents(dtype="nvfp4")),
     ],
 )
 def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: LayerSpec) -> None:

@@ -20,7 +20,7 @@ IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 def test_requests_read_what_they_wrote_and_all_of_them_end(kind: str) -> None:
     first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
     seen: Counter[str] = Counter()
-    for seed in range(first, first + (2000 if IS_LONG else 12)):
+    for seed in range(first, first + (2000 if IS_LONG else 9)):
         seen += run_serving(seed, kind)
     wanted = {"steps", "forks", "rewinds", "lost schedules", "hits"}
     rare = {"cross": "hits", "two states": "rewinds", "three states": "rewinds"}
