@@ -534,8 +534,8 @@ INTERPRETED = {
         [0, 1, 3, 5],
     ),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
-    # All queries see the keys of its first step. A thread block has room for the values of one step,
-    # and takes two, the last of which are not whole.
+    # All queries see the keys of its first step. A thread block takes two steps, and has room for
+    # the values of one.
     "a prefill in int8": (INTERLEAVED, [700], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
     "reproducible prefill in two rounds": (
