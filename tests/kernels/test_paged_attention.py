@@ -45,7 +45,8 @@ class Case(NamedTuple):
     cap: float | None = None
     sinks: bool = False
     scaled: bool = False
-    holes: bool = False  # some pages of every request are not there
+    holes: bool = False  # some pages of the first two requests are not there
+    low: bool = False  # scores are so far below 0 that their powers are 0
     causal: bool = True
     firsts: bool = False  # tables begin behind the first tokens
     ranks: int = 1  # positions are interleaved, and these pages are the second rank's
@@ -106,6 +107,7 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     else:
         numbers = rng.normal(size=shape) * (30 if case.pages == "int8" else 1)
         numbers = numbers.astype(jnp.dtype(case.pages))
+        numbers[..., 0] = 40 if case.low else numbers[..., 0]
         poison = 127 if case.pages == "int8" else math.nan
     pages = np.full(shape, poison, numbers.dtype)
     starts = np.zeros(case.batch, np.int32)
@@ -126,10 +128,12 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
         ids[request, -(-last // case.page_tokens) :] = rng.integers(-3, blocks + 3)
     if case.holes:
         where = rng.random(ids.shape) < 0.3
+        where[2:] = False
         ids[where] = rng.choice([-1, -(2**31), blocks, 2**31 - 1], where.sum())
     tokens = case.tokens or case.batch
     scales = rng.uniform(0.5, 2, (2, case.kv_heads)).astype(np.float32)
     queries = rng.normal(size=(tokens, case.heads, case.key)).astype(jnp.dtype(case.queries))
+    queries[..., 0] = -60 if case.low else queries[..., 0]
     queries[tokens if loc is None else loc[-1] :] = math.nan
     return Arguments(
         queries,
@@ -145,8 +149,9 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
 
 
 def draw_sinks(rng: np.random.Generator, heads: int) -> np.ndarray:
-    """Returns logits, every other one above most scores, but not so far that keys count nothing."""
-    return (rng.normal(size=heads) + np.arange(heads) % 2 * 4).astype(np.float32)
+    """Returns logits, every other one above most scores, and few so far that keys count nothing."""
+    index = np.arange(heads)
+    return (rng.normal(size=heads) + index % 2 * 4 + (index % 8 == 2) * 300).astype(np.float32)
 
 
 def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -511,25 +516,27 @@ MOSAIC_CASES = {
 FP8 = Case(2, 1, page_tokens=32, width=5, tokens=8, pages="float8_e4m3fn", scaled=True, holes=True)
 FP8 = FP8._replace(most=2)  # some have more
 INTERLEAVED = Case(
-    1, 1, batch=1, page_tokens=48, width=4, tokens=72, ranks=2, pages="int8", place="HND"
+    1, 1, 256, batch=1, page_tokens=96, width=4, tokens=72, ranks=2, pages="int8", place="HND"
 )
-WIDE = Case(4, 2, 80, 96, page_tokens=8, width=10, tokens=67, sinks=True, window=30, holes=True)
+WIDE = Case(4, 2, 80, 96, page_tokens=16, width=12, tokens=67, sinks=True, window=30, holes=True)
 WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
-        Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True),
+        Case(batch=2, page_tokens=32, width=16, heads=2, kv_heads=1, holes=True, low=True),
         [512, 0],
         None,
     ),
-    "a decode of 24 heads, 80 wide": (
-        Case(24, 1, 80, 80, batch=2, width=8, sinks=True),
-        [100, 50],
-        None,
+    # Of the last 8 rows, 4 are of no head. The fourth of five tiles is divided.
+    "speculation by 20 heads of each, 80 wide": (
+        Case(40, 2, 80, 80, width=12, tokens=5, sinks=True, window=130),
+        [180, 50, 128],
+        [0, 1, 3, 5],
     ),
     "speculation in fp8": (FP8, [130, 70, 0], [0, 4, 6, 6]),
-    # All queries see the keys of its first step.
-    "a prefill in int8": (INTERLEAVED, [340], [0, 70]),
+    # All queries see the keys of its first step. A thread block takes two steps, and has room for
+    # the values of one.
+    "a prefill in int8": (INTERLEAVED, [700], [0, 70]),
     "a prefill of more queries than tokens": (INTERLEAVED, [60], [0, 70]),
     "reproducible prefill in two rounds": (
         # The last tile begins with the second segment, and the one before lies in both.
@@ -537,7 +544,8 @@ INTERPRETED = {
         [160, 40],
         [0, 64, 66],
     ),
-    "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 150, 41], [0, 1, 40, 66]),
+    # The first step of the last one ends with a key that is seen.
+    "a decode and two prefills, 80 and 96 wide": (WIDE, [120, 41, 290], [0, 1, 27, 66]),
     # The rows of the first one are moved back, because the second warpgroup has no others.
     "prefills in pieces": (PIECES, [70, 250], [0, 2, 67]),
 }
@@ -583,6 +591,7 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     """All but the operands that a GPU takes from registers."""
     from pallas_kernels import _mosaic
     from pallas_kernels._paged_attention import mosaic, prefill_tasks, rounds, tasks
+    from pallas_kernels._paged_attention.decode_block import DecodeShape
 
     poison_outputs(monkeypatch)
     monkeypatch.setattr(mosaic, "MAX_ROWS", 16)
@@ -594,8 +603,9 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     # Of few steps each where nobody may miss the last arrival at a barrier.
     thread_blocks = 3 if HAS_LATE_BARRIERS else 8
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
+    monkeypatch.setattr(DecodeShape, "num_lanes", thread_blocks)
     case, lens, loc = INTERPRETED[name]
-    given = make(case, lens, loc, seed=5 if case.firsts else 0)
+    given = make(case, lens, loc, seed=38 if case.firsts else 0)
     if case.firsts:
         assert np.count_nonzero(given.first_positions % case.chunk) == 2
     check(case, given, "mosaic_gpu")
@@ -928,6 +938,7 @@ GOOD_PAGES = StridedPages.of_array(GOOD["pages"])
         ({"data": GOOD_PAGES.data.astype(jnp.int32)}, "pages.data must be .*, got int32"),
         ({"start": 4}, "pages end at byte 228 of an extent, from start=4 on, .* 56 elements of"),
         ({"tokens": 1, "start": 2}, "start be a multiple of the element size"),
+        ({"tokens": 1, "start": 14}, "start be a multiple of the element size"),
         ({"head_step": 2}, "pages has head_step=2, which needs heads_first=True"),
     ],
 )
