@@ -268,9 +268,15 @@ def by_hand(linear: float, other: float) -> int:
 def test_quantised_layers_take_the_bytes_of_their_elements_and_scales(
     quantization, linear, other
 ) -> None:
-    counted = count_weights(LLAMA | {"quantization_config": quantization})
-    assert counted.num_bytes == by_hand(linear, other)
-    assert counted.parameters == by_hand(1, 1)
+    with_cache = quantization and quantization | {"kv_cache_scheme": {"num_bits": 8}}
+    for name, config in (
+        ("quantization_config", quantization),
+        ("quantization_config", with_cache),
+        ("compression_config", with_cache),
+    ):
+        counted = count_weights(LLAMA | {name: config})
+        assert counted.num_bytes == by_hand(linear, other)
+        assert counted.parameters == by_hand(1, 1)
 
 
 @pytest.mark.parametrize(

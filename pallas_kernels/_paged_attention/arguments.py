@@ -58,7 +58,7 @@ def check_arguments(
     """
     check_type(bool, causal=causal, reproducible=reproducible)
     if interleaving is not None:
-        check_type(Interleaving, interleaving=interleaving)
+        _check_interleaving(interleaving)
     key_width = _as_count("key_width", key_width)
     value_width = _as_count("value_width", value_width)
     queries, pages = as_array("queries", queries), check_pages(pages)
@@ -164,6 +164,15 @@ def _whole_segments(
         mode="fill", fill_value=-1, wrap_negative_indices=False
     )
     return tables, first_positions - moved * rule.page_tokens
+
+
+def _check_interleaving(given: Interleaving) -> None:
+    check_type(Interleaving, interleaving=given)
+    for name in ("ranks", "interleave_tokens"):
+        if _as_count(f"interleaving.{name}", getattr(given, name)) is None:
+            raise ValueError(f"interleaving.{name}=None must be an int of at least 1")
+    if isinstance(given.rank, int) and not 0 <= given.rank < given.ranks:
+        raise ValueError(f"interleaving.rank={given.rank} must be in 0..{given.ranks - 1}")
 
 
 def _check_dtype(name: str, dtype: DTypeLike, dtypes: tuple[str, ...]) -> None:

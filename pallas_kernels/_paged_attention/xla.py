@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels._paged_attention.rounds import in_parts
-from pallas_kernels._paged_attention.shared import own_tiles, tile_shared
+from pallas_kernels._paged_attention.shared import SharedTiles, own_tiles, tile_shared
 from pallas_kernels._paged_attention.tiles import (
     AttentionArrays,
     AttentionRule,
@@ -58,18 +58,22 @@ def _attend_shared(
     )
     tiles = own_tiles(arrays, rule, parts)
     own = _attend(arrays, rule, tiles, _tile_queries(arrays.queries, tiles, rule))
-    common = [
-        array[parts.of_request, :, :, parts.slots][:, :, :, None] for array in of_group
-    ]  # [B, kv_heads, group, 1, ...]
-    in_none = (parts.of_request < 0)[:, None, None, None]
-    highest = jnp.maximum(own[0], jnp.where(in_none, -jnp.inf, common[0]))
-    weights = [
-        jnp.exp(part - _finite(highest))
-        for part in (own[0], jnp.where(in_none, -jnp.inf, common[0]))
+    common = [  # [B, kv_heads, group, 1, ...]
+        _of_requests(array, parts, nothing)[:, :, :, None]
+        for array, nothing in zip(of_group, (-jnp.inf, 0.0, 0.0), strict=True)
     ]
+    highest = jnp.maximum(own[0], common[0])
+    weights = [jnp.exp(part[0] - _finite(highest)) for part in (own, common)]
     total = own[1] * weights[0] + common[1] * weights[1]
     out = own[2] * weights[0][..., None] + common[2] * weights[1][..., None]
     return _finish((highest, total, out), tiles, rule, arrays.value_scale)
+
+
+def _of_requests(array: Array, parts: SharedTiles, nothing: float) -> Array:
+    """Returns [B, ...]: what an array of tiles holds of each request that shares something."""
+    part = array[parts.of_request, :, :, parts.slots]
+    # The last tile stands for none, and may hold NaN.
+    return jnp.where((parts.of_request < 0).reshape(-1, *[1] * (part.ndim - 1)), nothing, part)
 
 
 def _attend(

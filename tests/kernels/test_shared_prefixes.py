@@ -4,6 +4,7 @@ On a machine without a GPU the Mosaic kernels run in interpret mode, and are low
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -112,6 +113,7 @@ def forests(draw: st.DrawFn, case: Case) -> Forest:
     return Forest(lens, groups, shared, draw(st.integers(0, 2**16)))
 
 
+CROWDED = Forest([200, 300, 100, 290, 250], [[0], [3, 1], [4]], [192, 240, 144], seed=0)
 XLA_CASES = {
     "8 bits": Case(batch=5, width=9, page_tokens=48, pages="float8_e4m3fn", scaled=True, cap=9.0),
     "latent": Case(batch=5, width=20, kv_heads=1, key=72, value=40, latent=True, sinks=True),
@@ -128,9 +130,24 @@ def test_xla_attends_by_the_definition(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", XLA_CASES)
 def test_a_request_alone_sees_its_own_keys_if_groups_take_all_the_room(name: str) -> None:
-    forest = Forest([200, 300, 100, 290, 250], [[0], [3, 1], [4]], [192, 240, 144], seed=0)
-    assert len(forest.groups) == GROUPS
-    check(XLA_CASES[name], forest, "xla")
+    assert len(CROWDED.groups) == GROUPS
+    check(XLA_CASES[name], CROWDED, "xla")
+
+
+@pytest.mark.parametrize("implementation", ["xla"] + ["mosaic_gpu"] * ON_GPU)
+@pytest.mark.parametrize("name", XLA_CASES)
+def test_what_a_group_shares_reaches_no_other_request(name: str, implementation: str) -> None:
+    """Whatever it is: NaN here."""
+    case = XLA_CASES[name]
+    given, shared = share_pages(case, CROWDED)
+    right = attend(given, shared, case, implementation)
+    for group in CROWDED.groups:
+        pages, others = given.pages.copy(), np.setdiff1d(range(case.batch), group)
+        pages[given.block_tables[group[0], 0]] = math.nan
+        found = attend(given._replace(pages=pages), shared, case, implementation)
+        assert np.isnan(np.asarray(found[0], np.float32)[group]).any()
+        for of_all, among_nan in zip(right, found, strict=True):
+            np.testing.assert_array_equal(among_nan[others], of_all[others])
 
 
 def test_each_request_that_shares_has_one_place_in_the_tiles_of_its_group(monkeypatch) -> None:

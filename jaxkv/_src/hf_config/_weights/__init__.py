@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxkv._src.hf_config._families import open_config
 from jaxkv._src.hf_config._layers import layers_from_config
+from jaxkv._src.hf_config._reader import QUANTIZATION
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
 from jaxkv._src.hf_config._weights._mixers import mixers
@@ -61,7 +62,7 @@ def count_weights(config: Mapping[str, Any], *, drafts: bool = False) -> Weights
     nested = inner if isinstance(inner, Mapping) else {}
     fields = Fields(reader.model_type, {**reader.fields, **nested})
     dtype = canonical_dtype(str(reader.named_dtype() or "bfloat16"), "torch_dtype")
-    scheme = read_scheme(fields.first("quantization_config"), fields.first("expert_dtype"))
+    scheme = read_scheme(fields.first(*QUANTIZATION), fields.first("expert_dtype"))
     parameters = num_bytes = 0
     for matrix in _matrices(config, fields, drafts=drafts):
         parameters += matrix.parameters
@@ -132,12 +133,20 @@ def _layer(
         yield from dense(fields, layer, gated=traits.gated)
 
 
+def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_quantization(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in QUANTIZATION
+    }
+
+
 def _caches(config: Mapping[str, Any], fields: Fields) -> dict[int, dict[str, tuple[Any, bool]]]:
     """Returns layer -> kind of cache -> its spec, and whether it is the layer's own."""
-    known = {"quantization_config": None}  # it changes no shape
+    known: dict[str, Any] = {}
     if fields.first("torch_dtype", "dtype") is None:
-        known |= {"torch_dtype": "bfloat16"}
-    specs = layers_from_config({**config, **known})
+        known = {"torch_dtype": "bfloat16"}
+    specs = layers_from_config(_without_quantization(config) | known)  # it changes no shape
     caches: dict[int, dict[str, tuple[Any, bool]]] = {}
     for name, spec in specs.items():
         if match := LAYER.search(name):
