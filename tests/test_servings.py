@@ -18,9 +18,9 @@ IS_LONG = os.environ.get("JAXKV_HYPOTHESIS_PROFILE") == "long"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_read_what_they_wrote_and_all_of_them_end(kind: str) -> None:
-    first = random.SystemRandom().randrange(2**40) if IS_LONG else 0
+    first = random.SystemRandom().randrange(2**40) if IS_LONG else 5  # from here on, few see all
     seen: Counter[str] = Counter()
-    for seed in range(first, first + (2000 if IS_LONG else 9)):
+    for seed in range(first, first + (2000 if IS_LONG else 7)):
         seen += run_serving(seed, kind)
     wanted = {"steps", "forks", "rewinds", "lost schedules", "hits"}
     rare = {"cross": "hits", "two states": "rewinds", "three states": "rewinds"}
