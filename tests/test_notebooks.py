@@ -74,8 +74,9 @@ def run(*arguments: object) -> str:
 # A process compiles what its notebooks share once; each of two takes every second one. The first
 # of all counts devices, and the last moves jax's cache of programs.
 RUN = """
-import runpy, sys, jax
+import gc, runpy, sys, jax
 from matplotlib import pyplot
+gc.set_threshold(200_000)  # as in conftest.py
 for name in sys.argv[1:]:
     print("running", name, flush=True)
     precision = jax.config.jax_default_matmul_precision
