@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation",
         choices=("xla", "mosaic_gpu"),
-        help="implementation of all kernels (default: the best that the device runs)",
+        help="implementation of the model's kernels (default: the best that the device runs)",
     )
     parser.add_argument(
         "--kernel-block-size",
