@@ -699,6 +699,12 @@ def test_a_rewind_to_an_overwritten_state_is_refused(mode: str) -> None:
     manager.rewind({"r": 4})
     manager.rewind({"r": 0})  # the first token reads no state
     assert manager.num_computed_tokens("r") == 0
+    manager.step(shape, {"r": 6})
+    manager.step(shape, {"r": 5})  # more tokens than drafts, however far it is rewound
+    if mode == "all":
+        manager.rewind({"r": 8})
+    with unchanged(manager), pytest.raises(ValueError, match="no longer holds"):
+        manager.rewind({"r": 7})
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])

@@ -70,7 +70,10 @@ def started(plan: jaxkv.Plan) -> jaxkv.BlockManager:
 
 @pytest.mark.parametrize("interleaving", INTERLEAVINGS, ids=str)
 def test_slots_equal_those_found_one_by_one(interleaving) -> None:
-    """Every position of a chunk has one slot over all ranks, and no slot is used twice."""
+    """Every position of a chunk has one slot over all ranks, and no slot is used twice.
+
+    The second layer of the stack has the same ones, behind those of all blocks of the first.
+    """
     plan = plan_for(interleaving.ranks, interleaving.block_size)
     manager, shape = started(plan), shape_for(plan)
     caches = [cache_of_rank(interleaving, rank) for rank in range(interleaving.ranks)]
@@ -81,7 +84,9 @@ def test_slots_equal_those_found_one_by_one(interleaving) -> None:
         computed = [(name, before[name] + i) for name, n in work.items() for i in range(n)]
         found = []
         for rank, cache in enumerate(caches):
-            caches[rank], slots = slots_after(cache, upload)
+            caches[rank], slots, latent = slots_after(cache, upload)
+            stacked = slots + plan.num_blocks * interleaving.block_size
+            np.testing.assert_array_equal(latent, np.where(slots < 0, -1, stacked))
             reference = reference_tables(interleaving, rank, manager)
             expected = [reference.slot(0, name, position) for name, position in computed]
             np.testing.assert_array_equal(slots[: len(computed)], expected)
@@ -98,7 +103,7 @@ def test_slots_equal_those_found_one_by_one(interleaving) -> None:
 @jax.jit
 def slots_after(cache, upload):
     cache, batch = jaxkv.apply_step(cache, upload)
-    return cache, batch.slot_mapping("full")
+    return cache, batch.slot_mapping("full"), batch.slot_mapping("latent")
 
 
 def options_of(interleaving: Interleaving, rank: int) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def test_a_missing_block_is_reported_and_its_tokens_have_no_slot(rank) -> None:
     upload = jaxkv.pack_step(
         shape_for(plan), entries=entries, rows=[0], num_computed_tokens=[0], num_new_tokens=[40]
     )
-    cache, slots = slots_after(cache_of_rank(interleaving, rank), upload)
+    cache, slots, _ = slots_after(cache_of_rank(interleaving, rank), upload)
     assert int(cache.error_flags) == NO_BLOCK
     assert slots[8 * rank : 8 * rank + 8].tolist() == [*range(40, 48)]
     assert (slots >= 0).sum() == 8

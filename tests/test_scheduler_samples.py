@@ -67,6 +67,7 @@ class Server:
                 number = name[1] if isinstance(name, tuple) else 0
                 self.tokens[name].append((sum(self.tokens[name][-5:]) * 7 + number) % 5)
         self.scheduler.append({name: 1 for name in schedule.samples if name not in ends})
+        assert set(schedule.samples) <= {*self.scheduler.running}
         for name in ends:
             self.scheduler.finish(name)
             self.answers[name] = self.tokens.pop(name)
@@ -97,6 +98,18 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
     third = server.step()
     assert third.work == dict.fromkeys(server.scheduler.running, 1)
     assert list(third.samples.values()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cached_tokens", [11, 12, 19, 20])
+def test_samples_of_a_prompt_that_no_step_has_room_for_start_one_by_one(cached_tokens: int) -> None:
+    """Those of a step are named before its tokens are counted."""
+    server = Server(plan_of("full", 150), cached_tokens=cached_tokens)
+    server.add("a", [1] * 20, 24, samples=2)
+    server.answer(server.step())
+    last = server.step()
+    assert last.samples.keys() == ({"a", ("a", 1)} if cached_tokens == 20 else {"a"})
+    server.answer(last)
+    assert server.serve().keys() == {"a", ("a", 1)}
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -74,12 +74,15 @@ def test_disjoint_lists_are_copied_directly(
 @pytest.mark.parametrize(("implementation", "num_ids"), TREES)
 def test_a_tree_of_unlike_buffers_is_copied_in_one_call(implementation, num_ids) -> None:
     buffers = {
+        "idle": garbage((5, 640), "bfloat16"),
         "kv": garbage((2, 5, 96), "float8_e4m3fn"),
         "state": (garbage((7, 33), "float32"), garbage((BLOCKS, 640), "bfloat16")),
     }
-    axes = {"kv": 1, "state": (0, 0)}
-    sources = {"kv": as_ids([4, 5, 1]), "state": (as_ids([6, 1]), as_ids([8, 3, 3, 2]))}
-    destinations = {"kv": as_ids([1, 2, 4]), "state": (as_ids([1, 6]), as_ids([3, 8, 7, 7]))}
+    axes = {"idle": 0, "kv": 1, "state": (0, 0)}
+    none, of_states = as_ids([]), (as_ids([6, 1]), as_ids([8, 3, 3, 2]))
+    sources = {"idle": none, "kv": as_ids([4, 5, 1]), "state": of_states}
+    of_states = as_ids([1, 6]), as_ids([3, 8, 7, 7])
+    destinations = {"idle": none, "kv": as_ids([1, 2, 4]), "state": of_states}
     run = functools.partial(copy_blocks, block_axis=axes, implementation=implementation)
     count = None if num_ids is None else np.int32(num_ids)
     with kernels_run():

@@ -60,12 +60,14 @@ def test_exactly_the_listed_blocks_become_zero(implementation, spec, ids, num_id
 @pytest.mark.parametrize(("implementation", "num_ids"), TREES)
 def test_a_tree_of_unlike_buffers_is_zeroed_in_one_call(implementation, num_ids) -> None:
     buffers = {
+        "idle": poisoned((5, 640), "bfloat16"),
         "kv": poisoned((2, 5, 96), "float8_e4m3fn"),
         "state": (poisoned((7, 33), "float32"), poisoned((BLOCKS, 640), "bfloat16")),
     }
-    axes = {"kv": 1, "state": (0, 0)}
+    axes = {"idle": 0, "kv": 1, "state": (0, 0)}
     # Lists of every length: one count holds for all of them.
-    ids = {"kv": as_ids([4, 5]), "state": (as_ids([6, 1, 0]), as_ids([8, 8, 3, 2]))}
+    lists = (as_ids([6, 1, 0]), as_ids([8, 8, 3, 2]))
+    ids = {"idle": as_ids([]), "kv": as_ids([4, 5]), "state": lists}
     run = functools.partial(zero_blocks, block_axis=axes, implementation=implementation)
     count = None if num_ids is None else np.int32(num_ids)
     with kernels_run():
