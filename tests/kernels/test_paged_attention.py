@@ -155,9 +155,13 @@ def draw_sinks(rng: np.random.Generator, heads: int) -> np.ndarray:
 
 
 def pack(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns rows of values, their scales and the rest of the key, as bytes."""
+    """Returns rows of values, their scales and the rest of the key, as bytes.
+
+    Scales of the second group are far below what float16 holds.
+    """
     latent = rng.normal(size=(*shape, case.value)).astype(jnp.float8_e4m3fn)
     scales = rng.uniform(0.5, 2, (*shape, case.value // SCALED)).astype(np.float32)
+    scales[..., 1:2] *= 2.0**-40
     rotary = rng.normal(size=(*shape, case.key - case.value)).astype(jnp.bfloat16)
     parts = [part.view(np.uint8) for part in (latent, scales, rotary)]
     return np.concatenate(parts, axis=-1)

@@ -263,6 +263,46 @@ def test_segments_that_lanes_decide_are_found(monkeypatch) -> None:
         check_same_bits(case, Place(0, 1, 180, 1, seed=2), make_attend(case, "mosaic_gpu"))
 
 
+@needs_mosaic
+@pytest.mark.parametrize("latent", [False, True])
+def test_segments_have_the_same_sum_however_many_lanes_there_are(latent: bool, monkeypatch) -> None:
+    """Lanes come from the GPU and the batch, and decide how many segments are added at once."""
+    from pallas_kernels._mosaic import written
+    from pallas_kernels._paged_attention import combine
+    from pallas_kernels._paged_attention.decode_block import SINKS, Outputs
+    from pallas_kernels._paged_attention.mla_combine import combine_latents
+    from pallas_kernels._paged_attention.partial import PartialSoftmax
+
+    monkeypatch.setattr(combine, "ELEMENTS_TOGETHER", 256)  # 2 or 4 segments
+    rng, width = np.random.default_rng(0), 128
+    rows, count = (2, 4) if latent else (8, 6)
+    rule = rule_of("all keys")._replace(group=rows, value_width=width, reproducible=True)
+    fields = dict.fromkeys(tasks.Tile._fields, 0) | {"count": 1, "used_tokens": 1}
+    tiles = as_ids([[*(fields | {"num_segments": count}).values()]])
+    shape = (count, rows) if latent else (count, 1, rows)
+    of_values = (count, rows, width) if latent else (count, 1, width, rows)
+    highest = np.sort(rng.normal(size=shape), axis=0)  # so that each shrinks the sum before it
+    parts = rng.normal(size=of_values), highest, rng.uniform(1, 9, shape)
+    segments = PartialSoftmax(*(jnp.asarray(part, jnp.float32) for part in parts))
+    numbers = jnp.ones((1, SINKS + rows), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def add_up(lanes: int, segments: PartialSoftmax) -> tuple[jax.Array, jax.Array]:
+        out = jax.new_ref(jnp.zeros((1, rows, width), jnp.float32))
+        if latent:
+            task_map = tasks.TaskMap(jnp.asarray(tiles), jnp.zeros((lanes, 4), jnp.int32), count)
+            return combine_latents(rule, task_map, segments, numbers, out), written(out)
+        lse = jax.new_ref(jnp.zeros((1, 1, rows), jnp.float32))
+        given = rule, jnp.asarray(tiles), segments, numbers, Outputs(out, lse)
+        combine.combine(*given, num_lanes=lanes, finished=False)
+        return written(lse), written(out)
+
+    with kernels_run():
+        few, many = [jax.tree.map(np.asarray, add_up(lanes, segments)) for lanes in (1, 90)]
+    assert np.isfinite(few[0]).all() and few[1].all()
+    jax.tree.map(np.testing.assert_array_equal, few, many)
+
+
 @pytest.mark.skipif(ON_GPU, reason="XLA chooses GEMMs on GPUs by their shapes")
 def test_rounds_that_the_batch_decides_are_found(monkeypatch) -> None:
     from pallas_kernels._paged_attention import xla
