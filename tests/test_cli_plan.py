@@ -764,6 +764,11 @@ def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tm
         ("40GiB", ("--max-model-len", "128k"), "the model's own length"),
         ("40GiB", ("--max-model-len", "8k"), "the length asked for"),
         ("40GiB", ("--num-blocks-override", "9"), "the override"),
+        (
+            "40GiB",
+            ("--max-model-len", "8k", "--num-blocks-override", "2000"),
+            "the length asked for",
+        ),
         ("4GiB", (), "memory"),
     ],
 )

@@ -52,7 +52,7 @@ from jaxkv.testing import (
     strategies,
 )
 from tests import jaxkv_state_machine as machines
-from tests.helpers import ON_GPU
+from tests.helpers import ON_GPU, needs_devices
 from tests.jaxkv_state_machine import JaxkvStateMachine
 from tests.test_example_suite import ToyMachine
 from tests.toy_cache import BLOCK_SIZE, ToyCache
@@ -681,6 +681,25 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
     with pytest.raises(AssertionError, match="may take 10:"):
         assert_in_place(sort_rows, jnp.zeros(LARGE), max_temp_bytes=10)
     assert_in_place(scattered, jnp.zeros(LARGE), donate_argnums=0, max_temp_bytes=2**20)
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("names", [("a",), (None, "a"), ()])  # split by rows, by columns, replicated
+def test_bytes_are_those_of_one_device(names) -> None:
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    sharding = jax.NamedSharding(mesh, jax.P(*names))
+
+    def zeros() -> jax.Array:
+        return jax.device_put(jnp.zeros(LARGE), sharding)
+
+    assert assert_in_place(scattered, zeros()).sharding == sharding
+    def turned(array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.cumsum(array[::-1], 1) @ array, sharding)
+
+    of_one = zeros().addressable_shards[0].data.nbytes
+    with pytest.raises(AssertionError, match=f"may take {(of_one - 1) // 2:,}:"):
+        assert_in_place(turned, zeros())
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU, NumPy never shares the memory of an array")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jaxkv._src.hf_config import count_weights, load_config
-from jaxkv._src.hf_config._weights._feed_forward import expert_layers
+from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
-from jaxkv._src.hf_config._weights._quantization import Scheme
+from jaxkv._src.hf_config._weights._quantization import SKIPPED, Scheme
 from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
@@ -184,6 +184,71 @@ def test_the_matrices_of_a_mixer_are_those_counted_by_hand(model_type: str) -> N
     assert counted.parameters == parameters
 
 
+OF_EXPERTS = {"hidden_size": 7, "num_experts": 5, "moe_intermediate_size": 11}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "hidden", "shared"),  # what an expert reads; width of the shared ones
+    [
+        ("any", {}, 7, 0),
+        ("any", {"n_shared_experts": 2}, 7, 2 * 11),
+        ("any", {"n_shared_experts": 2, "shared_expert_intermediate_size": 13}, 7, 2 * 13),
+        ("any", {"shared_expert_intermediate_size": 13}, 7, 13),
+        ("any", {"n_shared_experts": 0, "shared_expert_intermediate_size": 13}, 7, 0),
+        ("any", {"moe_latent_size": 3}, 3, 0),
+        (
+            "nemotron_h",
+            {
+                "moe_latent_size": 3,
+                "n_shared_experts": 1,
+                "moe_shared_expert_intermediate_size": 13,
+            },
+            3,
+            13,
+        ),
+        ("llama4_text", {}, 7, 11),
+    ],
+)
+def test_the_matrices_of_experts_are_those_counted_by_hand(
+    model_type: str, fields: dict[str, Any], hidden: int, shared: int, gated: bool
+) -> None:
+    into_and_back = 2 + gated
+    matrices = list(experts(Fields(model_type, OF_EXPERTS | fields), 0, gated=gated))
+    routed = sum(matrix.parameters for matrix in matrices if matrix.role == "expert")
+    assert routed == 5 * into_and_back * hidden * 11
+    projections = 2 * 7 * hidden if "moe_latent_size" in fields else 0
+    others = 5 * 7 + projections + into_and_back * 7 * shared
+    assert sum(matrix.parameters for matrix in matrices) == routed + others
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),  # of the last of four layers
+    [
+        ({}, 4 * 7),
+        ({"intermediate_size": 11}, 11),
+        ({"intermediate_size": 11, "intermediate_size_mlp": 13}, 13),  # Llama 4
+        ({"intermediate_size": [1, 2, 3, 11]}, 11),
+        ({"intermediate_size": 11, "use_double_wide_mlp": True, "num_kv_shared_layers": 1}, 22),
+        ({"intermediate_size": 11, "use_double_wide_mlp": True, "num_kv_shared_layers": 0}, 11),
+        ({"intermediate_size": 30, "block_auto_adjust_ff_dim": True, "block_multiple_of": 8}, 24),
+        (
+            {
+                **{"intermediate_size": 30, "block_auto_adjust_ff_dim": True},
+                **{"block_ffn_dim_multiplier": 1.5, "block_multiple_of": 7},
+            },
+            35,
+        ),
+    ],
+)
+def test_a_dense_layer_is_as_wide_as_its_fields_say(fields: dict[str, Any], width: int) -> None:
+    of = Fields("any", {"hidden_size": 7, "num_hidden_layers": 4} | fields)
+    (up, down) = dense(of, 3, gated=False)
+    assert (up.outputs, up.inputs, down.outputs, down.inputs) == (width, 7, 7, width)
+    if "num_kv_shared_layers" in fields:
+        assert next(iter(dense(of, 2, gated=False))).outputs == 11
+
+
 def test_towers_keep_their_dtype_where_the_layers_are_quantised() -> None:
     def saved_bytes(config: dict[str, Any]) -> int:
         quantised = config | {"quantization_config": {"quant_method": "fp8"}}
@@ -294,6 +359,22 @@ def test_modules_that_are_not_quantised_keep_the_dtype_of_the_model(skipped) -> 
     fewer = fp8 | {"modules_to_not_convert": skipped}
     left = count_weights(LLAMA | {"quantization_config": fewer}).num_bytes
     assert left - whole == 256 * 512 - 4 * (256 // 128) * (512 // 128)
+
+
+@pytest.mark.parametrize("other", SKIPPED)
+@pytest.mark.parametrize("one", SKIPPED)
+def test_modules_are_not_quantised_if_any_list_names_them(one: str, other: str) -> None:
+    """Also next to a list that is empty, or null."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    def stored_bytes(lists: dict[str, Any]) -> int:
+        return count_weights(LLAMA | {"quantization_config": fp8 | lists}).num_bytes
+
+    whole, names = stored_bytes({}), ["layers.0.mlp.down_proj", "layers.1.mlp.down_proj"]
+    matrix = 256 * 512 - 4 * (256 // 128) * (512 // 128)
+    assert stored_bytes({one: names[:1]} | {other: names[1:]}) - whole == matrix * len({one, other})
+    for empty in ([], None):
+        assert stored_bytes({other: empty} | {one: names}) - whole == matrix * 2
 
 
 def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
