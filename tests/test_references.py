@@ -1,5 +1,6 @@
 """References of `jaxkv.testing`: right by small examples that were worked out by hand."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -260,6 +261,20 @@ def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
     cache.write("r", 3, 7)
     with pytest.raises(AssertionError, match="set back to 6 tokens, and the state in column 1"):
         cache.rewind("r", 6)
+
+
+@pytest.mark.parametrize("drafts", range(4))
+@pytest.mark.parametrize("cache_mode", ["none", "align", "all"])
+def test_a_state_is_set_back_to_where_a_block_or_a_draft_keeps_it(cache_mode, drafts) -> None:
+    state = dataclasses.replace(STATE, cache_mode=cache_mode, speculative_blocks=drafts)
+    ends = [8] if cache_mode == "none" else [4, 8]
+    for kept in range(9):
+        cache = ReferenceCache(plan_of({"a": state}))
+        cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 8)
+        is_kept = kept in (0, *ends) or 8 - kept <= drafts
+        refused = pytest.raises(AssertionError, match=f"set back to {kept} tokens")
+        with contextlib.nullcontext() if is_kept else refused:
+            cache.rewind("r", kept)
 
 
 def test_layers_without_rows_of_their_own_have_no_place() -> None:

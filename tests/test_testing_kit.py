@@ -583,6 +583,10 @@ def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
     assert once["full"] == twice["full"] and once["state"] == twice["state"][1:]
     assert rows(3, "b", 6)["full"] != once["full"] != rows(4, None, 6)["full"]
     assert once["full"] != once["alike"], "a layer's rows are not another's"
+    cache.fork(6, 2, 3)
+    for write in cache.write(6, 3, 6, tokens):
+        written = [row.tobytes() for row in write.rows]
+        assert written == once[write.layer][-len(written) :], "a fork is of its donor's namespace"
     tokens[0] = 0
     assert not set(rows(5, "a", 6)["full"]) & set(once["full"])
     with pytest.raises(ValueError, match="tokens has 2 ids; wanted the first 3"):
@@ -684,7 +688,9 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("names", [("a",), (None, "a"), ()])  # split by rows, by columns, replicated
+@pytest.mark.parametrize(
+    "names", [("a",), (None, "a"), ()]
+)  # split by rows, by columns, replicated
 def test_bytes_are_those_of_one_device(names) -> None:
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
@@ -694,12 +700,14 @@ def test_bytes_are_those_of_one_device(names) -> None:
         return jax.device_put(jnp.zeros(LARGE), sharding)
 
     assert assert_in_place(scattered, zeros()).sharding == sharding
-    def turned(array: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(jnp.cumsum(array[::-1], 1) @ array, sharding)
+
+    def turn_one(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+        turned = jax.lax.with_sharding_constraint(jnp.cumsum(a[::-1], 1) @ a, sharding)
+        return turned, scattered(b), scattered(c)
 
     of_one = zeros().addressable_shards[0].data.nbytes
     with pytest.raises(AssertionError, match=f"may take {(of_one - 1) // 2:,}:"):
-        assert_in_place(turned, zeros())
+        assert_in_place(turn_one, zeros(), zeros(), zeros(), donate_argnums=(0, 1, 2))
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU, NumPy never shares the memory of an array")

@@ -1,16 +1,27 @@
 """The bytes of a model's weights: published checkpoints, model classes, arithmetic by hand."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as hst
 
 from jaxkv._src.hf_config import count_weights, load_config
 from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
-from jaxkv._src.hf_config._weights._quantization import SKIPPED, Scheme
+from jaxkv._src.hf_config._weights._quantization import (
+    EXPERTS,
+    HEAD,
+    LAYERS,
+    SKIPPED,
+    TOWER,
+    Scheme,
+    read_scheme,
+)
 from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
@@ -208,13 +219,19 @@ OF_EXPERTS = {"hidden_size": 7, "num_experts": 5, "moe_intermediate_size": 11}
             13,
         ),
         ("llama4_text", {}, 7, 11),
+        (  # Hunyuan has lists of a number for each layer
+            "any",
+            {"num_experts": [3, 5], "moe_intermediate_size": [2, 11], "num_shared_expert": [1, 2]},
+            7,
+            2 * 11,
+        ),
     ],
 )
 def test_the_matrices_of_experts_are_those_counted_by_hand(
     model_type: str, fields: dict[str, Any], hidden: int, shared: int, gated: bool
 ) -> None:
     into_and_back = 2 + gated
-    matrices = list(experts(Fields(model_type, OF_EXPERTS | fields), 0, gated=gated))
+    matrices = list(experts(Fields(model_type, OF_EXPERTS | fields), 1, gated=gated))
     routed = sum(matrix.parameters for matrix in matrices if matrix.role == "expert")
     assert routed == 5 * into_and_back * hidden * 11
     projections = 2 * 7 * hidden if "moe_latent_size" in fields else 0
@@ -402,10 +419,86 @@ def test_the_layers_with_experts_are_those_of_the_rule(rule: dict, layers: Seque
     assert expert_layers(fields) == frozenset(layers)
 
 
-def test_every_matrix_has_whole_bytes_and_scales_of_its_own() -> None:
-    """Five experts of 3 x 3 elements, in tiles of 2 x 2: 4 bits and a byte for each 2 x 2."""
-    scheme = Scheme("any", 4, group=2, rows=2, scale_bits=8)
-    assert scheme.num_bytes(Matrix("experts", 3, 3, "expert", 5)) == 5 * (5 + 2 * 2)
+@given(*[hst.integers(1, 9)] * 2, hst.integers(0, 4), hst.integers(1, 4), hst.integers(1, 3))
+def test_every_matrix_has_whole_bytes_and_scales_of_its_own(
+    outputs, inputs, group, rows, count
+) -> None:
+    """4 bits for each element and 12 for each tile that has one, in whole bytes."""
+    scheme = Scheme("any", 4, group=group, rows=rows, scale_bits=12)
+    elements = itertools.product(range(outputs), range(inputs))
+    tiles = {(output // rows, entry // group if group else 0) for output, entry in elements}
+    num_bytes = -(-(outputs * inputs * 4 + len(tiles) * 12) // 8)
+    assert scheme.num_bytes(Matrix("any", outputs, inputs, "expert", count)) == count * num_bytes
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+
+
+INT4 = {"num_bits": 4, "type": "int"}
+BITS_AND_BYTES = {"quant_method": "bitsandbytes"}
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        ({"quant_method": "AWQ"}, Scheme("awq int4", 4, 128, scale_bits=16 + 4)),
+        (AWQ | {"bits": 8, "group_size": 64}, Scheme("awq int8", 8, 64, scale_bits=16 + 8)),
+        (
+            {"quant_method": "awq", "w_bit": 8, "q_group_size": 64},
+            Scheme("awq int8", 8, 64, scale_bits=16 + 8),
+        ),
+        (AWQ | {"group_size": -1}, Scheme("awq int4", 4, 0, scale_bits=16 + 4)),
+        ({"quant_method": "gptq"}, Scheme("gptq int4", 4, 128, scale_bits=16 + 4)),
+        (
+            {"quant_method": "auto-round", "bits": 2, "group_size": 32, "lm_head": True},
+            Scheme("gptq int2", 2, 32, scale_bits=16 + 2, roles=LAYERS | HEAD),
+        ),
+        ({"quant_method": "fbgemm_fp8"}, Scheme("fp8", 8)),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 128]},
+            Scheme("fp8", 8, group=128, rows=64),
+        ),
+        ({"quant_method": "mxfp4"}, Scheme("mxfp4", 4, 32, scale_bits=8, roles=EXPERTS)),
+        (
+            BITS_AND_BYTES | {"load_in_8bit": True},
+            Scheme("bitsandbytes int8", 8, roles=LAYERS | TOWER),
+        ),
+        (
+            BITS_AND_BYTES | {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            Scheme("bitsandbytes nf4", 4, 64, roles=LAYERS | TOWER),
+        ),
+        (
+            BITS_AND_BYTES | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+            Scheme("bitsandbytes fp4", 4, 64, scale_bits=8, roles=LAYERS | TOWER),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, Scheme("modelopt fp8", 8)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+            Scheme("modelopt nvfp4", 4, 16, scale_bits=8),
+        ),
+        (
+            compressed(num_bits=4, type="float", group_size=16),
+            Scheme("compressed-tensors fp4", 4, 16, scale_bits=8, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(num_bits=8, type="float"),
+            Scheme("compressed-tensors fp8", 8, scale_bits=16, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(**INT4, group_size=-1),
+            Scheme("compressed-tensors int4", 4, scale_bits=16, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(**INT4, group_size=32, symmetric=False),
+            Scheme("compressed-tensors int4", 4, 32, scale_bits=16 + 4, roles=LAYERS | HEAD),
+        ),
+    ],
+)
+def test_a_method_stores_elements_and_scales_as_its_fields_say(
+    config: dict[str, Any], scheme: Scheme
+) -> None:
+    assert read_scheme(config) == scheme
 
 
 def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:
