@@ -19,6 +19,7 @@ import pytest
 from hypothesis import Phase, find, given, seed, settings
 from hypothesis import strategies as hst
 from hypothesis.stateful import run_state_machine_as_test
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv.testing
 from jaxkv._src.block_tables import pack_entries
@@ -693,8 +694,8 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
 )  # split by rows, by columns, replicated
 def test_bytes_are_those_of_one_device(names) -> None:
     devices = jax.devices()[:2]
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    sharding = jax.NamedSharding(mesh, jax.P(*names))
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=devices)
+    sharding = NamedSharding(mesh, PartitionSpec(*names))
 
     def zeros() -> jax.Array:
         return jax.device_put(jnp.zeros(LARGE), sharding)
