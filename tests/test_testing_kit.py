@@ -689,10 +689,9 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
 
 
 @needs_devices(2)
-@pytest.mark.parametrize(
-    "names", [("a",), (None, "a"), ()]
-)  # split by rows, by columns, replicated
+@pytest.mark.parametrize("names", [("a",), (None, "a"), ()])
 def test_bytes_are_those_of_one_device(names) -> None:
+    """Of arrays that are split by rows or by columns, or replicated."""
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=devices)
     sharding = NamedSharding(mesh, PartitionSpec(*names))
