@@ -122,6 +122,37 @@ def test_json_says_the_same_as_the_page(capsys) -> None:
         assert f"try {change['option']} {change['value']}: {change['gives']}\n" in page
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("llama-3.1-8b", "--memory", "40GiB", "--request-len", "4k"),
+        ("gpt-oss-20b", "--memory", "8GiB", "--request-len", "4k"),
+        ("gemma-3-4b", "--memory", "3GiB"),  # less than the model's own length fits
+        ("gemma-3-4b", "--memory", "60GiB", "--max-model-len", "8k", "--request-len", "999"),
+        ("gpt-oss-20b", "--memory", "9GiB", "--request-len", "4k", "--grouping", "rule"),
+        ("qwen3-next-80b-a3b", "--memory", "80GB", "--request-len", "8k"),
+    ],
+)
+def test_rows_of_requests_say_the_figures_of_the_json(capsys, arguments) -> None:
+    data, (_, out, _) = figures(capsys, *arguments), run(capsys, *arguments)
+    rows = re.sub(r"\n +", " ", out).splitlines()
+    longest, usual = data["max_model_len"], data["request_len"]
+    page = sum(data["bytes_per_block"])
+    held = gib(data["steady_blocks"] * page)
+    if data["admission_blocks"] != data["steady_blocks"]:
+        held += f" ({gib(data['admission_blocks'] * page)} in prefill)"
+    text = f"{longest:,} tokens ({data['binds']}): {held}, {data['requests_that_fit']:,} at once"
+    assert f"longest request  {text}; {data['tokens_that_fit']:,} in all" in rows
+    (row,) = [row for row in rows if row.startswith("usual requests")] or [""]
+    assert bool(row) == bool(usual)
+    if usual:
+        assert row.startswith(f"usual requests   {usual:,} tokens: ")
+        assert row.endswith(f", {data['usual_requests_that_fit']:,} at once")
+    compared = {of["requests"] for of in data["groupings"]}
+    is_said = len(compared) > ("--grouping" not in arguments)
+    assert any(row.startswith("grouping ") for row in rows) == is_said
+
+
 def test_json_says_what_the_weights_leave_of_the_share_of_a_gpu(capsys) -> None:
     data = figures(capsys, "llama-3.1-8b", *ON_GPUS, "2", "--utilization", "0.5")
     gpu = data["gpu"]
@@ -653,13 +684,16 @@ def test_a_note_names_a_dtype_that_the_user_may_not_expect(capsys, tmp_path) -> 
     )
     _, out, _ = run(capsys, str(tmp_path), "--memory", "9GiB")
     assert "dtype            bfloat16, as the family ships it" in out
+    _, out, _ = run(capsys, str(tmp_path), "--memory", "9GiB", "--kv-dtype", "bf16")
+    assert "\ndtype" not in out
     (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
     _, out, _ = run(capsys, str(tmp_path), "--memory", "9GiB")
     assert "dtype            float32, as the configuration says" in out
     _, out, _ = run(capsys, "deepseek-v4-flash", "--memory", "9GiB")  # some states are float32
     assert "\ndtype" not in out
-    _, out, _ = run(capsys, str(tmp_path), "--memory", "9GiB", "--kv-dtype", "bf16")
-    assert "\ndtype" not in out
+    for dtype in ("bf16", "f32"):
+        _, out, _ = run(capsys, str(tmp_path), "--memory", "9GiB", "--kv-dtype", dtype)
+        assert "\ndtype" not in out
 
 
 FULL = {"kind": "full", "num_kv_heads": 8, "head_size": 128}
@@ -764,6 +798,11 @@ def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tm
         ("40GiB", ("--max-model-len", "128k"), "the model's own length"),
         ("40GiB", ("--max-model-len", "8k"), "the length asked for"),
         ("40GiB", ("--num-blocks-override", "9"), "the override"),
+        (
+            "40GiB",
+            ("--max-model-len", "8k", "--num-blocks-override", "2000"),
+            "the length asked for",
+        ),
         ("4GiB", (), "memory"),
     ],
 )

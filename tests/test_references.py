@@ -1,5 +1,6 @@
 """References of `jaxkv.testing`: right by small examples that were worked out by hand."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as hst
 
 from jaxkv._src.cache import BAD_BLOCK_ID, BAD_COLUMN, NO_BLOCK
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import ORDERS
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.specs import (
@@ -200,6 +202,58 @@ def test_forks_may_share_a_block_until_one_of_them_writes_into_it() -> None:
     assert shared(1, "r", "s")
 
 
+@pytest.mark.parametrize(
+    ("spec", "tokens_of_row"),
+    [(FULL, 1), (MLASpec(block_size=8, head_size=4, compress_ratio=4), 4)],
+)
+@given(data=hst.data())
+def test_the_rows_of_kept_tokens_must_be_read_and_those_of_rejected_ones_need_not(
+    spec, tokens_of_row: int, data
+) -> None:
+    """Of forks of forks, too: each is compared with a dictionary of rows of its own."""
+    cache = ReferenceCache(plan_of({"a": spec}))
+    lengths: dict[int, int] = {0: 0}
+    rows: dict[int, dict[int, bytes]] = {0: {}}
+    cache.start(0)
+    for fork in range(1, data.draw(hst.integers(2, 9))):
+        request = data.draw(hst.sampled_from([*lengths]))
+        length, mine = lengths[request], rows[request]
+        event = data.draw(hst.sampled_from(["write", "rewind", "fork"]))
+        if event == "write" and length < 24:
+            lengths[request] = data.draw(hst.integers(length + 1, 24))
+            (written,) = cache.write(request, length, lengths[request])
+            numbers = (written.positions // tokens_of_row).tolist()
+            mine.update(zip(numbers, map(bytes, written.rows), strict=True))
+            continue
+        kept = data.draw(hst.integers(0, length))
+        if event == "fork":
+            cache.fork(fork, request, kept)
+            blocks = cdiv(kept, spec.block_size)  # whole ones are shared
+            in_blocks = range(blocks * spec.block_size // tokens_of_row)
+            rows[fork] = {number: row for number, row in mine.items() if number in in_blocks}
+            request = fork
+        else:
+            cache.rewind(request, kept)
+            for number in range(cdiv(kept, tokens_of_row), cdiv(length, tokens_of_row)):
+                del mine[number]
+        lengths[request] = kept
+    columns = range(cache.plan.row_blocks[0])
+    row_bytes = spec.data_bytes * tokens_of_row // spec.block_size
+    for request, wanted in rows.items():
+        pages = np.ones((len(columns), spec.data_bytes), np.uint8)  # any number
+        by_row = pages.reshape(-1, row_bytes)
+        for number, row in wanted.items():
+            by_row[number] = np.frombuffer(row, np.uint8)
+        problem = functools.partial(
+            cache.find_problem, request, "a", columns, pages, unwritten_reads_zero=False
+        )
+        assert problem() is None
+        for number in wanted:
+            by_row[number, 0] ^= 1
+            assert "which the request wrote as" in (problem() or "")
+            by_row[number, 0] ^= 1
+
+
 def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
     cache = ReferenceCache(plan_of({"a": STATE}))
     cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 7)
@@ -207,6 +261,20 @@ def test_a_state_is_not_set_back_past_the_newest_that_a_block_holds() -> None:
     cache.write("r", 3, 7)
     with pytest.raises(AssertionError, match="set back to 6 tokens, and the state in column 1"):
         cache.rewind("r", 6)
+
+
+@pytest.mark.parametrize("drafts", range(4))
+@pytest.mark.parametrize("cache_mode", ["none", "align", "all"])
+def test_a_state_is_set_back_to_where_a_block_or_a_draft_keeps_it(cache_mode, drafts) -> None:
+    state = dataclasses.replace(STATE, cache_mode=cache_mode, speculative_blocks=drafts)
+    ends = [8] if cache_mode == "none" else [4, 8]
+    for kept in range(9):
+        cache = ReferenceCache(plan_of({"a": state}))
+        cache.start("r"), cache.write("r", 0, 4), cache.write("r", 4, 8)
+        is_kept = kept in (0, *ends) or 8 - kept <= drafts
+        refused = pytest.raises(AssertionError, match=f"set back to {kept} tokens")
+        with contextlib.nullcontext() if is_kept else refused:
+            cache.rewind("r", kept)
 
 
 def test_layers_without_rows_of_their_own_have_no_place() -> None:

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import Phase, find, given, seed, settings
 from hypothesis import strategies as hst
 from hypothesis.stateful import run_state_machine_as_test
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxkv.testing
 from jaxkv._src.block_tables import pack_entries
@@ -52,7 +53,7 @@ from jaxkv.testing import (
     strategies,
 )
 from tests import jaxkv_state_machine as machines
-from tests.helpers import ON_GPU
+from tests.helpers import ON_GPU, needs_devices
 from tests.jaxkv_state_machine import JaxkvStateMachine
 from tests.test_example_suite import ToyMachine
 from tests.toy_cache import BLOCK_SIZE, ToyCache
@@ -583,6 +584,10 @@ def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
     assert once["full"] == twice["full"] and once["state"] == twice["state"][1:]
     assert rows(3, "b", 6)["full"] != once["full"] != rows(4, None, 6)["full"]
     assert once["full"] != once["alike"], "a layer's rows are not another's"
+    cache.fork(6, 2, 3)
+    for write in cache.write(6, 3, 6, tokens):
+        written = [row.tobytes() for row in write.rows]
+        assert written == once[write.layer][-len(written) :], "a fork is of its donor's namespace"
     tokens[0] = 0
     assert not set(rows(5, "a", 6)["full"]) & set(once["full"])
     with pytest.raises(ValueError, match="tokens has 2 ids; wanted the first 3"):
@@ -681,6 +686,28 @@ def test_the_bound_on_temporary_memory_is_the_caller_s() -> None:
     with pytest.raises(AssertionError, match="may take 10:"):
         assert_in_place(sort_rows, jnp.zeros(LARGE), max_temp_bytes=10)
     assert_in_place(scattered, jnp.zeros(LARGE), donate_argnums=0, max_temp_bytes=2**20)
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("names", [("a",), (None, "a"), ()])
+def test_bytes_are_those_of_one_device(names) -> None:
+    """Of arrays that are split by rows or by columns, or replicated."""
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=devices)
+    sharding = NamedSharding(mesh, PartitionSpec(*names))
+
+    def zeros() -> jax.Array:
+        return jax.device_put(jnp.zeros(LARGE), sharding)
+
+    assert assert_in_place(scattered, zeros()).sharding == sharding
+
+    def turn_one(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+        turned = jax.lax.with_sharding_constraint(jnp.cumsum(a[::-1], 1) @ a, sharding)
+        return turned, scattered(b), scattered(c)
+
+    of_one = zeros().addressable_shards[0].data.nbytes
+    with pytest.raises(AssertionError, match=f"may take {(of_one - 1) // 2:,}:"):
+        assert_in_place(turn_one, zeros(), zeros(), zeros(), donate_argnums=(0, 1, 2))
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU, NumPy never shares the memory of an array")

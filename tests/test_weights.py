@@ -1,16 +1,27 @@
 """The bytes of a model's weights: published checkpoints, model classes, arithmetic by hand."""
 
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as hst
 
 from jaxkv._src.hf_config import count_weights, load_config
-from jaxkv._src.hf_config._weights._feed_forward import expert_layers
+from jaxkv._src.hf_config._weights._feed_forward import dense, expert_layers, experts
 from jaxkv._src.hf_config._weights._matrix import Fields, Matrix
-from jaxkv._src.hf_config._weights._quantization import Scheme
+from jaxkv._src.hf_config._weights._quantization import (
+    EXPERTS,
+    HEAD,
+    LAYERS,
+    SKIPPED,
+    TOWER,
+    Scheme,
+    read_scheme,
+)
 from jaxkv._src.hf_config._weights._traits import t5, whisper
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "parameters.json").read_text())
@@ -184,6 +195,77 @@ def test_the_matrices_of_a_mixer_are_those_counted_by_hand(model_type: str) -> N
     assert counted.parameters == parameters
 
 
+OF_EXPERTS = {"hidden_size": 7, "num_experts": 5, "moe_intermediate_size": 11}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "hidden", "shared"),  # what an expert reads; width of the shared ones
+    [
+        ("any", {}, 7, 0),
+        ("any", {"n_shared_experts": 2}, 7, 2 * 11),
+        ("any", {"n_shared_experts": 2, "shared_expert_intermediate_size": 13}, 7, 2 * 13),
+        ("any", {"shared_expert_intermediate_size": 13}, 7, 13),
+        ("any", {"n_shared_experts": 0, "shared_expert_intermediate_size": 13}, 7, 0),
+        ("any", {"moe_latent_size": 3}, 3, 0),
+        (
+            "nemotron_h",
+            {
+                "moe_latent_size": 3,
+                "n_shared_experts": 1,
+                "moe_shared_expert_intermediate_size": 13,
+            },
+            3,
+            13,
+        ),
+        ("llama4_text", {}, 7, 11),
+        (  # Hunyuan has lists of a number for each layer
+            "any",
+            {"num_experts": [3, 5], "moe_intermediate_size": [2, 11], "num_shared_expert": [1, 2]},
+            7,
+            2 * 11,
+        ),
+    ],
+)
+def test_the_matrices_of_experts_are_those_counted_by_hand(
+    model_type: str, fields: dict[str, Any], hidden: int, shared: int, gated: bool
+) -> None:
+    into_and_back = 2 + gated
+    matrices = list(experts(Fields(model_type, OF_EXPERTS | fields), 1, gated=gated))
+    routed = sum(matrix.parameters for matrix in matrices if matrix.role == "expert")
+    assert routed == 5 * into_and_back * hidden * 11
+    projections = 2 * 7 * hidden if "moe_latent_size" in fields else 0
+    others = 5 * 7 + projections + into_and_back * 7 * shared
+    assert sum(matrix.parameters for matrix in matrices) == routed + others
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),  # of the last of four layers
+    [
+        ({}, 4 * 7),
+        ({"intermediate_size": 11}, 11),
+        ({"intermediate_size": 11, "intermediate_size_mlp": 13}, 13),  # Llama 4
+        ({"intermediate_size": [1, 2, 3, 11]}, 11),
+        ({"intermediate_size": 11, "use_double_wide_mlp": True, "num_kv_shared_layers": 1}, 22),
+        ({"intermediate_size": 11, "use_double_wide_mlp": True, "num_kv_shared_layers": 0}, 11),
+        ({"intermediate_size": 30, "block_auto_adjust_ff_dim": True, "block_multiple_of": 8}, 24),
+        (
+            {
+                **{"intermediate_size": 30, "block_auto_adjust_ff_dim": True},
+                **{"block_ffn_dim_multiplier": 1.5, "block_multiple_of": 7},
+            },
+            35,
+        ),
+    ],
+)
+def test_a_dense_layer_is_as_wide_as_its_fields_say(fields: dict[str, Any], width: int) -> None:
+    of = Fields("any", {"hidden_size": 7, "num_hidden_layers": 4} | fields)
+    (up, down) = dense(of, 3, gated=False)
+    assert (up.outputs, up.inputs, down.outputs, down.inputs) == (width, 7, 7, width)
+    if "num_kv_shared_layers" in fields:
+        assert next(iter(dense(of, 2, gated=False))).outputs == 11
+
+
 def test_towers_keep_their_dtype_where_the_layers_are_quantised() -> None:
     def saved_bytes(config: dict[str, Any]) -> int:
         quantised = config | {"quantization_config": {"quant_method": "fp8"}}
@@ -296,6 +378,22 @@ def test_modules_that_are_not_quantised_keep_the_dtype_of_the_model(skipped) -> 
     assert left - whole == 256 * 512 - 4 * (256 // 128) * (512 // 128)
 
 
+@pytest.mark.parametrize("other", SKIPPED)
+@pytest.mark.parametrize("one", SKIPPED)
+def test_modules_are_not_quantised_if_any_list_names_them(one: str, other: str) -> None:
+    """Also next to a list that is empty, or null."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+    def stored_bytes(lists: dict[str, Any]) -> int:
+        return count_weights(LLAMA | {"quantization_config": fp8 | lists}).num_bytes
+
+    whole, names = stored_bytes({}), ["layers.0.mlp.down_proj", "layers.1.mlp.down_proj"]
+    matrix = 256 * 512 - 4 * (256 // 128) * (512 // 128)
+    assert stored_bytes({one: names[:1]} | {other: names[1:]}) - whole == matrix * len({one, other})
+    for empty in ([], None):
+        assert stored_bytes({other: empty} | {one: names}) - whole == matrix * 2
+
+
 def test_experts_in_fp4_lie_next_to_layers_in_fp8() -> None:
     """DeepSeek-V4-Flash is stored in about 160 GB, drafts included."""
     with_drafts = count_weights(load_config("deepseek-v4-flash"), drafts=True)
@@ -321,10 +419,86 @@ def test_the_layers_with_experts_are_those_of_the_rule(rule: dict, layers: Seque
     assert expert_layers(fields) == frozenset(layers)
 
 
-def test_every_matrix_has_whole_bytes_and_scales_of_its_own() -> None:
-    """Five experts of 3 x 3 elements, in tiles of 2 x 2: 4 bits and a byte for each 2 x 2."""
-    scheme = Scheme("any", 4, group=2, rows=2, scale_bits=8)
-    assert scheme.num_bytes(Matrix("experts", 3, 3, "expert", 5)) == 5 * (5 + 2 * 2)
+@given(*[hst.integers(1, 9)] * 2, hst.integers(0, 4), hst.integers(1, 4), hst.integers(1, 3))
+def test_every_matrix_has_whole_bytes_and_scales_of_its_own(
+    outputs, inputs, group, rows, count
+) -> None:
+    """4 bits for each element and 12 for each tile that has one, in whole bytes."""
+    scheme = Scheme("any", 4, group=group, rows=rows, scale_bits=12)
+    elements = itertools.product(range(outputs), range(inputs))
+    tiles = {(output // rows, entry // group if group else 0) for output, entry in elements}
+    num_bytes = -(-(outputs * inputs * 4 + len(tiles) * 12) // 8)
+    assert scheme.num_bytes(Matrix("any", outputs, inputs, "expert", count)) == count * num_bytes
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+
+
+INT4 = {"num_bits": 4, "type": "int"}
+BITS_AND_BYTES = {"quant_method": "bitsandbytes"}
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        ({"quant_method": "AWQ"}, Scheme("awq int4", 4, 128, scale_bits=16 + 4)),
+        (AWQ | {"bits": 8, "group_size": 64}, Scheme("awq int8", 8, 64, scale_bits=16 + 8)),
+        (
+            {"quant_method": "awq", "w_bit": 8, "q_group_size": 64},
+            Scheme("awq int8", 8, 64, scale_bits=16 + 8),
+        ),
+        (AWQ | {"group_size": -1}, Scheme("awq int4", 4, 0, scale_bits=16 + 4)),
+        ({"quant_method": "gptq"}, Scheme("gptq int4", 4, 128, scale_bits=16 + 4)),
+        (
+            {"quant_method": "auto-round", "bits": 2, "group_size": 32, "lm_head": True},
+            Scheme("gptq int2", 2, 32, scale_bits=16 + 2, roles=LAYERS | HEAD),
+        ),
+        ({"quant_method": "fbgemm_fp8"}, Scheme("fp8", 8)),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 128]},
+            Scheme("fp8", 8, group=128, rows=64),
+        ),
+        ({"quant_method": "mxfp4"}, Scheme("mxfp4", 4, 32, scale_bits=8, roles=EXPERTS)),
+        (
+            BITS_AND_BYTES | {"load_in_8bit": True},
+            Scheme("bitsandbytes int8", 8, roles=LAYERS | TOWER),
+        ),
+        (
+            BITS_AND_BYTES | {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            Scheme("bitsandbytes nf4", 4, 64, roles=LAYERS | TOWER),
+        ),
+        (
+            BITS_AND_BYTES | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+            Scheme("bitsandbytes fp4", 4, 64, scale_bits=8, roles=LAYERS | TOWER),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, Scheme("modelopt fp8", 8)),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"},
+            Scheme("modelopt nvfp4", 4, 16, scale_bits=8),
+        ),
+        (
+            compressed(num_bits=4, type="float", group_size=16),
+            Scheme("compressed-tensors fp4", 4, 16, scale_bits=8, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(num_bits=8, type="float"),
+            Scheme("compressed-tensors fp8", 8, scale_bits=16, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(**INT4, group_size=-1),
+            Scheme("compressed-tensors int4", 4, scale_bits=16, roles=LAYERS | HEAD),
+        ),
+        (
+            compressed(**INT4, group_size=32, symmetric=False),
+            Scheme("compressed-tensors int4", 4, 32, scale_bits=16 + 4, roles=LAYERS | HEAD),
+        ),
+    ],
+)
+def test_a_method_stores_elements_and_scales_as_its_fields_say(
+    config: dict[str, Any], scheme: Scheme
+) -> None:
+    assert read_scheme(config) == scheme
 
 
 def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._src.internal.checks import check_count, check_kind
+from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.internal.text import shown
 from jaxkv._src.layout import row_format, rows_per_block
 from jaxkv._src.planning import Plan
@@ -198,13 +199,13 @@ class ReferenceCache:
 
     def _reject(self, pages: _Pages, spec: LayerSpec, kept: int, reached: int) -> None:
         """Forgets the rows of which no token is kept: they read as anything but NaN."""
-        row_bytes = spec.data_bytes // rows_per_block(spec)
-        for position in _row_positions(spec, kept, reached).tolist() if kept < reached else ():
+        rows = rows_per_block(spec)
+        shared, row_bytes = spec.block_size // rows, spec.data_bytes // rows
+        for position in range(cdiv(kept, shared) * shared, reached, shared):
             column, offset = place_in_row(spec, position)
-            if position >= kept and place_in_row(spec, kept - 1) != (column, offset):
-                where = column, slice(offset, offset + row_bytes)
-                pages.rejected[where] |= pages.written[where]
-                pages.written[where] = False
+            where = column, slice(offset, offset + row_bytes)
+            pages.rejected[where] |= pages.written[where]
+            pages.written[where] = False
 
     def _draw_rows(self, spec: LayerSpec, count: int) -> np.ndarray:
         """uint8[count, row_bytes]: the top byte of each element is drawn, the others 0xFF."""
