@@ -166,12 +166,13 @@ def as_int32(name: str, values: Ints) -> np.ndarray:
         raise ValueError(f"{name} must be a flat list of ints, got {given}")
     if array.dtype == np.int32:
         return array
-    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
-        # NumPy has no dtype for ints that are larger still.
-        if isinstance(values, np.ndarray) or not all(isinstance(n, Integral) for n in values):
-            raise TypeError(f"{name} must be ints, got {array.dtype}")
-        raise ValueError(f"{name} holds a value that does not fit int32")
-    if array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
+    is_ints = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+    # NumPy has no dtype for ints that are larger still.
+    if not is_ints and (
+        isinstance(values, np.ndarray) or not all(isinstance(n, Integral) for n in values)
+    ):
+        raise TypeError(f"{name} must be ints, got {array.dtype}")
+    if not is_ints or array.min() < -INT32_MAX - 1 or array.max() > INT32_MAX:
         raise ValueError(f"{name} holds a value that does not fit int32")
     return array.astype(np.int32)
 

@@ -143,10 +143,10 @@ def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _caches(config: Mapping[str, Any], fields: Fields) -> dict[int, dict[str, tuple[Any, bool]]]:
     """Returns layer -> kind of cache -> its spec, and whether it is the layer's own."""
-    known: dict[str, Any] = {}
+    config = _without_quantization(config)  # it changes no shape
     if fields.first("torch_dtype", "dtype") is None:
-        known = {"torch_dtype": "bfloat16"}
-    specs = layers_from_config(_without_quantization(config) | known)  # it changes no shape
+        config |= {"torch_dtype": "bfloat16"}
+    specs = layers_from_config(config)
     caches: dict[int, dict[str, tuple[Any, bool]]] = {}
     for name, spec in specs.items():
         if match := LAYER.search(name):
