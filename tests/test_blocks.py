@@ -360,12 +360,16 @@ class Pair:
         got = parts["zero_ids"][: parts["zero_ends"][-1]]
         assert sorted(set(got) - waiting) == sorted(set(zeroed) & set(got))
         assert len(set(got)) == len(got)
+        group_of = {c.block_id: c.group for c in (*self.later, *changes)}
+        groups = np.searchsorted(parts["zero_ends"], np.arange(len(got)), side="right")
+        assert [group_of[block_id] for block_id in got] == groups.tolist()
         self.later = [c for c in (*self.later, *changes) if c.block_id not in got]
         pairs = zip(parts["copy_sources"], parts["copy_destinations"], strict=True)
         pairs = [pair for pair in pairs if pair[0] >= 0]
-        destinations = {c.block_id for c in self.later if c.copied is not None}
+        group_of = {c.block_id: c.group for c in self.later if c.copied is not None}
         assert len(set(pairs)) == len(pairs) and set(copies) <= set(pairs)
-        assert {new for _, new in pairs} <= destinations
+        groups = np.searchsorted(parts["copy_ends"], np.arange(len(pairs)), side="right")
+        assert [group_of[new] for _, new in pairs] == groups.tolist()
         self.later = [c for c in self.later if c.copied is None]
 
     def _is_zeroed(self, change: Change) -> bool:

@@ -228,6 +228,7 @@ def test_a_refusal_as_data_has_the_figures(capsys) -> None:
         (("llama-3.1-8b", "--memory", "lots"), "--memory='lots'"),
         (("llama-3.1-8b", "--memory", "1GiB", "--tensor-parallel", "3"), "--tensor-parallel=3"),
         (("llama-3.1-8b", "--memory", "1GiB", "--num-blocks-override", "1"), "--num-blocks-over"),
+        (("llama-3.1-8b", "--no-such-option"), "unrecognized arguments: --no-such-option"),
     ],
 )
 def test_other_refusals_are_data_too(capsys, arguments, message) -> None:

@@ -86,10 +86,12 @@ def placed(groups: tuple[Group, ...]) -> Layers:
 
 
 PADDED = TOKEN_SPECS.map(lambda spec: dataclasses.replace(spec, page_bytes_padded=spec.page_bytes))
+LARGER = STATES.map(lambda spec: dataclasses.replace(spec, page_bytes_padded=3 * spec.page_bytes))
 
 
 @given(
-    st.lists(TOKEN_SPECS | PADDED, min_size=1, max_size=3), st.lists(STATES, min_size=1, max_size=2)
+    st.lists(TOKEN_SPECS | PADDED, min_size=1, max_size=3),
+    st.lists(STATES | LARGER, min_size=1, max_size=2),
 )
 def test_attention_blocks_grow_until_their_page_holds_a_state(attention, states) -> None:
     layers = by_name([*attention, *states])

@@ -691,9 +691,21 @@ def gemma3_text(**changes: Any) -> dict[str, Any]:
     return {"model_type": "gemma3", "text_config": text | changes}
 
 
-def test_gemma_3_names_its_length_after_scaling() -> None:
-    scaling = {"rope_type": "linear", "factor": 8.0}
-    assert model_len(gemma3_text(rope_scaling=scaling)) == 131072
+@pytest.mark.parametrize("wrapper", ["gemma3", "shieldgemma2"])
+def test_gemma_3_names_its_length_after_scaling(wrapper: str) -> None:
+    config = gemma3_text(rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert model_len(config | {"model_type": wrapper}) == 131072
+
+
+def test_two_fields_that_name_a_period_must_agree() -> None:
+    def layers(**patterns: int) -> Any:
+        return layers_from_config(gemma3_text(**patterns), kv_dtype="bfloat16")
+
+    assert layers(_sliding_window_pattern=4, sliding_window_pattern=4) == (
+        layers(sliding_window_pattern=4)
+    )
+    with pytest.raises(ValueError, match=r"sliding_window_pattern=5 .*another field says 4"):
+        layers(_sliding_window_pattern=4, sliding_window_pattern=5)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic"])

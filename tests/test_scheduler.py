@@ -487,7 +487,9 @@ def test_numbers_of_tokens_are_read_anew_if_they_or_their_requests_have_changed(
         server.step()
         more |= {"a": a, "b": b}
         server.scheduler.append(more)
-    assert [server.scheduler.num_tokens(name) for name in "ab"] == [7, 8]
+    server.step()
+    server.scheduler.append({"b": 1, "a": 2})
+    assert [server.scheduler.num_tokens(name) for name in "ab"] == [9, 9]
     for name in "ab":
         server.scheduler.finish(name)
     for name in "ab":  # the second one's counts take the place of the first one's

@@ -361,12 +361,14 @@ def test_a_step_that_could_not_end_goes_on() -> None:
     jax.eval_shape(model, *made())
 
 
-def test_layers_whose_period_is_traced_may_be_named_again() -> None:
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_the_first_layer_and_a_period_name_each_layer(is_traced: bool) -> None:
     def model(cache: jaxkv.KVCache, upload: Any) -> jaxkv.KVCache:
         step = Step(cache, upload)
         x = EMBED[step.token_ids]
         for period in range(2):
-            x = x + step.attend(LAYERS[0], *keys_of(x), period=step.last_tokens[0] * 0 + period)
+            named = step.last_tokens[0] * 0 + period if is_traced else period
+            x = x + step.attend(LAYERS[0], *keys_of(x), period=named)
         return step.done()
 
     jax.eval_shape(model, *made())

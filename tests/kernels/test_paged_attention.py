@@ -101,6 +101,8 @@ def make(case: Case, lens: list[int], loc: list[int] | None, seed: int = 0) -> A
     rng = np.random.default_rng(seed)
     blocks = case.batch * case.width + 3
     ids = rng.permutation(blocks)[: case.batch * case.width].reshape(case.batch, case.width)
+    if case.holes:  # kernels read page 0 in place of them: it holds poison
+        ids[ids == 0] = np.setdiff1d(np.arange(1, blocks), ids)[0]
     shape = (blocks, case.page_tokens, case.kv_heads, case.row)
     if case.pages == PACKED:
         numbers, poison = pack(case, rng, shape[:-1]), 0xFF  # NaN in all parts of a row
