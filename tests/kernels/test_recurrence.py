@@ -870,11 +870,13 @@ WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
         ),
     ],
 )
-def test_what_mosaic_does_not_support_is_named(states: StatePages, text: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_mosaic_does_not_support_is_named(dtype: str, states: StatePages, text: str) -> None:
     _, value, key = states.shape
+    inputs = jnp.ones((3, 2 * key + 2 * value), dtype)
 
     def run(data: jax.Array, implementation: Any) -> Any:
-        given = {"states": states._replace(data=data), "inputs": jnp.ones((3, 2 * key + 2 * value))}
+        given = {"states": states._replace(data=data), "inputs": inputs}
         return gated_delta_rule(**GOOD | given, implementation=implementation)
 
     jax.eval_shape(functools.partial(run, implementation=None), states.data)
