@@ -409,10 +409,10 @@ def test_every_kind_of_layer_attends_by_its_definition(
 
 # --- other ways to the same output ----------------------------------------------------
 
-WAYS = {  # most tokens of a step, and the tokens of each
-    "whole": (TOKENS, [TOKENS]),
-    "chunked": (TOKENS, [3, 1, 3, 3, 3, 3]),
-    "decoded": (1, [1] * TOKENS),
+WAYS = {  # most requests and most tokens of a step, and the tokens of each
+    "whole": (1, TOKENS, [TOKENS]),
+    "chunked": (REQUESTS, REQUESTS, [3, 1, 3, 3, 3, 3]),
+    "decoded": (1, 1, [1] * TOKENS),
 }
 SOME = ("window", "latent")
 
@@ -432,9 +432,9 @@ def test_whole_prompts_chunks_of_them_and_decodes_give_equal_outputs() -> None:
         inputs[layer] = [(rng.integers(-8, 9, (TOKENS, *s)) / 4).astype(np.float32) for s in sizes]
         if layer == "latent":
             inputs[layer] = [inputs[layer][0], inputs[layer][1][:, 0], None]
-    for way, (max_tokens, counts) in WAYS.items():
+    for way, (batch_size, max_tokens, counts) in WAYS.items():
         shape = jaxkv.StepShape.for_plan(
-            plan, max_requests=REQUESTS, batch_size=1, max_tokens=max_tokens
+            plan, max_requests=REQUESTS, batch_size=batch_size, max_tokens=max_tokens
         )
         manager, cache = jaxkv.BlockManager(plan, max_requests=REQUESTS), cache_of(setting)
         cache, first, outs = poisoned(cache), 0, []

@@ -536,7 +536,7 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
 @needs_mosaic
 def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of few chunks are in memory at once, and a state goes on between them."""
-    layer = PROMPTS_IN_KERNELS[3]._replace(value_heads=1)
+    layer = PROMPTS_IN_KERNELS[3]
     columns, chunks = layer.value + 64 + 3 * layer.key, 2  # of a turn
     monkeypatch.setattr(prompt, "TURN_BYTES", chunks * layer.value_heads * 64 * columns * 2)
     given = make(
