@@ -147,7 +147,7 @@ def test_the_kernel_and_xla_attend_alike(name: str, monkeypatch) -> None:
     @jax.jit
     def written(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        for layer in LAYERS:
+        for layer in layers:
             cache = jaxkv.write_tokens(cache, layer, batch, *rows)
         return cache, batch
 

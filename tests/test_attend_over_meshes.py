@@ -45,12 +45,14 @@ def plan_for(ranks_of_heads: int, ranks_of_positions: int, dtype: str) -> jaxkv.
 @functools.partial(jax.jit, donate_argnums=0)
 def step(cache, upload, queries, keys, values):
     cache, batch = jaxkv.apply_step(cache, upload)
-    outs = []
-    for layer in "ab":
-        cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
-        outs.append(out)
-        queries = queries + out / 4  # so that the second layer follows from the first
-    return cache, jnp.stack(outs)
+
+    def attend(carry, period):
+        cache, queries = carry
+        cache, out = jaxkv.attend(cache, "a", batch, queries, keys, values, period=period)
+        return (cache, queries + out / 4), out  # so that the second layer follows from the first
+
+    (cache, _), outs = jax.lax.scan(attend, (cache, queries), jnp.arange(2))
+    return cache, outs
 
 
 def serve(plan: jaxkv.Plan, dtype: str, **place: Any) -> list[np.ndarray]:

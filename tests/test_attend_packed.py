@@ -52,9 +52,10 @@ def test_packed_rows_are_attended_to_as_the_rows_that_they_hold() -> None:
     """The K scale of the layer is not used."""
     cache, batch = one_step()
     queries, rows = queries_and_rows()
-    held = ROW.unpack(ROW.pack(rows)).astype(jnp.bfloat16)
+    held = jax.jit(lambda rows: ROW.unpack(ROW.pack(rows)).astype(jnp.bfloat16))(rows)
     _, out = attend(cache, "packed", batch, queries, rows, row_packing=PACKING)
     _, wanted = attend(cache, "plain", batch, queries, held)
+    held, out, wanted = map(np.asarray, (held, out, wanted))
     assert out.shape == (TOKENS, 4, 512) and out[:USED].all() and not out[USED:].any()
     rounding = 4 * 2.0**-8 * float(abs(held).max())  # of weights and outputs, on both sides
     np.testing.assert_allclose(out.astype(float), wanted.astype(float), rtol=0, atol=rounding)
@@ -64,7 +65,8 @@ def test_rows_that_your_own_code_packed_are_read_without_keys() -> None:
     cache, batch = one_step()
     queries, rows = queries_and_rows()
     _, wanted = attend(cache, "packed", batch, queries, rows, row_packing=PACKING)
-    cache = jax.jit(jaxkv.write_rows, static_argnums=1)(cache, "packed", batch, ROW.pack(rows))
+    packed = jax.jit(ROW.pack)(rows)
+    cache = jax.jit(jaxkv.write_rows, static_argnums=1)(cache, "packed", batch, packed)
     _, out = attend(cache, "packed", batch, queries, row_packing=PACKING)
     np.testing.assert_array_equal(out, wanted)
 

@@ -258,8 +258,8 @@ def as_dtype(operand: np.ndarray, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["bool", "complex64"])
 def test_rows_need_not_be_real_numbers(dtype: str) -> None:
-    pages, rows = jnp.zeros((4, 130), dtype), jnp.ones((2, 3), dtype)
-    got = np.asarray(write_rows(pages, as_ids([1, 3]), as_ids([7, 127]), rows))
+    pages, rows = np.zeros((4, 130), dtype), np.ones((2, 3), dtype)
+    got = np.asarray(jax.jit(write_rows)(pages, as_ids([1, 3]), as_ids([7, 127]), rows))
     assert got.sum() == 6 and got[1, 7:10].all() and got[3, 127:].all()
 
 
@@ -287,37 +287,41 @@ NO_BLOCKS = [
 
 
 @each_implementation
-@pytest.mark.parametrize(("shapes", "num_entries", "axis", "num_ids"), NO_BLOCKS)
 @pytest.mark.parametrize("kernel", [zero_blocks, copy_blocks, copy_fresh])
-def test_no_blocks_are_no_error(kernel, shapes, num_entries, axis, num_ids, implementation) -> None:
-    buffers = [jnp.zeros(shape, jnp.uint8) for shape in shapes]
-    lists = [jnp.zeros(num_entries, jnp.int32)] * (1 if kernel is zero_blocks else 2)
+def test_no_blocks_are_no_error(kernel, implementation) -> None:
+    @jax.jit
+    def run(cases):
+        found = []
+        for buffers, (_, num_entries, axis, num_ids) in zip(cases, NO_BLOCKS, strict=True):
+            lists = [as_ids([0] * num_entries)] * (1 if kernel is zero_blocks else 2)
+            options = {"block_axis": axis, "num_ids": num_ids, "implementation": implementation}
+            found.append(kernel(buffers, *lists, **options))
+        return found
+
+    cases = [[np.zeros(shape, np.uint8) for shape in shapes] for shapes, *_ in NO_BLOCKS]
     with kernels_run():
-        got = kernel(
-            buffers, *lists, block_axis=axis, num_ids=num_ids, implementation=implementation
-        )
-    assert_same_bytes(got, buffers)
+        got = run(cases)
+    assert_same_bytes(got, cases)
+
+
+NO_ROWS = [
+    ((4, 4096), (0, 512)),
+    ((4, 4096), (3, 0)),
+    ((0, 4096), (3, 512)),
+    ((0, 4096), (0, 512)),
+    ((4, 0), (3, 0)),
+    ((0, 0), (0, 0)),
+]
 
 
 @each_implementation
-@pytest.mark.parametrize(
-    ("pages", "rows"),
-    [
-        ((4, 4096), (0, 512)),
-        ((4, 4096), (3, 0)),
-        ((0, 4096), (3, 512)),
-        ((0, 4096), (0, 512)),
-        ((4, 0), (3, 0)),
-        ((0, 0), (0, 0)),
-    ],
-)
-def test_no_rows_are_no_error(implementation, pages, rows) -> None:
-    before, ids = jnp.ones(pages, jnp.uint8), jnp.zeros(rows[0], jnp.int32)
-    with kernels_run():
-        got = write_rows(
-            before, ids, ids, jnp.zeros(rows, jnp.uint8), align=512, implementation=implementation
-        )
-    assert_same_bytes(got, before)
+def test_no_rows_are_no_error(implementation) -> None:
+    run = jax.jit(functools.partial(write_rows, align=512, implementation=implementation))
+    for pages, rows in NO_ROWS:
+        before, ids = np.ones(pages, np.uint8), as_ids([0] * rows[0])
+        with kernels_run():
+            got = run(before, ids, ids, np.zeros(rows, np.uint8))
+        assert_same_bytes(got, before)
 
 
 GOOD = {
@@ -388,9 +392,10 @@ def test_mosaic_refuses_a_dtype_it_cannot_store(subject: Subject) -> None:
     pages, *operands = subject.make(256)
     narrow, operands = pages.astype(jnp.int4), [as_dtype(operand, "int4") for operand in operands]
     trees: list[Any] = [[narrow, pages], [pages, pages, narrow]] if subject.takes_trees else []
+    run = functools.partial(subject.kernel, implementation="mosaic_gpu")
     for buffers in (narrow, *trees):
         with pytest.raises(TypeError, match='"mosaic_gpu" cannot store int4; use "xla" or one of'):
-            subject.kernel(buffers, *operands, implementation="mosaic_gpu")
+            jax.eval_shape(run, buffers, *operands)
 
 
 @needs_mosaic
@@ -408,8 +413,9 @@ def test_more_work_than_int32_counts_is_refused(kernel) -> None:
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs it")
 @each_subject
 def test_mosaic_on_a_cpu_is_refused_by_jax(subject: Subject) -> None:
+    run = jax.jit(functools.partial(subject.kernel, implementation="mosaic_gpu"))
     with pytest.raises(ValueError, match="interpret mode"):
-        subject.kernel(*map(jnp.array, subject.make(256)), implementation="mosaic_gpu")
+        run(*subject.make(256))
 
 
 @each_subject
