@@ -77,10 +77,13 @@ engine = jaxkv.Engine(
 )
 
 prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28], [3, 1, 4, 1]]
-for output in engine.generate(prompts, jaxkv.Sampling(max_tokens=8)):
+sampling = jaxkv.Sampling(temperature=0.7, top_p=0.95, max_tokens=8)
+for output in engine.generate(prompts, sampling):
     print(output.request, output.tokens, output.finish_reason)
 
 # %% [markdown]
+# `jaxkv.Sampling()` alone takes the likeliest token each time.
+#
 # Every shape of a step was compiled when it came first. `engine.warm_up()` compiles all of them
 # before; jax keeps them for the next process, if you tell it where:
 # `jax.config.update("jax_compilation_cache_dir", "/somewhere")`.

@@ -159,7 +159,7 @@ for round_ in range(8):
     is_answer = (np.arange(PROMPT + ANSWER - 1) >= PROMPT - 1)[None].astype(np.float32)
     is_answer = np.repeat(is_answer, len(ids), axis=0)
     if round_ == 0:
-        again = np.asarray(logprobs_of(params, ids))
+        again = np.asarray(jax.jit(logprobs_of)(params, ids))
         print("engine and training differ by", np.abs((again - old_logprobs) * is_answer).max())
 
     advantages = advantages.reshape(-1, 1).astype(np.float32)

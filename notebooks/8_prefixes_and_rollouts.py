@@ -325,7 +325,7 @@ conv = jax.random.normal(jax.random.key(1), (4, 96)) / 2
 
 
 @jax.jit(donate_argnums=0)
-def hybrid_step(cache, upload):
+def hybrid_step(cache, upload, table):
     cache, batch = jaxkv.apply_step(cache, upload)
     x = table[batch.extra]
     cache, out = jaxkv.attend(cache, "layers.0", batch, queries=x, keys=jnp.roll(x, 1), values=x)
@@ -346,7 +346,7 @@ for name in ("cold", "warm"):
     hit = manager.start(name, prompt, boundaries=(32,))
     for start in range(hit.num_cached_tokens, 40, 8):
         upload = manager.step(shape, {name: 8}, extra=prompt[start : start + 8])
-        cache, out = hybrid_step(cache, upload)
+        cache, out = hybrid_step(cache, upload, table)
     outputs.append(np.asarray(out))
     print(f"{name}: {hit.num_cached_tokens} tokens cached")
 jaxkv.check_errors(cache)

@@ -55,7 +55,7 @@ cache = jaxkv.make_cache(plan, max_requests=4)
 shape = jaxkv.StepShape.for_plan(
     plan, max_requests=4, max_tokens=64, cached_tokens=128, forks=4, extra=64
 )
-table = jax.random.normal(jax.random.key(0), (1000, 2, 32))
+table = jax.random.normal(jax.random.key(0), (100, 2, 32))
 rng = np.random.default_rng(0)
 
 
@@ -79,7 +79,7 @@ def serve(name, prompt):
     return hit, np.asarray(out[0])
 
 
-prompt = rng.integers(0, 1000, 60)
+prompt = rng.integers(0, 100, 60)
 hit, cold = serve("cold", prompt)
 print(f"{hit.num_cached_tokens} tokens cached; the pool: {cache.buffers[0].nbytes:,} bytes")
 plotting.plot_block_tables(cache)
@@ -158,7 +158,7 @@ plotting.plot_block_use(uses)  # before reset_prefixes, after it, and with the p
 # Both follow the rule of the layer: causal, window or chunks.
 
 # %%
-prompts = {"a": rng.integers(0, 1000, 48), "b": rng.integers(0, 1000, 40)}
+prompts = {"a": rng.integers(0, 100, 48), "b": rng.integers(0, 100, 40)}
 for name, tokens in prompts.items():
     manager.start(name, tokens)
 for work in ({"a": 40}, {"b": 38, "a": 8}):

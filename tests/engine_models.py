@@ -37,8 +37,8 @@ def make_plan(
 def make_params(seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
 
-    def matrix(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+    def matrix(*shape: int) -> np.ndarray:
+        return np.asarray(rng.normal(size=shape) / shape[0] ** 0.5, np.float32)
 
     params: Params = {"embed": matrix(VOCAB, HIDDEN) * 7, "head": matrix(HIDDEN, VOCAB)}
     params["turn"] = matrix(1, HIDDEN) * 0.1
@@ -48,7 +48,7 @@ def make_params(seed: int = 0) -> Params:
         params[layer] = {name: matrix(HIDDEN, width) for name, width in into.items()}
         params[layer]["q"] *= 0.3  # scores of a few units, so that rounding stays small
         params[layer]["o"] = matrix(4 if layer == "state" else HIDDEN, HIDDEN)
-    return params
+    return jax.device_put(params)
 
 
 # --- over the cache -------------------------------------------------------------------
@@ -147,9 +147,8 @@ def redrawn(
 ) -> Drawn:
     """Returns the tokens that follow from an output's own, one by one, and their logprobs."""
     logits = whole(params, layers, [*prompt, *output.tokens])[len(prompt) - 1 : -1]
-    places = jnp.arange(longest)
-    seeds, samples = jnp.full(longest, sampling.seed or 0), jnp.full(longest, output.sample)
-    gumbel = np.asarray(noise(seeds.astype(jnp.uint32), samples, places))
+    seeds = np.full(longest, sampling.seed or 0, np.uint32)
+    gumbel = np.asarray(noise(seeds, np.full(longest, output.sample), np.arange(longest)))
     tokens = [
         int(row.argmax()) if not sampling.temperature else int((kept(row, sampling) + g).argmax())
         for row, g in zip(logits, gumbel, strict=False)

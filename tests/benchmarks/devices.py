@@ -40,7 +40,7 @@ def run(report: Report, peer: VllmPeer | None) -> None:
     dtypes = ("f32", "bf16", "fp8_e4m3") if timing.every_case and timing.ON_GPU else ("f32",)
     axes = by_size(full=("heads", "context"), small=("heads", "context"), smallest=("context",))
     for axis, dtype in [(axis, dtype) for dtype in dtypes for axis in axes]:
-        alone = _serve(axis, 1, dtype)
+        alone = _serve(axis, by_size(full=1, small=1, smallest=count), dtype)
         others = _serve(axis, count, dtype)
         _compare(report, f"{axis}, {dtype}", alone, others, count)
 

@@ -56,8 +56,9 @@ def _written() -> int:
 def _compare(report: Report, name: str, times_on: Callable[[Mesh], Times], num_bytes: int) -> None:
     alone = None
     counts = timing.device_counts()
-    every = timing.every_case and timing.size != "smallest"
-    for count in counts if every else sorted({1, counts[-1]}):
+    if timing.size == "smallest":
+        counts = counts[-1:]
+    for count in counts if timing.every_case else sorted({1, counts[-1]}):
         times = times_on(Mesh(np.array(jax.devices()[:count]), ("heads",)))
         # The profiler adds up the time of all devices; report that of one.
         if times.kernels is not None:

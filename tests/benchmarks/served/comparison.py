@@ -130,7 +130,8 @@ def text_config(model: str) -> dict[str, Any]:
 
 def _serve_tiny() -> dict[str, Any]:
     """Serves a tiny model in this process, so that the benchmark itself is tested anywhere."""
-    sizes = {"max_requests": 2, "max_tokens": 16, "memory_bytes": 2**20, "max_model_len": 64}
+    # As `tests.benchmarks.tier` serves it, so that tests compile its steps once.
+    sizes = {"max_requests": 4, "max_tokens": 8, "memory_bytes": 7168, "max_model_len": 50}
     server = jaxkv_engine.Server(TINY, **sizes)
     return {
         workloads.name_of(workload): workloads.run(server, workload)._asdict()

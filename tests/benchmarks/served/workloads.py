@@ -55,7 +55,7 @@ FULL: tuple[Workload, ...] = (
     Trace(512, (256, 768), (128, 384), rate=24.0),
 )
 SMALLEST: tuple[Workload, ...] = (
-    Decode(2, 24, steps=4),
+    Decode(2, 4, steps=4),
     Prefill(2, 16, repeats=1),
     Trace(4, (8, 24), (2, 6), rate=200.0),
 )
