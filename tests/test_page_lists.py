@@ -481,8 +481,8 @@ def flags_of(tables: PageTables, sizes: PageListSizes = SIZES) -> list[int]:
     return [int(made.error_flags) for made in make_all(tables, sizes)[:2]]
 
 
-def one_request(pages: list[int], position: int, first_page: int = 0) -> PageTables:
-    arrays = [pages], [first_page], [0, 1], [position]
+def one_request(pages: list[int], position: int) -> PageTables:
+    arrays = [pages], [0], [0, 1], [position]
     return PageTables(*map(as_ids, arrays))
 
 
@@ -531,12 +531,13 @@ def test_visible_pages_that_are_not_there_are_flagged_and_read_as_null() -> None
         tables = one_request(held, position)
         assert flags_of(tables) == [flags] * 2
         assert first_pages(tables) == pages
-    windowed = dataclasses.replace(SIZES, sliding_window=2)
-    assert flags_of(one_request(held, 10), windowed) == [0, 0]  # the null one is not visible
-    late = one_request([9, 0, 0, 0], 9, first_page=3)
+    windowed = dataclasses.replace(SIZES, sliding_window=5)
+    case = Case(np.tile(as_ids([*held, 8, 0, 0]), (5, 1)), [1, 0, 0, 0, 0], [13, 0, 0, 0, 0])
+    assert flags_of(case.tables(), windowed) == [0, 0]  # the null one is not visible
+    late = dataclasses.replace(case, computed=[11, 0, 0, 0, 0]).tables([3, 0, 0, 0, 0])
     assert flags_of(late, windowed) == [MISSING_PAGE] * 2  # page 2 lies before the table
     assert first_pages(late, windowed) == [0, 9]
-    assert flags_of(one_request([9, 0, 0, 0], 10, first_page=3), windowed) == [0, 0]
+    assert flags_of(case.tables([3, 0, 0, 0, 0]), windowed) == [0, 0]
     long = one_request(list(range(1, 11)), 22)  # > max_model_len
     assert flags_of(long) == [MISSING_PAGE] * 2
     assert np.asarray(make_all(long)[1].offsets)[-1] == PAGES

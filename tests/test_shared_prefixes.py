@@ -83,14 +83,15 @@ def most_saved(beginnings: list[tuple[int, ...]], least: int) -> int:
 class Course:
     """Random forks, hits, ends, rewinds and steps of a manager.
 
+    shared: groups of its decodes; without one, their steps have the shape of prompts.
     on_step: called with each upload and the token ids of its step.
     """
 
     def __init__(self, seed: int, shared: int = GROUPS, on_step: Callable | None = None):
         self.rng, self.plan, self.on_step = np.random.default_rng(seed), make_plan(), on_step
         self.manager = jaxkv.BlockManager(self.plan, max_requests=REQUESTS)
-        self.decode = make_shape(self.plan, 1, shared)
         self.prefill = make_shape(self.plan, LONGEST)
+        self.decode = make_shape(self.plan, 1, shared) if shared else self.prefill
         self.names, self.found = itertools.count(), 0
         self.tokens: dict[int, list[int]] = {}
         self.root = self.rng.integers(0, VOCAB, LONGEST).tolist()
@@ -290,7 +291,7 @@ def attend_all(cache: jaxkv.KVCache, upload: jaxkv.blocks.Upload, ids: jax.Array
     cache, batch = jaxkv.apply_step(cache, upload)
     outs = []
     for index, layer in enumerate(LAYERS):
-        table = jax.random.normal(jax.random.key(index), (VOCAB, 40))
+        table = jnp.asarray(np.random.default_rng(index).normal(size=(VOCAB, 40)), jnp.float32)
         positions = batch.positions[:, None].astype(jnp.float32)
         turned = table[ids] * jnp.cos(positions * jnp.arange(40.0)[None])
         queries, keys, values = turned[:, :32].reshape(-1, 2, 16), turned[:, :16], turned[:, 32:]
@@ -313,8 +314,8 @@ def serve(seed: int, shared: int) -> tuple[list[np.ndarray], int]:
         nonlocal cache
         padded = np.zeros(upload.shape.max_tokens, np.int32)
         padded[: len(ids)] = ids
-        cache, out = attend_all(cache, upload, jnp.asarray(padded))
-        outs.append(np.asarray(out[: len(ids)]))
+        cache, out = attend_all(cache, upload, padded)
+        outs.append(np.asarray(out)[: len(ids)])
 
     course = Course(seed, shared, on_step)
     for _ in range(60):
