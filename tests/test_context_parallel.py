@@ -316,24 +316,23 @@ def test_inside_shard_map_each_rank_knows_its_slots_and_reads_its_rows() -> None
             assert read[rank, request, : len(mine)].tolist() == mine
 
 
-def idle_step(cache: jaxkv.KVCache, plan: jaxkv.Plan) -> tuple[jaxkv.KVCache, jaxkv.StepBatch]:
-    """The shapes of a step, for calls that are refused before they look at more."""
-    return jax.eval_shape(jaxkv.apply_step, cache, shape_for(plan).idle())
-
-
 @needs_devices(2)
 def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
     plan = plan_for(*DIVIDED[:2])
-    cache, batch = idle_step(divided_cache(plan, 4), plan)
-    for use in (
-        lambda: batch.slot_mapping("full"),
-        lambda: jaxkv.read_tokens(cache, "full", batch),
-        lambda: jaxkv.read_rows(cache, "latent", batch),
-        lambda: jaxkv.layer_view(cache, "full"),
-        lambda: jaxkv.with_layer_view(cache, "full", np.zeros(1)),
-    ):
-        with pytest.raises(ValueError, match=r"positions.* inside jax\.shard_map"):
-            use()
+
+    def step(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        for use in (
+            lambda: batch.slot_mapping("full"),
+            lambda: jaxkv.read_tokens(cache, "full", batch),
+            lambda: jaxkv.read_rows(cache, "latent", batch),
+            lambda: jaxkv.layer_view(cache, "full"),
+            lambda: jaxkv.with_layer_view(cache, "full", jnp.zeros(1)),
+        ):
+            with pytest.raises(ValueError, match=r"positions.* inside jax\.shard_map"):
+                use()
+
+    jax.eval_shape(step, divided_cache(plan, 4), shape_for(plan).idle())
 
 
 # --- refusals ---------------------------------------------------------------------------
@@ -364,6 +363,11 @@ def test_options_that_contradict_the_plan_are_refused(options, error, message) -
 def test_attention_of_a_rank_on_its_own_is_refused() -> None:
     plan = plan_for(2, 8)
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, rank=0)
-    cache, batch = idle_step(cache, plan)
+
+    def step(cache, upload):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        queries = jnp.zeros((LENGTH, 2 * HEADS, SIZE))
+        return jaxkv.attend(cache, "full", batch, queries)
+
     with pytest.raises(ValueError, match="no mesh axis over which attend could combine the ranks"):
-        jaxkv.attend(cache, "full", batch, np.zeros((LENGTH, 2 * HEADS, SIZE), np.float32))
+        jax.eval_shape(step, cache, shape_for(plan).idle())

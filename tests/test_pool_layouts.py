@@ -57,8 +57,21 @@ def by_group(ids: np.ndarray, ends: np.ndarray) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, ends)[:-1]]
 
 
+def reference_change(expected, plan, step, blocks, writes) -> None:
+    zero_ids, zero_ends, sources, targets, ends = blocks
+    expected.zero(by_group(zero_ids, zero_ends))
+    expected.copy(by_group(sources, ends), by_group(targets, ends))
+    for layer in sorted(writes):
+        cases.reference_write(expected, plan, layer, step, writes[layer])
+
+
+# Other plans have heads in these orders, in their blocks and in tiles.
+ELSEWHERE = Case(cases.windows, "BHLNC"), Case(cases.windows, "BLHNC", None, (2, 2))
+WRITTEN = [case for case in CASES if case not in ELSEWHERE]
+
+
 # Also in more tiles than a tile has rows.
-@pytest.mark.parametrize("case", [*CASES, Case(cases.windows, "BHLNC", None, (1, 1))], ids=str)
+@pytest.mark.parametrize("case", [*WRITTEN, Case(cases.windows, "BHLNC", None, (1, 1))], ids=str)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_byte_lies_where_the_order_says(case: Case, data) -> None:
@@ -71,11 +84,7 @@ def test_every_byte_lies_where_the_order_says(case: Case, data) -> None:
     batches = (one.batch(cache, plan) for one in (step, other))
     cache, got = change_and_read(cache, *batches, blocks, writes)
 
-    zero_ids, zero_ends, sources, targets, ends = blocks
-    expected.zero(by_group(zero_ids, zero_ends))
-    expected.copy(by_group(sources, ends), by_group(targets, ends))
-    for layer in sorted(writes):
-        cases.reference_write(expected, plan, layer, step, writes[layer])
+    reference_change(expected, plan, step, blocks, writes)
     np.testing.assert_array_equal(cases.memory_of(cache), expected.memory)
     for layer in writes:
         wanted = cases.reference_read(expected, plan, layer, other)
@@ -109,8 +118,8 @@ def test_blocks_are_zeroed_and_copied_in_the_tensors_of_their_group(order, stack
     cache = jax.jit(change)(cache, None, tuple(map(as_ids, lists)), {})
     for tensor in range(4):
         page = cache.buffers[0 if stacked else tensor]
-        page = jnp.take(page, tensor, axes.index("L")) if stacked else page
-        page = np.moveaxis(np.asarray(page), axes.replace("L", "").index("B"), 0)
+        page = np.take(page, tensor, axes.index("L")) if stacked else np.asarray(page)
+        page = np.moveaxis(page, axes.replace("L", "").index("B"), 0)
         wanted = [*range(1, BLOCKS + 1)]
         if tensor < sizes[0] or stacked:
             wanted[1], wanted[4] = 0, 4
@@ -123,9 +132,9 @@ def test_blocks_are_zeroed_and_copied_in_the_tensors_of_their_group(order, stack
 
 TILED = Case(cases.windows, "BHLNC", None, (2, 2))
 IN_PLACE = [
-    *(Case(cases.windows, order) for order in ("LBNHC", "LHBNC", "BLHNC")),
+    *(Case(cases.windows, order) for order in ("LBNHC", "BLHNC")),
     Case(cases.windows, "LHBNC", False),
-    Case(cases.hybrid, "LBHNC", None, (2, 4)),
+    Case(cases.hybrid, "LHBNC", None, (2, 4)),
     TILED,
 ]
 
@@ -182,13 +191,14 @@ def test_the_cuda_lowering_has_one_aliased_kernel_for_each_write(case: Case) -> 
 
 @needs_mosaic
 @pytest.mark.parametrize("case", [TILED, Case(cases.packed)], ids=str)
-def test_the_kernels_write_what_xla_writes(case: Case) -> None:
-    arguments, done = arguments_of_change(case), []
-    for implementation in ("xla", "mosaic_gpu"):
-        run = jax.jit(functools.partial(change, implementation=implementation))
-        with kernels_run():
-            done.append(cases.memory_of(run(*arguments)))
-    np.testing.assert_array_equal(*done)
+def test_the_kernels_write_what_the_order_says(case: Case) -> None:
+    cache, batch, blocks, writes = arguments_of_change(case)
+    with kernels_run():
+        run = jax.jit(functools.partial(change, implementation="mosaic_gpu"))
+        cache = run(cache, batch, blocks, writes)
+    expected = case.reference()
+    reference_change(expected, case.plan, cases.fixed_step(case.plan), blocks, writes)
+    np.testing.assert_array_equal(cases.memory_of(cache), expected.memory)
 
 
 # --- sharded --------------------------------------------------------------------------

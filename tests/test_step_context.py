@@ -138,6 +138,9 @@ def jitted(run: Callable[..., Any]) -> Any:
     return jax.jit(step)
 
 
+run_by_hand = jitted(by_hand)
+
+
 def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
     def whole(cache, upload):
         step, out = model(Step(cache, upload))
@@ -148,12 +151,12 @@ def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_and_reads_as_by_hand(model: Callable[[Step], Any]) -> None:
-    assert_same_bytes(run(model), jitted(by_hand)(*made()))
+    assert_same_bytes(run(model), run_by_hand(*made()))
 
 
 def test_a_rectangular_batch() -> None:
     cache, x = run(by_name, 8)
-    wanted, rows = jitted(by_hand)(*made(8))
+    wanted, rows = run_by_hand(*made(8))
     x, rows = np.asarray(x), np.asarray(rows)
     assert_same_bytes((cache, x[0, :5], x[1, :3]), (wanted, rows[0, :5], rows[1, :3]))
 
@@ -225,28 +228,27 @@ def test_a_state_is_written_where_it_is_told() -> None:
 
 def test_recurrent_layers() -> None:
     """Two layers over one cache, one over tokens with a batch axis."""
-    delta = jaxkv.StateSpec(block_size=4, shapes=((2, 12), (2, 4, 2)), dtypes=("f32", "f32"))
+    linear = jaxkv.StateSpec(block_size=4, shapes=((2, 4, 2),), dtypes=("f32",))
     conv = jaxkv.StateSpec(block_size=4, shapes=((2, 6),), dtypes=("f32",))
-    plan = jaxkv.plan_cache({"delta": delta, "conv": conv}, 2**20, max_model_len=32)
+    plan = jaxkv.plan_cache({"linear": linear, "conv": conv}, 2**20, max_model_len=32)
     rng = np.random.default_rng(0)
 
     def random(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
-    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2)), "beta": abs(random(8, 2)) / 4}
-    weights, inputs, kernel = random(3, 12), random(8, 6), random(3, 6)
+    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2))}
+    inputs, kernel = random(8, 6), random(3, 6)
 
     def by_name(cache, upload):
         step = Step(cache, upload)
         given = {name: x[None] for name, x in tokens.items()}
-        out = step.gated_delta("delta", **given, conv_weights=weights, num_key_heads=1)
+        out = step.linear_attention("linear", **given, num_key_heads=1)
         mixed = step.short_conv("conv", inputs, conv_weights=kernel)
         return step.done(), (out[0], mixed)
 
     def by_hand(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        options = {"conv_weights": weights, "num_key_heads": 1}
-        cache, out = jaxkv.gated_delta(cache, "delta", batch, **tokens, **options)
+        cache, out = jaxkv.linear_attention(cache, "linear", batch, **tokens, num_key_heads=1)
         cache, mixed = jaxkv.short_conv(cache, "conv", batch, inputs, conv_weights=kernel)
         return cache, (out, mixed)
 
