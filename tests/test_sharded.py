@@ -59,11 +59,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting((2,), (AUTO,), "set_mesh", "BLHNC"),
     Setting((8,), (AUTO,), "shard_map", "LBHNC", stacked=False),
     Setting((2,), (EXPLICIT,), "jit", "LHBNC", columns=5),
     Setting((2, 4), (EXPLICIT, EXPLICIT), "set_mesh", "BHLNC"),
-    Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLNHC"),
+    Setting((2, 2), (EXPLICIT, AUTO), "set_mesh", "BLHNC"),
 ]
 RUNS = [pytest.param(of, marks=needs_devices(math.prod(of.mesh))) for of in SETTINGS]
 

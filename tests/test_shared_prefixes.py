@@ -321,7 +321,7 @@ def serve(seed: int, shared: int) -> tuple[list[np.ndarray], int]:
         outs.append(np.asarray(out)[: len(ids)])
 
     course = Course(seed, shared, on_step)
-    for _ in range(60):
+    for _ in range(40):
         course.act()
     jaxkv.check_errors(cache)
     return outs, course.found
