@@ -123,7 +123,7 @@ class JaxkvStateMachine(CacheStateMachine):
     @override
     def read_null_block(self) -> list[np.ndarray]:
         axis = self.cache.layout.buffers.block_axis
-        return [np.take(buffer, 0, axis=axis) for buffer in self.cache.buffers]
+        return [np.asarray(buffer).take(0, axis=axis) for buffer in self.cache.buffers]
 
     @override
     def write(self, writes: Sequence[Write]) -> None:
@@ -356,5 +356,5 @@ def _poison(cache: KVCache, zeroed: Sequence[bool]) -> KVCache:
         full = np.broadcast_to(values, buffer.shape).copy()
         full[(slice(None),) * buffers.block_axis + (0,)] = 0
         # On the buffer's own devices: a step that finds it elsewhere compiles once more.
-        poisoned.append(jax.device_put(full, buffer.sharding))
+        poisoned.append(jax.device_put(jnp.asarray(full), buffer.sharding))
     return dataclasses.replace(cache, buffers=tuple(poisoned))

@@ -96,26 +96,24 @@ def scanned(cache, batch, writes):
     return lax.scan(body, cache, (jnp.arange(count, dtype=jnp.int32), writes))
 
 
-def unrolled(cache, batch, writes):
-    """Writes every layer by its own name, and reads it by a period that is an int."""
-    reads = []
-    for period in range(jax.tree.leaves(writes)[0].shape[0]):
-        arguments = jax.tree.map(lambda array, at=period: array[at], writes)
-        for layer in sorted(arguments):
-            name = cache.period_layers(layer)[period]
-            cache = cases.write(cache, name, batch, **arguments[layer])
-        reads.append({x: cases.read(cache, x, batch, period=period) for x in arguments})
-    return cache, jax.tree.map(lambda *arrays: jnp.stack(arrays), *reads)
-
-
 @pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[2:]], ids=str)
-def test_a_scan_over_periods_does_what_layers_by_name_do(case: Case) -> None:
+def test_a_scan_over_periods_writes_and_reads_every_layer(case: Case) -> None:
     """Scales follow the period: each layer has its own."""
-    cache, step, batch = poisoned(case)
-    _, writes = writes_of_periods(case, step)
-    got, wanted = (jax.jit(run)(cache, batch, writes) for run in (scanned, unrolled))
-    assert_same_bytes(got, wanted)
-    jaxkv.check_errors(got[0])
+    (cache, step, batch), expected = poisoned(case), case.reference()
+    count, writes = writes_of_periods(case, step)
+    after, reads = jax.jit(scanned)(cache, batch, writes)
+    jaxkv.check_errors(after)
+    for period in range(count):
+        names = {layer: cache.period_layers(layer)[period] for layer in sorted(writes)}
+        for layer, name in names.items():
+            arguments = jax.tree.map(lambda array, at=period: array[at], writes[layer])
+            cases.reference_write(expected, case.plan, name, step, arguments)
+        for layer, name in names.items():
+            wanted = cases.reference_read(expected, case.plan, name, step)
+            for got, want in zip(reads[layer], wanted, strict=True):
+                floats = [np.asarray(array).astype(np.float32) for array in (got, want)]
+                np.testing.assert_allclose(floats[0][period], floats[1], rtol=0, atol=2.0**-126)
+    np.testing.assert_array_equal(cases.memory_of(after), expected.memory)
 
 
 @pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[3:]], ids=str)

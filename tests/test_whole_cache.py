@@ -123,7 +123,7 @@ ALL_STATES = plan_small({"states": STATES, "full": FULL}, num_blocks_override=16
 )
 def test_other_overlays_hold_too(plan) -> None:
     assert all(plan.groups_to_zero)
-    seen = run(4, plan=plan)
+    seen = run(6, plan=plan)
     assert seen["grown"] > 60 and seen["finished"] and seen["forked"]
 
 
