@@ -356,5 +356,5 @@ def _poison(cache: KVCache, zeroed: Sequence[bool]) -> KVCache:
         full = np.broadcast_to(values, buffer.shape).copy()
         full[(slice(None),) * buffers.block_axis + (0,)] = 0
         # On the buffer's own devices: a step that finds it elsewhere compiles once more.
-        poisoned.append(jax.device_put(jnp.asarray(full), buffer.sharding))
+        poisoned.append(jax.device_put(full, buffer.sharding))
     return dataclasses.replace(cache, buffers=tuple(poisoned))

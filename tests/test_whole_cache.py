@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import Counter
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
@@ -173,7 +173,8 @@ class Stale(Machine):
         (buffer,) = self.cache.buffers
         content = np.full(buffer.shape, 0xFF, np.uint8)
         content[:, 0] = 0
-        self.cache = dataclasses.replace(self.cache, buffers=(jnp.asarray(content),))
+        buffers = (jax.device_put(content, buffer.sharding),)
+        self.cache = dataclasses.replace(self.cache, buffers=buffers)
 
 
 def test_tenants_are_kept_apart_by_zeroing_always_and_not_otherwise() -> None:
