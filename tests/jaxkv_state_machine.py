@@ -123,7 +123,7 @@ class JaxkvStateMachine(CacheStateMachine):
     @override
     def read_null_block(self) -> list[np.ndarray]:
         axis = self.cache.layout.buffers.block_axis
-        return [np.asarray(jnp.take(buffer, 0, axis=axis)) for buffer in self.cache.buffers]
+        return [np.asarray(buffer).take(0, axis=axis) for buffer in self.cache.buffers]
 
     @override
     def write(self, writes: Sequence[Write]) -> None:
@@ -349,12 +349,12 @@ def _poison(cache: KVCache, zeroed: Sequence[bool]) -> KVCache:
             else 0
             for tensor in stack
         ]
-        values = jnp.array(fills, jnp.uint8)
+        values = np.array(fills, np.uint8)
         if buffers.stacked:
             axis = buffers.axes.index("L")
             values = values.reshape([-1 if i == axis else 1 for i in range(buffer.ndim)])
-        full = jnp.broadcast_to(values, buffer.shape)
-        index = (slice(None),) * buffers.block_axis + (0,)
+        full = np.broadcast_to(values, buffer.shape).copy()
+        full[(slice(None),) * buffers.block_axis + (0,)] = 0
         # On the buffer's own devices: a step that finds it elsewhere compiles once more.
-        poisoned.append(jax.device_put(full.at[index].set(0), buffer.sharding))
+        poisoned.append(jax.device_put(full, buffer.sharding))
     return dataclasses.replace(cache, buffers=tuple(poisoned))

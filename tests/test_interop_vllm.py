@@ -617,9 +617,8 @@ def test_a_recorded_schedule_attends_to_what_every_request_has_written(name: str
             text = texts.get(request, trace["prompts"][request])
             texts[request] = text = [*text[:c], *new[a:b].tolist(), *text[c + b - a :]]
             whole = vectors(np.array(text[: c + b - a]), np.arange(c + b - a))
-            for window, out in zip(LAYERS.values(), outs, strict=True):
-                wanted = attention(whole, window)[c:]
-                np.testing.assert_allclose(np.asarray(out)[a:b], wanted, atol=2e-2)
+            for window, out in zip(LAYERS.values(), map(np.asarray, outs), strict=True):
+                np.testing.assert_allclose(out[a:b], attention(whole, window)[c:], atol=2e-2)
     jaxkv.check_errors(cache)
 
 
@@ -647,12 +646,12 @@ def test_a_recorded_schedule_resumes_every_state(name: str) -> None:
         ids[: len(new)] = new
         assert not earlier
         cache, totals = step(cache, upload, ids)
-        parts = upload.parts()
+        parts, totals = upload.parts(), totals.tolist()
         starts, computed = parts["query_start_loc"], parts["num_computed_tokens"]
         for index, request in enumerate(record["output"]["num_scheduled_tokens"]):
             text = texts.get(request, trace["prompts"][request])[: computed[index]]
             texts[request] = [*text, *new[starts[index] : starts[index + 1]]]
-            assert float(totals[index]) == sum(texts[request]), (request, computed[index])
+            assert totals[index] == sum(texts[request]), (request, computed[index])
     jaxkv.check_errors(cache)
 
 

@@ -17,7 +17,6 @@ from jaxkv._src.attention import (
     BAD_PAGE_ID,
     MISSING_PAGE,
     TOO_MANY_PAGES,
-    BlockMaskIndices,
     PageCSR,
     PageListError,
     PageLists,
@@ -31,6 +30,7 @@ from jaxkv._src.attention._segments import PageTables
 from jaxkv._src.cache import BAD_BATCH
 from jaxkv._src.internal.numbers import cdiv
 from jaxkv._src.layout import PageListSizes, max_num_query_groups, page_list_bytes
+from tests.helpers import as_ids
 
 # Nothing divides anything: the last page, group and batch are all partly filled.
 SIZES = PageListSizes(
@@ -87,7 +87,7 @@ class Case:
         for request, first in enumerate(first_pages):
             cut[request, : cut.shape[1] - first] = self.pages[request, first:]
         arrays = cut, first_pages, self.query_start_loc, self.computed
-        return PageTables(*(jnp.array(array, jnp.int32) for array in arrays))
+        return PageTables(*(np.array(array, np.int32) for array in arrays))
 
     def tables_from(self, data: st.DataObject, sizes: PageListSizes) -> PageTables:
         """Tables that begin anywhere up to the first page that a request sees."""
@@ -154,7 +154,13 @@ def seen_pages(case: Case, sizes: PageListSizes) -> list[list[tuple[int, int]]]:
 
 def entries(lists: PageLists | PageCSR, where) -> list[tuple[int, int, int]]:
     columns = (lists.requests, lists.logical_pages, lists.pages)
-    return list(zip(*(np.asarray(c)[where].tolist() for c in columns), strict=True))
+    return list(zip(*(c[where].tolist() for c in columns), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def make_all(tables: PageTables, sizes: PageListSizes = SIZES):
+    lists = make_lists(tables, sizes=sizes)
+    return lists, make_csr(tables, sizes=sizes), block_mask_indices(lists)
 
 
 @pytest.mark.parametrize("sizes", MASKS)
@@ -163,13 +169,11 @@ def entries(lists: PageLists | PageCSR, where) -> list[tuple[int, int, int]]:
 def test_a_page_is_listed_iff_it_is_seen(sizes, case, data) -> None:
     in_pool = 1 + case.pages % (sizes.num_pages - 1)
     case = dataclasses.replace(case, pages=np.where(case.pages > 0, in_pool, 0))
-    tables = case.tables_from(data, sizes)
-    lists, csr = make_lists(tables, sizes=sizes), make_csr(tables, sizes=sizes)
-    jaxkv.check_errors(lists)
-    jaxkv.check_errors(csr)
-    mask = block_mask_indices(lists)
-    jaxkv.check_errors(mask)
-    offsets = np.asarray(csr.offsets)
+    made = make_all(case.tables_from(data, sizes), sizes)
+    for each in made:
+        jaxkv.check_errors(each)
+    lists, csr, mask = jax.tree.map(np.asarray, made)
+    offsets = csr.offsets
     for group, seen in enumerate(seen_pages(case, sizes)):
         wanted = [(request, page, case.pages[request, page]) for request, page in seen]
         count = int(lists.counts[group])
@@ -179,12 +183,12 @@ def test_a_page_is_listed_iff_it_is_seen(sizes, case, data) -> None:
         distinct = sorted({int(page) for _, _, page in wanted})
         assert int(mask.kv_num_blocks[group]) == len(distinct)
         padding = [0] * (mask.kv_indices.shape[1] - len(distinct))
-        assert np.asarray(mask.kv_indices)[group].tolist() == distinct + padding
+        assert mask.kv_indices[group].tolist() == distinct + padding
     assert set(entries(csr, slice(offsets[-1], None))) <= {(-1, -1, 0)}
     for made in (lists, csr):
-        requests, positions = np.asarray(made.token_requests), np.asarray(made.positions)
         padding = [(-1, -1)] * (sizes.max_num_batched_tokens - len(case.tokens))
-        assert list(zip(requests, positions, strict=True)) == case.tokens + padding
+        tokens = list(zip(made.token_requests, made.positions, strict=True))
+        assert tokens == case.tokens + padding
         np.testing.assert_array_equal(made.seq_lens, case.seq_lens)
 
 
@@ -199,7 +203,7 @@ def test_the_dense_map_takes_the_last_and_ignores_null_and_tails(case, data) -> 
         for page in range(start, -(-n // SIZES.page_tokens)):
             if case.pages[request, page]:
                 wanted[request, case.pages[request, page]] = page
-    got, flags = map_pages(case.tables(starts), jnp.array(lens, jnp.int32), sizes=SIZES)
+    got, flags = map_pages(case.tables(starts), as_ids(lens), sizes=SIZES)
     assert int(flags) == 0
     np.testing.assert_array_equal(got, wanted)
 
@@ -212,9 +216,8 @@ def test_lists_made_in_pieces_are_the_lists(case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_segments, "PAIRS_AT_ONCE", 65)
         patch.setattr(_page_lists, "CSR_ROW", 10)
-        pieces = make_lists(case.tables(), sizes=sizes), make_csr(case.tables(), sizes=sizes)
-    for make, made in zip((make_lists, make_csr), pieces, strict=True):
-        whole = make(case.tables(), sizes=SIZES)
+        pieces = make_all(case.tables(), sizes)
+    for made, whole in zip(pieces[:2], make_all(case.tables()), strict=False):
         for got, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
@@ -272,7 +275,7 @@ def test_the_same_pages_as_pytorch(sizes) -> None:
     for seed in range(5):
         case = random_case(seed)
         lists = make_lists(case.tables(), sizes=sizes)
-        mapping, _ = map_pages(case.tables(), jnp.array(case.seq_lens), sizes=sizes)
+        mapping, _ = map_pages(case.tables(), case.seq_lens, sizes=sizes)
         wanted = torch_seen_pages(torch, lists.token_requests, lists.positions, mapping, sizes)
         mask = block_mask_indices(lists)
         counts, indices = mask.kv_num_blocks.tolist(), mask.kv_indices.tolist()
@@ -475,12 +478,12 @@ def test_sizes_that_are_none_are_refused_by_name(changes, error, message) -> Non
 
 
 def flags_of(tables: PageTables, sizes: PageListSizes = SIZES) -> list[int]:
-    return [int(make(tables, sizes=sizes).error_flags) for make in (make_lists, make_csr)]
+    return [int(made.error_flags) for made in make_all(tables, sizes)[:2]]
 
 
-def one_request(pages: list[int], position: int, first_page: int = 0) -> PageTables:
-    arrays = [pages], [first_page], [0, 1], [position]
-    return PageTables(*(jnp.array(array, jnp.int32) for array in arrays))
+def one_request(pages: list[int], position: int) -> PageTables:
+    arrays = [pages], [0], [0, 1], [position]
+    return PageTables(*map(as_ids, arrays))
 
 
 def test_what_does_not_fit_is_flagged_and_cut_where_the_lists_end() -> None:
@@ -488,10 +491,9 @@ def test_what_does_not_fit_is_flagged_and_cut_where_the_lists_end() -> None:
     assert (narrow.list_width, narrow.csr_capacity) == (2, 8)
     pages = np.tile(np.array([[1, 2]], np.int32), (5, 1))  # shared after all
     tables = Case(pages, [1] * 5, [5] * 5).tables()
-    lists, csr = make_lists(tables, sizes=narrow), make_csr(tables, sizes=narrow)
+    lists, csr, mask = make_all(tables, narrow)
     np.testing.assert_array_equal(lists.counts, [2, 2, 0, 0])
     np.testing.assert_array_equal(csr.offsets, [0, 8, 8, 8, 8])  # 8 pairs, then 2 more
-    mask: BlockMaskIndices = block_mask_indices(lists)
     for made in (lists, csr, mask):
         assert int(made.error_flags) == TOO_MANY_PAGES
         with pytest.raises(PageListError, match="more pages than the lists hold") as caught:
@@ -503,11 +505,19 @@ def test_what_does_not_fit_is_flagged_and_cut_where_the_lists_end() -> None:
 def test_a_batch_that_fills_the_lists_exactly_is_not_flagged() -> None:
     narrow = dataclasses.replace(SIZES, num_pages=3, pages_are_shared=False)
     pages = np.tile(np.array([[1, 2]], np.int32), (5, 1))
-    full_csr = make_csr(Case(pages, [1, 1, 1, 1, 0], [5] * 5).tables(), sizes=narrow)
+    made = make_all(Case(pages, [1, 1, 1, 1, 0], [5] * 5).tables(), narrow)
+    _, full_csr, _ = jax.tree.map(np.asarray, made)
     assert (full_csr.offsets[-1], full_csr.error_flags) == (narrow.csr_capacity, 0)
     assert (full_csr.pages > 0).all()
-    full_list = make_lists(Case(pages, [1, 0, 0, 0, 0], [5] * 5).tables(), sizes=narrow)
+    made = make_all(Case(pages, [1, 0, 0, 0, 0], [5] * 5).tables(), narrow)
+    full_list, _, _ = jax.tree.map(np.asarray, made)
     assert (full_list.counts[0], full_list.error_flags) == (narrow.list_width, 0)
+
+
+def first_pages(tables: PageTables, sizes: PageListSizes = SIZES) -> list[int]:
+    """The pages that the first query group lists."""
+    lists = jax.tree.map(np.asarray, make_all(tables, sizes)[0])
+    return lists.pages[0, : lists.counts[0]].tolist()
 
 
 def test_visible_pages_that_are_not_there_are_flagged_and_read_as_null() -> None:
@@ -520,20 +530,19 @@ def test_visible_pages_that_are_not_there_are_flagged_and_read_as_null() -> None
     ]:
         tables = one_request(held, position)
         assert flags_of(tables) == [flags] * 2
-        lists = make_lists(tables, sizes=SIZES)
-        assert lists.pages[0, : int(lists.counts[0])].tolist() == pages
-    windowed = dataclasses.replace(SIZES, sliding_window=2)
-    assert flags_of(one_request(held, 10), windowed) == [0, 0]  # the null one is not visible
-    late = one_request([9, 0, 0, 0], 9, first_page=3)
+        assert first_pages(tables) == pages
+    windowed = dataclasses.replace(SIZES, sliding_window=5)
+    case = Case(np.tile(as_ids([*held, 8, 0, 0]), (5, 1)), [1, 0, 0, 0, 0], [13, 0, 0, 0, 0])
+    assert flags_of(case.tables(), windowed) == [0, 0]  # the null one is not visible
+    late = dataclasses.replace(case, computed=[11, 0, 0, 0, 0]).tables([3, 0, 0, 0, 0])
     assert flags_of(late, windowed) == [MISSING_PAGE] * 2  # page 2 lies before the table
-    assert make_lists(late, sizes=windowed).pages[0, :2].tolist() == [0, 9]
-    assert flags_of(one_request([9, 0, 0, 0], 10, first_page=3), windowed) == [0, 0]
+    assert first_pages(late, windowed) == [0, 9]
+    assert flags_of(case.tables([3, 0, 0, 0, 0]), windowed) == [0, 0]
     long = one_request(list(range(1, 11)), 22)  # > max_model_len
     assert flags_of(long) == [MISSING_PAGE] * 2
-    assert make_csr(long, sizes=SIZES).offsets[-1] == PAGES
-    listed = make_lists(long, sizes=SIZES)
-    assert listed.pages[0, : int(listed.counts[0])].tolist() == [*range(1, 1 + PAGES)]
-    _, flags = map_pages(one_request(held, 8), jnp.array([9], jnp.int32), sizes=SIZES)
+    assert np.asarray(make_all(long)[1].offsets)[-1] == PAGES
+    assert first_pages(long) == [*range(1, 1 + PAGES)]
+    _, flags = map_pages(one_request(held, 8), as_ids([9]), sizes=SIZES)
     assert int(flags) == BAD_PAGE_ID
 
 
@@ -555,13 +564,10 @@ def test_a_malformed_batch_lists_nothing(sizes, query_start_loc, computed) -> No
     tables = (
         random_case(0)
         .tables()
-        ._replace(
-            query_start_loc=jnp.array(query_start_loc, jnp.int32),
-            num_computed_tokens=jnp.array(computed, jnp.int32),
-        )
+        ._replace(query_start_loc=as_ids(query_start_loc), num_computed_tokens=as_ids(computed))
     )
     assert flags_of(tables, sizes) == [BAD_BATCH] * 2
-    lists = make_lists(tables, sizes=sizes)
+    lists = jax.tree.map(np.asarray, make_all(tables, sizes)[0])
     assert not lists.counts.any() and (lists.token_requests == -1).all()
     assert not lists.seq_lens.any()
     with pytest.raises(PageListError, match="query_start_loc that decreases"):
@@ -570,34 +576,30 @@ def test_a_malformed_batch_lists_nothing(sizes, query_start_loc, computed) -> No
 
 def test_no_tokens_and_padding_requests_list_nothing() -> None:
     tables = Case(random_case(0).pages, [0] * 5, [0, 7, -1, 0, 0]).tables()
-    lists, csr = make_lists(tables, sizes=SIZES), make_csr(tables, sizes=SIZES)
-    jaxkv.check_errors(lists)
+    made = make_all(tables)
+    jaxkv.check_errors(made[0])
+    lists, csr, mask = jax.tree.map(np.asarray, made)
     assert not lists.counts.any() and not lists.pages.any() and (lists.token_requests == -1).all()
-    mask = block_mask_indices(lists)
     assert not mask.kv_num_blocks.any() and not mask.kv_indices.any()
     assert not csr.offsets.any() and not csr.pages.any()
 
 
 @pytest.mark.parametrize("make", [make_lists, make_csr, block_mask_indices])
 def test_temporaries_do_not_grow_with_the_pool(make: Callable) -> None:
-    def temporary_bytes(num_pages: int) -> int:
-        sizes = PageListSizes(
-            max_num_batched_tokens=1024,
-            max_num_seqs=8,
-            max_model_len=1024,
-            page_tokens=16,
-            q_block_tokens=16,
-            num_pages=num_pages,
-        )
-        tables = shapes_of(8, 64)
-        if make is block_mask_indices:
-            lists = jax.eval_shape(lambda t: make_lists(t, sizes=sizes), tables)
-            lowered = jax.jit(make).lower(lists)
-        else:
-            lowered = jax.jit(lambda t: make(t, sizes=sizes)).lower(tables)
-        assert "while" not in lowered.as_text()  # a GPU launches kernels for each round
-        used = lowered.compile().memory_analysis().temp_size_in_bytes
-        assert used <= 8 * sizes.num_query_groups * sizes.list_width * 4
-        return used
-
-    assert temporary_bytes(10_000) == temporary_bytes(1_000_000)
+    sizes = PageListSizes(
+        max_num_batched_tokens=1024,
+        max_num_seqs=8,
+        max_model_len=1024,
+        page_tokens=16,
+        q_block_tokens=16,
+        num_pages=10_000_000,
+    )
+    tables, bound = shapes_of(8, 64), 8 * sizes.num_query_groups * sizes.list_width * 4
+    assert bound < sizes.num_pages / 8, "a bit for each page would be more"
+    if make is block_mask_indices:
+        lists = jax.eval_shape(lambda t: make_lists(t, sizes=sizes), tables)
+        lowered = jax.jit(make).lower(lists)
+    else:
+        lowered = jax.jit(lambda t: make(t, sizes=sizes)).lower(tables)
+    assert "while" not in lowered.as_text()  # a GPU launches kernels for each round
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= bound

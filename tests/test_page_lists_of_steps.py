@@ -5,7 +5,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -23,6 +22,7 @@ from jaxkv._src.attention import (
 )
 from jaxkv._src.cache import BAD_PERIOD
 from jaxkv._src.layout import PageListSizes, page_list_bytes
+from jaxkv.testing import assert_same_bytes
 
 BLOCK, WINDOW, CHUNK, HEADS, SIZE = 8, 7, 12, 2, 4
 REQUESTS, TOKENS, LENGTH, BLOCKS, GROUP_TOKENS = 3, 16, 48, 50, 5
@@ -57,8 +57,13 @@ def make_plan(layers=LAYERS, **options) -> jaxkv.Plan:
 
 
 PLAN = make_plan()
-SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=REQUESTS, max_tokens=TOKENS)
+SHAPE = jaxkv.StepShape.for_plan(PLAN, max_requests=REQUESTS, max_tokens=TOKENS, forks=2)
 apply_step = jax.jit(jaxkv.apply_step)
+
+
+def make_cache(kernel_block_size: int, **options) -> jaxkv.KVCache:
+    sizes = [kernel_block_size] * len(PLAN.groups)
+    return jaxkv.make_cache(PLAN, max_requests=REQUESTS, kernel_block_sizes=sizes, **options)
 
 
 def first_seen(layer: str, position: int) -> int:
@@ -162,12 +167,7 @@ def pack_tokens(spans: dict[str, range]) -> np.ndarray:
 )
 def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, layers) -> None:
     """Chunked prefill and decode mixed; tables of windows and chunks start mid-request."""
-    cache = jaxkv.make_cache(
-        PLAN,
-        max_requests=REQUESTS,
-        kernel_block_sizes=[kernel_block_size] * len(PLAN.groups),
-        stacked=stacked,
-    )
+    cache = make_cache(kernel_block_size, stacked=stacked)
     first_page = BLOCKS * BLOCK // kernel_block_size if stacked else 0
     manager = jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
     done, late_starts = dict.fromkeys("abc", 0), dict.fromkeys(layers, 0)
@@ -179,9 +179,9 @@ def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, l
         spans = {name: range(done[name], done[name] + n) for name, n in work.items()}
         done |= {name: span.stop for name, span in spans.items()}
         tokens = pack_tokens(spans)
-        cache, results = step(cache, upload, layers, *map(jnp.array, tokens))
-        for layer, (view, out, made, starts) in results.items():
-            late_starts[layer] += int((starts > 0).sum())
+        cache, results = step(cache, upload, layers, *tokens[1:])
+        for layer, (view, made, starts) in results.items():
+            late_starts[layer] += np.count_nonzero(starts)
             group = PLAN.layouts[0].place_of(layer).group
             ids = {name: manager.block_ids(name)[group] for name in spans}
             served = Served(spans, ids, first_page, kernel_block_size)
@@ -189,26 +189,29 @@ def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, l
             view = served.poisoned(layer, np.asarray(view))
             over_lists = attention_over_lists(layer, tokens[0], view, made[0])
             wanted = [expected(layer, *token) for token in served.tokens]
-            for got in (over_lists, np.asarray(out)):
-                np.testing.assert_allclose(got[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(over_lists[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
     jaxkv.check_errors(cache)
     assert all((count > 0) == (layer != "full.1") for layer, count in late_starts.items())
 
 
 @functools.partial(jax.jit, static_argnames="layers", donate_argnums=0)
-def step(cache, upload, layers, queries, keys, values):
+def step(cache, upload, layers, keys, values):
     cache, batch = jaxkv.apply_step(cache, upload)
     results = {}
     for layer in layers:
-        cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
-        made = (
-            build_page_lists(cache, layer, batch, q_block_tokens=GROUP_TOKENS),
-            build_page_csr(cache, layer, batch, q_block_tokens=GROUP_TOKENS),
-            physical_to_logical(cache, layer, batch),
-        )
+        cache = jaxkv.write_tokens(cache, layer, batch, keys, values)
         view = jaxkv.layer_view(cache, layer)
-        results[layer] = view, out, made, batch.first_positions(layer)
+        results[layer] = view, lists_of(cache, layer, batch), batch.first_positions(layer)
     return cache, results
+
+
+def lists_of(cache, layer, batch, period=None):
+    options = {"q_block_tokens": GROUP_TOKENS, "period": period}
+    return (
+        build_page_lists(cache, layer, batch, **options),
+        build_page_csr(cache, layer, batch, **options),
+        physical_to_logical(cache, layer, batch, period=period),
+    )
 
 
 def expected(layer: str, request: str, position: int) -> np.ndarray:
@@ -243,17 +246,13 @@ def check_lists(served: Served, layer: str, lists, csr, dense) -> None:
 
 
 @functools.cache
-def running(
-    plan: jaxkv.Plan = PLAN, shape: jaxkv.StepShape = SHAPE, kernel_block_size: int = 4
-) -> tuple[jaxkv.KVCache, jaxkv.StepBatch]:
+def running() -> tuple[jaxkv.KVCache, jaxkv.StepBatch]:
     """A cache and the batch of its second step."""
-    sizes = [kernel_block_size] * len(plan.groups)
-    cache = jaxkv.make_cache(plan, max_requests=shape.max_requests, kernel_block_sizes=sizes)
-    manager = jaxkv.BlockManager(plan, max_requests=shape.max_requests)
+    cache, manager = make_cache(4), jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
     for name in "ab":
         manager.start(name)
     for _ in range(2):
-        cache, batch = apply_step(cache, manager.step(shape, {"a": 5, "b": 7}))
+        cache, batch = apply_step(cache, manager.step(SHAPE, {"a": 5, "b": 7}))
     return cache, batch
 
 
@@ -301,93 +300,87 @@ def test_lists_are_made_of_int32_in_every_mode_of_jax() -> None:
 def test_the_layers_of_a_group_cost_one_build_together() -> None:
     cache, batch = running()
 
-    def sorts(layers: list[str]) -> int:
-        def build(cache, batch):
-            return [build_page_lists(cache, x, batch, q_block_tokens=5).pages for x in layers]
+    def build(cache, batch):
+        layers = "full.0", "full.1"
+        return [build_page_lists(cache, x, batch, q_block_tokens=5).pages for x in layers]
 
-        text = jax.jit(build).lower(cache, batch).compile().as_text()
-        return len(re.findall(r" sort\(", text))
-
-    assert sorts(["full.0"]) == sorts(["full.0", "full.1"]) == 1
+    text = jax.jit(build).lower(cache, batch).compile().as_text()
+    assert len(re.findall(r" sort\(", text)) == 1
 
 
 def test_a_period_names_a_layer_of_the_group() -> None:
     cache, batch = running()
 
     @jax.jit
-    def build(period):
-        options = {"q_block_tokens": GROUP_TOKENS, "period": period}
-        lists = build_page_lists(cache, "full.0", batch, **options)
-        csr = build_page_csr(cache, "full.0", batch, **options)
-        return lists, csr, physical_to_logical(cache, "full.0", batch, period=period)
+    def build(cache, batch, period):
+        named = [lists_of(cache, layer, batch) for layer in ("full.0", "full.1")]
+        return lists_of(cache, "full.0", batch, period), named
 
-    for period, layer in enumerate(["full.0", "full.1"]):
-        options = {"q_block_tokens": GROUP_TOKENS}
-        named = (
-            build_page_lists(cache, layer, batch, **options),
-            build_page_csr(cache, layer, batch, **options),
-            physical_to_logical(cache, layer, batch),
-        )
-        for got, wanted in zip(
-            jax.tree.leaves(build(jnp.int32(period))), jax.tree.leaves(named), strict=True
-        ):
-            np.testing.assert_array_equal(got, wanted)
+    for period in range(2):
+        found, named = build(cache, batch, np.int32(period))
+        assert_same_bytes(found, named[period])
     for period in (-1, 2):
-        lists, csr, dense = build(jnp.int32(period))
+        found, _ = build(cache, batch, np.int32(period))
+        lists, csr, dense = jax.tree.map(np.asarray, found)
         assert not lists.pages.any() and not csr.pages.any() and (dense.logical_pages == -1).all()
-        for made in (lists, csr, dense):
+        for made in found:
             assert int(made.error_flags) == BAD_PERIOD
             with pytest.raises(PageListError, match="a period beyond the layers"):
                 jaxkv.check_errors(made)
 
 
-@pytest.mark.parametrize("build", [build_page_lists, build_page_csr])
-def test_without_a_causal_mask_every_group_lists_whole_requests(build) -> None:
-    cache, batch = running()
+def test_without_a_causal_mask_every_group_lists_whole_requests() -> None:
     options = {"q_block_tokens": GROUP_TOKENS, "causal": False, "pages_are_shared": False}
-    made = build(cache, "full.0", batch, **options)
-    jaxkv.check_errors(made)
-    assert made.sizes == page_list_sizes(cache, "full.0", SHAPE, **options)
-    usual = build(cache, "full.0", batch, q_block_tokens=GROUP_TOKENS).sizes
-    assert usual == dataclasses.replace(made.sizes, causal=True, pages_are_shared=True)
+
+    def build(cache, batch, layer="full.0", **options):
+        builders = build_page_lists, build_page_csr
+        return [builder(cache, layer, batch, **options) for builder in builders]
+
+    made = jax.jit(functools.partial(build, **options))(*running())
+    usual = jax.eval_shape(functools.partial(build, q_block_tokens=GROUP_TOKENS), *running())
+    for ours, other in zip(made, usual, strict=True):
+        jaxkv.check_errors(ours)
+        assert ours.sizes == page_list_sizes(running()[0], "full.0", SHAPE, **options)
+        assert other.sizes == dataclasses.replace(ours.sizes, causal=True, pages_are_shared=True)
     # Tokens 5..9 of a, then 7..13 of b: 3 and 4 pages of 4 tokens.
-    counts = made.counts if build is build_page_lists else np.diff(made.offsets)
-    assert counts.tolist() == [3, 4, 4, 0]
+    lists, csr = made
+    assert lists.counts.tolist() == np.diff(csr.offsets).tolist() == [3, 4, 4, 0]
     for layer in ("window.0", "chunk.0"):
-        with pytest.raises(ValueError, match="needs causal=True"):
-            build(cache, layer, batch, **options)
+        for builder in (build_page_lists, build_page_csr):
+            with pytest.raises(ValueError, match="needs causal=True"):
+                builder(running()[0], layer, running()[1], **options)
 
 
 def test_a_page_of_two_requests_is_a_pair_of_each_and_once_in_a_block_mask() -> None:
-    shape = jaxkv.StepShape.for_plan(PLAN, max_requests=REQUESTS, max_tokens=2, forks=2)
-    cache = jaxkv.make_cache(PLAN, max_requests=REQUESTS)
-    manager = jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
+    cache, manager = make_cache(4), jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
     manager.start("a")
     cache, _ = apply_step(cache, manager.step(SHAPE, {"a": 12}))
     manager.fork("a", ["b"])
-    cache, batch = apply_step(cache, manager.step(shape, {"a": 1, "b": 1}))
-    (a, b), group = map(manager.block_ids, "ab"), PLAN.layouts[0].place_of("full.0").group
-    (first, last), (same, copy) = a[group], b[group]
-    assert first == same and last != copy
-    lists = build_page_lists(cache, "full.0", batch, q_block_tokens=2)
-    jaxkv.check_errors(lists)
-    assert lists.pages[0, :4].tolist() == [first, last, first, copy]
-    assert lists.requests[0, :4].tolist() == [0, 0, 1, 1]
-    mask = block_mask_indices(lists)
-    assert mask.kv_indices[0, : int(mask.kv_num_blocks[0])].tolist() == sorted([first, last, copy])
-
-
-def test_a_request_that_was_not_grown_is_flagged() -> None:
-    cache = jaxkv.make_cache(PLAN, max_requests=REQUESTS)
-    upload = jaxkv.pack_step(SHAPE, rows=[0], num_computed_tokens=[0], num_new_tokens=[9])
-    cache, batch = apply_step(cache, upload)
 
     @jax.jit
     def build(cache, batch):
-        return [build_page_lists(cache, x, batch, q_block_tokens=GROUP_TOKENS) for x in SECOND]
+        lists = build_page_lists(cache, "full.0", batch, q_block_tokens=2)
+        return lists, block_mask_indices(lists)
 
-    for lists in build(cache, batch):
-        assert int(lists.error_flags) == MISSING_PAGE and not lists.pages.any()
+    lists, mask = build(*apply_step(cache, manager.step(SHAPE, {"a": 1, "b": 1})))
+    group = PLAN.layouts[0].place_of("full.0").group
+    (first, last), (same, copy) = (manager.block_ids(name)[group] for name in "ab")
+    assert first == same and last != copy
+    jaxkv.check_errors(lists)
+    first, last, copy = ([2 * block, 2 * block + 1] for block in (first, last, copy))
+    pages, requests = np.asarray(lists.pages), np.asarray(lists.requests)
+    assert pages[0, :8].tolist() == first + last + first + copy
+    assert requests[0, :8].tolist() == [0] * 4 + [1] * 4
+    distinct = np.asarray(mask.kv_indices)[0, : int(mask.kv_num_blocks[0])]
+    assert distinct.tolist() == sorted(first + last + copy)
+
+
+def test_a_request_that_was_not_grown_is_flagged() -> None:
+    upload = jaxkv.pack_step(SHAPE, rows=[0], num_computed_tokens=[0], num_new_tokens=[9])
+    keys = np.zeros((TOKENS, HEADS, SIZE), np.float32)
+    _, results = step(make_cache(4, stacked=True), upload, tuple(SECOND), keys, keys)
+    for _, (lists, *_), _ in results.values():
+        assert int(lists.error_flags) == MISSING_PAGE and not np.asarray(lists.pages).any()
         with pytest.raises(PageListError, match="the request does not hold"):
             jaxkv.check_errors(lists)
 
@@ -402,7 +395,7 @@ def test_what_has_no_page_lists_is_refused_by_name() -> None:
     mixed = make_plan(layers, limits=limits)
     shape = jaxkv.StepShape.for_plan(mixed, max_requests=REQUESTS, max_tokens=TOKENS)
     cache = jaxkv.make_cache(mixed, max_requests=REQUESTS)
-    _, batch = apply_step(cache, shape.idle())
+    _, batch = jax.eval_shape(jaxkv.apply_step, cache, shape.idle())
     for layer, kind in {"state": "a state layer", "cross": "a cross layer"}.items():
         for call in (
             lambda x: build_page_lists(cache, x, batch, q_block_tokens=4),
@@ -413,7 +406,7 @@ def test_what_has_no_page_lists_is_refused_by_name() -> None:
             with pytest.raises(TypeError, match=f"layer='{layer}' is {kind}"):
                 call(layer)
     square = jaxkv.StepShape.for_plan(mixed, max_requests=REQUESTS, tokens_per_request=4)
-    _, batch = apply_step(cache, square.idle())
+    _, batch = jax.eval_shape(jaxkv.apply_step, cache, square.idle())
     with pytest.raises(ValueError, match="rectangular, tokens_per_request=4"):
         build_page_lists(cache, "full", batch, q_block_tokens=4)
     other, batch = running()
@@ -438,10 +431,7 @@ def test_a_cache_sharded_by_head_has_the_same_lists(axis_type) -> None:
     if devices.size < 2:
         pytest.skip("needs two devices")
     mesh = Mesh(devices, ("heads",), axis_types=(axis_type,))
-    sizes = [4] * len(PLAN.groups)
-    cache = jaxkv.make_cache(
-        PLAN, max_requests=REQUESTS, kernel_block_sizes=sizes, mesh=mesh, axis="heads"
-    )
+    cache = make_cache(4, stacked=True, mesh=mesh, axis="heads")
     manager = jaxkv.BlockManager(PLAN, max_requests=REQUESTS)
     for name in "ab":
         manager.start(name)
@@ -449,11 +439,15 @@ def test_a_cache_sharded_by_head_has_the_same_lists(axis_type) -> None:
     @jax.jit
     def step(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        return cache, build_all(cache, batch, ["window.1"])
+        made = lists_of(cache, "window.1", batch)
+        return cache, made, block_mask_indices(made[0])
 
     with jax.set_mesh(mesh):
         for _ in range(2):
-            cache, made = step(cache, manager.step(SHAPE, {"a": 5, "b": 7}))
-    wanted = jax.jit(lambda *whole: build_all(*whole, ["window.1"]))(*running())
-    for got, want in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(got, want)
+            cache, made, mask = step(cache, manager.step(SHAPE, {"a": 5, "b": 7}))
+    group = PLAN.layouts[0].place_of("window.1").group
+    ids = {name: manager.block_ids(name)[group] for name in "ab"}
+    served = Served({"a": range(5, 10), "b": range(7, 14)}, ids, BLOCKS * BLOCK // 4, 4)
+    check_lists(served, "window.1", *made)
+    distinct = [len({page for *_, page in seen}) for seen in served.seen_pages("window.1")]
+    assert mask.kv_num_blocks.tolist() == distinct

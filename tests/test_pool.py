@@ -67,7 +67,7 @@ def test_a_layer_writes_only_blocks_of_its_own_group() -> None:
 PERIODS = [
     Case(cases.three),
     Case(cases.three, "LHBNC"),
-    Case(cases.three, "BHLNC", None, (2, 2)),
+    Case(windows, "BHLNC", None, (2, 2)),
     Case(hybrid, "BLHNC"),
     Case(latent, "LBHNC"),
 ]
@@ -96,26 +96,24 @@ def scanned(cache, batch, writes):
     return lax.scan(body, cache, (jnp.arange(count, dtype=jnp.int32), writes))
 
 
-def unrolled(cache, batch, writes):
-    """Writes every layer by its own name, and reads it by a period that is an int."""
-    reads = []
-    for period in range(jax.tree.leaves(writes)[0].shape[0]):
-        arguments = jax.tree.map(lambda array, at=period: array[at], writes)
-        for layer in sorted(arguments):
-            name = cache.period_layers(layer)[period]
-            cache = cases.write(cache, name, batch, **arguments[layer])
-        reads.append({x: cases.read(cache, x, batch, period=period) for x in arguments})
-    return cache, jax.tree.map(lambda *arrays: jnp.stack(arrays), *reads)
-
-
 @pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[2:]], ids=str)
-def test_a_scan_over_periods_does_what_layers_by_name_do(case: Case) -> None:
+def test_a_scan_over_periods_writes_and_reads_every_layer(case: Case) -> None:
     """Scales follow the period: each layer has its own."""
-    cache, step, batch = poisoned(case)
-    _, writes = writes_of_periods(case, step)
-    got, wanted = (jax.jit(run)(cache, batch, writes) for run in (scanned, unrolled))
-    assert_same_bytes(got, wanted)
-    jaxkv.check_errors(got[0])
+    (cache, step, batch), expected = poisoned(case), case.reference()
+    count, writes = writes_of_periods(case, step)
+    after, reads = jax.jit(scanned)(cache, batch, writes)
+    jaxkv.check_errors(after)
+    for period in range(count):
+        names = {layer: cache.period_layers(layer)[period] for layer in sorted(writes)}
+        for layer, name in names.items():
+            arguments = jax.tree.map(lambda array, at=period: array[at], writes[layer])
+            cases.reference_write(expected, case.plan, name, step, arguments)
+        for layer, name in names.items():
+            wanted = cases.reference_read(expected, case.plan, name, step)
+            for got, want in zip(reads[layer], wanted, strict=True):
+                floats = [np.asarray(array).astype(np.float32) for array in (got, want)]
+                np.testing.assert_allclose(floats[0][period], floats[1], rtol=0, atol=2.0**-126)
+    np.testing.assert_array_equal(cases.memory_of(after), expected.memory)
 
 
 @pytest.mark.parametrize("case", [PERIODS[0], *PERIODS[3:]], ids=str)
@@ -145,6 +143,10 @@ def test_a_period_that_does_not_exist_touches_nothing_and_is_reported(case: Case
     jaxkv.check_errors(after)
 
 
+def read_layers(case: Case, cache, batch):
+    return {layer: cases.read(cache, layer, batch) for layer in cases.layers_of(case.plan)}
+
+
 @pytest.mark.parametrize("case", [*PERIODS, Case(cases.odd)], ids=str)
 def test_gpus_and_cpus_read_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs gather elements, and CPUs bytes; here a CPU does both."""
@@ -155,7 +157,7 @@ def test_gpus_and_cpus_read_the_same(case: Case, monkeypatch: pytest.MonkeyPatch
         choose = lambda *operands, by=branch, **branches: branches[by](*operands)  # noqa: E731
         monkeypatch.setattr(lax, "platform_dependent", choose)
         with jax.default_matmul_precision(precision):
-            reads[branch] = {x: cases.read(cache, x, batch) for x in cases.layers_of(case.plan)}
+            reads[branch] = jax.jit(lambda *step: read_layers(case, *step))(cache, batch)
     assert_same_bytes(reads["cuda"], reads["default"])
     assert all(np.asarray(array).tobytes().strip(b"\0") for array in jax.tree.leaves(reads))
 
@@ -275,10 +277,10 @@ def test_a_worker_without_layers_has_nothing_to_zero_or_copy() -> None:
 
 # --- refusals -------------------------------------------------------------------------
 
-KEYS, VALUES = jnp.ones((TOKENS, 2, 4)), jnp.ones((TOKENS, 2, 2))
-ROWS = jnp.ones((TOKENS, 2 * 6 * 2), jnp.uint8)
-LATENTS, MASK = jnp.ones((TOKENS, 3)), jnp.ones(8, bool)
-STATES = [jnp.ones((REQUESTS, 3, 8)), jnp.ones((REQUESTS, 2, 3))]
+KEYS, VALUES = np.ones((TOKENS, 2, 4), np.float32), np.ones((TOKENS, 2, 2), np.float32)
+ROWS = np.ones((TOKENS, 2 * 6 * 2), np.uint8)
+LATENTS, MASK = np.ones((TOKENS, 3), np.float32), np.ones(8, bool)
+STATES = [np.ones((REQUESTS, 3, 8), np.float32), np.ones((REQUESTS, 2, 3), np.float32)]
 W, R = jaxkv.write_tokens, jaxkv.read_tokens
 CALLS = [
     lambda c, b, **period: W(c, "full.0", b, KEYS, VALUES, **period),
@@ -305,9 +307,9 @@ CALLS = [
         (windows, lambda c, b: W(c, "full.0", b, KEYS, KEYS), ValueError, r"values .*\(9, 2, 2\)"),
         (windows, lambda c, b: W(c, "full.0", b, 0, VALUES), TypeError, "keys must be an array"),
         (windows, lambda c, b: W(c, "full.0", b, KEYS, 0), TypeError, "values must be an array"),
-        (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(int), VALUES), TypeError,
+        (windows, lambda c, b: W(c, "full.0", b, KEYS.astype(np.int32), VALUES), TypeError,
          "keys has dtype int32; pass floats, or"),
-        (windows, lambda c, b: W(c, "full.0", b, KEYS, VALUES.astype(int)), TypeError,
+        (windows, lambda c, b: W(c, "full.0", b, KEYS, VALUES.astype(np.int32)), TypeError,
          "values has dtype int32; pass floats, or"),
         (cross, lambda c, b: W(c, "cross.0", b, KEYS, KEYS), ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
@@ -315,11 +317,11 @@ CALLS = [
          r"rows has shape \(9, 24\); cross"),
         (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, KEYS), ValueError,
          r"rows has shape \(9, 2, 4\) of float32; layer 'full.0' stores 24 bytes for each"),
-        (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, jnp.ones((9, 6))), TypeError,
+        (windows, lambda c, b: jaxkv.write_rows(c, "full.0", b, LATENTS.repeat(2, 1)), TypeError,
          "rows has dtype float32; layer 'full.0' stores bfloat16: cast it"),
         (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, LATENTS, mask=MASK),
          ValueError, r"mask has shape \(8,\); the batch wants \(9,\)"),
-        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, LATENTS, mask=jnp.ones((1, 9), bool)),
+        (latent, lambda c, b: jaxkv.write_rows(c, "mla.0", b, LATENTS, mask=np.ones((1, 9), bool)),
          ValueError, r"mask has shape \(1, 9\); the batch wants \(9,\)"),
         (hybrid, lambda c, b: jaxkv.write_state(c, "state.0", b, STATES[:1]), ValueError,
          r"arrays have shapes \(\(3, 3, 8\),\); layer 'state.0' wants"),
@@ -371,13 +373,17 @@ def test_a_function_of_a_layer_keeps_the_errors_of_its_cache_and_of_its_batch() 
 def test_a_period_that_names_no_layer_is_refused(period, error, message) -> None:
     cache = cases.empty(Case(windows))
     batch = cases.fixed_step(windows()).batch(cache, windows())
-    methods = (batch.kernel_block_tables, batch.slot_mapping)
-    for call in (
-        *(functools.partial(call, cache, batch) for call in CALLS),
-        *(functools.partial(method, "full.0") for method in methods),
-    ):
-        with pytest.raises(error, match=message):
-            call(period=period)
+
+    def use(cache, batch):
+        methods = (batch.kernel_block_tables, batch.slot_mapping)
+        for call in (
+            *(functools.partial(call, cache, batch) for call in CALLS),
+            *(functools.partial(method, "full.0") for method in methods),
+        ):
+            with pytest.raises(error, match=message):
+                call(period=period)
+
+    jax.eval_shape(use, cache, batch)
 
 
 def test_a_batch_of_another_cache_and_writes_to_a_shared_one_are_refused() -> None:

@@ -84,34 +84,46 @@ def tokens_of(request: str) -> dict[str, np.ndarray]:
     }
 
 
-@functools.cache
-def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns the last array of the state after each token, and all outputs, by one pass."""
-    given = {name: array.astype(np.float64) for name, array in tokens_of(request).items()}
-    inputs = given["inputs"]
-    conv = np.zeros((WIDTH - 1, QKV)), weights().astype(np.float64), bias().astype(np.float64)
+def one_pass(
+    kind: str,
+    given: dict[str, np.ndarray],
+    weights: np.ndarray,
+    bias: np.ndarray,
+    key_heads: int = KEY_HEADS,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns the last array of the state after each token, and all outputs."""
+    given = {name: array.astype(np.float64) for name, array in given.items()}
+    inputs, (length, heads) = given["inputs"], given["beta"].shape
+    before = np.zeros((len(weights) - 1, inputs.shape[1]))
+    conv = before, weights.astype(np.float64), bias.astype(np.float64)
     if kind == "short_conv":
         return convolve(inputs, *conv, False)
     if kind != "linear_attention":
         _, inputs = convolve(inputs, *conv, True)
-    keys_end, widths = KEY_HEADS * SIZE, [KEY_HEADS * SIZE] * 2
+    widths = [key_heads * SIZE] * 2
     if kind == "mamba2":
-        values, keys, queries = np.split(inputs, [HEADS * SIZE, HEADS * SIZE + keys_end], axis=1)
+        ends = np.cumsum([heads * SIZE, *widths[:1]])
+        values, keys, queries = np.split(inputs, ends, axis=1)
     else:
         queries, keys, values = np.split(inputs, np.cumsum(widths), axis=1)
-    queries, keys = (x.reshape(LENGTH, KEY_HEADS, SIZE) for x in (queries, keys))
+    queries, keys = (x.reshape(length, key_heads, SIZE) for x in (queries, keys))
     if kind == "gated_delta":
         queries, keys = normalized(queries), normalized(keys)
     queries = queries * OPTIONS[kind].get("scale", 1.0)
     case = RecurrentCase(
-        *(np.repeat(x, HEADS, axis=1) for x in (queries, keys)),
-        values.reshape(LENGTH, HEADS, SIZE),
+        *(np.repeat(x, heads // key_heads, axis=1) for x in (queries, keys)),
+        values.reshape(length, heads, SIZE),
         np.exp(given["log_decay"])[..., None],
-        np.ones((LENGTH, HEADS)) if kind == "linear_attention" else given["beta"],
+        np.ones((length, heads)) if kind == "linear_attention" else given["beta"],
         delta=kind == "gated_delta",
     )
-    states, outputs = case.run(np.zeros((HEADS, SIZE, SIZE)), range(LENGTH))
+    states, outputs = case.run(np.zeros((heads, SIZE, SIZE)), range(length))
     return states, np.stack(outputs)
+
+
+@functools.cache
+def expected(kind: str, request: str) -> tuple[list[np.ndarray], np.ndarray]:
+    return one_pass(kind, tokens_of(request), weights(), bias())
 
 
 def run_layer(kind: str, cache: Any, layer: str, batch: Any, x: Any, **options: Any) -> Any:
@@ -166,6 +178,7 @@ def outputs_of(out: Any, work: dict[str, int], columns: int | None) -> dict[str,
     return dict(zip(work, np.split(out[: ends[-1]], ends[:-1]), strict=True))
 
 
+zeros = functools.partial(np.zeros, dtype=np.float32)
 BOUND = 5e-3 if ON_GPU else 2e-5  # a GPU's products of float32 are of TF32
 close = functools.partial(np.testing.assert_allclose, rtol=BOUND, atol=BOUND)
 
@@ -227,19 +240,18 @@ def test_drafts_of_states_that_move_are_refused(mode, given) -> None:
     plan = plan_of("gated_delta", mode, 2)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
-    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
-    x, numbers = inputs_of({}, {}, None), {given: as_ids([0, 0])}
+    options = {"x": inputs_of({}, {}, None), given: as_ids([0, 0])}
+    run = functools.partial(outputs_of_layer, **options)
     with pytest.raises(ValueError, match=f"cache_mode='{mode}', whose states move"):
-        run_layer("gated_delta", cache, "layer.0", batch, x, **numbers)
+        jax.eval_shape(run, cache, shape.idle())
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
 def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) -> None:
-    drafts = 2
-    window, states = SHAPES["gated_delta"]
+    drafts, kind, shapes = 2, "gated_delta", None
     if accepted == 1:  # a window with rows for drafts, as specs of other engines have it
-        window = (WIDTH - 1 + drafts, QKV)
-    plan = plan_of("gated_delta", "none", drafts, shapes=(window, states))
+        kind, shapes = "short_conv", ((WIDTH - 1 + drafts, QKV),)
+    plan = plan_of(kind, "none", drafts, shapes)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     cache = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS))
@@ -247,17 +259,17 @@ def test_accepted_drafts_are_resumed_from_and_rejected_ones_forgotten(accepted) 
     zeros = as_ids([0, 0])  # and not None, so that one program does for all steps
     first = 4 if accepted else 1
     x = inputs_of({"a": first}, {"a": 0}, None)
-    cache, *_ = step("gated_delta", cache, manager.step(shape, {"a": first}), x, zeros, zeros)
+    cache, *_ = step(kind, cache, manager.step(shape, {"a": first}), x, zeros, zeros)
     x = inputs_of({"a": 3}, {"a": first}, None)
     x["inputs"][1 + accepted : 3] = 7.0  # these drafts are not what comes next
     upload = manager.step(shape, {"a": 3})
-    cache, *_ = step("gated_delta", cache, upload, x, as_ids([drafts, 0]), zeros)
+    cache, *_ = step(kind, cache, upload, x, as_ids([drafts, 0]), zeros)
     computed = first + 1 + accepted
     manager.rewind({"a": computed})
     x = inputs_of({"a": 1}, {"a": computed}, None)
     upload = manager.step(shape, {"a": 1})
-    cache, out, _ = step("gated_delta", cache, upload, x, zeros, as_ids([accepted, 0]))
-    close(out[0], expected("gated_delta", "a")[1][computed])
+    cache, out, _ = step(kind, cache, upload, x, zeros, as_ids([accepted, 0]))
+    close(np.asarray(out)[0], expected(kind, "a")[1][computed])
     jaxkv.check_errors(cache)
 
 
@@ -271,44 +283,43 @@ def test_a_step_of_nothing_but_a_draft_keeps_the_state_after_it_in_the_next_bloc
         x, upload = inputs_of({"a": 1}, {"a": computed}, 1), manager.step(shape, {"a": 1})
         numbers = as_ids([drafts, 0]), as_ids([at, 0])
         cache, out, _ = step("short_conv", cache, upload, x, *numbers)
-        close(out[0, 0], expected("short_conv", "a")[1][computed])
+        close(np.asarray(out)[0, 0], expected("short_conv", "a")[1][computed])
 
 
-def test_a_scan_over_layers_gives_what_layers_by_name_give() -> None:
-    plan = plan_of("gated_delta")
+def test_a_scan_over_layers_gives_what_layers_one_after_the_other_give() -> None:
+    plan = plan_of("mamba2")
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     manager.start("a")
-    upload = manager.step(shape, {"a": 6})
-    x = {k: jnp.nan_to_num(v) for k, v in inputs_of({"a": 6}, {"a": 0}, None).items()}
 
-    def one(cache, batch, out, name, period):
-        given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
-        return run_layer("gated_delta", cache, name, batch, given, period=period)
-
-    def by_name(cache):
+    @jax.jit
+    def scanned(cache, upload, x):
         cache, batch = jaxkv.apply_step(cache, upload)
-        out = jnp.zeros((TOKENS, HEADS, SIZE))
-        for i in range(2):
-            cache, out = one(cache, batch, out, f"layer.{i}", None)
-        return cache, out
-
-    def scanned(cache):
-        cache, batch = jaxkv.apply_step(cache, upload)
-        carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
 
         def body(carry, period):
-            return one(carry[0], batch, carry[1], "layer.0", period), None
+            cache, out = carry
+            given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
+            return run_layer("mamba2", cache, "layer.0", batch, given, period=period), None
 
-        return jax.lax.scan(body, carry, jnp.arange(2))[0]
+        carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
+        (cache, out), _ = jax.lax.scan(body, carry, jnp.arange(2))
+        at = jnp.zeros(REQUESTS, jnp.int32)
+        kept = [jaxkv.read_state(cache, f"layer.{i}", batch, at=at)[1] for i in range(2)]
+        return cache, out, kept
 
-    found = [
-        jax.jit(f)(poisoned(jaxkv.make_cache(plan, max_requests=2))) for f in (by_name, scanned)
-    ]
-    for ours, theirs in zip(*map(jax.tree.leaves, found), strict=True):
-        if ours.dtype == np.uint8:  # the pool, of states in float32; XLA rounds the two differently
-            ours, theirs = (np.asarray(bytes_).view(np.float32) for bytes_ in (ours, theirs))
-        close(ours, theirs)
+    cache, found = poisoned(jaxkv.make_cache(plan, max_requests=REQUESTS)), []
+    for computed, count in ((0, 4), (4, 2)):
+        x, work = inputs_of({"a": count}, {"a": computed}, None), {"a": count}
+        with jax.default_matmul_precision("highest"):  # the second layer adds to the first's errors
+            cache, out, kept = scanned(cache, manager.step(shape, work), x)
+        found += [*np.asarray(out)[:count]]
+    given, outputs = {n: x[:6] for n, x in tokens_of("a").items()}, np.zeros((6, HEADS, SIZE))
+    inputs = given["inputs"]
+    for state in kept:
+        given["inputs"] = inputs + np.tile(outputs.reshape(6, -1), 2)
+        states, outputs = one_pass("mamba2", given, weights(), bias())
+        close(np.asarray(state)[0], states[-1])
+    close(found, outputs)
 
 
 def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
@@ -333,6 +344,7 @@ def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
         check_vma=False,
     )  # fmt: skip
     _, out = jax.jit(run)(cache, manager.step(shape, {"a": 6}), x)
+    out = np.asarray(out)
     close(out[0, :6], expected("linear_attention", "a")[1][:6])
     assert ranks == 1 or np.abs(out[1, :6] - out[0, :6]).max() > 0.1
 
@@ -343,11 +355,9 @@ def test_each_rank_runs_its_own_heads_inside_of_shard_map() -> None:
     [("gated_delta", 2), ("mamba2", 1), ("linear_attention", 1), ("short_conv", 2)],
 )
 def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_heads: int) -> None:
-    """Each rank computes its own, as one device computes all; fewer key heads are shared."""
+    """Each rank computes its own; fewer key heads are shared."""
     mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), 2 * HEADS
     rng, columns = np.random.default_rng(0), 2 * key_heads * SIZE + heads * SIZE
-    conv, states = (WIDTH - 1, columns), (heads, SIZE, SIZE)
-    whole = {"short_conv": (conv,), "linear_attention": (states,)}.get(kind, (conv, states))
     given = {
         "inputs": rng.normal(size=(TOKENS, columns)),
         "log_decay": -rng.exponential(size=(TOKENS, heads)),
@@ -357,33 +367,30 @@ def test_outside_of_shard_map_arrays_have_the_heads_of_all_ranks(kind: str, key_
     taps = rng.normal(size=(WIDTH + 1, columns)).astype(np.float32) / 2
     if kind == "linear_attention":  # the same for all tokens
         given["log_decay"][:] = given["log_decay"][0]
+    plan = plan_of(kind)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
+    tokens = {"a": [*range(7), 3], "b": [*range(7, 11), *range(3)]}  # of the two steps
+    outputs: dict[str, list[np.ndarray]] = {request: [] for request in tokens}
+    for request in tokens:
+        manager.start(request)
 
-    def serve(shapes: Any, **place: Any) -> list[Any]:
-        plan = plan_of(kind, shapes=shapes)
-        shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
-        manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
-        cache = jaxkv.make_cache(plan, max_requests=REQUESTS, **place)
-        manager.start("a")
-        manager.start("b")
+    @jax.jit
+    def run(cache, upload, x):
+        cache, batch = jaxkv.apply_step(cache, upload)
+        options = {"key_heads": key_heads, "conv_weights": taps[1:], "conv_bias": taps[0]}
+        if kind == "linear_attention":
+            x = x | {"log_decay": x["log_decay"][0]}
+        return run_layer(kind, cache, "layer.0", batch, x, **options)
 
-        @jax.jit
-        def run(cache, upload, x):
-            cache, batch = jaxkv.apply_step(cache, upload)
-            options = {"key_heads": key_heads, "conv_weights": taps[1:], "conv_bias": taps[0]}
-            if kind == "linear_attention" and not place:
-                x = x | {"log_decay": x["log_decay"][0]}
-            return run_layer(kind, cache, "layer.0", batch, x, **options)
-
-        outputs = []
-        for work in ({"a": 7, "b": 4}, {"b": 3, "a": 1}):
-            cache, out = run(cache, manager.step(shape, work), given)
-            outputs.append(out.reshape(TOKENS, -1))
-        return outputs
-
-    for found, expected in zip(
-        serve(SHAPES[kind], mesh=mesh, axis="heads"), serve(whole), strict=True
-    ):
-        close(found, expected)
+    for work in ({"a": 7, "b": 4}, {"b": 3, "a": 1}):
+        cache, out = run(cache, manager.step(shape, work), given)
+        for request, found in outputs_of(out, work, None).items():
+            outputs[request] += [*found]
+    for request, rows in tokens.items():
+        own = {name: array[rows] for name, array in given.items()}
+        close(outputs[request], one_pass(kind, own, taps[1:], taps[0], key_heads)[1])
 
 
 def refuses(check: Any, *args: Any) -> bool:
@@ -406,7 +413,8 @@ def test_each_rank_has_the_columns_of_its_heads_of_every_part(ranks: int) -> Non
             end = first + max(1, count // ranks)
             wanted += range(begin + first * size, begin + end * size)
             begin += count * size
-    np.testing.assert_array_equal(by_rank(columns, parts, ranks), columns[:, wanted])
+    found = jax.jit(by_rank, static_argnums=(1, 2))(columns, parts, ranks)
+    np.testing.assert_array_equal(found, columns[:, wanted])
 
 
 def test_heads_of_keys_divide_those_of_values_and_ranks_or_are_refused() -> None:
@@ -424,9 +432,9 @@ def test_states_have_the_heads_of_all_ranks_and_as_many_of_keys_unless_told() ->
         assert found == (2 * ranks, Heads(count or 2 * ranks, 4), Heads(2 * ranks, 5))
 
 
-def outputs_of_layer(cache: Any, upload: Any, x: Any) -> Any:
+def outputs_of_layer(cache: Any, upload: Any, x: Any, **options: Any) -> Any:
     cache, batch = jaxkv.apply_step(cache, upload)
-    return run_layer("gated_delta", cache, "layer.0", batch, x)[1]
+    return run_layer("gated_delta", cache, "layer.0", batch, x, **options)[1]
 
 
 @pytest.mark.parametrize(
@@ -466,24 +474,24 @@ def test_key_heads_that_do_not_divide_among_ranks_are_refused() -> None:
     shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
     cache = jaxkv.make_cache(plan, max_requests=REQUESTS, mesh=mesh, axis="heads")
-    cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
-    x = {"inputs": jnp.zeros((TOKENS, 96)), "log_decay": jnp.zeros((TOKENS, 6))}
+    x = {"inputs": zeros((TOKENS, 96)), "log_decay": zeros((TOKENS, 6))}
     x["beta"] = x["log_decay"]
+    run = functools.partial(outputs_of_layer, x=x, key_heads=3)
     with pytest.raises(ValueError, match="divides the 6 heads of states, and a multiple or a div"):
-        run_layer("gated_delta", cache, "layer.0", batch, x, key_heads=3)
+        jax.eval_shape(run, cache, shape.idle())
 
 
 FULL = jaxkv.FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
 BAD = [
-    ({"inputs": jnp.zeros((TOKENS, QKV + 1))}, ValueError, r"qkv has shape .* wants \(12, 32\)"),
-    ({"log_decay": jnp.zeros((TOKENS, 3))}, ValueError, "log_decay has shape"),
-    ({"beta": jnp.zeros((3, HEADS))}, ValueError, "beta has shape"),
-    ({"inputs": jnp.zeros((TOKENS, QKV), jnp.int32)}, TypeError, "inputs must be one of"),
-    ({"conv_weights": jnp.zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
-    ({"conv_weights": jnp.zeros((WIDTH, QKV + 1))}, ValueError, r"_weights has shape \(4, 33\)"),
+    ({"inputs": zeros((TOKENS, QKV + 1))}, ValueError, r"qkv has shape .* wants \(12, 32\)"),
+    ({"log_decay": zeros((TOKENS, 3))}, ValueError, "log_decay has shape"),
+    ({"beta": zeros((3, HEADS))}, ValueError, "beta has shape"),
+    ({"inputs": np.zeros((TOKENS, QKV), np.int32)}, TypeError, "inputs must be one of"),
+    ({"conv_weights": zeros((3, QKV))}, ValueError, r"conv_weights has shape \(3, 32\)"),
+    ({"conv_weights": zeros((WIDTH, QKV + 1))}, ValueError, r"_weights has shape \(4, 33\)"),
     ({"conv_weights": jnp.float32}, TypeError, "conv_weights must be an array, got"),
     ({"conv_weights": [[0.0]]}, TypeError, "conv_weights must be an array, got list"),
-    ({"conv_bias": jnp.zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
+    ({"conv_bias": zeros(3)}, ValueError, r"conv_bias has shape \(3,\); wants \(32,\)"),
     ({"num_key_heads": 3}, ValueError, f"num_key_heads=3 .* divides the {HEADS} heads of states$"),
     ({"num_drafts": as_ids([0, 0])}, ValueError, "plan it with speculative_blocks"),
     ({"at": as_ids([0])}, ValueError, r"at has shape \(1,\)"),
@@ -510,9 +518,9 @@ def test_what_does_not_fit_is_refused_by_name(wrong, error, text) -> None:
     cache = jaxkv.make_cache(plan, max_requests=2)
     cache, batch = jax.jit(jaxkv.apply_step)(cache, shape.idle())
     given = {
-        "inputs": jnp.zeros((TOKENS, QKV)),
-        "log_decay": jnp.zeros((TOKENS, HEADS)),
-        "beta": jnp.zeros((TOKENS, HEADS)),
+        "inputs": zeros((TOKENS, QKV)),
+        "log_decay": zeros((TOKENS, HEADS)),
+        "beta": zeros((TOKENS, HEADS)),
         "layer": "layer.0",
         "conv_weights": weights(),
         "num_key_heads": KEY_HEADS,

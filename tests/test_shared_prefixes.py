@@ -83,14 +83,15 @@ def most_saved(beginnings: list[tuple[int, ...]], least: int) -> int:
 class Course:
     """Random forks, hits, ends, rewinds and steps of a manager.
 
+    shared: groups of its decodes; without one, their steps have the shape of prompts.
     on_step: called with each upload and the token ids of its step.
     """
 
     def __init__(self, seed: int, shared: int = GROUPS, on_step: Callable | None = None):
         self.rng, self.plan, self.on_step = np.random.default_rng(seed), make_plan(), on_step
         self.manager = jaxkv.BlockManager(self.plan, max_requests=REQUESTS)
-        self.decode = make_shape(self.plan, 1, shared)
         self.prefill = make_shape(self.plan, LONGEST)
+        self.decode = make_shape(self.plan, 1, shared) if shared else self.prefill
         self.names, self.found = itertools.count(), 0
         self.tokens: dict[int, list[int]] = {}
         self.root = self.rng.integers(0, VOCAB, LONGEST).tolist()
@@ -285,14 +286,16 @@ def test_courses_share_something() -> None:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def attend_all(cache: jaxkv.KVCache, upload: jaxkv.blocks.Upload, ids: jax.Array) -> Any:
-    """Attends in all layers, whose keys and values are those of a token and its position."""
+def attend_all(cache: jaxkv.KVCache, upload: jaxkv.blocks.Upload, embedded: jax.Array) -> Any:
+    """Attends in all layers, whose keys and values are those of a token and its position.
+
+    embedded: [layers, T, 40].
+    """
     cache, batch = jaxkv.apply_step(cache, upload)
     outs = []
-    for index, layer in enumerate(LAYERS):
-        table = jax.random.normal(jax.random.key(index), (VOCAB, 40))
+    for layer, tokens in zip(LAYERS, embedded, strict=True):
         positions = batch.positions[:, None].astype(jnp.float32)
-        turned = table[ids] * jnp.cos(positions * jnp.arange(40.0)[None])
+        turned = tokens * jnp.cos(positions * jnp.arange(40.0)[None])
         queries, keys, values = turned[:, :32].reshape(-1, 2, 16), turned[:, :16], turned[:, 32:]
         if layer == "latent":
             cache, out = jaxkv.attend(cache, layer, batch, queries, keys)
@@ -308,16 +311,17 @@ def serve(seed: int, shared: int) -> tuple[list[np.ndarray], int]:
     cache = jaxkv.make_cache(make_plan(), max_requests=REQUESTS)
     cache = dataclasses.replace(cache, buffers=tuple(jnp.full_like(b, 255) for b in cache.buffers))
     outs: list[np.ndarray] = []
+    table = np.random.default_rng(0).normal(size=(len(LAYERS), VOCAB, 40)).astype(np.float32)
 
     def on_step(upload: jaxkv.blocks.Upload, ids: list[int]) -> None:
         nonlocal cache
         padded = np.zeros(upload.shape.max_tokens, np.int32)
         padded[: len(ids)] = ids
-        cache, out = attend_all(cache, upload, jnp.asarray(padded))
-        outs.append(np.asarray(out[: len(ids)]))
+        cache, out = attend_all(cache, upload, table[:, padded])
+        outs.append(np.asarray(out)[: len(ids)])
 
     course = Course(seed, shared, on_step)
-    for _ in range(60):
+    for _ in range(40):
         course.act()
     jaxkv.check_errors(cache)
     return outs, course.found

@@ -21,7 +21,7 @@ STATE = jaxkv.StateSpec(block_size=4, shapes=((4,),), dtypes=("f32",))
 PLAN = jaxkv.plan_cache(dict.fromkeys(LAYERS, SPEC), 2**20, max_model_len=32)
 HYBRID = jaxkv.plan_cache({"full": SPEC, "state": STATE}, 2**20, max_model_len=32)
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-EMBED = jax.random.normal(jax.random.key(0), (16, 2, 8))
+EMBED = jnp.asarray(np.random.default_rng(0).normal(size=(16, 2, 8)), jnp.float32)
 Step = jaxkv.StepContext
 
 
@@ -129,23 +129,35 @@ def of_equinox(step: Step) -> tuple[Step, jax.Array]:
 MODELS = [by_name, with_a_batch_axis, in_a_scan, in_a_jit, of_flax, of_equinox]
 
 
-def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
-    @jax.jit
+def jitted(run: Callable[..., Any]) -> Any:
+    """By one name, because programs that differ in nothing else are compiled once."""
+
     def step(cache, upload):
+        return run(cache, upload)
+
+    return jax.jit(step)
+
+
+run_by_hand = jitted(by_hand)
+
+
+def run(model: Callable[[Step], Any], *made_of: Any) -> Any:
+    def whole(cache, upload):
         step, out = model(Step(cache, upload))
         return step.done(), out
 
-    return step(*made(*made_of))
+    return jitted(whole)(*made(*made_of))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_writes_and_reads_as_by_hand(model: Callable[[Step], Any]) -> None:
-    assert_same_bytes(run(model), jax.jit(by_hand)(*made()))
+    assert_same_bytes(run(model), run_by_hand(*made()))
 
 
 def test_a_rectangular_batch() -> None:
     cache, x = run(by_name, 8)
-    wanted, rows = jax.jit(by_hand)(*made(8))
+    wanted, rows = run_by_hand(*made(8))
+    x, rows = np.asarray(x), np.asarray(rows)
     assert_same_bytes((cache, x[0, :5], x[1, :3]), (wanted, rows[0, :5], rows[1, :3]))
 
 
@@ -166,9 +178,13 @@ def test_tokens_and_places_are_those_of_the_batch() -> None:
 def test_tokens_that_steps_drew_take_the_places_of_their_numbers() -> None:
     cache, upload = made()
     given, drawn = np.array([0, -1, 7, -2, 0, -3, 1, -1]), np.array([11, 0, 13])
-    given, drawn = (jnp.asarray(ids, jnp.int32) for ids in (given, drawn))
-    step = Step(cache, upload, token_ids=given, newest_tokens=drawn)
-    assert step.token_ids.tolist() == [0, 11, 7, 0, 0, 13, 1, 11]
+    given, drawn = given.astype(np.int32), drawn.astype(np.int32)
+
+    @jax.jit
+    def ids(cache, upload, given, drawn):
+        return Step(cache, upload, token_ids=given, newest_tokens=drawn).token_ids
+
+    assert ids(cache, upload, given, drawn).tolist() == [0, 11, 7, 0, 0, 13, 1, 11]
     with pytest.raises(ValueError, match="implementation='cuda'"):
         Step(cache, upload, implementation="cuda")
 
@@ -183,9 +199,9 @@ def test_states_and_calls_of_others() -> None:
         return step, (state, again, step.call(jaxkv.read_tokens, "full"))
 
     _, (state, again, (keys, _)) = run(model, None, HYBRID)
-    assert (state.shape, float(state.sum())) == ((2, 4), 0)
+    assert (state.shape, np.asarray(state).any()) == ((2, 4), False)
     assert again.shape == (2, 4)  # a fresh request reads zeros
-    np.testing.assert_array_equal(keys[0, :5], 1)
+    np.testing.assert_array_equal(np.asarray(keys)[0, :5], 1)
 
 
 def test_a_state_is_written_where_it_is_told() -> None:
@@ -207,38 +223,37 @@ def test_a_state_is_written_where_it_is_told() -> None:
         return cache
 
     given = made(None, plan)
-    assert_same_bytes(jax.jit(by_name)(*given), jax.jit(by_hand)(*given))
+    assert_same_bytes(jitted(by_name)(*given), jitted(by_hand)(*given))
 
 
 def test_recurrent_layers() -> None:
     """Two layers over one cache, one over tokens with a batch axis."""
-    delta = jaxkv.StateSpec(block_size=4, shapes=((2, 12), (2, 4, 2)), dtypes=("f32", "f32"))
+    linear = jaxkv.StateSpec(block_size=4, shapes=((2, 4, 2),), dtypes=("f32",))
     conv = jaxkv.StateSpec(block_size=4, shapes=((2, 6),), dtypes=("f32",))
-    plan = jaxkv.plan_cache({"delta": delta, "conv": conv}, 2**20, max_model_len=32)
+    plan = jaxkv.plan_cache({"linear": linear, "conv": conv}, 2**20, max_model_len=32)
     rng = np.random.default_rng(0)
 
-    def random(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    def random(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
 
-    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2)), "beta": abs(random(8, 2)) / 4}
-    weights, inputs, kernel = random(3, 12), random(8, 6), random(3, 6)
+    tokens = {"qkv": random(8, 12), "log_decay": -abs(random(8, 2))}
+    inputs, kernel = random(8, 6), random(3, 6)
 
     def by_name(cache, upload):
         step = Step(cache, upload)
         given = {name: x[None] for name, x in tokens.items()}
-        out = step.gated_delta("delta", **given, conv_weights=weights, num_key_heads=1)
+        out = step.linear_attention("linear", **given, num_key_heads=1)
         mixed = step.short_conv("conv", inputs, conv_weights=kernel)
         return step.done(), (out[0], mixed)
 
     def by_hand(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)
-        options = {"conv_weights": weights, "num_key_heads": 1}
-        cache, out = jaxkv.gated_delta(cache, "delta", batch, **tokens, **options)
+        cache, out = jaxkv.linear_attention(cache, "linear", batch, **tokens, num_key_heads=1)
         cache, mixed = jaxkv.short_conv(cache, "conv", batch, inputs, conv_weights=kernel)
         return cache, (out, mixed)
 
     given = made(None, plan)
-    assert_same_bytes(jax.jit(by_name)(*given), jax.jit(by_hand)(*given))
+    assert_same_bytes(jitted(by_name)(*given), jitted(by_hand)(*given))
 
 
 def test_outputs_of_recurrent_layers_have_the_batch_axis_of_their_inputs() -> None:
