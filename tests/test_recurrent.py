@@ -299,10 +299,11 @@ def test_a_scan_over_layers_gives_what_layers_one_after_the_other_give() -> None
         def body(carry, period):
             cache, out = carry
             given = x | {"inputs": x["inputs"] + jnp.tile(out.reshape(TOKENS, -1), 2)}
-            return run_layer("mamba2", cache, "layer.0", batch, given, period=period), None
+            cache, new = run_layer("mamba2", cache, "layer.0", batch, given, period=period)
+            return (cache, jnp.where(period < 2, new, out)), None
 
         carry = cache, jnp.zeros((TOKENS, HEADS, SIZE))
-        (cache, out), _ = jax.lax.scan(body, carry, jnp.arange(2))
+        (cache, out), _ = jax.lax.scan(body, carry, jnp.array([0, 2, 1]))  # there is no 2
         at = jnp.zeros(REQUESTS, jnp.int32)
         kept = [jaxkv.read_state(cache, f"layer.{i}", batch, at=at)[1] for i in range(2)]
         return cache, out, kept
