@@ -909,6 +909,17 @@ def test_forks_share_a_block_until_one_of_them_writes_into_it() -> None:
     assert (shape.format.split(upload.data)["copy_sources"] < 0).all()
 
 
+def test_copies_that_several_calls_of_grow_left_are_made_group_by_group() -> None:
+    manager, shape = running(small_plan({"a": FULL, "b": WINDOW}), 6)
+    manager.fork("r", ["s", "t"])
+    for name in "st":
+        manager.grow({name: 1})
+    parts = manager.step(dataclasses.replace(shape, block_copies=4), {"s": 1, "t": 1}).parts()
+    assert parts["copy_ends"].tolist() == [2, 4]
+    for group, copied in enumerate(np.split(parts["copy_destinations"], 2)):
+        assert {*copied.tolist()} == {manager.block_ids(name)[group][1] for name in "st"}
+
+
 def test_a_prefix_of_whole_blocks_needs_no_copy() -> None:
     manager, shape = running(small_plan({"a": FULL}), 9)
     manager.fork("r", ["s"], num_tokens=8)

@@ -238,6 +238,15 @@ def test_other_refusals_are_data_too(capsys, arguments, message) -> None:
     assert set(data) == {"error"} and message in data["error"]
 
 
+def test_of_block_sizes_that_fit_as_much_the_smallest_is_offered(capsys) -> None:
+    """States make blocks of 16 and of 32 tokens grow to the same."""
+    given = ("qwen3-next-80b-a3b", "--memory", "60GiB", "--block-size")
+    small, large = figures(capsys, *given, "16"), figures(capsys, *given, "32")
+    assert small["tokens_that_fit"] == large["tokens_that_fit"]
+    tries = figures(capsys, *given, "4096")["try"]
+    assert [c["value"] for c in tries if c["option"] == "--block-size"] == ["16"]
+
+
 def test_a_change_is_offered_only_if_a_figure_grows_by_one_percent(capsys) -> None:
     arguments = ("deepseek-v3.2", "--memory", "80GiB")
     now, smaller = figures(capsys, *arguments), figures(capsys, *arguments, "--block-size", "16")

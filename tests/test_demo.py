@@ -289,6 +289,12 @@ def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
     assert {(r.after, r.boundary) for r in rl} == {(None, 0)}
 
 
+def test_the_bound_is_wider_only_where_mosaic_rounds_the_queries_of_bf16() -> None:
+    for dtype, bound in BOUNDS.items():
+        assert bound_of(dtype, "xla") == bound
+        assert bound_of(dtype, "mosaic_gpu") == (0.02 if dtype == "bf16" else bound)
+
+
 @pytest.mark.parametrize(("difference", "agrees"), [(0.01, True), (0.03, False), (np.nan, False)])
 def test_answers_agree_within_the_bound_and_not_where_one_is_nan(
     difference: float, agrees: bool, monkeypatch

@@ -209,6 +209,7 @@ def whole(spec: LayerSpec) -> bool:
 
 
 @pytest.mark.parametrize("grouping", ["auto", "rule", "least_waste", "packed"])
+@example(by_name([full(), full(), sliding(6), sliding(12), chunked(6), chunked(12)]))
 @given(layers=MODELS)
 def test_groups_are_a_partition_into_equal_growth(grouping, layers: Layers) -> None:
     groups = make_groups(layers, grouping=grouping)

@@ -315,7 +315,7 @@ def test_a_mesh_keeps_the_share_of_each_device() -> None:
 
 
 def test_copies_that_start_ahead_are_put_by_the_next_moves() -> None:
-    cache, memory = filled("full"), HostBlocks()
+    cache, memory = filled("two sizes"), HostBlocks()  # of one group, in a buffer each
     before, size = bytes_in(cache), cache.layout.buffers.layout.group_bytes(0)
     cache = memory.move(cache, moves(1, [chunk(1, 1, 2, 3, 4), chunk(2, 5)]))
     cache = memory.move(cache, moves(2, ahead=[1, 2]))
@@ -419,8 +419,9 @@ def test_a_cache_of_several_processes_is_refused() -> None:
 
 def test_moves_in_another_order_are_refused() -> None:
     cache, memory = filled("full"), HostBlocks()
-    with pytest.raises(ValueError, match="number 2"):
-        memory.move(cache, moves(2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="number 2"):
+            memory.move(cache, moves(2))
     cache = memory.move(cache, moves(1, [chunk(1, 1)]))
     with pytest.raises(ValueError, match="once and in order"):
         memory.move(cache, moves(1))

@@ -166,6 +166,9 @@ def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:
     first, second = extra_keys_by_block([video, sound], 8, 2)
     assert first == (("mm", "video", 0), ("mm", "sound", 2))
     assert second == (("mm", "video", -8),)
+    ends = [ExtraKey.mm(name, 2, end) for name, end in (("image", 4), ("sound", 3))]
+    for keys in (ends, ends[::-1]):  # in one order, however they are given
+        assert extra_keys_by_block(keys, 8, 1) == [(("mm", "image", 2), ("mm", "sound", 2))]
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -490,6 +490,14 @@ def test_numbers_of_tokens_are_read_anew_if_they_or_their_requests_have_changed(
     server.step()
     server.scheduler.append({"b": 1, "a": 2})
     assert [server.scheduler.num_tokens(name) for name in "ab"] == [9, 9]
+    server.step()
+    more.clear()
+    more |= {"b": 2}
+    server.scheduler.append(more)
+    more.clear()
+    more |= {"a": 1}
+    server.scheduler.append(more)
+    assert [server.scheduler.num_tokens(name) for name in "ab"] == [10, 11]
     for name in "ab":
         server.scheduler.finish(name)
     for name in "ab":  # the second one's counts take the place of the first one's

@@ -560,6 +560,23 @@ def test_a_refusal_is_a_bug_unless_blocks_are_short_and_nothing_changes(
         assert not machine._grow(2, 8)
 
 
+def test_a_window_that_is_given_back_before_its_step_is_a_bug() -> None:
+    plan = plan_cache({"window": WINDOW}, 2**20, max_model_len=24)  # a token sees the last 6
+    methods = {
+        "plan": plan,
+        "out_of_blocks": MemoryError,
+        "grow": lambda machine, *_: None,
+        "_chunk_ends": {},
+        "_usable_blocks": plan.usable_blocks,
+        "block_ids": lambda machine, request: [[0, 5, 6]],
+        "num_free_blocks": lambda machine: plan.usable_blocks - 2,
+    }
+    machine = type("Host", (JaxkvStateMachine,), methods)()
+    machine.computed, machine.texts = {1: 8}, Texts(plan.max_model_len)
+    with pytest.raises(AssertionError, match="holds no block, and computing tokens 8 to 12"):
+        machine._step({1: 4}, preempt=False, look=False)
+
+
 def test_a_prompt_that_need_not_be_computed_at_all_is_a_bug() -> None:
     methods = {"start_prompt": lambda machine, request, tokens, salt: len(tokens)}
     with pytest.raises(AssertionError, match="the last one has to be computed"):

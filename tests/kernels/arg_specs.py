@@ -104,6 +104,7 @@ PAGES, ROWS = 5, 6
 SMALL_WRITES = (
     SmallWrite(60, 12, 4, "bfloat16"),
     SmallWrite(600, 132, 1, "uint8"),
+    SmallWrite(2064, 1024, 4, "bfloat16"),  # a thread could store more than lies aligned
     SmallWrite(2336, 584, 8, "uint8"),
     SmallWrite(2624, 656, 16, "uint8"),
     SmallWrite(4608, 1152, 1152, "uint8"),
@@ -111,7 +112,7 @@ SMALL_WRITES = (
     SmallWrite(4097, 4097, 1, "uint8"),
     SmallWrite(60, 12, 4, "float32"),
 )
-INTERPRETED_WRITES = (*SMALL_WRITES[:2], SmallWrite(515, 515, 1, "uint8"))
+INTERPRETED_WRITES = (*SMALL_WRITES[:3], SmallWrite(515, 515, 1, "uint8"))
 # Pages, and rows, of less than a warpgroup to several work items.
 SMALL_PAGES = (20, 515, 1152, 4097, 20_000, 28_672)
 # The last two have fewer work items than those have strips, and more.

@@ -549,3 +549,13 @@ def test_padding_takes_no_part_of_the_lanes() -> None:
     segments = Tile._fields.index("num_segments")
     assert full.tiles[:2, segments].tolist() == few.tiles[:, segments].tolist()
     assert full.tiles[2:, segments].tolist() == [0, 0]
+
+
+@needs_mosaic
+def test_scores_far_beyond_the_cap_are_the_cap() -> None:
+    from pallas_kernels._paged_attention.pieces import LOG2E, cap
+
+    rule = rule_of("all keys")._replace(soft_cap=2.0)
+    scores = np.array([-1e9, -1e4, -1, 0, 2, 1e4, 1e9], np.float32)
+    capped, factor = cap(rule, jnp.asarray(scores / 4), jnp.float32(4))
+    np.testing.assert_allclose(capped * factor / LOG2E, 2 * np.tanh(scores / 2), rtol=1e-6)

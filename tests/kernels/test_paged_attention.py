@@ -626,10 +626,10 @@ def test_many_segments_are_added_up_by_several_warpgroups_in_several_rounds(monk
 
     monkeypatch.setattr(_mosaic, "OPERANDS_IN_REGISTERS", False)
     monkeypatch.setattr(combine, "MANY", 2)
-    # About four segments a tile, so that each warpgroup loads one at a time.
-    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 6)
-    case = Case(batch=2, page_tokens=32, width=16, heads=1, kv_heads=1, sinks=True)
-    given = make(case, [512, 0], None)
+    # About six segments a tile, so that each warpgroup loads two at a time.
+    monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: 10)
+    case = Case(batch=2, page_tokens=32, width=24, heads=1, kv_heads=1, sinks=True)
+    given = make(case, [768, 0], None)
     check(case, given._replace(sinks=np.full(1, -math.inf, np.float32)), "mosaic_gpu")
 
 

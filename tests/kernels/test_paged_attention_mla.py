@@ -61,7 +61,7 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
-# Two tiles of a request without holes, and one of a request with one.
+# Two tiles of a request with a hole in its second step, and one of a request with one in its first.
 SPECULATION = NARROW._replace(
     heads=15, cap=9.0, batch=2, tokens=8, width=4, holes=True, scaled=True
 )
@@ -73,10 +73,13 @@ PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
 # second one has a hole.
 REPRODUCIBLE = ONE._replace(width=13, batch=3, window=200, reproducible=True, holes=True)
 INTERPRETED = {
-    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6]),
-    "two thread blocks that load together": (PAIRS, [65], [0, 2]),
-    "packed": (ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20), [70], [0, 1]),
-    "reproducible": (REPRODUCIBLE, [410, 30, 90], None),
+    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6], 26),
+    "two thread blocks that load together": (PAIRS, [65], [0, 2], 0),
+    "packed": (
+        ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20),
+        *([70], [0, 1], 0),
+    ),
+    "reproducible": (REPRODUCIBLE, [410, 30, 90], None, 0),
 }
 # Barriers of two thread blocks, or ones at which nobody waits for the last arrival.
 WITH_LATE_BARRIERS = ("two thread blocks that load together", "reproducible")
@@ -110,8 +113,8 @@ def test_mosaic_attends_to_latents_in_interpret_mode(
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
     monkeypatch.setattr(tasks, "LATENT_SEGMENT", 2)  # of reproducible attention
     monkeypatch.setattr(rounds, "WORKSPACE", 300_000)  # two tiles at a time
-    case, lens, loc = INTERPRETED[name]
-    check(case, make(case, lens, loc, seed=0), "mosaic_gpu")
+    case, lens, loc, seed = INTERPRETED[name]
+    check(case, make(case, lens, loc, seed), "mosaic_gpu")
 
 
 def structs(case: Case, tokens: int, batch: int) -> list[Any]:
