@@ -109,6 +109,16 @@ def test_tokens_are_those_of_the_model_without_a_cache() -> None:
     assert engine.stats.cached_tokens > before.cached_tokens
 
 
+def test_samples_of_a_long_prompt_start_in_one_step() -> None:
+    engine = make_engine()
+    before: Stats = dataclasses.replace(engine.stats)
+    (*outputs,) = engine.generate([[1] * 26], Sampling(n=3, temperature=1.0, max_tokens=4))
+    assert [len(output.tokens) for output in outputs] == [4, 4, 4]
+    # Three compute the prompt and draw the first token of each.
+    assert engine.stats.steps - before.steps == 6
+    assert engine.stats.preemptions == before.preemptions
+
+
 def test_a_prompt_is_a_sequence_or_an_array_that_the_caller_may_change() -> None:
     engine, requests = make_engine(), random_requests(0, 4)
     right = run(engine, requests)
