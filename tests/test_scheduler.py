@@ -498,6 +498,8 @@ def test_numbers_of_tokens_are_read_anew_if_they_or_their_requests_have_changed(
     more |= {"a": 1}
     server.scheduler.append(more)
     assert [server.scheduler.num_tokens(name) for name in "ab"] == [10, 11]
+    server.step()
+    server.scheduler.append({"a": 1, "b": 1})
     for name in "ab":
         server.scheduler.finish(name)
     for name in "ab":  # the second one's counts take the place of the first one's
