@@ -526,7 +526,7 @@ INTERLEAVED = Case(
     1, 1, 256, batch=1, page_tokens=96, width=4, tokens=72, ranks=2, pages="int8", place="HND"
 )
 WIDE = Case(4, 2, 80, 96, page_tokens=16, width=12, tokens=67, sinks=True, window=30, holes=True)
-WIDE = WIDE._replace(chunk=100, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
+WIDE = WIDE._replace(chunk=115, firsts=True, scaled=True, cap=4.0)  # two tables begin in a chunk
 PIECES = Case(1, 1, 64, 80, batch=2, page_tokens=32, width=8, tokens=75, sinks=True, holes=True)
 INTERPRETED = {
     "decode": (
@@ -612,7 +612,7 @@ def test_mosaic_attends_by_the_definition_in_interpret_mode(name: str, monkeypat
     monkeypatch.setattr(_capability, "max_thread_blocks", lambda per_sm: thread_blocks)
     monkeypatch.setattr(DecodeShape, "num_lanes", thread_blocks)
     case, lens, loc = INTERPRETED[name]
-    given = make(case, lens, loc, seed=38 if case.firsts else 0)
+    given = make(case, lens, loc, seed=16 if case.firsts else 0)
     if case.firsts:
         assert np.count_nonzero(given.first_positions % case.chunk) == 2
     check(case, given, "mosaic_gpu")

@@ -522,6 +522,7 @@ PROMPTS_IN_KERNELS = (
 @needs_mosaic
 @pytest.mark.parametrize("layer", PROMPTS_IN_KERNELS if ON_GPU else PROMPTS_IN_KERNELS[:2], ids=str)
 @settings(max_examples=8, phases=AS_DRAWN if ON_GPU else [Phase.explicit])
+@example([2, 100, 0], 18)  # a state is kept after rows that are of no request
 @example([2, 100, 0], 2)  # loads the parts of four chunks, ahead of three that are in memory
 @given(
     st.sampled_from([[1, 30, 0], [0, 64, 30], [3, 61, 64], [2, 100, 0], [70, 1, 50]]),
