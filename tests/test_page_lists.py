@@ -17,6 +17,7 @@ from jaxkv._src.attention import (
     BAD_PAGE_ID,
     MISSING_PAGE,
     TOO_MANY_PAGES,
+    BlockMaskIndices,
     PageCSR,
     PageListError,
     PageLists,
@@ -158,7 +159,9 @@ def entries(lists: PageLists | PageCSR, where) -> list[tuple[int, int, int]]:
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def make_all(tables: PageTables, sizes: PageListSizes = SIZES):
+def make_all(
+    tables: PageTables, sizes: PageListSizes = SIZES
+) -> tuple[PageLists, PageCSR, BlockMaskIndices]:
     lists = make_lists(tables, sizes=sizes)
     return lists, make_csr(tables, sizes=sizes), block_mask_indices(lists)
 
