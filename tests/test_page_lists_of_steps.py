@@ -179,8 +179,8 @@ def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, l
         spans = {name: range(done[name], done[name] + n) for name, n in work.items()}
         done |= {name: span.stop for name, span in spans.items()}
         tokens = pack_tokens(spans)
-        cache, results = step(cache, upload, layers, *tokens[1:])
-        for layer, (view, made, starts) in results.items():
+        cache, results = step(cache, upload, layers, *tokens)
+        for layer, (view, out, made, starts) in results.items():
             late_starts[layer] += np.count_nonzero(starts)
             group = PLAN.layouts[0].place_of(layer).group
             ids = {name: manager.block_ids(name)[group] for name in spans}
@@ -189,19 +189,20 @@ def test_served_batches_attend_through_their_lists(kernel_block_size, stacked, l
             view = served.poisoned(layer, np.asarray(view))
             over_lists = attention_over_lists(layer, tokens[0], view, made[0])
             wanted = [expected(layer, *token) for token in served.tokens]
-            np.testing.assert_allclose(over_lists[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
+            for got in (over_lists, np.asarray(out)):
+                np.testing.assert_allclose(got[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
     jaxkv.check_errors(cache)
     assert all((count > 0) == (layer != "full.1") for layer, count in late_starts.items())
 
 
 @functools.partial(jax.jit, static_argnames="layers", donate_argnums=0)
-def step(cache, upload, layers, keys, values):
+def step(cache, upload, layers, queries, keys, values):
     cache, batch = jaxkv.apply_step(cache, upload)
     results = {}
     for layer in layers:
-        cache = jaxkv.write_tokens(cache, layer, batch, keys, values)
-        view = jaxkv.layer_view(cache, layer)
-        results[layer] = view, lists_of(cache, layer, batch), batch.first_positions(layer)
+        cache, out = jaxkv.attend(cache, layer, batch, queries, keys, values)
+        view, made = jaxkv.layer_view(cache, layer), lists_of(cache, layer, batch)
+        results[layer] = view, out, made, batch.first_positions(layer)
     return cache, results
 
 
@@ -377,9 +378,9 @@ def test_a_page_of_two_requests_is_a_pair_of_each_and_once_in_a_block_mask() -> 
 
 def test_a_request_that_was_not_grown_is_flagged() -> None:
     upload = jaxkv.pack_step(SHAPE, rows=[0], num_computed_tokens=[0], num_new_tokens=[9])
-    keys = np.zeros((TOKENS, HEADS, SIZE), np.float32)
-    _, results = step(make_cache(4, stacked=True), upload, tuple(SECOND), keys, keys)
-    for _, (lists, *_), _ in results.values():
+    zeros = np.zeros((TOKENS, HEADS, SIZE), np.float32)
+    _, results = step(make_cache(4, stacked=True), upload, tuple(SECOND), *[zeros] * 3)
+    for _, _, (lists, *_), _ in results.values():
         assert int(lists.error_flags) == MISSING_PAGE and not np.asarray(lists.pages).any()
         with pytest.raises(PageListError, match="the request does not hold"):
             jaxkv.check_errors(lists)

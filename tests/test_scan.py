@@ -194,11 +194,12 @@ def test_a_period_that_is_an_int_and_does_not_exist_is_refused(period) -> None:
     plan, x = hybrid(), np.zeros((TOKENS, HEADS, SIZE), np.float32)
 
     def use(cache, upload):
-        step = jaxkv.apply_step(cache, upload)
-        with pytest.raises(ValueError, match=f"period={period} is not in 0..1: layer='full.0' has"):
-            jaxkv.attend(step[0], "full.0", step[1], x, x, x, period=period)
-        with pytest.raises(ValueError, match=f"period={period} is not in 0..1: layer='state.0' ha"):
-            jaxkv.read_state(step[0], "state.0", step[1], period=period)
+        cache, batch = jaxkv.apply_step(cache, upload)
+        refused = f"period={period} is not in 0..1: layer="
+        with pytest.raises(ValueError, match=f"{refused}'full.0' has 2"):
+            jaxkv.attend(cache, "full.0", batch, x, x, x, period=period)
+        with pytest.raises(ValueError, match=f"{refused}'state.0' has 2"):
+            jaxkv.read_state(cache, "state.0", batch, period=period)
 
     jax.eval_shape(use, cache_of(plan), shape_of(plan).idle())
 

@@ -469,7 +469,8 @@ def test_states_of_a_sharded_cache_are_refused_outside_of_shard_map() -> None:
             lambda: jaxkv.read_state(cache, "state", batch),
             lambda: jaxkv.write_state(cache, "state", batch, [jnp.zeros((2, 2, 3))]),
         ):
-            with pytest.raises(ValueError, match=r"layer='state' .*: call this inside jax\.shard"):
+            refused = r"layer='state' .*: call this inside jax\.shard_map"
+            with pytest.raises(ValueError, match=refused):
                 use()
 
     jax.eval_shape(run, cache, STATE_SHAPE.idle())
@@ -517,7 +518,8 @@ def test_packed_rows_of_a_sharded_cache_are_refused_outside_of_shard_map() -> No
             lambda: jaxkv.read_rows(cache, "packed", batch),
             lambda: jaxkv.layer_view(cache, "packed"),
         ):
-            with pytest.raises(ValueError, match=r"its own heads.* call this inside jax\.shard_m"):
+            refused = r"its own heads.* call this inside jax\.shard_map"
+            with pytest.raises(ValueError, match=refused):
                 use()
 
     jax.eval_shape(run, cache, shape.idle())
