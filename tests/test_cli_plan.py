@@ -377,7 +377,7 @@ def test_lengths_and_shares_are_read_exactly() -> None:
     for text in ("0", "1.01", "101%", "much", "-1"):
         with pytest.raises(ValueError, match="--utilization="):
             parse_share(text, "--utilization")
-    for text in ("0", "0.1", "8kb", "", "-8", "k"):
+    for text in ("0", "0.1", "8.3k", "8kb", "", "-8", "k"):
         with pytest.raises(ValueError, match="--request-len="):
             parse_length(text, "--request-len")
 
@@ -440,6 +440,22 @@ LLAMA = ("llama-3.1-8b", "--memory", "1GiB")
         ((*LLAMA, "--block-sizes", "16"), "unrecognized arguments: --block-sizes 16"),
         ((*LLAMA, "--kv-dtype"), "--kv-dtype: expected one argument"),
         (("Qwen/Qwen3-9B", "--memory", "9GiB"), "did you mean qwen3-8b or "),
+        (
+            ("whisper-large-v3", "--memory", "9GiB", "--max-encoder-tokens", "0"),
+            "--max-encoder-tokens=0, but layers with cross attention keep the encoder's tokens",
+        ),
+        (
+            (
+                "llama-3.1-8b",
+                "--gpu",
+                "l4",
+                "--utilization",
+                "1",
+                "--weights",
+                str(gpu_bytes("l4")),
+            ),
+            "and weights of 22.03 GiB",
+        ),
         ((*LLAMA, "--request-len", "9k"), "set --request-len to at most 8,176"),
         (("x" * 5000, "--memory", "9GiB"), "(File name too long)"),
         (("\x1b[31mred\n", "--memory", "9GiB"), r"CONFIG='\x1b[31mred\n' is neither"),
@@ -799,6 +815,8 @@ def test_the_stage_with_the_largest_blocks_bounds_the_longest_request(capsys, tm
         words = ("--specs", specs_file(tmp_path, layers), "--pipeline-parallel", "2")
         data = figures(capsys, *words, "--memory", "1GiB")
         assert data["binds"] == f"memory of pipeline stage {stage}"
+        _, page, _ = run(capsys, *words, "--memory", "1GiB")
+        assert f"usable blocks of {data['bytes_per_block'][stage]:,} bytes" in page
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkv
 from jaxkv._src.cache import NO_BLOCK
@@ -360,9 +360,11 @@ def test_options_that_contradict_the_plan_are_refused(options, error, message) -
         jaxkv.make_cache(plan_for(2, 8), max_requests=REQUESTS, **options)
 
 
-def test_attention_of_a_rank_on_its_own_is_refused() -> None:
+@pytest.mark.parametrize("has_mesh", [False, True])
+def test_attention_of_a_rank_on_its_own_is_refused(has_mesh: bool) -> None:
     plan = plan_for(2, 8)
-    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, rank=0)
+    device = NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec()) if has_mesh else None
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS, rank=0, device=device)
 
     def step(cache, upload):
         cache, batch = jaxkv.apply_step(cache, upload)

@@ -523,6 +523,12 @@ def test_mpt_shares_heads_by_its_attn_config(attn_type: str, heads: int) -> None
     config["attn_config"] = {"attn_type": attn_type, "kv_n_heads": 2}
     layers = layers_from_config(config, kv_dtype="bfloat16")
     assert {spec.num_kv_heads for _, spec in attention(layers)} == {heads}
+    del config["attn_config"]["kv_n_heads"]
+    if attn_type == "grouped_query_attention":
+        with pytest.raises(ValueError, match="the configuration lacks 'kv_n_heads'"):
+            layers_from_config(config, kv_dtype="bfloat16")
+    else:
+        assert layers_from_config(config, kv_dtype="bfloat16") == layers
 
 
 @pytest.mark.parametrize(

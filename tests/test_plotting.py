@@ -287,7 +287,7 @@ def check_memory(plan: jaxkv.Plan, length: int, worker: int = 0) -> None:
         "null block and reserved": plan.reserved_blocks,
     }.items():
         rows.append((name, count * block, count * block, f", {blocks(count)}"))
-    over = memory - plan.num_blocks * block
+    over = max(memory - plan.num_blocks * block, 0)
     rows = [row for row in [*rows, ("less than a block", over, over, "")] if row[1]]
     ax = plotting.plot_memory(plan, length, worker=worker).axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == [row[0] for row in rows]
@@ -307,7 +307,7 @@ def check_memory(plan: jaxkv.Plan, length: int, worker: int = 0) -> None:
             line,
         )
         start += num_bytes
-    assert start == memory and not bars[True]
+    assert start == max(memory, plan.num_blocks * block) and not bars[True]
     assert title_of(ax.figure) == (
         f"{fit:,} request{'s' * (fit != 1)} of {length:,} tokens at once in {readable(memory)}: "
         f"{plan.num_blocks:,} blocks of {block:,} bytes"
@@ -323,6 +323,8 @@ def test_the_memory_of_each_worker_is_drawn() -> None:
     for worker, length in itertools.product(range(2), (1, 24)):
         check_memory(plan, length, worker)
         assert plotting.plot_layout(plan.layouts[worker]).axes
+    beyond = {"num_blocks_override": plan.num_blocks * 2, "override_beyond_memory": True}
+    check_memory(jaxkv.plan_cache([first, layers], [2**20] * 2, max_model_len=24, **beyond), 24)
 
 
 @pytest.mark.parametrize("name", MODELS)

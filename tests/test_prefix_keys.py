@@ -1,6 +1,7 @@
 """Block keys: equal to those of vLLM 0.33, and different for different content."""
 
 import hashlib
+import itertools
 import json
 import pathlib
 import time
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.prefixes import ExtraKey, block_keys, root_key
 from jaxkv._src.prefixes._cbor import array_head, encode, encode_tokens
-from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
+from jaxkv._src.prefixes._extra_keys import check_ranges, extra_keys_by_block
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "vllm_prefixes.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["keys"]
@@ -169,6 +170,16 @@ def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:
     ends = [ExtraKey.mm(name, 2, end) for name, end in (("image", 4), ("sound", 3))]
     for keys in (ends, ends[::-1]):  # in one order, however they are given
         assert extra_keys_by_block(keys, 8, 1) == [(("mm", "image", 2), ("mm", "sound", 2))]
+
+
+def test_media_of_a_prompt_come_in_any_order_and_lie_apart() -> None:
+    media = [ExtraKey.mm("a", 0, 4), ExtraKey.mm("b", 4, 6), ExtraKey.mm("c", 8, 12)]
+    for keys in itertools.permutations(media):
+        check_ranges(keys, 12)
+        with pytest.raises(ValueError, match="'c'.* reaches past the 11 tokens"):
+            check_ranges(keys, 11)
+        with pytest.raises(ValueError, match="overlaps another key"):
+            check_ranges([*keys, ExtraKey.mm("d", 5, 9)], 12)
 
 
 # --- refusals -------------------------------------------------------------------------

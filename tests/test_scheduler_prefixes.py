@@ -383,6 +383,31 @@ def test_a_lookup_of_tokens_that_were_rejected_since_is_not_used() -> None:
     assert server.manager.find_prefix([1] * 10 + [0, 2, 2]).num_cached_tokens <= 8
 
 
+def test_a_lookup_of_drafts_that_were_rejected_since_is_not_used() -> None:
+    server = Server(plan_of("full", 13), max_requests=2)
+    server.add("y", [2] * 12, 48)
+    server.add("a", [1] * 12, 48)
+    kept, waited = 12, 0
+    while waited < 2:  # "a" is preempted with its drafts, and looked up in the next step
+        samples = server.step().samples
+        waited += kept > 12 and server.scheduler.running == ("y",)
+        if "a" in samples or waited == 2:
+            server.scheduler.rewind({"a": kept})
+            del server.tokens["a"][kept:]
+        for name in samples:
+            more = [0] if name == "y" else [0, 2, 2]
+            server.tokens[name] += more
+            server.scheduler.append({name: len(more)})
+        kept += "a" in samples
+    server.scheduler.finish("y")
+    assert server.step().work == {"a": kept - 20}
+    server.tokens["a"] += [1] * 6
+    server.scheduler.append({"a": 6})
+    server.step()
+    server.scheduler.finish("a")
+    assert server.manager.find_prefix([*server.tokens["a"], 0]).num_cached_tokens >= kept + 4
+
+
 def test_a_lookup_before_a_restart_with_other_tokens_is_not_used() -> None:
     server = Server(plan_of("full", 13), max_requests=2)
     server.add("y", [2] * 12, 48)

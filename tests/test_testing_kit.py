@@ -214,7 +214,7 @@ def refuse_long_requests(cache: ToyCache, request: int, computed: int, total: in
 
 def name_no_block(cache: ToyCache, request: int, computed: int, total: int) -> None:
     ToyCache.grow(cache, request, computed, total)
-    cache.tables[request][-1] = 10**6
+    cache.tables[request][-1] = len(cache.pages)
 
 
 def write_one_token_too_far(cache: ToyCache, request: int, positions, rows) -> None:
@@ -239,7 +239,7 @@ def copy_nothing(cache: ToyCache, shared: int) -> int:
             "holds no block, and computing tokens",
             {"grow": lambda cache, r, computed, n: ToyCache.grow(cache, r, computed, n - 1)},
         ),
-        ("holds block 1000000, which is not in the pool", {"grow": name_no_block}),
+        ("holds block 11, which is not in the pool", {"grow": name_no_block}),
         ("was refused blocks (with|, and no other holds any)", {"grow": refuse_long_requests}),
         ("which the request wrote as", {"write": write_one_token_too_far}),
         ("reads as NaN, and no request wrote that", {"take_block": start_as_nan}),

@@ -94,6 +94,7 @@ def batches(rule: AttentionRule, each_one: bool = False) -> Iterator[AttentionAr
         most = COLUMNS * rule.page_tokens * rule.ranks
         lens = np.minimum(rng.integers(0, most, BATCH) * rng.integers(0, 2, BATCH) + counts, most)
         lens[0] = max(0, lens[0] - rng.choice([0, 2]))
+        lens[2] += most if seed % 3 == 2 else 0  # longer than its table
         tables = rng.integers(0, PAGES, (BATCH, COLUMNS))
         if seed % 2:
             tables[rng.random(tables.shape) < 0.05] = rng.choice([-1, PAGES])
@@ -519,7 +520,7 @@ def test_as_many_heads_come_together_as_the_cache_holds_of_requests_with_tiles(
     for arrays in batches(rule):
         tiles = cut_queries(arrays, rule, Cut(16, align=8, least=2))
         lens, counts = np.asarray(arrays.seq_lens), np.diff(np.asarray(arrays.query_start_loc))
-        tokens = int(lens[counts >= 2].sum())
+        tokens = int(np.minimum(lens, COLUMNS * rule.page_tokens)[counts >= 2].sum())
         monkeypatch.setattr(prefill_tasks, "CACHED_BYTES", fit * tokens * rule.row_width * 2)
         found = PrefillTile(*prefill_tiles(arrays, rule, tiles, KEYS)[0])
         assert found.heads_together == (together if tokens else kv_heads)
