@@ -145,6 +145,7 @@ TOWER = {
     "deepstack_visual_indexes": [1, 2, 3], "alignment_intermediate_size": 12,
     "downsample_factor": 3,
 }  # fmt: skip
+OF_WRAPPERS = "alignment_intermediate_size", "downsample_factor"
 TOWERS = """qwen2_vl qwen2_5_vl qwen3_vl glm4v gemma4 mistral3 lighton_ocr llava aya_vision mllama
     idefics3 fuyu llama""".split()
 
@@ -171,6 +172,8 @@ def of_towers() -> Iterator[str]:
             yield answer(matrices, kind, vision, audio_config=audio, downsample_factor=5)
             yield answer(matrices, kind, vision, audio_config=flat, text_config={"a": 1})
             yield answer(matrices, kind, flat, alignment_intermediate_size=20)
+        bare = {name: v for name, v in flat.items() if name not in OF_WRAPPERS}
+        yield answer(matrices, kind, bare, alignment_intermediate_size=20, downsample_factor=5)
 
 
 ROPE = [

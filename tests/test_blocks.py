@@ -1275,6 +1275,8 @@ BAD_CALLS = [
     ("row=4 is not in", lambda m, s: foreign(s, entries=[TableEntry(4, [[1]] * 5)])),
     ("row must be at least 0", lambda m, s: foreign(s, entries=[TableEntry(-1, [[1]] * 5)])),
     ("zero_ids has 1 groups", lambda m, s: foreign(s, zero_ids=[[1]])),
+    ("zero_ids has 6 groups", lambda m, s: foreign(s, zero_ids=[[1]] * 6)),
+    ("row 0 has ids for 6 groups", lambda m, s: foreign(s, entries=[TableEntry(0, [[1]] * 6)])),
     ("copies must be pairs", lambda m, s: foreign(s, copies=[[1]] * 5)),
     ("copies has 1 groups", lambda m, s: foreign(s, copies=[[(1, 2)]])),
     ("encoder_lens has 2", lambda m, s: foreign(s, rows=[1], encoder_lens=[1, 2])),

@@ -349,6 +349,11 @@ def test_what_only_one_rank_knows_is_refused_outside_of_shard_map() -> None:
         ({"rank": 0, "interleave_tokens": 0}, ValueError, "interleave_tokens must be at least 1"),
         ({"rank": 0, "interleave_tokens": 1.5}, TypeError, "interleave_tokens must be an int"),
         (
+            {"mesh": Mesh(np.array(DEVICES[:1]), ("context",)), "axis": "context", "rank": 0},
+            ValueError,
+            "pass either mesh= and axis=, or rank=",
+        ),
+        (
             {"mesh": Mesh(np.array(DEVICES[:1]), ("context",)), "axis": "context"},
             ValueError,
             "axis='context' has 1 devices and the plan context_parallel=2",

@@ -680,6 +680,16 @@ MISTAKES = {
         TypeError,
         "sinks must be an array, got list",
     ),
+    "dates for keys": (
+        lambda s: s.write(keys=np.array(["2026-01-01"], "M8[D]")),
+        TypeError,
+        "keys must be an array of numbers, got datetime64",
+    ),
+    "durations for keys": (
+        lambda s: s.write(keys=np.array([1], "m8[s]")),
+        TypeError,
+        "keys must be an array of numbers, got timedelta64",
+    ),
     "names for keys": (
         lambda s: s.write(keys=np.array(["a"])),
         TypeError,

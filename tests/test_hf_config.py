@@ -363,6 +363,15 @@ SPELLINGS = {
         },
         ["mamba", FULL],
     ),
+    "nemotron by the list of other models": (
+        {
+            **load_config("nemotron-h-8b"),
+            "hybrid_override_pattern": None,
+            "layers_block_type": None,
+            "layer_types": ["mamba", "mlp", "attention", "moe"],
+        },
+        ["mamba", FULL],
+    ),
 }
 
 

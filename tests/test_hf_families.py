@@ -462,6 +462,13 @@ REFUSED_WITHOUT_WINDOW = set(
 )
 
 
+@pytest.mark.parametrize("pattern", ["LGLG", "LLL", "GLL", "LLX"])
+def test_a_pattern_is_one_period_that_ends_with_a_full_layer(pattern: str) -> None:
+    config = SIZES | KINDS["exaone4"][0] | {"model_type": "exaone4", "num_hidden_layers": 7}
+    with pytest.raises(ValueError, match=r"sliding_window_pattern=.* such as 'LLLG'"):
+        layers_from_config(config | {"sliding_window_pattern": pattern}, kv_dtype="bfloat16")
+
+
 @pytest.mark.parametrize("model_type", sorted(FULL_WITHOUT_WINDOW | REFUSED_WITHOUT_WINDOW))
 def test_without_a_window_all_layers_are_full_or_the_window_is_missed(model_type: str) -> None:
     """Whatever the pattern of the file is."""

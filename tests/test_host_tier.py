@@ -27,7 +27,7 @@ from jaxkv._src.blocks._keeping import KeptPrompts
 from jaxkv._src.scheduler import Schedule
 from jaxkv._src.scheduler._admission import Admission
 from jaxkv._src.tier import HostRoom, HostTier, _books, _room
-from jaxkv.blocks import Moves, TierStats
+from jaxkv.blocks import Chunk, Moves, TierStats
 from jaxkv.prefixes import BlocksRemoved, BlocksStored, EventLog, encode_events
 from tests.layer_examples import plan_of
 from tests.servings import run_serving
@@ -117,6 +117,13 @@ def prompt(number: int, size: int = 16) -> np.ndarray:
 def host(blocks: float, layers, **options) -> HostMemory:
     size = plan_of(layers, 60, 32).layouts[0].bytes_per_block
     return HostMemory(**{"num_bytes": int(blocks * size), "min_tokens": 1} | options)
+
+
+def test_a_text_of_moves_counts_the_blocks_that_are_copied() -> None:
+    stores = [Chunk(1, 0, np.array([4, 5])), Chunk(2, 1, np.array([6]))]
+    loads = [Chunk(3, 0, np.array([-1, 7, -1])), Chunk(4, 0, np.array([0, 8]))]
+    moves = Moves(3, tuple(stores), tuple(loads), ())
+    assert repr(moves) == "Moves(number 3: 3 blocks to the host, 3 back)"
 
 
 def test_an_evicted_prefix_comes_back() -> None:

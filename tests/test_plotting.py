@@ -323,7 +323,7 @@ def test_the_memory_of_each_worker_is_drawn() -> None:
     for worker, length in itertools.product(range(2), (1, 24)):
         check_memory(plan, length, worker)
         assert plotting.plot_layout(plan.layouts[worker]).axes
-    beyond = {"num_blocks_override": plan.num_blocks * 2, "override_beyond_memory": True}
+    beyond = {"num_blocks_override": plan.num_blocks * 8, "override_beyond_memory": True}
     check_memory(jaxkv.plan_cache([first, layers], [2**20] * 2, max_model_len=24, **beyond), 24)
 
 

@@ -231,10 +231,11 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
     log = EventLog(max_batches=3)
     assert log.take() is None and log.since(0) == ()
     batches = []
-    for event in RECORDED:
+    for seconds, event in enumerate(RECORDED):
         log.append(event)
-        batches.append(log.take(timestamp=1.0))
+        batches.append(log.take(timestamp=float(seconds)))
     assert [batch and batch.sequence for batch in batches] == [0, 1, 2, 3, 4]
+    assert [batch and batch.timestamp for batch in batches] == [0, 1, 2, 3, 4]
     assert log.take() is None and log.next_sequence == 5
     assert list(log.since(2)) == batches[2:] and log.since(5) == ()
     with pytest.raises(ValueError, match="batches 2 to 4 are kept"):

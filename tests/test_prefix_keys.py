@@ -176,7 +176,7 @@ def test_media_of_a_prompt_come_in_any_order_and_lie_apart() -> None:
     media = [ExtraKey.mm("a", 0, 4), ExtraKey.mm("b", 4, 6), ExtraKey.mm("c", 8, 12)]
     for keys in itertools.permutations(media):
         check_ranges(keys, 12)
-        with pytest.raises(ValueError, match="'c'.* reaches past the 11 tokens"):
+        with pytest.raises(ValueError, match=r"'c'.* reaches past the 11 tokens"):
             check_ranges(keys, 11)
         with pytest.raises(ValueError, match="overlaps another key"):
             check_ranges([*keys, ExtraKey.mm("d", 5, 9)], 12)
@@ -199,6 +199,7 @@ def test_media_of_a_prompt_come_in_any_order_and_lie_apart() -> None:
         (ValueError, "without a parent", {"start": 4}),
         (ValueError, "without a parent", {"parent": bytes(32)}),
         (ValueError, "parent must be a key of 32 bytes", {"start": 4, "parent": b"x"}),
+        (ValueError, "parent must be a key of 32 bytes", {"start": 4, "parent": bytes(33)}),
         (ValueError, "root must be a key of 32 bytes", {"root": "vllm-none-hash"}),
         (TypeError, "ExtraKey.lora", {"extra_keys": [("lora", "a", "b")]}),
     ],

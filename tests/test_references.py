@@ -191,6 +191,20 @@ def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
         assert np.isnan(write.rows.view(jnp.dtype(dtype)).astype(np.float32)).any()
 
 
+def test_nan_in_any_array_of_a_state_is_found_and_none_between_them() -> None:
+    state = StateSpec(block_size=4, shapes=((2,), (3,)), dtypes=("bf16", "f32"))
+    cache = ReferenceCache(plan_of({"state": state}))
+    cache.start("r"), cache.write("r", 0, 3)
+    pages = cache._pages["r", "state"].data
+    for dtype, start, end in (("bfloat16", 0, 4), ("float32", 4, 16)):
+        itemsize = jnp.dtype(dtype).itemsize
+        for at in range(start, end, itemsize):
+            wrong = pages.copy()
+            wrong[0, at : at + itemsize].view(jnp.dtype(dtype))[:] = np.nan
+            problem = cache.find_problem("r", "state", [0], wrong, unwritten_reads_zero=False)
+            assert problem == "column 0 reads as NaN, and no request wrote that"
+
+
 def test_forks_may_share_a_block_until_one_of_them_writes_into_it() -> None:
     cache = ReferenceCache(plan_of({"a": FULL}))
     cache.start("r"), cache.write("r", 0, 6), cache.fork("s", "r", 6)

@@ -549,11 +549,12 @@ def test_closed_over_arrays_are_found() -> None:
 
     @jax.jit
     def right(cache, rows):
-        others = [array.astype(jnp.int32).sum() for array in (vector, of_floats, cut)]
+        others = [array.astype(jnp.int32).sum() for array in (vector, of_floats, cut, scales)]
         return cache.block_tables[rows] + jnp.int32(3) * scalar + sum(others)
 
-    # A vector as long as one of the cache, and arrays of another dtype or shape than any of it.
-    scalar, vector = jnp.int32(2), jnp.ones_like(cache.status)
+    # A vector as long as one of the cache, and arrays of another dtype or shape than any of it but
+    # the scales, which steps never change.
+    scalar, vector, scales = jnp.int32(2), jnp.ones_like(cache.status), awake.scales
     of_floats, cut = cache.rows.astype(jnp.float32), cache.rows[:, 1:]
     check_not_closed_over(awake, right, awake, rows)
     check_not_closed_over(awake, lambda cache: right(cache, rows), awake)

@@ -504,7 +504,12 @@ def test_a_method_stores_elements_and_scales_as_its_fields_say(
 def test_a_decoder_attends_twice_in_every_layer_and_an_encoder_once() -> None:
     sizes = {"d_model": 7, "num_heads": 2, "d_kv": 3, "d_ff": 0, "vocab_size": 0}
     fields = Fields("t5", {**sizes, "num_layers": 1, "num_decoder_layers": 5})
-    assert sum(matrix.parameters for matrix in t5(fields)) == (1 + 2 * 5) * 4 * 6 * 7
+    attention = (1 + 2 * 5) * 4 * 6 * 7
+    assert sum(matrix.parameters for matrix in t5(fields)) == attention
+    for proj, matrices in ((None, 2), ("relu", 2), ("gated-gelu", 3), ("gated-silu", 3)):
+        given = {**fields.values, "d_ff": 5, "feed_forward_proj": proj}
+        counted = sum(matrix.parameters for matrix in t5(Fields("t5", given)))
+        assert counted == attention + (1 + 5) * matrices * 5 * 7
     sizes = {"d_model": 7, "encoder_ffn_dim": 3, "decoder_ffn_dim": 2, "vocab_size": 0}
     sizes |= {"max_source_positions": 4, "max_target_positions": 5, "num_mel_bins": 6}
     fields = Fields("whisper", {**sizes, "encoder_layers": 1, "decoder_layers": 5})
