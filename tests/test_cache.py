@@ -280,6 +280,16 @@ def test_flags_are_distinct_bits_and_are_raised_together() -> None:
 # --- static parts ---------------------------------------------------------------------
 
 
+def test_positions_are_interleaved_within_the_blocks_of_every_group() -> None:
+    large, small = SPEC, FullAttentionSpec(block_size=2, num_kv_heads=4, head_size=4)
+    for layers in ({"a": large, "b": small}, {"b": small, "a": large}):
+        plan = plan_of(layers)
+        assert {group.block_size for group in plan.groups} == {2, 4}
+        assert make_cache(plan, max_requests=2, interleave_tokens=2).layout.interleave_tokens == 2
+        with pytest.raises(ValueError, match="=4 does not divide the block size 2 of a group"):
+            make_cache(plan, max_requests=2, interleave_tokens=4)
+
+
 def test_equal_layouts_are_equal_after_pickling_and_others_are_not() -> None:
     def layout(**options):
         return cache_of(**options).layout
@@ -292,7 +302,9 @@ def test_equal_layouts_are_equal_after_pickling_and_others_are_not() -> None:
         layout(scales=(1, 1)),
     ):
         assert same == one and hash(same) == hash(one) and same.buffers == one.buffers
-    assert one.column_starts == (0, 2), "cached values are left behind and come back"
+    assert one.column_starts == (0, 2), "cached values come back"
+    fields = {field.name for field in dataclasses.fields(one)}
+    assert {*vars(pickle.loads(pickle.dumps(one)))} == fields < {*vars(one)}, "they are left behind"
     others = [{"order": "BLNHC"}, {"stacked": False}, {"kernel_block_sizes": [2]}]
     others += [
         {"interleave_tokens": 2},

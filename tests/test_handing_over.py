@@ -444,6 +444,12 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
     scheduler.finish("b")
     scheduler.append({name: 1})
     scheduler.rewind({name: 18})
+    assert scheduler.export_blocks(name).num_tokens == 18
+    scheduler.finish(name)
+    scheduler.add(name, 18)  # another one
+    for _ in range(2):
+        worker.step()
+    scheduler.rewind({name: 18})
     few = Scheduler(BlockManager(worker.manager.plan, max_requests=4), max_tokens=16)
     with pytest.raises(ValueError, match="cached_tokens=0"):
         few.import_blocks("b", 1)

@@ -160,6 +160,33 @@ def test_a_prompt_of_one_block_is_known_under_its_salt() -> None:
     assert manager.start("a", np.arange(5), salt="b").reasons == ("other_salt",)
 
 
+def test_a_prompt_with_an_image_later_on_is_known_under_its_salt() -> None:
+    """By its first tokens, which are codes of 64 bits there and of 32 where nothing is added."""
+    for images in ([ExtraKey.mm("cat", 8, 12)], []):
+        manager = BlockManager(plan_of("full"), max_requests=2)
+        shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
+        manager.start("first", np.arange(12), extra_keys=images)
+        manager.step(shape, {"first": 12})
+        for more in ([], [ExtraKey.mm("dog", 8, 12)]):
+            hit = manager.start("a", np.arange(12), salt="b", extra_keys=more)
+            assert hit.reasons == ("other_salt",)
+            manager.finish("a")
+
+
+def test_a_row_whose_request_ended_early_is_another_s() -> None:
+    """Who has no tokens, or others than those that were still to be computed."""
+    manager = BlockManager(plan_of("full"), max_requests=1)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True
+    )
+    for tokens in (None, np.arange(20), None, np.arange(20) + 7):
+        manager.start("a", tokens)
+        for start in (0, 8):
+            ids = np.arange(start, start + 8) if tokens is None else tokens[start : start + 8]
+            manager.step(shape, {"a": 8}, extra=np.pad(ids, (0, 4)))
+        manager.finish("a")
+
+
 def test_as_many_prompts_as_blocks_are_known_under_their_salt() -> None:
     manager, shape = computed_prompt(plan_of("full", 14), np.arange(4))
     for first, reason in [*((i, "other_salt") for i in range(13)), (13, "never_seen")]:

@@ -324,7 +324,7 @@ def test_rows_of_strided_pages_lie_where_kernels_look(place: str) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize("case", [Case(), LATENTS], ids=["keys and values", "latents"])
-@pytest.mark.parametrize(("before", "after"), [(1, 15), (0, 1), (2, 14), (8, 0)])
+@pytest.mark.parametrize(("before", "after"), [(1, 15), (0, 1), (2, 14), (8, 0), (0, 8)])
 def test_mosaic_takes_pages_among_whole_groups_of_8_rows_only(
     before: int, after: int, case: Case
 ) -> None:
