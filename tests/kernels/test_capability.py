@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import _capability, default_implementation
@@ -50,3 +51,11 @@ def test_the_gpu_says_how_many_sms_it_has() -> None:
 @pytest.mark.skipif(ON_GPU, reason="a GPU counts its own")
 def test_without_a_gpu_kernels_are_lowered_for_a_hopper() -> None:
     assert _capability.max_thread_blocks(16) == 16 * _capability.SMS_WITHOUT_GPU
+
+
+def test_elements_of_one_two_and_four_bytes_are_stored() -> None:
+    stored = "float32 int32 uint32 bfloat16 float16 int16 uint16 float8_e4m3fn float8_e5m2 int8"
+    for name in (*stored.split(), "uint8"):
+        assert _capability.can_store(jnp.dtype(name)), name
+    for name in ("float64", "int64", "complex64", "bool", "int4"):
+        assert not _capability.can_store(jnp.dtype(name)), name

@@ -468,9 +468,13 @@ def test_the_state_after_each_draft_is_kept(implementation, layer, counts, seed)
 
 
 def choose_ends(seed: int, counts: list[int], beyond: int) -> np.ndarray:
-    """Chooses two counts of tokens for each request, after which a page takes its state."""
+    """Chooses two counts of tokens for each request, after which a page takes its state.
+
+    Before the first token there is none to take.
+    """
     rng = np.random.default_rng(seed)
-    return as_ids([np.sort(rng.integers(0, n + beyond, 2, endpoint=True)) for n in counts])
+    ends = np.array([np.sort(rng.integers(0, n + beyond, 2, endpoint=True)) for n in counts])
+    return as_ids(np.where(ends > 0, ends, -(seed % 3)))
 
 
 PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, state="bfloat16"))
@@ -478,6 +482,8 @@ PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, s
 
 @pytest.mark.parametrize("layer", PROMPTS, ids=str)
 @settings(max_examples=3, phases=AS_DRAWN)
+@example([70, 60, 70], 0)  # as many chunks as there can be of them
+@example([1, 150, 1], 23)  # states of which some are written before the first token
 @given(
     st.sampled_from([[1, 150, 1], [0, 64, 65], [200, 0, 0], [63, 1, 64], [70, 60, 70]]),
     st.integers(0, 99),

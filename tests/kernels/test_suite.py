@@ -47,8 +47,6 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 # GPU's memory next to the real one, so in-place can be seen only from the lowered text.
 where_each_runs = pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])
 IDS = jnp.zeros(2, jnp.int32)
-DTYPES = """float32 int32 uint32 bfloat16 float16 int16 uint16 float8_e4m3fn float8_e5m2 int8
-    uint8""".split()
 
 
 def lower(function: Any, *args: Any) -> str:
@@ -82,7 +80,7 @@ def check_together(subject: Subject, cases: list[tuple[np.ndarray, ...]], **opti
 @each_subject
 @where_each_runs
 def test_every_dtype_keeps_its_bytes(implementation: str, subject: Subject) -> None:
-    cases = [subject.make(528, dtype) for dtype in DTYPES]
+    cases = [subject.make(528, dtype) for dtype in _capability.DTYPES]
     check_together(subject, cases, implementation=implementation)
 
 
