@@ -22,7 +22,9 @@ from pallas_kernels import (
     gated_delta_rule,
     selective_scan,
 )
-from pallas_kernels._recurrence import limits, prompt, step, step_convolution, xla
+from pallas_kernels._recurrence import limits, prompt, prompt_parts, step, step_convolution, xla
+from pallas_kernels._recurrence.chunks import CHUNK
+from pallas_kernels._recurrence.prompt_shape import PromptShape
 from pallas_kernels._recurrence.rule import Requests, Rule, Tokens
 from tests.helpers import HAS_MOSAIC, IMPLEMENTATIONS, ON_GPU, as_ids, kernels_run, needs_mosaic
 from tests.reference_recurrence import (
@@ -539,6 +541,24 @@ def test_prompts_go_through_kernels(layer: Layer, counts: list[int], seed: int) 
     after = choose_ends(seed, counts, beyond=0)
     given = make(layer, counts, 140, seed, write_after=after, **choose_ids(seed, 3, 2))
     check(layer, given, "mosaic_gpu", in_chunks=True, ragged=True, most=None)
+
+
+@needs_mosaic
+def test_the_inverse_of_a_chunk_is_as_precise_as_what_it_becomes() -> None:
+    """Rounding to bfloat16 comes last: what it hides in an output adds up where keys are alike."""
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=CHUNK) + 0.3 * rng.normal(size=(CHUNK, CHUNK))
+    parts = keys, keys, np.eye(CHUNK)  # of values of one token each, the products are the inverse
+    inputs = np.concatenate(parts, axis=1).astype(dtype("bfloat16"))
+    gates = np.repeat(np.float32([0, 1]), CHUNK)[None, None]  # no decay, and all is taken away
+    rule = Rule(1, 1, CHUNK, CHUNK, delta=True, normalize=True, scale=1.0)
+    shape = PromptShape(rule, 1, 1, jnp.dtype(inputs.dtype), jnp.dtype("float32"), False)
+    find = jax.jit(functools.partial(prompt_parts.find_parts, shape))
+    with kernels_run():
+        found = find(as_ids([[0, 0, CHUNK, -1]]), gates, jnp.array(inputs), None).values
+    keys = normalized(inputs[:, :CHUNK].astype(np.float64))
+    exact = np.linalg.inv(np.eye(CHUNK) + np.tril(keys @ keys.T, -1))
+    assert relative_error(found.T, exact) < 3e-3
 
 
 @needs_mosaic
