@@ -100,14 +100,16 @@ def serve(plan: jaxkv.Plan, steps: int = 40, seed: int = 0):
     return snapshots, held, preempted
 
 
-def filled_cache(max_requests: int = 6, rows: int = 3, plan: jaxkv.Plan = SMALL, **options):
+def filled_cache(
+    max_requests: int = 6, rows: int = 3, steps: int = 4, plan: jaxkv.Plan = SMALL, **options
+):
     """A manager, a cache and the batch of the last of a few steps."""
     manager = jaxkv.BlockManager(plan, max_requests=max_requests)
     cache = jaxkv.make_cache(plan, max_requests=max_requests, **options)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=max_requests, max_tokens=24, batch_size=6)
     for request in range(rows):
         manager.start(request, encoder_tokens=request * plan.limits.max_encoder_tokens // 2)
-    for step in range(1, 5):
+    for step in range(1, steps + 1):
         work = {request: request + step for request in range(rows)}
         cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, work))
     return manager, cache, batch
@@ -668,8 +670,13 @@ def plan_of_a_rank() -> jaxkv.Plan:
 
 @pytest.mark.parametrize(
     ("plan", "options"),
-    [(SMALL, {}), (plan_of_states(), {}), (plan_of_a_rank(), {"rank": 1})],
-    ids=["windows", "states", "a rank"],
+    [
+        (SMALL, {}),
+        (plan_of_states(), {}),
+        (plan_of_states(), {"steps": 2}),  # of a state in the first column
+        (plan_of_a_rank(), {"rank": 1}),
+    ],
+    ids=["windows", "states", "second states", "a rank"],
 )
 def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> None:
     """In whatever rows are drawn, in whatever order, and one of them twice."""
