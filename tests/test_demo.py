@@ -20,7 +20,7 @@ from jaxkv import KVCache
 from jaxkv.__main__ import main
 from jaxkv._src.blocks import BlockUse
 from jaxkv._src.demo import reference, run, serving, trace
-from jaxkv._src.demo.memory import PagedMemory, forward_step
+from jaxkv._src.demo.memory import PagedMemory, forward_step, tokens_of
 from jaxkv._src.demo.model import Model, Params, init_params
 from jaxkv._src.demo.reference import Answer, Comparison, compare
 from jaxkv._src.demo.run import BOUNDS, bound_of
@@ -158,6 +158,26 @@ def test_weights_are_drawn_apart_and_scaled_by_their_fan_in() -> None:
     assert len({float(matrix[0, 0]) * len(matrix) ** 0.5 for matrix in matrices}) == len(matrices)
     for matrix in matrices:
         assert (matrix * len(matrix) ** 0.5).std() == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.parametrize("counts", [[1, 4, 1], [4, 0, 2], [3], [1, 1, 1]], ids=str)
+def test_the_tokens_of_a_step_go_to_their_requests_and_back(counts: list[int]) -> None:
+    """Each to one place, whoever comes before or after it; padding becomes zeros."""
+    starts, num_tokens = np.cumsum([0, *counts]).astype(np.int32), sum(counts) + 2
+    shape = SimpleNamespace(max_query_len=4, max_tokens=num_tokens)
+    batch = SimpleNamespace(
+        query_start_loc=jnp.array(starts), query_lens=jnp.array(np.diff(starts)), shape=shape
+    )
+    step: Any = SimpleNamespace(batch=batch, token_ids=jnp.zeros(num_tokens), positions=None)
+    tokens, given = tokens_of(step), np.arange(1, num_tokens + 1)
+    by_request = np.zeros((len(counts), 4), int)
+    for row, start, count in zip(by_request, starts, counts, strict=False):
+        row[:count] = given[start : start + count]
+    np.testing.assert_array_equal(tokens.to_requests(jnp.array(given)), by_request)
+    given[starts[-1] :] = 0
+    # What lies past a request's tokens goes nowhere.
+    there = np.where(by_request > 0, by_request, 99)
+    np.testing.assert_array_equal(tokens.to_tokens(jnp.array(there)), given)
 
 
 KERNEL_BLOCKS = {"num_blocks": 17, "kernel_block_size": 8, "own_attention": True}

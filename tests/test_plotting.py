@@ -29,7 +29,7 @@ from jaxkv._src.internal.text import describe_unused, readable
 from jaxkv._src.layout import ORDERS, PhysicalOrder
 from jaxkv._src.plotting import Holder
 from jaxkv._src.plotting._style import spread
-from tests.helpers import hybrid_layers, hybrid_plan
+from tests.helpers import hybrid_layers, hybrid_plan, ids_of_group
 from tests.layer_examples import STATES, TOKEN_SPECS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -100,14 +100,16 @@ def serve(plan: jaxkv.Plan, steps: int = 40, seed: int = 0):
     return snapshots, held, preempted
 
 
-def filled_cache(max_requests: int = 6, rows: int = 3, plan: jaxkv.Plan = SMALL, **options):
+def filled_cache(
+    max_requests: int = 6, rows: int = 3, steps: int = 4, plan: jaxkv.Plan = SMALL, **options
+):
     """A manager, a cache and the batch of the last of a few steps."""
     manager = jaxkv.BlockManager(plan, max_requests=max_requests)
     cache = jaxkv.make_cache(plan, max_requests=max_requests, **options)
     shape = jaxkv.StepShape.for_plan(plan, max_requests=max_requests, max_tokens=24, batch_size=6)
     for request in range(rows):
         manager.start(request, encoder_tokens=request * plan.limits.max_encoder_tokens // 2)
-    for step in range(1, 5):
+    for step in range(1, steps + 1):
         work = {request: request + step for request in range(rows)}
         cache, batch = jax.jit(jaxkv.apply_step)(cache, manager.step(shape, work))
     return manager, cache, batch
@@ -668,8 +670,13 @@ def plan_of_a_rank() -> jaxkv.Plan:
 
 @pytest.mark.parametrize(
     ("plan", "options"),
-    [(SMALL, {}), (plan_of_states(), {}), (plan_of_a_rank(), {"rank": 1})],
-    ids=["windows", "states", "a rank"],
+    [
+        (SMALL, {}),
+        (plan_of_states(), {}),
+        (plan_of_states(), {"steps": 2}),  # of a state in the first column
+        (plan_of_a_rank(), {"rank": 1}),
+    ],
+    ids=["windows", "states", "second states", "a rank"],
 )
 def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> None:
     """In whatever rows are drawn, in whatever order, and one of them twice."""
@@ -707,11 +714,19 @@ def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> Non
 
 
 def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
+    """Blocks of whatever group, and of the rows as many as fit."""
     _, cache, _ = filled_cache(max_requests=100)
     figure = plotting.plot_block_tables(cache)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["0", "1", "2"]
     assert "3 of 100 rows, 3 drawn" in title_of(figure)
+    later = range(60, 100)  # each of them holds blocks of one group alone
+    new = [jaxkv.TableEntry(row, ids_of_group(5, row % 5, [1])) for row in later]
+    entries = pack_entries(new, num_groups=5, max_requests=100, max_block_ids=40, max_rows=40)
+    figure = plotting.plot_block_tables(append_block_ids(cache, entries))
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [str(row) for row in [0, 1, 2, *later][:32]]
+    assert "43 of 100 rows, 32 drawn" in title_of(figure)
     assert plotting.plot_block_tables(cache, rows=[99]).axes  # empty, and still a picture
 
 

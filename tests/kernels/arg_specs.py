@@ -102,7 +102,7 @@ PAGES, ROWS = 5, 6
 # Rows too short for a warpgroup, odd ones, what attention writes per token, a whole page,
 # and pages that align worse than rows do. Rows of narrow elements are written as wider words.
 SMALL_WRITES = (
-    SmallWrite(60, 12, 4, "bfloat16"),
+    SmallWrite(60, 13, 4, "bfloat16"),  # pages of words, and rows of no whole ones
     SmallWrite(600, 132, 1, "uint8"),
     SmallWrite(2064, 1024, 4, "bfloat16"),  # a thread could store more than lies aligned
     SmallWrite(2336, 584, 8, "uint8"),

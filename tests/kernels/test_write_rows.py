@@ -38,7 +38,9 @@ def apart(ids: list[int], offsets: list[int], n: int) -> list[int]:
 def test_rows_are_written_where_they_fit(implementation, spec, data) -> None:
     page, n, align, dtype = spec
     aligned = st.integers(0, (page - n) // align).map(lambda i: i * align)
-    offset = aligned | st.integers(-n, page + 1) | st.sampled_from([page - n, *EXTREMES])
+    beside = aligned.map(lambda i: i + 1)  # of the same word, where rows are written as words
+    far = st.integers(-n, page + 1) | st.sampled_from([page - n, *EXTREMES])
+    offset = aligned | beside | far
     block_id = st.integers(0, PAGES - 1) | st.integers(-2, PAGES + 1) | st.sampled_from(EXTREMES)
     offsets = data.draw(st.lists(offset, min_size=ROWS, max_size=ROWS))
     ids = apart(data.draw(st.lists(block_id, min_size=ROWS, max_size=ROWS)), offsets, n)
