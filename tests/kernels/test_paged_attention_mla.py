@@ -61,9 +61,10 @@ MOSAIC_CASES = {
 }
 # Small enough for interpret mode, which takes seconds for each.
 NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sinks=True)
-# Two tiles of a request with a hole in its second step, and one of a request with one in its first.
+# Two tiles of a request with a hole in its second step, one of a request with one in its first, and
+# one whose first query sees no key of the rank.
 SPECULATION = NARROW._replace(
-    heads=15, cap=9.0, batch=2, tokens=8, width=4, holes=True, scaled=True
+    heads=15, cap=9.0, batch=3, tokens=8, width=4, holes=True, scaled=True, sinks=False
 )
 SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
@@ -73,7 +74,7 @@ PAIRS = NARROW._replace(heads=40, batch=1, tokens=2, page_tokens=16)
 # second one has a hole.
 REPRODUCIBLE = ONE._replace(width=13, batch=3, window=200, reproducible=True, holes=True)
 INTERPRETED = {
-    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100], [0, 5, 6], 26),
+    "speculation in fp8, interleaved, holes": (SPECULATION, [150, 100, 5], [0, 5, 6, 8], 345),
     "two thread blocks that load together": (PAIRS, [65], [0, 2], 0),
     "packed": (
         ONE._replace(pages=PACKED, key=576, value=512, tokens=4, window=20),
