@@ -174,7 +174,7 @@ def test_a_prompt_with_an_image_later_on_is_known_under_its_salt() -> None:
 
 
 def test_a_row_whose_request_ended_early_is_another_s() -> None:
-    """Who has no tokens, or others than those that were still to be computed."""
+    """One without tokens, or with others than those that were still to be computed."""
     manager = BlockManager(plan_of("full"), max_requests=1)
     shape = StepShape.for_plan(
         manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv._src.blocks import BlockManager
+from jaxkv._src.planning import plan_cache
 from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Schedule, Scheduler
 from jaxkv._src.specs import LayerSpec, StateSpec
@@ -435,14 +436,28 @@ def test_ids_that_are_missing_for_a_while_stop_no_other_request() -> None:
 
 
 @pytest.mark.parametrize(
+    ("max_model_len", "max_requests", "room"),
+    [(100, 1, 100), (100, 9, 900), (10_000, 9, 2**16), (70_000, 9, 70_000), (70_000, 1, 70_000)],
+)
+def test_a_step_has_room_for_many_cached_tokens_if_there_can_be_any(
+    max_model_len: int, max_requests: int, room: int
+) -> None:
+    sizes = {"max_model_len": max_model_len, "num_blocks_override": 20_000}
+    plan = plan_cache({"a": FULL}, 2**30, **sizes)
+    for more, wanted in (({}, 0), ({"forks": 1}, room), ({"tokens": {}}, room)):
+        manager = BlockManager(plan, max_requests=max_requests)
+        assert Scheduler(manager, max_tokens=8, **more)._options.cached_tokens == wanted
+
+
+@pytest.mark.parametrize(
     ("forks", "cached_tokens"), [(3, 64), (3, 0), (0, 0), (0, 9), (3, None), (0, None)]
 )
 def test_shapes_are_the_schedulers(forks: int, cached_tokens: int | None) -> None:
-    """Without room said for cached tokens, a request may begin with as many as it has at most."""
+    """Without room said for cached tokens, all requests may begin with as many as they may have."""
     given = {"forks": forks, "cached_tokens": cached_tokens}
     host = Host(LAYERS["windows"], max_tokens=16, chunk_tokens=4, **given)
     plan = host.manager.plan
-    room = plan.max_model_len if cached_tokens is None else cached_tokens
+    room = 4 * plan.max_model_len if cached_tokens is None else cached_tokens
     options = {"max_requests": 4, "forks": forks, "cached_tokens": room}
     assert host.scheduler.shape() == StepShape.for_plan(
         plan, max_tokens=16, batch_size=4, extra=16, token_ids=True, **options

@@ -539,7 +539,7 @@ def test_as_many_prompts_start_after_a_kept_state_as_a_step_copies_states(
     mode, forks, others
 ) -> None:
     plan, prompt = plan_of(mode, 120), [1, 2, 0] * 5
-    server = Server(plan, max_requests=7, max_tokens=64, forks=forks)
+    server = Server(plan, max_requests=7, max_tokens=64, forks=forks, cached_tokens=48)
     server.add("a", prompt, 16, boundaries=[12])
     server.serve()
     for name in "bcdefg":

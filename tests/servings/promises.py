@@ -293,4 +293,4 @@ class Promises:
     def _most_cached(self) -> int:
         """Returns the most cached tokens that requests bring to one step."""
         cached = self._serving.options["cached_tokens"]
-        return self._plan.max_model_len if cached is None else cached
+        return self._serving.most_cached if cached is None else cached

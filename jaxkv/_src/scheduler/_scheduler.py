@@ -86,8 +86,9 @@ class Scheduler:
             tokens that were sampled, and drafts while they are verified. With it, requests share
             prefixes that the cache still holds, and their own blocks are kept for later prompts.
             Plans with states need ``forks`` for that.
-          cached_tokens: as for `StepShape.for_plan`; None: the plan's ``max_model_len``, or 0 if
-            requests neither share prefixes nor fork nor park.
+          cached_tokens: as for `StepShape.for_plan`; None: 65,536, or the plan's ``max_model_len``
+            if that is more, and no more than all requests have together; 0 if requests neither
+            share prefixes nor fork nor park.
           chunk_tokens: chunks of a prompt end at multiples of this, so that a prompt is computed in
             the same chunks however much of it was cached; None: chunks end anywhere.
           steps_ahead: how many steps the caller schedules before it knows the tokens of an earlier
