@@ -213,9 +213,7 @@ def serve_load(boundaries):
     tokens = dict(enumerate(prompts))
     manager = jaxkv.BlockManager(plan, max_requests=4)
     scheduler = jaxkv.Scheduler(manager, max_tokens=8192, forks=4, tokens=tokens)
-    shape = jaxkv.StepShape.for_plan(
-        plan, max_requests=4, max_tokens=8192, forks=4, cached_tokens=4096
-    )
+    shape = scheduler.shape(extra=0)
     most_kept = 0
     for name, prompt in tokens.items():
         scheduler.add(name, len(prompt), boundaries=boundaries)
@@ -282,7 +280,7 @@ plan = jaxkv.plan_cache({"layers.0": full}, 2**40, max_model_len=360, num_blocks
 manager = jaxkv.BlockManager(plan, max_requests=4)
 tokens = {name: random_tokens(80).tolist() for name in "abcd"}
 scheduler = jaxkv.Scheduler(manager, max_tokens=128, tokens=tokens)
-shape = jaxkv.StepShape.for_plan(plan, max_requests=4, max_tokens=128, cached_tokens=360)
+shape = scheduler.shape(extra=0)
 for name in tokens:
     scheduler.add(name, 80)
 uses, preemptions = [], []

@@ -76,13 +76,9 @@ class Rollout:
             tokens=self.tokens if shares else None,
         )
         self.decode, self.mixed = (
-            jaxkv.StepShape.for_plan(
-                plan,
-                max_requests=sizes.max_requests,
+            self.scheduler.shape(
                 max_tokens=tokens,
                 max_query_len=longest,
-                forks=sizes.samples,
-                cached_tokens=sizes.max_model_len,
                 extra=tokens,
                 shared_prefixes=sizes.groups if shares and longest == 1 else 0,
             )
