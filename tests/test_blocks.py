@@ -108,8 +108,10 @@ def test_the_block_queue_matches_a_list(calls) -> None:
             assert queue.contains(asked).tolist() == queue.remove(asked).tolist() == is_there
             listed = [i for i in listed if i not in asked]
         assert queue.size == len(listed)
-    for _ in range(9):  # past the end of its array
-        queue.push(queue.pop(queue.size))
+    for turn in range(18):  # past the end of its array
+        queue.push(queue.pop(min(queue.size, 1 + turn % 3)))
+        if turn % 4 == 0:  # ids are elsewhere when they are looked up again
+            assert queue.contains(np.arange(8)).tolist() == [i in listed for i in range(8)]
     assert all(ids.tolist() == wanted for ids, wanted in popped)
 
 

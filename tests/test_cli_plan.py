@@ -857,6 +857,10 @@ def test_a_plan_says_what_bounds_its_longest_request(capsys, memory, flags, bind
         ([{"layers": [FULL, {**FULL, "dtype": "fp3"}]}], "layers[0].layers[1] of --specs: dtype="),
         ([], "layers is empty"),
         ([{**FULL, "count": 10**9}], "layers[0].count of --specs makes more than 10,000 layers"),
+        (
+            [{"layers": [FULL] * 100, "count": 101}],
+            "layers[0].count of --specs makes more than 10,000 layers",
+        ),
     ],
 )
 def test_a_bad_file_of_specs_is_refused_by_its_entry(capsys, tmp_path, layers, message) -> None:
