@@ -738,6 +738,12 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
     assert points == {n: plan.requests_that_fit(n) for n in [*lengths, plan.max_model_len]}
 
 
+def test_lengths_are_told_in_units_from_one_of_each_on() -> None:
+    ax = plotting.plot_length_against_requests(SMALL).axes[0]
+    told = {1: "1", 1023: "1023", 1024: "1k", 2048: "2k", 2**20: "1M", 1536 * 2**10: "1.5M"}
+    assert {tokens: ax.xaxis.get_major_formatter()(tokens) for tokens in told} == told
+
+
 def test_each_of_several_curves_has_its_name_and_its_last_point() -> None:
     figure = plotting.plot_length_against_requests(PLANS)
     (ax,) = figure.axes
