@@ -370,7 +370,7 @@ def attend(arguments: Arguments, case: Case, implementation: str) -> tuple[jax.A
     )
 
 
-at_once = jax.jit(paged_attention, static_argnames="return_lse")  # in one program
+at_once = jax.jit(paged_attention, static_argnames=("return_lse", "out_dtype"))  # in one program
 
 
 def check(case: Case, arguments: Arguments, implementation: str) -> None:
@@ -774,14 +774,16 @@ def test_an_old_jax_is_told_what_mosaic_needs(monkeypatch) -> None:
 )
 def test_no_queries_and_no_keys_are_no_error(tokens, batch, width, blocks) -> None:
     out, lse = at_once(
-        jnp.ones((tokens, 4, 8)),
-        jnp.ones((blocks, 2, 2, 12)),
+        jnp.ones((tokens, 4, 8), jnp.bfloat16),
+        jnp.ones((blocks, 2, 2, 12), jnp.bfloat16),
         jnp.zeros((batch, width), jnp.int32),
         jnp.full(batch, 6, jnp.int32),
         jnp.arange(batch + 1, dtype=jnp.int32) if batch != tokens else None,
         sinks=jnp.arange(4.0),
+        out_dtype="float32",
         return_lse=True,
     )
+    assert out.dtype == jnp.float32
     np.testing.assert_array_equal(out, np.zeros((tokens, 4, 4)))
     is_padding = np.arange(tokens)[:, None] >= batch
     np.testing.assert_array_equal(lse, np.where(is_padding, -np.inf, np.arange(4.0)))
@@ -795,6 +797,12 @@ def test_what_sees_no_key_has_the_log_sum_exp_of_its_sinks() -> None:
     out, lse = attend(given._replace(block_tables=holes, sinks=sinks), case, "xla")
     np.testing.assert_array_equal(out, np.zeros((9, 4, 12)))
     np.testing.assert_allclose(lse[1], sinks)
+    # No request has a key that this rank holds.
+    apart = case._replace(ranks=2)
+    given = make(apart, [1, 3, 4], [0, 1, 3, 7])._replace(sinks=sinks)
+    out, lse = attend(given, apart, "xla")
+    np.testing.assert_array_equal(out, np.zeros((9, 4, 12)))
+    np.testing.assert_allclose(lse[:7], np.tile(sinks, (7, 1)))
 
 
 def test_more_queries_than_tokens_see_what_there_is() -> None:

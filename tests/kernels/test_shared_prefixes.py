@@ -195,18 +195,22 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
     zeros, forms = as_ids([0] * 4), list(batches(rule, each_one=True))
 
     @jax.jit
-    def split(tables, requests, counts, ends):
-        given, of_tiles = forms[0]._replace(block_tables=tables), (requests, zeros, zeros, counts)
+    def split(tables, lens, requests, counts, ends):
+        given = forms[0]._replace(block_tables=tables, seq_lens=lens)
+        of_tiles = requests, zeros, zeros, counts
         tiles = shared_tiles.QueryTiles(40, *of_tiles, *[zeros] * 4, ends, zeros, zeros)
         segments = shared_tiles.split_shared(given, rule, tiles, keys, lanes)
         return *segments, has_holes(given, rule, tiles)
 
-    for seed in range(8):
+    num_holed = 0
+    for seed in range(18):
         rng = np.random.default_rng(seed)
         requests, ends = rng.integers(0, 4, 4), rng.integers(0, 13, 4) * rng.integers(0, 2, 4) * 64
         counts = rng.integers(1, 40, 4)
-        given = forms[seed].block_tables, *map(as_ids, (requests, counts, ends))
+        form = forms[seed % len(forms)]
+        given = form.block_tables, form.seq_lens, *map(as_ids, (requests, counts, ends))
         found, spans, holed = map(np.asarray, split(*given))
+        num_holed += (holed & (ends >= keys)).sum()
         steps = -(-ends // keys)
         each = max(1, -(-steps.sum() // lanes))
         wanted = [
@@ -235,6 +239,7 @@ def test_segments_take_each_step_of_a_shared_part_once_and_are_equally_long(lane
         assert (found[:, PrefillTile._fields.index("num_tiles")] == len(wanted)).all()
         numbers = -(-steps // each)
         assert spans.tolist() == np.stack([np.cumsum(numbers) - numbers, numbers], axis=1).tolist()
+    assert num_holed > 1
 
 
 LATENT = Case(
