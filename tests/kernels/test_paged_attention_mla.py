@@ -64,7 +64,7 @@ NARROW = MLA._replace(heads=8, key=192, value=128, page_tokens=32, width=5, sink
 # Two tiles of a request with a hole in its second step, one of a request with one in its first, and
 # one whose first query sees no key of the rank.
 SPECULATION = NARROW._replace(
-    heads=15, cap=9.0, batch=3, tokens=8, width=4, holes=True, scaled=True, sinks=False
+    heads=15, cap=9.0, batch=3, tokens=10, width=4, holes=True, scaled=True, sinks=False
 )
 SPECULATION = SPECULATION._replace(ranks=2, place="NHD", pages="float8_e4m3fn")
 ONE = NARROW._replace(batch=1, width=3)
