@@ -191,7 +191,7 @@ def test_a_state_that_somebody_reads_as_keys_is_nan() -> None:
         assert np.isnan(write.rows.view(jnp.dtype(dtype)).astype(np.float32)).any()
 
 
-def test_nan_in_any_array_of_a_state_is_found_and_none_between_them() -> None:
+def test_nan_in_any_array_of_a_state_is_found() -> None:
     state = StateSpec(block_size=4, shapes=((2,), (3,)), dtypes=("bf16", "f32"))
     cache = ReferenceCache(plan_of({"state": state}))
     cache.start("r"), cache.write("r", 0, 3)

@@ -68,11 +68,12 @@ class SchedulerServing(Serving):
             steps_ahead=self.ahead,
             **self.options,
         )
-        self.most_cached = self.manager.max_requests * plan.max_model_len  # of short requests
+        every = self.manager.max_requests * plan.max_model_len
+        self.most_cached = every if cached is None else cached
         self.shape = StepShape.for_plan(
             plan,
             max_requests=self.manager.max_requests,
-            cached_tokens=self.most_cached if cached is None else cached,
+            cached_tokens=self.most_cached,
             **sizes,
         )
         self.discards = draw.choice([0, 0, 0.05, 0.3])

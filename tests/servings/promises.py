@@ -98,7 +98,7 @@ class Promises:
             return
         for name, hit in schedule.hits.items():
             found = self.found.get(name, 0)
-            if found <= min(self._most_cached(), self.newest.get(name, found)):
+            if found <= min(self._serving.most_cached, self.newest.get(name, found)):
                 assert hit.num_cached_tokens >= found, f"{name!r} starts with less than {found}"
 
     def begin(self, schedule: Schedule) -> None:
@@ -150,7 +150,7 @@ class Promises:
         """Checks what a step takes of ``cached_tokens`` and ``forks``."""
         serving = self._serving
         taken = sum(serving.requests[name].unsent for name in schedule.work)
-        assert taken <= self._most_cached(), f"{taken} cached tokens"
+        assert taken <= self._serving.most_cached, f"{taken} cached tokens"
         copied = set(upload.parts()["copy_destinations"].tolist())
         ids = [self._manager.block_ids(name) for name in self._manager.requests]
         copying = sum(not copied.isdisjoint(itertools.chain(*of_groups)) for of_groups in ids)
@@ -164,7 +164,7 @@ class Promises:
             known = kept.num_known(request.row)
             assert (request.num_known or 0) == known, f"{name!r}: {known} known ids"
         unsent = [self._serving.requests[name].unsent for name in queues.running]
-        assert max(unsent, default=0) <= self._most_cached(), "no step has room for these"
+        assert max(unsent, default=0) <= self._serving.most_cached, "no step has room for these"
         assert all(queues.running.get(n) is r for n, r in queues.in_chunks.items()), "chunks"
         assert queues.handed <= queues.running.keys(), "requests that do not run are handed over"
         if not self._serving.options["preemption"]:
@@ -288,9 +288,4 @@ class Promises:
     def _fits(self, schedule: Schedule, num_cached: int) -> bool:
         """Returns whether a step has room for the cached tokens of one more request."""
         used = sum(self._serving.requests[name].unsent for name in schedule.work)
-        return num_cached <= self._most_cached() - used and not self._serving.has_states
-
-    def _most_cached(self) -> int:
-        """Returns the most cached tokens that requests bring to one step."""
-        cached = self._serving.options["cached_tokens"]
-        return self._serving.most_cached if cached is None else cached
+        return num_cached <= self._serving.most_cached - used and not self._serving.has_states
