@@ -61,6 +61,15 @@ def test_packed_rows_are_attended_to_as_the_rows_that_they_hold() -> None:
     np.testing.assert_allclose(out.astype(float), wanted.astype(float), rtol=0, atol=rounding)
 
 
+def test_a_row_is_rounded_though_one_program_packs_and_unpacks_it() -> None:
+    """On a CPU it is always; XLA for GPUs needs to be told."""
+    _, rows = queries_and_rows()
+    step = jax.jit(lambda rows: ROW.unpack(ROW.pack(rows)))
+    apart = jax.jit(ROW.unpack)(jax.jit(ROW.pack)(rows))
+    np.testing.assert_array_equal(step(rows), apart)
+    assert "optimization_barrier" in step.lower(rows).as_text()
+
+
 def test_rows_that_your_own_code_packed_are_read_without_keys() -> None:
     cache, batch = one_step()
     queries, rows = queries_and_rows()
