@@ -9,7 +9,14 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import ExtraKey, TokenCodes, as_tokens
+from jaxkv._src.prefixes import (
+    BlocksStored,
+    EventLog,
+    ExtraKey,
+    TokenCodes,
+    as_tokens,
+    block_keys,
+)
 from jaxkv._src.prefixes._checkpoints import WANTED_PART, Checkpoint
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
@@ -78,6 +85,7 @@ def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     wanted = manager.start("by its tokens", tokens)
     manager.finish("by its tokens")
     found = manager.find_prefix(tokens)
+    assert repr(found) == f"PrefixMatch({wanted.num_cached_tokens} of 12 tokens)"
     monkeypatch.setattr(PromptTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
     assert found.num_cached_tokens == wanted.num_cached_tokens > 0
     assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
@@ -187,6 +195,21 @@ def test_a_row_whose_request_ended_early_is_another_s() -> None:
         manager.finish("a")
 
 
+def test_token_ids_of_a_step_are_compared_with_those_of_a_prompt_with_images() -> None:
+    """Which codes of 64 bits stand for, together with the images."""
+    manager, ids = BlockManager(plan_of("full"), max_requests=1), np.arange(20)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True
+    )
+    manager.start("a", ids, extra_keys=[ExtraKey.mm("cat", 2, 10), ExtraKey.lora("b", "/b")])
+    for start in (0, 8):
+        given = ids[start : start + 8]
+        for at in range(8):
+            with pytest.raises(ValueError, match=f"other token ids .* from token {start} on"):
+                manager.step(shape, {"a": 8}, extra=given + (np.arange(8) == at))
+        manager.step(shape, {"a": 8}, extra=given)
+
+
 def test_as_many_prompts_as_blocks_are_known_under_their_salt() -> None:
     manager, shape = computed_prompt(plan_of("full", 14), np.arange(4))
     for first, reason in [*((i, "other_salt") for i in range(13)), (13, "never_seen")]:
@@ -217,6 +240,31 @@ def test_a_found_prefix_keeps_its_salt() -> None:
             manager.start("a", found, **options)
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
+
+
+def test_a_found_prefix_is_looked_up_again_as_it_was() -> None:
+    """With its salt, adapter and images, once other prompts are kept, too."""
+    tokens, log = np.arange(16), EventLog()
+    keys = [ExtraKey.mm("cat", 2, 6), ExtraKey.lora("b", "/b")]
+    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=16)
+    manager.start("first", tokens[:12], salt="b", extra_keys=keys)
+    manager.step(shape, {"first": 12})
+    found = manager.find_prefix(tokens, salt="b", extra_keys=keys)
+    for name, more in (("other", tokens), ("salted", tokens[:8])):
+        manager.start(name, more, salt=None if name == "other" else "c")
+        manager.step(shape, {name: 8})
+        manager.finish(name)
+    log.take()
+    hit = manager.start("again", found)
+    assert hit.num_cached_tokens == 12 and hit.reasons == ("complete",)
+    manager.step(shape, {"again": 4})
+    batch = log.take()
+    assert batch is not None
+    (stored,) = batch.events
+    assert isinstance(stored, BlocksStored)
+    wanted = block_keys(tokens, 4, salt="b", extra_keys=keys)
+    assert (stored.parent_key, *stored.block_keys) == tuple(wanted[-2:])
 
 
 @pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
@@ -292,7 +340,7 @@ class InOrderOfUse:
         self.shape = StepShape.for_plan(
             plan, max_requests=3, max_tokens=12, forks=1, cached_tokens=16
         )
-        self.most = self.manager._prefixes.kept._max_checkpoint_blocks
+        self.most = 10  # that part of all 200
         self.is_wanted: dict[tuple[int, int], bool] = {}  # the least recently used first
         self.prompts: dict[int, tuple[int, int, list[int]]] = {}  # token, size, ends of chunks
         self.used: dict[int, list[tuple[int, int]]] = {}  # states of each request
