@@ -641,7 +641,7 @@ def test_sizes_that_are_left_out_are_those_of_the_plan() -> None:
     plan = hybrid_plan()
     longest, most = plan.max_model_len, plan.limits.max_in_flight_tokens
     assert 4 < most < longest
-    for given, wanted in (
+    for sizes, wanted in (
         ({}, {"max_seq_len": longest, "max_query_len": most}),
         ({"max_seq_len": longest + 1}, {"max_seq_len": longest, "max_query_len": most}),
         ({"max_seq_len": 4}, {"max_query_len": 4}),
@@ -649,15 +649,15 @@ def test_sizes_that_are_left_out_are_those_of_the_plan() -> None:
         ({"max_tokens": None, "tokens_per_request": 3}, {"max_query_len": 3}),
         ({"max_query_len": most + 1}, {"max_query_len": most}),
     ):
-        shape = shape_of(plan, **given)
+        shape = shape_of(plan, **sizes)
         assert {name: getattr(shape, name) for name in wanted} == wanted
-    for given, cached in (
+    for sizes, cached in (
         ({}, 0),
         ({"forks": 1}, longest),
         ({"forks": 1, "max_seq_len": 12}, 12),
         ({"forks": 1, "max_seq_len": longest + 1}, longest),
     ):
-        assert shape_of(plan, **given) == shape_of(plan, **given, cached_tokens=cached)
+        assert shape_of(plan, **sizes) == shape_of(plan, **sizes, cached_tokens=cached)
 
 
 def test_a_step_has_as_many_requests_as_tokens_at_most_unless_told() -> None:
@@ -689,6 +689,14 @@ def test_floats_and_zeros_are_refused_after_a_step_of_the_same_requests() -> Non
                 call(dict(zip("rs", odd, strict=True)))
         with unchanged(manager), pytest.raises(ValueError, match="request 's' computes 0 tokens"):
             call({"r": 1, "s": 0})
+
+
+def test_a_name_that_is_used_again_is_of_its_new_row() -> None:
+    manager, shape = running()
+    manager.finish("r")
+    manager.start("r")
+    assert manager.requests == {"r": 1}
+    assert manager.step(shape, {"r": 8}).parts()["request_rows"].tolist() == [1]
 
 
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
@@ -1586,9 +1594,11 @@ def test_texts_count_what_they_name() -> None:
     assert repr(manager.step(shape, {"r": 5, "s": 1})) == (
         "Upload(number 3: 2 requests, 6 tokens, 5 table entries, 1 blocks to zero, 1 to copy)"
     )
-    manager.finish("r")  # two of its blocks are kept, and free
+    manager.finish("r")
     assert repr(manager) == "BlockManager(1 of 5 rows taken, 1,996 of 2,000 blocks free)"
-    assert repr(manager.block_pool) == "BlockPool(2,000 blocks, 1,996 free)"
+    manager.finish("s")
+    assert manager.block_use.warm == 2  # which are free, too
+    assert repr(manager.block_pool) == "BlockPool(2,000 blocks, 1,999 free)"
     rectangle = shape_of(plan, 5, max_tokens=None, batch_size=3, tokens_per_request=4)
     for of, form in ((shape, "40 tokens"), (rectangle, "4 tokens each")):
         assert repr(dataclasses.replace(of, max_query_len=2)) == (

@@ -491,6 +491,7 @@ def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
     assert served.manager.num_parked_tokens("a") == 18
     hit = served.manager.resume("a")
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (18, 18)
+    assert hit.reasons == ("complete",) * 3
     assert hit.shared_blocks == (3, 2, 1)  # partial last blocks, and the newest state
     upload = served.manager.step(served.shape, {"a": 1})
     moves = served.manager.take_moves()

@@ -11,6 +11,7 @@ from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
 from jaxkv._src.prefixes import (
     BlocksStored,
+    EventGroup,
     EventLog,
     ExtraKey,
     TokenCodes,
@@ -240,6 +241,78 @@ def test_a_found_prefix_keeps_its_salt() -> None:
             manager.start("a", found, **options)
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
+
+
+@pytest.mark.parametrize(("count", "goes_on"), [(7, False), (8, True), (9, True)])
+@pytest.mark.parametrize("way", ["fork", "rewind"])
+def test_tokens_behind_a_prompt_are_kept_unless_some_of_it_were_left_out(
+    way: str, count: int, goes_on: bool
+) -> None:
+    """Others may have taken their place, and nobody has told which."""
+    manager, shape = computed_prompt(plan_of("full"), np.arange(1))
+    name = "a" if way == "rewind" else "sample"
+    manager.start("a", np.arange(8))
+    for size in (8, 1):
+        manager.step(shape, {"a": size})
+    manager.rewind({"a": count}) if way == "rewind" else manager.fork("a", [name], num_tokens=count)
+    manager.step(shape, {name: 16 - count})
+    manager.finish(name, np.arange(8, 16))
+    assert manager.find_prefix(np.arange(17)).num_cached_tokens == (16 if goes_on else 8)
+    without = [*range(7), *range(8, 16), 0]
+    assert manager.find_prefix(without).num_cached_tokens == 4
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)], ids=str)
+def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> None:
+    """And a prompt is known by the tokens of the smaller ones."""
+    one, other = (HEADS | {"head_size": 32 // size, "block_size": size} for size in sizes)
+    layers = {"a": FullAttentionSpec(**one), "b": ChunkedAttentionSpec(chunk_size=48, **other)}
+    plan = plan_cache(layers, 2**30, max_model_len=48, num_blocks_override=40)
+    assert [group.block_size for group in plan.groups] == [*sizes]
+    manager = BlockManager(plan, max_requests=2)
+    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=1)
+    manager.start("a", np.arange(24))
+    for count in range(1, 25):
+        manager.step(shape, {"a": 1})
+        assert manager.prefix_stats().kept_blocks == count // 4 + count // 8
+        hit = manager.start("b", np.arange(24), salt="b")
+        assert ("other_salt" in hit.reasons) == (count >= 4)
+        manager.finish("b")
+
+
+def test_keys_of_samples_are_those_of_their_own_tokens() -> None:
+    log, tokens = EventLog(), np.arange(8)
+    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=8)
+    manager.start("a", tokens)
+    manager.step(shape, {"a": 8})
+    manager.fork("a", ["b"])
+    manager.step(shape, {"a": 4, "b": 4})
+    for name, more in (("b", [50] * 4), ("a", [60] * 4)):
+        log.take()
+        manager.finish(name, more)
+        batch = log.take()
+        assert batch is not None
+        (stored,) = batch.events
+        assert isinstance(stored, BlocksStored)
+        assert stored.block_keys == tuple(block_keys([*tokens, *more], 4)[2:])
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("windows", 1), ("chunks", 1), ("full", 2)])
+def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> None:
+    """A block of a group holds tokens of all ranks."""
+    plan, log = plan_of(name, context_parallel=ranks), EventLog()
+    manager = BlockManager(plan, max_requests=1, events=log)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=12)
+    manager.start("a", np.arange(12))
+    manager.step(shape, {"a": 12})
+    batch = log.take()
+    assert batch is not None
+    windows = {spec: getattr(spec, "sliding_window", None) for spec in LAYERS[name].values()}
+    assert [event.group for event in batch.events if isinstance(event, BlocksStored)] == [
+        EventGroup(index, group.specs[0].kind, 4 * ranks, windows[group.specs[0]])
+        for index, group in enumerate(plan.groups)
+    ]
 
 
 def test_a_found_prefix_is_looked_up_again_as_it_was() -> None:

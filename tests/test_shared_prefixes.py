@@ -250,7 +250,7 @@ def test_a_column_of_each_group_has_the_tokens_of_its_own_blocks() -> None:
         "window": jaxkv.SlidingWindowSpec(block_size=8, sliding_window=40, **common),
         "full": jaxkv.FullAttentionSpec(block_size=16, **common),
         "latent": jaxkv.MLASpec(block_size=32, head_size=16),
-        "chunk": jaxkv.ChunkedAttentionSpec(block_size=8, chunk_size=48, **common),
+        "chunk": jaxkv.ChunkedAttentionSpec(block_size=8, chunk_size=80, **common),
         "state": jaxkv.StateSpec(block_size=32, shapes=((64,),), dtypes=("f32",)),
     }
     sizes: dict[str, Any] = {"max_model_len": LONGEST, "num_blocks_override": 200}
@@ -261,6 +261,7 @@ def test_a_column_of_each_group_has_the_tokens_of_its_own_blocks() -> None:
     manager.start(0)
     manager.step(make_shape(plan, LONGEST), {0: 210})
     manager.fork(0, [1])
+    manager.step(make_shape(plan, LONGEST), {1: 31})  # to its next chunk
     shape = make_shape(plan, 1, GROUPS)
     assert groups_of(manager.step(shape, {0: 1, 1: 1})) == [([0, 1], 192)]
 
