@@ -197,7 +197,7 @@ def test_a_row_whose_request_ended_early_is_another_s() -> None:
 
 
 def test_token_ids_of_a_step_are_compared_with_those_of_a_prompt_with_images() -> None:
-    """Which codes of 64 bits stand for, together with the images."""
+    """Its codes of 64 bits stand for a token id and an image each."""
     manager, ids = BlockManager(plan_of("full"), max_requests=1), np.arange(20)
     shape = StepShape.for_plan(
         manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True
@@ -275,7 +275,7 @@ def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> Non
     for count in range(1, 25):
         manager.step(shape, {"a": 1})
         assert manager.prefix_stats().kept_blocks == count // 4 + count // 8
-        hit = manager.start("b", np.arange(24), salt="b")
+        hit = manager.start("b", [*range(6), *[100] * 18], salt="b")
         assert ("other_salt" in hit.reasons) == (count >= 4)
         manager.finish("b")
 
