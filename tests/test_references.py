@@ -295,3 +295,14 @@ def test_layers_without_rows_of_their_own_have_no_place() -> None:
     with pytest.raises(TypeError, match="stores neither tokens nor a state"):
         place_in_row(EncoderOnlySpec(), 0)
     assert place_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
+    with pytest.raises(ValueError, match="position must be at least 0, got -1"):
+        place_in_row(FULL, -1)
+
+
+def test_references_of_other_seeds_write_other_bytes() -> None:
+    def first_rows(**seed: int) -> bytes:
+        cache = ReferenceCache(plan_of({"a": FULL}), **seed)
+        cache.start("r")
+        return cache.write("r", 0, 8)[0].rows.tobytes()
+
+    assert first_rows() == first_rows(seed=0) != first_rows(seed=1)

@@ -179,7 +179,8 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
         inputs[2:7], log_decay[2:7] = inputs[1], 0
     for token, start in ((0, layer.key_heads * layer.key), (1, 0)):  # a key and a query of length 0
         inputs[token : token + 1, start : start + layer.key] = 0
-    inputs[2:3] *= 1e-4  # a key and a query as short as what is added to their norms
+    # Keys and queries as short as what is added to their norms.
+    inputs[2:3, : 2 * layer.key_heads * layer.key] *= 1e-4
     beta = rng.choice([0.0, 0.5, 1.0], size=(num_tokens, heads))
     starts = np.cumsum([0, *(count + layer.holes for count in counts)])
     spans = zip(starts, counts, strict=False)
