@@ -93,6 +93,11 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_COLUMN
 
 
+def test_reference_tables_are_of_a_row_at_least() -> None:
+    with pytest.raises(ValueError, match="max_requests must be at least 1, got 0"):
+        ReferenceTables(plan_of({"a": FULL}), max_requests=0)
+
+
 def test_reference_slots_deal_positions_out_among_ranks_as_cards() -> None:
     plan = plan_of({"a": FULL}, context_parallel=2)
     for rank, wanted in ((0, [4, 5, -1, -1, 6, 7, -1, -1, 24]), (1, [-1, -1, 4, 5, -1, -1, 6])):

@@ -724,6 +724,42 @@ def test_the_last_requests_give_way_to_the_first(preempt: bool) -> None:
     assert machine.computed == {1: 16, 2: 16, 3: 8}, "all ten blocks are held"
     machine.decode(preempt=preempt)
     assert machine.computed == ({1: 17, 2: 17, 3: 0} if preempt else {1: 16, 2: 16, 3: 8})
+    machine.begin(count=1)
+    for parts in ({1: 15, 2: 15}, {1: 15, 2: 15}, {1: 3, 2: 7}, {1: 0, 2: 0}):
+        machine.step(parts, preempt)
+    assert machine.computed == {1: 19, 2: 20}, "what is in the batch gives way to nobody"
+
+
+def test_a_prompt_of_the_machine_ends_with_what_follows_it_and_goes_on_from_there() -> None:
+    told: list[Any] = []
+
+    class Prompted(ToyMachine):
+        def start_prompt(self, request, tokens, salt):
+            told.append((list(tokens), salt))
+            self.start(request)
+            return 0
+
+        def finish_prompt(self, request, tokens):
+            told.append(list(tokens))
+            self.finish(request)
+
+        def chunk_end(self, request, computed, total):
+            return min(total, computed + 5)
+
+    machine = Prompted()
+    machine.begin(count=0)
+    machine._start_prompt(2, [1, 0, 1], "salt")
+    machine.step({2: 15})
+    assert machine.computed == {1: 0, 2: 5}, "a chunk ends where it is asked to"
+    machine.finish_request(2, again=True)
+    prompt, after, again = told
+    assert prompt == ([1, 0, 1], "salt") and again == (prompt[0] + after, "salt")
+    assert len(after) == 3, "one is not computed yet"
+    while machine.computed[2] < 24:
+        machine.step({2: 15})
+    machine.step({2: 15})
+    *_, after, again = told
+    assert len(after) == 24 + 1 - 6 and again[0] == (prompt[0] + told[1])[:3], "too long to go on"
 
 
 def test_a_prefix_is_read_as_the_same_tokens_wrote_it() -> None:

@@ -492,7 +492,7 @@ def choose_ends(seed: int, counts: list[int], beyond: int) -> np.ndarray:
     return as_ids(np.where(ends > 0, ends, -(seed % 3)))
 
 
-PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, state="bfloat16"))
+PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2))
 
 
 @pytest.mark.parametrize("layer", PROMPTS, ids=str)
@@ -653,10 +653,10 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "most", "kernels", "aliases"),
     [
-        (STEPS[0], 2, 2, 2),  # zeros for the tokens of no request come last
+        (STEPS[0], 8, 2, 2),  # zeros for the tokens of no request come last
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
-        (PROMPTS_IN_KERNELS[1], 64, 4, 4),
+        (PROMPTS_IN_KERNELS[1], 9, 4, 4),
         (PROMPTS_IN_KERNELS[1]._replace(out="float32"), 64, 2, 2),  # XLA's prompts
         (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
         (PROMPTS_IN_KERNELS[3], 64, 4, 4),
@@ -947,22 +947,26 @@ def test_the_kernel_of_a_step_takes_rows_of_whole_lines_of_memory(name, other, k
 
 @given(
     *(st.integers(0, 40), st.integers(100, 140), st.sampled_from(range(128, 2049, 128))),
-    st.sampled_from(["float32", "bfloat16"]),
+    *(st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2)),
 )
 def test_threads_take_as_many_channels_as_lie_aligned_in_each_page(
-    start, extent, channels, name
+    start, extent, channels, name, odd
 ) -> None:
+    """Of extents that are no whole elements none do."""
     item = dtype(name).itemsize
-    data: Any = jax.ShapeDtypeStruct((9, (extent + 8192) * item), jnp.uint8)
+    extent_bytes = (extent + 8192) * item + odd
+    data: Any = jax.ShapeDtypeStruct((9, extent_bytes), jnp.uint8)
     pages = StatePages(data, dtype(name), (1, channels), 9, start=start * item)
     weights: Any = jax.ShapeDtypeStruct((2, channels), dtype(name))
-    places = [page * (extent + 8192) + start for page in range(9)]
+    places = [page * extent_bytes + start * item for page in range(9)]
     fitting = [
         n
         for n in (1, 2, 4, 8)
-        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % n for p in places)
+        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % (n * item) for p in places)
     ]
-    assert limits.channels_per_thread(Convolution(pages, weights)) == max(fitting)
+    conv = Convolution(pages, weights)
+    assert limits.channels_per_thread(conv) == max(fitting, default=0)
+    assert bool(limits.why_not_convolution(conv)) == (not fitting)
 
 
 WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))
