@@ -593,7 +593,7 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_gives_zeros(implementation: str) -> None:
-    ids = {"read_ids": as_ids([1, -1, 2]), "write_ids": as_ids([[1], [-1], [2]])}
+    ids = {"read_ids": as_ids([1, PAGES, 2]), "write_ids": as_ids([[1], [PAGES], [2]])}
     given = make(STEPS[0], [1] * 3, 3, 0, write_after=as_ids([[1]] * 3), **ids)
     given.inputs[1] = np.nan
     with kernels_run():
@@ -653,9 +653,10 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
 @pytest.mark.parametrize(
     ("layer", "most", "kernels", "aliases"),
     [
-        (STEPS[0], 8, 2, 2),  # zeros for the tokens of no request come last
+        (STEPS[0], 2, 2, 2),  # zeros for the tokens of no request come last
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
+        (PROMPTS_IN_KERNELS[1], 8, 2, 2),  # still a step
         (PROMPTS_IN_KERNELS[1], 9, 4, 4),
         (PROMPTS_IN_KERNELS[1]._replace(out="float32"), 64, 2, 2),  # XLA's prompts
         (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
