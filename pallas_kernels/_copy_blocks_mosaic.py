@@ -44,8 +44,8 @@ def copy_pages(buffers: Sequence[PagedBuffer], ids: IdLists, *, disjoint: bool) 
 
 def source_is_overwritten(sources: Array, destinations: Array) -> Array:
     """Returns int32[K], 1 for each pair whose source is overwritten by some pair."""
-    overwritten = (sources[:, None] == destinations[None]) & (destinations >= 0)[None]
-    return (overwritten.any(axis=1) & (destinations >= 0)).astype(jnp.int32)
+    overwritten = (sources[:, None] == destinations[None]).any(axis=1)
+    return (overwritten & (destinations >= 0)).astype(jnp.int32)
 
 
 def _staging_buffer(task: Task) -> jax.ShapeDtypeStruct:

@@ -93,6 +93,11 @@ def test_reference_rows_keep_what_was_written_last_and_flag_what_was_dropped() -
     assert tables.row(0, 2) == [] and tables.flags == NO_BLOCK | BAD_BLOCK_ID | BAD_COLUMN
 
 
+def test_reference_tables_are_of_a_row_at_least() -> None:
+    with pytest.raises(ValueError, match="max_requests must be at least 1, got 0"):
+        ReferenceTables(plan_of({"a": FULL}), max_requests=0)
+
+
 def test_reference_slots_deal_positions_out_among_ranks_as_cards() -> None:
     plan = plan_of({"a": FULL}, context_parallel=2)
     for rank, wanted in ((0, [4, 5, -1, -1, 6, 7, -1, -1, 24]), (1, [-1, -1, 4, 5, -1, -1, 6])):
@@ -295,3 +300,14 @@ def test_layers_without_rows_of_their_own_have_no_place() -> None:
     with pytest.raises(TypeError, match="stores neither tokens nor a state"):
         place_in_row(EncoderOnlySpec(), 0)
     assert place_in_row(MLASpec(block_size=8, head_size=4, compress_ratio=4), 13) == (1, 8)
+    with pytest.raises(ValueError, match="position must be at least 0, got -1"):
+        place_in_row(FULL, -1)
+
+
+def test_references_of_other_seeds_write_other_bytes() -> None:
+    def first_rows(**seed: int) -> bytes:
+        cache = ReferenceCache(plan_of({"a": FULL}), **seed)
+        cache.start("r")
+        return cache.write("r", 0, 8)[0].rows.tobytes()
+
+    assert first_rows() == first_rows(seed=0) != first_rows(seed=1)

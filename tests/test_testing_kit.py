@@ -40,7 +40,7 @@ from jaxkv._src.pool import zero_blocks
 from jaxkv._src.prefixes import PrefixTree, _policies
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import FullAttentionSpec, GrowthTable, Limits, SlidingWindowSpec, StateSpec
-from jaxkv._src.testing._texts import Texts
+from jaxkv._src.testing._texts import REMEMBERED, Texts
 from jaxkv._src.testing.strategies import FIRST_NAN, KINDS, LIMITS
 from jaxkv.testing import (
     CacheStateMachine,
@@ -135,6 +135,31 @@ def test_id_arrays_are_int32_of_one_size(good, bad) -> None:
     assert set(bad.tolist()) <= {*range(6), *strategies.EXTREMES}
 
 
+@given(
+    strategies.layer_specs(["sliding", "chunked"], block_sizes=[8], windows=[5], kv_dtypes=["f16"]),
+    strategies.models(min_layers=2, max_layers=3, max_kinds=1),
+    strategies.plans(
+        hst.just({"a": FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)}),
+        lengths=[9],
+        max_spare=0.5,
+        limits=Limits(max_in_flight_tokens=5),
+    ),
+    strategies.table_entries(
+        2, max_requests=4, num_blocks=9, max_entries=1, max_block_ids=2, max_start=1
+    ),
+)
+def test_strategies_draw_from_what_they_are_given(spec, model, plan: Plan, entries) -> None:
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else spec.chunk_size
+    assert (spec.block_size, window, spec.dtype) == (8, 5, "float16")
+    assert 2 <= len(model) <= 3 and len(set(model.values())) == 1
+    assert (plan.max_model_len, plan.limits) == (9, Limits(max_in_flight_tokens=5))
+    assert 3 <= plan.usable_blocks <= 4
+    assert len(entries) <= 1
+    for entry in entries:
+        assert sum(map(len, entry.block_ids)) <= 2 and len(entry.block_ids) == 2
+        assert entry.starts is None or (len(entry.starts) == 2 and max(entry.starts) <= 1)
+
+
 @pytest.mark.parametrize("dtype", FIRST_NAN)
 def test_nan_arrays_are_nan_of_every_payload_that_the_dtype_has(dtype) -> None:
     kind = jnp.dtype(dtype)
@@ -146,6 +171,9 @@ def test_nan_arrays_are_nan_of_every_payload_that_the_dtype_has(dtype) -> None:
         assert np.isnan(array.astype(np.float32)).all()
 
     check()
+    drawn = strategies.nan_arrays((1,), dtype)
+    assert can_draw(drawn, lambda array: np.signbit(array.astype(np.float32)).all())
+    assert can_draw(drawn, lambda array: not np.signbit(array.astype(np.float32)).any())
     if bits < 32:  # the range that is drawn from leaves out no NaN
         every = np.arange(2**bits).astype(f"uint{bits}")
         is_nan = np.isnan(every.view(kind).astype(np.float32))
@@ -200,6 +228,11 @@ def hand_out_twice(cache: ToyCache) -> int:
     return block
 
 
+def give_back_twice(cache: ToyCache, request: int) -> None:
+    cache.free += cache.tables[request][:1]
+    ToyCache.finish(cache, request)
+
+
 def start_as_nan(cache: ToyCache) -> int:
     block = ToyCache.take_block(cache)
     cache.pages[block] = 0xFF
@@ -233,6 +266,7 @@ def copy_nothing(cache: ToyCache, shared: int) -> int:
     [
         ("some leaked", {"finish": lambda cache, r: cache.give_back(cache.tables.pop(r)[1:])}),
         ("is held by request .* and by request|freed twice", {"take_block": hand_out_twice}),
+        ("blocks are free and .* held, of 10: freed twice", {"finish": give_back_twice}),
         ("9 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(2, n))}),
         ("11 blocks are free at the start; the plan", {"make_free": lambda _, n: list(range(n))}),
         (
@@ -615,6 +649,7 @@ def test_equal_tokens_write_equal_bytes_within_a_namespace() -> None:
 def test_a_text_changes_for_no_event_of_another(data) -> None:
     """Of forks of forks, too: each is compared with a list of its own."""
     texts, lists = Texts(max_tokens=8), {0: [0, 1, 1], 1: [1]}
+    prompts = {0: 3, 1: 1}  # how many of them a request was started with
     for request, tokens in lists.items():
         texts.start(request, tokens, None)
     for fork in range(2, 8):
@@ -622,15 +657,109 @@ def test_a_text_changes_for_no_event_of_another(data) -> None:
         count = data.draw(hst.integers(0, len(lists[donor])))
         if data.draw(hst.booleans()):
             texts.fork(fork, donor, count)
-            lists[fork], donor = lists[donor][:count], fork
+            lists[fork], prompts[fork], donor = lists[donor][:count], prompts[donor], fork
         else:
             texts.rewind(donor, count)
             lists[donor] = lists[donor][:count]
-        known = lists[donor]
+        known, prompts[donor] = lists[donor], min(prompts[donor], count)
         more = texts.first(donor, data.draw(hst.integers(0, 9)))
         assert more[: len(known)] == known[: len(more)]
         lists[donor] = [*known, *more[len(known) :]]
         assert {name: text.tokens for name, text in texts.running.items()} == lists
+        assert {name: of.num_prompt_tokens for name, of in texts.running.items()} == prompts
+
+
+def test_prompts_begin_like_texts_that_part_in_their_middle_or_that_ended() -> None:
+    texts = Texts(max_tokens=16)
+    one, other = (texts.cut(which, 15, []) for which in range(2))
+    assert len(one) == len(other) == 16 and one[:8] == other[:8]
+    assert [1 - token for token in one[8:]] == other[8:]
+    assert texts.cut(2, 0, [1, 1]) == [*one[:1], 1, 1] and texts.cut(0, 7, []) == one[:8]
+    assert texts.cut(0, 15, [1]) == one
+    for request, salt in enumerate(["salt", None, *[None] * REMEMBERED]):
+        text = texts.start(request, [request], salt)
+        assert text.namespace == (0, salt) and texts.finish(request) is text
+        assert texts.num_ended == request + 1 and not texts.running
+    assert [texts.cut(which, 15, []) for which in range(2, 9)] == [
+        *([request] for request in range(2, 2 + REMEMBERED)),
+        one,
+    ]
+    texts.start(9, [1], None)
+    texts.begin_epoch()
+    assert texts.start(10, [1], None).namespace == (1, None)
+    texts.finish(9)
+    assert texts.num_ended == 0, "it is of an epoch before"
+    texts.finish(10)
+    assert texts.num_ended == 1
+
+
+def test_a_step_of_the_machine_takes_what_its_rule_says() -> None:
+    machine = ToyMachine()
+    machine.begin(count=7)
+    assert list(machine.computed) == [1, 2, 3, 4], "as many as run at once"
+    machine.begin(count=1)
+    machine.step({1: 0, 2: 15})
+    assert machine.computed == {1: 1, 2: 8}, "from one token to all that a step may take"
+    machine.step({1: 7, 2: 15}), machine.decode()
+    assert machine.computed == {1: 6, 2: 17}
+    machine.reject_drafts(which=1, count=3), machine.reject_drafts(which=0, count=1)
+    assert machine.computed == {1: 5, 2: 14}
+    for _ in range(2):
+        machine.step({2: 15})
+    assert machine.computed == {1: 5, 2: 24}, "no longer than the plan allows"
+    machine.step({2: 0})
+    assert machine.computed == {1: 5, 2: 0}, "it begins anew"
+    machine.step({2: 15}), machine.finish_request(1, again=False)
+    assert machine.finish_request(2, again=True) == 2 and machine.computed == {2: 0}
+    machine.step({2: 0})
+    assert machine._drafted() == [], "its first token stays"
+
+
+@pytest.mark.parametrize("preempt", [False, True])
+def test_the_last_requests_give_way_to_the_first(preempt: bool) -> None:
+    machine = ToyMachine()
+    machine.begin(count=2)
+    for _ in range(2):
+        machine.step(dict.fromkeys(range(1, 4), 15))
+    assert machine.computed == {1: 16, 2: 16, 3: 8}, "all ten blocks are held"
+    machine.decode(preempt=preempt)
+    assert machine.computed == ({1: 17, 2: 17, 3: 0} if preempt else {1: 16, 2: 16, 3: 8})
+    machine.begin(count=1)
+    for parts in ({1: 15, 2: 15}, {1: 15, 2: 15}, {1: 3, 2: 7}, {1: 0, 2: 0}):
+        machine.step(parts, preempt)
+    assert machine.computed == {1: 19, 2: 20}, "what is in the batch gives way to nobody"
+
+
+def test_a_prompt_of_the_machine_ends_with_what_follows_it_and_goes_on_from_there() -> None:
+    told: list[Any] = []
+
+    class Prompted(ToyMachine):
+        def start_prompt(self, request, tokens, salt):
+            told.append((list(tokens), salt))
+            self.start(request)
+            return 0
+
+        def finish_prompt(self, request, tokens):
+            told.append(list(tokens))
+            self.finish(request)
+
+        def chunk_end(self, request, computed, total):
+            return min(total, computed + 5)
+
+    machine = Prompted()
+    machine.begin(count=0)
+    machine._start_prompt(2, [1, 0, 1], "salt")
+    machine.step({2: 15})
+    assert machine.computed == {1: 0, 2: 5}, "a chunk ends where it is asked to"
+    machine.finish_request(2, again=True)
+    prompt, after, again = told
+    assert prompt == ([1, 0, 1], "salt") and again == (prompt[0] + after, "salt")
+    assert len(after) == 3, "one is not computed yet"
+    while machine.computed[2] < 24:
+        machine.step({2: 15})
+    machine.step({2: 15})
+    *_, after, again = told
+    assert len(after) == 24 + 1 - 6 and again[0] == (prompt[0] + told[1])[:3], "too long to go on"
 
 
 def test_a_prefix_is_read_as_the_same_tokens_wrote_it() -> None:
@@ -642,7 +771,10 @@ def test_a_prefix_is_read_as_the_same_tokens_wrote_it() -> None:
     assert cache.share(0, 0, 1, 2) and not cache.share(0, 1, 1, 2)
 
 
-@pytest.mark.parametrize("bad", [np.zeros((9, 31), np.uint8), np.zeros((9, 32), np.int8)])
+@pytest.mark.parametrize(
+    "bad",
+    [*(np.zeros(shape, np.uint8) for shape in ((9, 31), (0, 32), 32)), np.zeros((9, 32), np.int8)],
+)
 def test_pages_of_another_shape_are_refused_and_say_what_is_wanted(bad) -> None:
     methods = {"read_pages": lambda machine, request, layer: bad}
     with pytest.raises(ValueError, match=r"read_pages gave .*; wanted uint8\[\d, 32\]"):

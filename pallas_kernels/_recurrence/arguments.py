@@ -80,13 +80,17 @@ def check_requests(
             f"write_ids has {writes} pages for each request; pass write_after, which says after "
             "how many tokens each of them is written"
         )
+    if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
+        raise ValueError(
+            f"max_query_len={shown(max_query_len)} must be an int of at least 1, or None"
+        )
     if query_start_loc is None:
         if count != batch:
             raise ValueError(
                 f"inputs has {count} tokens for {batch} requests; pass query_start_loc, because "
                 "without it each request has one token"
             )
-        if write_after is None:
+        if write_after is None and query_lens is None:
             return Requests(read_ids, write_ids), 1
         query_start_loc = jnp.arange(batch + 1, dtype=jnp.int32)
         max_query_len = 1
@@ -96,10 +100,6 @@ def check_requests(
         counts = _as_int32("query_lens", query_lens, (batch,))
     if write_after is not None:
         write_after = _as_int32("write_after", write_after, (batch, writes))
-    if max_query_len is not None and not (isinstance(max_query_len, int) and max_query_len >= 1):
-        raise ValueError(
-            f"max_query_len={shown(max_query_len)} must be an int of at least 1, or None"
-        )
     most = count if max_query_len is None else min(count, max_query_len)
     spans = Spans(starts[:-1], counts, write_after)
     return Requests(read_ids, write_ids, spans), most

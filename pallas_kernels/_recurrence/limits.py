@@ -48,8 +48,9 @@ def why_not_prompt(rule: Rule, tokens: Tokens, out: jnp.dtype) -> str | None:
 
 def why_not_convolution(conv: Convolution) -> str | None:
     """Returns why the Mosaic kernels of a convolution do not support it, or None if they do."""
+    channels = conv.weights.shape[1]
     if not channels_per_thread(conv):
-        return f"{conv.weights.shape[1]} channels are no multiple of {THREADS}"
+        return f"{channels} channels are no multiple of {THREADS}, or extents are no whole elements"
     return None
 
 
@@ -57,7 +58,7 @@ def channels_per_thread(conv: Convolution) -> int:
     """Returns the channels of a thread of the kernel; 0 if it does not support the shape."""
     pages, channels = conv.pages, conv.weights.shape[1]
     vector = ACCESS_BYTES // jnp.dtype(pages.dtype).itemsize
-    start = math.gcd(pages.start, pages.extent_bytes) // pages.itemsize
-    while vector and (channels % (THREADS * vector) or start % vector):
+    start = math.gcd(pages.start, pages.extent_bytes)
+    while vector and (channels % (THREADS * vector) or start % (vector * pages.itemsize)):
         vector //= 2
     return vector

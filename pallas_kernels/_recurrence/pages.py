@@ -48,8 +48,6 @@ class StatePages(NamedTuple):
     def as_elements(self) -> Self:
         """Returns the same pages with ``data`` in their dtype: without a copy on GPUs."""
         width = self.extent_bytes // self.itemsize
-        if self.extent_bytes % self.itemsize:
-            return self
         return self._replace(data=as_rows(self.data, self.dtype, width))
 
     def knows(self, ids: Array) -> Array:

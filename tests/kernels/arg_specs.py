@@ -88,7 +88,7 @@ BLOCKS = 9
 # Pages from 1 element up, odd ones, several work items, and blocks behind other axes.
 SMALL_BUFFERS = (
     SmallBuffer((BLOCKS, 1), 0),
-    SmallBuffer((BLOCKS, 17), 0),
+    SmallBuffer((BLOCKS, 17), -2),
     SmallBuffer((BLOCKS, 256), 0),
     SmallBuffer((BLOCKS, 2, 1056), 0),
     SmallBuffer((2, BLOCKS, 515), 1),

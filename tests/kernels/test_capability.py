@@ -1,12 +1,16 @@
-"""Capability of the device: the default implementation, reasons against Mosaic, the grid."""
+"""Capability of the device: the choice of an implementation, reasons against Mosaic, the grid."""
 
+import contextlib
 import dataclasses
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import _capability, default_implementation
+from pallas_kernels import _capability, default_implementation, import_mosaic
+from pallas_kernels._dispatch import choose
 from tests.helpers import HAS_MOSAIC, ON_GPU, needs_mosaic
 
 
@@ -41,6 +45,54 @@ def test_a_grid_has_its_thread_blocks_on_every_sm(gpu, monkeypatch) -> None:
     pretend(monkeypatch, gpu)
     assert default_implementation() == "mosaic_gpu"
     assert _capability.max_thread_blocks(4) == 4 * gpu.core_count
+
+
+@needs_mosaic
+@pytest.mark.parametrize("unsupported", [None, "the call is odd"])
+@pytest.mark.parametrize("implementation", [None, "xla", "mosaic_gpu"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_call_runs_by_mosaic_where_the_call_and_the_device_allow(
+    on_gpu: bool, implementation: Any, unsupported: str | None, monkeypatch
+) -> None:
+    """Without a choice, XLA stands by for a program that is compiled for another device."""
+    default = None if on_gpu else "no GPU"
+    monkeypatch.setattr(
+        _capability, "why_unsupported", lambda any_platform=False: None if any_platform else default
+    )
+    traced: list[str] = []
+
+    def run(name: str) -> tuple[jax.Array]:
+        traced.append(name)
+        return (jnp.zeros(()),)
+
+    def call() -> Any:
+        kernels = {name: lambda name=name: run(name) for name in ("mosaic_gpu", "xla")}
+        return choose(implementation, unsupported, **kernels)
+
+    if implementation == "mosaic_gpu" and unsupported:
+        with pytest.raises(NotImplementedError, match='"mosaic_gpu": the call is odd; use "xla"'):
+            call()
+        return
+    jax.eval_shape(call)
+    best = ["mosaic_gpu", "xla"] if on_gpu and not unsupported else ["xla"]
+    assert sorted(traced) == ([implementation] if implementation else best)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("implementation", "on_gpu", "is_imported"),
+    [(None, False, False), (None, True, True), ("xla", True, False), ("mosaic_gpu", False, True)],
+)
+def test_mosaic_is_imported_where_a_call_may_use_it(
+    implementation: Any, on_gpu: bool, is_imported: bool, monkeypatch
+) -> None:
+    pretend(monkeypatch, Gpu("9.0", 132))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if on_gpu else "cpu")
+    monkeypatch.setitem(sys.modules, "pallas_kernels._mosaic", None)  # to import it is an error
+    with pytest.raises(ImportError) if is_imported else contextlib.nullcontext():
+        import_mosaic(implementation)
+    with pytest.raises(ValueError, match="implementation='triton'; use one of"):
+        import_mosaic("triton")  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="asks the GPU")

@@ -179,6 +179,8 @@ def make(layer: Layer, counts: list[int], num_tokens: int, seed: int, **given: A
         inputs[2:7], log_decay[2:7] = inputs[1], 0
     for token, start in ((0, layer.key_heads * layer.key), (1, 0)):  # a key and a query of length 0
         inputs[token : token + 1, start : start + layer.key] = 0
+    # Keys and queries as short as what is added to their norms.
+    inputs[2:3, : 2 * layer.key_heads * layer.key] *= 1e-4
     beta = rng.choice([0.0, 0.5, 1.0], size=(num_tokens, heads))
     starts = np.cumsum([0, *(count + layer.holes for count in counts)])
     spans = zip(starts, counts, strict=False)
@@ -217,7 +219,8 @@ def call(
     conv = None
     if layer.width:
         bias = given.bias if layer.bias else None
-        conv = Convolution(windows, given.weights, bias, layer.silu)
+        conv = Convolution(windows, given.weights, bias)
+        conv = conv if layer.silu else conv._replace(silu=False)
     options: dict[str, Any] = {"convolution": conv, "implementation": implementation}
     options |= {"scale": layer.scale} if layer.scale is not None else {}
     options |= {"out_dtype": dtype(layer.out)} if layer.out else {}
@@ -228,9 +231,9 @@ def call(
         options |= {"query_lens": given.lens} if layer.holes else {}
     arguments = given.inputs, given.log_decay, given.beta, states, *ids
     if layer.rule == "scan":
-        options |= {"values_first": layer.values_first}
+        options |= {} if layer.values_first else {"values_first": False}
         return selective_scan(*arguments, num_groups=layer.key_heads, **options)
-    options |= {"normalize": layer.normalize}
+    options |= {} if layer.normalize else {"normalize": False}
     return gated_delta_rule(*arguments, num_key_heads=layer.key_heads, **options)
 
 
@@ -350,12 +353,15 @@ STEPS = (
         **{"key": 128, "value": 128, "width": 4, "conv": "bfloat16", "inputs": "bfloat16"},
         **{"out": "float32", "gates": "bfloat16"},
     ),
-    Layer(key=128, value=128, value_heads=1, width=2, silu=False, bias=True, typed=True),
+    Layer(
+        **{"key": 128, "value": 128, "value_heads": 1, "width": 2, "silu": False, "bias": True},
+        **{"typed": True, "normalize": False},
+    ),
 )
 
 
 DRAFTS = (
-    STEPS[1]._replace(holes=1),
+    STEPS[1]._replace(holes=1, values_first=False),
     # Of the value heads of a key head, each thread block takes two.
     STEPS[0]._replace(key_heads=1, value_heads=6, state="float32", scale=0.7),
 )
@@ -486,7 +492,7 @@ def choose_ends(seed: int, counts: list[int], beyond: int) -> np.ndarray:
     return as_ids(np.where(ends > 0, ends, -(seed % 3)))
 
 
-PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2, state="bfloat16"))
+PROMPTS = (Layer(width=4, bias=True), Layer(rule="delta per key", key_heads=2))
 
 
 @pytest.mark.parametrize("layer", PROMPTS, ids=str)
@@ -587,7 +593,7 @@ def test_prompts_go_on_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_gives_zeros(implementation: str) -> None:
-    ids = {"read_ids": as_ids([1, -1, 2]), "write_ids": as_ids([[1], [-1], [2]])}
+    ids = {"read_ids": as_ids([1, PAGES, 2]), "write_ids": as_ids([[1], [PAGES], [2]])}
     given = make(STEPS[0], [1] * 3, 3, 0, write_after=as_ids([[1]] * 3), **ids)
     given.inputs[1] = np.nan
     with kernels_run():
@@ -650,7 +656,8 @@ def test_donated_states_stay_where_they_are(layer: Layer, ragged: bool) -> None:
         (STEPS[0], 2, 2, 2),  # zeros for the tokens of no request come last
         (STEPS[1], 1, 2, 2),  # the convolution is a kernel of its own
         (STEPS[2], 1, 1, 1),
-        (PROMPTS_IN_KERNELS[1], 64, 4, 4),
+        (PROMPTS_IN_KERNELS[1], 8, 2, 2),  # still a step
+        (PROMPTS_IN_KERNELS[1], 9, 4, 4),
         (PROMPTS_IN_KERNELS[1]._replace(out="float32"), 64, 2, 2),  # XLA's prompts
         (PROMPTS_IN_KERNELS[2], 64, 5, 4),  # convolution, single tokens, parts, states, zeros
         (PROMPTS_IN_KERNELS[3], 64, 4, 4),
@@ -700,7 +707,7 @@ def test_a_convolution_by_itself(
         1,
         read_ids=as_ids([3, 4, 99]),
         write_ids=as_ids([[3, 5, 6], [7, 8, 9], [1, -1, 2]]),
-        write_after=as_ids([[1, 2, 3]] * 3),
+        write_after=as_ids([[1, 2, 3], [0, 1, 2], [0, 1, 2]]),  # none after no token
     )
 
     @jax.jit
@@ -738,11 +745,17 @@ GOOD = {
     "write_ids": jnp.zeros(3, jnp.int32),
     "num_key_heads": 1,
 }
+IDS = as_ids([0, 1])
 WINDOWS = StatePages(GOOD["states"].data, jnp.float32, (3, 256), 9)
 BAD = [
     ("inputs", None, TypeError, "inputs must be an array of numbers, got NoneType"),
     ("states", 5, TypeError, "states must be of type StatePages, got int"),
     ("scale", "x", ValueError, "scale='x' must be a finite number, or None"),
+    ("scale", "1.5", ValueError, "scale='1.5' must be a finite number, or None"),
+    ("scale", float("inf"), ValueError, "scale=inf must be a finite number, or None"),
+    ("scale", 10**400, ValueError, "0 must be a finite number, or None"),
+    ("normalize", 1, TypeError, "normalize must be of type bool, got int"),
+    ("inputs", [[1.0], [1.0, 2.0]], TypeError, "inputs must be an array of numbers, got list"),
     ("convolution", 5, TypeError, "convolution must be of type Convolution, got int"),
     ("implementation", "triton", ValueError, "implementation='triton'; use one of"),
     ("inputs", jnp.ones((3, 250)), ValueError, r"want \[T, 256\]"),
@@ -750,17 +763,24 @@ BAD = [
     ("inputs", jnp.ones((4, 256)), ValueError, "log_decay has shape"),
     ("log_decay", jnp.ones((3, 4)), ValueError, r"wants \(3, 2\) or \(3, 2, 64\)"),
     ("beta", jnp.ones((3, 1)), ValueError, "beta has shape"),
-    ("num_key_heads", 3, ValueError, "num_key_heads=3 must be an int that divides the 2 heads"),
+    *(
+        ("num_key_heads", heads, ValueError, f"num_key_heads={heads} must be an int that divides")
+        for heads in (3, 0, -1, 1.0)
+    ),
+    ("log_decay", jnp.zeros((3, 2), jnp.int32), TypeError, "log_decay must be one of float32"),
+    ("beta", jnp.ones((3, 2), jnp.int32), TypeError, "beta must be one of float32"),
     ("read_ids", jnp.zeros(3), TypeError, "read_ids must be int32"),
     ("read_ids", jnp.zeros(2, jnp.int32), ValueError, r"write_ids must be int32\[2\]"),
     ("write_ids", np.zeros(3, np.int64), TypeError, "write_ids must be int32"),
     ("write_ids", jnp.zeros((3, 2), jnp.int32), ValueError, "pass write_after"),
+    ("write_ids", jnp.zeros((3, 0), jnp.int32), ValueError, "write_ids has 0 pages"),
     ("inputs", jnp.ones((256,)), ValueError, r"want \[T, 256\]"),
     ("write_ids", jnp.zeros((2, 1), jnp.int32), ValueError, r"write_ids must be int32\[3, n\]"),
     ("query_lens", jnp.zeros(2, jnp.int32), ValueError, r"query_lens must be int32\[3\]"),
     ("write_after", jnp.zeros((3, 2), jnp.int32), ValueError, r"write_after must be int32\[3, 1\]"),
     ("query_start_loc", jnp.zeros(3, jnp.int32), ValueError, "query_start_loc must be int32"),
-    ("max_query_len", 0, ValueError, "pass query_start_loc|max_query_len=0"),
+    ("max_query_len", 0, ValueError, "max_query_len=0 must be an int of at least 1"),
+    ("max_query_len", 1.5, ValueError, r"max_query_len=1\.5 must be an int of at least 1"),
     ("states", GOOD["states"]._replace(start=4), ValueError, "must lie within its extent"),
     (
         "states",
@@ -770,6 +790,34 @@ BAD = [
     ),
     ("states", GOOD["states"]._replace(dtype=jnp.int8), TypeError, "states.dtype must be one of"),
     ("states", GOOD["states"]._replace(shape=(2, 64)), ValueError, "must have 3 sizes"),
+    ("states", GOOD["states"]._replace(shape=(2, 0, 64)), ValueError, "3 sizes of at least 1"),
+    *(
+        ("states", GOOD["states"]._replace(data=data), ValueError, "states.data must be")
+        for data in (jnp.zeros((9, 16384), jnp.bfloat16), jnp.zeros((9, 2, 8192)))
+    ),
+    ("convolution", Convolution(5, jnp.ones((4, 256))), TypeError, "must be of type StatePages"),
+    (
+        "convolution",
+        Convolution(WINDOWS._replace(dtype=jnp.int8), jnp.ones((4, 256))),
+        TypeError,
+        "convolution.pages.dtype must be one of",
+    ),
+    *(
+        ("convolution", Convolution(WINDOWS, *taps), TypeError, f"convolution.{name} must be one")
+        for name, taps in {
+            "weights": [jnp.ones((4, 256), jnp.int32)],
+            "bias": [jnp.ones((4, 256)), jnp.ones(256, jnp.int32)],
+        }.items()
+    ),
+    *(
+        (
+            "convolution",
+            Convolution(WINDOWS._replace(shape=(width - 1, 256)), jnp.ones((width, 256))),
+            ValueError,
+            r"\[width, channels\], with a width of 2 to 4",
+        )
+        for width in (5, 6)
+    ),
     ("convolution", Convolution(WINDOWS, jnp.ones((3, 256))), ValueError, r"want \(4, 256\)"),
     (
         "convolution",
@@ -794,11 +842,25 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "error", "text"), BAD)
 def test_bad_arguments_are_refused_by_name(name, value, error, text) -> None:
-    given = GOOD | {name: value}
-    if name in ("max_query_len", "query_lens"):
-        given["query_start_loc"] = as_ids([0, 1, 2, 3])
     with pytest.raises(error, match=text):
-        gated_delta_rule(**given)
+        gated_delta_rule(**GOOD | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"values_first": 1}, TypeError, "values_first must be of type bool, got int"),
+        ({"num_groups": 3}, ValueError, "num_groups=3 must be an int that divides the 2 heads"),
+        ({"log_decay": jnp.zeros((3, 2, 64))}, ValueError, r"log_decay has .* wants \(3, 2\)$"),
+        ({"steps": jnp.ones((3, 1))}, ValueError, "steps has shape"),
+        ({"steps": jnp.ones((3, 2), jnp.int32)}, TypeError, "steps must be one of float32"),
+        (dict.fromkeys(("read_ids", "write_ids"), IDS), ValueError, "3 tokens for 2 requests"),
+    ],
+)
+def test_bad_arguments_of_a_scan_are_refused_by_its_names(changed, error, text) -> None:
+    good = {name: GOOD[name] for name in ("inputs", "log_decay", "states", "read_ids", "write_ids")}
+    with pytest.raises(error, match=text):
+        selective_scan(**good | {"steps": GOOD["beta"], "num_groups": 1} | changed)
 
 
 def test_several_pages_of_single_tokens_need_no_starts() -> None:
@@ -807,6 +869,16 @@ def test_several_pages_of_single_tokens_need_no_starts() -> None:
     found = jax.jit(lambda: gated_delta_rule(**given))()
     given |= {"write_ids": as_ids([5, 6, 8]), "write_after": None}
     wanted = jax.jit(lambda: gated_delta_rule(**given))()
+    for array, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-4)
+
+
+def test_requests_without_a_token_need_no_starts() -> None:
+    ids = {"read_ids": as_ids([1, 2, 3]), "write_ids": as_ids([4, 5, 6])}
+    lens = {"query_lens": as_ids([1, 0, 1])}
+    found = jax.jit(lambda: gated_delta_rule(**GOOD | ids | lens))()
+    ids = {name: np.where([0, 1, 0], as_ids(-1), of) for name, of in ids.items()}
+    wanted = jax.jit(lambda: gated_delta_rule(**GOOD | ids))()
     for array, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(array, other, rtol=1e-4)
 
@@ -824,6 +896,7 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
         conv = Convolution(pages[1], jnp.ones((4, 256)))
         arguments = {"states": pages[0], "read_ids": none, "write_ids": none, "inputs": inputs}
         arguments |= {"log_decay": beta, "beta": beta, "convolution": conv} | how
+        arguments["out_dtype"] = jnp.bfloat16
         return (
             causal_conv1d(inputs, conv, none, none, **how),
             gated_delta_rule(**GOOD | arguments),
@@ -831,9 +904,11 @@ def test_without_requests_nothing_runs_and_all_is_padding(implementation, count)
 
     lowered = jax.jit(run_both).trace(states.data).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" not in lowered.as_text()
-    for (data, out), shape in zip(run_both(states.data), [(256,), (2, 32)], strict=True):
+    wanted = [((256,), "float32"), ((2, 32), "bfloat16")]
+    for (data, out), (shape, kind) in zip(run_both(states.data), wanted, strict=True):
         np.testing.assert_array_equal(data, states.data)
         np.testing.assert_array_equal(out, np.zeros((count, *shape)))
+        assert out.dtype == kind
 
 
 @pytest.mark.parametrize(
@@ -873,22 +948,26 @@ def test_the_kernel_of_a_step_takes_rows_of_whole_lines_of_memory(name, other, k
 
 @given(
     *(st.integers(0, 40), st.integers(100, 140), st.sampled_from(range(128, 2049, 128))),
-    st.sampled_from(["float32", "bfloat16"]),
+    *(st.sampled_from(["float32", "bfloat16"]), st.integers(0, 2)),
 )
 def test_threads_take_as_many_channels_as_lie_aligned_in_each_page(
-    start, extent, channels, name
+    start, extent, channels, name, odd
 ) -> None:
+    """Of extents that are no whole elements none do."""
     item = dtype(name).itemsize
-    data: Any = jax.ShapeDtypeStruct((9, (extent + 8192) * item), jnp.uint8)
+    extent_bytes = (extent + 8192) * item + odd
+    data: Any = jax.ShapeDtypeStruct((9, extent_bytes), jnp.uint8)
     pages = StatePages(data, dtype(name), (1, channels), 9, start=start * item)
     weights: Any = jax.ShapeDtypeStruct((2, channels), dtype(name))
-    places = [page * (extent + 8192) + start for page in range(9)]
+    places = [page * extent_bytes + start * item for page in range(9)]
     fitting = [
         n
         for n in (1, 2, 4, 8)
-        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % n for p in places)
+        if n * item <= 16 and channels % (128 * n) == 0 and not any(p % (n * item) for p in places)
     ]
-    assert limits.channels_per_thread(Convolution(pages, weights)) == max(fitting)
+    conv = Convolution(pages, weights)
+    assert limits.channels_per_thread(conv) == max(fitting, default=0)
+    assert bool(limits.why_not_convolution(conv)) == (not fitting)
 
 
 WIDE = GOOD["states"]._replace(data=jnp.zeros((9, 2 * 64 * 512)))

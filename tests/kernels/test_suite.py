@@ -275,6 +275,14 @@ def test_the_device_of_a_program_decides_and_not_the_default(subject: Subject, m
     assert len(launches(lower(subject.kernel, *arguments))) == subject.launches
 
 
+@needs_mosaic
+@pytest.mark.parametrize(("n", "dtype"), [(511, "uint8"), (512, "uint8"), (255, "f"), (128, "f")])
+def test_rows_of_half_a_kilobyte_are_written_by_mosaic(n: int, dtype: str, monkeypatch) -> None:
+    monkeypatch.setattr(_capability, "why_unsupported", lambda: None)
+    text = lower(write_rows, jnp.zeros((4, 512), dtype), IDS, IDS, jnp.zeros((2, n), dtype))
+    assert len(launches(text)) == (n * jnp.dtype(dtype).itemsize >= 512)
+
+
 COUNT = np.int32(2)
 NO_BLOCKS = [
     ([], 3, 0, None),
@@ -340,9 +348,11 @@ BAD = [
     (zero_blocks, "block_ids", jnp.zeros(3), TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", IDS[:, None], TypeError, "block_ids must be int32"),
     (zero_blocks, "block_ids", [IDS] * 2, ValueError, "block_ids must be one value, or a tree"),
+    (zero_blocks, "block_ids", [IDS], ValueError, "block_ids must be one value, or a tree"),
     (zero_blocks, "block_ids", [1, 3], ValueError, "an int32 array of ids: not a list"),
     (zero_blocks, "block_axis", 0.5, TypeError, "block_axis must be an int"),
     (zero_blocks, "block_axis", 2, ValueError, "block_axis=2"),
+    (zero_blocks, "block_axis", -3, ValueError, "block_axis=-3"),
     (zero_blocks, "block_axis", [0, 0], ValueError, "block_axis must be one value, or a tree"),
     (zero_blocks, "num_ids", 1, TypeError, r"num_ids must be int32\[\] or None, got int"),
     (zero_blocks, "num_ids", np.int64(1), TypeError, "num_ids must be int32.*, got int64"),
@@ -370,6 +380,7 @@ BAD = [
     (write_rows, "rows", jnp.ones((2, 3), jnp.int32), TypeError, "rows must be float32"),
     (write_rows, "pages", jnp.ones((4, 8, 2)), ValueError, "pages must be"),
     (write_rows, "rows", None, TypeError, "rows must be an array of numbers, got NoneType"),
+    (write_rows, "rows", [[1], [1, 2]], TypeError, "rows must be an array of numbers, got list"),
     (write_rows, "align", 0, ValueError, "align must be at least 1, got 0"),
     (write_rows, "align", 0.5, TypeError, "align must be an int"),
 ]
@@ -425,6 +436,8 @@ def test_an_old_jax_is_told_what_mosaic_needs(subject: Subject, monkeypatch) -> 
     assert default_implementation() == "xla"
     with pytest.raises(NotImplementedError, match=r"jax >= 0\.11, and this is jax 0\.10\.2; use"):
         subject.kernel(*subject.make(256), implementation="mosaic_gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    assert _capability.why_unsupported(any_platform=True) is None
 
 
 def of_bytes(*shape: int) -> jax.ShapeDtypeStruct:

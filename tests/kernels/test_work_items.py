@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,18 @@ def test_tiles_of_a_row_align_as_its_offset_does(n, alignment, itemsize) -> None
         return
     assert alignment % tiling.vector == 0 and tiling.vector <= free.vector
     assert tiling == free or alignment % free.vector
+
+
+@needs_mosaic
+def test_indices_of_work_items_stay_within_int32_when_the_last_stride_is_taken() -> None:
+    from pallas_kernels._work_items import THREAD_BLOCKS_PER_SM, make_task
+
+    pages: Any = jax.ShapeDtypeStruct((3 * 4, 1), jnp.uint8)
+    most = 2**31 - 1 - _capability.max_thread_blocks(THREAD_BLOCKS_PER_SM)
+    task = make_task(PagedBuffer(pages, num_blocks=4), most // 3)
+    assert task.num_items == 3 * (most // 3)
+    with pytest.raises(ValueError, match="work items, more than int32 counts"):
+        make_task(PagedBuffer(pages, num_blocks=4), most // 3 + 1)
 
 
 LENGTHS = [5, 4, 2]  # of the id lists
