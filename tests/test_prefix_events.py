@@ -133,6 +133,13 @@ def test_an_int_key_is_the_last_64_bits_of_a_key() -> None:
     assert event["block_hashes"] == [int(key.hex()[-16:], 16) for key in KEYS[:2]]
 
 
+def test_a_block_without_extra_keys_lies_next_to_one_that_has_some() -> None:
+    extras = None, (("lora", "sql", "/a"),)
+    stored = BlocksStored(FULL, tuple(KEYS[:2]), None, tuple(TOKENS[:8]), extra_keys=extras)
+    (event,) = decoded(encode_events(EventBatch(0, 0.0, (stored,))))
+    assert event["extra_keys"] == [None, ["sql"]]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "counted"),
     [
@@ -289,7 +296,10 @@ def told_of(event: BlocksStored) -> dict[bytes, Told]:
 
 
 def test_a_key_is_held_where_a_block_of_it_is() -> None:
-    """In both memories, of several blocks with one key, stored and removed in any order."""
+    """In both memories, of several blocks with one key, stored and removed in any order.
+
+    Block sizes may have another divisor than the smallest of them.
+    """
     sql, cat = ExtraKey.lora("sql", "/a"), ExtraKey.mm("f00d", 5, 10)
     prompts: list[tuple[list[int], str | None, tuple[ExtraKey, ...]]] = [
         ([], None, (sql, cat)),
@@ -298,16 +308,18 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
         ([5] * 9, None, ()),
         ([6] * 9, None, ()),
     ]
-    groups, seen = [EventGroup(0, "full", 4), EventGroup(1, "sliding", 8)], Counter[str]()
+    seen = Counter[str]()
     for seed in range(20):
         draw, log, ids = random.Random(seed), EventLog(), itertools.count(1)
+        one, other = (4, 8) if seed % 2 else (8, 12)
+        groups = [EventGroup(0, "full", one), EventGroup(1, "sliding", other)]
         events, wanted = PrefixEvents(log, groups), dict[tuple[int, bytes], Told]()
         chains = [KeyChain(salt, extra_keys) for _, salt, extra_keys in prompts]
         chains[-1] = chains[-2].copy()  # of a fork, which goes on otherwise
         blocks: dict[int, tuple[str, int, bytes]] = {}
         held = set[tuple[str, int, bytes]]()
         for _ in range(40):
-            what = draw.choice(["store", "store", "host", "remove"])
+            what = draw.choice([*["store", "store", "host", "remove"] * 6, "clear"])
             if what == "store":
                 (tail, salt, extra_keys), chain = draw.choice([*zip(prompts, chains, strict=True)])
                 group = draw.choice(groups)
@@ -332,12 +344,18 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
                 copies = [(block, next(ids)) for block in given]
                 events.stored_on_host(given, [copy for _, copy in copies])
                 blocks |= {copy: ("CPU", *blocks[b][1:]) for b, copy in copies if b in blocks}
+            elif what == "clear":
+                events.cleared()
+                blocks = {}
             else:
                 given = draw.sample([*blocks, next(ids)], draw.randint(0, min(6, len(blocks))))
                 events.removed(given)
                 blocks = {block: name for block, name in blocks.items() if block not in given}
             batch = log.take()
             for event in () if batch is None else batch.events:
+                if isinstance(event, AllBlocksCleared):
+                    held = set()
+                    continue
                 names = {(event.medium, event.group.index, key) for key in event.block_keys}
                 if isinstance(event, BlocksRemoved):
                     assert names <= held
@@ -348,7 +366,11 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
                 for key, told in told_of(event).items():
                     assert told == wanted[event.group.index, key]
                 seen[event.medium] += len(names) > 1
+                if event.medium == "GPU":
+                    assert event.extra_keys is None or any(event.extra_keys)
             assert held == set(blocks.values())
+            on_gpu = {(index, key) for medium, index, key in held if medium == "GPU"}
+            assert events._places.keys() == on_gpu, "tokens of blocks that nobody keeps"
             seen["shared"] += len(held) < len(blocks)
     assert min(seen[name] for name in ("GPU", "CPU", "shared")) > 3, seen
 
