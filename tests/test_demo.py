@@ -381,7 +381,8 @@ def test_options_of_the_command_reach_what_they_are_for(
     """With nothing computed: an engine that is none, and a report of it."""
     parser, path = argparse.ArgumentParser(), tmp_path / "new" / "deep" / "a.png"
     run.add_arguments(parser)
-    options = parser.parse_args([*arguments, "--implementation", "xla", "--output", str(path)])
+    asked = ["--implementation", "xla"] if difference == 1 else []  # or the best one, which it is
+    options = parser.parse_args([*arguments, *asked, "--output", str(path)])
     if len(jax.devices()) < options.context_parallel:
         pytest.skip("needs 2 devices")
     nan = np.array([np.nan, 0.0, np.nan])
@@ -424,6 +425,7 @@ def test_options_of_the_command_reach_what_they_are_for(
 
     for name in ("make_engine", "serve", "compare", "make_trace"):
         monkeypatch.setattr(run, name, locals()[name])
+    monkeypatch.setattr(run, "default_implementation", lambda: "xla")
     monkeypatch.setattr(run, "init_params", lambda _, key: int(jax.random.key_data(key)[-1]))
     monkeypatch.setattr(run, "plot_occupancy", functools.partial(draw, "occupancy"))
     monkeypatch.setattr(run, "plot_block_use", functools.partial(draw, "use of blocks"))
@@ -438,6 +440,12 @@ def test_options_of_the_command_reach_what_they_are_for(
     steps = "steps             1,234 in 2.0 s, 4 new tokens, 2 tokens/s; 2 preemptions\n"
     found = "prefixes          1,500 tokens were found in the cache; prompts had 9,000\n"
     slept = "slept             3 times, 1,000,000 bytes released in all\n"
+    first = wanted[0]
+    how = ["xla", *[f"{first.ranks} ranks"][first.ranks == 1 :]]
+    how += [] if first.kernel is None else [f"kernel blocks of {first.kernel}"]
+    assert f"\nServing {len(trace.make_trace(*traces[0]))} requests on " in text
+    assert f" ({', '.join(how)})\n" in text
+    assert picture is None or f"\n{picture:<17} {path}\n" in text
     for line in (steps, "compilations      0 after warm-up\n", found, slept):
         assert text.count(line) == len(ran), text
     nans = "NaN logits        3 of 4 rows; request 3 first"

@@ -26,6 +26,7 @@ from jaxkv._src.prefixes import (
     block_keys,
     encode_events,
     event_frames,
+    root_key,
 )
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
 from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
@@ -258,19 +259,22 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
 
 def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> None:
     """Images of one identifier and two sizes, whose first blocks have the same key."""
-    log, kept, counts = EventLog(), set[bytes](), list[int]()
+    root, wanted = root_key("7"), set[bytes]()
+    log, kept, counts = EventLog(root=root), set[bytes](), list[int]()
     manager = BlockManager(plan_of("full", 40), max_requests=2, events=log)
     shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
     prompts = [(range(9), [ExtraKey.mm("f00d", 0, end)]) for end in (4, 5, 9)]
     prompts += [(range(100 * i, 100 * i + 48), []) for i in range(1, 5)]  # which evict them
     for tokens, extra_keys in prompts:
         manager.start("a", list(tokens), extra_keys=extra_keys)
+        wanted.update(block_keys(list(tokens), 4, extra_keys=extra_keys, root=root))
         for begin in range(0, len(tokens), 12):
             manager.step(shape, {"a": len(tokens[begin : begin + 12])})
         manager.finish("a")
         batch = log.take()
         for event in () if batch is None else batch.events:
             keys = set(event.block_keys)
+            assert keys <= wanted, "keys of another root"
             if isinstance(event, BlocksStored):
                 assert not keys & kept, "stored twice"
                 kept |= keys
@@ -424,6 +428,8 @@ def test_events_name_adapters_images_and_salts() -> None:
         ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
         ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
         ("max_batches must be at least 1", lambda: EventLog(max_batches=0)),
+        ("max_batches=2147483648", lambda: EventLog(max_batches=2**31)),
+        ("rank=2147483648", lambda: encode_events(BATCH, rank=2**31)),
         ("format='map'", lambda: encode_events(BATCH, format="map")),  # pyrefly: ignore
         ("keys='hex'", lambda: encode_events(BATCH, keys="hex")),  # pyrefly: ignore
         ("groups='full'", lambda: encode_events(BATCH, groups="full")),  # pyrefly: ignore

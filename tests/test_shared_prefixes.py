@@ -237,7 +237,7 @@ def test_an_eighth_is_enough_to_save_and_levels_are_counted(
     table = np.arange(1, 76).reshape(3, 25)
     table[1, :6], table[2, 0] = table[0, :6], table[0, 0]
     for more in (0, 1):
-        given = np.array(computed) + [0, 0, more]
+        given = np.array([*computed[:2], computed[2] + more])
         groups = _beginnings.group_by_beginning([table], [BLOCK], given, GROUPS)
         found = [(group.members.tolist(), group.tokens) for group in groups]
         assert found == ([] if more else [wanted])
