@@ -159,6 +159,9 @@ def test_extra_keys_are_in_the_order_of_vllm() -> None:
     assert first == (adapter, *media, ("cache_salt", "salt"), embeds(rows[:4]))
     assert second == (adapter, ("mm", "late", -1), embeds(rows[4:]))
     assert third == (adapter, embeds(rows[6:]))
+    unsalted = (adapter, *media, embeds(rows[:4])), second, third
+    for none in (None, ""):
+        assert tuple(extra_keys_by_block(extras, 4, 3, salt=none)) == unsalted
 
 
 def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:

@@ -1067,6 +1067,27 @@ def test_tokens_of_a_step_can_be_cut() -> None:
     for name in "cd":  # of which one finds a row
         server.add(name, 6, 30)
     assert server.scheduler.wanted() == (6, True)
+    server.scheduler.append({"a": 1, "b": 1})
+    assert server.step().work == {"a": 1, "b": 1, "c": 6}
+    assert server.scheduler.wanted() == (0, True)  # no row is free
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, 99])
+def test_a_step_takes_no_more_tokens_than_the_scheduler_said(cut: int) -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=8)
+    for name in "ab":
+        server.add(name, 6, 30)
+    assert sum(server.scheduler.schedule(max_tokens=cut).work.values()) == min(cut, 8)
+
+
+def test_drafts_that_do_not_fit_into_a_cut_step_wait_for_the_next() -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=8)
+    server.add("a", 2, 30)
+    server.step()
+    server.scheduler.append({"a": 4})
+    for cut in (3, 1, 2):
+        assert not server.scheduler.schedule(max_tokens=cut).work
+    assert server.scheduler.schedule(max_tokens=4).work == {"a": 4}
 
 
 def test_a_restart_lets_requests_wait_for_their_tokens_anew() -> None:
