@@ -316,6 +316,8 @@ def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
 
 
 def test_the_bound_is_wider_only_where_mosaic_rounds_the_queries_of_bf16() -> None:
+    rounding = {"fp8_e4m3": 0.03, "fp8_e5m2": 0.06, "bf16": 0.003, "f16": 0.003, "f32": 0.001}
+    assert rounding == BOUNDS
     for dtype, bound in BOUNDS.items():
         assert bound_of(dtype, "xla") == bound
         assert bound_of(dtype, "mosaic_gpu") == (0.02 if dtype == "bf16" else bound)
@@ -670,6 +672,9 @@ def test_the_module_runs_as_a_command() -> None:
 def test_options_have_their_defaults() -> None:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
+    assert f"after every {serving.REQUESTS_BETWEEN_NAPS} requests" in " ".join(
+        parser.format_help().split()
+    )
     options = vars(parser.parse_args([]))
     assert options.pop("output") == pathlib.Path("demo_output/occupancy.png")
     nothing = dict.fromkeys(("sleep_between_batches", "no_zeroing"), False)

@@ -173,6 +173,7 @@ def test_what_an_engine_is_given_reaches_its_parts() -> None:
         options = engine._scheduler._options
         assert (options.chunk_tokens, options.steps_ahead, options.forks) == (3, 4, 4)
         assert [shape.shared_prefixes for shape in engine._ladder.shapes] == [2, 0]
+        assert repr(engine) == f"Engine({engine._scheduler!r}, 2 shapes)"
         engine.add("r", [1], Sampling(temperature=1.0))
         seeds.append(engine._samples.of["r"].seed)
     assert seeds[0] == seeds[2] != seeds[1]
@@ -892,6 +893,13 @@ def test_generate_wants_the_engine_for_itself() -> None:
     engine.abort("r")
     (output,) = engine.step()
     assert (output.request, output.tokens, output.finish_reason) == ("r", [], "abort")
+    engine.add("r", [1, 2], Sampling(max_tokens=2))
+    engine.abort("r")
+    assert engine.has_work  # to tell of it
+    with pytest.raises(ValueError, match="has 0 samples .*, or outputs that step has not returned"):
+        list(engine.generate([[1]]))
+    assert len(engine.step()) == 1
+    assert_all_free(engine)
 
 
 def test_prompts_with_the_longest_answers_start_first() -> None:

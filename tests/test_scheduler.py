@@ -1070,6 +1070,8 @@ def test_tokens_of_a_step_can_be_cut() -> None:
     server.scheduler.append({"a": 1, "b": 1})
     assert server.step().work == {"a": 1, "b": 1, "c": 6}
     assert server.scheduler.wanted() == (0, True)  # no row is free
+    free = server.manager.num_free_blocks
+    assert repr(server.scheduler) == f"Scheduler(3 requests run, 1 wait, {free} blocks free)"
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 99])
