@@ -564,6 +564,7 @@ def test_the_command_prints_its_proof_and_writes_a_picture(capsys, tmp_path, mon
     text = capsys.readouterr().out
     assert "3 x (12 state @ 544) + 1 x (12 full @ 544)" in text
     assert "13,369,344 bytes" in text
+    assert "141,000,000,000 bytes" in text and "262,144 tokens" in text
     assert (
         "at most (allowed: 0.03); " in text
         and f" of {sum(r.max_new_tokens for r in trace)} picks equal" in text

@@ -414,6 +414,19 @@ def test_events_name_adapters_images_and_salts() -> None:
         ("block_keys is empty", lambda: BlocksStored(FULL, (), None, ())),
         ("block_keys is empty", lambda: BlocksRemoved(FULL, ())),
         ("token_ids has 3 tokens", lambda: BlocksStored(FULL, (KEYS[0],), None, (1, 2, 3))),
+        *(
+            (
+                f"token_ids has {count} tokens; {blocks} blocks of 4 have {4 * blocks}$",
+                lambda blocks=blocks, count=count: BlocksStored(
+                    FULL, tuple(KEYS[:blocks]), None, (1,) * count
+                ),
+            )
+            for blocks, count in ((1, 0), (1, 8), (2, 4), (2, 7), (2, 9))
+        ),
+        (
+            "extra_keys has 1 entries",
+            lambda: BlocksStored(FULL, tuple(KEYS[:2]), None, (1,) * 8, extra_keys=(None,)),
+        ),
         (
             "extra_keys has 2 entries",
             lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, extra_keys=(None, None)),
@@ -426,6 +439,7 @@ def test_events_name_adapters_images_and_salts() -> None:
         ("sequence=18446744073709551615", lambda: event_frames(2**64 - 1, b"")),
         ("index must be at least 0", lambda: EventGroup(-1, "full", 4)),
         ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
+        ("block_size must be at least 1", lambda: EventGroup(0, "full", 0)),
         ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
         ("max_batches must be at least 1", lambda: EventLog(max_batches=0)),
         ("max_batches=2147483648", lambda: EventLog(max_batches=2**31)),
