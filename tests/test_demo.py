@@ -389,7 +389,8 @@ def test_options_of_the_command_reach_what_they_are_for(
         pytest.skip("needs 2 devices")
     nan = np.array([np.nan, 0.0, np.nan])
     answers = {(5, 0): Answer([1], nan, True), (3, 1): Answer([1], nan[:1], True)}
-    report = Report(answers, 2.0, [3, 4], [(1,)] * 1234, prompt_tokens=9000, cached_tokens=1500)
+    answers[3, 0] = Answer([1], nan[1:2], True)
+    report = Report(answers, 2.5, [3, 4], [(1,)] * 1234, prompt_tokens=9000, cached_tokens=1500)
     report.naps, report.bytes_released = 3, 10**6
     engines, ran, traces, drawn = [], [], [], []
 
@@ -439,7 +440,7 @@ def test_options_of_the_command_reach_what_they_are_for(
     text = capsys.readouterr().out
     assert (path.read_text() if path.exists() else None) == picture
     assert bound is None or f"differ by {difference:.2g} at most (allowed: {bound}); 1 of 2" in text
-    steps = "steps             1,234 in 2.0 s, 4 new tokens, 2 tokens/s; 2 preemptions\n"
+    steps = "steps             1,234 in 2.5 s, 5 new tokens, 2 tokens/s; 2 preemptions\n"
     found = "prefixes          1,500 tokens were found in the cache; prompts had 9,000\n"
     slept = "slept             3 times, 1,000,000 bytes released in all\n"
     first = wanted[0]
@@ -450,7 +451,7 @@ def test_options_of_the_command_reach_what_they_are_for(
     assert picture is None or f"\n{picture:<17} {path}\n" in text
     for line in (steps, "compilations      0 after warm-up\n", found, slept):
         assert text.count(line) == len(ran), text
-    nans = "NaN logits        3 of 4 rows; request 3 first"
+    nans = "NaN logits        3 of 5 rows; request 3 first"
     assert text.count(nans) == sum(one.policy == "never" for one in wanted)
 
 
