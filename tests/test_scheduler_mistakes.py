@@ -156,7 +156,7 @@ def test_a_fork_needs_a_computed_prompt_and_the_ids_of_its_samples() -> None:
 
 def test_more_tokens_than_a_request_may_have_are_refused() -> None:
     """Also for samples, which have as many as the request that they start from."""
-    host, names = Host(), ["a", ("a", 1), "fork"]
+    host, names = Host(forks=4), ["a", ("a", 1), "fork"]
     host.tokens |= {name: [1] * 6 for name in names}
     host.add("a", host.tokens["a"], max_tokens=7, samples=2)
     schedule = host.step()
