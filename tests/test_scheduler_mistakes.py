@@ -476,6 +476,11 @@ def test_shapes_are_the_schedulers(forks: int, cached_tokens: int | None) -> Non
     assert host.scheduler.shape(batch_size=2, tokens_per_request=4, extra=1) == StepShape.for_plan(
         plan, batch_size=2, tokens_per_request=4, extra=1, **options
     )
+    for least in (1, 3):  # chunks are longer
+        refused(
+            lambda least=least: host.scheduler.shape(tokens_per_request=least),
+            f"tokens_per_request={least} needs chunks of at most as many .* chunk_tokens=4; pass",
+        )
     for more in (
         {"max_query_len": 1, "shared_prefixes": 2},
         {"max_query_len": 5, "reproducible": True},
