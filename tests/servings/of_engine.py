@@ -118,6 +118,8 @@ class ModelDevice:
         assert len(uploads) == 1 or shape.max_query_len == 1, "several steps of prompts in a call"
         self.lengths |= {len(uploads)} - {1}
         assert len(self.lengths) <= 1, "calls of several lengths, each of which is compiled"
+        work = [upload for upload in uploads if upload.parts()["query_start_loc"].any()]
+        assert 2 * len(work) > len(uploads), "a call of which half is idle"
         is_warm = (len(uploads), shape) in self.warm
         assert is_warm or self.kind != self.warm_kind, "a call that is compiled after the warm-up"
         outs = [self._step(upload, may_have_ended=len(uploads) > 1) for upload in uploads]
