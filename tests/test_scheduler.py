@@ -896,6 +896,21 @@ def test_a_prompt_that_gets_no_blocks_gives_those_that_left_its_window_to_an_old
     assert server.step().work == {"a": 24}
 
 
+@pytest.mark.parametrize(("more", "held"), [(1, 2), (2, 3)])
+def test_a_request_that_waits_for_its_answer_keeps_what_its_next_token_sees(more, held) -> None:
+    """And with a draft, which may be rejected, what the tokens before that one see."""
+    server = Server(small_plan(40, {"window": WINDOW}), max_requests=2, max_tokens=8)
+    server.add("a", 9 - more, 32)
+    server.step()
+    server.scheduler.append({"a": more})
+    server.add("b", 3, 32)
+    assert server.step().work == {"a": more, "b": 3}
+    assert server.manager.held_blocks("a") == (3,)
+    server.scheduler.append({"b": 1})
+    assert server.step().work == {"b": 1}
+    assert server.manager.held_blocks("a") == (held,)
+
+
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
     server = Server(small_plan(9), max_requests=2, max_tokens=8)
     server.add("a", 16, 32)
