@@ -102,6 +102,19 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
     assert list(third.samples.values()) == [0, 1, 2, 3]
 
 
+def test_samples_wait_in_the_order_of_their_requests() -> None:
+    server, waiting = Server(plan_of("full", 150), max_requests=1), list[Hashable]()
+    for name in "abc":
+        server.add(name, [1] * 6, 8, samples=2)
+        waiting += [name, (name, 1)]
+        assert server.scheduler.waiting == tuple(waiting)
+    for name in waiting:
+        while server.scheduler.running != (name,):
+            server.answer(server.step())
+        later = waiting[waiting.index(name) + 1 :]
+        assert server.scheduler.waiting == tuple(later)
+
+
 def test_a_sample_is_of_the_prompt_of_its_request() -> None:
     """With all that its prefix depends on: it may have to compute it by itself."""
     prompt = {"prompt_tokens": 6, "encoder_tokens": 2, "blocks": (5, 3), "salt": "s"}
