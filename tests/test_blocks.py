@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from jaxkv._src.specs import (
     StateSpec,
 )
 from jaxkv._src.uploads import StepShape, TableEntry
+from jaxkv.blocks import PrefixHit
 from jaxkv.testing import ReferenceTables, strategies
 from tests.helpers import hybrid_plan
 from tests.layer_examples import Layers
@@ -133,13 +135,20 @@ def test_few_kept_blocks_are_forgotten_at_once(num_blocks: int, spare: int) -> N
     assert (pool.use.warm, pool.use.cold) == (num_blocks - 4 - spare, spare)
 
 
-def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled() -> None:
-    pool = BlockPool(8)
-    with pytest.raises(OutOfBlocksError, match="8 blocks needed and 7 free") as caught:
-        pool.allocate(8)
+@pytest.mark.parametrize("num_blocks", [2, 8])
+def test_out_of_blocks_errors_name_both_counts_and_can_be_pickled(num_blocks: int) -> None:
+    pool, free = BlockPool(num_blocks), num_blocks - 1
+    with pytest.raises(
+        OutOfBlocksError, match=f"{num_blocks} blocks needed and {free} f"
+    ) as caught:
+        pool.allocate(num_blocks)
     copy = pickle.loads(pickle.dumps(caught.value))
-    assert (copy.needed_blocks, copy.free_blocks, str(copy)) == (8, 7, str(caught.value))
-    assert pool.num_free_blocks == 7
+    assert (copy.needed_blocks, copy.free_blocks, str(copy)) == (
+        num_blocks,
+        free,
+        str(caught.value),
+    )
+    assert pool.num_free_blocks == free
 
 
 # --- the manager against the reference ------------------------------------------------
@@ -250,8 +259,10 @@ class Pair:
     def _start(self, running) -> None:
         encoder = self.rng.randint(0, self.plan.limits.max_encoder_tokens)
         name = next(self.names)
-        self.manager.start(name, encoder_tokens=encoder)
+        hit = self.manager.start(name, encoder_tokens=encoder)
         self.reference.start(name, encoder)
+        row, groups = self.reference.requests[name].row, len(self.plan.groups)
+        assert hit == PrefixHit(row, 0, (0,) * groups, ("not_looked_up",) * groups, ())
 
     def _finish(self, running) -> None:
         name = self.rng.choice(running)
@@ -619,6 +630,34 @@ def test_every_step_within_its_limits_fits_the_shape_of_the_plan(data: st.DataOb
 def test_shapes_have_room_for_zeroing_only_if_the_plan_zeroes_blocks() -> None:
     assert shape_of(small_plan({"a": FULL})).zero_ids == 0
     assert shape_of(small_plan({"a": FULL}, zero_policy="always")).zero_ids > 0
+    some = small_plan(MODELS["aligned"], 200)
+    assert some.groups_to_zero.count(False) == 1
+    most = [group.growth.most_new_blocks(4, 40, 9, 0, 1) for group in some.groups]
+    zeroed = sum(n for n, zero in zip(most, some.groups_to_zero, strict=True) if zero)
+    assert shape_of(some).zero_ids == zeroed < shape_of(some).block_ids == sum(most)
+
+
+def test_sizes_that_are_left_out_are_those_of_the_plan() -> None:
+    plan = hybrid_plan()
+    longest, most = plan.max_model_len, plan.limits.max_in_flight_tokens
+    assert 4 < most < longest
+    for sizes, wanted in (
+        ({}, {"max_seq_len": longest, "max_query_len": most}),
+        ({"max_seq_len": longest + 1}, {"max_seq_len": longest, "max_query_len": most}),
+        ({"max_seq_len": 4}, {"max_query_len": 4}),
+        ({"max_tokens": 4}, {"max_query_len": 4}),
+        ({"max_tokens": None, "tokens_per_request": 3}, {"max_query_len": 3}),
+        ({"max_query_len": most + 1}, {"max_query_len": most}),
+    ):
+        shape = shape_of(plan, **sizes)
+        assert {name: getattr(shape, name) for name in wanted} == wanted
+    for sizes, cached in (
+        ({}, 0),
+        ({"forks": 1}, longest),
+        ({"forks": 1, "max_seq_len": 12}, 12),
+        ({"forks": 1, "max_seq_len": longest + 1}, longest),
+    ):
+        assert shape_of(plan, **sizes) == shape_of(plan, **sizes, cached_tokens=cached)
 
 
 def test_a_step_has_as_many_requests_as_tokens_at_most_unless_told() -> None:
@@ -650,6 +689,14 @@ def test_floats_and_zeros_are_refused_after_a_step_of_the_same_requests() -> Non
                 call(dict(zip("rs", odd, strict=True)))
         with unchanged(manager), pytest.raises(ValueError, match="request 's' computes 0 tokens"):
             call({"r": 1, "s": 0})
+
+
+def test_a_name_that_is_used_again_is_of_its_new_row() -> None:
+    manager, shape = running()
+    manager.finish("r")
+    manager.start("r")
+    assert manager.requests == {"r": 1}
+    assert manager.step(shape, {"r": 8}).parts()["request_rows"].tolist() == [1]
 
 
 def test_every_upload_is_a_new_array_with_the_next_number() -> None:
@@ -955,6 +1002,26 @@ def test_a_step_that_is_shorter_than_its_grow_copies_the_shared_states_of_every_
         assert not {*ours} & {*shared} - {0}
 
 
+@pytest.mark.parametrize("num_free", range(4))
+def test_a_request_overwrites_what_is_kept_if_no_block_is_left_for_a_copy(num_free: int) -> None:
+    plan = small_plan({"a": FULL})
+    manager, shape = Watched(plan, max_requests=1), shape_of(plan, 1, forks=1)
+    manager.start("r", range(12))
+    manager.step(shape, {"r": 8})
+    manager.rewind({"r": 6})
+    manager.block_pool.allocate(manager.num_free_blocks - num_free)
+    if num_free < 2:
+        with (
+            unchanged(manager),
+            pytest.raises(OutOfBlocksError, match=f"2 blocks needed and {num_free} free"),
+        ):
+            manager.step(shape, {"r": 9})
+        return
+    copies = manager.step(shape, {"r": 9}).parts()["copy_sources"].size
+    left = manager.find_prefix(range(9)).num_cached_tokens
+    assert (copies, left) == ((1, 8) if num_free == 3 else (0, 4))
+
+
 def test_a_request_copies_no_block_of_which_a_later_one_shares_what_it_has_written() -> None:
     """It still holds the state that it began with, as the later one does."""
     layers = {
@@ -1207,8 +1274,18 @@ def test_an_upload_of_a_scheduler_has_what_it_gave_in_all_parts_or_is_refused() 
                 jaxkv.pack_step(shape, **given)
             continue
         seen.update((name, 0) for name in SIZES if sizes[name] == room[name])
-        parts = shape.format.split(np.asarray(jaxkv.pack_step(shape, **given).data))
+        upload = jaxkv.pack_step(shape, **given)
+        parts = shape.format.split(np.asarray(upload.data))
         assert {name: part.reshape(-1).tolist() for name, part in parts.items()} == wanted
+        changed = len({entry.row for entry in entries})
+        used = dict.fromkeys(("request_rows", "num_computed_tokens", "encoder_lens"), len(rows))
+        used |= {"query_start_loc": len(rows) + 1, "changed_rows": changed}
+        used |= {"row_lengths": changed * groups}
+        used |= dict.fromkeys(("entry_rows", "entry_columns", "entry_ids"), sizes["block_ids"])
+        used |= {"zero_ids": sizes["zero_ids"]}
+        used |= dict.fromkeys(("copy_sources", "copy_destinations"), sizes["block_copies"])
+        without_padding = {name: part.reshape(-1).tolist() for name, part in upload.parts().items()}
+        assert without_padding == {name: part[: used.get(name)] for name, part in wanted.items()}
     never = {(name, beyond) for name in SIZES for beyond in (0, 1)} - set(seen)
     assert not never
 
@@ -1252,10 +1329,22 @@ BAD_CALLS = [
     ("must be a hashable name", lambda m, s: m.finish(["r"])),
     ("must be a hashable name", lambda m, s: m.num_parked_tokens(["r"])),
     ("read-only", lambda m, s: m.computed_by_row.fill(0)),
+    ("read-only", lambda m, s: m.unsent_tokens_by_row.fill(0)),
+    ("checkpoint_share=-0.01 must", lambda m, s: of_share(-0.01)),
+    ("checkpoint_share=1.01 must", lambda m, s: of_share(1.01)),
+    ("checkpoint_share=nan must", lambda m, s: of_share(float("nan"))),
     ("boundaries=", lambda m, s: m.start("s", [1], boundaries=[0])),
     ("shape must be a StepShape", lambda m, s: m.step((4, 8), {"r": 1})),
-    ("another plan than the manager", lambda m, s: m.step(LARGER, {"r": 1})),
-    ("another plan than the manager", lambda m, s: m.step(OF_FEWER, {"r": 1})),
+    ("its num_blocks is 41 and the manager's 40", lambda m, s: m.step(LARGER, {"r": 1})),
+    ("its max_requests is 3 and the manager's 4", lambda m, s: m.step(OF_FEWER, {"r": 1})),
+    (
+        "its context_parallel is 2 and the manager's 1",
+        lambda m, s: m.step(dataclasses.replace(s, context_parallel=2), {"r": 1}),
+    ),
+    (
+        "its groups hold other blocks",
+        lambda m, s: m.step(dataclasses.replace(s, growths=s.growths[::-1]), {"r": 1}),
+    ),
     ("num_tokens=9 is more than the 8", lambda m, s: m.rewind({"r": 9})),
     ("num_tokens", lambda m, s: m.rewind({"r": -1})),
     ("num_tokens must map", lambda m, s: m.rewind("r")),
@@ -1283,6 +1372,10 @@ BAD_CALLS = [
     ("copies has 1 groups", lambda m, s: foreign(s, copies=[[(1, 2)]])),
     ("encoder_lens has 2", lambda m, s: foreign(s, rows=[1], encoder_lens=[1, 2])),
 ]  # fmt: skip
+
+
+def of_share(checkpoint_share: float) -> BlockManager:
+    return BlockManager(hybrid_plan(), max_requests=1, checkpoint_share=checkpoint_share)
 
 
 def foreign(shape: StepShape, rows=(), **changes):
@@ -1478,8 +1571,59 @@ def test_reprs_are_one_line_without_arrays() -> None:
         "TableEntry(row=1, replaced by [0, 1, 2, 3, 4, 5, 6, 7]; "
         "[0, 1, 2, 3, 4, 5, 6, 7, ... 9 ids]; [])"
     )
+    assert repr(few._replace(block_ids=[[7], []], starts=[3, 0])) == (
+        "TableEntry(row=1, from (3, 0) on [7]; [])"
+    )
     assert all("\n" not in text and len(text) < 140 for text in texts), texts
-    assert "<table" in manager._repr_html_() and "r" in manager._repr_html_()
+
+
+def test_texts_count_what_they_name() -> None:
+    plan = small_plan({"a": FULL}, 2000, zero_policy="always")
+    manager, shape = BlockManager(plan, max_requests=5), shape_of(plan, 5, batch_size=3, forks=2)
+    assert repr(shape.idle()).startswith("Upload(not numbered: 0 requests, 0 tokens, 0 table")
+    manager.start("kept", [1] * 9)
+    manager.step(shape, {"kept": 9})
+    manager.reset_prefixes()
+    manager.reset()  # the next number is negative, and the text has it without its sign
+    manager.start("r", [1] * 9)
+    first = manager.step(shape, {"r": 9})
+    assert repr(first) == (
+        "Upload(number 2: 1 requests, 9 tokens, 3 table entries, 3 blocks to zero, 0 to copy)"
+    )
+    manager.fork("r", ["s"])
+    assert repr(manager.step(shape, {"r": 5, "s": 1})) == (
+        "Upload(number 3: 2 requests, 6 tokens, 5 table entries, 1 blocks to zero, 1 to copy)"
+    )
+    manager.finish("r")
+    assert repr(manager) == "BlockManager(1 of 5 rows taken, 1,996 of 2,000 blocks free)"
+    manager.finish("s")
+    assert manager.block_use.warm == 2  # which are free, too
+    assert repr(manager.block_pool) == "BlockPool(2,000 blocks, 1,999 free)"
+    rectangle = shape_of(plan, 5, max_tokens=None, batch_size=3, tokens_per_request=4)
+    for of, form in ((shape, "40 tokens"), (rectangle, "4 tokens each")):
+        assert repr(dataclasses.replace(of, max_query_len=2)) == (
+            f"StepShape(3 of 5 requests, {form}, up to 30 tokens a request, "
+            f"{of.format.size:,} int32s)"
+        )
+
+
+@pytest.mark.parametrize("count", [1, 8, 9])
+def test_a_table_of_requests_shows_the_first_eight(count: int) -> None:
+    plan = small_plan({"a": FULL, "b": WINDOW}, 200)
+    manager, shape = BlockManager(plan, max_requests=9), shape_of(plan, 9)
+    for number in range(count):
+        manager.start(f"r{number}")
+        manager.step(shape, {f"r{number}": number + 1})
+    manager.step(shape, {"r0": 8})
+    shown = re.findall(r"<t[dh] [^>]*>([^<]*)<", manager._repr_html_())
+    rows = [
+        [name, row, manager.num_computed_tokens(name), *manager.held_blocks(name)]
+        for name, row in [*manager.requests.items()][:8]
+    ]
+    header = ["request", "row", "computed tokens", "blocks of group 0", "blocks of group 1"]
+    assert shown == [*header, *map(str, itertools.chain(*rows))]
+    caption = repr(manager) + "; 8 of them shown" * (count > 8)
+    assert f">{caption}</caption>" in manager._repr_html_()
 
 
 def test_with_align_a_step_across_the_end_of_a_block_keeps_no_state_there() -> None:

@@ -529,14 +529,21 @@ def test_calls_that_overlap_are_refused() -> None:
     manager.start("r")
 
     class Ring:
+        def __init__(self, call: str):
+            self.call = call
+
         def buffer(self, shape: StepShape) -> np.ndarray:
-            manager.finish("r")
-            raise AssertionError("finish was not refused")
+            getattr(manager, self.call)()  # refused before its arguments are missed
+            raise AssertionError(f"{self.call} was not refused")
 
         def seal(self) -> None: ...
 
-    with pytest.raises(RuntimeError, match="finish was called during another call of the same"):
-        manager.step(shape, {"r": 1}, ring=Ring())
+    calls = ["start", "fork", "finish", "park", "resume", "unpark", "trim", "rewind", "reset"]
+    calls += ["import_blocks", "new_epoch", "reset_prefixes", "step", "grow"]
+    for call in [*calls, "take_moves"]:
+        said = f"^{call} was called during another call of the same"
+        with pytest.raises(RuntimeError, match=said):
+            manager.step(shape, {"r": 1}, ring=Ring(call))
     manager.step(shape, {"r": 1})
 
 

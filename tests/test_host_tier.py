@@ -84,11 +84,28 @@ class Served:
         return self.manager.start(name, np.asarray(tokens))
 
     def step(self, work) -> Moves | None:
+        before = self.manager.tier_stats()
         self.manager.step(self.shape, work)
         moves = self.manager.take_moves()
+        self.check_counts(before, self.manager.tier_stats(), moves)
         self.moves += [] if moves is None else [moves]
         self.check_that_host_blocks_are_wanted()
         return moves
+
+    def check_counts(
+        self, before: TierStats | None, after: TierStats | None, moves: Moves | None
+    ) -> None:
+        """Checks what a step has counted of its moves."""
+        for what in ("stored", "loaded") if before and after else ():
+            chunks = [] if moves is None else moves.stores if what == "stored" else moves.loads
+            blocks = sum(np.count_nonzero(chunk.block_ids >= 0) for chunk in chunks)
+            layout = self.plan.layouts[0]
+            size = sum(layout.group_bytes(of.group) * of.block_ids.size for of in chunks)
+            for unit, count in (("blocks", blocks), ("bytes", size)):
+                name = f"{what}_{unit}"
+                assert getattr(after, name) - getattr(before, name) == count, name
+        numbers = [each.number for each in (*self.moves, moves) if each is not None]
+        assert numbers == sorted({*numbers}), "moves of one number"
 
     def check_that_host_blocks_are_wanted(self) -> None:
         """By a prefix that lies there, or as the copy of one on the device."""
@@ -474,6 +491,7 @@ def test_a_parked_request_goes_on_after_its_last_token(tokens) -> None:
     assert served.manager.num_parked_tokens("a") == 18
     hit = served.manager.resume("a")
     assert (hit.num_cached_tokens, hit.num_host_tokens) == (18, 18)
+    assert hit.reasons == ("complete",) * 3
     assert hit.shared_blocks == (3, 2, 1)  # partial last blocks, and the newest state
     upload = served.manager.step(served.shape, {"a": 1})
     moves = served.manager.take_moves()
@@ -496,6 +514,10 @@ def test_a_request_that_goes_on_is_told_of_the_ends_that_are_still_to_come() -> 
         served.step({"a": 9})
     assert served.manager.park("a")
     assert served.manager.resume("a").chunk_ends == (24, 29)
+    served.manager.fork("a", ["sample"])  # whose tokens go on as it likes
+    served.step({"sample": 1})
+    assert served.manager.park("sample")
+    assert served.manager.resume("sample").chunk_ends == ()
 
 
 def test_a_parked_request_is_forgotten_where_it_cannot_go_on() -> None:
@@ -564,7 +586,15 @@ def test_a_refused_call_leaves_what_is_parked() -> None:
             refused()
     for name in "bcd":
         manager.finish(name)
+    for name in "bcde":
+        manager.start(name)
+    with pytest.raises(ValueError, match="1 requests need rows, and 0 rows are free"):
+        manager.resume("a")
+    for name in "bcde":
+        manager.finish(name)
     assert manager.num_parked_tokens("a") == 18 and not manager.requests
+    stats = manager.tier_stats()
+    assert stats is not None and (stats.parked_requests, stats.resumed_requests) == (1, 0)
 
 
 def test_only_what_can_be_parked_is() -> None:
@@ -1002,8 +1032,12 @@ def test_moves_that_nobody_took_stop_the_next_step() -> None:
     served.run("a", prompt(1, 32))
     served.start("b", prompt(2, 32))
     served.manager.step(served.shape, {"b": 32})
-    with pytest.raises(RuntimeError, match="take_moves"):
-        served.manager.step(served.shape, {})
+    for refused in (
+        lambda: served.manager.step(served.shape, {}),
+        lambda: served.manager.import_blocks("c", 4),
+    ):
+        with pytest.raises(RuntimeError, match="take_moves"):
+            refused()
     assert served.manager.take_moves() is not None
     assert served.manager.take_moves() is None
     served.manager.step(served.shape, {})

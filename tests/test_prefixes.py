@@ -9,7 +9,15 @@ import pytest
 
 from jaxkv._src.blocks import BlockManager
 from jaxkv._src.planning import Plan, plan_cache
-from jaxkv._src.prefixes import ExtraKey, TokenCodes, as_tokens
+from jaxkv._src.prefixes import (
+    BlocksStored,
+    EventGroup,
+    EventLog,
+    ExtraKey,
+    TokenCodes,
+    as_tokens,
+    block_keys,
+)
 from jaxkv._src.prefixes._checkpoints import WANTED_PART, Checkpoint
 from jaxkv._src.prefixes._nodes import PromptTree
 from jaxkv._src.specs import (
@@ -78,6 +86,7 @@ def test_a_found_prefix_is_not_looked_up_again(name: str, monkeypatch) -> None:
     wanted = manager.start("by its tokens", tokens)
     manager.finish("by its tokens")
     found = manager.find_prefix(tokens)
+    assert repr(found) == f"PrefixMatch({wanted.num_cached_tokens} of 12 tokens)"
     monkeypatch.setattr(PromptTree, "walk", lambda *_: pytest.fail("the prefix is looked up again"))
     assert found.num_cached_tokens == wanted.num_cached_tokens > 0
     assert manager.find_prefix(found).num_held_blocks == found.num_held_blocks == 0
@@ -201,6 +210,21 @@ def test_a_row_whose_request_ended_early_is_another_s() -> None:
         manager.finish("a")
 
 
+def test_token_ids_of_a_step_are_compared_with_those_of_a_prompt_with_images() -> None:
+    """Its codes of 64 bits stand for a token id and an image each."""
+    manager, ids = BlockManager(plan_of("full"), max_requests=1), np.arange(20)
+    shape = StepShape.for_plan(
+        manager.plan, max_requests=1, max_tokens=12, extra=12, token_ids=True
+    )
+    manager.start("a", ids, extra_keys=[ExtraKey.mm("cat", 2, 10), ExtraKey.lora("b", "/b")])
+    for start in (0, 8):
+        given = ids[start : start + 8]
+        for at in range(8):
+            with pytest.raises(ValueError, match=f"other token ids .* from token {start} on"):
+                manager.step(shape, {"a": 8}, extra=given + (np.arange(8) == at))
+        manager.step(shape, {"a": 8}, extra=given)
+
+
 def test_as_many_prompts_as_blocks_are_known_under_their_salt() -> None:
     manager, shape = computed_prompt(plan_of("full", 14), np.arange(4))
     for first, reason in [*((i, "other_salt") for i in range(13)), (13, "never_seen")]:
@@ -231,6 +255,103 @@ def test_a_found_prefix_keeps_its_salt() -> None:
             manager.start("a", found, **options)
     manager.start("large")  # the lookup stays valid
     assert manager.start("a", found).reasons == ("other_salt",)
+
+
+@pytest.mark.parametrize(("count", "goes_on"), [(7, False), (8, True), (9, True)])
+@pytest.mark.parametrize("way", ["fork", "rewind"])
+def test_tokens_behind_a_prompt_are_kept_unless_some_of_it_were_left_out(
+    way: str, count: int, goes_on: bool
+) -> None:
+    """Others may have taken their place, and nobody has told which."""
+    manager, shape = computed_prompt(plan_of("full"), np.arange(1))
+    name = "a" if way == "rewind" else "sample"
+    manager.start("a", np.arange(8))
+    for size in (8, 1):
+        manager.step(shape, {"a": size})
+    manager.rewind({"a": count}) if way == "rewind" else manager.fork("a", [name], num_tokens=count)
+    manager.step(shape, {name: 16 - count})
+    manager.finish(name, np.arange(8, 16))
+    assert manager.find_prefix(np.arange(17)).num_cached_tokens == (16 if goes_on else 8)
+    without = [*range(7), *range(8, 16), 0]
+    assert manager.find_prefix(without).num_cached_tokens == 4
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)], ids=str)
+def test_each_group_keeps_whole_blocks_of_its_own(sizes: tuple[int, int]) -> None:
+    """And a prompt is known by the tokens of the smaller ones."""
+    one, other = (HEADS | {"head_size": 32 // size, "block_size": size} for size in sizes)
+    layers = {"a": FullAttentionSpec(**one), "b": ChunkedAttentionSpec(chunk_size=48, **other)}
+    plan = plan_cache(layers, 2**30, max_model_len=48, num_blocks_override=40)
+    assert [group.block_size for group in plan.groups] == [*sizes]
+    manager = BlockManager(plan, max_requests=2)
+    shape = StepShape.for_plan(plan, max_requests=2, max_tokens=1)
+    manager.start("a", np.arange(24))
+    for count in range(1, 25):
+        manager.step(shape, {"a": 1})
+        assert manager.prefix_stats().kept_blocks == count // 4 + count // 8
+        hit = manager.start("b", [*range(6), *[100] * 18], salt="b")
+        assert ("other_salt" in hit.reasons) == (count >= 4)
+        manager.finish("b")
+
+
+def test_keys_of_samples_are_those_of_their_own_tokens() -> None:
+    log, tokens = EventLog(), np.arange(8)
+    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=8)
+    manager.start("a", tokens)
+    manager.step(shape, {"a": 8})
+    manager.fork("a", ["b"])
+    manager.step(shape, {"a": 4, "b": 4})
+    for name, more in (("b", [50] * 4), ("a", [60] * 4)):
+        log.take()
+        manager.finish(name, more)
+        batch = log.take()
+        assert batch is not None
+        (stored,) = batch.events
+        assert isinstance(stored, BlocksStored)
+        assert stored.block_keys == tuple(block_keys([*tokens, *more], 4)[2:])
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("windows", 1), ("chunks", 1), ("full", 2)])
+def test_events_describe_the_group_of_their_blocks(name: str, ranks: int) -> None:
+    """A block of a group holds tokens of all ranks."""
+    plan, log = plan_of(name, context_parallel=ranks), EventLog()
+    manager = BlockManager(plan, max_requests=1, events=log)
+    shape = StepShape.for_plan(plan, max_requests=1, max_tokens=12)
+    manager.start("a", np.arange(12))
+    manager.step(shape, {"a": 12})
+    batch = log.take()
+    assert batch is not None
+    windows = {spec: getattr(spec, "sliding_window", None) for spec in LAYERS[name].values()}
+    assert [event.group for event in batch.events if isinstance(event, BlocksStored)] == [
+        EventGroup(index, group.specs[0].kind, 4 * ranks, windows[group.specs[0]])
+        for index, group in enumerate(plan.groups)
+    ]
+
+
+def test_a_found_prefix_is_looked_up_again_as_it_was() -> None:
+    """With its salt, adapter and images, once other prompts are kept, too."""
+    tokens, log = np.arange(16), EventLog()
+    keys = [ExtraKey.mm("cat", 2, 6), ExtraKey.lora("b", "/b")]
+    manager = BlockManager(plan_of("full"), max_requests=2, events=log)
+    shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12, cached_tokens=16)
+    manager.start("first", tokens[:12], salt="b", extra_keys=keys)
+    manager.step(shape, {"first": 12})
+    found = manager.find_prefix(tokens, salt="b", extra_keys=keys)
+    for name, more in (("other", tokens), ("salted", tokens[:8])):
+        manager.start(name, more, salt=None if name == "other" else "c")
+        manager.step(shape, {name: 8})
+        manager.finish(name)
+    log.take()
+    hit = manager.start("again", found)
+    assert hit.num_cached_tokens == 12 and hit.reasons == ("complete",)
+    manager.step(shape, {"again": 4})
+    batch = log.take()
+    assert batch is not None
+    (stored,) = batch.events
+    assert isinstance(stored, BlocksStored)
+    wanted = block_keys(tokens, 4, salt="b", extra_keys=keys)
+    assert (stored.parent_key, *stored.block_keys) == tuple(wanted[-2:])
 
 
 @pytest.mark.parametrize("name", ["full", "windows", "chunks", "all", "single"])
@@ -306,7 +427,7 @@ class InOrderOfUse:
         self.shape = StepShape.for_plan(
             plan, max_requests=3, max_tokens=12, forks=1, cached_tokens=16
         )
-        self.most = self.manager._prefixes.kept._max_checkpoint_blocks
+        self.most = 10  # that part of all 200
         self.is_wanted: dict[tuple[int, int], bool] = {}  # the least recently used first
         self.prompts: dict[int, tuple[int, int, list[int]]] = {}  # token, size, ends of chunks
         self.used: dict[int, list[tuple[int, int]]] = {}  # states of each request

@@ -63,6 +63,8 @@ def groups_of(upload: jaxkv.blocks.Upload) -> list[tuple[list[int], int]]:
     parts = upload.parts()
     members, ends = np.split(parts["prefix_members"], parts["prefix_ends"]), parts["prefix_lens"]
     assert not members[-1].size
+    to_spare = upload.shape.format.split(upload.data)["prefix_ends"][ends.size :]
+    assert (to_spare == parts["prefix_members"].size).all()
     return [(m.tolist(), n) for m, n in zip(members[:-1], ends.tolist(), strict=True)]
 
 
@@ -267,14 +269,18 @@ def test_a_column_of_each_group_has_the_tokens_of_its_own_blocks() -> None:
         "window": jaxkv.SlidingWindowSpec(block_size=8, sliding_window=40, **common),
         "full": jaxkv.FullAttentionSpec(block_size=16, **common),
         "latent": jaxkv.MLASpec(block_size=32, head_size=16),
+        "chunk": jaxkv.ChunkedAttentionSpec(block_size=8, chunk_size=80, **common),
+        "state": jaxkv.StateSpec(block_size=32, shapes=((64,),), dtypes=("f32",)),
     }
     sizes: dict[str, Any] = {"max_model_len": LONGEST, "num_blocks_override": 200}
     plan = jaxkv.plan_cache(layers, 2**30, grouping="packed", **sizes)
-    assert [group.block_size for group in plan.groups] == [8, 16, 32]
+    sizes = {name: group.block_size for group in plan.groups for name in group.layers}
+    assert sizes == {"window": 8, "full": 16, "latent": 32, "chunk": 8, "state": 32}
     manager = jaxkv.BlockManager(plan, max_requests=REQUESTS)
     manager.start(0)
     manager.step(make_shape(plan, LONGEST), {0: 210})
     manager.fork(0, [1])
+    manager.step(make_shape(plan, LONGEST), {1: 31})  # to its next chunk
     shape = make_shape(plan, 1, GROUPS)
     assert groups_of(manager.step(shape, {0: 1, 1: 1})) == [([0, 1], 192)]
 
@@ -356,6 +362,11 @@ def test_attention_gives_what_it_gives_without_sharing() -> None:
 def test_a_shape_for_what_does_not_go_with_sharing_is_refused() -> None:
     with pytest.raises(ValueError, match="shared_prefixes=3 does not go with max_query_len=2"):
         make_shape(make_plan(), 2, shared=GROUPS)
+    decode = make_shape(make_plan(), 1, shared=GROUPS)
+    with pytest.raises(ValueError, match="does not go with context_parallel=2;"):
+        dataclasses.replace(decode, context_parallel=2)
+    with pytest.raises(ValueError, match="with max_query_len=2 and context_parallel=3 and repro"):
+        dataclasses.replace(decode, max_query_len=2, context_parallel=3, reproducible=True)
     with pytest.raises(ValueError, match="does not go with reproducible=True"):
         jaxkv.StepShape.for_plan(
             make_plan(),

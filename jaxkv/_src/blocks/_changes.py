@@ -43,7 +43,7 @@ def plan_changes(
     if needed > free:  # holders overwrite what is only kept for later prompts
         kept = {cell.block_id for cell in shared if not state.pool.others_of(cell.block_id)}
         if needed - len(kept) > free:
-            raise OutOfBlocksError(needed, free)
+            raise OutOfBlocksError(needed - len(kept), free)
         shared = [cell for cell in shared if cell.block_id not in kept]
         changes = changes._replace(given_up=np.array(list(kept), np.int32))
     return _with_shared(state, changes, shared) if shared else changes
