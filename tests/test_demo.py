@@ -1,9 +1,11 @@
 """The demo end to end on a small trace, and the command line as a newcomer meets it."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
+import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -287,7 +289,11 @@ def test_the_course_of_a_serving_is_reported_as_it_was(monkeypatch) -> None:
 def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
     """Turns go on from the last one and begin with a system prompt; samples share a prompt."""
     kinds: tuple[Any, ...] = ("random", "chat", "rl")
+    ranges = ((16, 600), (8, 120)), ((10, 60), (8, 60)), ((200, 500), (30, 90))
     random, chat, rl = (make_trace(62, 1, kind) for kind in kinds)
+    for kind, (prompts, answers) in zip(kinds, ranges, strict=True):
+        asked = make_trace(62, 1, kind, prompt_tokens=prompts, new_tokens=answers)
+        assert asked == make_trace(62, 1, kind)
     for made, kind in zip((random, chat, rl), kinds, strict=True):
         arrivals = [request.arrival_step for request in made]
         assert arrivals == sorted(arrivals) and len({*arrivals}) > 10
@@ -310,6 +316,8 @@ def test_a_trace_is_of_the_kind_that_is_asked_for() -> None:
 
 
 def test_the_bound_is_wider_only_where_mosaic_rounds_the_queries_of_bf16() -> None:
+    rounding = {"fp8_e4m3": 0.03, "fp8_e5m2": 0.06, "bf16": 0.003, "f16": 0.003, "f32": 0.001}
+    assert rounding == BOUNDS
     for dtype, bound in BOUNDS.items():
         assert bound_of(dtype, "xla") == bound
         assert bound_of(dtype, "mosaic_gpu") == (0.02 if dtype == "bf16" else bound)
@@ -338,6 +346,17 @@ class Ran(NamedTuple):
     naps: bool = False
 
 
+@contextlib.contextmanager
+def enabled_x64() -> Iterator[None]:
+    """Widens dtypes as a shell may ask for, until a demo undoes that."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
 RL = ["--trace", "rl", "--requests", "5", "--seed", "3", "--kv-dtype", "bf16", "--pool-bytes"]
 RL += ["2000000", "--sleep-between-batches"]
 OF_RL = Ran(3, 2_000_000, temperatures=frozenset({0.0, 1.0}), served=2, naps=True)
@@ -362,13 +381,17 @@ def test_options_of_the_command_reach_what_they_are_for(
     arguments, wanted, picture, bound, difference, monkeypatch, tmp_path, capsys
 ) -> None:
     """With nothing computed: an engine that is none, and a report of it."""
-    parser, path = argparse.ArgumentParser(), tmp_path / "new" / "a.png"
+    parser, path = argparse.ArgumentParser(), tmp_path / "new" / "deep" / "a.png"
     run.add_arguments(parser)
-    options = parser.parse_args([*arguments, "--implementation", "xla", "--output", str(path)])
+    asked = ["--implementation", "xla"] if difference == 1 else []  # or the best one, which it is
+    options = parser.parse_args([*arguments, *asked, "--output", str(path)])
     if len(jax.devices()) < options.context_parallel:
         pytest.skip("needs 2 devices")
     nan = np.array([np.nan, 0.0, np.nan])
-    report = Report({(5, 0): Answer([1], nan, True), (3, 1): Answer([1], nan[:1], True)}, 2.0, [3])
+    answers = {(5, 0): Answer([1], nan, True), (3, 1): Answer([1], nan[:1], True)}
+    answers[3, 0] = Answer([1], nan[1:2], True)
+    report = Report(answers, 2.5, [3, 4], [(1,)] * 1234, prompt_tokens=9000, cached_tokens=1500)
+    report.naps, report.bytes_released = 3, 10**6
     engines, ran, traces, drawn = [], [], [], []
 
     def make_engine(model, seed, plan, *, implementation, kernel_block_size, own_attention):
@@ -381,11 +404,14 @@ def test_options_of_the_command_reach_what_they_are_for(
     def serve(engine, trace, on_finish, *, naps):
         temperatures = frozenset(sampling.temperature for sampling in drawn[-1])
         served = {"served": len(trace), "temperatures": temperatures, "naps": naps}
+        assert on_finish.__self__.total == sum(request.samples for request in trace)
+        assert not jax.config.jax_enable_x64
         ran.append(engines[-1]._replace(**served))
         return report
 
     def compare(model, seed, layers, answers, *, max_model_len, on_finish):
         assert (seed, max_model_len) == (options.seed, 720)
+        assert on_finish.__self__.total == len(answers)
         assert [id(answer) for answer in answers] == [*map(id, report.answers.values())]
         dtypes = {spec.dtype for spec in layers.values() if isinstance(spec, FullAttentionSpec)}
         assert dtypes == {canonical_dtype(options.kv_dtype)} and model.layers == tuple(layers)
@@ -402,17 +428,30 @@ def test_options_of_the_command_reach_what_they_are_for(
 
     for name in ("make_engine", "serve", "compare", "make_trace"):
         monkeypatch.setattr(run, name, locals()[name])
+    monkeypatch.setattr(run, "default_implementation", lambda: "xla")
     monkeypatch.setattr(run, "init_params", lambda _, key: int(jax.random.key_data(key)[-1]))
     monkeypatch.setattr(run, "plot_occupancy", functools.partial(draw, "occupancy"))
     monkeypatch.setattr(run, "plot_block_use", functools.partial(draw, "use of blocks"))
     agrees = bound is None or difference < float(bound)
-    assert run.run(options) == (0 if agrees else 1)
+    with enabled_x64():
+        assert run.run(options) == (0 if agrees else 1)
     assert ran == wanted
     assert traces == [(options.requests, options.seed, options.trace)]
     text = capsys.readouterr().out
     assert (path.read_text() if path.exists() else None) == picture
     assert bound is None or f"differ by {difference:.2g} at most (allowed: {bound}); 1 of 2" in text
-    nans = "NaN logits        3 of 4 rows; request 3 first"
+    steps = "steps             1,234 in 2.5 s, 5 new tokens, 2 tokens/s; 2 preemptions\n"
+    found = "prefixes          1,500 tokens were found in the cache; prompts had 9,000\n"
+    slept = "slept             3 times, 1,000,000 bytes released in all\n"
+    first = wanted[0]
+    how = ["xla", *[f"{first.ranks} ranks"][first.ranks == 1 :]]
+    how += [] if first.kernel is None else [f"kernel blocks of {first.kernel}"]
+    assert f"\nServing {len(trace.make_trace(*traces[0]))} requests on " in text
+    assert f" ({', '.join(how)})\n" in text
+    assert picture is None or f"\n{picture:<17} {path}\n" in text
+    for line in (steps, "compilations      0 after warm-up\n", found, slept):
+        assert text.count(line) == len(ran), text
+    nans = "NaN logits        3 of 5 rows; request 3 first"
     assert text.count(nans) == sum(one.policy == "never" for one in wanted)
 
 
@@ -469,10 +508,14 @@ def test_a_comparison_counts_what_differs() -> None:
     answers = [*serve(engine, trace, lambda: None).answers.values()]
 
     def compared(at: int, **changes: Any) -> Comparison:
-        served = [*answers]
+        served, finished = [*answers], list[None]()
         served[at] = served[at]._replace(**changes)
-        of = {"max_model_len": engine.manager.plan.max_model_len, "on_finish": lambda: None}
-        return compare(model, params, layers, served, **of)
+        of = {"max_model_len": engine.manager.plan.max_model_len}
+        found = compare(
+            *(model, params, layers, served), **of, on_finish=lambda: finished.append(None)
+        )
+        assert len(finished) == len(served)
+        return found
 
     right, count = compared(0), sum(request.max_new_tokens for request in trace)
     assert right.num_picked == right.num_tokens == count
@@ -488,6 +531,15 @@ def test_a_comparison_counts_what_differs() -> None:
             changed[token] += change
             found = compared(at, logprobs=changed).largest_difference
             assert found == pytest.approx(abs(change), abs=0.03, nan_ok=True)
+
+
+def test_a_request_that_waits_for_none_of_the_trace_is_refused() -> None:
+    engine: Any = Scripted({})
+    for after in (2, -1):
+        trace = [Request(0, 0, (1, 2), 3), Request(1, 0, (5,), 2, after=after)]
+        with pytest.raises(ValueError, match="waits for one that is not in it"):
+            serve(engine, trace, lambda: None)
+    assert not engine.added
 
 
 def test_a_request_longer_than_the_plan_is_refused() -> None:
@@ -513,6 +565,7 @@ def test_the_command_prints_its_proof_and_writes_a_picture(capsys, tmp_path, mon
     text = capsys.readouterr().out
     assert "3 x (12 state @ 544) + 1 x (12 full @ 544)" in text
     assert "13,369,344 bytes" in text
+    assert "141,000,000,000 bytes" in text and "262,144 tokens" in text
     assert (
         "at most (allowed: 0.03); " in text
         and f" of {sum(r.max_new_tokens for r in trace)} picks equal" in text
@@ -585,6 +638,9 @@ def test_a_gpu_serves_with_the_attention_kernel(monkeypatch) -> None:
         (["--kv-dtype", "fp9"], "invalid choice: 'fp9'"),
         (["--implementation", "triton"], "invalid choice: 'triton'"),
         (["--requests", "0"], "--requests must be at least 1"),
+        (["--seed", "-1"], "--seed in 0..2**32 - 1, got 64 and -1"),
+        (["--seed", "4294967296"], "--seed in 0..2**32 - 1, got 64 and 4294967296"),
+        (["--output", f"{__file__}/a.png"], f"--output {__file__}/a.png: "),
         (["--kernel-block-size", "7"], "group 3: no kernel block size divides block_size=48"),
         (["--kernel-block-size", "0"], "kernel_block_size must be at least 1"),
         (["--context-parallel", "0"], "context_parallel must be at least 1"),
@@ -618,5 +674,12 @@ def test_the_module_runs_as_a_command() -> None:
 def test_options_have_their_defaults() -> None:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    options = parser.parse_args([])
-    assert (options.requests, options.seed, options.kv_dtype) == (64, 0, "fp8_e4m3")
+    assert f"after every {serving.REQUESTS_BETWEEN_NAPS} requests" in " ".join(
+        parser.format_help().split()
+    )
+    options = vars(parser.parse_args([]))
+    assert options.pop("output") == pathlib.Path("demo_output/occupancy.png")
+    nothing = dict.fromkeys(("sleep_between_batches", "no_zeroing"), False)
+    nothing |= dict.fromkeys(("implementation", "kernel_block_size"))
+    sizes = {"requests": 64, "seed": 0, "pool_bytes": 1_500_000, "context_parallel": 1}
+    assert options == sizes | nothing | {"kv_dtype": "fp8_e4m3", "trace": "random"}

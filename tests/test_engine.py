@@ -162,6 +162,25 @@ def test_an_engine_begins_with_no_figures_and_room_for_few_copies() -> None:
     assert {shape.block_copies for shape in engine._ladder.shapes} == {32}
 
 
+def test_what_an_engine_is_given_reaches_its_parts() -> None:
+    """Also numbers among the weights, which are no arrays."""
+    given = {"chunk_tokens": 3, "shared_prefixes": 2, "decode_steps": 2}
+    params = make_params() | {"scale": 2.0, "count": 3, "is_tied": True}
+    seeds = []
+    for seed in (5, 6, 5):
+        engine = made(params=params, seed=seed, **given)
+        engine.update(params | {"scale": 4.0, "count": 5, "is_tied": False})
+        options = engine._scheduler._options
+        assert (options.chunk_tokens, options.steps_ahead, options.forks) == (3, 4, 4)
+        assert [shape.shared_prefixes for shape in engine._ladder.shapes] == [2, 0]
+        assert repr(engine) == f"Engine({engine._scheduler!r}, 2 shapes)"
+        engine.add("r", [1], Sampling(temperature=1.0))
+        seeds.append(engine._samples.of["r"].seed)
+    assert seeds[0] == seeds[2] != seeds[1]
+    with pytest.raises(ValueError, match=r"params\['scale'\] is int32\(\); .* with float32\(\)"):
+        engine.update(params | {"scale": 4})
+
+
 def test_a_sample_does_not_depend_on_the_batch() -> None:
     engine, requests = make_engine(), random_requests(0, 10)
     together = {(o.request, o.sample): o.tokens for o in run(engine, requests)}
@@ -367,6 +386,19 @@ def test_limits_keep_what_sorting_keeps() -> None:
         for row, sampling, g in zip(logits, samplings, drawn, strict=True)
     ]
     assert tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_logits_of_16_bits_are_drawn_from_in_32(kind: Kind) -> None:
+    """So that few tokens of a draw tie, and log-probabilities are those of all logits."""
+    logits = (np.random.default_rng(0).normal(size=(40, VOCAB)) * 3).astype(jnp.bfloat16)
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.9)
+    of = fields([record_of(sampling, seed, 0, 9) for seed in range(40)], index=range(40))
+    tokens, logprobs = jax.jit(draw, static_argnums=2)(logits, of, kind)
+    wide = jax.jit(draw, static_argnums=2)(logits.astype(np.float32), of, kind)
+    assert logprobs.dtype == np.float32
+    np.testing.assert_array_equal(tokens, wide[0])
+    np.testing.assert_array_equal(logprobs, wide[1])
 
 
 def test_without_limits_every_logit_is_kept() -> None:
@@ -626,6 +658,22 @@ def test_a_sampling_takes_its_ranges_and_no_more(name: str) -> None:
         assert str(wrong) in str(caught.value)
 
 
+def test_stop_tokens_are_given_in_any_collection() -> None:
+    given: list[Any] = [{7, 3}, frozenset({7, 3}), {3: 1, 7: 1}.keys(), [3, 7], np.array([3, 7])]
+    for stops in given:
+        assert sorted(Sampling(stop_token_ids=stops).stop_token_ids) == [3, 7]
+
+
+def test_prompts_and_answers_are_as_long_as_the_plan_allows() -> None:
+    engine = make_engine()
+    for size, more in ((47, None), (47, 1), (40, 8)):
+        engine.add("r", [1] * size, Sampling(max_tokens=more))
+        assert engine._samples.of["r"].end == 48
+        engine.abort("r")
+        engine.step()
+    assert_all_free(engine)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sampling_needs_no_more_of_the_sampler_than_its_limits(name: str) -> None:
     for value, is_limited in KINDS[name].items():
@@ -701,6 +749,39 @@ MISTAKES = {
         ValueError,
         r"params\['turn'\] is float32\(3,\); the engine was made with float32\(1, 16\)",
     ),
+    "fewer weights": (
+        lambda e: e.update({name: x for name, x in make_params().items() if name != "turn"}),
+        ValueError,
+        "params has another tree structure than the engine was made with",
+    ),
+    "more weights": (
+        lambda e: e.update(make_params() | {"more": jnp.zeros(3)}),
+        ValueError,
+        "params has another tree structure than the engine was made with",
+    ),
+    "what becomes of others": (
+        lambda e: e.update(make_params(), in_flight="abort"),
+        ValueError,
+        "in_flight='abort'; use one of 'finish', 'restart'",
+    ),
+    "a prompt that leaves no token": (
+        lambda e: e.add("r", [1] * 48),
+        ValueError,
+        "prompt of 48 tokens and max_tokens=None are more than the plan's max_model_len=48",
+    ),
+    "samples without forks": (
+        lambda e: made(forks=0).add("r", [1], Sampling(n=2, temperature=1.0)),
+        ValueError,
+        "samples share no blocks with forks=0",
+    ),
+    "no decode_steps": (lambda e: made(decode_steps=0), ValueError, "decode_steps must be at le"),
+    "many decode_steps": (lambda e: made(decode_steps=49), ValueError, "decode_steps=49"),
+    "a seed below 0": (lambda e: made(seed=-1), ValueError, "seed must be at least 0"),
+    "weights of another dtype": (
+        lambda e: e.update(make_params() | {"turn": np.zeros((1, 16), np.float16)}),
+        ValueError,
+        r"params\['turn'\] is float16\(1, 16\); the engine was made with float32\(1, 16\)",
+    ),
     "awake": (lambda e: e.wake_up(), RuntimeError, "the cache is awake"),
     "equal samples": (lambda e: Sampling(n=2), ValueError, "n=2 samples at temperature=0"),
     "no temperature": (lambda e: Sampling(temperature=-1.0), ValueError, "temperature=-1.0 must"),
@@ -732,6 +813,11 @@ MISTAKES = {
         ),
         ValueError,
         "leave out decode_steps=2",
+    ),
+    "reproducible prefixes": (
+        lambda e: made(reproducible=True, shared_prefixes=1),
+        ValueError,
+        "leave out decode_steps=1 and shared_prefixes=1",
     ),
     "no logits": (
         lambda e: made(forward=no_logits),
@@ -807,6 +893,13 @@ def test_generate_wants_the_engine_for_itself() -> None:
     engine.abort("r")
     (output,) = engine.step()
     assert (output.request, output.tokens, output.finish_reason) == ("r", [], "abort")
+    engine.add("r", [1, 2], Sampling(max_tokens=2))
+    engine.abort("r")
+    assert engine.has_work  # to tell of it
+    with pytest.raises(ValueError, match=r"has 0 samples .*, or outputs that step has not"):
+        list(engine.generate([[1]]))
+    assert len(engine.step()) == 1
+    assert_all_free(engine)
 
 
 def test_prompts_with_the_longest_answers_start_first() -> None:

@@ -19,3 +19,4 @@ def test_samples_get_the_tokens_of_the_model_whatever_is_called_in_between(first
     for seed in range(first, first + (2000 if IS_LONG else 16)):
         seen += run_engine(seed)
     assert seen["idle waits"] < seen["calls"] / 4, "the host is not ahead of the device"
+    assert seen["steps that preempt two"]

@@ -455,6 +455,47 @@ def test_what_a_scheduler_cannot_hand_over_is_refused() -> None:
         few.import_blocks("b", 1)
 
 
+def test_a_request_of_another_cache_has_its_own_prefix_and_end() -> None:
+    """When it is computed again, it finds what its salt and its adapter let it share."""
+    manager, shape = manager_of({"a": FULL}, 40)
+    ids, adapter = list(range(16)), [jaxkv.ExtraKey.lora("a", "/a")]
+    tokens = {name: list(ids) for name in ("plain", "same", "salted", "adapted", "late")}
+    scheduler = Scheduler(manager, max_tokens=48, tokens=tokens, cached_tokens=48)
+    scheduler.add("plain", 16)
+    manager.step(shape, scheduler.schedule().work)
+    scheduler.finish("plain")
+    options = {"same": {}, "salted": {"salt": "s"}, "adapted": {"extra_keys": adapter}}
+    for name, prefix in options.items():
+        assert scheduler.import_blocks(name, 16, max_tokens=17, **prefix) is not None
+    refused = [("late", 49, None), ("late", 16, 15), ("late", 0, None), ("late", 16, 49)]
+    for name, count, most in refused:
+        with pytest.raises(ValueError, match="num_tokens"):
+            scheduler.import_blocks(name, count, max_tokens=most)
+    scheduler.restart()
+    hits = scheduler.schedule().hits
+    assert {name: hit.num_cached_tokens > 0 for name, hit in hits.items()} == {
+        "same": True,
+        "salted": False,
+        "adapted": False,
+    }
+
+
+def test_as_many_tokens_are_imported_as_a_step_brings_to_the_device() -> None:
+    manager, _ = manager_of({"a": FULL}, 40)
+    scheduler = Scheduler(manager, max_tokens=16, cached_tokens=20)
+    with pytest.raises(ValueError, match="num_tokens=21 is more than cached_tokens=20"):
+        scheduler.import_blocks("a", 21)
+    assert not scheduler.has_work
+    assert scheduler.import_blocks("a", 20, max_tokens=22) is not None
+    with pytest.raises(ValueError, match="more than its max_tokens=22; finish it"):
+        scheduler.append({"a": 3})
+    scheduler.append({"a": 2})
+    for name in ("b", "c"):
+        assert scheduler.import_blocks(name, 1) is not None
+    assert scheduler.import_blocks("d", 1) is None  # no row is free
+    assert scheduler.running == ("a", "b", "c") and not scheduler.waiting
+
+
 def test_a_request_whose_export_is_refused_is_not_handed_over() -> None:
     manager = BlockManager(plan_of({"a": FULL}, 13, 48), max_requests=2)
     scheduler = Scheduler(manager, max_tokens=16, forks=1)

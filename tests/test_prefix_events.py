@@ -26,6 +26,7 @@ from jaxkv._src.prefixes import (
     block_keys,
     encode_events,
     event_frames,
+    root_key,
 )
 from jaxkv._src.prefixes._block_events import KeyChain, PrefixEvents
 from jaxkv._src.prefixes._extra_keys import extra_keys_by_block
@@ -131,6 +132,13 @@ def test_a_reader_finds_each_field(format: Any) -> None:
 def test_an_int_key_is_the_last_64_bits_of_a_key() -> None:
     (event,) = decoded(encode_events(EventBatch(0, 0.0, RECORDED[:1])))
     assert event["block_hashes"] == [int(key.hex()[-16:], 16) for key in KEYS[:2]]
+
+
+def test_a_block_without_extra_keys_lies_next_to_one_that_has_some() -> None:
+    extras = None, (("lora", "sql", "/a"),)
+    stored = BlocksStored(FULL, tuple(KEYS[:2]), None, tuple(TOKENS[:8]), extra_keys=extras)
+    (event,) = decoded(encode_events(EventBatch(0, 0.0, (stored,))))
+    assert event["extra_keys"] == [None, ["sql"]]
 
 
 @pytest.mark.parametrize(
@@ -251,19 +259,22 @@ def test_a_log_numbers_its_batches_and_keeps_the_last() -> None:
 
 def test_blocks_of_one_key_are_stored_once_and_removed_with_the_last_one() -> None:
     """Images of one identifier and two sizes, whose first blocks have the same key."""
-    log, kept, counts = EventLog(), set[bytes](), list[int]()
+    root, wanted = root_key("7"), set[bytes]()
+    log, kept, counts = EventLog(root=root), set[bytes](), list[int]()
     manager = BlockManager(plan_of("full", 40), max_requests=2, events=log)
     shape = StepShape.for_plan(manager.plan, max_requests=2, max_tokens=12)
     prompts = [(range(9), [ExtraKey.mm("f00d", 0, end)]) for end in (4, 5, 9)]
     prompts += [(range(100 * i, 100 * i + 48), []) for i in range(1, 5)]  # which evict them
     for tokens, extra_keys in prompts:
         manager.start("a", list(tokens), extra_keys=extra_keys)
+        wanted.update(block_keys(list(tokens), 4, extra_keys=extra_keys, root=root))
         for begin in range(0, len(tokens), 12):
             manager.step(shape, {"a": len(tokens[begin : begin + 12])})
         manager.finish("a")
         batch = log.take()
         for event in () if batch is None else batch.events:
             keys = set(event.block_keys)
+            assert keys <= wanted, "keys of another root"
             if isinstance(event, BlocksStored):
                 assert not keys & kept, "stored twice"
                 kept |= keys
@@ -289,7 +300,10 @@ def told_of(event: BlocksStored) -> dict[bytes, Told]:
 
 
 def test_a_key_is_held_where_a_block_of_it_is() -> None:
-    """In both memories, of several blocks with one key, stored and removed in any order."""
+    """In both memories, of several blocks with one key, stored and removed in any order.
+
+    Block sizes may have another divisor than the smallest of them.
+    """
     sql, cat = ExtraKey.lora("sql", "/a"), ExtraKey.mm("f00d", 5, 10)
     prompts: list[tuple[list[int], str | None, tuple[ExtraKey, ...]]] = [
         ([], None, (sql, cat)),
@@ -298,16 +312,18 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
         ([5] * 9, None, ()),
         ([6] * 9, None, ()),
     ]
-    groups, seen = [EventGroup(0, "full", 4), EventGroup(1, "sliding", 8)], Counter[str]()
+    seen = Counter[str]()
     for seed in range(20):
         draw, log, ids = random.Random(seed), EventLog(), itertools.count(1)
+        one, other = (4, 8) if seed % 2 else (8, 12)
+        groups = [EventGroup(0, "full", one), EventGroup(1, "sliding", other)]
         events, wanted = PrefixEvents(log, groups), dict[tuple[int, bytes], Told]()
         chains = [KeyChain(salt, extra_keys) for _, salt, extra_keys in prompts]
         chains[-1] = chains[-2].copy()  # of a fork, which goes on otherwise
         blocks: dict[int, tuple[str, int, bytes]] = {}
         held = set[tuple[str, int, bytes]]()
         for _ in range(40):
-            what = draw.choice(["store", "store", "host", "remove"])
+            what = draw.choice([*["store", "store", "host", "remove"] * 6, "clear"])
             if what == "store":
                 (tail, salt, extra_keys), chain = draw.choice([*zip(prompts, chains, strict=True)])
                 group = draw.choice(groups)
@@ -332,12 +348,18 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
                 copies = [(block, next(ids)) for block in given]
                 events.stored_on_host(given, [copy for _, copy in copies])
                 blocks |= {copy: ("CPU", *blocks[b][1:]) for b, copy in copies if b in blocks}
+            elif what == "clear":
+                events.cleared()
+                blocks = {}
             else:
                 given = draw.sample([*blocks, next(ids)], draw.randint(0, min(6, len(blocks))))
                 events.removed(given)
                 blocks = {block: name for block, name in blocks.items() if block not in given}
             batch = log.take()
             for event in () if batch is None else batch.events:
+                if isinstance(event, AllBlocksCleared):
+                    held = set()
+                    continue
                 names = {(event.medium, event.group.index, key) for key in event.block_keys}
                 if isinstance(event, BlocksRemoved):
                     assert names <= held
@@ -348,7 +370,11 @@ def test_a_key_is_held_where_a_block_of_it_is() -> None:
                 for key, told in told_of(event).items():
                     assert told == wanted[event.group.index, key]
                 seen[event.medium] += len(names) > 1
+                if event.medium == "GPU":
+                    assert event.extra_keys is None or any(event.extra_keys)
             assert held == set(blocks.values())
+            on_gpu = {(index, key) for medium, index, key in held if medium == "GPU"}
+            assert events._places.keys() == on_gpu, "tokens of blocks that nobody keeps"
             seen["shared"] += len(held) < len(blocks)
     assert min(seen[name] for name in ("GPU", "CPU", "shared")) > 3, seen
 
@@ -388,6 +414,19 @@ def test_events_name_adapters_images_and_salts() -> None:
         ("block_keys is empty", lambda: BlocksStored(FULL, (), None, ())),
         ("block_keys is empty", lambda: BlocksRemoved(FULL, ())),
         ("token_ids has 3 tokens", lambda: BlocksStored(FULL, (KEYS[0],), None, (1, 2, 3))),
+        *(
+            (
+                f"token_ids has {count} tokens; {blocks} blocks of 4 have {4 * blocks}$",
+                lambda blocks=blocks, count=count: BlocksStored(
+                    FULL, tuple(KEYS[:blocks]), None, (1,) * count
+                ),
+            )
+            for blocks, count in ((1, 0), (1, 8), (2, 4), (2, 7), (2, 9))
+        ),
+        (
+            "extra_keys has 1 entries",
+            lambda: BlocksStored(FULL, tuple(KEYS[:2]), None, (1,) * 8, extra_keys=(None,)),
+        ),
         (
             "extra_keys has 2 entries",
             lambda: BlocksStored(FULL, (KEYS[0],), None, (1,) * 4, extra_keys=(None, None)),
@@ -400,8 +439,11 @@ def test_events_name_adapters_images_and_salts() -> None:
         ("sequence=18446744073709551615", lambda: event_frames(2**64 - 1, b"")),
         ("index must be at least 0", lambda: EventGroup(-1, "full", 4)),
         ("kind='mamba'", lambda: EventGroup(0, "mamba", 4)),  # pyrefly: ignore
+        ("block_size must be at least 1", lambda: EventGroup(0, "full", 0)),
         ("window must be at least 1", lambda: EventGroup(0, "sliding", 4, 0)),
         ("max_batches must be at least 1", lambda: EventLog(max_batches=0)),
+        ("max_batches=2147483648", lambda: EventLog(max_batches=2**31)),
+        ("rank=2147483648", lambda: encode_events(BATCH, rank=2**31)),
         ("format='map'", lambda: encode_events(BATCH, format="map")),  # pyrefly: ignore
         ("keys='hex'", lambda: encode_events(BATCH, keys="hex")),  # pyrefly: ignore
         ("groups='full'", lambda: encode_events(BATCH, groups="full")),  # pyrefly: ignore

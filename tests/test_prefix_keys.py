@@ -159,6 +159,9 @@ def test_extra_keys_are_in_the_order_of_vllm() -> None:
     assert first == (adapter, *media, ("cache_salt", "salt"), embeds(rows[:4]))
     assert second == (adapter, ("mm", "late", -1), embeds(rows[4:]))
     assert third == (adapter, embeds(rows[6:]))
+    unsalted = (adapter, *media, embeds(rows[:4])), second, third
+    for none in (None, ""):
+        assert tuple(extra_keys_by_block(extras, 4, 3, salt=none)) == unsalted
 
 
 def test_media_that_overlap_count_in_every_block_that_they_touch() -> None:
@@ -217,13 +220,16 @@ def test_refusals_name_the_argument(
         (ValueError, "kind='audio'", lambda: ExtraKey("audio", "x")),  # pyrefly: ignore
         (TypeError, "value of an adapter", lambda: ExtraKey("lora", "ab")),
         (TypeError, "value of an adapter", lambda: ExtraKey("lora", ["a", "b"])),  # pyrefly: ignore
-        (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 4, 8)),
+        (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 4)),
+        (ValueError, "whole sequence", lambda: ExtraKey("lora", ("a", "b"), 0, 8)),
         (TypeError, "identifier of a medium", lambda: ExtraKey("mm", b"x", 0, 1)),
         (ValueError, "end is missing", lambda: ExtraKey("mm", "x")),
         (ValueError, "end=3 must be more than start=3", lambda: ExtraKey.mm("x", 3, 3)),
         (ValueError, "start must be at least 0", lambda: ExtraKey.mm("x", -1, 3)),
         (TypeError, "value of embeddings", lambda: ExtraKey("prompt_embeds", "x", 0, 1)),
         (ValueError, "same number of bytes", lambda: ExtraKey("prompt_embeds", b"xyz", 0, 2)),
+        (ValueError, "begin at start=0", lambda: ExtraKey("prompt_embeds", b"wxyz", 1, 2)),
+        (ValueError, "end=None and 4 bytes", lambda: ExtraKey("prompt_embeds", b"wxyz")),
         (TypeError, "not empty", lambda: ExtraKey.prompt_embeds(np.zeros((0, 4)))),
         (TypeError, "seed must be a str", lambda: root_key(5)),  # pyrefly: ignore
     ],

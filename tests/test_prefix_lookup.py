@@ -12,6 +12,7 @@ from jaxkv._src.prefixes import PrefixPolicy, PrefixTree
 from jaxkv._src.prefixes._checkpoints import EVICTED, WANTED_PART, Checkpoint, Checkpoints
 from jaxkv._src.prefixes._lookup import _held_at, _holds_whole, _why_not_held
 from jaxkv._src.prefixes._nodes import PromptTree
+from jaxkv._src.prefixes._policies import WHOLE
 from tests.layer_examples import chunked, full, sliding, state
 
 GROWTHS = {
@@ -175,6 +176,24 @@ def test_a_block_of_a_checkpoint_does_not_take_the_place_of_one_in_host_memory()
     assert tree.keeps(on_host) and not tree.keeps(partial)
     tree.forget(partial)
     assert not tree.checkpoints.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "shares_rows", "ends"),
+    [
+        ("full", False, {5: 5, 7: 7, 8: 8}),
+        ("window", False, {5: 5, 7: 7, 8: 8}),
+        ("full", True, {5: 8, 7: 8, 8: 8}),  # the next token's row is that of these
+        ("states", False, dict.fromkeys((5, 7, 8), WHOLE)),
+        ("states", True, dict.fromkeys((5, 7, 8), WHOLE)),
+    ],
+)
+def test_the_end_of_a_prefix_is_not_written_over(name: str, shares_rows: bool, ends) -> None:
+    for position, end in ends.items():
+        policy = PrefixPolicy(GROWTHS[name], 4, shares_rows)
+        tree = PrefixTree([policy], np.zeros(9, np.int64), max_tokens=99, host_ids=9)
+        tree.keep("a", np.arange(position), [(0, np.array([1]))], np.array([2], np.int32))
+        assert tree.frozen_before[:3].tolist() == [0, 4, end]
 
 
 def test_a_tree_forgets_prompts_of_which_no_block_is_kept() -> None:

@@ -155,6 +155,20 @@ def test_two_images_side_by_side_are_not_one() -> None:
     assert not np.array_equal(*codes)
 
 
+def test_media_that_overlap_or_reach_past_the_tokens_get_no_codes() -> None:
+    one, manager = ExtraKey.mm("x", 2, 6), BlockManager(plan_of("full"), max_requests=1)
+    for keys, said in (
+        ([ExtraKey.mm("x", 4, 9)], "reaches past the 8 tokens"),
+        ([one, ExtraKey.mm("y", 5, 8)], "overlaps another key"),
+        ([ExtraKey.mm("y", 0, 3), one], "overlaps another key"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            TokenCodes().encode([1] * 8, keys)
+        with pytest.raises(ValueError, match=said):
+            manager.start("a", [1] * 8, extra_keys=keys)
+    assert not manager.requests
+
+
 def test_a_row_of_embeddings_counts_for_its_own_token() -> None:
     codes, rows = TokenCodes(), bytes(12)
     plain = codes.encode([1] * 3, [ExtraKey("prompt_embeds", rows, 0, 3)])

@@ -896,6 +896,21 @@ def test_a_prompt_that_gets_no_blocks_gives_those_that_left_its_window_to_an_old
     assert server.step().work == {"a": 24}
 
 
+@pytest.mark.parametrize(("more", "held"), [(1, 2), (2, 3)])
+def test_a_request_that_waits_for_its_answer_keeps_what_its_next_token_sees(more, held) -> None:
+    """And with a draft, which may be rejected, what the tokens before that one see."""
+    server = Server(small_plan(40, {"window": WINDOW}), max_requests=2, max_tokens=8)
+    server.add("a", 9 - more, 32)
+    server.step()
+    server.scheduler.append({"a": more})
+    server.add("b", 3, 32)
+    assert server.step().work == {"a": more, "b": 3}
+    assert server.manager.held_blocks("a") == (3,)
+    server.scheduler.append({"b": 1})
+    assert server.step().work == {"b": 1}
+    assert server.manager.held_blocks("a") == (held,)
+
+
 def test_a_request_that_is_preempted_before_its_answer_waits_for_it() -> None:
     server = Server(small_plan(9), max_requests=2, max_tokens=8)
     server.add("a", 16, 32)
@@ -1067,6 +1082,29 @@ def test_tokens_of_a_step_can_be_cut() -> None:
     for name in "cd":  # of which one finds a row
         server.add(name, 6, 30)
     assert server.scheduler.wanted() == (6, True)
+    server.scheduler.append({"a": 1, "b": 1})
+    assert server.step().work == {"a": 1, "b": 1, "c": 6}
+    assert server.scheduler.wanted() == (0, True)  # no row is free
+    free = server.manager.num_free_blocks
+    assert repr(server.scheduler) == f"Scheduler(3 requests run, 1 wait, {free} blocks free)"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 9, 99])
+def test_a_step_takes_no_more_tokens_than_the_scheduler_said(cut: int) -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=8)
+    for name in "ab":
+        server.add(name, 6, 30)
+    assert sum(server.scheduler.schedule(max_tokens=cut).work.values()) == min(cut, 8)
+
+
+def test_drafts_that_do_not_fit_into_a_cut_step_wait_for_the_next() -> None:
+    server = Server(small_plan(40), max_requests=3, max_tokens=8)
+    server.add("a", 2, 30)
+    server.step()
+    server.scheduler.append({"a": 4})
+    for cut in (3, 1, 2):
+        assert not server.scheduler.schedule(max_tokens=cut).work
+    assert server.scheduler.schedule(max_tokens=4).work == {"a": 4}
 
 
 def test_a_restart_lets_requests_wait_for_their_tokens_anew() -> None:

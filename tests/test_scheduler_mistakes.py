@@ -155,11 +155,19 @@ def test_a_fork_needs_a_computed_prompt_and_the_ids_of_its_samples() -> None:
 
 
 def test_more_tokens_than_a_request_may_have_are_refused() -> None:
-    host = Host()
-    host.add("a", [1] * 6, max_tokens=7)
-    host.answer(host.step())
-    host.step()
-    refused(lambda: host.scheduler.append({"a": 1}), "would have 8 tokens.*max_tokens=7; finish it")
+    """Also for samples, which have as many as the request that they start from."""
+    host, names = Host(forks=4), ["a", ("a", 1), "fork"]
+    host.tokens |= {name: [1] * 6 for name in names}
+    host.add("a", host.tokens["a"], max_tokens=7, samples=2)
+    schedule = host.step()
+    host.scheduler.fork("a", ["fork"])
+    for name in names:
+        host.tokens[name].append(7)
+    host.scheduler.append(dict.fromkeys(names, 1))
+    assert [*schedule.samples] == names[:2] and [*host.step().samples] == names
+    for name in names:
+        said = "would have 8 tokens.*max_tokens=7; finish it"
+        refused(lambda name=name: host.scheduler.append({name: 1}), said)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +476,11 @@ def test_shapes_are_the_schedulers(forks: int, cached_tokens: int | None) -> Non
     assert host.scheduler.shape(batch_size=2, tokens_per_request=4, extra=1) == StepShape.for_plan(
         plan, batch_size=2, tokens_per_request=4, extra=1, **options
     )
+    for least in (1, 3):  # chunks are longer
+        refused(
+            lambda least=least: host.scheduler.shape(tokens_per_request=least),
+            f"tokens_per_request={least} needs chunks of at most as many .* chunk_tokens=4; pass",
+        )
     for more in (
         {"max_query_len": 1, "shared_prefixes": 2},
         {"max_query_len": 5, "reproducible": True},

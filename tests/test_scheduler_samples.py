@@ -6,7 +6,9 @@ from collections.abc import Hashable
 import pytest
 
 from jaxkv._src.blocks import BlockManager
+from jaxkv._src.prefixes import ExtraKey
 from jaxkv._src.scheduler import Schedule, Scheduler
+from jaxkv._src.scheduler._requests import Request
 from tests.reference_device import Content
 from tests.servings.device import Stories
 from tests.test_prefixes import LAYERS, plan_of
@@ -98,6 +100,28 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
     third = server.step()
     assert third.work == dict.fromkeys(server.scheduler.running, 1)
     assert list(third.samples.values()) == [0, 1, 2, 3]
+
+
+def test_samples_wait_in_the_order_of_their_requests() -> None:
+    server, waiting = Server(plan_of("full", 150), max_requests=1), list[Hashable]()
+    for name in "abc":
+        server.add(name, [1] * 6, 8, samples=2)
+        waiting += [name, (name, 1)]
+        assert server.scheduler.waiting == tuple(waiting)
+    for name in waiting:
+        while server.scheduler.running != (name,):
+            server.answer(server.step())
+        later = waiting[waiting.index(name) + 1 :]
+        assert server.scheduler.waiting == tuple(later)
+
+
+def test_a_sample_is_of_the_prompt_of_its_request() -> None:
+    """With all that its prefix depends on: it may have to compute it by itself."""
+    prompt = {"prompt_tokens": 6, "encoder_tokens": 2, "blocks": (5, 3), "salt": "s"}
+    prompt |= {"extra_keys": (ExtraKey.lora("a", "/a"),), "boundaries": (4,)}
+    sample = Request("a", (1,), **prompt).sample("b", (1, 2))
+    assert {name: getattr(sample, name) for name in prompt} == prompt
+    assert (sample.name, sample.age, sample.row, sample.samples) == ("b", (1, 2), -1, [])
 
 
 @pytest.mark.parametrize("cached_tokens", [11, 12, 19, 20])

@@ -164,7 +164,7 @@ def check_groups(plan: jaxkv.Plan, groups, ids, computed: list[int], unit: int =
     assert len(set(members)) == len(members)
     full = [g for g, group in enumerate(plan.groups) if group.growth.window > LONGEST]
     for group, tokens in groups:
-        assert len(group) > 1 and tokens % unit == 0
+        assert len(group) > 1 and tokens > 0 == tokens % unit
         assert tokens <= min(computed[member] for member in group)
         for g in full:
             assert len({ids[member][g][: tokens // BLOCK] for member in group}) == 1
@@ -224,6 +224,25 @@ def test_groups_save_the_most_in_any_tables(seed: int, sizes: tuple[int, int]) -
         ids = [[tuple(table[request]) for table in by_block] for request in range(8)]
         groups = [(group.members.tolist(), group.tokens) for group in found]
         check_groups(plan, groups, ids, computed.tolist(), unit * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("levels", "computed", "wanted"),
+    [(6, [300, 300, 168], ([0, 1], 96)), (1, [100, 100, 56], ([0, 1, 2], 16))],
+)
+def test_an_eighth_is_enough_to_save_and_levels_are_counted(
+    levels: int, computed: list[int], wanted: tuple[list[int], int], monkeypatch
+) -> None:
+    """Three begin with one block, and two of these with five more."""
+    monkeypatch.setattr(_beginnings, "LEAST_TOKENS", BLOCK)
+    monkeypatch.setattr(_beginnings, "MOST_LEVELS", levels)
+    table = np.arange(1, 76).reshape(3, 25)
+    table[1, :6], table[2, 0] = table[0, :6], table[0, 0]
+    for more in (0, 1):
+        given = np.array([*computed[:2], computed[2] + more])
+        groups = _beginnings.group_by_beginning([table], [BLOCK], given, GROUPS)
+        found = [(group.members.tolist(), group.tokens) for group in groups]
+        assert found == ([] if more else [wanted])
 
 
 def test_groups_are_chosen_anew_after_a_rewind_and_for_another_request_in_a_row() -> None:

@@ -20,6 +20,7 @@ from jaxkv._src.engine._samples import NUM_STOPS, RECORD
 from jaxkv._src.engine._sampling import Kind
 from jaxkv.blocks import Moves, Upload
 from jaxkv.engine import Output
+from jaxkv.scheduler import Schedule
 from tests.engine_models import make_plan
 from tests.servings.device import Device
 
@@ -74,14 +75,23 @@ class ModelDevice:
         self.params, self.cache, self.kind, self.vocab_size = params, cache, Kind.GREEDY, VOCAB
         self._drawn = np.zeros(num_drawn, np.int64)
         self.draw, self.chance, self.has_ring = random.Random(0), 0.0, False
-        self.host_blocks = SimpleNamespace(warm_up=lambda cache, num_bytes: cache)
+        self.host_blocks = SimpleNamespace(warm_up=self._take_memory, bytes_in_flight=7)
+        self.host_bytes: list[int] = []  # in each warm-up
+        self.warm: set[tuple[int, jaxkv.StepShape]] = set()  # steps of a call, and their shape
+        self.warm_kind: Kind | None = None
         self.seen: Counter[str] = Counter()
         self.lengths: set[int] = set()
 
     def trace(self, uploads: object) -> None: ...
 
+    def _take_memory(self, cache: Device, num_bytes: int) -> Device:
+        self.host_bytes.append(num_bytes)
+        return cache
+
     def warm_up(self, calls: Sequence[Sequence[Upload]]) -> None:
+        self.warm_kind = self.kind
         for uploads in calls:
+            self.warm.add((len(uploads), uploads[0].shape))
             for upload in uploads:
                 assert not upload.parts()["query_start_loc"].any(), "a step that is not idle"
                 self._step(upload, may_have_ended=len(uploads) > 1)
@@ -108,6 +118,10 @@ class ModelDevice:
         assert len(uploads) == 1 or shape.max_query_len == 1, "several steps of prompts in a call"
         self.lengths |= {len(uploads)} - {1}
         assert len(self.lengths) <= 1, "calls of several lengths, each of which is compiled"
+        work = [upload for upload in uploads if upload.parts()["query_start_loc"].any()]
+        assert 2 * len(work) > len(uploads), "a call of which half is idle"
+        is_warm = (len(uploads), shape) in self.warm
+        assert is_warm or self.kind != self.warm_kind, "a call that is compiled after the warm-up"
         outs = [self._step(upload, may_have_ended=len(uploads) > 1) for upload in uploads]
         return Drawn(np.stack(outs), self)
 
@@ -262,6 +276,7 @@ class EngineServing:
         ):
             self.engine = jaxkv.Engine(print, 0, plan, **self.options)
         self.device: Any = self.engine._device
+        self.note_schedules()
         if draw.random() < 0.5:
             self.engine._packer.ring = Ring()  # type: ignore
         self.device.draw, self.device.chance = draw, draw.choice([0, 0, 0.1])
@@ -274,6 +289,19 @@ class EngineServing:
     def _host_memory(self, plan: Plan) -> jaxkv.HostMemory:
         size = max(layout.bytes_per_block for layout in plan.layouts)
         return jaxkv.HostMemory(num_bytes=size * self.draw.choice([3, 20, 200]), min_tokens=1)
+
+    def note_schedules(self) -> None:
+        """Counts what happens to requests in the schedules that are packed."""
+        packer, pack = self.engine._packer, self.engine._packer._pack
+
+        def counted(schedule: Schedule, shape: jaxkv.StepShape) -> Any:
+            step, hits = pack(schedule, shape), schedule.hits.values()
+            self.counts["preemptions"] += len(schedule.preempted)
+            self.counts["cached tokens"] += sum(hit.num_cached_tokens for hit in hits)
+            self.counts["steps that preempt two"] += len(schedule.preempted) > 1
+            return step
+
+        packer._pack = counted  # type: ignore
 
     def say(self, text: str) -> None:
         self.history.append(text)
@@ -393,6 +421,9 @@ class EngineServing:
             self.engine.warm_up()
             assert self.device.kind == before, "a sampler that no request wants"
             self.engine.warm_up(*(told.sampling for told in self.alive()))
+        memory = self.options["host_memory"]
+        wanted = [] if memory is None else [self.engine.manager.tier_stats().num_bytes] * 2
+        assert self.device.host_bytes[-2:] == wanted, "host memory that is not taken before"
 
     def restart(self) -> None:
         self.say("restart()")
@@ -447,6 +478,9 @@ class EngineServing:
         assert len(samples._free) == samples.records.size
         stats = engine.stats
         assert stats.prompt_tokens == self.counts["prompt tokens"]
+        assert stats.preemptions == self.counts["preemptions"]
+        assert stats.cached_tokens == self.counts["cached tokens"]
+        assert engine.bytes_in_flight == self.device.host_blocks.bytes_in_flight
         if self.is_exact:
             assert (stats.calls, stats.steps) == (seen["calls"], seen["steps"])
             assert stats.computed_tokens == seen["tokens"]
