@@ -363,6 +363,26 @@ def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], s
         run(model)
 
 
+def test_layers_of_all_kinds_that_were_not_written_are_named_up_to_three() -> None:
+    window = jaxkv.SlidingWindowSpec(**dataclasses.asdict(SPEC), sliding_window=5)
+    states = dict.fromkeys(("state.0", "state.1"), STATE)
+    plan = jaxkv.plan_cache({"full": SPEC, "window": window} | states, 2**20, max_model_len=32)
+    names = [name for group in plan.layout.groups for name in group.layers]
+
+    def model(count: int, *given: Any) -> jaxkv.KVCache:
+        step = Step(*given)
+        for name in names[:count]:  # what returns a cache has written it
+            step.call(lambda cache, *_: cache, name)
+        return step.done()
+
+    given = made(None, plan)
+    for count in range(4):
+        left = ", ".join(map(repr, names[count:][:3])) + " and 1 other layers" * (count == 0)
+        with pytest.raises(ValueError, match=f"it never wrote {left}: the model calls"):
+            jax.eval_shape(functools.partial(model, count), *given)
+    jax.eval_shape(functools.partial(model, 4), *given)
+
+
 def test_a_step_that_could_not_end_goes_on() -> None:
     def model(*given: Any) -> jaxkv.KVCache:
         step = Step(*given)
