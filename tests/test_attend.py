@@ -7,6 +7,7 @@ a cache could not do without.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv._src.attention import _kernel
 from jaxkv._src.specs import LayerSpec
 from jaxkv.testing import assert_no_recompilation, assert_same_bytes
 from tests import pool_cases as cases
@@ -526,6 +528,38 @@ def test_without_keys_nothing_is_written_and_what_is_there_is_attended_to() -> N
     assert seen[7:12].any() and not seen[:7].any(), "b has no encoder tokens"
 
 
+def test_what_a_call_and_a_shape_ask_for_reaches_the_kernel(monkeypatch) -> None:
+    """Also a scale of 0, and what changes no output on a CPU."""
+    asked: list[dict[str, Any]] = []
+
+    def kernel(queries, pages, tables, lens, starts, **options):
+        asked.append(options | {"starts": starts})
+        return jnp.zeros((*queries.shape[:-1], options["value_width"])), None
+
+    monkeypatch.setattr(_kernel, "paged_attention", kernel)
+    plan, limits = plan_of(SETTINGS[0]), {"window": WINDOW, "window_latent": WINDOW}
+    for sizes in ({"reproducible": True}, {"shared_prefixes": 2}, {"max_query_len": 2}):
+        sizes = {"max_requests": REQUESTS, "max_tokens": REQUESTS, "max_query_len": 1} | sizes
+        shape = jaxkv.StepShape.for_plan(plan, **sizes)
+        step = jax.eval_shape(jaxkv.apply_step, cache_of(SETTINGS[0]), shape.idle())
+        for layer, scale, cap in itertools.product(ROWS, (None, 0.0), (None, 1.5)):
+            width = ROWS[layer][1]
+            queries = jnp.ones((REQUESTS, 10, width))  # so many heads that nobody has traced it
+            attend = lambda cache, batch, **of: jaxkv.attend(cache, layer, batch, queries, **of)  # noqa: B023, E731
+            jax.eval_shape(functools.partial(attend, scale=scale, soft_cap=cap), *step)
+            options, one_each = asked.pop(), shape.max_query_len == 1
+            assert options["scale"] == (width**-0.5 if scale is None else scale)
+            assert options["soft_cap"] == cap and options["max_query_len"] == shape.max_query_len
+            assert options["reproducible"] == shape.reproducible
+            assert options["causal"] == (layer != "cross")
+            assert options["sliding_window"] == limits.get(layer)
+            assert options["chunk_size"] == (CHUNK if layer == "chunked" else None)
+            assert (options["first_positions"] is None) == (layer not in (*limits, "chunked"))
+            assert (options["starts"] is None) == one_each
+            shares = shape.shared_prefixes and layer in ("full", "latent")
+            assert (options["shared_prefixes"] is None) != bool(shares and one_each), layer
+
+
 # --- what must not be seen ------------------------------------------------------------
 
 
@@ -695,6 +729,10 @@ def test_rows_that_attend_does_not_understand_are_refused(what: str, spec: Layer
         (cases.windows, ("full.0", QUERIES, KEYS.astype(int), VALUES), {}, TypeError, "keys has"),
         (cases.windows, ("full.0", QUERIES), {"sinks": jnp.ones(2)}, ValueError,
          r"sinks has shape \(2,\); wants \(4,\), one per head"),
+        *((cases.windows, ("full.0", QUERIES), {"soft_cap": cap}, ValueError,
+           f"soft_cap={cap} must be positive; None means no cap") for cap in (0.0, -1.0, np.nan)),
+        (cases.windows, ("full.0", QUERIES), {"scale": "1"}, TypeError, "scale must be a number"),
+        (cases.windows, ("full.0", QUERIES), {"soft_cap": True}, TypeError, "soft_cap must be a n"),
         (cases.cross, ("cross.0", QUERIES, KEYS, KEYS), {}, ValueError,
          r"keys has shape \(9, 2, 4\); cross attention wants the encoder's, \[3, encoder"),
         (plain_latent, ("mla", QUERIES, KEYS[:, 0], VALUES), {}, ValueError,

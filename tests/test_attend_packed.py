@@ -99,6 +99,7 @@ def test_the_kernel_for_packed_rows_lowers_for_cuda() -> None:
             "bytes_per_token=656, .*pass row_packing='fp8_ds_mla' if",
         ),
         ("packed", "nvfp4", None, ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla'"),
+        ("plain", "nvfp4", None, ValueError, "row_packing='nvfp4'; use one of 'fp8_ds_mla'"),
         ("plain", PACKING, None, ValueError, "into 656 bytes; the layer has bytes_per_token=None"),
         (
             "sparse",

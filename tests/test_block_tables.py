@@ -752,7 +752,9 @@ def test_the_last_id_whose_kernel_ids_fit_expands_and_the_next_does_not(parts: i
     assert parts == 1 or got[parts:] == [-1] * parts
 
 
-def test_expanding_keeps_leading_axes_and_refuses_no_parts() -> None:
+def test_expanding_keeps_leading_axes_and_refuses_no_parts_and_too_many() -> None:
     assert expand_blocks(as_ids([[1], [2]]), 2).tolist() == [[2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="blocks_per_kv_block must be at least 1"):
-        expand_blocks(as_ids([1]), 0)
+    assert expand_blocks.eval_shape(as_ids([1]), INT32_MAX).shape == (INT32_MAX,)
+    for parts, wanted in ((0, "at least 1"), (INT32_MAX + 1, f"at most {INT32_MAX}")):
+        with pytest.raises(ValueError, match=f"blocks_per_kv_block.* must be {wanted}"):
+            expand_blocks(as_ids([1]), parts)

@@ -134,6 +134,7 @@ def test_scales_are_given_for_all_layers_or_by_layer() -> None:
     assert scales_of(cache_of(scales=(0.5, 2.0))) == {"a": [0.5, 2], "b": [0.5, 2]}
     cache = cache_of(scales={"b": (jnp.float32(3), np.float64(4))})
     assert scales_of(cache) == {"a": [1, 1], "b": [3, 4]}
+    assert scales_of(cache_of(scales={"shared": (2, 3)})) == {"a": [2, 3], "b": [1, 1]}
     assert scales_of(set_scales(cache, (5, 6.0))) == {"a": [5, 6], "b": [5, 6]}
     traced = jax.jit(lambda cache, k: set_scales(cache, {"shared": (k, 8.0)}))
     assert scales_of(traced(cache, jnp.float32(7))) == {"a": [7, 8], "b": [3, 4]}
@@ -328,6 +329,19 @@ def test_a_cache_shows_its_sizes_and_its_first_rows() -> None:
     assert jax.eval_shape(lambda: cache)._repr_html_() is None
     jax.jit(lambda cache: cache, donate_argnums=0).lower(cache).compile()(cache)
     assert cache._repr_html_() is None or not cache.status.is_deleted()
+
+
+def test_a_cache_shows_the_first_ids_of_long_rows_and_counts_all() -> None:
+    plan = plan_of(max_model_len=40, num_blocks_override=16)
+    cache = make_cache(plan, max_requests=9, stacked=False)
+    assert "bytes in 2 buffers, LBNHC" in repr(cache)
+    ids = [*range(1, 11)]
+    rows = as_ids([[*ids, used] for used in range(2, 11)])
+    shown = dataclasses.replace(cache, rows=rows)._repr_html_()
+    for used in range(2, 10):  # the ninth row is not shown
+        text = ", ".join(map(str, ids[: min(used, 8)]))
+        assert f">{text}{f', ... ({used} ids)' * (used > 8)}<" in shown
+    assert shown.count("... (") == 1
 
 
 def test_expanded_ids_are_kept_to_the_last_that_int32_holds() -> None:

@@ -240,6 +240,13 @@ def test_each_device_of_a_mesh_has_pieces_of_its_share(options: dict) -> None:
             assert sorted(found) == sorted(b"".join(bytes_of(share, 0, block)))
 
 
+def test_blocks_of_a_worker_without_layers_have_no_pieces() -> None:
+    plan = jaxkv.plan_cache([{"a": FULL}, {}], [2**16] * 2, max_model_len=16)
+    cache = jaxkv.make_cache(plan, max_requests=2, worker=1)
+    (pieces,) = block_pieces(cache, [np.array([1])]).values()
+    assert not pieces.addresses.size and not pieces.lengths.size
+
+
 def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
     cache = filled("full")
     for ids in ([0], [cache.layout.num_blocks]):
@@ -253,6 +260,9 @@ def test_blocks_that_are_not_in_the_pool_have_no_address() -> None:
             pieces_of(buffers, [np.array([1])], [0] * count)
     with pytest.raises(TypeError, match="block_ids must be block ids per group, got set"):
         block_pieces(cache, {1})
+    tables = jaxkv.make_cache(plan_of({"a": FULL}, 20, LONGEST), max_requests=2, tables_only=True)
+    with pytest.raises(ValueError, match="the cache has block tables only"):
+        block_pieces(tables, [np.array([1])])
 
 
 # --- schedulers -------------------------------------------------------------------------

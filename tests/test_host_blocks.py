@@ -333,6 +333,29 @@ def test_copies_that_start_ahead_are_put_by_the_next_moves() -> None:
     assert memory.bytes_in_flight == 0
 
 
+def test_many_chunks_come_back_at_once_and_few_of_them_lie_beside_the_pool(monkeypatch) -> None:
+    monkeypatch.setattr(_host_blocks, "AT_ONCE", 2)
+    cache, memory = filled("full"), HostBlocks()
+    before, count = bytes_in(cache), 6
+    assert count > max(_host_blocks.AT_ONCE, _host_blocks.LOADS_AHEAD)
+    cache = memory.move(cache, moves(1, [chunk(i, i) for i in range(1, 1 + count)]))
+    jax.block_until_ready((cache, memory._chunks))
+    assert not memory.bytes_in_flight
+    assert repr(memory) == f"HostBlocks({count} chunks, {memory.num_bytes:,} bytes)"
+    real, ahead = memory._to_device, list[int]()
+
+    def to_device(*given):
+        ahead.append(len(memory._ahead))
+        return real(*given)
+
+    monkeypatch.setattr(memory, "_to_device", to_device)
+    cache = memory.move(cache, moves(2, [], [chunk(i, i + count) for i in range(1, 1 + count)]))
+    assert ahead == [0, 1, 2, 3, 3, 3]
+    for buffer, old in zip(bytes_in(cache), before, strict=True):
+        old[:, 1 + count : 1 + 2 * count] = old[:, 1 : 1 + count]
+        np.testing.assert_array_equal(buffer, old)
+
+
 # --- failures ---------------------------------------------------------------------------
 
 
@@ -419,6 +442,8 @@ def test_a_cache_of_several_processes_is_refused() -> None:
 
 def test_moves_in_another_order_are_refused() -> None:
     cache, memory = filled("full"), HostBlocks()
+    with pytest.raises(ValueError, match="num_bytes must be at least 0, got -1"):
+        memory.warm_up(cache, -1)
     for _ in range(2):
         with pytest.raises(ValueError, match="number 2"):
             memory.move(cache, moves(2))

@@ -297,6 +297,8 @@ CALLS = [
         (windows, lambda c, b: R(c, 0, b), TypeError, "layer must be the name of a layer, got 0"),
         (windows, lambda c, b: R(c, "full.0", None), TypeError, "batch must be the StepBatch"),
         (windows, lambda c, b: W(0, "full.0", b, 0, 0), TypeError, "cache must be a KVCache"),
+        (windows, lambda c, b: R(c, "full.0", b, dtype="uint8"), TypeError,
+         "dtype=uint8 holds bytes of your own format, not numbers"),
         (hybrid, lambda c, b: R(c, "state.0", b), TypeError, "keeps state, not keys and values"),
         (latent, lambda c, b: R(c, "mla.0", b), TypeError, "keeps mla, .* use write_rows and read"),
         (hybrid, lambda c, b: jaxkv.read_rows(c, "state.0", b), TypeError, "use read_state"),

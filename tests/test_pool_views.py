@@ -64,6 +64,7 @@ def test_a_layer_is_described_as_it_lies_in_its_buffer(case: Case) -> None:
                     describe_layer(cache, layer, ids=ids)
                 continue
             seen = describe_layer(cache, layer, ids=ids)
+            assert seen.blocks_per_kv_block == parts
             axes = [seen.axes.index(axis) for axis in "BNHC"]
             got = places(seen.shape, seen.strides_bytes, seen.offset_bytes).transpose(axes)
             first = 0 if ids == "manager" else cache.layout.id_offset(layer) * parts

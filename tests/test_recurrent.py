@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxkv
+from jaxkv._src.recurrent import _layers
 from jaxkv._src.recurrent._heads import (
     Heads,
     by_rank,
@@ -436,6 +437,39 @@ def test_states_have_the_heads_of_all_ranks_and_as_many_of_keys_unless_told() ->
 def outputs_of_layer(cache: Any, upload: Any, x: Any, **options: Any) -> Any:
     cache, batch = jaxkv.apply_step(cache, upload)
     return run_layer("gated_delta", cache, "layer.0", batch, x, **options)[1]
+
+
+class Asked(Exception):
+    """What a kernel was asked for, instead of its outputs."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "values"),
+    [
+        ("gated_delta", "scale", (None, 0.0, 2.0)),
+        ("linear_attention", "scale", (0.0, 2.0)),
+        ("short_conv", "silu", (False, True)),
+    ],
+)
+def test_what_a_call_asks_for_reaches_the_kernel(kind, option, values, monkeypatch) -> None:
+    def kernel(*arguments, **options):
+        conv = options.get("convolution", arguments[1])
+        raise Asked({"scale": options.get("scale"), "silu": getattr(conv, "silu", None)})
+
+    for name in ("gated_delta_rule", "selective_scan", "causal_conv1d"):
+        monkeypatch.setattr(_layers, name, kernel)
+    plan = plan_of(kind)
+    shape = jaxkv.StepShape.for_plan(plan, max_requests=REQUESTS, max_tokens=TOKENS)
+    cache = jaxkv.make_cache(plan, max_requests=REQUESTS)
+    step = jax.eval_shape(jaxkv.apply_step, cache, shape.idle())
+    x = inputs_of({}, {}, None)
+    for value in values:
+        run = lambda *step, **given: run_layer(kind, step[0], "layer.0", step[1], x, **given)  # noqa: E731
+        with pytest.raises(Asked) as asked:
+            jax.eval_shape(functools.partial(run, **{option: value}), *step)
+        (found,) = asked.value.args
+        assert found[option] == value
+        assert option == "silu" or found["silu"] in (True, None)
 
 
 @pytest.mark.parametrize(

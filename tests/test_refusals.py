@@ -202,6 +202,7 @@ def of_host(s: Served) -> Iterator[Call]:
     counts = {"num_groups": 5, "max_requests": 4, "max_block_ids": 4, "max_rows": 4}
     yield jaxkv.pack_entries, {"entries": [entry]} | counts
     yield jaxkv.UploadRing, {"depth": 2, "device": jax.devices("cpu")[0]}
+    yield jaxkv.UploadRing(depth=2).buffer, {"shape": s.shape}
     yield jaxkv.ExtraKey.lora, {"name": "a", "path": "b"}
     yield jaxkv.ExtraKey.mm, {"identifier": "a", "start": 0, "end": 4}
     yield jaxkv.ExtraKey.prompt_embeds, {"rows": np.ones((4, 2), np.float32)}
@@ -237,13 +238,16 @@ def of_device(s: Served) -> Iterator[Call]:
     yield layout.page_list_bytes, {"sizes": page_list_sizes(**lists), "kind": "lists"}
     asleep = {"cache": jaxkv.make_cache(PLAN, max_requests=4)}
     yield jaxkv.sleep, asleep | {"level": 1, "parts": ("kv_cache",), "chunk_bytes": 2**20}
+    asleep = {"cache": jaxkv.sleep(jaxkv.make_cache(PLAN, max_requests=4))}
+    yield jaxkv.wake_up, asleep | {"parts": ("kv_cache",), "reset_scales": False}
+    yield jaxkv.HostBlocks().move, cache | {"moves": None}
 
 
 def of_steps(s: Served) -> Iterator[Call]:
     """Yields functions of a cache and a step, which are traced only."""
     run, cache = {"implementation": "xla"}, {"cache": s.cache}
     step = cache | {"layer": "full.0", "batch": s.batch, "period": None}
-    rows = {"keys": s.keys, "values": s.keys}
+    rows, ids = {"keys": s.keys, "values": s.keys}, {"token_ids": jnp.zeros(8, jnp.int32)}
     given = {
         jaxkv.apply_step: cache | run | {"upload": s.upload},
         jaxkv.attend: step
@@ -252,6 +256,9 @@ def of_steps(s: Served) -> Iterator[Call]:
         | {"queries": s.keys, "scale": 1.0, "soft_cap": None, "sinks": None, "row_packing": None},
         jaxkv.write_tokens: step | run | rows,
         jaxkv.read_tokens: step | {"dtype": "float32"},
+        jaxkv.write_rows: step | run | {"rows": jnp.ones((8, 2, 8), jnp.bfloat16), "mask": None},
+        jaxkv.read_rows: step,
+        jaxkv.StepContext: cache | run | {"upload": s.upload, "newest_tokens": None} | ids,
         physical_to_logical: step,
         **dict.fromkeys(
             (build_page_lists, build_page_csr),

@@ -346,26 +346,25 @@ TestNights.settings = settings(max_examples=20, stateful_step_count=15)
 
 @pytest.mark.parametrize("first", PARTS)
 def test_a_part_at_a_time(first: str) -> None:
-    """Either part falls asleep first and wakes first; the scales are there in the end."""
+    """Either part falls asleep first and wakes first; scales are reset while the other sleeps."""
     (second,) = set(PARTS) - {first}
     cache = full_cache()
     kept = snapshot(cache)
-    dozing = sleep(cache, parts=(first,))
+    dozing = sleep(cache, parts=(first, first))  # of a name given twice one counts
     assert dozing.levels == {first: 1}
     assert cache.status.is_deleted() == (first == "block_tables")
     assert cache.buffers[0].is_deleted() == (first == "kv_cache")
     asleep = sleep(dozing, level=1, parts=(second,))
     assert asleep.levels == {first: 1, second: 1}
-    dozing = wake_up(asleep, parts=(first,))
+    dozing = wake_up(asleep, parts=(first, first), reset_scales=True)
     assert isinstance(dozing, SleepingCache) and dozing.levels == {second: 1}
     awake = wake_up(dozing)
-    assert_same_bytes(awake, kept)
-    assert awake.scales is cache.scales
+    assert_same_bytes(awake, dataclasses.replace(kept, scales=np.ones_like(kept.scales)))
 
 
 def test_a_sleeping_cache_cannot_be_used() -> None:
     sleeping = sleep(full_cache(), parts=("kv_cache",))
-    for name in (*CONTENT, "scales", "error_flags"):
+    for name in (*CONTENT, "scales", "error_flags", "block_tables", "row_lengths"):
         with pytest.raises(SleepError, match=f"{name} of a sleeping cache .*kv_cache asleep"):
             getattr(sleeping, name)
     for use in (jax.jit(lambda cache: 0), jax.tree.leaves, jax.block_until_ready, jax.device_put):
@@ -449,6 +448,8 @@ def test_other_things_than_a_cache_are_refused() -> None:
         sleep(snapshot(cache))
     with pytest.raises(TypeError, match="cache must be a KVCache that is awake, got tuple"):
         check_not_closed_over(cache.buffers, touch, cache)
+    with pytest.raises(TypeError, match="step must be a function, got KVCache"):
+        check_not_closed_over(cache, cache)
 
 
 def test_arrays_in_host_memory_are_refused_and_stay() -> None:
@@ -546,6 +547,8 @@ def test_closed_over_arrays_are_found() -> None:
     for state in (cache, awake):  # the very arrays, and a later state of them
         with pytest.raises(ClosedOverError, match=r"broken closes .* \(as cache.rows\)"):
             check_not_closed_over(state, broken, rows)
+        with pytest.raises(ClosedOverError, match=r"^step closes .* \(as cache.rows\)"):
+            check_not_closed_over(state, functools.partial(broken), rows=rows)  # without a name
 
     @jax.jit
     def right(cache, rows):

@@ -37,6 +37,7 @@ def made(tokens_per_request: int | None = None, plan: jaxkv.Plan = PLAN):
     if tokens_per_request:
         sizes = {"tokens_per_request": tokens_per_request}
     ids = IDS if not tokens_per_request else [*IDS[:5], 0, 0, 0, *IDS[5:], *[0] * 5]
+    ids = [*ids, 15, 15]  # of which the last two are no tokens
     shape = jaxkv.StepShape.for_plan(plan, max_requests=2, extra=len(ids), **sizes)
     for name in "ab":
         manager.start(name)
@@ -45,7 +46,7 @@ def made(tokens_per_request: int | None = None, plan: jaxkv.Plan = PLAN):
 
 def by_hand(cache: jaxkv.KVCache, upload: Any) -> tuple[jaxkv.KVCache, jax.Array]:
     cache, batch = jaxkv.apply_step(cache, upload)
-    x = EMBED[batch.extra.reshape(batch.token_shape)]
+    x = EMBED[batch.extra[:-2].reshape(batch.token_shape)]
     for layer in LAYERS:
         cache, out = jaxkv.attend(cache, layer, batch, *keys_of(x))
         x = x + out
@@ -363,6 +364,26 @@ def test_a_slip_is_said_while_the_step_is_traced(model: Callable[[Step], Any], s
         run(model)
 
 
+def test_layers_of_all_kinds_that_were_not_written_are_named_up_to_three() -> None:
+    window = jaxkv.SlidingWindowSpec(**dataclasses.asdict(SPEC), sliding_window=5)
+    states = dict.fromkeys(("state.0", "state.1"), STATE)
+    plan = jaxkv.plan_cache({"full": SPEC, "window": window} | states, 2**20, max_model_len=32)
+    names = [name for group in plan.layout.groups for name in group.layers]
+
+    def model(count: int, *given: Any) -> jaxkv.KVCache:
+        step = Step(*given)
+        for name in names[:count]:  # what returns a cache has written it
+            step.call(lambda cache, *_: cache, name)
+        return step.done()
+
+    given = made(None, plan)
+    for count in range(4):
+        left = ", ".join(map(repr, names[count:][:3])) + " and 1 other layers" * (count == 0)
+        with pytest.raises(ValueError, match=f"it never wrote {left}: the model calls"):
+            jax.eval_shape(functools.partial(model, count), *given)
+    jax.eval_shape(functools.partial(model, 4), *given)
+
+
 def test_a_step_that_could_not_end_goes_on() -> None:
     def model(*given: Any) -> jaxkv.KVCache:
         step = Step(*given)
@@ -509,6 +530,25 @@ def test_a_call_passes_on_all_that_it_is_given(name: str, monkeypatch) -> None:
 
     monkeypatch.setattr(_context, name, record)
     jax.eval_shape(check, made()[0], shape.idle())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda step, x: step.attend(LAYERS[0], *keys_of(x), write=1), TypeError, "write must be"),
+        (lambda step, x: step.call(LAYERS[0], x), TypeError, "function must be a function of a c"),
+        # Of two batches neither is the step's.
+        (lambda step, x: step.attend(LAYERS[0], *keys_of(jnp.stack([x, x]))), ValueError,
+         r"queries has shape \(2, 8, 2, 8\)"),
+    ],
+)  # fmt: skip
+def test_calls_that_cannot_be_are_refused_by_name(call, error: type[Exception], said: str) -> None:
+    def model(*given: Any) -> None:
+        step = Step(*given)
+        call(step, EMBED[step.token_ids])
+
+    with pytest.raises(error, match=said):
+        jax.eval_shape(model, *made())
 
 
 def test_a_shape_without_token_ids() -> None:

@@ -33,6 +33,7 @@ def block_pieces(cache: KVCache, block_ids: Sequence[np.ndarray]) -> dict[jax.De
         {shard.device: shard.data for shard in buffer.addressable_shards}
         for buffer in cache.buffers
     ]
-    places = {device: [of[device].unsafe_buffer_pointer() for of in shards] for device in shards[0]}
+    devices = [shard.device for shard in cache.status.addressable_shards]
+    places = {device: [of[device].unsafe_buffer_pointer() for of in shards] for device in devices}
     buffers = cache.layout.buffers
     return {device: pieces_of(buffers, block_ids, place) for device, place in places.items()}
