@@ -28,7 +28,7 @@ from jaxkv._src.planning import (
     make_layout,
     plan_cache,
 )
-from jaxkv._src.specs import EncoderOnlySpec, Limits, SharedKVSpec
+from jaxkv._src.specs import EncoderOnlySpec, LayerSpec, Limits, SharedKVSpec
 from jaxkv._src.uploads import StepShape
 from tests.layer_examples import (
     LIMITS,
@@ -86,6 +86,8 @@ def test_plans_find_the_longest_request_that_fits_and_refusals_name_it(
         assert refusal.value.needed_blocks == need(groups, MAX_LEN, limits) > usable
         assert refusal.value.usable_blocks == usable
         assert refusal.value.longest_len == longest
+        named = re.findall(r"set max_model_len to at most (\d+) or raise", str(refusal.value))
+        assert named == [str(longest)] * (longest > 0)
         return
     plan = plan_of(layers, num_blocks, MAX_LEN, fit_max_model_len=fit, limits=limits)
     assert plan.max_model_len == longest
@@ -277,6 +279,7 @@ def test_a_worker_without_layers_has_an_empty_pool_and_limits_no_other() -> None
     assert plan.num_blocks == 7
     assert plan.bytes_per_block == (block, 0, block)
     assert plan.layouts[1].tensors == ()
+    assert repr(plan) == f"Plan(1 groups, 7 blocks of {block:,} bytes, requests up to 96 tokens)"
     assert f"{(9 + 7) * block + 1:,} bytes" in str(plan)
     assert f"{2 * block + 1:,} left over" in str(plan)
     with pytest.raises(ValueError, match="num_blocks_override=8 is more than the 7 blocks"):
@@ -383,9 +386,21 @@ def test_the_longest_request_of_several_ranks_fills_the_blocks_of_every_group(ra
         assert plan.admission_blocks(longest) <= blocks - 1 < plan.admission_blocks(longest + 1)
 
 
-def test_context_parallelism_is_refused_where_groups_drop_tokens() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel=2 .* 1 x \(1 sliding @ 4\) do not"):
-        plan_cache({"a": FULL, "b": SLIDING}, 2**20, max_model_len=8, context_parallel=2)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(SLIDING, CHUNKED, cross(block_size=4)),
+        *(state(block_size=4, cache_mode=mode) for mode in ("none", "align", "all")),
+    ],
+    ids=str,
+)
+def test_context_parallelism_is_refused_where_groups_drop_tokens(spec: LayerSpec) -> None:
+    limits = Limits(max_encoder_tokens=4)
+    options: dict[str, Any] = {"max_model_len": 8, "limits": limits, "context_parallel": 2}
+    for layers in ({"b": spec}, {"a": FULL, "b": spec}, {"b": spec, "a": FULL}):
+        groups = rf"1 x \(1 {spec.kind} @ \d+\)"
+        with pytest.raises(ValueError, match=rf"context_parallel=2 .* tokens, and {groups} do not"):
+            plan_cache(layers, 2**20, **options)
 
 
 def test_cross_attention_without_encoder_tokens_is_refused() -> None:
@@ -477,6 +492,17 @@ def test_tokens_that_fit_fill_whole_requests_and_a_shorter_one(
 ) -> None:
     assume(need(make_groups(layers), length, limits) < blocks)
     plan = plan_of(layers, blocks, MAX_LEN, fit_max_model_len=True, limits=limits)
+    check_tokens_that_fit(plan, length)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tokens_that_fit_are_those_of_all_ranks(ranks: int) -> None:
+    for blocks, length in itertools.product(range(12, 30), (7, 20, 40)):
+        plan = plan_of(ONE, blocks, MAX_LEN, context_parallel=ranks)
+        check_tokens_that_fit(plan, length)
+
+
+def check_tokens_that_fit(plan: Plan, length: int) -> None:
     whole, rest = divmod(plan.tokens_that_fit(length), length)
     assert whole == plan.requests_that_fit(length) >= 1
     left = plan.usable_blocks - whole * plan.steady_blocks(length)
