@@ -566,6 +566,54 @@ def test_a_plan_prints_itself_in_eight_lines(layers: Layers, limits: Limits, spa
         assert f"{count:,} blocks, {num_bytes}<" in plan._repr_html_()
 
 
+# What a plan says of two workers with blocks of other sizes, sinks, and windows with padding.
+IN_BOTH = {
+    "groups": "1 x (3 full @ 4) + 1 x (3 sliding @ 4)",
+    "zero new blocks": "yes: groups 0, 1 overlay bytes of another meaning",
+}
+IN_TEXT = IN_BOTH | {
+    "layers": "6 with a cache",
+    "block": "512 bytes in 2 tensors, 0 to 384 unused, by group",
+    "longest request": "40 tokens: admission charges 15 blocks",
+}
+IN_HTML = IN_BOTH | {
+    "workers": "2; bytes are of all together",
+    "block": "768 bytes, 0 to 384 unused, by group",
+    "memory": "24.75 KiB",
+    "admission charges": "15 blocks, 11.25 KiB",
+    "held while it decodes": "13 blocks, 9,984 B",
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "left", "blocks", "run", "tokens", "usual"),
+    [
+        (None, "0 left over", "33 of which 30 usable", 2, 2 * 40 + 8, 3),
+        (64, "23,808 too few", "64 of which 61 usable", 4, 4 * 40 + 16, 7),
+    ],
+)
+def test_a_plan_prints_the_figures_of_all_workers(
+    override, left, blocks, run, tokens, usual
+) -> None:
+    kept = full(block_size=4, sink_tokens=6)
+    window = sliding(block_size=4, num_kv_heads=1, page_bytes_padded=kept.page_bytes)
+    workers = [{"f0": kept, "w0": window}, {"f1": kept, "f2": kept, "w1": window, "w2": window}]
+    options: dict[str, Any] = {"num_blocks_override": override, "override_beyond_memory": True}
+    options |= {"max_model_len": 40, "request_len": 20, "limits": Limits(max_in_flight_tokens=8)}
+    plan = plan_cache(workers, [33 * 256, 33 * 512], **options)
+    each = "blocks each once they decode"
+    both = {"blocks": blocks, "usual requests": f"20 tokens: {usual} run at once, 8 {each}"}
+    if override is None:
+        both["grouping"] = "rule runs 3 requests of 20 tokens at once in 2 groups; packed 3 in 2"
+    assert {line[:16].strip(): line[17:] for line in str(plan).splitlines()} == IN_TEXT | both | {
+        "memory": f"25,344 bytes (24.75 KiB) given, {left}",
+        "such requests": f"{run} run at once, 13 {each}; {tokens} tokens in all",
+    }
+    _, *cells = re.findall(r">([^<>\n]+)<", plan._repr_html_())
+    of_html = {"run at once": f"{run} requests", "tokens in all": str(tokens)}
+    assert dict(itertools.batched(cells, 2)) == IN_HTML | both | of_html
+
+
 def test_workers_agree_about_equal_specs() -> None:
     twice = plan_cache([{"a": full()}, {"a": full()}], [2**20] * 2, max_model_len=8)
     once = {"a": full()}
@@ -592,6 +640,8 @@ def plan_one(memory_bytes: Any = 2**20, **changes: Any) -> Plan:
 BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
     ("layers", lambda: plan_one(layers=None)),
     ("layers", lambda: plan_one(layers={})),
+    ("layers lists no worker", lambda: plan_one(layers=[])),
+    ("layers must be mapped from names", lambda: plan_one(layers={0: full()})),
     ("layers must map names", lambda: plan_one(layers=[full()])),
     (r"layers\['a'\] must be a layer spec", lambda: plan_one(layers={"a": "full"})),
     ("layers", lambda: plan_one([1, 1], layers=[{}, {}])),
@@ -599,12 +649,17 @@ BAD_INPUTS: list[tuple[str, Callable[[], object]]] = [
         "layers: workers disagree",
         lambda: plan_one([10**6] * 2, layers=[{"a": full()}, {"a": sliding()}]),
     ),
+    (
+        "layers: workers disagree about the spec of 'a'",
+        lambda: plan_one([10**6] * 2, layers=[{"a": full()}, {"a": full(dtype="f16")}]),
+    ),
     ("memory_bytes", lambda: plan_one(0)),
     ("memory_bytes", lambda: plan_one(-1)),
     ("memory_bytes", lambda: plan_one(True)),
     ("memory_bytes must be an int", lambda: plan_one(80e9)),
     ("memory_bytes must be an int", lambda: plan_one("80GiB")),
     ("memory_bytes", lambda: plan_one([80e9])),
+    ("memory_bytes must", lambda: plan_one([10**6, 0], layers=[{"a": full()}] * 2)),
     ("memory_bytes has 2 entries for 1 workers", lambda: plan_one([10**6, 10**6])),
     ("memory_bytes to at least", lambda: plan_one(2 * full().page_bytes - 1)),
     ("max_model_len", lambda: plan_one(max_model_len=0)),
