@@ -47,7 +47,7 @@ from jaxkv._src.specs import (
     SharedKVSpec,
     StateSpec,
 )
-from tests.layer_examples import Layers, by_name, full, mla, sliding, state
+from tests.layer_examples import Layers, by_name, chunked, cross, full, mla, sliding, state
 
 DTYPES = ["fp8", "bf16", "f32"]
 ATTENTION = st.builds(
@@ -645,8 +645,18 @@ def test_a_pool_is_stacked_unless_the_slots_of_its_layers_pass_int32() -> None:
     for specs in ([narrow, full(), full()], [full(), full(), narrow]):  # the longer stack counts
         assert buffers_of(layout_of(by_name(specs)), most).stacked
         assert not buffers_of(layout_of(by_name(specs)), most + 1).stacked
+    for spec in (sliding(), chunked(), cross()):
+        assert buffers_of(layout_of(by_name([spec, spec])), most).stacked
+        assert not buffers_of(layout_of(by_name([spec, spec])), most + 1).stacked
+    wide = [sliding(block_size=8, num_kv_heads=4)] * 2  # the larger blocks count
+    for specs in ([full(), full(), *wide], [*wide, full(), full()]):
+        assert buffers_of(layout_of(by_name(specs)), most).stacked
+        assert not buffers_of(layout_of(by_name(specs)), most + 1).stacked
     states = layout_of(by_name([state(), state()]))
     assert buffers_of(states, most + 1).stacked  # states have no slots
+    assert buffers_of(layout_of({"a": state()}), 2**31 - 1).shapes == ((1, 2**31 - 1, 80),)
+    with pytest.raises(ValueError, match="2,147,483,648 contiguous extents"):
+        buffers_of(layout_of({"a": state()}), 2**31)
 
 
 def test_a_worker_has_buffers_for_its_own_layers() -> None:

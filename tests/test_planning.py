@@ -184,8 +184,8 @@ def test_rows_are_as_many_as_int32_counts_their_cells() -> None:
 def test_slots_beyond_int32_are_refused_at_plan_time() -> None:
     assert plan_of({"a": state()}, 2**27 + 1, 1).num_blocks == 2**27 + 1  # states have no slots
     limits = Limits(max_encoder_tokens=1)
-    cases = [(full(), 2**27 - 1), (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)]
-    for spec, most in [*cases, (cross(), 2**27 - 1)]:
+    cases = [(spec, 2**27 - 1) for spec in (full(), sliding(), chunked(), cross())]
+    for spec, most in [*cases, (full(block_size=1), 2**31 - 1), (state(), 2**31 - 1)]:
         assert plan_of({"a": spec}, most, 1, limits=limits).num_blocks == most
         with pytest.raises(ValueError, match=f"num_blocks_override to at most {most:,}"):
             plan_of({"a": spec}, most + 1, 1, limits=limits)

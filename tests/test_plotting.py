@@ -6,6 +6,7 @@ import html.parser
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,11 +25,11 @@ from jaxkv import plotting
 from jaxkv._src.block_tables import append_block_ids, pack_entries
 from jaxkv._src.blocks import BlockPool, BlockUse
 from jaxkv._src.hf_config import encoder_len
-from jaxkv._src.internal.html import GROUP_COLOURS, html_table, text_colour
+from jaxkv._src.internal.html import GROUP_COLOURS, group_colour, html_table, text_colour
 from jaxkv._src.internal.text import describe_unused, readable
-from jaxkv._src.layout import ORDERS, PhysicalOrder
+from jaxkv._src.layout import ORDERS, PhysicalOrder, row_format
 from jaxkv._src.plotting import Holder
-from jaxkv._src.plotting._style import spread
+from jaxkv._src.plotting._style import PALE, spread
 from tests.helpers import hybrid_layers, hybrid_plan, ids_of_group
 from tests.layer_examples import STATES, TOKEN_SPECS
 
@@ -310,6 +311,11 @@ def check_memory(plan: jaxkv.Plan, length: int, worker: int = 0) -> None:
         )
         start += num_bytes
     assert start == max(memory, plan.num_blocks * block) and not bars[True]
+    assert ax.get_xlim() == pytest.approx((0, start / size))
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(memory / size)
+    for bar, (name, *_) in zip((b for b in ax.patches if not b.get_hatch()), rows, strict=True):
+        group = re.match(r"group (\d+)", name)
+        assert colour_of(bar) == (group_colour(int(group[1])) if group else PALE.upper())
     assert title_of(ax.figure) == (
         f"{fit:,} request{'s' * (fit != 1)} of {length:,} tokens at once in {readable(memory)}: "
         f"{plan.num_blocks:,} blocks of {block:,} bytes"
@@ -368,9 +374,15 @@ def test_a_row_of_a_layout_counts_the_layers_that_read_its_group(name: str) -> N
         assert label.get_text().splitlines() == [f"group {i}: {group}", *more]
 
 
-def test_a_layout_of_many_tensors_says_how_many_it_draws() -> None:
+@pytest.mark.parametrize(("count", "options"), [(12, {}), (1, {"max_tensors": 1})])
+def test_of_many_tensors_the_first_are_drawn_and_counted(count: int, options) -> None:
     layout = PLANS["llama-3.1-8b"].layout
-    assert "32 tensors (first 12 drawn)" in title_of(plotting.plot_layout(layout))
+    (ax,) = plotting.plot_layout(layout, **options).axes
+    assert f"32 tensors (first {count} drawn)" in title_of(ax.figure)
+    edges = [line.get_xdata()[0] for line in ax.lines]
+    assert len(edges) == count + 1 and ax.get_xlim() == (0, edges[-1])
+    drawn = sorted(bar.get_x() for bar in ax.patches if not bar.get_hatch())
+    assert drawn == edges[:-1]  # a layer in each
 
 
 @given(
@@ -459,6 +471,8 @@ def test_the_pool_map_fills_the_cells_that_are_held(is_shared: bool, seed: int) 
         for block_id, holder in snapshot.items()
     }
     assert drawn == {cell: holder.group for cell, holder in held.items()}
+    for collection in filled:
+        assert colour_of(collection) == group_colour(groups[collection.get_label()])
     lines = {tuple(map(tuple, segment.astype(int).tolist())) for segment in borders.get_segments()}
     wanted = set()
     for step, block in itertools.product(range(len(snapshots) + 1), range(SMALL.num_blocks + 1)):
@@ -470,7 +484,10 @@ def test_the_pool_map_fills_the_cells_that_are_held(is_shared: bool, seed: int) 
     assert lines == wanted
     for text in ax.texts:
         x, y = text.get_position()
-        assert text.get_text() == ", ".join(map(str, held[int(x), int(y)].requests))
+        holder = held[int(x), int(y)]
+        assert text.get_text() == ", ".join(map(str, holder.requests))
+        assert colour_of(text.get_bbox_patch()) == group_colour(holder.group)
+    assert [*ax.get_yticks()] == [int(text.get_text()) + 0.5 for text in ax.get_yticklabels()]
     assert title_of(
         ax.figure
     ) == "{:,} blocks handed out, {:,} of them from one group to another".format(
@@ -550,7 +567,9 @@ def check_stack(figure: Figure, names, steps, preempted) -> None:
         np.testing.assert_array_equal(drawn.baseline, bottom)
         bottom = bottom + counts
         np.testing.assert_array_equal(drawn.values, bottom)
-    assert max(bottom) < ax.get_ylim()[1]
+    assert len({colour_of(patch) for patch in ax.patches}) == len(ax.patches)
+    assert max(bottom) < ax.get_ylim()[1] and ax.get_xlim() == (0, len(steps))
+    assert [*ax.get_xticks()] == [int(text.get_text()) + 0.5 for text in ax.get_xticklabels()]
     assert ax.lines[-1].get_xdata().tolist() == preempted
     assert ax.lines[-1].get_label() == f"{len(preempted)} preemption{'s' * (len(preempted) != 1)}"
 
@@ -561,6 +580,10 @@ def test_block_use_stacks_what_blocks_are_used_for_and_counts_those_that_several
     assert title_of(figure).startswith("Up to 50 % of the blocks")
     names = ["one holder", "shared by several", "warm: free, and kept", "cold: free"]
     check_stack(figure, names, uses, [1])
+
+
+def colour_of(artist) -> str:
+    return matplotlib.colors.to_hex(np.atleast_2d(artist.get_facecolor())[0]).upper()
 
 
 def extent(bar) -> tuple[float, float]:
@@ -578,6 +601,19 @@ PAGES = {
     "states": STATES
     | st.just(jaxkv.StateSpec(block_size=4, shapes=((8,), (8,)), dtypes=("f32", "f32"))),
 }
+
+
+def check_names(spec: jaxkv.specs.LayerSpec, ax, starts: list[float]) -> None:
+    """Compares what stands in the parts of a row, where it fits, and in the padding."""
+    row = row_format(spec)
+    names = [f"{name} {head}" for head in range(row.heads) for name in "KV"]
+    names = [f"{row.width} x {row.dtype}"] if row.key_elements is None else names
+    for text in ax.texts:
+        part = names[int(np.searchsorted(starts, text.get_position()[0])) - 1]
+        padding = f"{spec.page_bytes - spec.data_bytes:,} bytes of padding"
+        assert text.get_text() in (part, padding)
+    heads = f"(K and V of {row.heads} heads)"
+    assert ax.get_title(loc="left").endswith(heads if row.heads > 1 else " bytes")
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -609,6 +645,9 @@ def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
         names = [f"{d}{list(s)}" for d, s in zip(spec.dtypes, spec.shapes, strict=True)]
         assert labels == names + ["padding"] * len(padded)
         assert all(unit * bar.get_x() == spec.data_bytes for bar in padded)
+        sizes = [*spec.array_bytes, *(spec.page_bytes - spec.data_bytes for _ in padded)]
+        assert [text.get_text() for text in ax.texts] == [f"{size:,} bytes" for size in sizes]
+        assert title_of(figure).endswith(f"one state of {spec.data_bytes:,} bytes")
         return
     rows = spec.block_size // each
     if isinstance(spec, jaxkv.FullAttentionSpec):
@@ -617,6 +656,9 @@ def test_a_page_is_divided_and_numbered_by_the_definition(kind, data) -> None:
         assert widths == (pair * item).tolist() * spec.num_kv_heads
     else:
         assert widths == [spec.data_bytes // rows]
+    check_names(spec, ax, starts)
+    lines = [line[0][1] for line in ax.collections[-1].get_segments()] if size < rows * each else []
+    assert lines == [*range(size // each, rows, size // each)]  # between kernel blocks
     picked = [int(tick) for tick in ax.get_yticks()]
     slots = [block_id * spec.block_size + row * each for row in picked]
     assert labels == [f"slot {slot:,}" for slot in slots] and picked[0] == 0
@@ -728,6 +770,10 @@ def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
     assert labels == [str(row) for row in [0, 1, 2, *later][:32]]
     assert "43 of 100 rows, 32 drawn" in title_of(figure)
     assert plotting.plot_block_tables(cache, rows=[99]).axes  # empty, and still a picture
+    for max_requests, lines in ((32, 32), (33, 0)):  # none of which holds blocks
+        cache = jaxkv.make_cache(SMALL, max_requests=max_requests)
+        labels = plotting.plot_block_tables(cache).axes[0].get_yticklabels()
+        assert [label.get_text() for label in labels] == [str(row) for row in range(lines)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -736,6 +782,17 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
     ax = plotting.plot_length_against_requests({name: plan}, lengths).axes[0]
     points = dict(zip(*ax.lines[0].get_data(), strict=True))
     assert points == {n: plan.requests_that_fit(n) for n in [*lengths, plan.max_model_len]}
+    assert ax.lines[0].get_drawstyle() == "steps-pre"  # between two lengths, as many as of the longer
+
+
+@pytest.mark.parametrize("longest", [1, 7, 8])
+def test_plans_of_short_requests_have_curves(longest: int) -> None:
+    spec = jaxkv.FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype="f32")
+    plan = jaxkv.plan_cache({"layer": spec}, 2**20, max_model_len=longest)
+    ax = plotting.plot_length_against_requests(plan).axes[0]
+    points = dict(zip(*ax.lines[0].get_data(), strict=True))
+    assert points == {n: plan.requests_that_fit(n) for n in range(1, longest + 1)}
+    assert ax.get_xlim() == (1, max(longest, 2))
 
 
 def test_lengths_are_told_in_units_from_one_of_each_on() -> None:
@@ -794,6 +851,11 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
         (lambda: plotting.plot_length_against_requests([SMALL]), TypeError, "plans must be"),
         (lambda: plotting.plot_length_against_requests({"a": 1}), TypeError, r"plans\['a'\]"),
         (lambda: plotting.plot_length_against_requests(SMALL, [0]), ValueError, r"lengths\[0\]"),
+        (
+            lambda: plotting.plot_length_against_requests(dataclasses.replace(SMALL, num_blocks=2)),
+            ValueError,
+            "lengths: none of .* fits into any plan; give shorter ones",
+        ),
         (lambda: plotting.plot_pool_over_time(SMALL, []), ValueError, "snapshots is empty"),
         (lambda: plotting.plot_pool_over_time(SMALL, [[1]]), TypeError, r"snapshots\[0\]"),
         (
@@ -833,6 +895,7 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
             "uses must be a list, each entry what BlockManager.block_use was; got None",
         ),
         (lambda: plotting.plot_order("NHD", ax=3), TypeError, "ax must be matplotlib Axes or None"),
+        (lambda: plotting.plot_block_use([]), ValueError, "uses has no steps"),
         (lambda: plotting.plot_orders([]), ValueError, r"orders=\[\] must be"),
         (lambda: plotting.plot_orders("NHD"), ValueError, "orders='NHD' must be a sequence"),
         (
