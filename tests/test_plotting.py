@@ -26,10 +26,11 @@ from jaxkv._src.block_tables import append_block_ids, pack_entries
 from jaxkv._src.blocks import BlockPool, BlockUse
 from jaxkv._src.hf_config import encoder_len
 from jaxkv._src.internal.html import GROUP_COLOURS, group_colour, html_table, text_colour
-from jaxkv._src.internal.text import describe_unused, readable
+from jaxkv._src.internal.text import describe_unused, readable, shown
 from jaxkv._src.layout import ORDERS, PhysicalOrder, row_format
 from jaxkv._src.plotting import Holder
-from jaxkv._src.plotting._style import PALE, spread
+from jaxkv._src.plotting._spans import short_names
+from jaxkv._src.plotting._style import PALE, group_style, spread, tick_cells
 from tests.helpers import hybrid_layers, hybrid_plan, ids_of_group
 from tests.layer_examples import STATES, TOKEN_SPECS
 
@@ -710,6 +711,24 @@ def plan_of_a_rank() -> jaxkv.Plan:
     )
 
 
+def check_columns(ax, cache: jaxkv.KVCache, rows: list[int] | None) -> None:
+    """Two columns more than the rows use are drawn, if there are so many."""
+    used = np.asarray(cache.row_lengths)[slice(None) if rows is None else rows].max(axis=0)
+    widths, labels = cache.layout.row_blocks, []
+    drawn = [min(width, most + 2) for width, most in zip(widths, used.tolist(), strict=True)]
+    for i, (count, width, growth) in enumerate(zip(drawn, widths, cache.layout.growths)):
+        shown = f"{width} per row" if count == width else f"{count} of {width} shown"
+        labels.append(f"group {i}\n{growth.kind} @ {growth.block_size}\n{shown}")
+    assert [bar.get_width() for bar in ax.patches if bar.get_alpha() == 0.5] == drawn
+    assert [text.get_text() for text in ax.get_xticklabels()] == labels
+    ids = {text.get_position(): text for text in ax.texts}.values()
+    for mesh in ax.collections:
+        assert mesh.get_clim() == (0, cache.num_blocks - 1)
+        for text in ids:  # can be read on the colour of its id
+            colour = mesh.cmap(mesh.norm(int(text.get_text())))
+            assert abs(grey(colour) - grey(text.get_color())) > 0.35
+
+
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -751,6 +770,7 @@ def test_frames_are_around_the_columns_that_the_step_reads(plan, options) -> Non
                     i for i in held if i
                 ]
         assert len(set(found)) == len(found) and set(found) == wanted
+        check_columns(ax, cache, rows)
         labels = [label.get_text() for label in ax.get_yticklabels()]
         assert labels == [str(row) for row in rows or range(6)]
 
@@ -774,6 +794,10 @@ def test_of_many_rows_those_that_hold_blocks_are_drawn() -> None:
         cache = jaxkv.make_cache(SMALL, max_requests=max_requests)
         labels = plotting.plot_block_tables(cache).axes[0].get_yticklabels()
         assert [label.get_text() for label in labels] == [str(row) for row in range(lines)]
+    for lines, step in ((32, 1), (33, 2)):  # of more, every second is named
+        rows = [row % 33 for row in range(lines)]
+        labels = plotting.plot_block_tables(cache, rows=rows).axes[0].get_yticklabels()
+        assert [label.get_text() for label in labels] == [str(row) for row in rows[::step]]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -782,7 +806,9 @@ def test_a_curve_goes_through_what_the_plan_counts(name: str) -> None:
     ax = plotting.plot_length_against_requests({name: plan}, lengths).axes[0]
     points = dict(zip(*ax.lines[0].get_data(), strict=True))
     assert points == {n: plan.requests_that_fit(n) for n in [*lengths, plan.max_model_len]}
-    assert ax.lines[0].get_drawstyle() == "steps-pre"  # between two lengths, as many as of the longer
+    assert (
+        ax.lines[0].get_drawstyle() == "steps-pre"
+    )  # between two lengths, as many as of the longer
 
 
 @pytest.mark.parametrize("longest", [1, 7, 8])
@@ -863,10 +889,27 @@ def test_given_axes_are_drawn_on_and_their_figure_returned() -> None:
             ValueError,
             "block 40 of group 0; the plan has 40 blocks",
         ),
+        *(
+            (
+                functools.partial(plotting.plot_pool_over_time, SMALL, [{}, {block: holder}]),
+                ValueError,
+                rf"snapshots\[1\] has block {block} of group {holder.group}; the plan",
+            )
+            for block, holder in ((-1, Holder(0, ())), (1, Holder(5, ())), (1, Holder(-1, ())))
+        ),
         (lambda: plotting.snapshot_blocks(SMALL), TypeError, "manager must be a BlockManager"),
         (lambda: plotting.plot_occupancy(SMALL, []), ValueError, "held_blocks has steps"),
         (lambda: plotting.plot_occupancy(SMALL, [(1, 2)]), ValueError, "the 5 groups"),
-        (lambda: plotting.plot_block_tables(shared_cache()[1], rows=[6]), ValueError, "rows"),
+        *(
+            (
+                functools.partial(
+                    lambda row: plotting.plot_block_tables(shared_cache()[1], rows=row), [0, row]
+                ),
+                ValueError,
+                rf"rows: \[{row}\] are not in 0..5",
+            )
+            for row in (-1, 6)
+        ),
         (lambda: plotting.plot_block_tables(SMALL), TypeError, "cache must be a KVCache"),
         (
             lambda: plotting.plot_block_tables(shared_cache()[1], batch=SMALL),
@@ -910,6 +953,46 @@ def test_wrong_arguments_are_refused_by_name(draw, error, message) -> None:
         draw()
 
 
+def test_axes_that_were_removed_are_refused() -> None:
+    ax = new_axes()
+    ax.remove()
+    for draw in (
+        functools.partial(plotting.plot_layout, SMALL.layout),
+        functools.partial(plotting.plot_memory, SMALL),
+        functools.partial(plotting.plot_order, "NHD"),
+    ):
+        with pytest.raises(ValueError, match="ax belongs to no figure any more"):
+            draw(ax=ax)
+
+
+@pytest.mark.parametrize("axis", "xy")
+def test_cells_are_numbered_in_steps_of_1_2_5_10_where_14_numbers_are_too_few(axis: str) -> None:
+    steps = {1: 1, 14: 1, 15: 2, 28: 2, 29: 5, 70: 5, 71: 10, 140: 10, 141: 20, 14_001: 2000}
+    for count, step in steps.items():
+        tick_cells(ax := new_axes(), axis, count)
+        wanted = {f"{i:,}": i + 0.5 for i in range(0, count, step)}
+        labels = [text.get_text() for text in getattr(ax, f"get_{axis}ticklabels")()]
+        assert dict(zip(labels, getattr(ax, f"get_{axis}ticks")(), strict=True)) == wanted
+
+
+def test_groups_beyond_the_palette_differ_in_their_hatches() -> None:
+    styles = {(style["facecolor"], style["hatch"]) for style in map(group_style, range(24))}
+    assert len(styles) == 24
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["layers.0.attention"], ["layers.0.attention"]),
+        (["layers.0.k", "layers.1.k", "layers.2.k"], ["0", "1", "2"]),
+        (["layers.0.k", "layers.0.v", "layers.1.k"], ["0.k", "0.v", "1.k"]),
+        (["layers.0", "layers.1.k"], ["layers.0", "layers.1.k"]),
+    ],
+)
+def test_short_names_leave_out_what_all_have_in_common(names: list[str], short) -> None:
+    assert short_names(names) == short
+
+
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.floats(0.01, 2))
 def test_spread_positions_are_apart_in_order_and_stay_where_they_can(positions, gap) -> None:
     moved = spread(positions, gap)
@@ -927,14 +1010,27 @@ def test_spread_positions_are_apart_in_order_and_stay_where_they_can(positions, 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
+        (0, "0 B"),
         (1536, "1,536 B"),
+        (10 * 2**10 - 1, "10,239 B"),
         (10 * 2**10, "10.00 KiB"),
+        (2**20 - 2**10, "1023.00 KiB"),
+        (2**20, "1.00 MiB"),
         (3 * 2**19, "1.50 MiB"),
-        (40 * 2**30, "40.00 GiB"),
+        (2**30 - 2**20, "1,023.00 MiB"),
+        (2**30, "1.00 GiB"),
+        (2**40, "1,024.00 GiB"),
     ],
 )
 def test_bytes_are_readable(num_bytes: int, text: str) -> None:
     assert readable(num_bytes) == text
+
+
+def test_what_was_given_is_shown_on_one_line_of_80_characters_at_most() -> None:
+    for length in (2, 79, 80, 81, 200):
+        text = repr("x" * (length - 2))
+        assert shown("x" * (length - 2)) == (text if length <= 80 else f"{text[:80]}...")
+    assert shown(np.eye(2)) == "array([[1., 0.], [0., 1.]])"
 
 
 def test_unused_bytes_are_described_over_all_groups() -> None:
