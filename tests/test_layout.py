@@ -699,6 +699,8 @@ def test_a_period_chooses_among_the_layers_of_one_spec_in_a_group() -> None:
     assert mixed.period_layers("c") == ("a", "c") and mixed.period_layers("b") == ("b",)
     shared = make_layout(make_groups(MIXED), shared={"d": "c"})
     assert buffers_of(shared).period_layers("d") == ("a", "c")
+    unlike = {"a": full(**FOUR), "b": full(dtype="f16", **FOUR)}  # in pages of one size
+    assert buffers_of(layout_of(unlike)).period_layers("b") == ("b",)
     alone = {"a": full(**FOUR), "s": state(block_size=4)}
     assert buffers_of(layout_of(alone), stacked=False).period_layers("a") == ("a",)
 
