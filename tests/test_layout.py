@@ -853,7 +853,13 @@ TILED = {"tile_tokens": 64}
         ({}, {"layer": 2, "num_layers": 2}, None, "layer=2 is not one of num_layers=2"),
         ({}, {"num_blocks": 0}, None, "num_blocks must be at least 1"),
         ({}, {"page_bytes": 64}, None, "page_bytes=64 cannot hold 524288 bytes"),
-        ({}, {"page_bytes": 524289}, None, "multiples of 2 bytes"),
+        (
+            {},
+            {"page_bytes": 2**19 + 9, "page_offset_bytes": 10},
+            None,
+            "page_bytes=524297 cannot hold 524288 .* page_offset_bytes=10; use at least 524298",
+        ),
+        ({}, {"page_bytes": 524289}, None, "page_bytes=524289 and .* multiples of 2 bytes"),
         ({}, {"page_bytes": 2**20, "page_offset_bytes": 3}, None, "page_offset_bytes=3 must be"),
         ({"order": "LHBNC"}, {"page_bytes": 524290}, None, "multiples of 16 bytes"),
         (

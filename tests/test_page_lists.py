@@ -477,6 +477,19 @@ def test_sizes_that_are_none_are_refused_by_name(changes, error, message) -> Non
         max_num_query_groups(0, 16)
 
 
+@pytest.mark.parametrize(
+    ("page_tokens", "longest", "message"),
+    [(2**30 - 1, 2**31 - 2, "token positions"), (1, 2**30 - 2, "the pages that a batch lists")],
+)
+def test_sizes_are_taken_as_long_as_int32_counts_what_is_listed(
+    page_tokens: int, longest: int, message: str
+) -> None:
+    one = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "q_block_tokens": 1, "num_pages": 4}
+    sizes = PageListSizes(**one, max_model_len=longest, page_tokens=page_tokens)
+    with pytest.raises(ValueError, match=f"{message} reach"):
+        dataclasses.replace(sizes, max_model_len=longest + 1)
+
+
 # Error flags.
 
 
