@@ -868,7 +868,7 @@ TILED = {"tile_tokens": 64}
             None,
             "divides a page among",
         ),
-        ({}, {"page_bytes": 2**20}, 64, "padding would lie between"),
+        ({}, {"page_bytes": 2**20, "num_layers": 2}, 64, "because padding would lie between"),
         ({"order": "LBHNC"}, {}, 64, "the other of 8 heads would lie between"),
         ({"order": "BHLNC"}, {"num_layers": 2}, 64, "2 layers and the other of 8 heads"),
         ({"order": "HND"}, {}, 64, "make the cache with kernel_block_sizes of 64"),
@@ -897,6 +897,7 @@ def test_views_that_do_not_exist_are_refused_by_name(order, place, size, message
     [
         ({"axes": "BNN"}, "axes='BNN' must name B and N"),
         ({"axes": "BHC"}, "axes='BHC' must name B and N"),
+        ({"axes": "BNL"}, "axes='BNL' must name B and N"),
         ({"strides_bytes": (8, 2)}, "one entry per axis"),
         ({"shape": (5, 4, 1)}, "counts 5 blocks on axis 0, not a multiple of num_blocks=2"),
         ({"shape": (0, 4, 1)}, r"shape\[0\] must be at least 1, got 0"),
