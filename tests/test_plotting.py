@@ -835,6 +835,7 @@ def test_each_of_several_curves_has_its_name_and_its_last_point() -> None:
         lengths, counts = (axis.tolist() for axis in curve.get_data())
         assert counts == [plan.requests_that_fit(length) for length in lengths]
         assert lengths[0] == 128 and lengths[-1] == plan.max_model_len
+        assert all(b - a <= (2 ** (1 / 8) - 1) * a + 1 for a, b in itertools.pairwise(lengths))
         assert [*map(float, text.xy)] == [float(*axis) for axis in end.get_data()]
         assert text.xy == (lengths[-1], counts[-1])
         assert text.get_text() == f"{name}: {counts[-1]:,} x {lengths[-1]:,}"
