@@ -714,9 +714,10 @@ def plan_of_a_rank() -> jaxkv.Plan:
 def check_columns(ax, cache: jaxkv.KVCache, rows: list[int] | None) -> None:
     """Two columns more than the rows use are drawn, if there are so many."""
     used = np.asarray(cache.row_lengths)[slice(None) if rows is None else rows].max(axis=0)
-    widths, labels = cache.layout.row_blocks, []
+    widths, labels = cache.layout.row_blocks, list[str]()
     drawn = [min(width, most + 2) for width, most in zip(widths, used.tolist(), strict=True)]
-    for i, (count, width, growth) in enumerate(zip(drawn, widths, cache.layout.growths)):
+    groups = zip(drawn, widths, cache.layout.growths, strict=True)
+    for i, (count, width, growth) in enumerate(groups):
         shown = f"{width} per row" if count == width else f"{count} of {width} shown"
         labels.append(f"group {i}\n{growth.kind} @ {growth.block_size}\n{shown}")
     assert [bar.get_width() for bar in ax.patches if bar.get_alpha() == 0.5] == drawn
