@@ -132,7 +132,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Call | None]] = {
     "type of a spec": lambda patch: Call(
         by=(2, jaxkv.CrossAttentionSpec(**dataclasses.asdict(SPEC)), OPTIONS)
     ),
-    "key of a mapping": lambda patch: Call(by=(2, SPEC, {"b": 1})),
+    "key of a mapping": lambda patch: Call(by=(2, SPEC, types.MappingProxyType({"b": 1}))),
     "value of a mapping": lambda patch: Call(by=(2, SPEC, types.MappingProxyType({"a": 2}))),
     "setting": lambda patch: Call(context=jax.default_matmul_precision("highest")),
     "variable": lambda patch: patch.setenv("MOSAIC_GPU_DUMP_PTX", "1"),
