@@ -323,6 +323,7 @@ def test_widths_follow_requests_pool_and_window() -> None:
     assert width(pages_are_shared=False) == 4 * PAGES  # less than the layer's
     few = dataclasses.replace(SIZES, max_num_batched_tokens=2)  # than requests, and in a group
     assert few.list_width == few.csr_capacity == 2 * PAGES
+    assert dataclasses.replace(SIZES, max_num_batched_tokens=5).csr_capacity == 5 * PAGES
     assert width(num_pages=2) == 4  # the fewest: one page, which all may see
     assert dataclasses.replace(SIZES, num_pages=4).block_mask_width == 3
     assert width(sliding_window=1) == 4  # each token sees one page
